@@ -1,0 +1,86 @@
+"""Settings: defaults < file in the home < environment (MOEDRAFT_…) < arguments. Unknown keys are errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from platformdirs import user_data_path
+from pydantic import Field, ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+from moedraft.core import InvalidRequest
+
+CONFIG_FILE = "config.toml"
+
+
+class Settings(BaseSettings):
+    """Everything a user may set. Each field can be set as `MOEDRAFT_<FIELD>` too."""
+
+    model_config = SettingsConfigDict(env_prefix="MOEDRAFT_", extra="forbid", frozen=True)
+
+    home: Path = Field(default_factory=lambda: user_data_path("moedraft"), description="state folder")
+    target: str = Field("mini", description="`mini`, a local folder or a hub id")
+    draft: str = Field("mini", description="`mini`, a local folder or a hub id")
+    device: str = Field("auto", description="`auto`, `cpu`, `cuda`, `cuda:1` …")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="auto: float32 on a CPU, the checkpoint's own (bfloat16 for float32) on CUDA"
+    )
+    embedder: str = Field("minilm", description="`minilm` (carried) or a sentence-transformers folder or id")
+
+    max_batch_size: int = Field(8, ge=1, le=1024, description="sequences decoded at once")
+    max_model_len: int | None = Field(None, ge=2, description="tokens; default: what both models allow")
+    prefill_chunk: int = Field(512, ge=1, description="prompt tokens of one row in one forward")
+    long_prompts: Literal["refuse", "truncate"] = Field(
+        "refuse", description="truncate keeps the end of the prompt"
+    )
+    num_speculative_tokens: int = Field(
+        4, ge=0, le=32, description="draft length of seeded sampling; first guess elsewhere"
+    )
+    max_speculative_tokens: int = Field(8, ge=0, le=32, description="longest draft the budget may choose")
+    adaptive_budget: bool = Field(True, description="False: always num_speculative_tokens")
+
+    adapter_scope: Literal["tail", "full"] = Field("tail", description="what an expert may touch")
+    adapter_rank: int = Field(64, ge=1, le=1024)
+    shared_rank: int = Field(64, ge=1, le=1024)
+    merged_cache_mb: int = Field(512, ge=0, description="memory for experts merged into weights")
+
+    unknown_threshold: float = Field(0.35, ge=0, le=1, description="below it a prompt fits no domain")
+
+    replay_capacity: int = Field(2000, ge=8, description="records kept per domain")
+    topk: int = Field(16, ge=1, le=256, description="target's top-k kept per position")
+    learning_rate: float = Field(3e-3, gt=0)
+    update_every: int = Field(16, ge=1, description="new records of a domain that make an update due")
+    update_steps: int = Field(16, ge=1, description="optimiser steps per update")
+    update_tokens: int = Field(2048, ge=64, description="tokens per optimiser step, padding included")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        home = init_settings().get("home") or env_settings().get("home") or user_data_path("moedraft")
+        file = TomlConfigSettingsSource(settings_cls, Path(home).expanduser() / CONFIG_FILE)
+        return init_settings, env_settings, file
+
+
+def load_settings(**overrides: Any) -> Settings:
+    """Settings from all sources; `None` overrides are left out. Raises InvalidRequest, one sentence."""
+    try:
+        settings = Settings(**{k: v for k, v in overrides.items() if v is not None})
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"]) or "settings"
+        raise InvalidRequest(f"setting {field!r}: {first['msg']}.") from error
+    except ValueError as error:
+        raise InvalidRequest(f"{CONFIG_FILE} cannot be read: {error}.") from error
+    return settings.model_copy(update={"home": settings.home.expanduser().resolve()})

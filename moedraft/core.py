@@ -1,0 +1,226 @@
+"""The central types and the errors. Knows no model, no file and no network; torch for annotations only."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+SHARED = "shared"  # the arm without an expert: draft base + shared adapter
+DOMAIN_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class MoedraftError(Exception):
+    """Something a user can cause or mend; the message is one clear sentence that says what to do."""
+
+
+class InvalidRequest(MoedraftError):
+    """A prompt, parameter, name or file that cannot be accepted. Nothing was changed."""
+
+
+class UnsupportedModel(MoedraftError):
+    """A model whose layout the engine would run wrongly, or a pair that does not fit together."""
+
+
+class StorageError(MoedraftError):
+    """The home cannot be read or written (locked, too new, full, damaged)."""
+
+
+class CorruptAdapter(StorageError):
+    """An adapter folder whose files do not match its manifest."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is decoded. temperature 0 is greedy; top_k 0 and top_p 1 switch the filters off.
+
+    `seed` fixes the answer whatever the batch around it; without one the engine draws a seed.
+    Raises InvalidRequest for values that mean nothing.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    max_tokens: int = 128
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise InvalidRequest(f"temperature must be a finite number >= 0, not {self.temperature}.")
+        if not (math.isfinite(self.top_p) and 0 < self.top_p <= 1):
+            raise InvalidRequest(f"top_p must lie in (0, 1], not {self.top_p}.")
+        if self.top_k < 0:
+            raise InvalidRequest(f"top_k must be >= 0 (0 switches it off), not {self.top_k}.")
+        if self.max_tokens < 1:
+            raise InvalidRequest(f"max_tokens must be >= 1, not {self.max_tokens}.")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise InvalidRequest(f"seed must lie in [0, 2^63), not {self.seed}.")
+        if any(not stop for stop in self.stop):
+            raise InvalidRequest("a stop string must not be empty.")
+
+
+@dataclass
+class Sequence:
+    """One request on its way through the engine: the only mutable thing that travels."""
+
+    request_id: str
+    token_ids: list[int]  # prompt, then what was generated
+    num_prompt_tokens: int
+    params: SamplingParams
+    seed: int  # params.seed, or one drawn at admission
+    prompt: str = ""
+    expert: str = SHARED  # set by the selector at admission
+    pinned: bool = False  # the caller chose the expert
+    capture: bool = False  # may be learned from
+    draft: bool = True  # False: plain decoding
+    slot: int = -1  # row in both caches; -1 while waiting
+    target_cached: int = 0  # leading tokens whose keys and values the target's cache holds
+    draft_cached: int = 0  # the same for the draft's cache
+    text: str = ""  # detokenised answer so far
+    num_drafts: int = 0  # verification steps that had at least one draft token
+    num_steps: int = 0  # target forwards spent on this sequence after prefill
+    drafted: int = 0
+    accepted: int = 0
+    adapter_version: int = 0  # of the expert, at the last draft; 0 is the untrained expert
+    finish_reason: FinishReason | None = None
+    arrived_at: float = field(default_factory=time.monotonic)
+    first_token_at: float | None = None
+    finished_at: float | None = None
+
+    @property
+    def generated(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What the draft guesses. Padded positions hold token −1."""
+
+    token_ids: torch.Tensor  # int64 [B, K]
+    logits: torch.Tensor | None  # [B, K, V] filtered, as sampled from; None when every row is greedy
+    lengths: torch.Tensor  # int64 [B]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the target made of a proposal."""
+
+    tokens: torch.Tensor  # int64 [B, K+1], −1 pads
+    num_accepted: torch.Tensor  # int64 [B]
+    status: torch.Tensor  # int32 [B], nonzero: a broken row of logits
+
+
+@dataclass(frozen=True)
+class ReplayRecord:
+    """One answered request, with all that learning needs; the target is never run again for it.
+
+    Position i of `topk_*` is the target's distribution from which `token_ids[num_prompt_tokens + i]`
+    was taken, that is the distribution the draft's logits at `num_prompt_tokens + i − 1` must match.
+    Tail mass is 1 − Σ exp(topk_logprobs).
+    """
+
+    domain: str
+    expert: str
+    adapter_version: int
+    target_id: str
+    token_ids: list[int]  # prompt and answer
+    num_prompt_tokens: int
+    topk_ids: list[list[int]]  # [answer, k]
+    topk_logprobs: list[list[float]]  # [answer, k], natural log
+    rejected: list[int]  # indices into the answer where a draft token was refused
+    drafted: int
+    accepted: int
+    created_at: float = field(default_factory=time.time)
+
+
+@dataclass(frozen=True)
+class Domain:
+    """A registered domain. `examples` are what the router was fitted on."""
+
+    name: str
+    description: str
+    examples: tuple[str, ...]
+    created_at: float
+
+
+@dataclass(frozen=True)
+class AdapterVersion:
+    """One immutable set of LoRA weights. Version 0 does not exist on disk: it is the zero adapter."""
+
+    domain: str  # a domain, or SHARED
+    version: int
+    parent: int
+    path: str  # folder, relative to the home
+    base_hash: str  # of the draft base it belongs to
+    acceptance: float | None  # on held-out records when it was made
+    created_at: float
+    state: Literal["candidate", "live", "retired", "rolled_back"]
+
+
+@dataclass(frozen=True)
+class RequestStats:
+    """What is kept of a finished request; no text."""
+
+    request_id: str
+    expert: str
+    adapter_version: int
+    lang: str
+    num_prompt_tokens: int
+    num_tokens: int
+    num_steps: int
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    seconds: float
+    finish_reason: str
+    created_at: float = field(default_factory=time.time)
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """The answer to one request, whole or so far. Rates are None until something was drafted."""
+
+    request_id: str
+    prompt: str
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    expert: str
+    adapter_version: int
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    mean_acceptance_length: float | None  # emitted tokens per verification with a draft, bonus included
+    seconds: float  # since arrival
+    delta: str = ""  # text added since the previous output of this request
+
+    @property
+    def draft_acceptance_rate(self) -> float | None:
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
+
+    @property
+    def tokens_per_second(self) -> float:
+        return len(self.token_ids) / self.seconds if self.seconds > 0 else 0.0
+
+
+def check_domain_name(name: str) -> str:
+    """`name` itself, or InvalidRequest where it is no slug or is reserved."""
+    if not DOMAIN_NAME.fullmatch(name):
+        raise InvalidRequest(
+            f"domain name {name!r} must be 1-64 of a-z, 0-9, '_' and '-', beginning with a letter or digit."
+        )
+    if name == SHARED:
+        raise InvalidRequest(f"the name {SHARED!r} belongs to the shared adapter; choose another.")
+    return name

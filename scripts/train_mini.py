@@ -1,0 +1,417 @@
+#!/usr/bin/env python3
+"""Train the embedded pair: one byte-level BPE tokenizer, `mini-target` and `mini-draft`.
+
+    python scripts/train_mini.py DATA... --out data/models --size cpu --minutes 120
+
+DATA are JSONL files (`.jsonl`, `.jsonl.xz`; rows with `prompt` and `reference`, or `text`) or
+folders of such files and of `.txt`/`.md` files. A file's stem is its domain. The target sees all of
+it; the draft sees a small mixed slice only, so that it is generic and has something left to learn.
+
+The budget is wall time: the learning rate follows the share of it that has been used, so a slower
+machine gives a worse model, never an unfinished schedule. A run that was stopped goes on where it
+was when the same command is given again. `training.json` beside the weights says what was used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import lzma
+import math
+import platform
+import random
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+BOS, EOS = "<s>", "</s>"
+HELD_OUT_EVERY = 200  # every 200th document of a domain (by hash of its text) is never trained on
+SHARD = "16MB"  # largest weight file; save_pretrained counts in powers of ten, so below 16 MiB
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One model's architecture and how it is trained."""
+
+    hidden: int
+    layers: int
+    heads: int
+    ffn: int
+    batch: int  # sequences per step
+    lr: float
+    share: float  # of the whole time budget
+
+
+@dataclass(frozen=True)
+class Size:
+    vocab: int
+    seq_len: int
+    target: Shape
+    draft: Shape
+    draft_rows: int  # documents per domain that the draft may see
+
+
+SIZES = {
+    # Deep and narrow against a single layer: the cost ratio is what makes speculation pay.
+    "cpu": Size(
+        vocab=8192,
+        seq_len=512,
+        target=Shape(hidden=192, layers=12, heads=3, ffn=512, batch=16, lr=4e-3, share=0.9),
+        draft=Shape(hidden=128, layers=1, heads=4, ffn=512, batch=16, lr=6e-3, share=0.1),
+        draft_rows=1500,
+    ),
+    "gpu": Size(
+        vocab=8192,
+        seq_len=1024,
+        target=Shape(hidden=320, layers=12, heads=5, ffn=864, batch=96, lr=4e-3, share=0.88),
+        draft=Shape(hidden=160, layers=1, heads=5, ffn=640, batch=96, lr=6e-3, share=0.12),
+        draft_rows=1500,
+    ),
+}
+
+
+# --- data ---------------------------------------------------------------------------------------
+
+
+def input_files(paths: list[Path]) -> list[Path]:
+    """All readable files under `paths`, sorted, so that the order does not depend on the disk."""
+    found: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            found += [p for p in path.rglob("*") if p.name.endswith((".jsonl", ".jsonl.xz", ".txt", ".md"))]
+        elif path.is_file():
+            found.append(path)
+        else:
+            raise SystemExit(f"train_mini: no such file or folder: {path}")
+    if not found:
+        raise SystemExit("train_mini: no .jsonl, .jsonl.xz, .txt or .md file in the given folders")
+    return sorted(found)
+
+
+def documents(path: Path) -> Iterator[str]:
+    """Texts of one file: prompt, blank line, reference; or the row's `text`; or the whole file."""
+    if path.suffix in (".txt", ".md"):
+        yield path.read_text(encoding="utf-8", errors="replace")
+        return
+    opener = lzma.open if path.suffix == ".xz" else open
+    with opener(path, "rt", encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+                text = row["text"] if "text" in row else f"{row['prompt']}\n\n{row['reference']}"
+            except (ValueError, KeyError, TypeError) as error:
+                raise SystemExit(f"train_mini: {path}, line {number}: {error!r}") from error
+            yield text
+
+
+def read_domains(paths: list[Path]) -> tuple[dict[str, list[str]], dict[str, list[str]], dict[str, str]]:
+    """`(train, held_out, sha256)`, each by domain respectively file name."""
+    train: dict[str, list[str]] = {}
+    held_out: dict[str, list[str]] = {}
+    hashes: dict[str, str] = {}
+    for path in input_files(paths):
+        hashes[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
+        domain = path.name.split(".")[0] if ".jsonl" in path.name else path.parent.name
+        for text in documents(path):
+            digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+            part = held_out if digest % HELD_OUT_EVERY == 0 else train
+            part.setdefault(domain, []).append(text)
+    return train, held_out, hashes
+
+
+def train_tokenizer(texts: dict[str, list[str]], vocab: int, seed: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE on an equal number of characters from every domain."""
+    rng = random.Random(seed)
+    budget = 4_000_000
+    sample = []
+    for domain in sorted(texts):
+        used = 0
+        for text in rng.sample(texts[domain], len(texts[domain])):
+            sample.append(text)
+            used += len(text)
+            if used > budget:
+                break
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=[BOS, EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(sample, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, clean_up_tokenization_spaces=False
+    )
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """One domain's documents end to end: BOS text EOS BOS text EOS …"""
+
+    tokens: np.ndarray  # uint16 [N]
+    starts: np.ndarray  # int64 [docs], where each document begins
+
+    def window(self, start: int, length: int) -> np.ndarray:
+        """`length` tokens from `start` on, wrapping round at the end."""
+        return np.take(self.tokens, np.arange(start, start + length), mode="wrap")
+
+
+def tokenise(tokenizer: PreTrainedTokenizerFast, texts: list[str], seed: int) -> Corpus:
+    order = list(texts)
+    random.Random(seed).shuffle(order)
+    pieces, starts, length = [], [], 0
+    for begin in range(0, len(order), 2000):
+        for ids in tokenizer(order[begin : begin + 2000])["input_ids"]:
+            starts.append(length)
+            pieces.append(np.asarray([*ids, tokenizer.eos_token_id], dtype=np.uint16))
+            length += len(ids) + 1
+    return Corpus(np.concatenate(pieces), np.asarray(starts))
+
+
+class Batches:
+    """Random windows that begin at a document; domains weighted by the root of their size."""
+
+    def __init__(self, corpora: dict[str, Corpus], seq_len: int, seed: int) -> None:
+        self.corpora = [corpora[name] for name in sorted(corpora)]
+        weights = np.sqrt([len(c.tokens) for c in self.corpora])
+        self.weights = weights / weights.sum()
+        self.seq_len = seq_len
+        self.seed = seed
+
+    def batch(self, step: int, size: int) -> torch.Tensor:
+        """Token ids [size, seq_len + 1], int64, the same for the same step."""
+        rng = np.random.default_rng((self.seed, step))
+        rows = []
+        for which in rng.choice(len(self.corpora), size=size, p=self.weights):
+            corpus = self.corpora[which]
+            rows.append(corpus.window(int(rng.choice(corpus.starts)), self.seq_len + 1))
+        return torch.from_numpy(np.stack(rows).astype(np.int64))
+
+
+# --- training -----------------------------------------------------------------------------------
+
+
+def build(shape: Shape, size: Size, tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=size.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.ffn,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.heads,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    return LlamaForCausalLM(config)
+
+
+def optimisers(model: LlamaForCausalLM, lr: float) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside the layers, AdamW for embedding and norms."""
+    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    known = {id(p) for p in matrices}
+    others = [p for p in model.parameters() if id(p) not in known]
+    return [
+        torch.optim.Muon(matrices, lr=lr, weight_decay=0.02, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+def learning_rate(progress: float, peak: float) -> float:
+    """Warm up over 2 %, hold to 40 %, then fall linearly to zero at the end of the budget."""
+    return peak * min(1.0, progress / 0.02, (1.0 - progress) / 0.6)
+
+
+def next_token_loss(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+@torch.no_grad()
+def held_out_losses(
+    model: torch.nn.Module, corpora: dict[str, Corpus], seq_len: int, device: str
+) -> dict[str, float]:
+    """Mean next-token loss in nats per token, by domain, on at most 16 held-out windows each."""
+    losses = {}
+    for domain, corpus in sorted(corpora.items()):
+        windows = [corpus.window(int(s), seq_len + 1) for s in corpus.starts[:16]]
+        ids = torch.from_numpy(np.stack(windows).astype(np.int64)).to(device)
+        losses[domain] = round(next_token_loss(model, ids).item(), 4)
+    return losses
+
+
+class Checkpoint:
+    """What a stopped run needs to go on: weights, optimiser state, step, seconds used."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def save(
+        self, model: torch.nn.Module, opts: list[torch.optim.Optimizer], step: int, seconds: float
+    ) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        tensors = {f"model.{k}": v for k, v in model.state_dict().items() if k != "lm_head.weight"}
+        tensors["position"] = torch.tensor([step, seconds], dtype=torch.float64)
+        for which, opt in enumerate(opts):
+            for index, state in opt.state_dict()["state"].items():
+                tensors |= {f"opt.{which}.{index}.{k}": torch.as_tensor(v) for k, v in state.items()}
+        temporary = self.folder / "state.tmp"
+        save_file({k: v.detach().contiguous().cpu() for k, v in tensors.items()}, temporary)
+        temporary.replace(self.folder / "state.safetensors")
+
+    def load(self, model: torch.nn.Module, opts: list[torch.optim.Optimizer]) -> tuple[int, float]:
+        """`(step, seconds)`; `(0, 0.0)` where there is nothing to go on from."""
+        path = self.folder / "state.safetensors"
+        if not path.exists():
+            return 0, 0.0
+        tensors = load_file(path)
+        weights = {k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")}
+        model.load_state_dict(weights, strict=False)
+        for which, opt in enumerate(opts):
+            state: dict[int, dict[str, torch.Tensor]] = {}
+            for key, value in tensors.items():
+                kind, *rest = key.split(".")
+                if kind == "opt" and int(rest[0]) == which:
+                    state.setdefault(int(rest[1]), {})[rest[2]] = value
+            opt.load_state_dict(opt.state_dict() | {"state": state})
+        step, seconds = tensors["position"].tolist()
+        return int(step), seconds
+
+
+def train(
+    name: str, model: LlamaForCausalLM, batches: Batches, shape: Shape, seconds: float, work: Path, args
+) -> dict:
+    """Train until `seconds` of wall time are used. Returns steps, tokens and the last loss."""
+    device = args.device
+    model.to(device).train()
+    opts = optimisers(model, shape.lr)
+    checkpoint = Checkpoint(work / name)
+    step, used = checkpoint.load(model, opts)
+    run = torch.compile(model) if args.compile else model
+    cast = nullcontext() if args.precision == "float32" else torch.autocast(device, torch.bfloat16)
+    began, saved, smooth = time.monotonic() - used, time.monotonic(), math.nan
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns) as progress:
+        task = progress.add_task(name, total=seconds, completed=used)
+        while (used := time.monotonic() - began) < seconds:
+            ids = batches.batch(step, shape.batch).to(device, non_blocking=True)
+            for opt in opts:
+                for group in opt.param_groups:
+                    group["lr"] = learning_rate(used / seconds, shape.lr)
+            with cast:
+                loss = next_token_loss(run, ids)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for opt in opts:
+                opt.step()
+                opt.zero_grad(set_to_none=True)
+            step += 1
+            if step % 20 == 0:
+                value = loss.item()
+                smooth = value if math.isnan(smooth) else 0.9 * smooth + 0.1 * value
+                progress.update(task, completed=used, description=f"{name} step {step} loss {smooth:.3f}")
+                if step % 200 == 0:
+                    progress.console.print(f"{name} {used / 60:.1f} min, step {step}, loss {smooth:.3f}")
+            if time.monotonic() - saved > 120:
+                checkpoint.save(model, opts, step, used)
+                saved = time.monotonic()
+    return {"steps": step, "tokens": step * shape.batch * batches.seq_len, "train_loss": round(smooth, 4)}
+
+
+def publish(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path, facts: dict) -> None:
+    """Write an ordinary `save_pretrained` folder in half precision, then swap it into place."""
+    temporary = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    model.half().save_pretrained(temporary, max_shard_size=SHARD)
+    tokenizer.save_pretrained(temporary)
+    (temporary / "training.json").write_text(json.dumps(facts, indent=1) + "\n")
+    shutil.rmtree(folder, ignore_errors=True)
+    temporary.rename(folder)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("data", nargs="+", type=Path)
+    parser.add_argument("--out", type=Path, required=True, help="folder that gets mini-target and mini-draft")
+    parser.add_argument("--size", choices=sorted(SIZES), default="cpu")
+    parser.add_argument("--minutes", type=float, default=120, help="wall time for both models together")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--work", type=Path, help="checkpoints and tokens (default: OUT/.work)")
+    parser.add_argument("--precision", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+    args.work = args.work or args.out / ".work"
+    return args
+
+
+def main() -> None:
+    args = arguments()
+    size = SIZES[args.size]
+    args.work.mkdir(parents=True, exist_ok=True)
+    train_texts, held_texts, hashes = read_domains(args.data)
+    stamp = args.work / "tokenizer"
+    if (stamp / "tokenizer.json").exists():
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(stamp)
+    else:
+        tokenizer = train_tokenizer(train_texts, size.vocab, args.seed)
+        tokenizer.save_pretrained(stamp)
+    everything = {d: tokenise(tokenizer, t, args.seed) for d, t in train_texts.items()}
+    held = {d: tokenise(tokenizer, t, args.seed) for d, t in held_texts.items()}
+    print(f"{sum(len(c.tokens) for c in everything.values()) / 1e6:.1f} M tokens in {len(everything)} domains")
+
+    mixed = random.Random(args.seed)
+    small = {d: mixed.sample(t, min(size.draft_rows, len(t))) for d, t in train_texts.items()}
+    slices = {
+        "mini-target": (size.target, everything),
+        "mini-draft": (size.draft, {d: tokenise(tokenizer, t, args.seed) for d, t in small.items()}),
+    }
+    for offset, (name, (shape, corpora)) in enumerate(slices.items()):
+        model = build(shape, size, tokenizer, args.seed + offset)
+        parameters = sum(p.numel() for p in model.parameters())
+        print(f"{name}: {parameters / 1e6:.2f} M parameters, {shape.share * args.minutes:.1f} minutes")
+        batches = Batches(corpora, size.seq_len, args.seed + offset)
+        result = train(name, model, batches, shape, shape.share * args.minutes * 60, args.work, args)
+        losses = held_out_losses(model.eval(), held, size.seq_len, args.device)
+        facts = {
+            "model": name,
+            "parameters": parameters,
+            "shape": asdict(shape),
+            "size": args.size,
+            "vocab": size.vocab,
+            "seq_len": size.seq_len,
+            "seed": args.seed,
+            "minutes": round(shape.share * args.minutes, 2),
+            "precision": args.precision,
+            "device": torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or "cpu",
+            "torch": torch.__version__,
+            **result,
+            "held_out_loss": losses,
+            "documents": {d: len(t) for d, t in (train_texts if offset == 0 else small).items()},
+            "data_sha256": hashes,
+        }
+        publish(model.cpu(), tokenizer, args.out / name, facts)
+        print(f"{name}: held-out loss {sum(losses.values()) / len(losses):.3f}", losses)
+    shutil.rmtree(args.work)
+
+
+if __name__ == "__main__":
+    main()
