@@ -29,7 +29,7 @@ class Settings(BaseSettings):
     draft: str = Field("mini", description="`mini`, a local folder or a hub id")
     device: str = Field("auto", description="`auto`, `cpu`, `cuda`, `cuda:1` …")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="auto: float32 on a CPU, the checkpoint's own (bfloat16 for float32) on CUDA"
+        "auto", description="auto: float32 on a CPU, the checkpoint's own on CUDA"
     )
     embedder: str = Field("minilm", description="`minilm` (carried) or a sentence-transformers folder or id")
 

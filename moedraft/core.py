@@ -85,6 +85,8 @@ class Sequence:
     target_cached: int = 0  # leading tokens whose keys and values the target's cache holds
     draft_cached: int = 0  # the same for the draft's cache
     text: str = ""  # detokenised answer so far
+    captured: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # top-k [n, k] each step
+    rejected: list[int] = field(default_factory=list)  # indices into the answer
     num_drafts: int = 0  # verification steps that had at least one draft token
     num_steps: int = 0  # target forwards spent on this sequence after prefill
     drafted: int = 0

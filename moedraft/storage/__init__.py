@@ -1,0 +1,19 @@
+"""The state of a home on disk: domains, adapter versions, replay, request statistics. Knows no model."""
+
+from moedraft.storage.adapters import AdapterStore, LoadedAdapter
+from moedraft.storage.db import Home, StorageFull
+from moedraft.storage.registry import Registry
+from moedraft.storage.replay import Policy, ReplayBuffer
+from moedraft.storage.requests import ExpertStats, RequestLog
+
+__all__ = [
+    "AdapterStore",
+    "ExpertStats",
+    "Home",
+    "LoadedAdapter",
+    "Policy",
+    "Registry",
+    "ReplayBuffer",
+    "RequestLog",
+    "StorageFull",
+]

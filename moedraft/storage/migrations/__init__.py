@@ -1,0 +1,1 @@
+"""Alembic's migrations of a home. Append-only: a released version is never edited."""

@@ -1,0 +1,126 @@
+"""Keys and values by slot: one row per running sequence, rejected entries are simply overwritten.
+
+A forward works on a contiguous range of slots, so that reading the cache is a view and never a copy.
+The engine keeps its running sequences in the slots 0 … B−1 and swaps rows when one of them leaves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+GROWTH = 256  # tokens by which the capacity grows at least
+
+
+@dataclass
+class Cursor:
+    """Where the running forward writes and how far it reads. Set by `SlotCache.at`."""
+
+    first: int = 0  # slots first … last − 1 take part
+    last: int = 0
+    start: int | None = 0  # the common first position of all rows; None: they differ
+    rows: torch.Tensor | None = None  # int64 [B, 1]
+    positions: torch.Tensor | None = None  # int64 [B, T]
+    length: int = 0  # positions that are read: [0, length)
+
+
+class SlotLayer(CacheLayerMixin):
+    """One layer's cache. keys, values: [slots, capacity, heads, head_dim]."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def __init__(self, cursor: Cursor, slots: int, capacity: int) -> None:
+        super().__init__()
+        self.cursor = cursor
+        self.slots = slots
+        self.capacity = capacity
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        def empty(like: torch.Tensor) -> torch.Tensor:
+            return like.new_zeros(self.slots, self.capacity, like.shape[1], like.shape[3])
+
+        self.keys, self.values = empty(key_states), empty(value_states)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store [B, heads, T, head_dim] at the cursor; return all that the rows may look at."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        return self._put(self.keys, key_states), self._put(self.values, value_states)
+
+    def _put(self, store: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        at = self.cursor
+        rows = store[at.first : at.last]
+        if at.start is not None:
+            rows[:, at.start : at.start + states.shape[2]] = states.transpose(1, 2)
+        else:
+            rows[at.rows, at.positions] = states.transpose(1, 2)
+        return rows[:, : at.length].transpose(1, 2)
+
+    def grow(self, capacity: int) -> None:
+        if self.is_initialized:
+            extra = capacity - self.capacity
+            self.keys = torch.nn.functional.pad(self.keys, (0, 0, 0, 0, 0, extra))
+            self.values = torch.nn.functional.pad(self.values, (0, 0, 0, 0, 0, extra))
+        self.capacity = capacity
+
+    def swap(self, a: int, b: int) -> None:
+        if self.is_initialized:
+            for store in (self.keys, self.values):
+                store[[a, b]] = store[[b, a]]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cursor.length, 0
+
+    def get_seq_length(self) -> int:
+        return max(self.cursor.length - 1, 0)
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class SlotCache(Cache):
+    """A transformers `Cache` over fixed slots, for models with full attention in every layer."""
+
+    def __init__(self, num_layers: int, slots: int, capacity: int = GROWTH) -> None:
+        self.cursor = Cursor()
+        self.capacity = capacity
+        self.slots = slots
+        super().__init__(layers=[SlotLayer(self.cursor, slots, capacity) for _ in range(num_layers)])
+
+    def at(self, first: int, starts: list[int], width: int, device: torch.device) -> torch.Tensor:
+        """Place the next forward: `width` tokens a row, rows first … first+len(starts)−1, from `starts`.
+
+        Returns the positions, int64 [B, width]. Grows the cache where it is too short.
+        """
+        cursor, count = self.cursor, len(starts)
+        length = max(starts) + width
+        if length > self.capacity:
+            self._grow(max(length, self.capacity + GROWTH, self.capacity * 3 // 2))
+        steps = torch.arange(width, device=device)
+        same = all(start == starts[0] for start in starts)
+        cursor.first, cursor.last, cursor.length = first, first + count, length
+        if same:
+            cursor.start, cursor.rows = starts[0], None
+            cursor.positions = (steps + starts[0]).expand(count, width)
+        else:
+            cursor.start = None
+            cursor.rows = torch.arange(count, device=device)[:, None]
+            cursor.positions = torch.tensor(starts, device=device)[:, None] + steps
+        return cursor.positions
+
+    def swap(self, a: int, b: int) -> None:
+        """Exchange two slots."""
+        for layer in self.layers:
+            layer.swap(a, b)
+
+    def _grow(self, capacity: int) -> None:
+        for layer in self.layers:
+            layer.grow(capacity)
+        self.capacity = capacity

@@ -1,0 +1,76 @@
+"""When to train, and whom: the adapter whose next update promises the most, out of those that have news.
+
+Promise = measured gain of its recent updates × its share of the traffic. The shared adapter counts all
+traffic, so it goes first on a fresh home; as its gains shrink the experts take over, and an expert whose
+domain is new starts with the same hope as everybody else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from moedraft.core import SHARED, StorageError
+from moedraft.distill.trainer import Trainer, Update
+from moedraft.storage.store import Store
+
+HOPE = 0.05  # acceptance an adapter is thought to gain by its first update
+FORGET = 0.5  # weight of the newest measured gain
+
+
+@dataclass
+class DistillLoop:
+    """Runs updates one at a time, when asked. What it has used stands in storage, so a restart goes on."""
+
+    trainer: Trainer
+    store: Store
+    every: int = 16  # new records that make an update due
+    gains: dict[str, float] = field(default_factory=dict)
+    updates: int = 0
+    status: str = "waiting for records"
+
+    def due(self) -> str | None:
+        """The adapter to train now, None when nobody has enough news."""
+        domains = [domain.name for domain in self.store.registry.domains()]
+        sizes = self.store.replay.sizes()
+        total = sum(sizes.values())
+        candidates = {}
+        for name in [SHARED, *domains]:
+            buffer = None if name == SHARED else name
+            news = self.store.replay.counts_since(buffer, self._used(name))
+            if news >= self.every:
+                share = 1.0 if name == SHARED else sizes.get(name, 0) / total
+                candidates[name] = max(self.gains.get(name, HOPE), 1e-3) * share * news
+        return max(candidates, key=lambda name: candidates[name]) if candidates else None
+
+    def run_once(
+        self, expert: str | None = None, *, steps: int | None = None, on_step: Callable[[int, float], None] | None = None
+    ) -> Update | None:
+        """Train `expert`, or whoever is due; None when nobody is or nothing can be stored now."""
+        expert = expert or self.due()
+        if expert is None:
+            self.status = "waiting for records"
+            return None
+        self.status = f"training {expert}"
+        try:
+            last = self.store.replay.last_id(None if expert == SHARED else expert)
+            update = self.trainer.update(expert, steps=steps, on_step=on_step)
+            self.store.registry.set_meta(f"trained:{expert}", str(last))
+        except StorageError as error:
+            self.status = f"paused: {error}"
+            return None
+        self.status = "waiting for records"
+        if update is not None:
+            self.updates += 1
+            self._learn_gain(update)
+        return update
+
+    def _learn_gain(self, update: Update) -> None:
+        if update.acceptance_before is None or update.acceptance_after is None:
+            return
+        gain = update.acceptance_after - update.acceptance_before
+        before = self.gains.get(update.expert, HOPE)
+        self.gains[update.expert] = (1 - FORGET) * before + FORGET * gain
+
+    def _used(self, name: str) -> int:
+        return int(self.store.registry.get_meta(f"trained:{name}") or 0)

@@ -1,0 +1,218 @@
+"""Many LoRA experts over one draft base, any mix of them in one batch.
+
+Every adapted linear layer computes `x W' + (x Aᵀ ∘ mask) Bᵀ`, where W' is the base with the shared
+adapter merged in, and A and B are the blocks of the experts present in the batch, end to end: one matrix
+product each, with a 0/1 mask that lets a row see its own expert's block only. A batch with a single
+expert uses weights merged once and kept. Rows without an expert use W' alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from moedraft.core import SHARED, CorruptAdapter, UnsupportedModel
+from moedraft.models import LanguageModel
+
+# Anything that makes keys or values, alone or fused with queries; a tail expert must not touch it.
+MAKES_KV = re.compile(r"(^|_)(k|v|kv|qkv)(_|$)|key|value|c_attn|Wqkv|kv_[ab]_proj")
+PREFIX, LORA_A, LORA_B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+
+Delta = tuple[torch.Tensor, torch.Tensor]  # A [r, in], B [out, r] with the scaling folded in
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One version of one expert, ready to run."""
+
+    version: int
+    deltas: Mapping[str, Delta]  # by module name
+
+
+def adaptable(draft: LanguageModel, scope: str) -> list[str]:
+    """Names of the linear layers that an adapter of this scope covers; the output layer is the last.
+
+    "full": every one. "tail": those after which no key or value is made, so that the cache of the draft
+    is the same whichever expert is on. Raises UnsupportedModel where the architecture offers none.
+    """
+    names = []
+    for prefix, layer in _decoder_layers(draft):
+        names += [f"{prefix}.{name}" for name, module in layer.named_modules() if _is_linear(module)]
+    head = draft.hf.get_output_embeddings()
+    output = [name for name, module in draft.hf.named_modules() if module is head and _is_linear(module)]
+    if not names or not output:
+        raise UnsupportedModel(f"{draft.name}: no linear layers found that a draft expert could adapt.")
+    names.append(output[0])
+    return names if scope == "full" else [n for n in names if keeps_cache(n, draft.num_layers)]
+
+
+def keeps_cache(name: str, num_layers: int) -> bool:
+    """Whether adapting this module leaves every key and value of the draft as it is."""
+    layer = re.search(r"\.(\d+)\.", name)
+    last = layer is None or int(layer[1]) == num_layers - 1
+    return last and not MAKES_KV.search(name.rpartition(".")[2])
+
+
+def _decoder_layers(draft: LanguageModel) -> list[tuple[str, nn.Module]]:
+    for name, module in draft.hf.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == draft.num_layers:
+            return [(f"{name}.{i}", layer) for i, layer in enumerate(module)]
+    raise UnsupportedModel(f"{draft.name}: its decoder layers were not found.")
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+class LoRALinear(nn.Module):
+    """A linear layer of the draft base that the bank can bend, per row of the batch."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+        self.transposed = not isinstance(base, nn.Linear)  # GPT-2's Conv1D keeps [in, out]
+        self.weight: torch.Tensor | None = None  # replaces the base's: shared and, maybe, one expert merged
+        self.blocks: Delta | None = None  # A [R, in], B [out, R] of all experts in the batch
+        self.mask: torch.Tensor | None = None  # [B, 1, R]
+
+    def base_weight(self) -> torch.Tensor:
+        """[out, in]"""
+        weight: torch.Tensor = self.base.weight  # type: ignore[assignment]
+        return weight.T if self.transposed else weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.weight is None:
+            y: torch.Tensor = self.base(x)
+        else:
+            y = nn.functional.linear(x, self.weight, self.base.bias)  # type: ignore[arg-type]
+        if self.blocks is not None:
+            down, up = self.blocks
+            y = y + nn.functional.linear(nn.functional.linear(x, down) * self.mask, up)
+        return y
+
+
+class ExpertBank:
+    """The shared adapter and all experts of one draft base. `select` comes before each forward."""
+
+    def __init__(self, draft: LanguageModel, scope: str = "tail", merged_cache_mb: int = 512) -> None:
+        self.scope = scope
+        self.experts: dict[str, Adapter] = {}
+        self.shared: Adapter | None = None
+        self.layers: dict[str, LoRALinear] = {}
+        for name in adaptable(draft, "full"):
+            parent, _, leaf = name.rpartition(".")
+            layer = LoRALinear(draft.hf.get_submodule(name))
+            setattr(draft.hf.get_submodule(parent) if parent else draft.hf, leaf, layer)
+            self.layers[name] = layer
+        self.tail = frozenset(name for name in self.layers if keeps_cache(name, draft.num_layers))
+        self.merged: OrderedDict[str, dict[str, torch.Tensor]] = OrderedDict()
+        self.merged_budget = merged_cache_mb * 2**20
+        self.selected: tuple[str, ...] | None = None
+        self._shared_weights: dict[str, torch.Tensor] = {}
+
+    # -- publishing ------------------------------------------------------------------------------
+
+    def publish(self, expert: str, adapter: Adapter | None) -> bool:
+        """Use `adapter` for `expert` (None: the zero adapter) from the next forward on.
+
+        Returns whether keys and values change, so that draft caches filled before are stale.
+        """
+        before = self.shared if expert == SHARED else self.experts.get(expert)
+        touched = {name for a in (before, adapter) if a for name in a.deltas}
+        if expert == SHARED:
+            self.shared = adapter
+            deltas = adapter.deltas if adapter else {}
+            self._shared_weights = {
+                name: self.layers[name].base_weight() + b @ a for name, (a, b) in deltas.items()
+            }
+            self.merged.clear()
+        elif adapter is None:
+            self.experts.pop(expert, None)
+        else:
+            self.experts[expert] = adapter
+        self.merged.pop(expert, None)
+        self.selected = None
+        return not touched <= self.tail
+
+    def read(self, version: int, config: Mapping[str, object], tensors: Mapping[str, torch.Tensor]) -> Adapter:
+        """An `Adapter` from a PEFT configuration and state. Raises CorruptAdapter where it does not fit."""
+        deltas: dict[str, Delta] = {}
+        names = {k.removeprefix(PREFIX).removesuffix(LORA_A) for k in tensors if k.endswith(LORA_A)}
+        if not names or len(tensors) != 2 * len(names):
+            raise CorruptAdapter("the adapter holds something else than pairs of lora_A and lora_B.")
+        for name in sorted(names):
+            if name not in self.layers:
+                raise CorruptAdapter(f"the adapter's module {name!r} does not exist in the draft base.")
+            base = self.layers[name].base_weight()
+            a, b = tensors[PREFIX + name + LORA_A], tensors.get(PREFIX + name + LORA_B)
+            rank = a.shape[0]
+            if b is None or a.shape != (rank, base.shape[1]) or b.shape != (base.shape[0], rank):
+                raise CorruptAdapter(f"the adapter's shapes for {name!r} do not fit the draft base.")
+            scale = _scaling(config, name, rank)
+            deltas[name] = (a.to(base), (b * scale).to(base))
+        return Adapter(version, deltas)
+
+    # -- running ---------------------------------------------------------------------------------
+
+    def version(self, expert: str) -> int:
+        adapter = self.shared if expert == SHARED else self.experts.get(expert)
+        return adapter.version if adapter else 0
+
+    def select(self, rows: list[str]) -> None:
+        """The expert of each row of the next forward."""
+        key = tuple(rows)
+        if key == self.selected:
+            return
+        self.selected = key
+        present = sorted({name for name in rows if name in self.experts})
+        single = present[0] if len(present) == 1 and all(name == present[0] for name in rows) else None
+        merged = self._merge(single) if single else None
+        for name, layer in self.layers.items():
+            layer.weight = (merged or {}).get(name, self._shared_weights.get(name))
+            layer.blocks = layer.mask = None
+            if present and merged is None:
+                self._mix(layer, name, rows, present)
+
+    def _mix(self, layer: LoRALinear, name: str, rows: list[str], present: list[str]) -> None:
+        parts = [(expert, self.experts[expert].deltas.get(name)) for expert in present]
+        held = [(expert, delta) for expert, delta in parts if delta is not None]
+        if not held:
+            return
+        layer.blocks = (torch.cat([a for _, (a, _) in held]), torch.cat([b for _, (_, b) in held], dim=1))
+        owners = [expert for expert, (a, _) in held for _ in range(a.shape[0])]
+        mask = [[float(owner == row) for owner in owners] for row in rows]
+        layer.mask = torch.tensor(mask, dtype=layer.blocks[0].dtype, device=layer.blocks[0].device)[:, None]
+
+    def _merge(self, expert: str) -> dict[str, torch.Tensor] | None:
+        """The expert's weights merged into the base, kept up to the memory budget; None if over it."""
+        if expert not in self.merged:
+            size = sum(
+                b.shape[0] * a.shape[1] * a.element_size() for a, b in self.experts[expert].deltas.values()
+            )
+            if size > self.merged_budget:
+                return None
+            while self.merged and (len(self.merged) + 1) * size > self.merged_budget:
+                self.merged.popitem(last=False)
+            self.merged[expert] = {
+                name: self._shared_weights.get(name, self.layers[name].base_weight()) + b @ a
+                for name, (a, b) in self.experts[expert].deltas.items()
+            }
+        self.merged.move_to_end(expert)
+        return self.merged[expert]
+
+
+def _scaling(config: Mapping[str, object], name: str, rank: int) -> float:
+    """PEFT's factor on B·A: lora_alpha / r, or lora_alpha / √r with rsLoRA; patterns by module suffix."""
+    alpha = float(str(config.get("lora_alpha", rank)))
+    patterns = config.get("alpha_pattern")
+    if isinstance(patterns, Mapping):
+        for pattern, value in patterns.items():
+            if re.fullmatch(rf"(.*\.)?({pattern})", name):
+                alpha = float(value)
+                break
+    return float(alpha / (rank**0.5 if config.get("use_rslora") else rank))

@@ -1,0 +1,122 @@
+"""The only place where the parts are put together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moedraft.config import Settings, load_settings
+from moedraft.drafting.drafter import Drafter
+from moedraft.drafting.lora import ExpertBank
+from moedraft.engine.engine import Engine
+from moedraft.engine.recorder import AdapterLoader, Recorder
+from moedraft.models import LanguageModel, check_pair, load_model
+from moedraft.routing.classifier import Embedder, Router
+from moedraft.routing.selector import Selector
+from moedraft.storage.store import Store
+
+ROUTER_FOLDER = "router"
+
+
+@dataclass(frozen=True)
+class System:
+    """A running engine with everything around it. `close` lets go of the home."""
+
+    settings: Settings
+    store: Store
+    router: Router
+    target: LanguageModel
+    draft: LanguageModel
+    bank: ExpertBank
+    loader: AdapterLoader
+    recorder: Recorder
+    engine: Engine
+
+    def refresh(self) -> None:
+        """Load new adapter versions now."""
+        self.loader.refresh(self.engine.sequences.values(), now=True)
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def open_store(settings: Settings, *, write: bool = True) -> Store:
+    """Raises StorageError as `Home.open` does."""
+    return Store.open(settings.home, write=write, replay_capacity=settings.replay_capacity)
+
+
+def open_router(settings: Settings, store: Store) -> Router:
+    """The home's router, refitted where the registered domains are not the ones it knows."""
+    router = Router(Embedder(settings.embedder), settings.home / ROUTER_FOLDER, settings.unknown_threshold)
+    registered = {domain.name: list(domain.examples) for domain in store.registry.domains()}
+    if set(router.domains) != set(registered) and store.home.writable:
+        router.fit(registered)
+    return router
+
+
+def build(settings: Settings) -> System:
+    """Models, home, router, experts and engine of these settings."""
+    store = open_store(settings)
+    try:
+        return assemble(settings, store)
+    except BaseException:
+        store.close()
+        raise
+
+
+def assemble(settings: Settings, store: Store) -> System:
+    target = load_model(settings.target, "target", settings.device, settings.dtype)
+    draft = load_model(settings.draft, "draft", settings.device, settings.dtype)
+    check_pair(target, draft)
+    base_hash = draft.weights_hash()
+    bank = ExpertBank(draft, settings.adapter_scope, settings.merged_cache_mb)
+    router = open_router(settings, store)
+    engine = Engine(
+        target,
+        target.tokenizer,
+        Drafter(draft, bank, settings.max_batch_size, target.vocab_size, settings.prefill_chunk),
+        Selector(router),
+        max_batch_size=settings.max_batch_size,
+        max_model_len=settings.max_model_len,
+        prefill_chunk=settings.prefill_chunk,
+        truncate_prompts=settings.long_prompts == "truncate",
+        num_speculative_tokens=settings.num_speculative_tokens,
+        max_speculative_tokens=settings.max_speculative_tokens,
+        adaptive_budget=settings.adaptive_budget,
+        topk=settings.topk,
+        eos_token_ids=target.eos_token_ids,
+    )
+    loader = AdapterLoader(store, bank, base_hash)
+    recorder = Recorder(store, target_id=f"{settings.target}:{target.weights_hash()}")
+    engine.refresh = lambda: loader.refresh(engine.sequences.values())
+    engine.sinks.append(recorder)
+    engine.closers.append(store.close)
+    loader.refresh([], now=True)
+    return System(settings, store, router, target, draft, bank, loader, recorder, engine)
+
+
+def load(
+    target: str = "mini",
+    draft: str = "mini",
+    home: str | Path | None = None,
+    **settings: Any,
+) -> Engine:
+    """An engine over `target` and `draft` (`mini`, a folder or a hub id) with its experts in `home`.
+
+    `settings` are those of `moedraft.config.Settings`. Close it, or use it as a context manager: it holds
+    the home's writing lock. Raises InvalidRequest, UnsupportedModel or StorageError, one sentence each.
+    """
+    return build(load_settings(target=target, draft=draft, home=home, **settings)).engine
+
+
+@contextmanager
+def opened(settings: Settings) -> Iterator[System]:
+    """`build`, closed at the end whatever happens."""
+    system = build(settings)
+    try:
+        yield system
+    finally:
+        system.close()

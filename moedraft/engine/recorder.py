@@ -1,0 +1,150 @@
+"""Between engine and storage: finished requests go out, live adapter versions come in.
+
+A full disk never stops serving: learning pauses, the reason stands in `status`, and it goes on by itself
+when a write succeeds again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+
+from moedraft.core import SHARED, CorruptAdapter, ReplayRecord, RequestStats, Sequence, StorageError
+from moedraft.drafting.lora import ExpertBank
+from moedraft.storage.store import Store
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.5
+SCRIPTS = {
+    "LATIN": "latin",
+    "CYRILLIC": "cyrillic",
+    "CJK": "han",
+    "HIRAGANA": "kana",
+    "KATAKANA": "kana",
+    "HANGUL": "hangul",
+    "ARABIC": "arabic",
+    "GREEK": "greek",
+    "DEVANAGARI": "devanagari",
+}
+
+
+def script_of(text: str) -> str:
+    """The writing system of most letters, "other" where none is known. Kana anywhere means Japanese."""
+    letters = [c for c in text[:2000] if c.isalpha()]
+    names = Counter(SCRIPTS.get(unicodedata.name(c, "").split(" ")[0], "other") for c in letters)
+    if names["kana"] > 0.05 * len(letters):
+        return "kana"
+    return names.most_common(1)[0][0] if names else "other"
+
+
+class Recorder:
+    """An engine sink: statistics of every finished request, a replay record of those captured."""
+
+    def __init__(self, store: Store, target_id: str) -> None:
+        self.store = store
+        self.target_id = target_id
+        self.status = "learning"  # or "paused: <reason>"
+
+    def __call__(self, sequence: Sequence) -> None:
+        if sequence.finish_reason in ("abort", "error") or not sequence.num_generated:
+            return
+        try:
+            if sequence.captured:
+                self.store.replay.add([replay_record(sequence, self.target_id)])
+            self.store.requests.add([request_stats(sequence)])
+            self.status = "learning"
+        except StorageError as error:
+            if self.status == "learning":
+                log.warning("Learning is paused: %s", error)
+            self.status = f"paused: {error}"
+
+
+def replay_record(sequence: Sequence, target_id: str) -> ReplayRecord:
+    """Position i of the top-k belongs to answer token i; what was verified past the end is dropped."""
+    count = sequence.num_generated
+    ids = torch.cat([ids for ids, _ in sequence.captured])[:count]
+    logprobs = torch.cat([logprobs for _, logprobs in sequence.captured])[:count]
+    return ReplayRecord(
+        domain=sequence.expert,
+        expert=sequence.expert,
+        adapter_version=sequence.adapter_version,
+        target_id=target_id,
+        token_ids=list(sequence.token_ids),
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        topk_ids=ids.tolist(),
+        topk_logprobs=logprobs.tolist(),
+        rejected=[i for i in sequence.rejected if i < count],
+        drafted=sequence.drafted,
+        accepted=sequence.accepted,
+    )
+
+
+def request_stats(sequence: Sequence) -> RequestStats:
+    finished = sequence.finished_at or time.monotonic()
+    return RequestStats(
+        request_id=sequence.request_id,
+        expert=sequence.expert,
+        adapter_version=sequence.adapter_version,
+        lang=script_of(sequence.prompt),
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        num_tokens=sequence.num_generated,
+        num_steps=sequence.num_steps,
+        num_drafts=sequence.num_drafts,
+        num_draft_tokens=sequence.drafted,
+        num_accepted_tokens=sequence.accepted,
+        seconds=finished - sequence.arrived_at,
+        finish_reason=sequence.finish_reason or "",
+    )
+
+
+class AdapterLoader:
+    """Brings the bank in line with the live versions in storage. Called between two steps."""
+
+    def __init__(self, store: Store, bank: ExpertBank, base_hash: str) -> None:
+        self.store, self.bank, self.base_hash = store, bank, base_hash
+        self.generation = -1
+        self.refused: set[tuple[str, int]] = set()
+        self._next_poll = 0.0
+
+    def refresh(self, running: Iterable[Sequence], *, now: bool = False) -> None:
+        """Load what has changed; sequences whose draft cache became stale re-fill it. Never raises."""
+        if not now and time.monotonic() < self._next_poll:
+            return
+        self._next_poll = time.monotonic() + POLL_SECONDS
+        try:
+            generation = self.store.registry.generation()
+            if generation != self.generation:
+                stale = {name for name in self._names() if self._bring_up(name)}
+                for sequence in running:
+                    if sequence.expert in stale or SHARED in stale:
+                        sequence.draft_cached = 0
+                self.generation = self.store.registry.generation()
+        except StorageError as error:
+            log.warning("Adapters were not refreshed: %s", error)
+
+    def _names(self) -> list[str]:
+        registered = [domain.name for domain in self.store.registry.domains()]
+        return [SHARED, *registered, *(set(self.bank.experts) - set(registered))]
+
+    def _bring_up(self, name: str) -> bool:
+        """Publish the live version of `name`; True if keys and values of running sequences are stale."""
+        live = self.store.registry.live(name)
+        version = live.version if live else 0
+        if version == self.bank.version(name) or (name, version) in self.refused:
+            return False
+        found = self.store.adapters.load_live(name, self.base_hash) if live else None
+        if found is None:
+            return self.bank.publish(name, None)
+        try:
+            adapter = self.bank.read(found[0].version, found[1].config, found[1].tensors)
+        except CorruptAdapter as error:
+            log.warning("%s version %d: %s The version before it serves on.", name, version, error)
+            self.refused.add((name, version))
+            return False
+        return self.bank.publish(name, adapter)

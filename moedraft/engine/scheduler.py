@@ -1,0 +1,66 @@
+"""Who runs where: first come, first served. Running sequences fill the slots 0 … B−1 without a gap.
+
+Slots 0 … num_ready−1 hold sequences that decode, the slots after them those whose prompt is still being
+read. Whoever leaves or becomes ready is swapped, in both caches, by the callback.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from moedraft.core import Sequence
+
+
+class Scheduler:
+    """`swap(a, b)` exchanges two slots in all caches."""
+
+    def __init__(self, slots: int, swap: Callable[[int, int], None]) -> None:
+        self.slots = slots
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # index = slot
+        self.num_ready = 0
+        self._swap = swap
+
+    @property
+    def ready(self) -> list[Sequence]:
+        return self.running[: self.num_ready]
+
+    @property
+    def reading(self) -> list[Sequence]:
+        return self.running[self.num_ready :]
+
+    def admit(self) -> list[Sequence]:
+        """Give free slots to those who wait; returns the newcomers."""
+        new = []
+        while self.waiting and len(self.running) < self.slots:
+            sequence = self.waiting.popleft()
+            sequence.slot = len(self.running)
+            self.running.append(sequence)
+            new.append(sequence)
+        return new
+
+    def mark_ready(self, sequence: Sequence) -> None:
+        """Its prompt is read: from now on it decodes."""
+        self._exchange(sequence.slot, self.num_ready)
+        self.num_ready += 1
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take it out, wherever it is."""
+        if sequence.slot < 0:
+            self.waiting.remove(sequence)
+            return
+        if sequence.slot < self.num_ready:
+            self.num_ready -= 1
+            self._exchange(sequence.slot, self.num_ready)
+        self._exchange(sequence.slot, len(self.running) - 1)
+        self.running.pop()
+        sequence.slot = -1
+
+    def _exchange(self, a: int, b: int) -> None:
+        if a == b:
+            return
+        self._swap(a, b)
+        first, second = self.running[a], self.running[b]
+        first.slot, second.slot = b, a
+        self.running[a], self.running[b] = second, first

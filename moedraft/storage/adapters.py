@@ -1,0 +1,283 @@
+"""Adapter folders in PEFT's format: published atomically, verified on every load, never pickle.
+
+`adapters/<domain>/v<N>` holds adapter_config.json, adapter_model.safetensors and a manifest. Paths are
+always computed from a checked name and a number. Knows nothing of what the tensors mean.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+
+from moedraft.core import AdapterVersion, CorruptAdapter, StorageError
+from moedraft.storage.db import Home, StorageFull, storage_errors
+from moedraft.storage.registry import Registry, check_expert_name
+
+if TYPE_CHECKING:
+    import torch
+
+FOLDER = "adapters"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+MANIFEST = "manifest.json"
+MANIFEST_FORMAT = 1
+ALLOWED = (".safetensors", ".json", ".md")
+TEMPORARY = ".tmp-"
+VERSION_FOLDER = re.compile(r"v([0-9]+)")
+
+log = logging.getLogger(__name__)
+
+
+class LoadedAdapter(NamedTuple):
+    config: dict[str, Any]  # adapter_config.json
+    tensors: dict[str, torch.Tensor]  # adapter_model.safetensors, on the CPU, all finite
+    manifest: dict[str, Any]
+
+
+class AdapterStore:
+    """The adapters of a home. Safe to share between threads; only a writable home is ever changed.
+
+    Making one removes what a crash left behind: temporary folders and versions without a row.
+    """
+
+    def __init__(self, home: Home, registry: Registry) -> None:
+        self._home = home
+        self._registry = registry
+        self._root = home.path / FOLDER
+        if home.writable:
+            self._clean()
+
+    def folder(self, domain: str, version: int) -> Path:
+        """Where `version` lies. Raises InvalidRequest for a name that is none."""
+        return self._root / check_expert_name(domain) / f"v{int(version)}"
+
+    def publish(
+        self,
+        domain: str,
+        write: Callable[[Path], None],
+        *,
+        parent: int,
+        base_hash: str,
+        acceptance: float | None,
+        extra: dict[str, Any],
+    ) -> AdapterVersion:
+        """Makes what `write(folder)` leaves in its folder the live version of `domain`: whole or not at all.
+
+        `extra` (rank, modules …) goes into the manifest. Raises InvalidRequest for an unknown domain,
+        CorruptAdapter for files that are no intact PEFT adapter, StorageFull, StorageError, and
+        whatever `write` raises; the former version serves on then.
+        """
+        self._home.require_writable()
+        self._registry.next_version(domain)  # an unknown name is refused before anything is written
+        with self._home.folder_lock, storage_errors(self._home.path):
+            self._clean()
+            temporary = self._temporary(domain)
+            try:
+                files = _written(temporary, write)
+                number = self._registry.reserve_version(domain)
+                path = self.folder(domain, number).relative_to(self._home.path).as_posix()
+                version = AdapterVersion(
+                    domain, number, parent, path, base_hash, acceptance, time.time(), "live"
+                )
+                (temporary / MANIFEST).write_text(_manifest(version, files, extra), encoding="utf-8")
+                self._install(temporary, version)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
+        return version
+
+    def load(self, version: AdapterVersion, base_hash: str | None = None) -> LoadedAdapter:
+        """Files of `version`, verified against its manifest.
+
+        Raises CorruptAdapter where anything is missing, changed or not finite, and StorageError where
+        `base_hash` (of the draft base that runs) is given and the adapter belongs to another.
+        """
+        folder, title = self.folder(version.domain, version.version), _title(version)
+        if base_hash is not None and version.base_hash != base_hash:
+            raise StorageError(
+                f"{title} belongs to another draft base ({version.base_hash}); "
+                f"use that one or train anew for {base_hash}."
+            )
+        with storage_errors(self._home.path):
+            files = _contents(folder, title)
+        manifest = _object(files.pop(MANIFEST, b""), f"{MANIFEST} of {title}")
+        if manifest.get("files") != _hashes(files):
+            raise CorruptAdapter(f"{title}: its files do not match its manifest.")
+        same = ("domain", "version", "base_hash")
+        if any(manifest.get(key) != getattr(version, key) for key in same):
+            raise CorruptAdapter(f"{title}: its manifest belongs to another version.")
+        return LoadedAdapter(*_parsed(files, title), manifest)
+
+    def load_live(
+        self, domain: str, base_hash: str | None = None
+    ) -> tuple[AdapterVersion, LoadedAdapter] | None:
+        """The live version or, where it is corrupt, its nearest intact ancestor; None: the untrained expert.
+
+        A corrupt version is logged and, in a writable home, rolled back. One that belongs to another
+        draft base is logged and passed over. Raises StorageError only where the database fails.
+        """
+        for version in self._registry.lineage(domain):
+            try:
+                return version, self.load(version, base_hash)
+            except CorruptAdapter as error:
+                log.warning("%s An older version serves.", error)
+                self._reject(version)
+            except StorageError as error:
+                log.warning("%s An older version serves.", error)
+        return None
+
+    def remove(self, domain: str) -> None:
+        """Removes all versions of `domain`, rows and folders; the untrained expert serves."""
+        folder = self.folder(domain, 0).parent
+        with self._home.folder_lock:
+            versions = self._registry.versions(domain)
+            self._registry.forget_versions(domain, [version.version for version in versions])
+            with storage_errors(self._home.path):
+                shutil.rmtree(folder, ignore_errors=not folder.exists())
+
+    def prune(self, domain: str, keep: int = 5) -> list[int]:
+        """Removes all but the newest `keep`, the live one and the one a rollback would bring back.
+
+        Returns the numbers that are gone.
+        """
+        with self._home.folder_lock:
+            numbers = [version.version for version in self._registry.versions(domain)]
+            needed = {version.version for version in self._registry.lineage(domain)[:2]}
+            gone = [number for number in numbers[: max(len(numbers) - keep, 0)] if number not in needed]
+            # rows first: a folder without a row is cleaned up, a row without a folder would be corrupt
+            self._registry.forget_versions(domain, gone)
+            for number in gone:
+                shutil.rmtree(self.folder(domain, number), ignore_errors=True)
+        return gone
+
+    def _temporary(self, domain: str) -> Path:
+        parent = self.folder(domain, 0).parent
+        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=parent))
+
+    def _install(self, temporary: Path, version: AdapterVersion) -> None:
+        """Folder, then row: a crash between them leaves a folder without a row, which `_clean` removes."""
+        folder = self.folder(version.domain, version.version)
+        for path in (*temporary.iterdir(), temporary):
+            _sync(path)
+        temporary.rename(folder)
+        try:
+            for path in (folder.parent, self._root, self._home.path):
+                _sync(path)
+            self._registry.add_version(version)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    def _reject(self, version: AdapterVersion) -> None:
+        if not self._home.writable:
+            return
+        with self._home.folder_lock:
+            # rows go before folders: a version without a row was removed meanwhile and is not corrupt
+            rows = self._registry.versions(version.domain)
+            if version.version in {row.version for row in rows}:
+                self._registry.reject(version.domain, version.version)
+
+    def _clean(self) -> None:
+        with self._home.folder_lock:
+            known = {self.folder(v.domain, v.version) for v in self._registry.versions()}
+            for folder in self._root.glob("*/*"):
+                ours = folder.name.startswith(TEMPORARY) or VERSION_FOLDER.fullmatch(folder.name)
+                if ours and folder not in known:
+                    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _title(version: AdapterVersion) -> str:
+    return f"Adapter version {version.version} of '{version.domain}'"
+
+
+def _written(folder: Path, write: Callable[[Path], None]) -> dict[str, bytes]:
+    """What `write` leaves in `folder`, checked."""
+    try:
+        write(folder)
+    except SafetensorError as error:
+        if "No space left" in str(error):
+            raise StorageFull(f"The disk that holds {folder.parent} is full; free some space.") from error
+        raise
+    title = "The new adapter"
+    files = _contents(folder, title)
+    files.pop(MANIFEST, None)
+    _parsed(files, title)
+    return files
+
+
+def _contents(folder: Path, title: str) -> dict[str, bytes]:
+    """The bytes of each file. Raises CorruptAdapter for anything but plain files of the kinds allowed."""
+    files = {}
+    try:
+        for path in sorted(folder.iterdir()):
+            if path.suffix not in ALLOWED or path.is_symlink() or not path.is_file():
+                raise CorruptAdapter(
+                    f"{title} holds '{path.name}'; only {', '.join(ALLOWED)} files are taken."
+                )
+            files[path.name] = path.read_bytes()
+    except FileNotFoundError as error:
+        raise CorruptAdapter(f"{title}: its folder is gone.") from error
+    return files
+
+
+def _parsed(files: dict[str, bytes], title: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    missing = [name for name in (CONFIG, WEIGHTS) if name not in files]
+    if missing:
+        raise CorruptAdapter(f"{title} lacks {' and '.join(missing)}.")
+    try:
+        tensors: dict[str, torch.Tensor] = load_tensors(files[WEIGHTS])
+    except SafetensorError as error:
+        raise CorruptAdapter(f"{title}: {WEIGHTS} cannot be read: {error}.") from error
+    for name, tensor in tensors.items():
+        if not bool(tensor.isfinite().all()):
+            raise CorruptAdapter(f"{title}: tensor '{name}' is not finite.")
+    return _object(files[CONFIG], f"{CONFIG} of {title}"), tensors
+
+
+def _object(text: bytes, title: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise CorruptAdapter(f"{title} is missing or no JSON.") from error
+    if not isinstance(value, dict):
+        raise CorruptAdapter(f"{title} is no JSON object.")
+    return value
+
+
+def _manifest(version: AdapterVersion, files: dict[str, bytes], extra: dict[str, Any]) -> str:
+    own = {
+        "format": MANIFEST_FORMAT,
+        "domain": version.domain,
+        "version": version.version,
+        "parent": version.parent,
+        "base_hash": version.base_hash,
+        "acceptance": version.acceptance,
+        "created_at": version.created_at,
+        "files": _hashes(files),
+    }
+    assert not own.keys() & extra.keys(), "extra must not replace what the manifest says itself"
+    return json.dumps({**own, **extra}, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _hashes(files: dict[str, bytes]) -> dict[str, str]:
+    return {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,76 @@
+"""The bytes of a replay record: token ids as int32, log-probabilities as float16, behind a checked header.
+
+Layout of format 1, little-endian: header, then token_ids [n] i4, rejected [m] i4, topk_ids [a, k] i4,
+topk_logprobs [a, k] f2. Knows no database.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from moedraft.core import InvalidRequest, ReplayRecord
+
+FORMAT = 1
+HEADER = struct.Struct("<BxHIIII")  # format, k, len(token_ids), len(answer), len(rejected), crc32 of the rest
+LOWEST = float(np.finfo(np.float16).min)  # a finite log-probability stays finite
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class Payload(NamedTuple):
+    token_ids: list[int]
+    rejected: list[int]
+    topk_ids: list[list[int]]  # [answer, k]
+    topk_logprobs: list[list[float]]  # [answer, k]
+
+
+class DamagedPayload(Exception):
+    """Bytes that this module did not write, or that changed since."""
+
+
+def encode(record: ReplayRecord) -> bytes:
+    """Raises InvalidRequest where the shapes do not fit together or a log-probability is no number."""
+    answer = len(record.token_ids) - record.num_prompt_tokens
+    ids = _matrix(record.topk_ids, answer, "i4")
+    logprobs = _matrix(record.topk_logprobs, answer, "f4")
+    if ids.shape != logprobs.shape or np.isnan(logprobs).any():
+        raise InvalidRequest("a replay record needs one log-probability that is a number per top-k id.")
+    halves = np.where(np.isneginf(logprobs), logprobs, np.maximum(logprobs, LOWEST)).astype("<f2")
+    tokens, rejected = np.asarray(record.token_ids, "<i4"), np.asarray(record.rejected, "<i4")
+    body = b"".join(part.tobytes() for part in (tokens, rejected, ids, halves))
+    head = (FORMAT, ids.shape[1], len(tokens), answer, len(rejected), zlib.crc32(body))
+    return HEADER.pack(*head) + body
+
+
+def decode(payload: bytes) -> Payload:
+    """What `encode` was given; log-probabilities to float16 precision. Raises DamagedPayload."""
+    if len(payload) < HEADER.size:
+        raise DamagedPayload("it is too short")
+    version, k, n_tokens, answer, n_rejected, checksum = HEADER.unpack_from(payload)
+    body = payload[HEADER.size :]
+    if version != FORMAT:
+        raise DamagedPayload(f"format {version} is unknown")
+    if len(body) != 4 * (n_tokens + n_rejected) + 6 * answer * k or zlib.crc32(body) != checksum:
+        raise DamagedPayload("its bytes have changed")
+    tokens, rejected, ids = np.split(
+        np.frombuffer(body, "<i4", n_tokens + n_rejected + answer * k), [n_tokens, n_tokens + n_rejected]
+    )
+    logprobs = np.frombuffer(body, "<f2", offset=len(body) - 2 * answer * k)
+    return Payload(
+        tokens.tolist(),
+        rejected.tolist(),
+        ids.reshape(answer, k).tolist(),
+        logprobs.reshape(answer, k).tolist(),
+    )
+
+
+def _matrix(rows: list[list[Any]], answer: int, kind: str) -> Array:
+    """`rows` as little-endian [answer, k]."""
+    widths = {len(row) for row in rows}
+    if len(rows) != answer or len(widths) > 1:
+        raise InvalidRequest(f"a replay record needs equally long top-k rows for its {answer} answer tokens.")
+    return np.array(rows, "<" + kind).reshape(answer, widths.pop() if widths else 0)

@@ -1,0 +1,259 @@
+"""A home: the folder with moedraft's state, its database, its one writing connection and its lock.
+
+Everything that only SQLite knows lives here; the other modules are plain SQLAlchemy Core. One process
+owns the writing connection, guarded by an advisory lock on a file; its threads share that connection
+under one lock, one transaction at a time. Reads go through a pool of read-only connections and never
+wait for a write (WAL). Knows no table but Alembic's own.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from alembic import command
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy.exc import DatabaseError, IntegrityError
+from sqlalchemy.pool import Pool, QueuePool, StaticPool
+
+from moedraft.core import StorageError
+
+DATABASE = "moedraft.db"
+LOCK = "moedraft.lock"
+MIGRATIONS = Path(__file__).parent / "migrations"
+BUSY_SECONDS = 10.0
+
+
+class StorageFull(StorageError):
+    """The disk takes no more: it is full or read-only. Nothing was changed; serving can go on."""
+
+
+class Home:
+    """An open home folder. `folder_lock` guards its files as `write` guards its database.
+
+    Safe to share between the threads of one process; not to be carried through a fork.
+    """
+
+    def __init__(self, path: Path, *, lock_file: int | None) -> None:
+        self.path = path
+        self.writable = lock_file is not None
+        self.folder_lock = threading.RLock()
+        self.durable_writes = (
+            0  # committed here; in the one writing process nothing else changes the registry
+        )
+        self._lock_file = lock_file
+        self._write_lock = threading.RLock()
+        self._writer: Engine | None = None
+        self._reader: Engine | None = None
+
+    @classmethod
+    def open(cls, path: str | Path, *, write: bool = True) -> Home:
+        """The home at `path`; for writing it is created or brought to the newest schema where needed.
+
+        Raises StorageError: another process writes it, no home is there (read), it was made by a newer
+        moedraft or needs an upgrade (read), or the folder cannot be used.
+        """
+        path = Path(path).expanduser().resolve()
+        home = cls(path, lock_file=_claim(path) if write else None)
+        try:
+            with storage_errors(path):
+                home._connect()
+        except BaseException:
+            home.close()
+            raise
+        return home
+
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        """A connection that sees one consistent state. Raises StorageError."""
+        if self._reader is None:
+            raise StorageError(f"The home {self.path} is closed.")
+        with storage_errors(self.path), self._reader.connect() as connection:
+            yield connection
+
+    @contextmanager
+    def write(self, *, durable: bool = False) -> Iterator[Connection]:
+        """One transaction, alone. It survives the death of this process; `durable`, a power cut as well.
+
+        Without `durable` a power cut may lose the last transactions, never damage the file.
+        Raises StorageFull or StorageError; nothing was changed then.
+        """
+        self.require_writable()
+        with self._write_lock:
+            if self._writer is None:
+                raise StorageError(f"The home {self.path} is closed.")
+            with storage_errors(self.path), self._writer.connect() as connection:
+                # synchronous cannot change inside a transaction: below SQLAlchemy, before its BEGIN
+                _pragma(connection, f"synchronous = {'FULL' if durable else 'NORMAL'}")
+                with connection.begin():
+                    yield connection
+                self.durable_writes += durable
+
+    def require_writable(self) -> None:
+        """Raises StorageError where this home was opened for reading only."""
+        if not self.writable:
+            raise StorageError(f"The home {self.path} was opened for reading only.")
+
+    def close(self) -> None:
+        """Closes the connections and gives the lock back; a second call does nothing."""
+        with self._write_lock:
+            for engine in (self._reader, self._writer):
+                if engine is not None:
+                    engine.dispose()
+            self._reader = self._writer = None
+            if self._lock_file is not None:
+                os.close(self._lock_file)
+                self._lock_file = None
+
+    def __enter__(self) -> Home:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _connect(self) -> None:
+        database = self.path / DATABASE
+        if self.writable:
+            self._writer = _engine(database, write=True)
+            self._migrate()
+        elif not database.is_file():
+            raise StorageError(
+                f"There is no moedraft home at {self.path}; register a domain to make one, "
+                "or use another --home."
+            )
+        self._reader = _engine(database, write=False)
+        with self._reader.connect() as connection:
+            self._check_revision(connection)
+
+    def _migrate(self) -> None:
+        """All missing migrations in one transaction: done or not begun, whatever happens."""
+        assert self._writer is not None
+        with self._writer.connect() as connection:
+            current = MigrationContext.configure(connection).get_current_revision()
+        if current == _scripts().get_current_head():
+            return
+        self._refuse_newer(current)
+        with self._writer.connect() as connection:
+            # a table rebuilt by a migration would otherwise take the rows that point to it along
+            _pragma(connection, "foreign_keys = OFF")
+            with connection.begin():
+                config = _alembic()
+                config.attributes["connection"] = connection
+                command.upgrade(config, "head")
+            _pragma(connection, "foreign_keys = ON")
+
+    def _check_revision(self, connection: Connection) -> None:
+        current = MigrationContext.configure(connection).get_current_revision()
+        self._refuse_newer(current)
+        if current != _scripts().get_current_head():
+            raise StorageError(
+                f"The home {self.path} was made by an older moedraft; "
+                "run a command that writes to it (such as `moedraft serve`) once to upgrade it."
+            )
+
+    def _refuse_newer(self, revision: str | None) -> None:
+        known = {script.revision for script in _scripts().walk_revisions()}
+        if revision is not None and revision not in known:
+            raise StorageError(
+                f"The home {self.path} was made by a newer moedraft (schema {revision}); "
+                "upgrade moedraft or use another --home."
+            )
+
+
+@contextmanager
+def storage_errors(path: Path) -> Iterator[None]:
+    """Errors of the disk and the database as StorageFull or StorageError naming `path`."""
+    try:
+        yield
+    except IntegrityError:
+        raise  # a fault of ours
+    except DatabaseError as error:
+        raise _from_sqlite(path, error) from error
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+        kind = StorageFull if full else StorageError
+        raise kind(f"The home {path} cannot be used: {error.strerror or error}.") from error
+
+
+def _from_sqlite(path: Path, error: DatabaseError) -> StorageError:
+    name = getattr(error.orig, "sqlite_errorname", "")
+    if name == "SQLITE_FULL":
+        return StorageFull(f"The disk that holds the home {path} is full; free some space.")
+    if name.startswith("SQLITE_READONLY"):
+        return StorageFull(f"The home {path} is on a read-only disk; use another --home.")
+    if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
+        return StorageError(f"The database of the home {path} is damaged: {error.orig}.")
+    return StorageError(f"The database of the home {path} cannot be used: {error.orig}.")
+
+
+def _claim(path: Path) -> int:
+    """The file descriptor whose lock makes this process the writer. Creates the folder."""
+    with storage_errors(path):
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock_file = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(lock_file, 0)
+            os.pwrite(lock_file, f"{os.getpid()}\n".encode(), 0)
+        except BlockingIOError as error:
+            owner = os.pread(lock_file, 32, 0).decode(errors="replace").strip() or "unknown"
+            os.close(lock_file)
+            raise StorageError(
+                f"The home {path} is being written by another process (pid {owner}); "
+                "stop it or use another --home."
+            ) from error
+        except OSError:
+            os.close(lock_file)
+            raise
+    return lock_file
+
+
+def _engine(database: Path, *, write: bool) -> Engine:
+    """The seam for another database: nothing above this function depends on SQLite."""
+    mode = "rwc" if write else "ro"
+
+    def connect() -> sqlite3.Connection:
+        # isolation_level None: the driver never begins or commits by itself, SQLAlchemy does it below
+        connection = sqlite3.connect(
+            f"{database.as_uri()}?mode={mode}",
+            uri=True,
+            timeout=BUSY_SECONDS,
+            isolation_level=None,
+            check_same_thread=False,
+        )
+        connection.execute("PRAGMA foreign_keys = ON")
+        if write:
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA secure_delete = ON")  # what is purged is overwritten
+        return connection
+
+    pool: type[Pool] = StaticPool if write else QueuePool
+    engine = create_engine("sqlite://", creator=connect, poolclass=pool)
+    begin = "BEGIN IMMEDIATE" if write else "BEGIN"
+    event.listen(engine, "begin", lambda connection: connection.exec_driver_sql(begin))
+    return engine
+
+
+def _pragma(connection: Connection, pragma: str) -> None:
+    driver: Any = connection.connection.driver_connection
+    driver.execute(f"PRAGMA {pragma}")
+
+
+def _alembic() -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
+    return config
+
+
+def _scripts() -> ScriptDirectory:
+    return ScriptDirectory.from_config(_alembic())

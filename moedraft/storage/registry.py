@@ -1,0 +1,270 @@
+"""Domains, adapter versions and which of them is live. Knows rows only; `adapters` knows the files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from sqlalchemy import Connection, Row, delete, insert, select, update
+
+from moedraft.core import SHARED, AdapterVersion, Domain, InvalidRequest, check_domain_name
+from moedraft.storage.db import Home
+from moedraft.storage.tables import adapter_versions, counters, domains, experts, meta, replay
+
+_domain, _version, _state = adapter_versions.c.domain, adapter_versions.c.version, adapter_versions.c.state
+
+
+def check_expert_name(name: str) -> str:
+    """`name` itself where it is SHARED or a domain's name; InvalidRequest otherwise."""
+    return name if name == SHARED else check_domain_name(name)
+
+
+class Registry:
+    """What is registered. Every method is one transaction; every write survives a power cut.
+
+    All methods raise StorageError where the home fails, and InvalidRequest for a name or version that
+    is not there; nothing was changed then.
+    """
+
+    def __init__(self, home: Home) -> None:
+        self._home = home
+        self._generation = (-1, 0)  # after how many of this home's writes, the generation
+
+    # --- domains
+
+    def add_domain(self, domain: Domain) -> None:
+        """Raises InvalidRequest where the name is taken or is no domain name."""
+        check_domain_name(domain.name)
+        row = {
+            "name": domain.name,
+            "description": domain.description,
+            "examples": list(domain.examples),
+            "created_at": domain.created_at,
+        }
+        with self._home.write(durable=True) as connection:
+            if _exists(connection, domain.name):
+                raise InvalidRequest(
+                    f"A domain named '{domain.name}' exists already; remove it first or choose another name."
+                )
+            if connection.scalar(select(experts.c.name).where(experts.c.name == domain.name)) is None:
+                connection.execute(insert(experts).values(name=domain.name, last_version=0, updates=0))
+            connection.execute(insert(domains).values(row))
+            _raise_generation(connection)
+
+    def domains(self) -> list[Domain]:
+        """In the order of registration."""
+        with self._home.read() as connection:
+            rows = connection.execute(select(domains).order_by(domains.c.created_at, domains.c.name))
+            return [_domain_of(row) for row in rows]
+
+    def domain(self, name: str) -> Domain:
+        with self._home.read() as connection:
+            row = connection.execute(select(domains).where(domains.c.name == name)).one_or_none()
+        if row is None:
+            raise _unknown(name)
+        return _domain_of(row)
+
+    def remove_domain(self, name: str) -> None:
+        """Removes the domain, its replay and the rows of its versions; `AdapterStore.remove` their folders.
+
+        Statistics of its requests stay, and its version numbers are never given again.
+        """
+        with self._home.write(durable=True) as connection:
+            if not _exists(connection, name):
+                raise _unknown(name)
+            for table in (replay, adapter_versions):
+                connection.execute(delete(table).where(table.c.domain == name))
+            connection.execute(delete(domains).where(domains.c.name == name))
+            connection.execute(update(experts).where(experts.c.name == name).values(updates=0))
+            _raise_generation(connection)
+
+    # --- adapter versions (`domain` is a domain's name or SHARED)
+
+    def add_version(self, version: AdapterVersion) -> None:
+        """Adds the row; a `live` one takes the alias from the former, in the same transaction.
+
+        Raises InvalidRequest for a number that was given before.
+        """
+        with self._home.write(durable=True) as connection:
+            last = _last_version(connection, version.domain)
+            known = _find(connection, version.domain, version.version)
+            if known is not None or version.version < max(last, 1):
+                raise InvalidRequest(f"Version {version.version} of '{version.domain}' was given before.")
+            if not 0 <= version.parent < version.version:
+                raise InvalidRequest(f"Version {version.version} cannot descend from {version.parent}.")
+            if version.state == "live":
+                _retire_live(connection, version.domain)
+                _raise_generation(connection)
+            connection.execute(insert(adapter_versions).values(vars(version)))
+            counts = {"last_version": version.version, "updates": experts.c.updates + 1}
+            connection.execute(update(experts).where(experts.c.name == version.domain).values(counts))
+
+    def next_version(self, domain: str) -> int:
+        """The number that the next version will bear."""
+        with self._home.read() as connection:
+            return _last_version(connection, domain) + 1
+
+    def reserve_version(self, domain: str) -> int:
+        """A number that no other version ever bore or will bear."""
+        with self._home.write(durable=True) as connection:
+            number = _last_version(connection, domain) + 1
+            connection.execute(update(experts).where(experts.c.name == domain).values(last_version=number))
+            return number
+
+    def versions(self, domain: str | None = None) -> list[AdapterVersion]:
+        """All versions, or those of one domain; oldest first. Empty for a name that is unknown."""
+        query = select(adapter_versions).order_by(_domain, _version)
+        with self._home.read() as connection:
+            rows = connection.execute(query if domain is None else query.where(_domain == domain))
+            return [AdapterVersion(**row._mapping) for row in rows]
+
+    def live(self, domain: str) -> AdapterVersion | None:
+        """The version that serves; None: the untrained expert."""
+        with self._home.read() as connection:
+            return _live(connection, domain)
+
+    def lineage(self, domain: str) -> list[AdapterVersion]:
+        """The live version and its ancestors that were not rolled back, nearest first."""
+        with self._home.read() as connection:
+            live = _live(connection, domain)
+            return [] if live is None else [live, *_ancestors(connection, live)]
+
+    def promote(self, domain: str, version: int) -> AdapterVersion | None:
+        """Makes `version` live and retires the former; 0 goes back to the untrained expert. The live one."""
+        with self._home.write(durable=True) as connection:
+            _last_version(connection, domain)
+            found = _find(connection, domain, version)
+            if found is None and version != 0:
+                raise InvalidRequest(f"Domain '{domain}' has no adapter version {version}.")
+            if found is None or found.state != "live":
+                _retire_live(connection, domain)
+                _set_live(connection, found)
+                _raise_generation(connection)
+            return _live(connection, domain)
+
+    def rollback(self, domain: str) -> AdapterVersion | None:
+        """Back to the parent of the live version, which becomes rolled_back. Returns what is live now.
+
+        An ancestor that was itself rolled back is passed over; None is the untrained expert.
+        """
+        with self._home.write(durable=True) as connection:
+            live = _live(connection, domain)
+            if live is None:
+                raise InvalidRequest(f"'{domain}' has no live adapter version to roll back.")
+            return _reject(connection, live)
+
+    def reject(self, domain: str, version: int) -> AdapterVersion | None:
+        """Marks `version` rolled_back; was it live, its nearest ancestor serves. Returns what is live now."""
+        with self._home.write(durable=True) as connection:
+            found = _find(connection, domain, version)
+            if found is None:
+                raise InvalidRequest(f"Domain '{domain}' has no adapter version {version}.")
+            return _reject(connection, found)
+
+    def forget_versions(self, domain: str, numbers: Iterable[int]) -> None:
+        """Removes rows of versions; a live one among them leaves the untrained expert."""
+        chosen = (_domain == domain) & _version.in_(list(numbers))
+        with self._home.write(durable=True) as connection:
+            if connection.scalar(select(_version).where(chosen, _state == "live")) is not None:
+                _raise_generation(connection)
+            connection.execute(delete(adapter_versions).where(chosen))
+
+    # --- counters and notes
+
+    def generation(self) -> int:
+        """Rises with every change of a domain or of what is live; cheap enough to ask between two steps."""
+        writes = self._home.durable_writes
+        if not self._home.writable or writes != self._generation[0]:
+            with self._home.read() as connection:
+                query = select(counters.c.value).where(counters.c.name == "generation")
+                self._generation = writes, connection.scalar(query) or 0
+        return self._generation[1]
+
+    def updates(self, domain: str) -> int:
+        """How many versions were ever added for `domain`; 0 for a name that is unknown."""
+        with self._home.read() as connection:
+            return connection.scalar(select(experts.c.updates).where(experts.c.name == domain)) or 0
+
+    def get_meta(self, key: str, default: str | None = None) -> str | None:
+        with self._home.read() as connection:
+            value = connection.scalar(select(meta.c.value).where(meta.c.key == key))
+            return default if value is None else value
+
+    def set_meta(self, key: str, value: str | None) -> None:
+        """Keeps `value` under `key`; None removes it."""
+        with self._home.write(durable=True) as connection:
+            connection.execute(delete(meta).where(meta.c.key == key))
+            if value is not None:
+                connection.execute(insert(meta).values(key=key, value=value))
+
+
+def _unknown(name: str) -> InvalidRequest:
+    return InvalidRequest(f"There is no domain named '{name}'; `moedraft domain list` shows those there are.")
+
+
+def _domain_of(row: Row[Any]) -> Domain:
+    return Domain(row.name, row.description, tuple(row.examples), row.created_at)
+
+
+def _exists(connection: Connection, name: str) -> bool:
+    return connection.scalar(select(domains.c.name).where(domains.c.name == name)) is not None
+
+
+def _last_version(connection: Connection, domain: str) -> int:
+    """Raises InvalidRequest where `domain` is neither registered nor SHARED."""
+    if domain != SHARED and not _exists(connection, domain):
+        raise _unknown(domain)
+    return int(
+        connection.execute(select(experts.c.last_version).where(experts.c.name == domain)).scalar_one()
+    )
+
+
+def _find(connection: Connection, domain: str, version: int) -> AdapterVersion | None:
+    query = select(adapter_versions).where(_domain == domain, _version == version)
+    row = connection.execute(query).one_or_none()
+    return None if row is None else AdapterVersion(**row._mapping)
+
+
+def _live(connection: Connection, domain: str) -> AdapterVersion | None:
+    query = select(adapter_versions).where(_domain == domain, _state == "live")
+    row = connection.execute(query).one_or_none()
+    return None if row is None else AdapterVersion(**row._mapping)
+
+
+def _ancestors(connection: Connection, version: AdapterVersion) -> list[AdapterVersion]:
+    found = []
+    parent = _find(connection, version.domain, version.parent)
+    while parent is not None:
+        if parent.state != "rolled_back":
+            found.append(parent)
+        parent = _find(connection, parent.domain, parent.parent)
+    return found
+
+
+def _reject(connection: Connection, version: AdapterVersion) -> AdapterVersion | None:
+    _set_state(connection, version, "rolled_back")
+    if version.state == "live":
+        _set_live(connection, next(iter(_ancestors(connection, version)), None))
+        _raise_generation(connection)
+    return _live(connection, version.domain)
+
+
+def _set_state(connection: Connection, version: AdapterVersion, state: str) -> None:
+    chosen = (_domain == version.domain) & (_version == version.version)
+    connection.execute(update(adapter_versions).where(chosen).values(state=state))
+
+
+def _set_live(connection: Connection, version: AdapterVersion | None) -> None:
+    if version is not None:
+        _set_state(connection, version, "live")
+
+
+def _retire_live(connection: Connection, domain: str) -> None:
+    live = _live(connection, domain)
+    if live is not None:
+        _set_state(connection, live, "retired")
+
+
+def _raise_generation(connection: Connection) -> None:
+    query = update(counters).where(counters.c.name == "generation")
+    connection.execute(query.values(value=counters.c.value + 1))

@@ -1,0 +1,206 @@
+"""The replay buffers: what the target really said, bounded per domain. Knows nothing of training.
+
+The shared adapter has no second copy: its buffer is the records of all domains, drawn evenly by
+`sample_stratified`. Records whose prompt fitted no domain are stored under the domain "shared".
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from random import Random
+from typing import Any, Literal
+
+from sqlalchemy import Connection, Row, Select, case, delete, func, insert, select
+
+from moedraft.core import SHARED, InvalidRequest, ReplayRecord
+from moedraft.storage.codec import DamagedPayload, decode, encode
+from moedraft.storage.db import Home
+from moedraft.storage.tables import domains, replay
+
+Policy = Literal["fifo", "reservoir", "hardest"]
+CHUNK = 500  # rows fetched by id in one query
+
+log = logging.getLogger(__name__)
+
+_drafted = case((replay.c.drafted > 0, replay.c.drafted), else_=1)
+_rate = case((replay.c.drafted > 0, replay.c.accepted * 1.0 / _drafted), else_=1.0)
+# what goes first when a domain is over its capacity
+_EVICTION: dict[Policy, tuple[Any, ...]] = {
+    "fifo": (replay.c.id,),
+    "reservoir": (replay.c.draw.desc(), replay.c.id),
+    "hardest": (_rate.desc(), replay.c.id),
+}
+
+
+class ReplayBuffer:
+    """At most `capacity` records per domain. All methods raise StorageError where the home fails.
+
+    policy: "fifo" keeps the newest; "reservoir" a uniform sample of all that ever came (each record
+    draws a uniform number once and the smallest stay: Vitter's reservoir by random keys); "hardest"
+    those with the smallest share of accepted draft tokens, the newer on a tie, and those that nothing
+    was drafted for go first. `seed` makes the reservoir's draws repeatable.
+    """
+
+    def __init__(self, home: Home, capacity: int, policy: Policy = "fifo", seed: int | None = None) -> None:
+        if policy not in _EVICTION:
+            raise InvalidRequest(f"replay policy {policy!r} must be one of {', '.join(_EVICTION)}.")
+        if capacity < 1:
+            raise InvalidRequest(f"replay capacity must be >= 1, not {capacity}.")
+        self._home = home
+        self._capacity = capacity
+        self._policy = policy
+        # mixed with the last id, or a restart would repeat the draws of the records that are there
+        self._random = Random() if seed is None else Random(f"{seed}:{self.last_id()}")
+
+    def add(self, records: Sequence[ReplayRecord]) -> None:
+        """All of `records` or none; they outlive this process once this returns.
+
+        A record of a domain that is not registered (any more) is filed under "shared".
+        Raises InvalidRequest for a record that is malformed, StorageFull for a full disk.
+        """
+        rows = [self._row(record) for record in records]
+        if not rows:
+            return
+        with self._home.write() as connection:
+            known = {SHARED, *connection.scalars(select(domains.c.name))}
+            for row in rows:
+                row["domain"] = row["domain"] if row["domain"] in known else SHARED
+            connection.execute(insert(replay), rows)
+            for domain in {row["domain"] for row in rows}:
+                self._evict(connection, domain)
+
+    def records(
+        self,
+        domain: str | None = None,
+        limit: int | None = None,
+        newest_first: bool = True,
+        min_id: int | None = None,
+    ) -> list[ReplayRecord]:
+        """Records of `domain` (None: of all) with an id of at least `min_id`, at most `limit`."""
+        query = _of(select(replay), domain).order_by(replay.c.id.desc() if newest_first else replay.c.id)
+        if min_id is not None:
+            query = query.where(replay.c.id >= min_id)
+        with self._home.read() as connection:
+            rows = connection.execute(query.limit(limit)).all()
+        return _decoded(rows)
+
+    def sample(self, domain: str | None, n: int, seed: int) -> list[ReplayRecord]:
+        """`n` different records of `domain` (None: of all), uniformly; all of them where there are fewer."""
+        with self._home.read() as connection:
+            ids = list(connection.scalars(_of(select(replay.c.id), domain).order_by(replay.c.id)))
+            rows = _fetch(connection, Random(seed).sample(ids, min(n, len(ids))))
+        return _decoded(rows)
+
+    def sample_stratified(self, n: int, seed: int) -> list[ReplayRecord]:
+        """`n` different records, an equal share per domain; what a small one lacks the others give."""
+        random, chosen = Random(seed), list[int]()
+        with self._home.read() as connection:
+            ids = _ids_by_domain(connection)
+            for domain, share in _even_shares({name: len(ids[name]) for name in ids}, n).items():
+                chosen += random.sample(ids[domain], share)
+            random.shuffle(chosen)
+            rows = _fetch(connection, chosen)
+        return _decoded(rows)
+
+    def count(self, domain: str | None = None) -> int:
+        with self._home.read() as connection:
+            return connection.scalar(_of(select(func.count()).select_from(replay), domain)) or 0
+
+    def sizes(self) -> dict[str, int]:
+        """Records per domain; a domain without any is left out."""
+        query = select(replay.c.domain, func.count()).group_by(replay.c.domain).order_by(replay.c.domain)
+        with self._home.read() as connection:
+            return {row[0]: row[1] for row in connection.execute(query)}
+
+    def counts_since(self, domain: str | None, since_id: int) -> int:
+        """How many records of `domain` (None: of all) are kept that came after the one with `since_id`."""
+        query = _of(select(func.count()).select_from(replay).where(replay.c.id > since_id), domain)
+        with self._home.read() as connection:
+            return connection.scalar(query) or 0
+
+    def last_id(self, domain: str | None = None) -> int:
+        """The id of the newest record of `domain` (None: of all); 0 without any. Ids are never reused."""
+        with self._home.read() as connection:
+            return connection.scalar(_of(select(func.max(replay.c.id)), domain)) or 0
+
+    def purge(self, domain: str | None = None) -> int:
+        """Deletes the records of `domain` (None: of all), their bytes overwritten; returns how many."""
+        query = delete(replay) if domain is None else delete(replay).where(replay.c.domain == domain)
+        with self._home.write(durable=True) as connection:
+            return connection.execute(query).rowcount
+
+    def _row(self, record: ReplayRecord) -> dict[str, Any]:
+        return {
+            "domain": record.domain,
+            "expert": record.expert,
+            "adapter_version": record.adapter_version,
+            "target_id": record.target_id,
+            "num_prompt_tokens": record.num_prompt_tokens,
+            "drafted": record.drafted,
+            "accepted": record.accepted,
+            "created_at": record.created_at,
+            "draw": self._random.random(),
+            "payload": encode(record),
+        }
+
+    def _evict(self, connection: Connection, domain: str) -> None:
+        kept = connection.scalar(_of(select(func.count()).select_from(replay), domain)) or 0
+        if kept > self._capacity:
+            query = _of(select(replay.c.id), domain).order_by(*_EVICTION[self._policy])
+            evicted = query.limit(kept - self._capacity).scalar_subquery()
+            connection.execute(delete(replay).where(replay.c.id.in_(evicted)))
+
+
+def _of(query: Select[Any], domain: str | None) -> Select[Any]:
+    return query if domain is None else query.where(replay.c.domain == domain)
+
+
+def _ids_by_domain(connection: Connection) -> dict[str, list[int]]:
+    ids: dict[str, list[int]] = {}
+    for domain, number in connection.execute(select(replay.c.domain, replay.c.id).order_by(replay.c.id)):
+        ids.setdefault(domain, []).append(number)
+    return ids
+
+
+def _even_shares(sizes: dict[str, int], n: int) -> dict[str, int]:
+    """How many of `n` each gives: the same number, or all it has where that is less."""
+    shares, left = dict[str, int](), n
+    for done, (name, size) in enumerate(sorted(sizes.items(), key=lambda item: item[1])):
+        shares[name] = min(size, left // (len(sizes) - done))
+        left -= shares[name]
+    return shares
+
+
+def _fetch(connection: Connection, ids: list[int]) -> list[Row[Any]]:
+    """The rows of `ids`, in that order."""
+    found: dict[int, Row[Any]] = {}
+    for start in range(0, len(ids), CHUNK):
+        query = select(replay).where(replay.c.id.in_(ids[start : start + CHUNK]))
+        found |= {row.id: row for row in connection.execute(query)}
+    return [found[number] for number in ids]
+
+
+def _decoded(rows: Iterable[Row[Any]]) -> list[ReplayRecord]:
+    """Records of `rows`; a damaged one is left out and logged."""
+    records = []
+    for row in rows:
+        try:
+            payload = decode(row.payload)
+        except DamagedPayload as error:
+            log.warning("replay record %d of '%s' is damaged and skipped: %s", row.id, row.domain, error)
+            continue
+        records.append(
+            ReplayRecord(
+                domain=row.domain,
+                expert=row.expert,
+                adapter_version=row.adapter_version,
+                target_id=row.target_id,
+                num_prompt_tokens=row.num_prompt_tokens,
+                drafted=row.drafted,
+                accepted=row.accepted,
+                created_at=row.created_at,
+                **payload._asdict(),
+            )
+        )
+    return records

@@ -1,0 +1,38 @@
+"""All stores of one home, opened together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from moedraft.storage.adapters import AdapterStore
+from moedraft.storage.db import Home
+from moedraft.storage.registry import Registry
+from moedraft.storage.replay import ReplayBuffer
+from moedraft.storage.requests import RequestLog
+
+
+@dataclass(frozen=True)
+class Store:
+    """A home with its parts. Raises what `Home.open` raises."""
+
+    home: Home
+    registry: Registry
+    adapters: AdapterStore
+    replay: ReplayBuffer
+    requests: RequestLog
+
+    @classmethod
+    def open(cls, path: Path, *, write: bool = True, replay_capacity: int = 2000) -> Store:
+        home = Home.open(path, write=write)
+        registry = Registry(home)
+        return cls(
+            home,
+            registry,
+            AdapterStore(home, registry),
+            ReplayBuffer(home, replay_capacity),
+            RequestLog(home),
+        )
+
+    def close(self) -> None:
+        self.home.close()

@@ -1,0 +1,131 @@
+"""The tables of a home as they are now. Migrations never import this; a test keeps the two in step."""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    JSON,
+    Column,
+    Float,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    Text,
+    text,
+)
+
+metadata = MetaData()
+
+meta = Table(
+    "meta",
+    metadata,
+    Column("key", String(128), primary_key=True),
+    Column("value", Text, nullable=False),
+)
+
+counters = Table(
+    "counters",
+    metadata,
+    Column("name", String(64), primary_key=True),
+    Column("value", Integer, nullable=False),
+)
+
+# One row for every name that ever had adapters, "shared" included. It outlives the domain, so that a
+# version number is never given twice, not even to a domain removed and registered again.
+experts = Table(
+    "experts",
+    metadata,
+    Column("name", String(64), primary_key=True),
+    Column("last_version", Integer, nullable=False),
+    Column("updates", Integer, nullable=False),
+)
+
+domains = Table(
+    "domains",
+    metadata,
+    Column("name", String(64), ForeignKey("experts.name"), primary_key=True),
+    Column("description", Text, nullable=False),
+    Column("examples", JSON, nullable=False),
+    Column("created_at", Float, nullable=False),
+)
+
+adapter_versions = Table(
+    "adapter_versions",
+    metadata,
+    Column("domain", String(64), ForeignKey("experts.name"), primary_key=True),
+    Column("version", Integer, primary_key=True),
+    Column("parent", Integer, nullable=False),
+    Column("path", Text, nullable=False),
+    Column("base_hash", String(128), nullable=False),
+    Column("acceptance", Float),
+    Column("created_at", Float, nullable=False),
+    Column("state", String(16), nullable=False),
+)
+_is_live = text("state = 'live'")
+Index(
+    "one_live_version",
+    adapter_versions.c.domain,
+    unique=True,
+    sqlite_where=_is_live,
+    postgresql_where=_is_live,
+)
+
+# payload stands last: eviction reads the columns before it without touching its overflow pages.
+replay = Table(
+    "replay",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("domain", String(64), ForeignKey("experts.name"), nullable=False),
+    Column("expert", String(64), nullable=False),
+    Column("adapter_version", Integer, nullable=False),
+    Column("target_id", Text, nullable=False),
+    Column("num_prompt_tokens", Integer, nullable=False),
+    Column("drafted", Integer, nullable=False),
+    Column("accepted", Integer, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("draw", Float, nullable=False),  # uniform in [0, 1): the reservoir keeps the smallest
+    Column("payload", LargeBinary, nullable=False),
+    sqlite_autoincrement=True,  # ids are never reused, so "newer than id" stays true after a purge
+)
+Index("replay_by_domain", replay.c.domain, replay.c.id)
+
+requests = Table(
+    "requests",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("request_id", String(128), nullable=False),
+    Column("expert", String(64), nullable=False),
+    Column("adapter_version", Integer, nullable=False),
+    Column("lang", String(64), nullable=False),
+    Column("num_prompt_tokens", Integer, nullable=False),
+    Column("num_tokens", Integer, nullable=False),
+    Column("num_steps", Integer, nullable=False),
+    Column("num_drafts", Integer, nullable=False),
+    Column("num_draft_tokens", Integer, nullable=False),
+    Column("num_accepted_tokens", Integer, nullable=False),
+    Column("seconds", Float, nullable=False),
+    Column("finish_reason", String(32), nullable=False),
+    Column("created_at", Float, nullable=False),
+    sqlite_autoincrement=True,
+)
+Index("requests_by_expert", requests.c.expert, requests.c.id)
+
+# Sums over all requests of an expert, those already trimmed from `requests` included.
+request_totals = Table(
+    "request_totals",
+    metadata,
+    Column("expert", String(64), primary_key=True),
+    Column("requests", Integer, nullable=False),
+    Column("tokens", Integer, nullable=False),
+    Column("steps", Integer, nullable=False),
+    Column("drafts", Integer, nullable=False),
+    Column("draft_tokens", Integer, nullable=False),
+    Column("accepted_tokens", Integer, nullable=False),
+    Column("seconds", Float, nullable=False),
+    Column("first_requests", Integer, nullable=False),
+    Column("first_draft_tokens", Integer, nullable=False),
+    Column("first_accepted_tokens", Integer, nullable=False),
+)

@@ -1,0 +1,205 @@
+"""Greedy answers equal transformers' own generate, token for token, whatever the experts do."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import transformers
+from tiny import FixedSelector, NumberTokenizer
+
+from moedraft.core import SHARED, SamplingParams
+from moedraft.drafting.drafter import Drafter, NoExperts
+from moedraft.drafting.lora import Adapter, ExpertBank
+from moedraft.engine.engine import Engine
+from moedraft.models import LanguageModel
+
+VOCAB = 97
+COMMON = dict(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=3, num_attention_heads=4)
+CONFIGS = {
+    "llama": transformers.LlamaConfig(**COMMON, intermediate_size=64, num_key_value_heads=2),
+    "qwen2": transformers.Qwen2Config(**COMMON, intermediate_size=64, num_key_value_heads=2),
+    "qwen3": transformers.Qwen3Config(**COMMON, intermediate_size=64, num_key_value_heads=2, head_dim=8),
+    "gpt_neox": transformers.GPTNeoXConfig(**COMMON, intermediate_size=64),
+    "gpt2": transformers.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=3, n_head=4, n_positions=256),
+}
+
+
+def random_model(kind: str, seed: int, layers: int = 3) -> LanguageModel:
+    torch.manual_seed(seed)
+    config = CONFIGS[kind].__class__.from_dict(
+        CONFIGS[kind].to_dict() | {"num_hidden_layers": layers, "layer_types": None}
+    )
+    config.bos_token_id = config.eos_token_id = config.pad_token_id = None
+    model = transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    for parameter in model.parameters():  # random weights of 0.02 would make every logit a near-tie
+        if parameter.ndim == 2:
+            parameter.normal_(std=0.15)
+    return LanguageModel(model, None, kind)
+
+
+def expected(model: LanguageModel, prompt: list[int], count: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    out = model.hf.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+def random_adapter(bank: ExpertBank, version: int, scale: float, names: list[str]) -> Adapter:
+    deltas = {}
+    for name in names:
+        out, inner = bank.layers[name].base_weight().shape
+        deltas[name] = (torch.randn(4, inner) * scale, torch.randn(out, 4) * scale)
+    return Adapter(version, deltas)
+
+
+def engine_of(target: LanguageModel, draft: LanguageModel, *, scope: str = "tail", slots: int = 8, **kw) -> Engine:
+    bank = ExpertBank(draft, scope)
+    drafter = Drafter(draft, bank, slots, target.vocab_size)
+    return Engine(target, NumberTokenizer(), drafter, FixedSelector(), max_batch_size=slots, **kw)
+
+
+def prompts_of(count: int, seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(VOCAB) for _ in range(rng.randrange(1, 40))] for _ in range(count)]
+
+
+@pytest.mark.parametrize("kind", list(CONFIGS))
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_greedy_equals_transformers(kind: str, batch: int, adaptive: bool) -> None:
+    """A random draft (its guesses are mostly wrong) and ragged prompts; requests join as others leave."""
+    target, draft = random_model(kind, 0), random_model(kind, 1, layers=2)
+    engine = engine_of(target, draft, slots=batch, adaptive_budget=adaptive)
+    prompts = prompts_of(6 if batch == 1 else 14, seed=batch)
+    lengths = [random.Random(i).randrange(1, 60) for i in range(len(prompts))]
+    outputs = engine.generate(prompts, [SamplingParams(max_tokens=n) for n in lengths])
+    for prompt, length, output in zip(prompts, lengths, outputs, strict=True):
+        assert output.token_ids == expected(target, prompt, length)
+        assert output.finish_reason == "length"
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt_neox", "gpt2"])
+def test_good_draft_is_accepted(kind: str) -> None:
+    """The target as its own draft: everything is accepted, and the answer is still the target's."""
+    target, draft = random_model(kind, 0), random_model(kind, 0)
+    engine = engine_of(target, draft, adaptive_budget=False)
+    prompts = prompts_of(8, seed=3)
+    outputs = engine.generate(prompts, SamplingParams(max_tokens=40))
+    assert [o.token_ids for o in outputs] == [expected(target, p, 40) for p in prompts]
+    assert sum(o.num_accepted_tokens for o in outputs) == sum(o.num_draft_tokens for o in outputs) > 0
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt_neox"])
+@pytest.mark.parametrize("scope", ["tail", "full"])
+def test_adapter_swaps_in_mid_answer(kind: str, scope: str) -> None:
+    """Experts good, random and adversarial, swapped every few steps; more than 2 000 tokens in all."""
+    target, draft = random_model(kind, 0), random_model(kind, 0)
+    engine = engine_of(target, draft, scope=scope)
+    bank = engine.drafter.bank
+    prompts = prompts_of(24, seed=5)
+    names = ["a", "b", SHARED]
+    ids = [
+        engine.add(prompt, SamplingParams(max_tokens=90), expert=names[i % 3]) for i, prompt in enumerate(prompts)
+    ]
+    modules = [n for n in bank.layers if scope == "full" or n in bank.tail]
+    done, step = {}, 0
+    while engine.has_work:
+        if step % 7 == 3:
+            scale = [0.01, 0.3, 30.0][(step // 7) % 3]  # nearly the base; random; adversarial
+            who = ["a", "b", SHARED][(step // 7) % 3]
+            adapter = random_adapter(bank, step, scale, list(bank.layers) if who == SHARED else modules)
+            stale = bank.publish(who, adapter)
+            for sequence in engine.sequences.values():
+                if stale and (who == SHARED or sequence.expert == who):
+                    sequence.draft_cached = 0
+        done |= {o.request_id: o for o in engine.step() if o.finish_reason}
+        step += 1
+    total = 0
+    for request_id, prompt in zip(ids, prompts, strict=True):
+        assert done[request_id].token_ids == expected(target, prompt, 90)
+        total += len(done[request_id].token_ids)
+    assert total > 2000
+
+
+def test_no_draft_is_plain_decoding() -> None:
+    target = random_model("llama", 0)
+    engine = Engine(target, NumberTokenizer(), None, FixedSelector())
+    prompts = prompts_of(5, seed=1)
+    outputs = engine.generate(prompts, SamplingParams(max_tokens=30))
+    assert [o.token_ids for o in outputs] == [expected(target, p, 30) for p in prompts]
+    assert all(o.num_drafts == 0 and o.draft_acceptance_rate is None for o in outputs)
+
+
+def test_draft_off_for_one_request() -> None:
+    target, draft = random_model("llama", 0), random_model("llama", 0)
+    engine = engine_of(target, draft)
+    plain = engine.add([1, 2, 3], SamplingParams(max_tokens=20), draft=False)
+    fast = engine.add([1, 2, 3], SamplingParams(max_tokens=20))
+    done = {}
+    while engine.has_work:
+        done |= {o.request_id: o for o in engine.step() if o.finish_reason}
+    assert done[plain].token_ids == done[fast].token_ids == expected(target, [1, 2, 3], 20)
+    assert done[plain].num_draft_tokens == 0 < done[fast].num_draft_tokens
+
+
+def test_chunked_prefill_and_growth() -> None:
+    """Prompts longer than a chunk and than the cache's first capacity, beside short ones."""
+    target, draft = random_model("llama", 0), random_model("llama", 0)
+    engine = engine_of(target, draft, prefill_chunk=16)
+    rng = random.Random(9)
+    prompts = [[rng.randrange(VOCAB) for _ in range(n)] for n in (300, 3, 17, 200, 1, 2, 64, 33, 5)]
+    outputs = engine.generate(prompts, SamplingParams(max_tokens=25))
+    assert [o.token_ids for o in outputs] == [expected(target, p, 25) for p in prompts]
+
+
+def test_smaller_draft_vocabulary() -> None:
+    """Padded vocabularies differ between sizes of one family; the draft's is cut or padded."""
+    target = random_model("llama", 0)
+    torch.manual_seed(1)
+    for size in (VOCAB - 9, VOCAB + 9):
+        config = transformers.LlamaConfig(**(COMMON | {"vocab_size": size}), intermediate_size=64)
+        draft = LanguageModel(transformers.LlamaForCausalLM(config).eval().requires_grad_(False), None, "d")
+        engine = engine_of(target, draft)
+        outputs = engine.generate(prompts_of(4, seed=2), SamplingParams(max_tokens=30))
+        assert [o.token_ids for o in outputs] == [expected(target, p, 30) for p in prompts_of(4, seed=2)]
+        sampled = engine.generate([[1, 2]], SamplingParams(max_tokens=30, temperature=1.0, seed=1))
+        assert all(0 <= token < VOCAB for token in sampled[0].token_ids)
+
+
+def test_context_limit_is_exact() -> None:
+    """The answer may fill the context to the last position and not beyond."""
+    target, draft = random_model("gpt2", 0), random_model("gpt2", 0)
+    engine = engine_of(target, draft)
+    prompt = [random.Random(4).randrange(VOCAB) for _ in range(230)]
+    [output] = engine.generate([prompt], SamplingParams(max_tokens=500))
+    assert output.finish_reason == "length"
+    assert len(output.token_ids) == 256 - 230
+    assert output.token_ids == expected(target, prompt, 26)
+
+
+def test_negative_control_stale_cache_is_noticed() -> None:
+    """If rejected entries were not overwritten the answers would differ: shift the target's cache once."""
+    target, draft = random_model("llama", 0), random_model("llama", 1)
+    engine = engine_of(target, draft)
+    engine.add([5, 6, 7, 8], SamplingParams(max_tokens=40), request_id="x")
+    for _ in range(3):
+        engine.step()
+    layer = engine.cache.layers[0]
+    with torch.inference_mode():
+        layer.keys[0] = layer.keys[0].roll(1, dims=0)
+    last = None
+    while engine.has_work:
+        last = engine.step()
+    assert last is not None
+    assert last[-1].token_ids != expected(target, [5, 6, 7, 8], 40)
+
+
+def test_no_experts_bank() -> None:
+    target, draft = random_model("llama", 0), random_model("llama", 0)
+    engine = Engine(target, NumberTokenizer(), Drafter(draft, NoExperts(), 8, VOCAB), FixedSelector())
+    [output] = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=9))
+    assert output.token_ids == expected(target, [1, 2, 3], 9)
+    assert output.adapter_version == 0

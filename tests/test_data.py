@@ -1,0 +1,113 @@
+"""The example data that ship with the package."""
+
+import json
+from collections import Counter
+from importlib.resources import files
+from itertools import pairwise
+
+import pytest
+
+DATA = files("moedraft.data")
+LANGUAGES = ("en", "de", "fr", "es", "pt", "zh", "ja", "ko", "ru")
+DOMAINS = ("math", "sql", "python", "medical", "general", "textbook", *(f"docs-{lang}" for lang in LANGUAGES))
+SCRIPTS = {
+    "zh": ("\u4e00", "\u9fff"),
+    "ja": ("\u3040", "\u30ff"),
+    "ko": ("\uac00", "\ud7a3"),
+    "ru": ("\u0400", "\u04ff"),
+}
+
+
+def read_rows(*path):
+    text = DATA.joinpath(*path).read_text(encoding="utf-8")
+    assert text.endswith("\n")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def normalized(prompt):
+    return "".join(prompt.lower().split())
+
+
+@pytest.fixture(scope="module")
+def examples():
+    return {domain: read_rows("domains", f"{domain}.jsonl") for domain in DOMAINS}
+
+
+@pytest.fixture(scope="module")
+def traffic():
+    return read_rows("traffic.jsonl")
+
+
+@pytest.fixture(scope="module")
+def heldout():
+    return read_rows("heldout.jsonl")
+
+
+def language(domain):
+    return domain.removeprefix("docs-") if domain.startswith("docs-") else "en"
+
+
+def test_domain_files(examples):
+    names = {entry.name for entry in DATA.joinpath("domains").iterdir() if entry.name.endswith(".jsonl")}
+    assert names == {f"{domain}.jsonl" for domain in DOMAINS}
+    assert len(names) >= 10
+    assert {domain: len(rows) for domain, rows in examples.items()} == dict.fromkeys(DOMAINS, 40)
+
+
+def test_fields_of_the_examples(examples):
+    for rows in examples.values():
+        for row in rows:
+            assert row.keys() == {"prompt", "origin", "license"}
+
+
+@pytest.mark.parametrize(("name", "per_domain"), [("traffic", 24), ("heldout", 4)])
+def test_fields_and_counts_of_the_mixed_files(name, per_domain, request):
+    rows = request.getfixturevalue(name)
+    assert Counter(row["domain"] for row in rows) == dict.fromkeys(DOMAINS, per_domain)
+    for row in rows:
+        assert row.keys() == {"prompt", "domain", "lang", "max_tokens", "origin", "license"}
+        assert row["lang"] == language(row["domain"])
+        assert row["max_tokens"] == 48
+
+
+def test_every_row_states_origin_and_licence(examples, traffic, heldout):
+    for row in [row for rows in examples.values() for row in rows] + traffic + heldout:
+        assert row["origin"] == "written for moedraft"
+        assert row["license"] == "CC0-1.0"
+        assert row["prompt"] == row["prompt"].strip()
+        assert 20 <= len(row["prompt"]) <= 600
+
+
+def test_no_prompt_occurs_twice(examples, traffic, heldout):
+    rows = [row for domain in examples.values() for row in domain] + traffic + heldout
+    counts = Counter(normalized(row["prompt"]) for row in rows)
+    assert [prompt for prompt, count in counts.items() if count > 1] == []
+
+
+def test_the_three_sets_are_disjoint(examples, traffic, heldout):
+    shown = {normalized(row["prompt"]) for rows in examples.values() for row in rows}
+    replayed = {normalized(row["prompt"]) for row in traffic}
+    measured = {normalized(row["prompt"]) for row in heldout}
+    assert shown.isdisjoint(replayed)
+    assert shown.isdisjoint(measured)
+    assert replayed.isdisjoint(measured)
+
+
+def test_traffic_is_interleaved(traffic):
+    assert all(a["domain"] != b["domain"] for a, b in pairwise(traffic))
+    first_rounds = Counter(row["domain"] for row in traffic[: 3 * len(DOMAINS)])
+    assert first_rounds == dict.fromkeys(DOMAINS, 3)
+
+
+@pytest.mark.parametrize("lang", sorted(SCRIPTS))
+def test_documentation_prompts_use_the_script_of_their_language(lang, examples, traffic, heldout):
+    low, high = SCRIPTS[lang]
+    mixed = [row for row in traffic + heldout if row["lang"] == lang]
+    for row in examples[f"docs-{lang}"] + mixed:
+        assert any(low <= char <= high for char in row["prompt"]), row["prompt"]
+
+
+def test_readme_names_every_domain_and_the_licence():
+    text = DATA.joinpath("README.md").read_text(encoding="utf-8")
+    assert "CC0-1.0" in text
+    assert [domain for domain in DOMAINS if f"`{domain}`" not in text] == []
