@@ -44,7 +44,11 @@ class DistillLoop:
         return max(candidates, key=lambda name: candidates[name]) if candidates else None
 
     def run_once(
-        self, expert: str | None = None, *, steps: int | None = None, on_step: Callable[[int, float], None] | None = None
+        self,
+        expert: str | None = None,
+        *,
+        steps: int | None = None,
+        on_step: Callable[[int, float], None] | None = None,
     ) -> Update | None:
         """Train `expert`, or whoever is due; None when nobody is or nothing can be stored now."""
         expert = expert or self.due()

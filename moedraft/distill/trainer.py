@@ -218,7 +218,11 @@ class Trainer:
         return LoraConfig(r=rank, lora_alpha=rank, target_modules=pattern, bias="none")
 
     def _train(
-        self, expert: str, records: list[ReplayRecord], steps: int, on_step: Callable[[int, float], None] | None
+        self,
+        expert: str,
+        records: list[ReplayRecord],
+        steps: int,
+        on_step: Callable[[int, float], None] | None,
     ) -> float:
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         optimiser = self.optimisers.setdefault(
@@ -264,7 +268,9 @@ class Trainer:
         config.base_model_name_or_path = self.draft.name
         config.inference_mode = True
         state = get_peft_model_state_dict(self.model, adapter_name=key, save_embedding_layers=False)
-        tensors = {name: value.detach().to("cpu", torch.float32).contiguous() for name, value in state.items()}
+        tensors = {
+            name: value.detach().to("cpu", torch.float32).contiguous() for name, value in state.items()
+        }
 
         def write(folder: Path) -> None:
             config.save_pretrained(str(folder))

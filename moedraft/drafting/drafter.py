@@ -66,7 +66,12 @@ class Drafter:
         self.cache = model.new_cache(slots)
 
     def propose(
-        self, rows: list[Sequence], sampling: SamplingBatch, limits: list[int], fixed: list[bool], budget: Budget
+        self,
+        rows: list[Sequence],
+        sampling: SamplingBatch,
+        limits: list[int],
+        fixed: list[bool],
+        budget: Budget,
     ) -> Draft:
         """Draft for the sequences in slots 0 … B−1, at most `limits[b]` tokens for row b (0: none).
 
@@ -148,7 +153,9 @@ class Drafter:
 
     def _first(self, rows: list[Sequence], limits: list[int]) -> torch.Tensor:
         """Feed what each row's cache lacks, one or two tokens; logits [B, V] after the last token."""
-        lag = [len(row.token_ids) - row.draft_cached for row, limit in zip(rows, limits, strict=True) if limit]
+        lag = [
+            len(row.token_ids) - row.draft_cached for row, limit in zip(rows, limits, strict=True) if limit
+        ]
         width = min(2, max(lag), min(len(row.token_ids) for row in rows))
         ids = torch.tensor([row.token_ids[-width:] for row in rows], device=self.model.device)
         starts = [len(row.token_ids) - width for row in rows]
@@ -186,4 +193,3 @@ def empty_draft(rows: int, device: torch.device) -> Draft:
         lengths=torch.zeros(rows, dtype=torch.int64, device=device),
     )
     return Draft(proposal, [[] for _ in range(rows)], 0)
-

@@ -139,7 +139,9 @@ class ExpertBank:
         self.selected = None
         return not touched <= self.tail
 
-    def read(self, version: int, config: Mapping[str, object], tensors: Mapping[str, torch.Tensor]) -> Adapter:
+    def read(
+        self, version: int, config: Mapping[str, object], tensors: Mapping[str, torch.Tensor]
+    ) -> Adapter:
         """An `Adapter` from a PEFT configuration and state. Raises CorruptAdapter where it does not fit."""
         deltas: dict[str, Delta] = {}
         names = {k.removeprefix(PREFIX).removesuffix(LORA_A) for k in tensors if k.endswith(LORA_A)}

@@ -241,7 +241,13 @@ class Engine:
             rows[b].captured.append((ids[i, :count].cpu(), logprobs[i, :count].cpu()))
 
     def _advance(
-        self, row: Sequence, emitted: list[int], accepted: int, confidences: list[float], draft: Draft, broken: int
+        self,
+        row: Sequence,
+        emitted: list[int],
+        accepted: int,
+        confidences: list[float],
+        draft: Draft,
+        broken: int,
     ) -> RequestOutput | None:
         """Take the verified tokens into the sequence; end it where it must end."""
         before = len(row.token_ids)
@@ -341,7 +347,12 @@ class Engine:
         return [done[request_id] for request_id in ids]
 
     def stream(
-        self, prompt: str, params: SamplingParams | None = None, *, expert: str | None = None, draft: bool = True
+        self,
+        prompt: str,
+        params: SamplingParams | None = None,
+        *,
+        expert: str | None = None,
+        draft: bool = True,
     ) -> Iterator[RequestOutput]:
         """Outputs of one prompt as they grow (`delta` holds the new text). Closing it aborts the request."""
         request_id = self.add(prompt, params, expert=expert, draft=draft)

@@ -55,7 +55,9 @@ def random_adapter(bank: ExpertBank, version: int, scale: float, names: list[str
     return Adapter(version, deltas)
 
 
-def engine_of(target: LanguageModel, draft: LanguageModel, *, scope: str = "tail", slots: int = 8, **kw) -> Engine:
+def engine_of(
+    target: LanguageModel, draft: LanguageModel, *, scope: str = "tail", slots: int = 8, **kw
+) -> Engine:
     bank = ExpertBank(draft, scope)
     drafter = Drafter(draft, bank, slots, target.vocab_size)
     return Engine(target, NumberTokenizer(), drafter, FixedSelector(), max_batch_size=slots, **kw)
@@ -102,7 +104,8 @@ def test_adapter_swaps_in_mid_answer(kind: str, scope: str) -> None:
     prompts = prompts_of(24, seed=5)
     names = ["a", "b", SHARED]
     ids = [
-        engine.add(prompt, SamplingParams(max_tokens=90), expert=names[i % 3]) for i, prompt in enumerate(prompts)
+        engine.add(prompt, SamplingParams(max_tokens=90), expert=names[i % 3])
+        for i, prompt in enumerate(prompts)
     ]
     modules = [n for n in bank.layers if scope == "full" or n in bank.tail]
     done, step = {}, 0

@@ -1,0 +1,211 @@
+"""Sampled answers follow the target's distribution exactly, at every position; each test can fail."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from tiny import FixedSelector, NumberTokenizer, TinyLM, random_table
+
+import moedraft.drafting.drafter as drafter_module
+import moedraft.engine.engine as engine_module
+from moedraft.core import SamplingParams
+from moedraft.drafting.drafter import Drafter, NoExperts
+from moedraft.engine.engine import Engine
+from moedraft.kernels.philox import ACCEPT, uniform
+from moedraft.sampling import SamplingBatch, filter_logits
+
+VOCAB = 8
+PROMPT = [3, 1]
+LENGTH = 4
+RUNS = 6000
+
+
+def exact(target: TinyLM, params: SamplingParams) -> dict[tuple[int, ...], float]:
+    """Probability of every answer of LENGTH tokens."""
+    batch = SamplingBatch.of([params], [0], torch.device("cpu"))
+    answers = {(): 1.0}
+    for _ in range(LENGTH):
+        grown = {}
+        for answer, mass in answers.items():
+            logits = filter_logits(target.logits_after([*PROMPT, *answer])[None], batch)
+            for token, p in enumerate((logits / params.temperature).softmax(-1)[0].tolist()):
+                if p > 0:
+                    grown[(*answer, token)] = mass * p
+        answers = grown
+    return answers
+
+
+def sample(
+    target: TinyLM, draft: TinyLM, params: SamplingParams, adaptive: bool = False
+) -> list[tuple[int, ...]]:
+    engine = Engine(
+        target,
+        NumberTokenizer(),
+        Drafter(draft, NoExperts(), 64, VOCAB),
+        FixedSelector(),
+        max_batch_size=64,
+        num_speculative_tokens=3,
+        adaptive_budget=adaptive,
+    )
+    # Fixed costs, as of a target ten times the draft: the budget's choices then depend on confidence alone.
+    engine.budget.verify_cost.predict = lambda rows, width: 10.0  # type: ignore[method-assign]
+    engine.budget.draft_cost.predict = lambda rows, width: 1.0  # type: ignore[method-assign]
+    each = [
+        SamplingParams(
+            params.temperature, params.top_k, params.top_p, LENGTH, seed=None if adaptive else 1000 + i
+        )
+        for i in range(RUNS)
+    ]
+    outputs = engine.generate([PROMPT] * RUNS, each)
+    assert sum(o.num_draft_tokens for o in outputs) > RUNS  # speculation took place
+    return [tuple(o.token_ids) for o in outputs]
+
+
+def chi_square(counts: Counter, probabilities: dict, runs: int) -> float:
+    """p-value (Wilson-Hilferty) over cells of at least 5 expected; the rest is pooled."""
+    statistic, cells, rest_seen, rest_expected = 0.0, 0, runs, float(runs)
+    for key, p in probabilities.items():
+        if p * runs >= 5:
+            statistic += (counts[key] - p * runs) ** 2 / (p * runs)
+            cells += 1
+            rest_seen -= counts[key]
+            rest_expected -= p * runs
+    if rest_expected >= 5:
+        statistic += (rest_seen - rest_expected) ** 2 / rest_expected
+        cells += 1
+    elif rest_seen > 30 + 10 * rest_expected:
+        return 0.0
+    df = cells - 1
+    if df < 1:
+        return 1.0
+    z = ((statistic / df) ** (1 / 3) - (1 - 2 / (9 * df))) / math.sqrt(2 / (9 * df))
+    return 0.5 * math.erfc(z / math.sqrt(2))
+
+
+def p_values(answers: list[tuple[int, ...]], truth: dict[tuple[int, ...], float]) -> list[float]:
+    """One p-value per position, one per neighbouring pair, one for whole answers."""
+    cuts: list[Callable[[tuple[int, ...]], tuple[int, ...]]] = [
+        lambda a, i=i: a[i : i + 1] for i in range(LENGTH)
+    ]
+    cuts += [lambda a, i=i: a[i : i + 2] for i in range(LENGTH - 1)] + [lambda a: a]
+    result = []
+    for cut in cuts:
+        masses: Counter = Counter()
+        for answer, p in truth.items():
+            masses[cut(answer)] += p
+        result.append(chi_square(Counter(map(cut, answers)), masses, len(answers)))
+    return result
+
+
+@pytest.fixture(scope="module")
+def models() -> tuple[TinyLM, TinyLM]:
+    target = TinyLM(random_table(VOCAB, 1))
+    return target, TinyLM(0.6 * target.table + 0.6 * random_table(VOCAB, 2))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(1.0),
+        SamplingParams(0.6),
+        SamplingParams(1.7, top_k=4),
+        SamplingParams(1.0, top_p=0.7),
+        SamplingParams(1.3, top_k=5, top_p=0.8),
+    ],
+    ids=["plain", "cool", "top_k", "top_p", "both"],
+)
+def test_distribution(models: tuple[TinyLM, TinyLM], params: SamplingParams) -> None:
+    answers = sample(*models, params)
+    assert min(p_values(answers, exact(models[0], params))) > 1e-4
+
+
+def test_anti_correlated_draft(models: tuple[TinyLM, TinyLM]) -> None:
+    params = SamplingParams(1.0)
+    answers = sample(models[0], TinyLM(-models[0].table), params)
+    assert min(p_values(answers, exact(models[0], params))) > 1e-4
+
+
+def test_adaptive_budget_keeps_it_exact(models: tuple[TinyLM, TinyLM]) -> None:
+    """Where to stop depends on the prefix and the logits only, so unseeded answers are exact too."""
+    params = SamplingParams(1.0)
+    answers = sample(*models, params, adaptive=True)
+    assert min(p_values(answers, exact(models[0], params))) > 1e-4
+
+
+def _wrong_draft_distribution(real: Callable) -> Callable:
+    """Verifies against a draft distribution other than the one sampled from."""
+
+    def verify(target, draft, logits, **kw):  # type: ignore[no-untyped-def]
+        return real(target, draft, None if logits is None else logits.flip(-1), **kw)
+
+    return verify
+
+
+def _wrong_target_distribution(real: Callable) -> Callable:
+    def verify(target, draft, logits, **kw):  # type: ignore[no-untyped-def]
+        return real(target * 1.15, draft, logits, **kw)
+
+    return verify
+
+
+@pytest.mark.parametrize("fault", [_wrong_draft_distribution, _wrong_target_distribution])
+def test_negative_controls(
+    models: tuple[TinyLM, TinyLM], monkeypatch: pytest.MonkeyPatch, fault: Callable
+) -> None:
+    monkeypatch.setattr(engine_module, "verify_chain", fault(engine_module.verify_chain))
+    params = SamplingParams(1.0)
+    assert min(p_values(sample(*models, params), exact(models[0], params))) < 1e-6
+
+
+def test_negative_control_shared_noise(
+    models: tuple[TinyLM, TinyLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft that uses the verifier's uniforms (here: the very same counters) is caught."""
+
+    def draw(logits, temperature, seed, position):  # type: ignore[no-untyped-def]
+        scaled = logits / temperature[:, None]
+        u = uniform(seed, position, ACCEPT)
+        tokens = (scaled.softmax(-1).cumsum(-1) < u[:, None]).sum(-1).clamp_max(VOCAB - 1)
+        return tokens, scaled.logsumexp(-1)
+
+    monkeypatch.setattr(drafter_module, "sample_draft", draw)
+    params = SamplingParams(1.0)
+    assert min(p_values(sample(*models, params), exact(models[0], params))) < 1e-6
+
+
+def test_same_seed_same_answer_alone_or_in_a_batch(models: tuple[TinyLM, TinyLM]) -> None:
+    target, draft = models
+
+    def run(prompts: list[list[int]], slots: int) -> list[list[int]]:
+        drafter = Drafter(draft, NoExperts(), slots, VOCAB)
+        engine = Engine(target, NumberTokenizer(), drafter, FixedSelector(), max_batch_size=slots)
+        each = [SamplingParams(1.0, max_tokens=10 + i, seed=i) for i in range(len(prompts))]
+        return [o.token_ids for o in engine.generate(prompts, each)]
+
+    prompts = [[i % VOCAB, (i * 3) % VOCAB][: 1 + i % 2] for i in range(12)]
+    alone, together = run(prompts, 1), run(prompts, 8)
+    assert alone == together
+    assert len({tuple(a[:8]) for a in alone}) > 6
+
+
+def test_filters_match_transformers() -> None:
+    """top-k, top-p and both, against transformers' own warpers."""
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    logits = 3 * torch.randn(5, 50, generator=torch.Generator().manual_seed(0))
+    cases = [(1.0, 5, 1.0), (0.7, 0, 0.8), (1.4, 9, 0.6), (1.0, 1, 1.0), (1.0, 0, 0.01)]
+    params = [SamplingParams(t, k, p) for t, k, p in cases]
+    got = filter_logits(logits, SamplingBatch.of(params, [0] * 5, torch.device("cpu")))
+    for row, (t, k, p) in enumerate(cases):
+        want = (
+            TemperatureLogitsWarper(t)(None, logits[row : row + 1].clone())
+            if t != 1
+            else logits[row : row + 1]
+        )
+        want = TopKLogitsWarper(k)(None, want) if k else want
+        want = TopPLogitsWarper(p)(None, want) if p < 1 else want
+        torch.testing.assert_close((got[row : row + 1] / t).softmax(-1), want.softmax(-1))
