@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from moedraft.cache import SlotCache
-from moedraft.core import Sequence
+from moedraft.core import Sequence, Verdict
 
 
 class TinyLM:
@@ -65,6 +65,9 @@ class FixedSelector:
     def assign(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
             sequence.expert = sequence.expert or "shared"
+
+    def observe(self, sequences: list[Sequence], verdict: Verdict) -> None:
+        self.observed = len(sequences)
 
 
 def random_table(vocab: int, seed: int, scale: float = 1.5) -> torch.Tensor:

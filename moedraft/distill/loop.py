@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from moedraft.core import SHARED, StorageError
-from moedraft.distill.trainer import Trainer, Update
 from moedraft.storage.store import Store
+
+if TYPE_CHECKING:  # so that `news` can be asked for without loading PyTorch's and PEFT's training parts
+    from moedraft.distill.trainer import Trainer, Update
 
 HOPE = 0.05  # acceptance an adapter is thought to gain by its first update
 FORGET = 0.5  # weight of the newest measured gain
@@ -31,16 +34,13 @@ class DistillLoop:
 
     def due(self) -> str | None:
         """The adapter to train now, None when nobody has enough news."""
-        domains = [domain.name for domain in self.store.registry.domains()]
         sizes = self.store.replay.sizes()
         total = sum(sizes.values())
         candidates = {}
-        for name in [SHARED, *domains]:
-            buffer = None if name == SHARED else name
-            news = self.store.replay.counts_since(buffer, self._used(name))
-            if news >= self.every:
+        for name, count in news(self.store).items():
+            if count >= self.every:
                 share = 1.0 if name == SHARED else sizes.get(name, 0) / total
-                candidates[name] = max(self.gains.get(name, HOPE), 1e-3) * share * news
+                candidates[name] = max(self.gains.get(name, HOPE), 1e-3) * share * count
         return max(candidates, key=lambda name: candidates[name]) if candidates else None
 
     def run_once(
@@ -76,5 +76,11 @@ class DistillLoop:
         before = self.gains.get(update.expert, HOPE)
         self.gains[update.expert] = (1 - FORGET) * before + FORGET * gain
 
-    def _used(self, name: str) -> int:
-        return int(self.store.registry.get_meta(f"trained:{name}") or 0)
+
+def news(store: Store) -> dict[str, int]:
+    """Records that came since the last update, for the shared adapter (of all domains) and each domain."""
+    counts = {}
+    for name in [SHARED, *(domain.name for domain in store.registry.domains())]:
+        used = int(store.registry.get_meta(f"trained:{name}") or 0)
+        counts[name] = store.replay.counts_since(None if name == SHARED else name, used)
+    return counts

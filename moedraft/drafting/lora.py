@@ -101,6 +101,7 @@ class ExpertBank:
 
     def __init__(self, draft: LanguageModel, scope: str = "tail", merged_cache_mb: int = 512) -> None:
         self.scope = scope
+        self.base_hash = draft.weights_hash()  # before the layers below are wrapped
         self.experts: dict[str, Adapter] = {}
         self.shared: Adapter | None = None
         self.layers: dict[str, LoRALinear] = {}
@@ -155,7 +156,7 @@ class ExpertBank:
             rank = a.shape[0]
             if b is None or a.shape != (rank, base.shape[1]) or b.shape != (base.shape[0], rank):
                 raise CorruptAdapter(f"the adapter's shapes for {name!r} do not fit the draft base.")
-            scale = _scaling(config, name, rank)
+            scale = scaling(config, name, rank)
             deltas[name] = (a.to(base), (b * scale).to(base))
         return Adapter(version, deltas)
 
@@ -208,7 +209,7 @@ class ExpertBank:
         return self.merged[expert]
 
 
-def _scaling(config: Mapping[str, object], name: str, rank: int) -> float:
+def scaling(config: Mapping[str, object], name: str, rank: int) -> float:
     """PEFT's factor on B·A: lora_alpha / r, or lora_alpha / √r with rsLoRA; patterns by module suffix."""
     alpha = float(str(config.get("lora_alpha", rank)))
     patterns = config.get("alpha_pattern")

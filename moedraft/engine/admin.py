@@ -11,20 +11,25 @@ from moedraft.storage.store import Store
 MIN_EXAMPLES = 8
 
 
-def register_domain(
-    store: Store, router: Router, name: str, examples: list[str], description: str = ""
-) -> Domain:
-    """Add a domain and refit the router. Raises InvalidRequest, having changed nothing.
-
-    At least MIN_EXAMPLES different, non-empty example prompts are needed. Should the router fail to fit,
-    the domain is taken out again.
-    """
+def check_examples(name: str, examples: list[str]) -> list[str]:
+    """The different, non-empty ones, stripped. Raises InvalidRequest for a bad name or too few of them."""
     check_domain_name(name)
     distinct = list(dict.fromkeys(example.strip() for example in examples if example.strip()))
     if len(distinct) < MIN_EXAMPLES:
         raise InvalidRequest(
             f"domain {name!r} needs at least {MIN_EXAMPLES} different example prompts, got {len(distinct)}."
         )
+    return distinct
+
+
+def register_domain(
+    store: Store, router: Router, name: str, examples: list[str], description: str = ""
+) -> Domain:
+    """Add a domain and refit the router. Raises InvalidRequest, having changed nothing.
+
+    Should the router fail to fit, the domain is taken out again.
+    """
+    distinct = check_examples(name, examples)
     domain = Domain(name, description, tuple(distinct), time.time())
     store.registry.add_domain(domain)
     try:

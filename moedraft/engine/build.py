@@ -71,7 +71,6 @@ def assemble(settings: Settings, store: Store) -> System:
     target = load_model(settings.target, "target", settings.device, settings.dtype)
     draft = load_model(settings.draft, "draft", settings.device, settings.dtype)
     check_pair(target, draft)
-    base_hash = draft.weights_hash()
     bank = ExpertBank(draft, settings.adapter_scope, settings.merged_cache_mb)
     router = open_router(settings, store)
     engine = Engine(
@@ -89,7 +88,7 @@ def assemble(settings: Settings, store: Store) -> System:
         topk=settings.topk,
         eos_token_ids=target.eos_token_ids,
     )
-    loader = AdapterLoader(store, bank, base_hash)
+    loader = AdapterLoader(store, bank)
     recorder = Recorder(store, target_id=f"{settings.target}:{target.weights_hash()}")
     engine.refresh = lambda: loader.refresh(engine.sequences.values())
     engine.sinks.append(recorder)

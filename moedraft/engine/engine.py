@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moedraft.core import SHARED, InvalidRequest, RequestOutput, SamplingParams, Sequence
+from moedraft.core import SHARED, InvalidRequest, RequestOutput, SamplingParams, Sequence, Verdict
 from moedraft.drafting.budget import Budget
 from moedraft.drafting.drafter import CausalModel, Draft, Drafter, empty_draft
 from moedraft.engine.detokenizer import Detokenizer
@@ -170,19 +170,23 @@ class Engine:
         filtered = filter_logits(logits, sampling)
         position = torch.tensor([len(row.token_ids) for row in rows], device=logits.device)
         checking = time.perf_counter()
-        tokens, num_accepted, status = verify_chain(
-            filtered,
-            draft.proposal.token_ids,
-            draft.proposal.logits,
-            num_draft=draft.proposal.lengths,
-            temperature=0.0 if sampling.greedy else sampling.temperature,
-            seed=sampling.seed,
-            position=position,
+        verdict = Verdict(
+            *verify_chain(
+                filtered,
+                draft.proposal.token_ids,
+                draft.proposal.logits,
+                num_draft=draft.proposal.lengths,
+                temperature=0.0 if sampling.greedy else sampling.temperature,
+                seed=sampling.seed,
+                position=position,
+            )
         )
-        emitted, accepted, broken = tokens.tolist(), num_accepted.tolist(), status.tolist()
+        emitted, accepted = verdict.tokens.tolist(), verdict.num_accepted.tolist()
+        broken = verdict.status.tolist()
         now = time.perf_counter()
         self.verify_seconds += now - checking
         self.budget.verify_cost.observe(len(rows), logits.shape[1], (now - began) * 1e3)
+        self.selector.observe(rows, verdict)
         self._capture(rows, logits, accepted)
         return [
             output

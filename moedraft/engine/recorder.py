@@ -106,8 +106,8 @@ def request_stats(sequence: Sequence) -> RequestStats:
 class AdapterLoader:
     """Brings the bank in line with the live versions in storage. Called between two steps."""
 
-    def __init__(self, store: Store, bank: ExpertBank, base_hash: str) -> None:
-        self.store, self.bank, self.base_hash = store, bank, base_hash
+    def __init__(self, store: Store, bank: ExpertBank) -> None:
+        self.store, self.bank = store, bank
         self.generation = -1
         self.refused: set[tuple[str, int]] = set()
         self._next_poll = 0.0
@@ -138,7 +138,7 @@ class AdapterLoader:
         version = live.version if live else 0
         if version == self.bank.version(name) or (name, version) in self.refused:
             return False
-        found = self.store.adapters.load_live(name, self.base_hash) if live else None
+        found = self.store.adapters.load_live(name, self.bank.base_hash) if live else None
         if found is None:
             return self.bank.publish(name, None)
         try:

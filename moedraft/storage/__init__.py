@@ -5,6 +5,7 @@ from moedraft.storage.db import Home, StorageFull
 from moedraft.storage.registry import Registry
 from moedraft.storage.replay import Policy, ReplayBuffer
 from moedraft.storage.requests import ExpertStats, RequestLog
+from moedraft.storage.store import Store
 
 __all__ = [
     "AdapterStore",
@@ -16,4 +17,5 @@ __all__ = [
     "ReplayBuffer",
     "RequestLog",
     "StorageFull",
+    "Store",
 ]

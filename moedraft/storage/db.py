@@ -124,6 +124,7 @@ class Home:
     def _connect(self) -> None:
         database = self.path / DATABASE
         if self.writable:
+            database.touch(mode=0o600)  # its journal takes the same mode; the folder may be an open one
             self._writer = _engine(database, write=True)
             self._migrate()
         elif not database.is_file():

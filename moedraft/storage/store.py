@@ -14,7 +14,7 @@ from moedraft.storage.requests import RequestLog
 
 @dataclass(frozen=True)
 class Store:
-    """A home with its parts. Raises what `Home.open` raises."""
+    """A home with its parts. `open` raises what `Home.open` raises; nothing stays open then."""
 
     home: Home
     registry: Registry
@@ -25,14 +25,18 @@ class Store:
     @classmethod
     def open(cls, path: Path, *, write: bool = True, replay_capacity: int = 2000) -> Store:
         home = Home.open(path, write=write)
-        registry = Registry(home)
-        return cls(
-            home,
-            registry,
-            AdapterStore(home, registry),
-            ReplayBuffer(home, replay_capacity),
-            RequestLog(home),
-        )
+        try:
+            registry = Registry(home)
+            return cls(
+                home,
+                registry,
+                AdapterStore(home, registry),
+                ReplayBuffer(home, replay_capacity),
+                RequestLog(home),
+            )
+        except BaseException:
+            home.close()
+            raise
 
     def close(self) -> None:
         self.home.close()

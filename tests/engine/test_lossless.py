@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-import transformers
+from random_models import CONFIGS, VOCAB, prompts_of, random_model
 from tiny import FixedSelector, NumberTokenizer
 
 from moedraft.core import SHARED, SamplingParams
@@ -14,29 +14,6 @@ from moedraft.drafting.drafter import Drafter, NoExperts
 from moedraft.drafting.lora import Adapter, ExpertBank
 from moedraft.engine.engine import Engine
 from moedraft.models import LanguageModel
-
-VOCAB = 97
-COMMON = dict(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=3, num_attention_heads=4)
-CONFIGS = {
-    "llama": transformers.LlamaConfig(**COMMON, intermediate_size=64, num_key_value_heads=2),
-    "qwen2": transformers.Qwen2Config(**COMMON, intermediate_size=64, num_key_value_heads=2),
-    "qwen3": transformers.Qwen3Config(**COMMON, intermediate_size=64, num_key_value_heads=2, head_dim=8),
-    "gpt_neox": transformers.GPTNeoXConfig(**COMMON, intermediate_size=64),
-    "gpt2": transformers.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=3, n_head=4, n_positions=256),
-}
-
-
-def random_model(kind: str, seed: int, layers: int = 3) -> LanguageModel:
-    torch.manual_seed(seed)
-    config = CONFIGS[kind].__class__.from_dict(
-        CONFIGS[kind].to_dict() | {"num_hidden_layers": layers, "layer_types": None}
-    )
-    config.bos_token_id = config.eos_token_id = config.pad_token_id = None
-    model = transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
-    for parameter in model.parameters():  # random weights of 0.02 would make every logit a near-tie
-        if parameter.ndim == 2:
-            parameter.normal_(std=0.15)
-    return LanguageModel(model, None, kind)
 
 
 def expected(model: LanguageModel, prompt: list[int], count: int) -> list[int]:
@@ -61,11 +38,6 @@ def engine_of(
     bank = ExpertBank(draft, scope)
     drafter = Drafter(draft, bank, slots, target.vocab_size)
     return Engine(target, NumberTokenizer(), drafter, FixedSelector(), max_batch_size=slots, **kw)
-
-
-def prompts_of(count: int, seed: int) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(VOCAB) for _ in range(rng.randrange(1, 40))] for _ in range(count)]
 
 
 @pytest.mark.parametrize("kind", list(CONFIGS))
@@ -161,10 +133,8 @@ def test_chunked_prefill_and_growth() -> None:
 def test_smaller_draft_vocabulary() -> None:
     """Padded vocabularies differ between sizes of one family; the draft's is cut or padded."""
     target = random_model("llama", 0)
-    torch.manual_seed(1)
     for size in (VOCAB - 9, VOCAB + 9):
-        config = transformers.LlamaConfig(**(COMMON | {"vocab_size": size}), intermediate_size=64)
-        draft = LanguageModel(transformers.LlamaForCausalLM(config).eval().requires_grad_(False), None, "d")
+        draft = random_model("llama", 1, vocab=size)
         engine = engine_of(target, draft)
         outputs = engine.generate(prompts_of(4, seed=2), SamplingParams(max_tokens=30))
         assert [o.token_ids for o in outputs] == [expected(target, p, 30) for p in prompts_of(4, seed=2)]

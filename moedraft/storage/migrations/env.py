@@ -1,9 +1,7 @@
-"""Alembic's entry point: runs inside the transaction that `storage.db` has opened, or not at all."""
+"""Alembic's entry point. The transaction is the caller's (`storage.db`), so all migrations happen or none."""
 
 from alembic import context
 
-context.configure(
-    connection=context.config.attributes["connection"], transactional_ddl=True, render_as_batch=True
-)
+context.configure(connection=context.config.attributes["connection"], render_as_batch=True)
 with context.begin_transaction():
     context.run_migrations()

@@ -1,0 +1,56 @@
+"""The tree of commands. Imports nothing heavy: `moedraft --help` must come at once."""
+
+from __future__ import annotations
+
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from typing import Annotated
+
+import typer
+
+from moedraft.cli import adapter, distill, doctor, domain, generate, route, stats
+from moedraft.cli.common import DeviceOption, DraftOption, DtypeOption, HomeOption, TargetOption, remember
+
+app = typer.Typer(
+    name="moedraft",
+    help="Adaptive speculative decoding: draft experts that learn from the traffic they serve.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"moedraft {metadata.version('moedraft')}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    ctx: typer.Context,
+    home: HomeOption = None,
+    target: TargetOption = None,
+    draft: DraftOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Adaptive speculative decoding: draft experts that learn from the traffic they serve."""
+    remember(ctx, home=home, target=target, draft=draft, device=device, dtype=dtype)
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help())
+
+
+app.add_typer(domain.app, name="domain")
+app.add_typer(adapter.app, name="adapter")
+app.command("route")(route.route)
+app.command("generate")(generate.generate)
+app.command("distill")(distill.distill)
+app.command("stats")(stats.stats)
+app.command("doctor")(doctor.doctor)
+for _name in ("demo", "bench"):
+    if find_spec(f"moedraft.cli.{_name}") is not None:
+        app.command(_name)(getattr(import_module(f"moedraft.cli.{_name}"), _name))

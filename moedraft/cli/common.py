@@ -1,0 +1,203 @@
+"""What every command shares: its options, where output goes, how the home is opened.
+
+Data goes to stdout, everything else to stderr. With `--json` stdout carries JSON lines and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from moedraft.core import SHARED, StorageError
+
+if TYPE_CHECKING:
+    from moedraft.config import Settings
+    from moedraft.storage.store import Store
+
+PANEL = "Where and with what"
+HomeOption = Annotated[
+    Path | None,
+    typer.Option("--home", metavar="DIR", rich_help_panel=PANEL, help="State folder, or MOEDRAFT_HOME."),
+]
+TargetOption = Annotated[
+    str | None,
+    typer.Option(metavar="MODEL", rich_help_panel=PANEL, help="Target: `mini`, a local folder or a hub id."),
+]
+DraftOption = Annotated[
+    str | None,
+    typer.Option("--draft", metavar="MODEL", rich_help_panel=PANEL, help="Draft base, named like the target."),
+]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option(metavar="DEVICE", rich_help_panel=PANEL, help="`auto`, `cpu`, `cuda`, `cuda:1` …"),
+]
+DtypeOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DTYPE", rich_help_panel=PANEL, help="`auto`, `float32`, `bfloat16` or `float16`."
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout, and nothing else there.")]
+
+err = Console(stderr=True, highlight=False)
+
+# -- settings ------------------------------------------------------------------------------------
+
+
+def remember(ctx: typer.Context, **options: object) -> None:
+    """Keep the options given before the subcommand's name."""
+    ctx.obj = {name: value for name, value in options.items() if value is not None}
+
+
+def settings_for(ctx: typer.Context, **options: object) -> Settings:
+    """Settings with the options of the command line: those after the subcommand win over those before."""
+    from moedraft.config import load_settings
+
+    given = {name: value for name, value in options.items() if value is not None}
+    return load_settings(**{**(ctx.obj or {}), **given})
+
+
+# -- the home ------------------------------------------------------------------------------------
+
+
+def is_missing(settings: Settings) -> bool:
+    """Whether there is no home yet. A file in its place is not a missing home but a wrong one."""
+    from moedraft.storage.db import DATABASE
+
+    home = settings.home
+    return not home.exists() or (home.is_dir() and not (home / DATABASE).exists())
+
+
+@contextmanager
+def reading(settings: Settings) -> Iterator[Store | None]:
+    """The home, read-only, while others may write it; None where there is none yet, which is an empty one."""
+    if is_missing(settings):
+        yield None
+        return
+    with _opened(settings, write=False) as store:
+        yield store
+
+
+@contextmanager
+def writing(settings: Settings, *, create: bool = False) -> Iterator[Store]:
+    """The home with its writing lock. Without `create` a missing home is an error, and stays missing."""
+    if not create and is_missing(settings):
+        raise StorageError(f"There is no moedraft home at {settings.home}; register a domain to make one.")
+    with _opened(settings, write=True) as store:
+        yield store
+
+
+@contextmanager
+def _opened(settings: Settings, *, write: bool) -> Iterator[Store]:
+    from moedraft.storage.store import Store
+
+    store = Store.open(settings.home, write=write, replay_capacity=settings.replay_capacity)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def check_expert(store: Store | None, name: str) -> str:
+    """`name` itself where it is a registered domain or `shared`. Raises InvalidRequest."""
+    if name != SHARED:
+        if store is None:
+            from moedraft.storage.registry import unknown_domain
+
+            raise unknown_domain(name)
+        store.registry.domain(name)
+    return name
+
+
+# -- output --------------------------------------------------------------------------------------
+
+
+def say_error(sentence: str) -> None:
+    """One line on stderr."""
+    print("Error:", " ".join(sentence.split()), file=sys.stderr)
+
+
+def note(text: str) -> None:
+    """A dim remark on stderr."""
+    err.print(Text(text, style="dim"), soft_wrap=True)
+
+
+def note_missing(settings: Settings) -> None:
+    note(f"There is no home at {settings.home} yet.")
+
+
+def emit(data: dict[str, Any]) -> None:
+    """One JSON object on one line of stdout, at once."""
+    plain = not (sys.stdout.encoding or "").lower().startswith("utf")
+    print(json.dumps(_finite(data), ensure_ascii=plain, allow_nan=False), flush=True)
+
+
+def say(text: str) -> None:
+    """A line of plain text on stdout; letters that its encoding lacks are spelt out."""
+    write_text(f"{text}\n")
+
+
+def write_text(text: str) -> None:
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    sys.stdout.flush()
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """A table on stdout; in a pipe it is wide rather than wrapped."""
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
+    Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def rate(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
+
+
+def moment(timestamp: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(timestamp))
+
+
+def busy(text: str) -> AbstractContextManager[object]:
+    """A spinner on stderr, where that is a terminal."""
+    return err.status(f"{text} …")
+
+
+@contextmanager
+def bar(text: str, total: int | None = None, *, shown: bool = True) -> Iterator[Callable[..., None]]:
+    """A progress bar on stderr, where that is a terminal. Yields `advance(done, text=…, total=…)`."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    hidden = not (shown and err.is_terminal)
+    with Progress(
+        *columns, console=err, transient=True, disable=hidden, redirect_stdout=False
+    ) as progress:
+        task = progress.add_task(text, total=total)
+
+        def advance(done: int, text: str | None = None, total: int | None = None) -> None:
+            progress.update(task, completed=done, description=text, total=total)
+
+        yield advance
+
+
+def _finite(value: Any) -> Any:
+    """The same data with null for what JSON cannot say."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

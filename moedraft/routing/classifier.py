@@ -1,0 +1,135 @@
+"""Which domain a prompt belongs to: `Router`, over a `RouterModel` and an embedder's vectors.
+
+Knows domains as names with example prompts; knows no expert, no engine and no database.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from moedraft.core import SHARED, InvalidRequest
+from moedraft.routing.embedder import (
+    Embedder,
+    EmbeddingCache,
+    Floats,
+    TextEmbedder,
+    features,
+    read_tensors,
+    write_tensors,
+)
+from moedraft.routing.model import RouterModel
+
+__all__ = ["Embedder", "Route", "Router", "RouterModel", "TextEmbedder"]
+
+ROUTER_VERSION = 1
+ROUTER_FILE = "router.safetensors"
+CACHE_FILE = "embeddings.safetensors"
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where a prompt goes. `confidence` is the probability of the best domain, chosen or not.
+
+    `probabilities` holds every registered domain and `shared` (fits none of them), and sums to 1.
+    """
+
+    domain: str  # a registered domain, or SHARED
+    confidence: float
+    probabilities: dict[str, float]
+
+
+class Router:
+    """Routes prompts by what it was last fitted on, which it keeps in `folder`.
+
+    The folder holds derived data only. Where it is missing, damaged, of another version or made by another
+    embedder the router is empty, and everything goes to `shared` until it is fitted again.
+    """
+
+    def __init__(self, embedder: TextEmbedder, folder: Path, threshold: float = 0.35) -> None:
+        self.embedder = embedder
+        self.folder = folder
+        self.threshold = threshold
+        self._cache = EmbeddingCache(embedder, folder / CACHE_FILE)
+        self._model: RouterModel | None = None
+        self._fitted_on = ""
+        self.load_or_empty()
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        return self._model.names if self._model else ()
+
+    def matches(self, examples: Mapping[str, Sequence[str]]) -> bool:
+        """Was the router fitted on exactly these examples, by this embedder?"""
+        return self._fitted_on == _digest(examples) if examples else not self.domains
+
+    def fit(self, examples: Mapping[str, Sequence[str]]) -> None:
+        """Learn the domains from {name: prompts}, replacing all before; {} forgets them.
+
+        Only prompts that were not among the last ones are embedded. Raises InvalidRequest for a domain with
+        fewer than two prompts and StorageError where the folder cannot be written; the old router stays.
+        """
+        for name, texts in examples.items():
+            if len(texts) < 2:
+                raise InvalidRequest(f"domain {name!r} needs at least two example prompts.")
+        model = RouterModel.fit(*self._features_of(examples)) if examples else None
+        self._save(model, _digest(examples))
+        self._model, self._fitted_on = model, _digest(examples)
+
+    def route(self, texts: Sequence[str]) -> list[Route]:
+        """One Route per text, in order. Without a domain, or for a blank text, `shared`, nothing embedded."""
+        routes = [Route(SHARED, 0.0, dict.fromkeys(self.domains, 0.0) | {SHARED: 1.0}) for _ in texts]
+        rows = [i for i, text in enumerate(texts) if text.strip()]
+        if self._model is None or not rows:
+            return routes
+        chosen = [texts[i] for i in rows]
+        for i, probabilities in zip(rows, self.probabilities(chosen)[1], strict=True):
+            routes[i] = self._decide(probabilities)
+        return routes
+
+    def probabilities(self, texts: Sequence[str]) -> tuple[tuple[str, ...], Floats]:
+        """Domain names and float32 [len(texts), D]; what a row lacks to 1 is the probability of none."""
+        if self._model is None:
+            return (), np.zeros((len(texts), 0), dtype=np.float32)
+        return self._model.names, self._model.probabilities(features(self.embedder.embed(texts), texts))
+
+    def load_or_empty(self) -> None:
+        """Take what the folder holds; become empty where it holds nothing usable."""
+        self._model, self._fitted_on = None, ""
+        tensors, metadata = read_tensors(self.folder / ROUTER_FILE) or ({}, {})
+        if metadata.get("version") != str(ROUTER_VERSION) or metadata.get("embedder") != self.embedder.id:
+            return
+        self._model = RouterModel.unpack(tensors, metadata)
+        self._fitted_on = metadata.get("examples", "") if self._model else ""
+
+    def _features_of(self, examples: Mapping[str, Sequence[str]]) -> tuple[dict[str, Floats], int]:
+        """{name: [n, d + n-grams]} in the order of names, and d."""
+        names = sorted(examples)
+        texts = [text for name in names for text in examples[name]]
+        embeddings = self._cache.embed(texts)
+        ends = np.cumsum([len(examples[name]) for name in names])
+        rows = np.split(features(embeddings, texts), ends[:-1])
+        return dict(zip(names, rows, strict=True)), embeddings.shape[1]
+
+    def _save(self, model: RouterModel | None, digest: str) -> None:
+        origin = {"version": str(ROUTER_VERSION), "embedder": self.embedder.id, "examples": digest}
+        tensors, metadata = model.pack() if model else ({}, {})
+        write_tensors(self.folder / ROUTER_FILE, tensors, origin | metadata)
+
+    def _decide(self, row: Floats) -> Route:
+        best = int(row.argmax())
+        confidence = float(row[best])
+        probabilities = {name: float(p) for name, p in zip(self.domains, row, strict=True)}
+        probabilities[SHARED] = max(0.0, 1.0 - sum(probabilities.values()))
+        domain = self.domains[best] if confidence >= self.threshold else SHARED
+        return Route(domain, confidence, probabilities)
+
+
+def _digest(examples: Mapping[str, Sequence[str]]) -> str:
+    text = json.dumps({name: list(examples[name]) for name in sorted(examples)})
+    return hashlib.sha256(text.encode()).hexdigest()

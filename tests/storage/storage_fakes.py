@@ -1,0 +1,77 @@
+"""Small domains, records, request statistics and adapters for the storage tests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from moedraft.core import AdapterVersion, Domain, ReplayRecord, RequestStats
+from moedraft.storage import AdapterStore
+
+BASE = "sha256:base"
+
+
+def domain(name: str = "sql", created_at: float = 1.0) -> Domain:
+    return Domain(name, f"all about {name}", ("SELECT 1", "größer ≥ 3"), created_at)
+
+
+def record(name: str = "sql", token: int = 7, **changes: Any) -> ReplayRecord:
+    """Two prompt tokens, three answer tokens, top-2; `token` is the first prompt token."""
+    plain = ReplayRecord(
+        domain=name,
+        expert=name,
+        adapter_version=1,
+        target_id="tiny",
+        token_ids=[token, 2, 3, 4, 5],
+        num_prompt_tokens=2,
+        topk_ids=[[3, 9], [4, 70000], [5, 1]],
+        topk_logprobs=[[-0.125, -3.5], [-0.25, -2.0], [0.0, float("-inf")]],
+        rejected=[1],
+        drafted=4,
+        accepted=2,
+        created_at=12.5,
+    )
+    return replace(plain, **changes)
+
+
+def stats(expert: str = "sql", drafted: int = 10, accepted: int = 5, **changes: Any) -> RequestStats:
+    plain = RequestStats(
+        request_id="r",
+        expert=expert,
+        adapter_version=1,
+        lang="en",
+        num_prompt_tokens=3,
+        num_tokens=8,
+        num_steps=4,
+        num_drafts=2 if drafted else 0,
+        num_draft_tokens=drafted,
+        num_accepted_tokens=accepted,
+        seconds=0.5,
+        finish_reason="stop",
+        created_at=1.0,
+    )
+    return replace(plain, **changes)
+
+
+def writer(value: float = 1.0, **extra_files: str) -> Callable[[Path], None]:
+    """Writes a PEFT folder whose only tensor is filled with `value`."""
+
+    def write(folder: Path) -> None:
+        save_file({"lora_A": torch.full((2, 3), value)}, folder / "adapter_model.safetensors")
+        (folder / "adapter_config.json").write_text(json.dumps({"r": 2, "peft_type": "LORA"}))
+        for name, text in extra_files.items():
+            (folder / name).write_text(text)
+
+    return write
+
+
+def publish(store: AdapterStore, value: float, parent: int, name: str = "sql") -> AdapterVersion:
+    return store.publish(
+        name, writer(value), parent=parent, base_hash=BASE, acceptance=0.5, extra={"rank": 2}
+    )

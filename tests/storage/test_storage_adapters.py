@@ -1,0 +1,381 @@
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from storage_fakes import BASE, domain, publish, writer
+
+from moedraft.core import SHARED, AdapterVersion, CorruptAdapter, InvalidRequest, StorageError
+from moedraft.storage import AdapterStore, Home, Registry, StorageFull
+
+WORKER = Path(__file__).with_name("crash_worker.py")
+WEIGHTS = "adapter_model.safetensors"
+
+
+@pytest.fixture
+def store(home: Home, registry: Registry) -> AdapterStore:
+    return AdapterStore(home, registry)
+
+
+@pytest.fixture
+def chain(store: AdapterStore) -> list[AdapterVersion]:
+    """v1 ← v2 ← v3 of sql, each filled with its number."""
+    return [publish(store, float(number), number - 1) for number in (1, 2, 3)]
+
+
+def folders(store: AdapterStore, name: str = "sql") -> list[str]:
+    parent = store.folder(name, 1).parent
+    return sorted(path.name for path in parent.iterdir()) if parent.exists() else []
+
+
+def flip(folder: Path) -> None:
+    content = bytearray((folder / WEIGHTS).read_bytes())
+    content[-1] ^= 1
+    (folder / WEIGHTS).write_bytes(content)
+
+
+def truncate(folder: Path) -> None:
+    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-4])
+
+
+def rehash(folder: Path, **changes: object) -> None:
+    """A manifest that fits whatever lies in the folder."""
+    manifest = json.loads((folder / "manifest.json").read_text()) | changes
+    for name in manifest["files"]:
+        manifest["files"][name] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def nan(folder: Path) -> None:
+    save_file({"lora_A": torch.tensor([1.0, float("nan")])}, folder / WEIGHTS)
+    rehash(folder)
+
+
+def garbage(folder: Path) -> None:
+    (folder / WEIGHTS).write_bytes(b"no tensors")
+    rehash(folder)
+
+
+def no_object(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text("[1]")
+    rehash(folder)
+
+
+CORRUPTIONS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "one bit": (flip, "do not match its manifest"),
+    "truncated": (truncate, "do not match its manifest"),
+    "missing weights": (lambda folder: (folder / WEIGHTS).unlink(), "do not match its manifest"),
+    "missing manifest": (lambda folder: (folder / "manifest.json").unlink(), "is missing or no JSON"),
+    "no manifest": (lambda folder: (folder / "manifest.json").write_text("{"), "is missing or no JSON"),
+    "binary manifest": (lambda folder: (folder / "manifest.json").write_bytes(b"\xff"), "no JSON"),
+    "a list": (lambda folder: (folder / "manifest.json").write_text("[]"), "is no JSON object"),
+    "a stranger": (lambda folder: (folder / "x.bin").write_bytes(b""), "holds 'x.bin'"),
+    "one file more": (lambda folder: (folder / "x.json").write_text("{}"), "do not match"),
+    "a link": (lambda folder: (folder / "x.md").symlink_to("/etc/hostname"), "holds 'x.md'"),
+    "nan": (nan, "tensor 'lora_A' is not finite"),
+    "garbage": (garbage, "cannot be read"),
+    "config": (no_object, "is no JSON object"),
+    "another's": (lambda folder: rehash(folder, version=1), "belongs to another version"),
+    "gone": (lambda folder: folder.rename(folder.parent / "away"), "its folder is gone"),
+}
+
+
+def test_published_files_come_back(home: Home, store: AdapterStore, registry: Registry) -> None:
+    version = store.publish(
+        "sql",
+        writer(2.0, **{"README.md": "# sql\n"}),
+        parent=0,
+        base_hash=BASE,
+        acceptance=0.75,
+        extra={"rank": 2, "modules": ["q_proj"]},
+    )
+    assert version == registry.live("sql")
+    assert (version.version, version.path, version.acceptance) == (1, "adapters/sql/v1", 0.75)
+    config, tensors, manifest = store.load(version, BASE)
+    assert config["r"] == 2
+    assert torch.equal(tensors["lora_A"], torch.full((2, 3), 2.0))
+    assert (manifest["rank"], manifest["modules"], manifest["parent"]) == (2, ["q_proj"], 0)
+    assert set(manifest["files"]) == {"README.md", "adapter_config.json", WEIGHTS}
+    assert manifest["created_at"] == version.created_at
+    assert folders(store) == ["v1"]
+
+
+def test_live_is_the_newest(store: AdapterStore, chain: list[AdapterVersion]) -> None:
+    found = store.load_live("sql", BASE)
+    assert found is not None
+    assert found[0] == chain[2]
+    assert found[1].tensors["lora_A"][0, 0] == 3
+    assert store.load_live(SHARED) is None
+
+
+def test_the_shared_adapter(store: AdapterStore) -> None:
+    publish(store, 1.0, 0, SHARED)
+    assert folders(store, SHARED) == ["v1"]
+    assert store.load_live(SHARED, BASE) is not None
+
+
+@pytest.mark.parametrize("kind", CORRUPTIONS)
+def test_a_corrupt_version_is_refused_and_its_parent_serves(
+    kind: str,
+    store: AdapterStore,
+    registry: Registry,
+    chain: list[AdapterVersion],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    corrupt, message = CORRUPTIONS[kind]
+    corrupt(store.folder("sql", 3))
+    with pytest.raises(CorruptAdapter, match=message) as caught:
+        store.load(chain[2])
+    assert str(caught.value).endswith(".")
+    found = store.load_live("sql", BASE)
+    assert found is not None
+    assert found[0].version == 2
+    assert registry.live("sql") == replace(chain[1], state="live")
+    assert registry.versions("sql")[2].state == "rolled_back"
+    assert message in caplog.text
+
+
+def test_nothing_intact_is_the_untrained_expert(
+    store: AdapterStore, registry: Registry, chain: list[AdapterVersion]
+) -> None:
+    for version in chain:
+        flip(store.folder("sql", version.version))
+    assert store.load_live("sql") is None
+    assert registry.live("sql") is None
+    assert {v.state for v in registry.versions("sql")} == {"rolled_back"}
+
+
+def test_another_draft_base(
+    store: AdapterStore, registry: Registry, chain: list[AdapterVersion], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not corrupt: it serves again as soon as its base does."""
+    with pytest.raises(StorageError, match="belongs to another draft base") as caught:
+        store.load(chain[2], "sha256:other")
+    assert not isinstance(caught.value, CorruptAdapter)
+    assert store.load_live("sql", "sha256:other") is None
+    assert "belongs to another draft base" in caplog.text
+    assert registry.live("sql") == chain[2]
+    rehash(store.folder("sql", 3), base_hash="sha256:other")
+    with pytest.raises(CorruptAdapter, match="belongs to another version"):
+        store.load(chain[2])
+
+
+def test_a_corrupt_ancestor_under_a_foreign_live_version(
+    store: AdapterStore, registry: Registry, chain: list[AdapterVersion]
+) -> None:
+    other = store.publish("sql", writer(), parent=3, base_hash="other", acceptance=None, extra={})
+    flip(store.folder("sql", 3))
+    found = store.load_live("sql", BASE)
+    assert found is not None
+    assert found[0].version == 2
+    assert registry.live("sql") == other
+    assert registry.versions("sql")[2].state == "rolled_back"
+
+
+def test_a_reader_falls_back_without_writing(
+    path: Path, store: AdapterStore, registry: Registry, chain: list[AdapterVersion]
+) -> None:
+    flip(store.folder("sql", 3))
+    (store.folder("sql", 9)).mkdir()
+    with Home.open(path, write=False) as reader:
+        found = AdapterStore(reader, Registry(reader)).load_live("sql", BASE)
+        assert found is not None
+        assert found[0].version == 2
+        with pytest.raises(StorageError, match="reading only"):
+            publish(AdapterStore(reader, Registry(reader)), 1.0, 0)
+    assert registry.live("sql") == chain[2]
+    assert folders(store) == ["v1", "v2", "v3", "v9"]
+
+
+def test_a_version_removed_meanwhile_is_not_called_corrupt(
+    store: AdapterStore, registry: Registry, chain: list[AdapterVersion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lineage = registry.lineage("sql")
+    monkeypatch.setattr(registry, "lineage", lambda domain: lineage)
+    store.remove("sql")
+    assert store.load_live("sql") is None
+    assert registry.versions("sql") == []
+
+
+def failing(error: Exception) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / WEIGHTS).write_bytes(b"half of")
+        raise error
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("write", "error", "message"),
+    [
+        (failing(ZeroDivisionError("x")), ZeroDivisionError, "x"),
+        (failing(OSError(errno.ENOSPC, "No space left on device")), StorageFull, "No space left"),
+        (failing(SafetensorError("I/O error: No space left on device")), StorageFull, "is full"),
+        (failing(SafetensorError("header too large")), SafetensorError, "header too large"),
+        (lambda folder: None, CorruptAdapter, "lacks adapter_config.json and adapter_model.safetensors"),
+        (writer(**{"training_args.bin": "x"}), CorruptAdapter, "holds 'training_args.bin'"),
+        (writer(**{"adapter_model.pt": "x"}), CorruptAdapter, "holds 'adapter_model.pt'"),
+        (writer(**{"optimizer.pkl": "x"}), CorruptAdapter, "holds 'optimizer.pkl'"),
+        (lambda folder: (folder / "sub.json").mkdir(), CorruptAdapter, "holds 'sub.json'"),
+        (writer(float("inf")), CorruptAdapter, "tensor 'lora_A' is not finite"),
+        (writer(**{"adapter_config.json": "{"}), CorruptAdapter, "no JSON"),
+    ],
+)
+def test_a_failed_publication_leaves_nothing(
+    write: Callable[[Path], None],
+    error: type[Exception],
+    message: str,
+    store: AdapterStore,
+    registry: Registry,
+    chain: list[AdapterVersion],
+) -> None:
+    generation = registry.generation()
+    with pytest.raises(error, match=message):
+        store.publish("sql", write, parent=3, base_hash=BASE, acceptance=None, extra={})
+    assert folders(store) == ["v1", "v2", "v3"]
+    assert registry.live("sql") == chain[2]
+    assert registry.generation() == generation
+    assert registry.next_version("sql") == 4
+
+
+def test_a_row_that_cannot_be_written(
+    home: Home, store: AdapterStore, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(version: AdapterVersion) -> None:
+        raise StorageFull("full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(registry, "add_version", full)
+        with pytest.raises(StorageFull):
+            publish(store, 1.0, 0)
+    assert folders(store) == []
+    assert publish(store, 1.0, 0).version == 2  # a number that was given is never given again
+
+
+def test_the_folder_is_whole_before_the_row(
+    store: AdapterStore, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    add, fsync = registry.add_version, os.fsync
+
+    def spy_sync(descriptor: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name.split("-")[0])
+        fsync(descriptor)
+
+    def spy_add(version: AdapterVersion) -> None:
+        assert set(synced) >= {WEIGHTS, "adapter_config.json", "manifest.json", ".tmp", "sql", "adapters"}
+        assert store.load(version).manifest["version"] == 1
+        assert registry.live("sql") is None
+        add(version)
+
+    monkeypatch.setattr(os, "fsync", spy_sync)
+    monkeypatch.setattr(registry, "add_version", spy_add)
+    publish(store, 1.0, 0)
+    assert registry.live("sql") is not None
+
+
+def test_a_process_killed_between_folder_and_row(path: Path) -> None:
+    assert subprocess.run([sys.executable, WORKER, "publish", path], check=False).returncode == -9
+    assert (path / "adapters/sql/v1" / WEIGHTS).exists()
+    with Home.open(path) as home:
+        registry = Registry(home)
+        store = AdapterStore(home, registry)
+        assert folders(store) == []
+        assert registry.live("sql") is None
+        assert publish(store, 1.0, 0).version == 2
+
+
+def test_orphans_are_cleaned_and_nothing_else(
+    home: Home, store: AdapterStore, registry: Registry, chain: list[AdapterVersion]
+) -> None:
+    parent = store.folder("sql", 1).parent
+    for name in (".tmp-abc", "v9", "notes"):
+        (parent / name).mkdir()
+        (parent / name / "file").write_text("x")
+    store.folder("gone", 1).mkdir(parents=True)
+    AdapterStore(home, registry)
+    assert folders(store) == ["notes", "v1", "v2", "v3"]
+    assert folders(store, "gone") == []
+    (parent / "v8").mkdir()
+    publish(store, 4.0, 3)
+    assert folders(store) == ["notes", "v1", "v2", "v3", "v4"]
+
+
+@pytest.mark.parametrize("name", ["../sql", "..", "", "a/b", "/tmp", "sql\0", "SQL"])
+def test_names_lead_nowhere_else(name: str, home: Home, store: AdapterStore) -> None:
+    version = AdapterVersion(name, 1, 0, "adapters/sql/v1", BASE, None, 1.0, "live")
+    for use in (
+        lambda: store.folder(name, 1),
+        lambda: store.load(version),
+        lambda: store.remove(name),
+        lambda: publish(store, 1.0, 0, name),
+    ):
+        with pytest.raises(InvalidRequest):
+            use()
+    assert [path.name for path in home.path.parent.iterdir()] == ["home"]
+
+
+def test_the_path_of_a_row_is_not_trusted(store: AdapterStore, chain: list[AdapterVersion]) -> None:
+    assert store.load(replace(chain[0], path="../../etc")).tensors["lora_A"][0, 0] == 1
+
+
+def test_an_unknown_domain_is_refused_before_anything_is_written(store: AdapterStore) -> None:
+    with pytest.raises(InvalidRequest, match="no domain named 'python'"):
+        publish(store, 1.0, 0, "python")
+    assert folders(store, "python") == []
+
+
+def test_an_unreadable_file_is_not_corrupt(
+    store: AdapterStore, registry: Registry, chain: list[AdapterVersion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(path: Path) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", broken)
+        assert store.load_live("sql") is None
+    assert registry.live("sql") == chain[2]
+
+
+def test_removing(store: AdapterStore, registry: Registry, chain: list[AdapterVersion]) -> None:
+    generation = registry.generation()
+    store.remove("sql")
+    assert not store.folder("sql", 1).parent.exists()
+    assert registry.versions("sql") == []
+    assert registry.generation() == generation + 1
+    store.remove("sql")
+    assert publish(store, 1.0, 0).version == 4
+
+
+def test_removing_after_the_domain_went(
+    store: AdapterStore, registry: Registry, chain: list[AdapterVersion]
+) -> None:
+    registry.remove_domain("sql")
+    store.remove("sql")
+    assert not store.folder("sql", 1).parent.exists()
+    registry.add_domain(domain())
+    assert store.load_live("sql") is None
+
+
+def test_pruning(store: AdapterStore, registry: Registry) -> None:
+    for number in range(1, 9):
+        publish(store, float(number), number - 1)
+    registry.promote("sql", 3)
+    generation = registry.generation()
+    assert store.prune("sql", keep=2) == [1, 4, 5, 6]
+    assert folders(store) == ["v2", "v3", "v7", "v8"]
+    assert [v.version for v in registry.versions("sql")] == [2, 3, 7, 8]
+    assert registry.generation() == generation
+    assert store.prune("sql") == []
+    assert registry.rollback("sql") == store.load_live("sql")[0]  # type: ignore[index]

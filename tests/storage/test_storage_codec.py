@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from storage_fakes import record
+
+from moedraft.core import InvalidRequest
+from moedraft.storage.codec import HEADER, DamagedPayload, decode, encode
+
+tokens = st.integers(0, 2**31 - 1)
+
+
+def test_ids_come_back_exactly() -> None:
+    found = decode(encode(record()))
+    assert found.token_ids == record().token_ids
+    assert found.topk_ids == record().topk_ids
+    assert found.rejected == record().rejected
+    assert found.topk_logprobs == record().topk_logprobs  # these are float16 numbers already
+
+
+@given(st.lists(tokens, min_size=1, max_size=5), st.integers(0, 4), st.integers(0, 4), st.data())
+def test_any_shape(prompt: list[int], answer: int, k: int, data: st.DataObject) -> None:
+    def matrix(values: st.SearchStrategy[float]) -> list[list[float]]:
+        rows = st.lists(st.lists(values, min_size=k, max_size=k), min_size=answer, max_size=answer)
+        return data.draw(rows)
+
+    ids, logprobs = matrix(tokens), matrix(st.floats(-60000, 0, width=32))
+    generated = data.draw(st.lists(tokens, min_size=answer, max_size=answer))
+    shape = {"token_ids": prompt + generated, "num_prompt_tokens": len(prompt), "rejected": []}
+    found = decode(encode(record(**shape, topk_ids=ids, topk_logprobs=logprobs)))
+    assert (found.token_ids, found.topk_ids) == (prompt + generated, ids)
+    np.testing.assert_allclose(found.topk_logprobs, logprobs, rtol=2**-11, atol=2**-24)
+
+
+def test_extreme_logprobs() -> None:
+    low = [[-1e9, -math.inf], [-7e4, -1e-9], [0.0, -3e38]]
+    found = decode(encode(record(topk_logprobs=low))).topk_logprobs
+    assert found == [[-65504.0, -math.inf], [-65504.0, 0.0], [0.0, -65504.0]]
+
+
+def test_a_usual_record_is_small() -> None:
+    draw = random.Random(0)
+    ids = [[draw.randrange(150_000) for _ in range(16)] for _ in range(64)]
+    logprobs = [[-9 * draw.random() for _ in range(16)] for _ in range(64)]
+    usual = record(token_ids=list(range(128)), num_prompt_tokens=64, topk_ids=ids, topk_logprobs=logprobs)
+    assert len(encode(usual)) < 6_800
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"topk_ids": [[1, 2], [3, 4]]},
+        {"topk_ids": [[1, 2], [3, 4], [5]]},
+        {"topk_ids": [[1], [2], [3]]},
+        {"topk_logprobs": [[-1.0, -1.0], [-1.0, math.nan], [-1.0, -1.0]]},
+        {"num_prompt_tokens": 6},
+    ],
+)
+def test_shapes_that_do_not_fit(changes: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequest, match="a replay record needs"):
+        encode(record(**changes))
+
+
+def test_every_flipped_bit_is_seen() -> None:
+    good = encode(record())
+    for position in range(len(good)):
+        bad = bytearray(good)
+        bad[position] ^= 4
+        if position == 1:
+            continue  # the header's pad byte carries nothing
+        with pytest.raises(DamagedPayload):
+            decode(bytes(bad))
+
+
+@pytest.mark.parametrize("length", [0, 5, HEADER.size, HEADER.size + 1])
+def test_truncated(length: int) -> None:
+    with pytest.raises(DamagedPayload):
+        decode(encode(record())[:length])
+
+
+def test_a_format_of_the_future() -> None:
+    with pytest.raises(DamagedPayload, match="format 2 is unknown"):
+        decode(b"\x02" + encode(record())[1:])

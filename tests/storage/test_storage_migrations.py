@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import shutil
+import sqlite3
+from pathlib import Path
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.runtime.migration import MigrationContext
+from storage_fakes import domain, record, stats
+
+from moedraft.core import StorageError
+from moedraft.storage import Home, Registry, ReplayBuffer, RequestLog
+from moedraft.storage.db import DATABASE, MIGRATIONS
+from moedraft.storage.tables import metadata
+
+FIRST_SCHEMA = Path(__file__).with_name("first_schema.sql")
+LATER = """
+import sqlalchemy as sa
+from alembic import op
+
+revision = "later"
+down_revision = "0001"
+
+
+def upgrade():
+    op.create_table("novelty", sa.Column("x", sa.Integer))
+    with op.batch_alter_table("experts", recreate="always") as batch:
+        batch.add_column(sa.Column("note", sa.Text))
+"""
+
+
+def execute(path: Path, script: str) -> None:
+    connection = sqlite3.connect(path / DATABASE)
+    connection.executescript(script)
+    connection.close()
+
+
+def schema(path: Path) -> list[tuple[str, str]]:
+    connection = sqlite3.connect(path / DATABASE)
+    query = "SELECT name, sql FROM sqlite_master WHERE name NOT LIKE 'sqlite_%' ORDER BY name"
+    rows = connection.execute(query).fetchall()
+    connection.close()
+    return [(name, " ".join((sql or "").split())) for name, sql in rows]
+
+
+@pytest.fixture
+def first(path: Path) -> Path:
+    """A home as the first schema left it, with a row in every table."""
+    path.mkdir()
+    execute(path, FIRST_SCHEMA.read_text())
+    return path
+
+
+@pytest.fixture
+def later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A moedraft with one more migration, which rebuilds a table that others point to."""
+    scripts = tmp_path / "scripts"
+    shutil.copytree(MIGRATIONS, scripts)
+    for known in (scripts / "versions").glob("0*.py"):
+        if not known.name.startswith("0001"):
+            known.unlink()
+    (scripts / "versions/later.py").write_text(LATER)
+    monkeypatch.setattr("moedraft.storage.db.MIGRATIONS", scripts)
+    return scripts
+
+
+def test_a_home_of_the_first_schema_still_serves(first: Path) -> None:
+    with Home.open(first) as home:
+        registry = Registry(home)
+        assert registry.domains() == [domain()]
+        assert [v.state for v in registry.versions("sql")] == ["retired", "live"]
+        assert (registry.updates("sql"), registry.next_version("sql")) == (2, 3)
+        assert registry.generation() == 3
+        assert registry.get_meta("target") == "tiny"
+        assert ReplayBuffer(home, 10).records() == [record()]
+        assert RequestLog(home).summary()["sql"].accepted_tokens == stats().num_accepted_tokens
+
+
+def test_the_first_migration_was_never_edited(path: Path, tmp_path: Path, later: Path) -> None:
+    (later / "versions/later.py").unlink()
+    Home.open(path).close()
+    known = tmp_path / "known"
+    known.mkdir()
+    execute(known, FIRST_SCHEMA.read_text())
+    assert schema(path) == schema(known)
+
+
+def test_migrations_lead_to_the_tables(home: Home) -> None:
+    with home.read() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), metadata) == []
+
+
+def test_a_home_of_the_future_is_refused_and_left_alone(path: Path) -> None:
+    Home.open(path).close()
+    execute(path, "UPDATE alembic_version SET version_num = '9999'")
+    before = (path / DATABASE).read_bytes()
+    for write in (True, False):
+        with pytest.raises(StorageError, match=r"made by a newer moedraft \(schema 9999\)"):
+            Home.open(path, write=write)
+    assert (path / DATABASE).read_bytes() == before
+
+
+def test_an_older_home_is_upgraded_by_a_writer_alone(first: Path, later: Path) -> None:
+    with pytest.raises(StorageError, match="made by an older moedraft"):
+        Home.open(first, write=False)
+    with Home.open(first) as home:
+        assert Registry(home).domains() == [domain()]
+        assert len(Registry(home).versions("sql")) == 2
+        assert ReplayBuffer(home, 10).count() == 1
+        with home.write() as connection:
+            assert connection.exec_driver_sql("PRAGMA foreign_keys").scalar() == 1
+            assert connection.exec_driver_sql("PRAGMA foreign_key_check").all() == []
+    with Home.open(first, write=False) as reader:
+        assert len(Registry(reader).versions()) == 2
+
+
+def test_an_upgrade_that_fails_changes_nothing(first: Path, later: Path) -> None:
+    with (later / "versions/later.py").open("a") as script:
+        script.write('    raise RuntimeError("half way")\n')
+    before = schema(first)
+    with pytest.raises(RuntimeError, match="half way"):
+        Home.open(first)
+    assert schema(first) == before
+    (later / "versions/later.py").write_text(LATER)
+    Home.open(first).close()
+    assert "novelty" in dict(schema(first))

@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from storage_fakes import BASE, domain, record, stats
+
+from moedraft.core import SHARED, AdapterVersion, InvalidRequest
+from moedraft.storage import Home, Registry, ReplayBuffer, RequestLog
+
+
+def version(number: int, parent: int = 0, name: str = "sql", state: str = "live") -> AdapterVersion:
+    path = f"adapters/{name}/v{number}"
+    return AdapterVersion(name, number, parent, path, BASE, 0.5, 2.0, state)  # type: ignore[arg-type]
+
+
+def states(registry: Registry, name: str = "sql") -> dict[int, str]:
+    return {v.version: v.state for v in registry.versions(name)}
+
+
+@pytest.fixture
+def chain(registry: Registry) -> Registry:
+    """sql: v1 ← v2 ← v3, the last live."""
+    for number in (1, 2, 3):
+        registry.add_version(version(number, number - 1))
+    return registry
+
+
+def test_domains_come_back_as_they_were(registry: Registry) -> None:
+    registry.add_domain(domain("python", created_at=0.5))
+    assert registry.domains() == [domain("python", created_at=0.5), domain("sql")]
+    assert registry.domain("sql") == domain("sql")
+
+
+@pytest.mark.parametrize("name", ["../x", "", "a/b", "A", SHARED, ".", "x" * 65])
+def test_names_that_are_none(registry: Registry, name: str) -> None:
+    with pytest.raises(InvalidRequest):
+        registry.add_domain(domain(name))
+
+
+def test_taken_and_unknown_names(registry: Registry) -> None:
+    with pytest.raises(InvalidRequest) as taken:
+        registry.add_domain(domain())
+    assert str(taken.value) == (
+        "A domain named 'sql' exists already; remove it first or choose another name."
+    )
+    for use in (registry.domain, registry.remove_domain, registry.next_version, registry.reserve_version):
+        with pytest.raises(InvalidRequest, match="no domain named 'python'"):
+            use("python")
+    with pytest.raises(InvalidRequest, match="no domain named"):
+        registry.add_version(version(1, name="python"))
+    with pytest.raises(InvalidRequest, match="no domain named"):
+        registry.promote("python", 0)
+    with pytest.raises(InvalidRequest, match="no domain named 'shared'"):
+        registry.remove_domain(SHARED)
+    assert registry.generation() == 1
+
+
+def test_removing_a_domain(home: Home, chain: Registry) -> None:
+    replay, log = ReplayBuffer(home, 10), RequestLog(home)
+    replay.add([record(), record(SHARED)])
+    log.add([stats()])
+    chain.remove_domain("sql")
+    assert chain.domains() == []
+    assert chain.versions() == []
+    assert replay.sizes() == {SHARED: 1}
+    assert chain.updates("sql") == 0
+    assert log.summary()["sql"].requests == 1
+
+
+def test_version_numbers_outlive_the_domain(chain: Registry) -> None:
+    chain.remove_domain("sql")
+    chain.add_domain(domain())
+    assert chain.next_version("sql") == 4
+    assert chain.live("sql") is None
+
+
+def test_a_new_live_version_retires_the_former(chain: Registry) -> None:
+    assert states(chain) == {1: "retired", 2: "retired", 3: "live"}
+    assert chain.live("sql") == version(3, 2)
+    assert chain.updates("sql") == 3
+    assert chain.generation() == 4
+    assert chain.versions() == chain.versions("sql")
+    assert chain.live(SHARED) is None
+
+
+def test_a_candidate_does_not_serve(chain: Registry) -> None:
+    chain.add_version(version(4, 3, state="candidate"))
+    assert chain.live("sql") == version(3, 2)
+    assert chain.generation() == 4
+    chain.promote("sql", 4)
+    assert chain.live("sql") == version(4, 3)
+
+
+def test_numbers_are_never_given_twice(chain: Registry) -> None:
+    assert chain.next_version("sql") == 4
+    assert [chain.reserve_version("sql"), chain.reserve_version("sql")] == [4, 5]
+    assert chain.next_version("sql") == 6
+    chain.add_version(version(5, 3))
+    for taken in (0, 2, 4, 5):
+        with pytest.raises(InvalidRequest, match="was given before"):
+            chain.add_version(version(taken))
+    for parent in (6, 7, -1):
+        with pytest.raises(InvalidRequest, match="cannot descend"):
+            chain.add_version(version(6, parent))
+    assert chain.live("sql") == version(5, 3)
+
+
+def test_promoting(chain: Registry) -> None:
+    assert chain.promote("sql", 1) == version(1)
+    assert states(chain) == {1: "live", 2: "retired", 3: "retired"}
+    generation = chain.generation()
+    assert chain.promote("sql", 1) == version(1)
+    assert chain.generation() == generation
+    assert chain.promote("sql", 0) is None
+    assert chain.live("sql") is None
+    assert chain.lineage("sql") == []
+    assert chain.generation() == generation + 1
+    with pytest.raises(InvalidRequest, match="Domain 'sql' has no adapter version 7"):
+        chain.promote("sql", 7)
+
+
+def test_rolling_back_to_the_untrained_expert(chain: Registry) -> None:
+    assert chain.rollback("sql") == replace(version(2, 1), state="live")
+    assert chain.rollback("sql") == version(1)
+    generation = chain.generation()
+    assert chain.rollback("sql") is None
+    assert states(chain) == {1: "rolled_back", 2: "rolled_back", 3: "rolled_back"}
+    assert chain.generation() == generation + 1
+    with pytest.raises(InvalidRequest, match="no live adapter version"):
+        chain.rollback("sql")
+
+
+def test_rolling_back_passes_over_what_was_rolled_back(chain: Registry) -> None:
+    generation = chain.generation()
+    assert chain.reject("sql", 2) == version(3, 2)
+    assert chain.generation() == generation  # it was not live
+    assert [v.version for v in chain.lineage("sql")] == [3, 1]
+    assert chain.rollback("sql") == version(1)
+    with pytest.raises(InvalidRequest, match="no adapter version 9"):
+        chain.reject("sql", 9)
+
+
+def test_forgetting_versions(chain: Registry) -> None:
+    generation = chain.generation()
+    chain.forget_versions("sql", [1])
+    assert chain.generation() == generation
+    assert [v.version for v in chain.lineage("sql")] == [3, 2]
+    chain.forget_versions("sql", [3])
+    assert chain.live("sql") is None
+    assert chain.generation() == generation + 1
+
+
+def test_the_shared_adapter_has_versions_too(registry: Registry) -> None:
+    registry.add_version(version(1, name=SHARED))
+    assert registry.live(SHARED) == version(1, name=SHARED)
+    assert registry.updates(SHARED) == 1
+    assert registry.updates("sql") == 0
+
+
+def test_notes(registry: Registry) -> None:
+    assert registry.get_meta("base") is None
+    assert registry.get_meta("base", "none") == "none"
+    registry.set_meta("base", "a")
+    registry.set_meta("base", "b")
+    assert registry.get_meta("base") == "b"
+    registry.set_meta("base", None)
+    assert registry.get_meta("base") is None
+
+
+def test_a_second_registry_sees_the_same_generation(home: Home, registry: Registry) -> None:
+    other = Registry(home)
+    assert other.generation() == registry.generation() == 1
+    other.add_domain(domain("python"))
+    assert other.generation() == registry.generation() == 2

@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+from sqlalchemy import select, update
+from storage_fakes import domain, record
+
+from moedraft.core import SHARED, InvalidRequest, ReplayRecord
+from moedraft.storage import Home, Policy, Registry, ReplayBuffer
+from moedraft.storage.replay import CHUNK
+from moedraft.storage.tables import replay as table
+
+pytestmark = pytest.mark.usefixtures("registry")
+
+
+def first_tokens(records: list[ReplayRecord]) -> list[int]:
+    return [one.token_ids[0] for one in records]
+
+
+@pytest.fixture
+def mixed(home: Home, registry: Registry) -> ReplayBuffer:
+    """100 of sql (tokens 0–99), 20 of python (100–119), 4 of shared (200–203)."""
+    registry.add_domain(domain("python"))
+    replay = ReplayBuffer(home, 1000)
+    replay.add([record(token=n) for n in range(100)])
+    replay.add([record("python", token=100 + n) for n in range(20)])
+    replay.add([record(SHARED, token=200 + n) for n in range(4)])
+    return replay
+
+
+def test_records_come_back_as_they_were(home: Home) -> None:
+    replay = ReplayBuffer(home, 10)
+    replay.add([])
+    assert replay.records() == []
+    assert replay.last_id() == 0
+    replay.add([record(), record(SHARED, drafted=0, accepted=0, rejected=[])])
+    assert replay.records("sql") == [record()]
+    assert replay.records() == [record(SHARED, drafted=0, accepted=0, rejected=[]), record()]
+
+
+def test_order_limit_and_ids(mixed: ReplayBuffer) -> None:
+    assert first_tokens(mixed.records("sql", limit=3)) == [99, 98, 97]
+    assert first_tokens(mixed.records("sql", limit=2, newest_first=False)) == [0, 1]
+    last = mixed.last_id("python")
+    assert first_tokens(mixed.records("python", min_id=last)) == [119]
+    assert first_tokens(mixed.records(newest_first=False, min_id=last + 1)) == [200, 201, 202, 203]
+    assert mixed.counts_since("python", last - 5) == 5
+    assert mixed.counts_since("sql", last) == 0
+    assert mixed.counts_since(None, last) == 4
+    assert mixed.counts_since(None, 0) == mixed.count() == 124
+    assert mixed.count("python") == 20
+    assert mixed.sizes() == {"python": 20, "shared": 4, "sql": 100}
+    assert mixed.last_id() == mixed.last_id(SHARED)
+    assert mixed.last_id("nothing") == 0
+
+
+def test_a_batch_is_added_whole_or_not_at_all(home: Home) -> None:
+    replay = ReplayBuffer(home, 10)
+    with pytest.raises(InvalidRequest):
+        replay.add([record(), record(topk_ids=[])])
+    assert replay.count() == 0
+
+
+def test_records_of_a_domain_that_is_gone(home: Home, registry: Registry) -> None:
+    replay = ReplayBuffer(home, 10)
+    registry.remove_domain("sql")
+    replay.add([record()])
+    assert replay.sizes() == {SHARED: 1}
+
+
+def test_fifo_is_bounded_per_domain(home: Home) -> None:
+    replay = ReplayBuffer(home, 5)
+    replay.add([record(token=n) for n in range(8)])
+    replay.add([record(SHARED, token=50)])
+    replay.add([record(token=8)])
+    assert first_tokens(replay.records("sql")) == [8, 7, 6, 5, 4]
+    assert replay.sizes() == {SHARED: 1, "sql": 5}
+
+
+def test_hardest_keeps_what_was_refused_most(home: Home) -> None:
+    replay = ReplayBuffer(home, 3, "hardest")
+    replay.add([record(token=n, drafted=10, accepted=n) for n in (9, 2, 5, 0)])
+    replay.add([record(token=77, drafted=0, accepted=0)])
+    assert sorted(first_tokens(replay.records())) == [0, 2, 5]
+    replay.add([record(token=78, drafted=10, accepted=5)])  # a tie: the newer stays
+    assert sorted(first_tokens(replay.records())) == [0, 2, 78]
+
+
+def deciles_chi_square(home: Home, policy: Policy, trials: int = 150) -> float:
+    """How unevenly 100 arrivals survive in a buffer of 10: chi-square of their deciles, 9 degrees."""
+    replay, kept = ReplayBuffer(home, 10, policy, seed=1), [0] * 10
+    for _ in range(trials):
+        replay.add([record(token=n) for n in range(37)])
+        replay.add([record(token=n) for n in range(37, 100)])
+        for token in first_tokens(replay.records()):
+            kept[token // 10] += 1
+        replay.purge()
+    assert sum(kept) == 10 * trials
+    return sum((count - trials) ** 2 / trials for count in kept)
+
+
+def test_the_reservoir_is_a_uniform_sample_of_all_that_came(home: Home) -> None:
+    assert deciles_chi_square(home, "reservoir") < 27.9  # p = 0.001
+
+
+def test_control_fifo_is_not(home: Home) -> None:
+    assert deciles_chi_square(home, "fifo", trials=20) > 100
+
+
+def draws(home: Home) -> list[float]:
+    with home.read() as connection:
+        return list(connection.scalars(select(table.c.draw)))
+
+
+def test_draws_are_repeatable_but_not_repeated(path: Path, tmp_path: Path) -> None:
+    def run(folder: Path) -> list[float]:
+        for _ in range(2):  # the second time is a restart with the same seed
+            with Home.open(folder) as home:
+                ReplayBuffer(home, 100, "reservoir", seed=3).add([record(SHARED)] * 5)
+                found = draws(home)
+        return found
+
+    first, second = run(tmp_path / "a"), run(tmp_path / "b")
+    assert first == second
+    assert len(set(first)) == 10
+
+
+def test_without_a_seed_draws_differ(home: Home) -> None:
+    for _ in range(2):
+        ReplayBuffer(home, 100, "reservoir").add([record()] * 5)
+    assert len(set(draws(home))) == 10
+
+
+@pytest.mark.parametrize(("capacity", "policy"), [(0, "fifo"), (-1, "fifo"), (5, "lifo")])
+def test_settings_that_mean_nothing(home: Home, capacity: int, policy: Policy) -> None:
+    with pytest.raises(InvalidRequest, match="replay"):
+        ReplayBuffer(home, capacity, policy)
+
+
+def test_samples(mixed: ReplayBuffer) -> None:
+    sample = first_tokens(mixed.sample("sql", 30, seed=5))
+    assert len(set(sample)) == 30
+    assert max(sample) < 100
+    assert sample == first_tokens(mixed.sample("sql", 30, seed=5))
+    assert sample != first_tokens(mixed.sample("sql", 30, seed=6))
+    assert sample != sorted(sample)
+    assert sorted(first_tokens(mixed.sample("python", 99, seed=0))) == list(range(100, 120))
+    assert len(mixed.sample(None, 124, seed=0)) == 124
+    assert mixed.sample("nothing", 3, seed=0) == []
+
+
+def test_a_sample_larger_than_one_query(home: Home) -> None:
+    replay = ReplayBuffer(home, 10_000)
+    replay.add([record(token=n) for n in range(CHUNK + 20)])
+    assert sorted(first_tokens(replay.sample("sql", CHUNK + 10, seed=1)))[0] < CHUNK
+    assert len(replay.sample("sql", CHUNK + 10, seed=1)) == CHUNK + 10
+
+
+@pytest.mark.parametrize(
+    ("n", "shares"),
+    [
+        (6, (2, 2, 2)),
+        (7, (3, 2, 2)),
+        (24, (10, 10, 4)),
+        (60, (36, 20, 4)),
+        (999, (100, 20, 4)),
+        (1, (1, 0, 0)),
+        (0, (0, 0, 0)),
+    ],
+)
+def test_stratified_shares(mixed: ReplayBuffer, n: int, shares: tuple[int, int, int]) -> None:
+    sample = mixed.sample_stratified(n, seed=2)
+    names = [one.domain for one in sample]
+    assert (names.count("sql"), names.count("python"), names.count(SHARED)) == shares
+    assert len(set(first_tokens(sample))) == len(sample)
+    assert sample == mixed.sample_stratified(n, seed=2)
+
+
+def test_stratified_is_shuffled_and_may_be_empty(mixed: ReplayBuffer) -> None:
+    names = [one.domain for one in mixed.sample_stratified(40, seed=2)]
+    assert names != sorted(names)
+    assert names != sorted(names, reverse=True)
+    mixed.purge()
+    assert mixed.sample_stratified(4, seed=1) == []
+
+
+def test_purging(mixed: ReplayBuffer) -> None:
+    last = mixed.last_id()
+    assert mixed.purge("sql") == 100
+    assert mixed.sizes() == {"python": 20, SHARED: 4}
+    assert mixed.purge() == 24
+    assert mixed.purge() == 0
+    mixed.add([record()])
+    assert mixed.last_id() == last + 1  # ids are never reused
+
+
+def test_a_damaged_record_is_skipped(
+    home: Home, mixed: ReplayBuffer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with home.write() as connection:
+        connection.execute(update(table).where(table.c.id == 2).values(payload=b"nonsense"))
+    with caplog.at_level(logging.WARNING):
+        assert first_tokens(mixed.records("sql", newest_first=False, limit=3)) == [0, 2]
+        assert len(mixed.sample("sql", 100, seed=1)) == 99
+    assert "replay record 2 of 'sql' is damaged and skipped" in caplog.text
