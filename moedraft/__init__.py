@@ -1,8 +1,8 @@
 """Adaptive speculative decoding: LoRA draft experts that learn from the traffic they serve.
 
-    import moedraft
-    with moedraft.load(target="mini", draft="mini") as engine:
-        [answer] = engine.generate("What is a list comprehension?", moedraft.SamplingParams(max_tokens=64))
+import moedraft
+with moedraft.load(target="mini", draft="mini") as engine:
+    [answer] = engine.generate("What is a list comprehension?", moedraft.SamplingParams(max_tokens=64))
 """
 
 from __future__ import annotations

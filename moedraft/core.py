@@ -204,6 +204,7 @@ class RequestOutput:
     num_drafts: int
     num_draft_tokens: int
     num_accepted_tokens: int
+    num_rejections: int  # drafts of which a token was refused
     mean_acceptance_length: float | None  # emitted tokens per verification with a draft, bonus included
     seconds: float  # since arrival
     delta: str = ""  # text added since the previous output of this request

@@ -67,8 +67,8 @@ SIZES = {
     "cpu": Size(
         vocab=8192,
         seq_len=512,
-        target=Shape(hidden=192, layers=12, heads=3, ffn=512, batch=16, lr=4e-3, share=0.9),
-        draft=Shape(hidden=128, layers=1, heads=4, ffn=512, batch=16, lr=6e-3, share=0.1),
+        target=Shape(hidden=192, layers=12, heads=3, ffn=512, batch=8, lr=4e-3, share=0.9),
+        draft=Shape(hidden=128, layers=1, heads=4, ffn=512, batch=8, lr=6e-3, share=0.1),
         draft_rows=1500,
     ),
     "gpu": Size(

@@ -8,8 +8,14 @@ from typing import Annotated
 
 import typer
 
-from moedraft.cli import adapter, distill, doctor, domain, generate, route, stats
+from moedraft.cli.adapter import app as adapter_app
 from moedraft.cli.common import DeviceOption, DraftOption, DtypeOption, HomeOption, TargetOption, remember
+from moedraft.cli.distill import distill
+from moedraft.cli.doctor import doctor
+from moedraft.cli.domain import app as domain_app
+from moedraft.cli.generate import generate
+from moedraft.cli.route import route
+from moedraft.cli.stats import stats
 
 app = typer.Typer(
     name="moedraft",
@@ -44,13 +50,10 @@ def root(
         typer.echo(ctx.get_help())
 
 
-app.add_typer(domain.app, name="domain")
-app.add_typer(adapter.app, name="adapter")
-app.command("route")(route.route)
-app.command("generate")(generate.generate)
-app.command("distill")(distill.distill)
-app.command("stats")(stats.stats)
-app.command("doctor")(doctor.doctor)
+app.add_typer(domain_app, name="domain")
+app.add_typer(adapter_app, name="adapter")
+for _command in (route, generate, distill, stats, doctor):
+    app.command()(_command)
 for _name in ("demo", "bench"):
     if find_spec(f"moedraft.cli.{_name}") is not None:
         app.command(_name)(getattr(import_module(f"moedraft.cli.{_name}"), _name))

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 from rich.text import Text
 
-from moedraft.core import SHARED, StorageError
+from moedraft.core import DOMAIN_NAME, SHARED, Domain, InvalidRequest, StorageError
 
 if TYPE_CHECKING:
     from moedraft.config import Settings
@@ -37,7 +37,9 @@ TargetOption = Annotated[
 ]
 DraftOption = Annotated[
     str | None,
-    typer.Option("--draft", metavar="MODEL", rich_help_panel=PANEL, help="Draft base, named like the target."),
+    typer.Option(
+        "--draft", metavar="MODEL", rich_help_panel=PANEL, help="Draft base, named like the target."
+    ),
 ]
 DeviceOption = Annotated[
     str | None,
@@ -45,10 +47,11 @@ DeviceOption = Annotated[
 ]
 DtypeOption = Annotated[
     str | None,
-    typer.Option(
-        metavar="DTYPE", rich_help_panel=PANEL, help="`auto`, `float32`, `bfloat16` or `float16`."
-    ),
+    typer.Option(metavar="DTYPE", rich_help_panel=PANEL, help="`auto`, `float32`, `bfloat16` or `float16`."),
 ]
+Advance = Callable[
+    ..., None
+]  # how many are done; then, optionally, what is being done and how many there are
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout, and nothing else there.")]
 
 err = Console(stderr=True, highlight=False)
@@ -113,12 +116,17 @@ def _opened(settings: Settings, *, write: bool) -> Iterator[Store]:
 def check_expert(store: Store | None, name: str) -> str:
     """`name` itself where it is a registered domain or `shared`. Raises InvalidRequest."""
     if name != SHARED:
-        if store is None:
-            from moedraft.storage.registry import unknown_domain
-
-            raise unknown_domain(name)
-        store.registry.domain(name)
+        find_domain(store, name)
     return name
+
+
+def find_domain(store: Store | None, name: str) -> Domain:
+    """The registered domain; InvalidRequest where it is none, as on a home that is not there yet."""
+    if store is None or not DOMAIN_NAME.fullmatch(name):
+        raise InvalidRequest(
+            f"There is no domain named '{name}'; `moedraft domain list` shows those there are."
+        )
+    return store.registry.domain(name)
 
 
 # -- output --------------------------------------------------------------------------------------
@@ -179,17 +187,16 @@ def busy(text: str) -> AbstractContextManager[object]:
 
 
 @contextmanager
-def bar(text: str, total: int | None = None, *, shown: bool = True) -> Iterator[Callable[..., None]]:
-    """A progress bar on stderr, where that is a terminal. Yields `advance(done, text=…, total=…)`."""
+def bar(text: str, total: int | None = None, *, shown: bool = True) -> Iterator[Advance]:
+    """A progress bar on stderr, where that is a terminal."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     hidden = not (shown and err.is_terminal)
-    with Progress(
-        *columns, console=err, transient=True, disable=hidden, redirect_stdout=False
-    ) as progress:
+    with Progress(*columns, console=err, transient=True, disable=hidden, redirect_stdout=False) as progress:
         task = progress.add_task(text, total=total)
 
-        def advance(done: int, text: str | None = None, total: int | None = None) -> None:
-            progress.update(task, completed=done, description=text, total=total)
+        def advance(done: int, what: object = None, of: int | None = None) -> None:
+            described = what if isinstance(what, str) else None  # a trainer's callback passes its loss
+            progress.update(task, completed=done, total=of, description=described)
 
         yield advance
 

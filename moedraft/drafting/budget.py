@@ -16,7 +16,7 @@ RIDGE = 5.0
 
 
 class AcceptanceModel:
-    """P(accepted) = sigmoid(w · logit(confidence) + b), for one expert. Confidence: the draft's top-1 mass."""
+    """P(accepted) = sigmoid(w · logit(confidence) + b), for one expert. Confidence: its top-1 mass."""
 
     def __init__(self) -> None:
         self.w, self.b = 1.0, 0.0

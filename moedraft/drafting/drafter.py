@@ -1,4 +1,4 @@
-"""Propose tokens: all rows of the batch, whatever their experts, in one forward of the draft base per token."""
+"""Propose tokens: all rows of the batch, whatever their experts, in one forward per token."""
 
 from __future__ import annotations
 

@@ -27,17 +27,23 @@ def register_domain(
 ) -> Domain:
     """Add a domain and refit the router. Raises InvalidRequest, having changed nothing.
 
-    Should the router fail to fit, the domain is taken out again.
+    At least MIN_EXAMPLES different, non-empty example prompts are needed. Should the router fail to fit,
+    the domain is taken out again.
     """
-    distinct = check_examples(name, examples)
-    domain = Domain(name, description, tuple(distinct), time.time())
-    store.registry.add_domain(domain)
+    domain = _add(store, name, examples, description)
     try:
         refit(store, router)
     except BaseException:
         store.registry.remove_domain(name)
         raise
     return domain
+
+
+def register_all(store: Store, router: Router, examples: dict[str, list[str]]) -> None:
+    """Add several domains and fit the router once. Raises InvalidRequest as `register_domain` does."""
+    for name, prompts in examples.items():
+        _add(store, name, prompts, "")
+    refit(store, router)
 
 
 def remove_domain(store: Store, router: Router, name: str) -> None:
@@ -51,3 +57,9 @@ def remove_domain(store: Store, router: Router, name: str) -> None:
 def refit(store: Store, router: Router) -> None:
     """Fit the router on the examples of all registered domains."""
     router.fit({domain.name: list(domain.examples) for domain in store.registry.domains()})
+
+
+def _add(store: Store, name: str, examples: list[str], description: str) -> Domain:
+    domain = Domain(name, description, tuple(check_examples(name, examples)), time.time())
+    store.registry.add_domain(domain)
+    return domain

@@ -233,7 +233,7 @@ class Engine:
         return self.target.forward(self.cache, 0, ids, starts), began
 
     def _capture(self, rows: list[Sequence], logits: torch.Tensor, accepted: list[int]) -> None:
-        """Keep the target's top-k at every position that emitted a token, for rows that may be learned from."""
+        """Keep the target's top-k wherever a token was emitted, for rows that may be learned from."""
         wanted = [b for b, row in enumerate(rows) if row.capture]
         if not wanted:
             return
@@ -314,6 +314,7 @@ class Engine:
             num_drafts=drafted,
             num_draft_tokens=row.drafted,
             num_accepted_tokens=row.accepted,
+            num_rejections=len(row.rejected),
             mean_acceptance_length=1 + row.accepted / drafted if drafted else None,
             seconds=(row.finished_at or time.monotonic()) - row.arrived_at,
             delta=delta,

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from random_models import VOCAB, prompts_of, random_model
-from tiny import FixedSelector, NumberTokenizer
 
 from moedraft.core import SHARED, Domain, SamplingParams
 from moedraft.distill.loop import DistillLoop
@@ -18,6 +16,9 @@ from moedraft.engine.engine import Engine
 from moedraft.engine.recorder import AdapterLoader, Recorder
 from moedraft.kernels import divergence
 from moedraft.storage.store import Store
+
+from random_models import VOCAB, prompts_of, random_model
+from tiny import FixedSelector, NumberTokenizer
 
 
 class Rig:

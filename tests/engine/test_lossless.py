@@ -6,14 +6,15 @@ import random
 
 import pytest
 import torch
-from random_models import CONFIGS, VOCAB, prompts_of, random_model
-from tiny import FixedSelector, NumberTokenizer
 
 from moedraft.core import SHARED, SamplingParams
 from moedraft.drafting.drafter import Drafter, NoExperts
 from moedraft.drafting.lora import Adapter, ExpertBank
 from moedraft.engine.engine import Engine
 from moedraft.models import LanguageModel
+
+from random_models import CONFIGS, VOCAB, prompts_of, random_model
+from tiny import FixedSelector, NumberTokenizer
 
 
 def expected(model: LanguageModel, prompt: list[int], count: int) -> list[int]:

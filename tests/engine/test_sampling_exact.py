@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tiny import FixedSelector, NumberTokenizer, TinyLM, random_table
 
 import moedraft.drafting.drafter as drafter_module
 import moedraft.engine.engine as engine_module
@@ -17,6 +16,8 @@ from moedraft.drafting.drafter import Drafter, NoExperts
 from moedraft.engine.engine import Engine
 from moedraft.kernels.philox import ACCEPT, uniform
 from moedraft.sampling import SamplingBatch, filter_logits
+
+from tiny import FixedSelector, NumberTokenizer, TinyLM, random_table
 
 VOCAB = 8
 PROMPT = [3, 1]

@@ -1,0 +1,83 @@
+"""`moedraft bench`: tokens per second beside transformers, on the same prompts, in one run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from moedraft.cli.common import (
+    DeviceOption,
+    DraftOption,
+    DtypeOption,
+    HomeOption,
+    JsonOption,
+    TargetOption,
+    bar,
+    emit,
+    note,
+    settings_for,
+)
+from moedraft.cli.files import read_prompts
+
+
+def bench(
+    ctx: typer.Context,
+    prompts_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Rows as of `generate`; default: the shipped held-out."),
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Use that many prompts at most.")] = 30,
+    rounds: Annotated[int, typer.Option(min=1, help="Repetitions; medians are shown.")] = 3,
+    max_tokens: Annotated[int, typer.Option(min=1, help="The longest answer.")] = 64,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the JSON there too.")] = None,
+    home: HomeOption = None,
+    target: TargetOption = None,
+    draft: DraftOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare at batch 1: transformers plain and assisted, ours plain, with the generic draft, with experts.
+
+    The experts are those of the home; after `moedraft demo` they have learned from its stream.
+    """
+    from moedraft.engine.build import opened
+    from moedraft.showcase import shipped
+    from moedraft.showcase.bench import run
+    from moedraft.showcase.shipped import Query
+
+    queries = [Query(q.prompt, q.domain, max_tokens) for q in shipped.heldout()]
+    if prompts_file:
+        rows = read_prompts(prompts_file)
+        queries = [Query(row.prompt, row.domain or "", row.max_tokens or max_tokens) for row in rows]
+    queries = queries[:: max(1, len(queries) // limit)][:limit]
+    settings = settings_for(ctx, home=home, target=target, draft=draft, device=device, dtype=dtype)
+    with opened(settings) as system, bar("Measuring", rounds * len(queries)) as advance:
+        found = run(system, queries, rounds, advance)
+    if out:
+        out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if as_json:
+        emit(found)
+        return
+    table = Table(title=f"Batch 1, {len(queries)} prompts, {rounds} rounds, taking turns")
+    for name in ("system", "tokens/s", "x transformers", "theory", "tokens per check", "same answers"):
+        table.add_column(name, justify="left" if name == "system" else "right")
+    for name, one in found["systems"].items():
+        theory = "" if one["theoretical_speedup"] is None else f"{one['theoretical_speedup']:.2f}"
+        length = "" if one["mean_acceptance_length"] is None else f"{one['mean_acceptance_length']:.2f}"
+        row = (f"{one['tokens_per_second']:.1f}", f"{one['ratio']:.2f}", theory, length)
+        table.add_row(name, *row, "yes" if one["same_answers"] else "NO")
+    Console(highlight=False).print(table)
+    note(
+        f"target step {found['step_ms']['target_ms']:.2f} ms, draft step {found['step_ms']['draft_ms']:.2f} ms "
+        f"(c = {found['cost_ratio']:.3f}); verification takes {found['verify_share']:.1%} of an engine step."
+    )
+    if not found["adapted"]:
+        note(
+            "No expert of this home has learned yet: run `moedraft demo --home …` or `generate --learn` first."
+        )

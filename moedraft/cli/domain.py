@@ -1,0 +1,208 @@
+"""`moedraft domain`: register, list, show and remove domains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moedraft.cli.common import (
+    DeviceOption,
+    DraftOption,
+    DtypeOption,
+    HomeOption,
+    JsonOption,
+    TargetOption,
+    bar,
+    busy,
+    emit,
+    find_domain,
+    moment,
+    note,
+    note_missing,
+    print_table,
+    rate,
+    reading,
+    say,
+    settings_for,
+    writing,
+)
+from moedraft.cli.files import check_text, read_examples
+from moedraft.config import Settings
+from moedraft.core import Domain, MoedraftError
+
+if TYPE_CHECKING:
+    from moedraft.distill.warmstart import WarmStart
+    from moedraft.storage.store import Store
+
+app = typer.Typer(help="Domains: register, list, show, remove.")
+NameArgument = Annotated[str, typer.Argument(metavar="NAME")]
+
+
+@app.command()
+def register(
+    ctx: typer.Context,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="1-64 of a-z, 0-9, '_' and '-'.")],
+    examples: Annotated[
+        Path,
+        typer.Option(metavar="FILE", help='JSON lines with a "prompt" each, 8 or more; - is standard input.'),
+    ],
+    description: Annotated[str, typer.Option(help="What the domain is about.")] = "",
+    warm_start: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Let the target answer N examples and learn from them now."),
+    ] = None,
+    home: HomeOption = None,
+    target: TargetOption = None,
+    draft: DraftOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Register a domain by example prompts, and fit the router to it."""
+    settings = settings_for(ctx, home=home, target=target, draft=draft, device=device, dtype=dtype)
+    prompts = read_examples(examples)
+    check_text(description, "the description")
+    from moedraft.engine.admin import check_examples
+
+    check_examples(name, prompts)
+    if warm_start is None:
+        domain, warm = _register(settings, name, prompts, description), None
+    else:
+        domain, warm = _register_warm(settings, name, prompts, description, warm_start)
+    _show_registered(domain, warm, as_json)
+
+
+def _register(settings: Settings, name: str, prompts: list[str], description: str) -> Domain:
+    from moedraft.engine.admin import register_domain
+    from moedraft.engine.build import open_router
+
+    with writing(settings, create=True) as store, busy("Fitting the router"):
+        return register_domain(store, open_router(settings, store), name, prompts, description)
+
+
+def _register_warm(
+    settings: Settings, name: str, prompts: list[str], description: str, count: int
+) -> tuple[Domain, WarmStart]:
+    with busy("Loading the models"):
+        from moedraft.distill.build import build_loop
+        from moedraft.distill.warmstart import warm_start
+        from moedraft.engine.admin import register_domain
+        from moedraft.engine.build import build
+
+        system = build(settings)
+    try:
+        with busy("Fitting the router"):
+            domain = register_domain(system.store, system.router, name, prompts, description)
+        try:
+            loop = build_loop(settings, system.store)
+            system.refresh()
+            with bar("Warm start") as advance:
+                return domain, warm_start(system, loop, domain, count, on_progress=advance)
+        except MoedraftError as error:
+            reason = str(error)
+            raise type(error)(
+                f"Domain {name!r} is registered, but its warm start failed: {reason}"
+            ) from error
+        except KeyboardInterrupt:
+            note(f"Domain {name!r} is registered, but its warm start was interrupted.")
+            raise
+    finally:
+        system.close()
+
+
+def _show_registered(domain: Domain, warm: WarmStart | None, as_json: bool) -> None:
+    if as_json:
+        emit({**_summary(domain), "warm_start": _warm_data(warm) if warm else None})
+        return
+    say(f"Domain {domain.name!r} is registered with {len(domain.examples)} examples.")
+    if warm:
+        gain = f"{rate(warm.acceptance_before)} → {rate(warm.acceptance_after)}"
+        say(
+            f"Warm start: {warm.answered} examples answered, {len(warm.updates)} updates; "
+            f"acceptance on {warm.held_out} held-out examples {gain}"
+        )
+
+
+@app.command("list")
+def list_(ctx: typer.Context, home: HomeOption = None, as_json: JsonOption = False) -> None:
+    """List the registered domains."""
+    settings = settings_for(ctx, home=home)
+    with reading(settings) as store:
+        if store is None:
+            note_missing(settings)
+        found = [(domain, _state(store, domain.name)) for domain in store.registry.domains()] if store else []
+    if as_json:
+        emit({"domains": [{**_summary(domain), **state} for domain, state in found]})
+        return
+    rows = [
+        (d.name, d.description, len(d.examples), state["version"], state["replay_size"], moment(d.created_at))
+        for d, state in found
+    ]
+    print_table("Domains", ["name", "description", "examples", "version", "replay", "registered"], rows)
+
+
+@app.command()
+def show(
+    ctx: typer.Context, name: NameArgument, home: HomeOption = None, as_json: JsonOption = False
+) -> None:
+    """Show a domain with its examples."""
+    with reading(settings_for(ctx, home=home)) as store:
+        domain = find_domain(store, name)
+        assert store is not None
+        state = _state(store, name)
+    if as_json:
+        emit({**_summary(domain), "examples": list(domain.examples), **state})
+        return
+    say(f"{domain.name}: {domain.description or 'no description'}")
+    say(f"registered {moment(domain.created_at)}, version {state['version']}, {state['updates']} updates")
+    print_table(f"{len(domain.examples)} examples", ["prompt"], [[example] for example in domain.examples])
+
+
+@app.command()
+def remove(
+    ctx: typer.Context, name: NameArgument, home: HomeOption = None, as_json: JsonOption = False
+) -> None:
+    """Forget a domain: its examples, its replay and its adapters."""
+    settings = settings_for(ctx, home=home)
+    with writing(settings) as store:
+        find_domain(store, name)
+        from moedraft.engine.admin import remove_domain
+        from moedraft.engine.build import open_router
+
+        with busy("Fitting the router"):
+            remove_domain(store, open_router(settings, store), name)
+    if as_json:
+        emit({"removed": name})
+    else:
+        say(f"Domain {name!r} is removed.")
+
+
+def _summary(domain: Domain) -> dict[str, Any]:
+    return {
+        "name": domain.name,
+        "description": domain.description,
+        "examples": len(domain.examples),
+        "created_at": domain.created_at,
+    }
+
+
+def _state(store: Store, name: str) -> dict[str, Any]:
+    live = store.registry.live(name)
+    return {
+        "version": live.version if live else 0,
+        "updates": store.registry.updates(name),
+        "replay_size": store.replay.count(name),
+    }
+
+
+def _warm_data(warm: WarmStart) -> dict[str, Any]:
+    return {
+        "answered": warm.answered,
+        "held_out": warm.held_out,
+        "updates": len(warm.updates),
+        "version": warm.updates[-1].version.version,
+        "acceptance_before": warm.acceptance_before,
+        "acceptance_after": warm.acceptance_after,
+    }

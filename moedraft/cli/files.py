@@ -1,0 +1,107 @@
+"""Example and prompt files: JSON lines, UTF-8. Every complaint names the file and the line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moedraft.core import InvalidRequest
+
+STDIN = Path("-")
+PROMPT_KEYS = {"prompt", "domain", "max_tokens"}
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """One prompt to answer, and where it came from, for complaints ("" for a lone argument)."""
+
+    prompt: str
+    domain: str | None = None
+    max_tokens: int | None = None
+    where: str = ""
+
+    def complaint(self, sentence: object) -> InvalidRequest:
+        return InvalidRequest(f"{self.where}: {sentence}" if self.where else str(sentence))
+
+
+def read_examples(path: Path) -> list[str]:
+    """The prompts of a file of {"prompt": …, anything else} rows. Raises InvalidRequest or OSError."""
+    examples = []
+    for where, row in _objects(path):
+        _check_string(row.get("prompt"), where, "prompt")
+        examples.append(row["prompt"])
+    return examples
+
+
+def read_prompts(path: Path) -> list[PromptRow]:
+    """The rows of a file of {"prompt", "domain"?, "max_tokens"?} rows; `-` is standard input.
+
+    Raises InvalidRequest, having looked at every row up to the first bad one, or OSError.
+    """
+    rows = []
+    for where, row in _objects(path):
+        unknown = sorted(row.keys() - PROMPT_KEYS)
+        if unknown:
+            raise InvalidRequest(
+                f"{where}: unknown key {unknown[0]!r}; a row may have prompt, domain and max_tokens."
+            )
+        _check_string(row.get("prompt"), where, "prompt")
+        if row.get("domain") is not None:
+            _check_string(row["domain"], where, "domain")
+        count = row.get("max_tokens")
+        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+            raise InvalidRequest(f"{where}: max_tokens must be an integer >= 1, not {json.dumps(count)}.")
+        rows.append(PromptRow(row["prompt"], row.get("domain"), count, where))
+    if not rows:
+        raise InvalidRequest(f"{_title(path)} holds no prompts.")
+    return rows
+
+
+def check_prompt(text: str, name: str = "the prompt") -> str:
+    """`text` itself; InvalidRequest where it is blank or no valid Unicode."""
+    if not text.strip():
+        raise InvalidRequest(f"{name} is empty.")
+    return check_text(text, name)
+
+
+def check_text(text: str, name: str) -> str:
+    """`text` itself; InvalidRequest for half a surrogate pair or bytes that were no UTF-8."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"{name} is not valid UTF-8 text.") from error
+    return text
+
+
+def _check_string(value: Any, where: str, key: str) -> None:
+    if not isinstance(value, str):
+        what = "is missing" if value is None else f"must be a string, not {json.dumps(value)[:40]}"
+        raise InvalidRequest(f"{where}: {key!r} {what}.")
+    check_prompt(value, f"{where}: {key!r}")
+
+
+def _title(path: Path) -> str:
+    return "standard input" if path == STDIN else str(path)
+
+
+def _objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(file and line, object) of each line that is not blank."""
+    content = sys.stdin.buffer.read() if path == STDIN else path.read_bytes()
+    for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
+        where = f"{_title(path)}, line {number}"
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise InvalidRequest(f"{where}: not UTF-8 ({error.reason} at byte {error.start}).") from error
+        except (ValueError, RecursionError) as error:
+            reason = getattr(error, "msg", "too deeply nested")
+            raise InvalidRequest(f"{where}: not valid JSON ({reason}).") from error
+        if not isinstance(row, dict):
+            raise InvalidRequest(f'{where}: expected an object such as {{"prompt": "…"}}.')
+        yield where, row

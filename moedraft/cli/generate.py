@@ -1,0 +1,223 @@
+"""`moedraft generate`: answers, in the order of the prompts, each shown as soon as its turn has come."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moedraft.cli.common import (
+    DeviceOption,
+    DraftOption,
+    DtypeOption,
+    HomeOption,
+    JsonOption,
+    TargetOption,
+    bar,
+    busy,
+    check_expert,
+    emit,
+    note,
+    rate,
+    reading,
+    say_error,
+    settings_for,
+    write_text,
+)
+from moedraft.cli.files import PromptRow, check_prompt, check_text, read_prompts
+from moedraft.config import Settings
+from moedraft.core import InvalidRequest, RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from moedraft.engine.build import System
+    from moedraft.engine.engine import Engine
+
+
+def generate(
+    ctx: typer.Context,
+    prompts: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...")] = None,
+    prompts_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help='Rows {"prompt", "domain"?, "max_tokens"?}; - is standard input.'),
+    ] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="1 switches it off.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="0 switches it off.")] = 0,
+    max_tokens: Annotated[int, typer.Option(help="The longest answer.")] = 128,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="Ends an answer; repeatable.")
+    ] = None,
+    domain: Annotated[
+        str | None, typer.Option(metavar="NAME", help="This expert (or `shared`) instead of the router's.")
+    ] = None,
+    no_draft: Annotated[bool, typer.Option("--no-draft", help="Plain decoding, for comparison.")] = False,
+    learn: Annotated[bool, typer.Option("--learn/--no-learn", help="Learn from the answers.")] = False,
+    home: HomeOption = None,
+    target: TargetOption = None,
+    draft: DraftOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Answer prompts: exactly what the target says, faster."""
+    params = SamplingParams(temperature, top_k, top_p, max_tokens, tuple(stop or ()), seed)
+    for text in params.stop:
+        check_text(text, "a stop string")
+    rows = [replace(row, domain=row.domain or domain) for row in _rows(prompts or [], prompts_file)]
+    settings = settings_for(ctx, home=home, target=target, draft=draft, device=device, dtype=dtype)
+    _check_domains(settings, rows)
+    with busy("Loading the models"):
+        from moedraft.engine.build import build
+
+        system = build(settings)
+    try:
+        failed = _run(system, rows, params, draft=not no_draft, learn=learn, as_json=as_json)
+    finally:
+        system.close()
+    if failed:
+        say_error(f"the model gave no usable probabilities for {failed} of {len(rows)} prompts.")
+        raise typer.Exit(1)
+
+
+def _rows(prompts: list[str], file: Path | None) -> list[PromptRow]:
+    if bool(prompts) == (file is not None):
+        raise InvalidRequest("Give either prompts or --prompts-file.")
+    if file is not None:
+        return read_prompts(file)
+    several = len(prompts) > 1
+    rows = [
+        PromptRow(prompt, where=f"prompt {number}" if several else "")
+        for number, prompt in enumerate(prompts, 1)
+    ]
+    for row in rows:
+        check_prompt(row.prompt, row.where or "the prompt")
+    return rows
+
+
+def _check_domains(settings: Settings, rows: list[PromptRow]) -> None:
+    with reading(settings) as store:
+        for row in rows:
+            try:
+                check_expert(store, row.domain) if row.domain is not None else None
+            except InvalidRequest as error:
+                raise row.complaint(error) from error
+
+
+def _run(
+    system: System, rows: list[PromptRow], params: SamplingParams, *, draft: bool, learn: bool, as_json: bool
+) -> int:
+    """Answer all rows; returns how many failed."""
+    ids = [_add(system.engine, row, params, draft, learn) for row in rows]
+    between = _learner(system) if learn else lambda: None
+    failed = 0
+    with bar("Answering", len(rows), shown=_wants_bar(as_json, len(rows))) as advance:
+        done = 0
+
+        def on_finish() -> None:
+            nonlocal done
+            done += 1
+            advance(done)
+            between()
+
+        for answer in in_order(system.engine, ids, on_finish):
+            failed += _show_json(answer) if as_json else _show_text(answer)
+    return failed
+
+
+def _wants_bar(as_json: bool, count: int) -> bool:
+    return as_json and count > 1 and not sys.stdout.isatty()
+
+
+def _add(engine: Engine, row: PromptRow, params: SamplingParams, draft: bool, learn: bool) -> str:
+    try:
+        own = replace(params, max_tokens=row.max_tokens or params.max_tokens)
+        return engine.add(row.prompt, own, expert=row.domain, draft=draft, capture=learn)
+    except InvalidRequest as error:
+        raise row.complaint(error) from error
+
+
+def _learner(system: System) -> Callable[[], None]:
+    """What to do between two steps when an answer has ended: train whoever is due, load what came of it."""
+    with busy("Loading the draft base"):
+        from moedraft.distill.build import build_loop
+
+        loop = build_loop(system.settings, system.store)
+
+    def learn() -> None:
+        update = loop.run_once()
+        if update is not None:
+            system.refresh()
+            gain = f"{rate(update.acceptance_before)} → {rate(update.acceptance_after)}"
+            note(f"{update.expert} learned: version {update.version.version}, top-1 agreement {gain}")
+
+    return learn
+
+
+def in_order(
+    engine: Engine, ids: list[str], on_finish: Callable[[], None]
+) -> Iterator[Iterator[RequestOutput]]:
+    """For each request its outputs as they grow, the last one finished; each iterator is used up in turn."""
+    latest: dict[str, RequestOutput] = {}
+
+    def outputs(request_id: str) -> Iterator[RequestOutput]:
+        while True:
+            output = latest.get(request_id)
+            if output is not None:
+                yield output
+                if output.finish_reason:
+                    del latest[request_id]
+                    return
+            for new in engine.step():
+                latest[new.request_id] = new
+                if new.finish_reason:
+                    on_finish()
+
+    for request_id in ids:
+        yield outputs(request_id)
+
+
+def _show_json(answer: Iterator[RequestOutput]) -> bool:
+    *_, last = answer
+    emit(output_data(last))
+    return last.finish_reason == "error"
+
+
+def _show_text(answer: Iterator[RequestOutput]) -> bool:
+    shown = 0
+    for output in answer:
+        write_text(output.text[shown:])
+        shown = len(output.text)
+    write_text("\n")
+    note(summary(output))
+    return output.finish_reason == "error"
+
+
+def summary(output: RequestOutput) -> str:
+    """`sql v3 · 0.812 accepted · 3.40 tokens a check · 48 tokens, 215 a second`"""
+    parts = [f"{output.expert} v{output.adapter_version}"]
+    if output.mean_acceptance_length is not None:
+        parts.append(f"{rate(output.draft_acceptance_rate)} accepted")
+        parts.append(f"{output.mean_acceptance_length:.2f} tokens a check")
+    parts.append(f"{len(output.token_ids)} tokens, {output.tokens_per_second:.0f} a second")
+    return " · ".join(parts)
+
+
+def output_data(output: RequestOutput) -> dict[str, Any]:
+    return {
+        "text": output.text,
+        "token_ids": output.token_ids,
+        "finish_reason": output.finish_reason,
+        "expert": output.expert,
+        "adapter_version": output.adapter_version,
+        "draft_acceptance_rate": output.draft_acceptance_rate,
+        "mean_acceptance_length": output.mean_acceptance_length,
+        "num_drafts": output.num_drafts,
+        "num_draft_tokens": output.num_draft_tokens,
+        "num_accepted_tokens": output.num_accepted_tokens,
+        "tokens_per_second": output.tokens_per_second,
+    }

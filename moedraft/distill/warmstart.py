@@ -1,0 +1,107 @@
+"""A new expert's first lesson: the target answers some of its examples, the expert learns from them at once.
+
+What it gained is measured on examples that were not answered: the share of drafted tokens that the target
+accepts, greedy, with the draft length fixed, before and after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import TYPE_CHECKING
+
+from moedraft.core import Domain, InvalidRequest, RequestOutput, SamplingParams, StorageError
+
+if TYPE_CHECKING:
+    from moedraft.distill.loop import DistillLoop
+    from moedraft.distill.trainer import Update
+    from moedraft.engine.build import System
+
+STEPS = 60  # optimiser steps, over UPDATES versions
+UPDATES = 3
+MIN_HELD_OUT, MAX_HELD_OUT = 4, 24
+PARAMS = SamplingParams(max_tokens=64)
+
+Progress = Callable[[int, str, int], None]  # done, what is being done, how many there are
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """What a warm start did. Rates are None where nothing was drafted."""
+
+    answered: int
+    held_out: int
+    updates: list[Update]
+    acceptance_before: float | None
+    acceptance_after: float | None
+
+
+def split_examples(examples: Sequence[str], count: int) -> tuple[list[str], list[str]]:
+    """`count` examples to answer and the rest to measure on; a quarter, at least 4, is always held out."""
+    shuffled = Random(0).sample(list(examples), len(examples))
+    least = max(MIN_HELD_OUT, len(examples) // 4)
+    cut = count if count <= len(examples) - MIN_HELD_OUT else len(examples) - least
+    return shuffled[:cut], shuffled[cut:][:MAX_HELD_OUT]
+
+
+def warm_start(
+    system: System,
+    loop: DistillLoop,
+    domain: Domain,
+    count: int,
+    *,
+    steps: int = STEPS,
+    on_progress: Progress = lambda done, text, total: None,
+) -> WarmStart:
+    """Teach `domain` from `count` of its examples. Its versions are published and loaded.
+
+    Raises InvalidRequest where an example cannot be answered, StorageError where nothing can be stored.
+    """
+    chosen, held_out = split_examples(domain.examples, count)
+    before = _measure(system, domain.name, held_out, on_progress, "Measuring before")
+    _answer(system, domain.name, chosen, on_progress, "Answering examples", learn=True)
+    updates = [_update(loop, domain.name, steps // UPDATES, part, on_progress) for part in range(UPDATES)]
+    system.refresh()
+    after = _measure(system, domain.name, held_out, on_progress, "Measuring after")
+    return WarmStart(len(chosen), len(held_out), updates, before, after)
+
+
+def _answer(
+    system: System, name: str, prompts: list[str], on_progress: Progress, text: str, learn: bool
+) -> list[RequestOutput]:
+    done = 0
+
+    def count(_: RequestOutput) -> None:
+        nonlocal done
+        done += 1
+        on_progress(done, text, len(prompts))
+
+    on_progress(0, text, len(prompts))
+    return system.engine.generate(prompts, PARAMS, expert=name, learn=learn, on_finish=count)
+
+
+def _measure(system: System, name: str, prompts: list[str], on_progress: Progress, text: str) -> float | None:
+    """Accepted of drafted tokens on `prompts`; leaves nothing in the home's statistics."""
+    engine = system.engine
+    sinks, adaptive = engine.sinks, engine.adaptive_budget
+    engine.sinks, engine.adaptive_budget = [], False
+    try:
+        outputs = _answer(system, name, prompts, on_progress, text, learn=False)
+    finally:
+        engine.sinks, engine.adaptive_budget = sinks, adaptive
+    drafted = sum(output.num_draft_tokens for output in outputs)
+    return sum(output.num_accepted_tokens for output in outputs) / drafted if drafted else None
+
+
+def _update(loop: DistillLoop, name: str, steps: int, part: int, on_progress: Progress) -> Update:
+    update = loop.run_once(
+        name,
+        steps=max(steps, 1),
+        on_step=lambda done, _: on_progress(part * steps + done, "Learning", UPDATES * steps),
+    )
+    if update is None and loop.status.startswith("paused"):
+        raise StorageError(loop.status.removeprefix("paused: "))
+    if update is None:
+        raise InvalidRequest("the answers were too few to learn from; let more examples be answered.")
+    return update

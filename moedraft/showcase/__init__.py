@@ -1,0 +1,1 @@
+"""What the demo and the benchmark share: shipped prompts, measurements, a served stream, a report."""

@@ -1,0 +1,112 @@
+"""The engine against transformers at batch 1: same prompts, one run, systems taking turns."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+
+from moedraft.core import SHARED, RequestOutput, SamplingParams
+from moedraft.drafting.lora import Adapter
+from moedraft.engine.build import System
+from moedraft.showcase.measure import compare, step_costs, theoretical_speedup, transformers_runner, warm_up
+from moedraft.showcase.shipped import Query
+
+BASELINE = "transformers generate"
+
+
+def run(system: System, queries: list[Query], rounds: int, advance: Callable[[int], None]) -> dict[str, Any]:
+    """Everything `moedraft bench` prints, as plain data."""
+    warm_up(system)
+    outputs: dict[str, list[RequestOutput]] = {}
+
+    def ours(name: str, **options: Any) -> Callable[[str, int], list[int]]:
+        def answer(prompt: str, max_tokens: int) -> list[int]:
+            params = SamplingParams(max_tokens=max_tokens)
+            [output] = system.engine.generate(prompt, params, **options)
+            outputs.setdefault(name, []).append(output)
+            return output.token_ids
+
+        return answer
+
+    runners = {
+        BASELINE: transformers_runner(system.target),
+        "transformers assisted": base_only(system, transformers_runner(system.target, system.draft)),
+        "moedraft plain": ours("moedraft plain", draft=False),
+        "moedraft generic draft": base_only(system, ours("moedraft generic draft", expert=SHARED)),
+        "moedraft experts": ours("moedraft experts"),
+    }
+    for runner in runners.values():
+        runner(queries[0].prompt, 16)
+    outputs.clear()
+    system.engine.verify_seconds = system.engine.step_seconds = 0.0
+    done = 0
+
+    def on_progress() -> None:
+        nonlocal done
+        done += 1
+        advance(done)
+
+    timed = compare(runners, queries, rounds, on_progress)
+    share = system.engine.verify_seconds / system.engine.step_seconds
+    costs = step_costs(system)
+    cost_ratio = costs["draft_ms"] / costs["target_ms"]
+    base = timed[BASELINE]
+    systems = {
+        name: {
+            "tokens_per_second": round(one.tokens_per_second, 2),
+            "rounds": [round(value, 2) for value in one.rounds],
+            "ratio": round(one.tokens_per_second / base.tokens_per_second, 3),
+            "same_answers": one.answers == base.answers,
+            **speculation(outputs.get(name, []), cost_ratio),
+        }
+        for name, one in timed.items()
+    }
+    return {
+        "systems": systems,
+        "step_ms": {name: round(value, 3) for name, value in costs.items()},
+        "cost_ratio": round(cost_ratio, 4),
+        "verify_share": round(share, 4),
+        "adapted": bool(system.bank.experts or system.bank.shared),
+        "prompts": len(queries),
+        "device": str(system.target.device),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "machine": platform.machine(),
+    }
+
+
+def speculation(outputs: list[RequestOutput], cost_ratio: float) -> dict[str, float | None]:
+    """Acceptance of a run, and the speed-up that theory gives for it."""
+    drafts = sum(output.num_drafts for output in outputs)
+    if not drafts:
+        return {"draft_acceptance_rate": None, "mean_acceptance_length": None, "theoretical_speedup": None}
+    drafted = sum(output.num_draft_tokens for output in outputs)
+    accepted = sum(output.num_accepted_tokens for output in outputs)
+    # Per-token acceptance α: accepted over verified, the first refused token of a draft being the last one.
+    refused = sum(output.num_rejections for output in outputs)
+    alpha = accepted / (accepted + refused)
+    return {
+        "draft_acceptance_rate": round(accepted / drafted, 4),
+        "mean_acceptance_length": round(1 + accepted / drafts, 3),
+        "theoretical_speedup": round(theoretical_speedup(alpha, drafted / drafts, cost_ratio), 3),
+    }
+
+
+def base_only(system: System, runner: Callable[[str, int], list[int]]) -> Callable[[str, int], list[int]]:
+    """Run with the draft base as it came, the shared adapter put aside: the static generic draft."""
+
+    def run_with_base(prompt: str, max_tokens: int) -> list[int]:
+        shared: Adapter | None = system.bank.shared
+        system.bank.publish(SHARED, None)
+        system.bank.select([SHARED])
+        try:
+            return runner(prompt, max_tokens)
+        finally:
+            system.bank.publish(SHARED, shared)
+
+    return run_with_base

@@ -1,0 +1,41 @@
+"""The prompts that come with moedraft: examples to register with, a mixed stream, held-out prompts."""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Query:
+    """A prompt with the domain it was written for, which the system never sees."""
+
+    prompt: str
+    domain: str
+    max_tokens: int
+
+
+def examples() -> dict[str, list[str]]:
+    """Example prompts by domain name."""
+    folder = importlib.resources.files("moedraft.data") / "domains"
+    files = sorted((f for f in folder.iterdir() if f.name.endswith(".jsonl")), key=lambda f: f.name)
+    return {file.name.removesuffix(".jsonl"): [row["prompt"] for row in _rows(file)] for file in files}
+
+
+def traffic() -> list[Query]:
+    return _queries("traffic.jsonl")
+
+
+def heldout() -> list[Query]:
+    return _queries("heldout.jsonl")
+
+
+def _queries(name: str) -> list[Query]:
+    rows = _rows(importlib.resources.files("moedraft.data") / name)
+    return [Query(row["prompt"], row["domain"], row["max_tokens"]) for row in rows]
+
+
+def _rows(file: Any) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]

@@ -1,0 +1,249 @@
+#!/usr/bin/env python3
+"""Measure the router: accuracy (as it comes and reworded), prompts of no domain, speed. Writes JSON.
+
+    python scripts/bench_router.py --data ../shared/data --out results/router.json
+
+The data folder holds `dev/` (40 prompts a domain to fit on), `stream/` (to test on) and `external/`
+(prompts of no particular domain), each with `<domain>.jsonl` or `.jsonl.xz`, one {"prompt": …} a line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from moedraft.core import SHARED
+from moedraft.routing.classifier import Embedder, Router, TextEmbedder
+from moedraft.routing.embedder import Floats
+
+GENERAL = {"general_en", "textbook_en"}  # what most external prompts belong to, if to anything
+GREETING = (
+    "Hello! I hope you are having a wonderful day. I have been thinking about something for a while and "
+    "would be really glad if you could give me a good answer to it. "
+)
+
+
+def strip_template(text: str) -> str:
+    """Without the first line, where that leaves a prompt."""
+    rest = text.partition("\n")[2].strip()
+    return rest if len(rest) > 20 else text
+
+
+def second_half(text: str) -> str:
+    words = text.split(" ")
+    return " ".join(words[len(words) // 2 :]) if len(words) > 8 else text
+
+
+REWORDINGS: dict[str, Callable[[str], str]] = {
+    "help_me": lambda text: f"Please help me with this. {text}",
+    "long_greeting": lambda text: GREETING + text,
+    "thanks_after": lambda text: f"{text}\n\nThank you very much in advance, please be concise.",
+    "lower_case": str.lower,
+    "without_template": strip_template,
+    "second_half": second_half,
+}
+
+
+class Memory:
+    """An embedder that embeds each text once, so that one run can route the same prompts many times."""
+
+    def __init__(self, embedder: Embedder) -> None:
+        self.embedder = embedder
+        self.vectors: dict[str, Floats] = {}
+
+    @property
+    def id(self) -> str:
+        return self.embedder.id
+
+    def embed(self, texts: Any) -> Floats:
+        missing = [text for text in dict.fromkeys(texts) if text not in self.vectors]
+        if missing:
+            self.vectors.update(zip(missing, self.embedder.embed(missing), strict=True))
+        return np.stack([self.vectors[text] for text in texts])
+
+
+def read_prompts(folder: Path) -> dict[str, list[str]]:
+    files = sorted(folder.glob("*.jsonl")) + sorted(folder.glob("*.jsonl.xz"))
+    if not files:
+        raise SystemExit(f"no .jsonl or .jsonl.xz files in {folder}; give the data folder with --data.")
+    return {file.name.split(".")[0]: _rows(file) for file in files}
+
+
+def _rows(file: Path) -> list[str]:
+    opener = lzma.open if file.suffix == ".xz" else open
+    with opener(file, "rt", encoding="utf-8") as lines:
+        return [json.loads(line)["prompt"] for line in lines]
+
+
+def fitted(embedder: TextEmbedder, examples: dict[str, list[str]], threshold: float) -> Router:
+    with tempfile.TemporaryDirectory() as folder:
+        router = Router(embedder, Path(folder), threshold)
+        router.fit(examples)
+        return router
+
+
+def accuracy(router: Router, tests: dict[str, list[str]]) -> dict[str, Any]:
+    """Share routed to the right domain, and to `shared`; the best domain's accuracy before the threshold."""
+    right, best, shared = {}, {}, {}
+    for domain, texts in tests.items():
+        routes = router.route(texts)
+        right[domain] = float(np.mean([r.domain == domain for r in routes]))
+        shared[domain] = float(np.mean([r.domain == SHARED for r in routes]))
+        rows = router.probabilities(texts)[1]
+        best[domain] = float(np.mean([router.domains[i] == domain for i in rows.argmax(axis=1)]))
+    means = {"routed_right": right, "routed_shared": shared, "best_domain_right": best}
+    return {name: round(float(np.mean(list(v.values()))), 4) for name, v in means.items()} | {
+        "by_domain": {d: {name: round(v[d], 3) for name, v in means.items()} for d in tests}
+    }
+
+
+def calibration(router: Router, tests: dict[str, list[str]]) -> float:
+    """Expected calibration error of `confidence` against the best domain being right, ten bins."""
+    rows = [(row, domain) for domain, texts in tests.items() for row in router.probabilities(texts)[1]]
+    confidence = np.array([row.max() for row, _ in rows])
+    right = np.array([router.domains[int(row.argmax())] == domain for row, domain in rows])
+    bins = np.minimum((confidence * 10).astype(int), 9)
+    gaps = [
+        abs(confidence[bins == b].mean() - right[bins == b].mean()) * (bins == b).mean() for b in set(bins)
+    ]
+    return round(float(sum(gaps)), 4)
+
+
+def strangers(
+    embedder: TextEmbedder, fit: dict[str, list[str]], tests: dict[str, list[str]], threshold: float
+) -> dict[str, Any]:
+    """Leave each domain out: how many of its prompts go to `shared`, how many of the others'."""
+    refused, lost = {}, {}
+    for left_out in fit:
+        router = fitted(embedder, {d: texts for d, texts in fit.items() if d != left_out}, threshold)
+        refused[left_out] = _shared(router, tests[left_out])
+        lost[left_out] = _shared(router, [t for d in tests if d != left_out for t in tests[d][:20]])
+    return {
+        "left_out_to_shared": round(float(np.mean(list(refused.values()))), 4),
+        "others_to_shared": round(float(np.mean(list(lost.values()))), 4),
+        "left_out_by_domain": {d: round(v, 3) for d, v in refused.items()},
+    }
+
+
+def few_domains(
+    embedder: TextEmbedder, fit: dict[str, list[str]], tests: dict[str, list[str]], threshold: float
+) -> dict[str, Any]:
+    """The same with only 1, 2, 3 … domains registered, averaged over choices of neighbours in the list."""
+    names, result = list(fit), {}
+    for count in (1, 2, 3, 5, 8):
+        own, other = [], []
+        for start in range(len(names)):
+            chosen = [names[(start + 4 * i) % len(names)] for i in range(count)]
+            router = fitted(embedder, {d: fit[d] for d in chosen}, threshold)
+            own.append(np.mean([r.domain == d for d in chosen for r in router.route(tests[d][:20])]))
+            other.append(_shared(router, [t for d in names if d not in chosen for t in tests[d][:5]]))
+        result[count] = {
+            "own_right": round(float(np.mean(own)), 3),
+            "others_to_shared": round(float(np.mean(other)), 3),
+        }
+    return result
+
+
+def _shared(router: Router, texts: list[str]) -> float:
+    return float(np.mean([route.domain == SHARED for route in router.route(texts)]))
+
+
+def speed(
+    embedder: Embedder, fit: dict[str, list[str]], prompts: list[str], threshold: float
+) -> dict[str, float]:
+    """Milliseconds per prompt, routed alone and by eight; seconds to fit cold and with one domain new."""
+    with tempfile.TemporaryDirectory() as folder:
+        router = Router(embedder, Path(folder), threshold)
+        embedder.embed(prompts[:1])
+        names = list(fit)
+        first = _seconds(lambda: router.fit({d: fit[d] for d in names[:-1]}))
+        added = _seconds(lambda: router.fit(fit))
+        batches = [prompts[i : i + 8] for i in range(0, len(prompts) - 7, 8)]
+        cpu = time.process_time()
+        eight = [_seconds(lambda b=b: router.route(b)) / 8 for b in batches]  # type: ignore[misc]
+        cpu = (time.process_time() - cpu) / (8 * len(batches))
+        alone = [_seconds(lambda p=p: router.route([p])) for p in prompts[:40]]  # type: ignore[misc]
+    return {
+        "ms_per_prompt_batch_8_median": round(1e3 * float(np.median(eight)), 2),
+        "ms_per_prompt_batch_8_best": round(1e3 * min(eight), 2),
+        "cpu_ms_per_prompt_batch_8": round(1e3 * cpu, 2),
+        "ms_per_prompt_alone_median": round(1e3 * float(np.median(alone)), 2),
+        "fit_seconds_first": round(first, 2),
+        "fit_seconds_one_domain_added": round(added, 2),
+    }
+
+
+def _seconds(action: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    rng = random.Random(args.seed)
+    fit = {d: rng.sample(t, min(args.fit, len(t))) for d, t in read_prompts(args.data / "dev").items()}
+    stream = read_prompts(args.data / "stream")
+    tests = {d: stream[d][: args.test] for d in fit}
+    external = read_prompts(args.data / "external")
+    embedder = Embedder(args.embedder)
+    mixed = rng.sample([t for texts in tests.values() for t in texts], 128)
+    result: dict[str, Any] = {"settings": {**vars(args), "data": args.data.name, "out": args.out.name}}
+    result["settings"]["threads"] = torch.get_num_threads()
+    result["speed"] = speed(embedder, fit, mixed, args.threshold)
+    memory = Memory(embedder)
+    router = fitted(memory, fit, args.threshold)
+    result["plain"] = accuracy(router, tests)
+    result["calibration_error"] = calibration(router, tests)
+    short = {d: texts[: args.reworded] for d, texts in tests.items()}
+    for name, reword in REWORDINGS.items():
+        result.setdefault("reworded", {})[name] = accuracy(
+            router, {d: [reword(t) for t in short[d]] for d in short}
+        )
+    result["leave_one_domain_out"] = strangers(memory, fit, tests, args.threshold)
+    result["few_domains"] = few_domains(memory, fit, tests, args.threshold)
+    special = fitted(memory, {d: t for d, t in fit.items() if d not in GENERAL}, args.threshold)
+    result["external_to_shared"] = {
+        name: {"all_domains": _shared(router, texts), "without_general_domains": _shared(special, texts)}
+        for name, texts in external.items()
+    }
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data", type=Path, default=Path(__file__).resolve().parents[1].parent / "shared/data"
+    )
+    parser.add_argument("--out", type=Path, default=Path("results/router.json"))
+    parser.add_argument("--embedder", default="minilm")
+    parser.add_argument("--fit", type=int, default=40, help="examples per domain")
+    parser.add_argument("--test", type=int, default=100, help="test prompts per domain")
+    parser.add_argument("--reworded", type=int, default=30, help="test prompts per domain and rewording")
+    parser.add_argument("--threshold", type=float, default=0.35)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    if not args.data.is_dir():
+        sys.exit(f"the data folder {args.data} does not exist; give it with --data.")
+    result = measure(args)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    summary = {k: v for k, v in result["plain"].items() if k != "by_domain"}
+    print(json.dumps({"plain": summary, "speed": result["speed"]}))
+    print(f"written to {args.out}")
+
+
+if __name__ == "__main__":
+    main()
