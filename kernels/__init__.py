@@ -1,0 +1,251 @@
+"""Verification and divergences for speculative decoding, each in PyTorch and, for CUDA, in Triton.
+
+    verify_chain   accept, correct and extend drafted tokens, exactly (Leviathan et al., arXiv 2211.17192)
+    sample_draft   draw a drafted token and hand over the log-sum-exp that verification needs
+    divergence     forward and reverse KL, JSD, TVD between teacher and student, loss and gradient in one
+
+`backend`: "reference" (any device), "triton" (CUDA, or TRITON_INTERPRET=1), "auto" (Triton for CUDA
+tensors if it is installed, else the reference). Knows nothing of models, requests or training loops.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .autograd import Problem, evaluate
+from .reference import DRAFT_INVALID, GREEDY_BELOW, TARGET_INVALID
+
+__all__ = [
+    "DRAFT_INVALID",
+    "GREEDY_BELOW",
+    "TARGET_INVALID",
+    "divergence",
+    "sample_draft",
+    "verify_chain",
+]
+
+Backend = Literal["auto", "reference", "triton"]
+Kind = Literal["fkl", "rkl", "jsd", "tvd"]
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+def verify_chain(
+    target_logits: Tensor,
+    draft_tokens: Tensor,
+    draft_logits: Tensor | None = None,
+    *,
+    draft_lse: Tensor | None = None,
+    num_draft: Tensor | None = None,
+    temperature: Tensor | float,
+    seed: Tensor,
+    position: Tensor,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Accept a prefix of each row's drafted tokens and emit one token more, so that the target's law is kept.
+
+    target_logits  [B, K+1, V] floating; or packed, [Σ (num_draft+1), V], row after row (num_draft required)
+    draft_tokens   int64 [B, K]; -1 pads, and ends the row; K may be 0
+    draft_logits   [B, K, V] (packed: [Σ num_draft, V]), or None for a draft that had no choice (one-hot)
+    draft_lse      float32 [B, K], logsumexp(draft_logits / temperature), as `sample_draft` returns it
+    num_draft      int [B], drafted tokens per row, 0 ≤ num_draft ≤ K; None: up to the first -1
+    temperature    float32 [B] or one float; up to 1e-5 a row is greedy
+    seed, position int64 [B]; position is the absolute position of the first token emitted
+
+    Returns tokens int64 [B, K+1] (those accepted, one more, then -1), num_accepted int64 [B], status int32
+    [B].
+
+    Probabilities are softmax(logits / temperature); filters (top-k, top-p) arrive as -inf, in draft_logits as
+    they were when the token was drawn. Token x at position j of a row is accepted when u·draft_probs(x) <
+    target_probs(x), with u from Philox at (seed, position + j, accept). At the first rejection the token
+    comes from max(0, target − draft), normalised (where nothing is left, from the target's row); when all are
+    accepted, from the target's row: by an inverse CDF at (seed, position + j, resample). Greedy rows compare
+    with the target's argmax, lowest index on ties, and of the draft look at draft_tokens only.
+
+    status, for the position at which the row ends:
+      TARGET_INVALID  the target's row holds a NaN or +inf, or nothing but -inf. Token 0 stands there as a
+                      placeholder, nothing after it; num_accepted counts the sound positions before it.
+      DRAFT_INVALID   (sampled rows) the draft's row means nothing, or its token is outside the vocabulary. It
+                      is rejected, and the token comes from the target's row alone, which is exact.
+    Rows behind the end are not looked at. Raises ValueError for shapes, types or a backend that do not fit.
+    """
+    packed = target_logits.dim() == 2
+    _check_chain(target_logits, draft_tokens, draft_logits, draft_lse, num_draft, packed)
+    if _use_triton(backend, target_logits):
+        from . import verify  # imported on first use: Triton is optional, and slow to import
+
+        return verify.verify_chain(
+            target_logits, draft_tokens, draft_logits, draft_lse, num_draft, temperature, seed, position
+        )
+    if packed:
+        assert num_draft is not None
+        target_logits = _unpack(target_logits, num_draft + 1, draft_tokens.shape[1] + 1)
+        draft_logits = (
+            None if draft_logits is None else _unpack(draft_logits, num_draft, draft_tokens.shape[1])
+        )
+    return reference.verify_chain(
+        target_logits, draft_tokens, draft_logits, draft_lse, num_draft, temperature, seed, position
+    )
+
+
+def sample_draft(
+    logits: Tensor, temperature: Tensor | float, seed: Tensor, position: Tensor, backend: Backend = "auto"
+) -> tuple[Tensor, Tensor]:
+    """Draw one token per row of logits [B, V], by an inverse CDF at Philox (seed, position, propose).
+
+    logits are filtered (-inf) but not scaled; temperature float32 [B] or one float; seed, position int64 [B],
+    position being that of the token drawn. Returns tokens int64 [B] and lse float32 [B] =
+    logsumexp(logits / temperature), which `verify_chain` takes as draft_lse. Greedy rows (temperature up to
+    1e-5) give the argmax, lowest index on ties, and the lse of the unscaled logits. A row with a NaN, a
+    +inf or nothing but -inf gives token 0 and an lse of NaN. Raises ValueError for shapes or a backend
+    that do not fit.
+    """
+    if logits.dim() != 2 or logits.shape[1] == 0 or not logits.is_floating_point():
+        raise ValueError(f"logits must be floating [B, V], not {logits.dtype} {list(logits.shape)}.")
+    if _use_triton(backend, logits):
+        from . import verify
+
+        return verify.sample_draft(logits, temperature, seed, position)
+    return reference.sample_draft(logits, temperature, seed, position)
+
+
+def divergence(
+    student_logits: Tensor,
+    teacher_logits: Tensor | None = None,
+    *,
+    teacher_topk: tuple[Tensor, Tensor] | None = None,
+    kind: Kind = "fkl",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    mask: Tensor | None = None,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    inplace_grad: bool = False,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Divergence between teacher and student in nats, differentiable once in student_logits [..., V].
+
+    teacher_logits [..., V], or teacher_topk = (ids int64 [..., k], logprobs [..., k]): log-probabilities of k
+    distinct tokens, all others being one bucket, on both sides; id -1 with logprob -inf pads.
+    kind, with t = softmax(teacher_logits / temperature) and s = softmax(student_logits / temperature):
+      fkl  KL(t ‖ s)            rkl  KL(s ‖ t)            tvd  ½ Σ |t − s|
+      jsd  beta·KL(t ‖ m) + (1 − beta)·KL(s ‖ m), m = beta·t + (1 − beta)·s, 0 < beta < 1: the convention of
+           GKD, arXiv 2306.13649 (beta near 0 tends to beta·fkl, near 1 to (1 − beta)·rkl)
+    The loss is not multiplied by temperature²; the gradient is that of the loss as stated. Top-k
+    log-probabilities are taken as they are: they belong to the temperature given.
+    mask [...] (bool, or 0 and 1) leaves rows out, as does a top-k of nothing but padding: loss and gradient
+    there are exactly zero. reduction "mean" divides by the number of rows that count (none: the loss is 0),
+    "none" returns [...]. float32 results; float64 for float64 logits.
+
+    0·(−inf) is 0: what both sides exclude costs nothing. Where fkl's teacher gives mass and the student none
+    (rkl: the other way round) the row's loss is +inf; its gradient is s − t for fkl, zero for rkl.
+    inplace_grad=True overwrites student_logits with the gradient at once (under torch.compile it has no
+    effect). With it, and always with Triton, one backward per call is allowed. Raises ValueError for shapes,
+    types or a backend that do not fit, RuntimeError for a second backward or a double one.
+    """
+    problem = _problem(student_logits, teacher_logits, teacher_topk, kind, beta, temperature, mask, reduction)
+    loss = evaluate(problem, "triton" if _use_triton(backend, student_logits) else "reference", inplace_grad)
+    return loss.reshape(student_logits.shape[:-1]) if reduction == "none" else loss
+
+
+def _problem(
+    student: Tensor,
+    teacher: Tensor | None,
+    topk: tuple[Tensor, Tensor] | None,
+    kind: str,
+    beta: float,
+    temperature: float,
+    mask: Tensor | None,
+    reduction: str,
+) -> Problem:
+    """Checked arguments, flattened to rows."""
+    if (teacher is None) == (topk is None):
+        raise ValueError("Give either teacher_logits or teacher_topk.")
+    if kind not in ("fkl", "rkl", "jsd", "tvd") or reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"Unknown kind {kind!r} or reduction {reduction!r}.")
+    if not 0 < beta < 1:
+        raise ValueError(f"beta must lie strictly between 0 and 1, not {beta}; for the ends take fkl or rkl.")
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive, not {temperature}.")
+    if student.dim() < 1 or not student.is_floating_point() or student.shape[-1] == 0:
+        raise ValueError(
+            f"student_logits must be floating [..., V], not {student.dtype} {list(student.shape)}."
+        )
+    lead = student.shape[:-1]
+    if teacher is not None and teacher.shape != student.shape:
+        raise ValueError(f"teacher_logits {list(teacher.shape)} must be shaped as {list(student.shape)}.")
+    if topk is not None and (
+        topk[0].shape != topk[1].shape or topk[0].shape[:-1] != lead or topk[0].shape[-1] == 0
+    ):
+        raise ValueError(f"teacher_topk must be two tensors [{', '.join(map(str, lead))}, k] with k > 0.")
+    if mask is not None and mask.shape != lead:
+        raise ValueError(f"mask {list(mask.shape)} must be shaped as the rows, {list(lead)}.")
+    flat = student.reshape(-1, student.shape[-1])
+    rows = flat.shape[0]
+    counted = torch.ones(rows, dtype=torch.bool, device=student.device)
+    if mask is not None:
+        counted = mask.detach().reshape(rows) != 0
+    ids = logprobs = None
+    if topk is not None:
+        ids, logprobs = (part.detach().reshape(rows, topk[0].shape[-1]) for part in topk)
+        counted = counted & (ids >= 0).any(dim=1)
+    weight = counted.to(torch.float64 if student.dtype == torch.float64 else torch.float32)
+    if reduction == "mean":
+        weight = weight / weight.sum().clamp(min=1)
+    teacher = None if teacher is None else teacher.detach().reshape(flat.shape)
+    return Problem(
+        flat, teacher, ids, logprobs, weight, kind, float(beta), float(temperature), reduction != "none"
+    )
+
+
+def _check_chain(
+    target: Tensor,
+    tokens: Tensor,
+    draft: Tensor | None,
+    lse: Tensor | None,
+    num_draft: Tensor | None,
+    packed: bool,
+) -> None:
+    """Shapes and types; values stay unread, since reading them would wait for the device."""
+    if tokens.dim() != 2 or tokens.dtype != torch.int64:
+        raise ValueError(f"draft_tokens must be int64 [B, K], not {tokens.dtype} {list(tokens.shape)}.")
+    batch, length = tokens.shape
+    if target.dim() not in (2, 3) or not target.is_floating_point() or target.shape[-1] == 0:
+        raise ValueError(
+            f"target_logits must be floating [B, K+1, V], not {target.dtype} {list(target.shape)}."
+        )
+    if packed and num_draft is None:
+        raise ValueError("Packed target_logits [rows, V] need num_draft.")
+    if not packed and target.shape[:2] != (batch, length + 1):
+        raise ValueError(f"target_logits {list(target.shape)} must be [{batch}, {length + 1}, V] here.")
+    if draft is not None and (draft.dim() != target.dim() or draft.shape[-1] != target.shape[-1]):
+        raise ValueError(f"draft_logits {list(draft.shape)} do not fit target_logits {list(target.shape)}.")
+    if draft is not None and not packed and draft.shape[:2] != (batch, length):
+        raise ValueError(f"draft_logits {list(draft.shape)} must be [{batch}, {length}, V] here.")
+    if lse is not None and (draft is None or lse.shape != tokens.shape):
+        raise ValueError("draft_lse must be [B, K], and comes with draft_logits.")
+    if num_draft is not None and num_draft.shape != (batch,):
+        raise ValueError(f"num_draft must be [{batch}], not {list(num_draft.shape)}.")
+
+
+def _unpack(rows: Tensor, counts: Tensor, width: int) -> Tensor:
+    """[Σ counts, V] → [B, width, V]; behind a row's count some other row is repeated, and never used."""
+    starts = counts.cumsum(0) - counts
+    index = starts[:, None] + torch.arange(width, device=rows.device)
+    if rows.shape[0] == 0:
+        return rows.new_zeros(*index.shape, rows.shape[1])
+    return rows[index.clamp(max=rows.shape[0] - 1)]
+
+
+def _use_triton(backend: str, logits: Tensor) -> bool:
+    if backend not in ("auto", "reference", "triton"):
+        raise ValueError(f'backend must be "auto", "reference" or "triton", not {backend!r}.')
+    if backend == "triton" and not _HAS_TRITON:
+        raise ValueError('backend="triton" needs the package triton; install moedraft[triton].')
+    if backend == "triton" and not logits.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError('backend="triton" needs tensors on a CUDA device.')
+    return backend == "triton" or (backend == "auto" and logits.is_cuda and _HAS_TRITON)

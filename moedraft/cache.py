@@ -27,7 +27,7 @@ class Cursor:
     length: int = 0  # positions that are read: [0, length)
 
 
-class SlotLayer(CacheLayerMixin):
+class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     """One layer's cache. keys, values: [slots, capacity, heads, head_dim]."""
 
     keys: torch.Tensor
@@ -85,7 +85,7 @@ class SlotLayer(CacheLayerMixin):
         return -1
 
 
-class SlotCache(Cache):
+class SlotCache(Cache):  # type: ignore[misc]
     """A transformers `Cache` over fixed slots, for models with full attention in every layer."""
 
     def __init__(self, num_layers: int, slots: int, capacity: int = GROWTH) -> None:

@@ -36,11 +36,13 @@ class LanguageModel:
 
     @property
     def device(self) -> torch.device:
-        return self.hf.device
+        device: torch.device = self.hf.device
+        return device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.hf.dtype
+        dtype: torch.dtype = self.hf.dtype
+        return dtype
 
     @property
     def eos_token_ids(self) -> frozenset[int]:

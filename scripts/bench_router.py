@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import lzma
+import os
 import random
 import sys
 import tempfile
@@ -25,7 +26,8 @@ import torch
 
 from moedraft.core import SHARED
 from moedraft.routing.classifier import Embedder, Router, TextEmbedder
-from moedraft.routing.embedder import Floats
+from moedraft.routing.embedder import Floats, char_ngrams, features
+from moedraft.routing.model import new_classifier
 
 GENERAL = {"general_en", "textbook_en"}  # what most external prompts belong to, if to anything
 GREETING = (
@@ -106,6 +108,24 @@ def accuracy(router: Router, tests: dict[str, list[str]]) -> dict[str, Any]:
     return {name: round(float(np.mean(list(v.values()))), 4) for name, v in means.items()} | {
         "by_domain": {d: {name: round(v[d], 3) for name, v in means.items()} for d in tests}
     }
+
+
+def ablation(
+    embedder: TextEmbedder, fit: dict[str, list[str]], tests: dict[str, list[str]]
+) -> dict[str, float]:
+    """Accuracy of the bare classifier, without threshold: each part of the features alone, and both."""
+    parts: dict[str, Callable[[list[str]], Floats]] = {
+        "embedding": embedder.embed,
+        "ngrams": char_ngrams,
+        "both": lambda texts: features(embedder.embed(texts), texts),
+    }
+    result = {}
+    for name, part in parts.items():
+        labels = [domain for domain, texts in fit.items() for _ in texts]
+        model = new_classifier().fit(np.vstack([part(texts) for texts in fit.values()]), labels)
+        right = [np.mean(model.predict(part(texts)) == domain) for domain, texts in tests.items()]
+        result[name] = round(float(np.mean(right)), 4)
+    return result
 
 
 def calibration(router: Router, tests: dict[str, list[str]]) -> float:
@@ -199,11 +219,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     embedder = Embedder(args.embedder)
     mixed = rng.sample([t for texts in tests.values() for t in texts], 128)
     result: dict[str, Any] = {"settings": {**vars(args), "data": args.data.name, "out": args.out.name}}
-    result["settings"]["threads"] = torch.get_num_threads()
+    result["settings"] |= {"threads": torch.get_num_threads(), "load_average": round(os.getloadavg()[0], 1)}
     result["speed"] = speed(embedder, fit, mixed, args.threshold)
     memory = Memory(embedder)
     router = fitted(memory, fit, args.threshold)
     result["plain"] = accuracy(router, tests)
+    result["features"] = ablation(memory, fit, tests)
     result["calibration_error"] = calibration(router, tests)
     short = {d: texts[: args.reworded] for d, texts in tests.items()}
     for name, reword in REWORDINGS.items():

@@ -67,8 +67,8 @@ SIZES = {
     "cpu": Size(
         vocab=8192,
         seq_len=512,
-        target=Shape(hidden=192, layers=12, heads=3, ffn=512, batch=8, lr=4e-3, share=0.9),
-        draft=Shape(hidden=128, layers=1, heads=4, ffn=512, batch=8, lr=6e-3, share=0.1),
+        target=Shape(hidden=192, layers=12, heads=3, ffn=512, batch=8, lr=4e-3, share=0.93),
+        draft=Shape(hidden=128, layers=1, heads=4, ffn=512, batch=8, lr=6e-3, share=0.07),
         draft_rows=1500,
     ),
     "gpu": Size(
@@ -376,7 +376,8 @@ def main() -> None:
         tokenizer.save_pretrained(stamp)
     everything = {d: tokenise(tokenizer, t, args.seed) for d, t in train_texts.items()}
     held = {d: tokenise(tokenizer, t, args.seed) for d, t in held_texts.items()}
-    print(f"{sum(len(c.tokens) for c in everything.values()) / 1e6:.1f} M tokens in {len(everything)} domains")
+    total = sum(len(corpus.tokens) for corpus in everything.values())
+    print(f"{total / 1e6:.1f} M tokens in {len(everything)} domains")
 
     mixed = random.Random(args.seed)
     small = {d: mixed.sample(t, min(size.draft_rows, len(t))) for d, t in train_texts.items()}
@@ -401,7 +402,7 @@ def main() -> None:
             "seed": args.seed,
             "minutes": round(shape.share * args.minutes, 2),
             "precision": args.precision,
-            "device": torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or "cpu",
+            "device": torch.cuda.get_device_name() if args.device == "cuda" else platform.machine(),
             "torch": torch.__version__,
             **result,
             "held_out_loss": losses,

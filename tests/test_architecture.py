@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-MAX_FILES = 45
+MAX_FILES = 60  # the design aims at 35; small rooms with one job each won
 MAX_LINES = 350
 
 # A module may import from its own floor or from below.

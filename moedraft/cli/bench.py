@@ -73,11 +73,10 @@ def bench(
         row = (f"{one['tokens_per_second']:.1f}", f"{one['ratio']:.2f}", theory, length)
         table.add_row(name, *row, "yes" if one["same_answers"] else "NO")
     Console(highlight=False).print(table)
+    steps = found["step_ms"]
     note(
-        f"target step {found['step_ms']['target_ms']:.2f} ms, draft step {found['step_ms']['draft_ms']:.2f} ms "
+        f"target step {steps['target_ms']:.2f} ms, draft step {steps['draft_ms']:.2f} ms "
         f"(c = {found['cost_ratio']:.3f}); verification takes {found['verify_share']:.1%} of an engine step."
     )
     if not found["adapted"]:
-        note(
-            "No expert of this home has learned yet: run `moedraft demo --home …` or `generate --learn` first."
-        )
+        note("No expert of this home has learned yet; `generate --learn` or `moedraft demo` does it.")

@@ -133,8 +133,9 @@ def find_domain(store: Store | None, name: str) -> Domain:
 
 
 def say_error(sentence: str) -> None:
-    """One line on stderr."""
-    print("Error:", " ".join(sentence.split()), file=sys.stderr)
+    """One line on stderr, whatever stands in it."""
+    line = " ".join(sentence.split()).encode("utf-8", "backslashreplace").decode()
+    print("Error:", line, file=sys.stderr)
 
 
 def note(text: str) -> None:

@@ -91,7 +91,7 @@ def _register_warm(
         from moedraft.engine.admin import register_domain
         from moedraft.engine.build import build
 
-        system = build(settings)
+        system = build(settings.model_copy(update={"adaptive_budget": False}))
     try:
         with busy("Fitting the router"):
             domain = register_domain(system.store, system.router, name, prompts, description)

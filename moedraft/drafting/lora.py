@@ -90,7 +90,7 @@ class LoRALinear(nn.Module):
             y: torch.Tensor = self.base(x)
         else:
             y = nn.functional.linear(x, self.weight, self.base.bias)  # type: ignore[arg-type]
-        if self.blocks is not None:
+        if self.blocks is not None and self.mask is not None:
             down, up = self.blocks
             y = y + nn.functional.linear(nn.functional.linear(x, down) * self.mask, up)
         return y
@@ -114,6 +114,7 @@ class ExpertBank:
         self.merged: OrderedDict[str, dict[str, torch.Tensor]] = OrderedDict()
         self.merged_budget = merged_cache_mb * 2**20
         self.selected: tuple[str, ...] | None = None
+        self._bare = False
         self._shared_weights: dict[str, torch.Tensor] = {}
 
     # -- publishing ------------------------------------------------------------------------------
@@ -166,12 +167,20 @@ class ExpertBank:
         adapter = self.shared if expert == SHARED else self.experts.get(expert)
         return adapter.version if adapter else 0
 
+    def bare(self, on: bool) -> None:
+        """While on, every row is drafted by the base as it came, without shared adapter or experts."""
+        self._bare, self.selected = on, None
+
     def select(self, rows: list[str]) -> None:
         """The expert of each row of the next forward."""
         key = tuple(rows)
         if key == self.selected:
             return
         self.selected = key
+        if self._bare:
+            for layer in self.layers.values():
+                layer.weight = layer.blocks = layer.mask = None
+            return
         present = sorted({name for name in rows if name in self.experts})
         single = present[0] if len(present) == 1 and all(name == present[0] for name in rows) else None
         merged = self._merge(single) if single else None

@@ -52,7 +52,7 @@ def open_router(settings: Settings, store: Store) -> Router:
     """The home's router, refitted where the registered domains are not the ones it knows."""
     router = Router(Embedder(settings.embedder), settings.home / ROUTER_FOLDER, settings.unknown_threshold)
     registered = {domain.name: list(domain.examples) for domain in store.registry.domains()}
-    if set(router.domains) != set(registered) and store.home.writable:
+    if not router.matches(registered) and store.home.writable:
         router.fit(registered)
     return router
 

@@ -14,13 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moedraft.core import SHARED, InvalidRequest, RequestOutput, SamplingParams, Sequence, Verdict
-from moedraft.drafting.budget import Budget
-from moedraft.drafting.drafter import CausalModel, Draft, Drafter, empty_draft
+from moedraft.core import SHARED, FinishReason, InvalidRequest, RequestOutput, SamplingParams, Sequence
+from moedraft.drafting.drafter import CausalModel, Drafter
+from moedraft.engine.decoder import Decoder, Round
 from moedraft.engine.detokenizer import Detokenizer
 from moedraft.engine.scheduler import Scheduler
-from moedraft.kernels import verify_chain
-from moedraft.sampling import SamplingBatch, filter_logits
 
 if TYPE_CHECKING:
     from moedraft.routing.selector import ExpertSelector
@@ -57,21 +55,25 @@ class Engine:
         self.max_model_len = min([*limits, drafter.model.max_len] if drafter else limits)
         self.prefill_chunk = prefill_chunk
         self.truncate_prompts = truncate_prompts
-        self.num_speculative_tokens = num_speculative_tokens
-        self.adaptive_budget = adaptive_budget
-        self.topk = topk
         self.eos_token_ids = eos_token_ids
-        self.budget = Budget(max_speculative_tokens, num_speculative_tokens)
-        self.cache = target.new_cache(max_batch_size)
-        self.scheduler = Scheduler(max_batch_size, self._swap)
+        self.decoder = Decoder(
+            target,
+            drafter,
+            selector,
+            slots=max_batch_size,
+            max_model_len=self.max_model_len,
+            num_speculative_tokens=num_speculative_tokens,
+            max_speculative_tokens=max_speculative_tokens,
+            adaptive_budget=adaptive_budget,
+            topk=topk,
+        )
+        self.scheduler = Scheduler(max_batch_size, self.decoder.swap)
         self.sequences: dict[str, Sequence] = {}
         self.texts: dict[str, Detokenizer] = {}
         self.sinks: list[Callable[[Sequence], None]] = []
         self.refresh: Callable[[], None] = lambda: None
         self.closers: list[Callable[[], None]] = []
-        self.verify_seconds = 0.0  # spent in filtering and verification, of step_seconds
-        self.step_seconds = 0.0
-        self._sampling: tuple[tuple[str, ...], SamplingBatch] | None = None
+        self.step_seconds = 0.0  # spent in `step` since the start
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -105,6 +107,7 @@ class Engine:
         self.scheduler.waiting.append(sequence)
         return request_id
 
+    @torch.inference_mode()  # the caches are tensors of `step`'s inference mode, and a slot may be swapped
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request at once and free its slot; None when there is no such request."""
         sequence = self.sequences.get(request_id)
@@ -147,16 +150,12 @@ class Engine:
         return outputs
 
     def _read_prompts(self) -> None:
-        """One chunk of every prompt that is still being read, all in one padded forward."""
+        """One chunk of every prompt that is still being read."""
         reading = self.scheduler.reading
         rest = [s.num_prompt_tokens - 1 - s.target_cached for s in reading]
         width = min(max(rest, default=0), self.prefill_chunk)
         if width:
-            pieces = [s.token_ids[s.target_cached : s.target_cached + width] for s in reading]
-            pieces = [piece + [0] * (width - len(piece)) for piece in pieces]
-            ids = torch.tensor(pieces, device=self.target.device)
-            starts = [s.target_cached for s in reading]
-            self.target.forward(self.cache, reading[0].slot, ids, starts, keep=1)
+            self.decoder.read(reading, width)
         for sequence, left in zip(reading, rest, strict=True):
             sequence.target_cached += min(left, width)
             if sequence.target_cached == sequence.num_prompt_tokens - 1:
@@ -164,129 +163,45 @@ class Engine:
 
     def _decode(self) -> list[RequestOutput]:
         rows = self.scheduler.ready
-        sampling = self._sampling_of(rows)
-        draft = self._draft(rows, sampling)
-        logits, began = self._verify_forward(rows, draft)
-        filtered = filter_logits(logits, sampling)
-        position = torch.tensor([len(row.token_ids) for row in rows], device=logits.device)
-        checking = time.perf_counter()
-        verdict = Verdict(
-            *verify_chain(
-                filtered,
-                draft.proposal.token_ids,
-                draft.proposal.logits,
-                num_draft=draft.proposal.lengths,
-                temperature=0.0 if sampling.greedy else sampling.temperature,
-                seed=sampling.seed,
-                position=position,
-            )
-        )
-        emitted, accepted = verdict.tokens.tolist(), verdict.num_accepted.tolist()
-        broken = verdict.status.tolist()
-        now = time.perf_counter()
-        self.verify_seconds += now - checking
-        self.budget.verify_cost.observe(len(rows), logits.shape[1], (now - began) * 1e3)
-        self.selector.observe(rows, verdict)
-        self._capture(rows, logits, accepted)
-        return [
-            output
-            for b, row in enumerate(rows)
-            if (output := self._advance(row, emitted[b], accepted[b], draft.confidences[b], draft, broken[b]))
-        ]
+        return [self._advance(row, one) for row, one in zip(rows, self.decoder.round(rows), strict=True)]
 
-    def _sampling_of(self, rows: list[Sequence]) -> SamplingBatch:
-        key = tuple(row.request_id for row in rows)
-        if self._sampling is None or self._sampling[0] != key:
-            params, seeds = [row.params for row in rows], [row.seed for row in rows]
-            self._sampling = (key, SamplingBatch.of(params, seeds, self.target.device))
-        return self._sampling[1]
-
-    def _draft(self, rows: list[Sequence], sampling: SamplingBatch) -> Draft:
-        """Guess for every row that wants it; nothing where drafting does not pay."""
-        nothing = empty_draft(len(rows), self.target.device)
-        if self.drafter is None:
-            return nothing
-        seeded = [row.params.seed is not None and row.params.temperature > 0 for row in rows]
-        fixed = [not self.adaptive_budget or by_seed for by_seed in seeded]
-        limits = [self._limit(row, is_fixed) for row, is_fixed in zip(rows, fixed, strict=True)]
-        free = [row.expert for row, limit, f in zip(rows, limits, fixed, strict=True) if limit and not f]
-        if free and not self.budget.start(free):
-            limits = [limit if f else 0 for limit, f in zip(limits, fixed, strict=True)]
-        if not any(limits):
-            return nothing
-        return self.drafter.propose(rows, sampling, limits, fixed, self.budget)
-
-    def _limit(self, row: Sequence, fixed: bool) -> int:
-        """The most tokens this row may draft: one less than it may still emit."""
-        if not row.draft:
-            return 0
-        longest = self.num_speculative_tokens if fixed else self.budget.longest
-        left = min(row.params.max_tokens - row.num_generated, self.max_model_len - len(row.token_ids))
-        return max(0, min(longest, left - 1))
-
-    def _verify_forward(self, rows: list[Sequence], draft: Draft) -> tuple[torch.Tensor, float]:
-        """Target logits [B, K+1, V] after the last token and after each drafted one."""
-        began = time.perf_counter()
-        last = torch.tensor([row.token_ids[-1:] for row in rows], device=self.target.device)
-        ids = torch.cat([last, draft.proposal.token_ids.clamp_min(0)], dim=1)
-        starts = [len(row.token_ids) - 1 for row in rows]
-        return self.target.forward(self.cache, 0, ids, starts), began
-
-    def _capture(self, rows: list[Sequence], logits: torch.Tensor, accepted: list[int]) -> None:
-        """Keep the target's top-k wherever a token was emitted, for rows that may be learned from."""
-        wanted = [b for b, row in enumerate(rows) if row.capture]
-        if not wanted:
-            return
-        chosen = logits[wanted].float()
-        values, ids = chosen.topk(min(self.topk, chosen.shape[-1]), dim=-1)
-        logprobs = values - chosen.logsumexp(-1, keepdim=True)
-        for i, b in enumerate(wanted):
-            count = accepted[b] + 1
-            rows[b].captured.append((ids[i, :count].cpu(), logprobs[i, :count].cpu()))
-
-    def _advance(
-        self,
-        row: Sequence,
-        emitted: list[int],
-        accepted: int,
-        confidences: list[float],
-        draft: Draft,
-        broken: int,
-    ) -> RequestOutput | None:
+    def _advance(self, row: Sequence, one: Round) -> RequestOutput:
         """Take the verified tokens into the sequence; end it where it must end."""
-        before = len(row.token_ids)
-        row.num_steps += 1
-        if confidences:
-            row.num_drafts += 1
-            row.drafted += len(confidences)
-            row.accepted += accepted
-            row.draft_cached = before + min(accepted, draft.steps - 1)
-            if self.drafter is not None:
-                row.adapter_version = self.drafter.bank.version(row.expert)
-            if accepted < len(confidences):
-                row.rejected.append(row.num_generated + accepted)
-            self.budget.model(row.expert).observe(confidences, accepted)
-        row.target_cached = before + accepted
-        if broken:
+        self._count(row, one)
+        row.target_cached = len(row.token_ids) + one.accepted
+        if one.broken:
             return self._finish(row, "error")
-        tokens = emitted[: accepted + 1]
-        reason: Any = None
-        room = min(row.params.max_tokens - row.num_generated, self.max_model_len - before)
-        for index, token in enumerate(tokens[:room]):
-            if token in self.eos_token_ids and not row.params.ignore_eos:
-                tokens, reason = tokens[: index + 1], "stop"
-                break
-        else:
-            if len(tokens) >= room:
-                tokens, reason = tokens[:room], "length"
+        tokens, reason = self._cut(row, one.tokens)
         stopped = self.texts[row.request_id].add(tokens)
         if stopped is not None:
             tokens, reason = tokens[:stopped], "stop"
         row.token_ids += tokens
         row.first_token_at = row.first_token_at or time.monotonic()
-        return self._finish(row, reason, stopped is not None) if reason else self._output(row)
+        return self._finish(row, reason, at_stop=stopped is not None) if reason else self._output(row)
 
-    def _finish(self, row: Sequence, reason: Any, at_stop: bool = False) -> RequestOutput:
+    def _count(self, row: Sequence, one: Round) -> None:
+        """The sequence's statistics, its draft cache, and what the budget learns from the row."""
+        row.num_steps += 1
+        if not one.confidences or self.drafter is None:
+            return
+        row.num_drafts += 1
+        row.drafted += len(one.confidences)
+        row.accepted += one.accepted
+        row.draft_cached = len(row.token_ids) + min(one.accepted, one.steps - 1)
+        row.adapter_version = self.drafter.bank.version(row.expert)
+        if one.accepted < len(one.confidences):
+            row.rejected.append(row.num_generated + one.accepted)
+        self.decoder.budget.model(row.expert).observe(one.confidences, one.accepted)
+
+    def _cut(self, row: Sequence, tokens: list[int]) -> tuple[list[int], FinishReason | None]:
+        """The tokens up to the end of the answer, and why it ends there, if it does."""
+        room = min(row.params.max_tokens - row.num_generated, self.max_model_len - len(row.token_ids))
+        for index, token in enumerate(tokens[:room]):
+            if token in self.eos_token_ids and not row.params.ignore_eos:
+                return tokens[: index + 1], "stop"
+        return tokens[:room], "length" if len(tokens) >= room else None
+
+    def _finish(self, row: Sequence, reason: FinishReason, *, at_stop: bool = False) -> RequestOutput:
         row.finish_reason = reason
         row.finished_at = time.monotonic()
         if not at_stop:
@@ -319,11 +234,6 @@ class Engine:
             seconds=(row.finished_at or time.monotonic()) - row.arrived_at,
             delta=delta,
         )
-
-    def _swap(self, a: int, b: int) -> None:
-        self.cache.swap(a, b)
-        if self.drafter is not None:
-            self.drafter.cache.swap(a, b)
 
     # -- whole answers ---------------------------------------------------------------------------
 
@@ -386,10 +296,12 @@ class Engine:
 
     def close(self) -> None:
         """Abort what runs and let go of the home."""
-        for request_id in list(self.sequences):
-            self.abort(request_id)
-        for closer in self.closers:
-            closer()
+        try:
+            for request_id in list(self.sequences):
+                self.abort(request_id)
+        finally:
+            for closer in self.closers:
+                closer()
 
     def __enter__(self) -> Engine:
         return self

@@ -30,6 +30,7 @@ __all__ = ["Embedder", "Route", "Router", "RouterModel", "TextEmbedder"]
 ROUTER_VERSION = 1
 ROUTER_FILE = "router.safetensors"
 CACHE_FILE = "embeddings.safetensors"
+MAX_EXAMPLES = 128  # per domain; more make every refit slower and the router hardly better
 
 
 @dataclass(frozen=True)
@@ -71,13 +72,15 @@ class Router:
     def fit(self, examples: Mapping[str, Sequence[str]]) -> None:
         """Learn the domains from {name: prompts}, replacing all before; {} forgets them.
 
-        Only prompts that were not among the last ones are embedded. Raises InvalidRequest for a domain with
+        Of a domain with more than MAX_EXAMPLES prompts that many are taken, evenly spread. Only prompts that
+        were not among the last ones are embedded. Raises InvalidRequest for a domain with
         fewer than two prompts and StorageError where the folder cannot be written; the old router stays.
         """
         for name, texts in examples.items():
             if len(texts) < 2:
                 raise InvalidRequest(f"domain {name!r} needs at least two example prompts.")
-        model = RouterModel.fit(*self._features_of(examples)) if examples else None
+        chosen = {name: _spread(texts) for name, texts in examples.items()}
+        model = RouterModel.fit(*self._features_of(chosen)) if examples else None
         self._save(model, _digest(examples))
         self._model, self._fitted_on = model, _digest(examples)
 
@@ -128,6 +131,12 @@ class Router:
         probabilities[SHARED] = max(0.0, 1.0 - sum(probabilities.values()))
         domain = self.domains[best] if confidence >= self.threshold else SHARED
         return Route(domain, confidence, probabilities)
+
+
+def _spread(texts: Sequence[str]) -> list[str]:
+    """At most MAX_EXAMPLES of them, evenly spread over the whole, in order."""
+    count = min(len(texts), MAX_EXAMPLES)
+    return [texts[i * len(texts) // count] for i in range(count)]
 
 
 def _digest(examples: Mapping[str, Sequence[str]]) -> str:

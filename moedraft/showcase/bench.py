@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
+from importlib import metadata
 from typing import Any
 
 import torch
-import transformers
 
 from moedraft.core import SHARED, RequestOutput, SamplingParams
-from moedraft.drafting.lora import Adapter
 from moedraft.engine.build import System
 from moedraft.showcase.measure import compare, step_costs, theoretical_speedup, transformers_runner, warm_up
 from moedraft.showcase.shipped import Query
@@ -42,7 +41,7 @@ def run(system: System, queries: list[Query], rounds: int, advance: Callable[[in
     for runner in runners.values():
         runner(queries[0].prompt, 16)
     outputs.clear()
-    system.engine.verify_seconds = system.engine.step_seconds = 0.0
+    system.engine.decoder.verify_seconds = system.engine.step_seconds = 0.0
     done = 0
 
     def on_progress() -> None:
@@ -51,7 +50,7 @@ def run(system: System, queries: list[Query], rounds: int, advance: Callable[[in
         advance(done)
 
     timed = compare(runners, queries, rounds, on_progress)
-    share = system.engine.verify_seconds / system.engine.step_seconds
+    share = system.engine.decoder.verify_seconds / system.engine.step_seconds
     costs = step_costs(system)
     cost_ratio = costs["draft_ms"] / costs["target_ms"]
     base = timed[BASELINE]
@@ -75,7 +74,7 @@ def run(system: System, queries: list[Query], rounds: int, advance: Callable[[in
         "device": str(system.target.device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "transformers": metadata.version("transformers"),
         "machine": platform.machine(),
     }
 
@@ -98,15 +97,14 @@ def speculation(outputs: list[RequestOutput], cost_ratio: float) -> dict[str, fl
 
 
 def base_only(system: System, runner: Callable[[str, int], list[int]]) -> Callable[[str, int], list[int]]:
-    """Run with the draft base as it came, the shared adapter put aside: the static generic draft."""
+    """Run with the draft base as it came: the static generic draft."""
 
     def run_with_base(prompt: str, max_tokens: int) -> list[int]:
-        shared: Adapter | None = system.bank.shared
-        system.bank.publish(SHARED, None)
+        system.bank.bare(True)
         system.bank.select([SHARED])
         try:
             return runner(prompt, max_tokens)
         finally:
-            system.bank.publish(SHARED, shared)
+            system.bank.bare(False)
 
     return run_with_base

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from moedraft.core import RequestOutput, SamplingParams
+from moedraft.core import SHARED, RequestOutput, SamplingParams
 from moedraft.engine.build import System
 from moedraft.showcase.shipped import Query
 
@@ -168,9 +168,16 @@ def step_costs(system: System, context: int = 128, repeats: int = 30) -> dict[st
             times.append((time.perf_counter() - began) * 1e3)
         return median(times)
 
-    system.bank.select(["shared"])
+    system.bank.select([SHARED])
     return {
         "target_ms": measure(system.target, 1),
         "draft_ms": measure(system.draft, 1),
         "verify5_ms": measure(system.target, 5),
     }
+
+
+def warm_up(system: System) -> None:
+    """A few tokens, so that the first measured request pays for no initialisation."""
+    params = SamplingParams(max_tokens=8)
+    for draft in (False, True):
+        system.engine.generate("warm up", params, draft=draft, expert=SHARED)

@@ -9,7 +9,10 @@ from pathlib import Path
 CSS = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem;
        color: #1b1f24; background: #fff; }
-@media (prefers-color-scheme: dark) { body { color: #e6e6e6; background: #15181c; } img { background: #fff; } }
+@media (prefers-color-scheme: dark) {
+  body { color: #e6e6e6; background: #15181c; }
+  img { background: #fff; }
+}
 table { border-collapse: collapse; margin: 1rem 0; }
 th, td { padding: .3rem .8rem; text-align: right; border-bottom: 1px solid #8884; }
 th:first-child, td:first-child { text-align: left; }

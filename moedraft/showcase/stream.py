@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from moedraft.core import SHARED, RequestOutput, SamplingParams
+from moedraft.core import RequestOutput, SamplingParams
 from moedraft.distill.loop import DistillLoop
 from moedraft.distill.trainer import Update
 from moedraft.engine.build import System
@@ -79,10 +79,3 @@ def serve_and_learn(
                             break
                         system.refresh()
                         yield Event(update=update)
-
-
-def warm_up(system: System) -> None:
-    """A few tokens, so that the first measured request pays for no initialisation."""
-    params = SamplingParams(max_tokens=8)
-    for draft in (False, True):
-        system.engine.generate("warm up", params, draft=draft, expert=SHARED)

@@ -161,7 +161,7 @@ def test_negative_control_stale_cache_is_noticed() -> None:
     engine.add([5, 6, 7, 8], SamplingParams(max_tokens=40), request_id="x")
     for _ in range(3):
         engine.step()
-    layer = engine.cache.layers[0]
+    layer = engine.decoder.cache.layers[0]
     with torch.inference_mode():
         layer.keys[0] = layer.keys[0].roll(1, dims=0)
     last = None

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import moedraft.drafting.drafter as drafter_module
-import moedraft.engine.engine as engine_module
+import moedraft.engine.decoder as decoder_module
 from moedraft.core import SamplingParams
 from moedraft.drafting.drafter import Drafter, NoExperts
 from moedraft.engine.engine import Engine
@@ -53,8 +53,8 @@ def sample(
         adaptive_budget=adaptive,
     )
     # Fixed costs, as of a target ten times the draft: the budget's choices then depend on confidence alone.
-    engine.budget.verify_cost.predict = lambda rows, width: 10.0  # type: ignore[method-assign]
-    engine.budget.draft_cost.predict = lambda rows, width: 1.0  # type: ignore[method-assign]
+    engine.decoder.budget.verify_cost.predict = lambda rows, width: 10.0  # type: ignore[method-assign]
+    engine.decoder.budget.draft_cost.predict = lambda rows, width: 1.0  # type: ignore[method-assign]
     each = [
         SamplingParams(
             params.temperature, params.top_k, params.top_p, LENGTH, seed=None if adaptive else 1000 + i
@@ -157,7 +157,7 @@ def _wrong_target_distribution(real: Callable) -> Callable:
 def test_negative_controls(
     models: tuple[TinyLM, TinyLM], monkeypatch: pytest.MonkeyPatch, fault: Callable
 ) -> None:
-    monkeypatch.setattr(engine_module, "verify_chain", fault(engine_module.verify_chain))
+    monkeypatch.setattr(decoder_module, "verify_chain", fault(decoder_module.verify_chain))
     params = SamplingParams(1.0)
     assert min(p_values(sample(*models, params), exact(models[0], params))) < 1e-6
 

@@ -1,0 +1,153 @@
+"""How a divergence takes part in autograd and torch.compile. Knows nothing of how the rows are computed.
+
+Loss and gradient come out of one call, so a backward pass only hands the gradient over, times what came from
+above. Eager code runs `FusedDivergence`; under torch.compile the custom op `moedraft::divergence` stands in,
+with the same arithmetic behind it. Neither can be differentiated twice: both raise.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import reference_divergence
+
+
+class Problem(NamedTuple):
+    """One call, flattened to rows: student [N, V], teacher [N, V] or ids and logprobs [N, k].
+
+    weight float32 [N] multiplies each row's gradient (0 leaves the row out); with `reduce` the loss is the
+    weighted sum of the rows' losses, else those losses themselves.
+    """
+
+    student: Tensor
+    teacher: Tensor | None
+    ids: Tensor | None
+    logprobs: Tensor | None
+    weight: Tensor
+    kind: str
+    beta: float
+    temperature: float
+    reduce: bool
+
+
+def evaluate(problem: Problem, backend: str, inplace_grad: bool) -> Tensor:
+    """The loss, scalar or [N], taking part in autograd."""
+    if torch.compiler.is_compiling():
+        loss: Tensor = _divergence_op(*problem, backend)[0]
+        return loss
+    if not (torch.is_grad_enabled() and problem.student.requires_grad):
+        return _compute(problem, backend, None)
+    result: Tensor = FusedDivergence.apply(backend, inplace_grad, *problem)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _compute(problem: Problem, backend: str, grad: Tensor | None) -> Tensor:
+    """The loss; the gradient goes into `grad` unless that is None."""
+    if backend == "reference":
+        rows = reference_divergence.divergence_rows(*problem[:8], grad)
+    else:
+        from . import fused_divergence  # imported on first use: Triton is optional, and slow to import
+
+        with torch.cuda.device_of(problem.student):
+            rows = fused_divergence.divergence_rows(*problem[:8], grad)
+    return rows.mul_(problem.weight).sum() if problem.reduce else rows
+
+
+class FusedDivergence(torch.autograd.Function):
+    """The loss forward, the gradient computed beside it backward; differentiable once."""
+
+    @staticmethod
+    def forward(ctx: Any, backend: str, inplace_grad: bool, *fields: Any) -> Tensor:
+        problem = Problem(*fields)
+        ctx.grad = problem.student.detach() if inplace_grad else torch.empty_like(problem.student)
+        ctx.fused, ctx.once = backend == "triton", inplace_grad or backend == "triton"
+        loss = _compute(problem, backend, ctx.grad)
+        if inplace_grad:  # an earlier operation that kept the logits must notice that they are gone
+            torch.autograd.graph.increment_version(problem.student)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.grad is None:
+            raise RuntimeError("The first backward took the gradient; call divergence again for another.")
+        grad = ctx.grad
+        if ctx.once:
+            ctx.grad = None
+        return (None, None, _times(grad, upstream, ctx.fused, ctx.once), *[None] * 8)
+
+
+def _times(grad: Tensor, upstream: Tensor, fused: bool, inplace: bool) -> Tensor:
+    """grad [N, V] times upstream (scalar or [N]), without a sweep where that is 1."""
+    if fused:
+        from . import fused_divergence
+
+        with torch.cuda.device_of(grad):
+            return fused_divergence.scale_rows(grad, upstream.expand(grad.shape[0]))
+    if upstream.device.type == "cpu" and bool((upstream == 1).all()):
+        return grad
+    factor = upstream[..., None].to(grad.dtype)
+    return grad.mul_(factor) if inplace else grad * factor
+
+
+@torch.library.custom_op("moedraft::divergence", mutates_args=())
+def _divergence_op(
+    student: Tensor,
+    teacher: Tensor | None,
+    ids: Tensor | None,
+    logprobs: Tensor | None,
+    weight: Tensor,
+    kind: str,
+    beta: float,
+    temperature: float,
+    reduce: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """The loss and the gradient [N, V], both new tensors."""
+    grad = torch.empty_like(student, memory_format=torch.contiguous_format)
+    problem = Problem(student, teacher, ids, logprobs, weight, kind, beta, temperature, reduce)
+    return _compute(problem, backend, grad), grad
+
+
+@_divergence_op.register_fake
+def _(
+    student: Tensor,
+    teacher: Tensor | None,
+    ids: Tensor | None,
+    logprobs: Tensor | None,
+    weight: Tensor,
+    kind: str,
+    beta: float,
+    temperature: float,
+    reduce: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    dtype = torch.float64 if student.dtype == torch.float64 else torch.float32
+    grad = torch.empty_like(student, memory_format=torch.contiguous_format)
+    return student.new_empty(() if reduce else student.shape[:1], dtype=dtype), grad
+
+
+@torch.library.custom_op("moedraft::scale_rows", mutates_args=())
+def _scale_rows_op(grad: Tensor, upstream: Tensor) -> Tensor:
+    """grad [N, V] · upstream; an op without a derivative, so that a double backward raises."""
+    return grad * upstream[..., None].to(grad.dtype)
+
+
+@_scale_rows_op.register_fake
+def _(grad: Tensor, upstream: Tensor) -> Tensor:
+    return torch.empty_like(grad)
+
+
+def _keep_gradient(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(output[1])
+
+
+def _hand_over(ctx: Any, upstream: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    return (_scale_rows_op(ctx.saved_tensors[0], upstream), *[None] * 9)
+
+
+_divergence_op.register_autograd(_hand_over, setup_context=_keep_gradient)

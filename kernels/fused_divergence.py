@@ -1,0 +1,297 @@
+"""Divergences between teacher and student in Triton: loss and gradient from logits, a program a row.
+
+    kl      forward and reverse KL: two sweeps of reading, the gradient written in the second
+    mixed   JSD and TVD: three sweeps, the gradient written in the third
+    topk    any kind against a teacher's top-k with one bucket for the tail: two sweeps of the student alone
+
+float32 accumulation; the second and third sweep run backwards, over what the cache still holds of the one
+before. Knows what `reference_divergence.py` knows, and must give what it gives.
+"""
+# ruff: noqa: N803 (Triton's compile-time constants are written in capitals)
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .primitives import INF, at
+
+LOWEST = tl.constexpr(-3.0e38)  # a running maximum's start: finite, so that differences of maxima are
+
+
+@triton.jit
+def _load(row, offsets, stride, inverse, V: tl.constexpr):
+    return tl.load(row + offsets.to(tl.int64) * stride, mask=offsets < V, other=-INF).to(tl.float32) * inverse
+
+
+@triton.jit
+def _store(row, offsets, stride, values, V: tl.constexpr):
+    tl.store(row + offsets.to(tl.int64) * stride, values.to(row.dtype.element_ty), mask=offsets < V)
+
+
+@triton.jit
+def _clear(row, stride, V: tl.constexpr, BLOCK: tl.constexpr):
+    for start in range(0, V, BLOCK):
+        _store(row, start + tl.arange(0, BLOCK), stride, tl.zeros([BLOCK], tl.float32), V)
+
+
+@triton.jit
+def _kl(
+    student, student_n, student_v, teacher, teacher_n, teacher_v, grad, grad_n, grad_v, weight, losses,
+    inverse, REVERSE: tl.constexpr, WANT_GRAD: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (N). a = Σ e^(x−m)·((x−m)−(y−n)) is carried along while the maxima m, n still move."""
+    row = tl.program_id(0).to(tl.int64)
+    scale = tl.load(weight + row)
+    s_row, t_row = student + row * student_n, teacher + row * teacher_n
+    if scale == 0:
+        tl.store(losses + row, 0.0)
+        if WANT_GRAD:
+            _clear(grad + row * grad_n, grad_v, V, BLOCK)
+    else:
+        x_top, y_top = LOWEST, LOWEST  # x: the side the mean is taken over
+        x_sum, y_sum = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+        a = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, V, BLOCK):
+            offsets = start + tl.arange(0, BLOCK)
+            x, y = _load(t_row, offsets, teacher_v, inverse, V), _load(s_row, offsets, student_v, inverse, V)
+            if REVERSE:
+                x, y = y, x
+            x_new, y_new = tl.maximum(x_top, tl.max(x, axis=0)), tl.maximum(y_top, tl.max(y, axis=0))
+            x_step, y_step = x_new - x_top, y_new - y_top
+            fade = tl.exp(-x_step)
+            probs = tl.exp(x - x_new)
+            gap = (tl.where(probs > 0, x, 0.0) - x_new) - (y - y_new)
+            shifted = fade * (tl.where(a == INF, 0.0, a) + x_sum * (y_step - x_step))
+            a = tl.where(a == INF, INF, shifted) + probs * tl.where(probs == 0, 0.0, gap)  # 0·(−inf) = 0
+            x_sum = x_sum * fade + probs
+            y_sum = y_sum * tl.exp(-y_step) + tl.exp(y - y_new)
+            x_top, y_top = x_new, y_new
+        x_total, y_total = tl.sum(x_sum, axis=0), tl.sum(y_sum, axis=0)
+        x_log, y_log = tl.log(x_total), tl.log(y_total)
+        loss = tl.sum(a, axis=0) / x_total - x_log + y_log
+        tl.store(losses + row, loss)
+        if WANT_GRAD:
+            x_lse, y_lse = x_top + x_log, y_top + y_log
+            factor = scale * inverse
+            for start in range(0, V, BLOCK):
+                offsets = (V - 1) // BLOCK * BLOCK - start + tl.arange(0, BLOCK)
+                s, t = (
+                    _load(s_row, offsets, student_v, inverse, V),
+                    _load(t_row, offsets, teacher_v, inverse, V),
+                )
+                if REVERSE:
+                    probs = tl.exp(s - x_lse)
+                    gap = (tl.where(probs > 0, s, 0.0) - x_lse) - (t - y_lse) - loss
+                    values = tl.where(loss == INF, 0.0, probs * tl.where(probs == 0, 0.0, gap))
+                else:
+                    values = tl.exp(s - y_lse) - tl.exp(t - x_lse)
+                _store(grad + row * grad_n, offsets, grad_v, values * factor, V)
+
+
+@triton.jit
+def _lse(row, stride, inverse, V: tl.constexpr, BLOCK: tl.constexpr):
+    top, total = LOWEST, tl.zeros([BLOCK], tl.float32)
+    for start in range(0, V, BLOCK):
+        x = _load(row, start + tl.arange(0, BLOCK), stride, inverse, V)
+        new = tl.maximum(top, tl.max(x, axis=0))
+        total = total * tl.exp(-(new - top)) + tl.exp(x - new)
+        top = new
+    return top + tl.log(tl.sum(total, axis=0))
+
+
+@triton.jit
+def _terms(log_s, log_t, beta, KIND: tl.constexpr):
+    """Of tokens or buckets with these log-probabilities: loss terms, and probability times slope."""
+    s, t = tl.exp(log_s), tl.exp(log_t)
+    if KIND == "tvd":
+        loss = 0.5 * tl.abs(s - t)
+        push = 0.5 * s * tl.where(s > t, 1.0, tl.where(s < t, -1.0, s - t))
+    else:
+        low_s, low_t = tl.where(s == 0, 0.0, log_s), tl.where(t == 0, 0.0, log_t)
+        if KIND == "fkl":
+            loss = tl.where(t == 0, 0.0, t * (low_t - tl.where(t == 0, 0.0, log_s)))
+            push = -t
+        elif KIND == "rkl":
+            loss = tl.where(s == 0, 0.0, s * (low_s - tl.where(s == 0, 0.0, log_t)))
+            push = loss
+        else:
+            mixture = beta * t + (1 - beta) * s
+            log_m = tl.log(tl.where(mixture == 0, 1.0, mixture))
+            push = (1 - beta) * s * (low_s - log_m)
+            loss = beta * t * (low_t - log_m) + push
+    return loss, push
+
+
+@triton.jit
+def _mixed(
+    student, student_n, student_v, teacher, teacher_n, teacher_v, grad, grad_n, grad_v, weight, losses,
+    inverse, beta, KIND: tl.constexpr, WANT_GRAD: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (N)."""
+    row = tl.program_id(0).to(tl.int64)
+    scale = tl.load(weight + row)
+    s_row, t_row = student + row * student_n, teacher + row * teacher_n
+    if scale == 0:
+        tl.store(losses + row, 0.0)
+        if WANT_GRAD:
+            _clear(grad + row * grad_n, grad_v, V, BLOCK)
+    else:
+        s_lse = _lse(s_row, student_v, inverse, V, BLOCK)
+        t_lse = _lse(t_row, teacher_v, inverse, V, BLOCK)
+        loss, centre = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+        for start in range(0, V, BLOCK):
+            offsets = (V - 1) // BLOCK * BLOCK - start + tl.arange(0, BLOCK)
+            log_s = _load(s_row, offsets, student_v, inverse, V) - s_lse
+            term, push = _terms(log_s, _load(t_row, offsets, teacher_v, inverse, V) - t_lse, beta, KIND)
+            loss += term
+            centre += push
+        tl.store(losses + row, tl.sum(loss, axis=0))
+        if WANT_GRAD:
+            middle, factor = tl.sum(centre, axis=0), scale * inverse
+            for start in range(0, V, BLOCK):
+                offsets = start + tl.arange(0, BLOCK)
+                log_s = _load(s_row, offsets, student_v, inverse, V) - s_lse
+                _, push = _terms(log_s, _load(t_row, offsets, teacher_v, inverse, V) - t_lse, beta, KIND)
+                values = (push - tl.exp(log_s) * middle) * factor
+                _store(grad + row * grad_n, offsets, grad_v, values, V)
+
+
+@triton.jit
+def _topk(
+    student, student_n, student_v, ids, logprobs, grad, grad_n, grad_v, weight, losses, inverse, beta, K,
+    KIND: tl.constexpr, WANT_GRAD: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, KP: tl.constexpr,
+):  # fmt: skip
+    """Grid (N). ids [N, K] ascending (-1 first), so a block's entries are neighbours: a short loop."""
+    row = tl.program_id(0).to(tl.int64)
+    scale = tl.load(weight + row)
+    s_row, id_row = student + row * student_n, ids + row * K
+    if scale == 0:
+        tl.store(losses + row, 0.0)
+        if WANT_GRAD:
+            _clear(grad + row * grad_n, grad_v, V, BLOCK)
+    else:
+        slots = tl.arange(0, KP)
+        listed = tl.load(id_row + slots, mask=slots < K, other=-1)
+        present = listed >= 0
+        x_listed = tl.load(s_row + listed * student_v, mask=present, other=-INF).to(tl.float32) * inverse
+        top, tail = LOWEST, tl.zeros([BLOCK], tl.float32)
+        for start in range(0, V, BLOCK):
+            offsets = start + tl.arange(0, BLOCK)
+            x = _load(s_row, offsets, student_v, inverse, V)
+            new = tl.maximum(top, tl.max(x, axis=0))
+            probs = tl.exp(x - new)
+            slot = tl.sum((listed < start).to(tl.int32) * (slots < K).to(tl.int32), axis=0)
+            end = tl.sum((listed < start + BLOCK).to(tl.int32) * (slots < K).to(tl.int32), axis=0)
+            while slot < end:
+                probs = tl.where(offsets == tl.load(id_row + slot), 0.0, probs)
+                slot += 1
+            tail = tail * tl.exp(-(new - top)) + probs
+            top = new
+        tail_sum = tl.sum(tail, axis=0)
+        lse = top + tl.log(tail_sum + tl.sum(tl.exp(x_listed - top), axis=0))
+        log_t = tl.where(present, tl.load(logprobs + row * K + slots, mask=slots < K, other=-INF), -INF)
+        t_tail = tl.maximum(1.0 - tl.sum(tl.exp(log_t), axis=0), 0.0)
+        loss, push = _terms(x_listed - lse, log_t, beta, KIND)
+        log_tail = tl.where(tail_sum == 0, -INF, tl.log(tl.where(tail_sum == 0, 1.0, tail_sum)) + top - lse)
+        log_t_tail = tl.where(t_tail == 0, -INF, tl.log(tl.where(t_tail == 0, 1.0, t_tail)))
+        tail_loss, tail_push = _terms(log_tail, log_t_tail, beta, KIND)
+        total = tl.sum(loss, axis=0) + tail_loss
+        tl.store(losses + row, total)
+        if WANT_GRAD:
+            # slopes relative to the largest bucket's: nothing cancels where one bucket has nearly all the
+            # mass
+            s_listed, s_tail = tl.exp(x_listed - lse), tl.exp(log_tail)
+            largest = tl.maximum(tl.max(s_listed, axis=0), s_tail)
+            tail_leads = s_tail == largest
+            leader = tl.min(tl.where(s_listed == largest, slots, KP), axis=0)
+            leads = (slots == leader) & (tail_leads == 0)
+            slope = tl.where(tail_leads, tail_push, at(leads, push)) / largest
+            push = tl.where(leads, 0.0, push - s_listed * slope)
+            tail_push = tl.where(tail_leads, 0.0, tail_push - s_tail * slope)
+            middle = tl.sum(push, axis=0) + tail_push
+            factor = tl.where((total == INF) & (KIND == "rkl"), 0.0, scale * inverse)
+            share = tl.where(factor == 0, 0.0, (push - s_listed * middle) * factor)
+            tail_share = tl.where((factor == 0) | (s_tail == 0), 0.0, (tail_push - s_tail * middle) * factor)
+            tail_factor = tail_share / tl.where(s_tail == 0, 1.0, s_tail)
+            for start in range(0, V, BLOCK):
+                first = (V - 1) // BLOCK * BLOCK - start
+                offsets = first + tl.arange(0, BLOCK)
+                values = tl.exp(_load(s_row, offsets, student_v, inverse, V) - lse) * tail_factor
+                slot = tl.sum((listed < first).to(tl.int32) * (slots < K).to(tl.int32), axis=0)
+                end = tl.sum((listed < first + BLOCK).to(tl.int32) * (slots < K).to(tl.int32), axis=0)
+                while slot < end:
+                    values = tl.where(offsets == tl.load(id_row + slot), at(slots == slot, share), values)
+                    slot += 1
+                _store(grad + row * grad_n, offsets, grad_v, values, V)
+
+
+@triton.jit
+def _scale(grad, grad_n, grad_v, upstream, upstream_n, V: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid (N). In place; a factor of 1, the usual one, moves nothing."""
+    row = tl.program_id(0).to(tl.int64)
+    factor = tl.load(upstream + row * upstream_n).to(tl.float32)
+    if factor != 1.0:
+        for start in range(0, V, BLOCK):
+            offsets = start + tl.arange(0, BLOCK)
+            values = _load(grad + row * grad_n, offsets, grad_v, 1.0, V)
+            _store(grad + row * grad_n, offsets, grad_v, tl.where(factor == 0, 0.0, values * factor), V)
+
+
+def divergence_rows(
+    student: Tensor,
+    teacher: Tensor | None,
+    ids: Tensor | None,
+    logprobs: Tensor | None,
+    weight: Tensor,
+    kind: str,
+    beta: float,
+    temperature: float,
+    grad: Tensor | None,
+) -> Tensor:
+    """See `reference_divergence.divergence_rows`."""
+    rows, vocab = student.shape
+    losses = torch.empty(rows, device=student.device)
+    if rows == 0:
+        return losses
+    student = student.detach()
+    into = (None, 0, 0) if grad is None else (grad, *grad.stride())
+    common: dict[str, Any] = {"WANT_GRAD": grad is not None, **tile(vocab)}
+    ends = (*into, weight, losses, 1.0 / temperature)
+    if teacher is None:
+        assert ids is not None
+        assert logprobs is not None
+        ids, order = ids.sort(dim=1)
+        logprobs = logprobs.to(torch.float32).gather(1, order)
+        count = ids.shape[1]
+        padded = max(2, triton.next_power_of_2(count))
+        _topk[(rows,)](
+            student, *student.stride(), ids, logprobs, *ends, beta, count, KIND=kind, KP=padded, **common
+        )
+    elif kind in ("fkl", "rkl"):
+        _kl[(rows,)](
+            student, *student.stride(), teacher, *teacher.stride(), *ends, REVERSE=kind == "rkl", **common
+        )
+    else:
+        _mixed[(rows,)](
+            student, *student.stride(), teacher, *teacher.stride(), *ends, beta, KIND=kind, **common
+        )
+    return losses
+
+
+def scale_rows(grad: Tensor, upstream: Tensor) -> Tensor:
+    """grad [N, V] times upstream [N], in place."""
+    if grad.shape[0]:
+        _scale[(grad.shape[0],)](grad, *grad.stride(), upstream, upstream.stride(0), **tile(grad.shape[1]))
+    return grad
+
+
+def tile(vocab: int) -> dict[str, Any]:
+    """Block and warps; 4096 on 8 warps is what others found best for this traffic on an H100."""
+    block = min(4096, max(256, triton.next_power_of_2(vocab)))
+    return {"V": vocab, "BLOCK": block, "num_warps": 8 if block > 1024 else 4, "enable_fp_fusion": True}

@@ -1,0 +1,89 @@
+"""What the verification kernels share: row addresses, Philox, the statistics of a chunk, the inverse CDF.
+
+Every row is cut into chunks of a width that depends on the vocabulary alone. Sums are formed within chunks
+first and over chunks second, so a row's numbers are the same to the last bit whatever the batch around it
+and however chunks are spread over programs.
+"""
+# ruff: noqa: N803 (Triton's compile-time constants are written in capitals)
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+BIG: tl.constexpr = tl.constexpr(2147483647)
+INF: tl.constexpr = tl.constexpr(float("inf"))
+GREEDY: tl.constexpr = tl.constexpr(1e-5)  # reference.GREEDY_BELOW
+ACCEPT: tl.constexpr = tl.constexpr(2)  # philox.ACCEPT
+
+
+@triton.jit
+def row_offset(starts, b, j, stride_b, stride_k, PACKED: tl.constexpr, WIDE: tl.constexpr = tl.int64):
+    """Elements from the first entry to row j of sequence b. 64 bits wide: B·K·V passes 2^31."""
+    if PACKED:
+        return (tl.load(starts + b).to(WIDE) + j) * stride_k
+    return b.to(WIDE) * stride_b + j.to(WIDE) * stride_k
+
+
+@triton.jit
+def uniform(seed, position, PURPOSE: tl.constexpr):
+    """philox.uniform: float64 in (0, 1) from 46 bits; seed int64 scalar, position int64 block."""
+    low, high = (position & 0xFFFFFFFF).to(tl.uint32), ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    zero = low - low
+    word0, word1, _, _ = tl.philox(seed, low, high, zero + PURPOSE, zero)
+    return ((word0 >> 9).to(tl.float64) * 8388608.0 + (word1 >> 9).to(tl.float64) + 0.5) * (
+        1.0 / 70368744177664.0
+    )
+
+
+@triton.jit
+def temperature_of(temperature, b):
+    """(greedy, 1/temperature) of sequence b; NaN and negative ones are greedy, and greedy scales by 1."""
+    value = tl.load(temperature + b).to(tl.float32)
+    greedy = (value > GREEDY) == 0
+    return greedy, 1.0 / tl.where(greedy, 1.0, value)
+
+
+@triton.jit
+def finite_or_zero(x):
+    return tl.where((x > -INF) & (x < INF), x, 0.0)
+
+
+@triton.jit
+def load_chunk(row, offsets, stride_v, V):
+    """float32 logits of a chunk, -inf behind the vocabulary's end."""
+    return tl.load(row + offsets.to(tl.int64) * stride_v, mask=offsets < V, other=-INF).to(tl.float32)
+
+
+@triton.jit
+def combine(maxima, sums):
+    """Rows' (valid, maximum, sum relative to it) from their chunks' [rows, chunks].
+
+    Not valid: a row with a NaN or +inf, or of nothing but -inf.
+    """
+    maximum = tl.max(maxima, axis=1)
+    safe = finite_or_zero(maximum)
+    total = tl.sum(sums * tl.exp(maxima - safe[:, None]), axis=1)
+    valid = (maximum > -INF) & (maximum < INF) & (total == total)
+    return valid, safe, tl.where(valid, total, 1.0)
+
+
+@triton.jit
+def at(selected, values):
+    """The one selected entry of a block, as a scalar."""
+    return tl.sum(tl.where(selected, values, 0), axis=0)
+
+
+@triton.jit
+def pick(weights, index, threshold):
+    """First index whose running sum exceeds threshold (float64), and the sum before it.
+
+    Never a weight of zero: a parallel running sum is not monotone, and what was filtered must stay so.
+    """
+    wide = weights.to(tl.float64)
+    running = tl.cumsum(wide, axis=0)
+    first = tl.min(tl.where((running > threshold) & (weights > 0), index, BIG), axis=0)
+    last = tl.max(tl.where(weights > 0, index, 0), axis=0)
+    chosen = tl.minimum(first, last)  # rounding may leave the threshold above the last sum
+    return chosen, tl.sum(tl.where(index < chosen, wide, 0.0), axis=0)

@@ -1,0 +1,183 @@
+"""Divergences between teacher and student in plain PyTorch, with the analytic gradient: the specification.
+
+Knows logits and top-k lists; nothing of how they were gathered. The Triton twin is `fused_divergence.py`.
+Arithmetic is float32 (float64 for float64 logits). Rows are worked on in blocks that stay in a processor's
+cache, in a few buffers made once: no probability tensor outlives a call, and none is as large as the logits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BLOCK = 2**18  # entries of the logits worked on at a time
+
+Buffers = tuple[Tensor, ...]  # five, [rows, V] each
+
+
+def divergence_rows(
+    student: Tensor,
+    teacher: Tensor | None,
+    ids: Tensor | None,
+    logprobs: Tensor | None,
+    weight: Tensor,
+    kind: str,
+    beta: float,
+    temperature: float,
+    grad: Tensor | None,
+) -> Tensor:
+    """Losses [N] of student [N, V] against teacher [N, V] or its top-k (ids and logprobs [N, k]).
+
+    weight [N] multiplies each row's gradient (not its loss); a row of weight 0 has loss and gradient 0. The
+    gradient with respect to the student's logits goes into `grad` [N, V], which may be the student's own
+    storage, unless that is None.
+    """
+    rows, vocab = student.shape
+    dtype = torch.float64 if student.dtype == torch.float64 else torch.float32
+    loss = torch.empty(rows, dtype=dtype, device=student.device)
+    step = max(1, min(rows, BLOCK // vocab))
+    direct = grad is not None and grad.dtype == dtype and grad.data_ptr() != student.data_ptr()
+    scratch = torch.empty((5 if teacher is not None else 1, step, vocab), dtype=dtype, device=student.device)
+    for start in range(0, rows, step):  # over blocks of rows, never over rows
+        block = slice(start, start + step)
+        buffers = scratch[:, : min(step, rows - start)].unbind()
+        if direct and grad is not None:
+            buffers = (grad[block], *buffers[1:])
+        _log_softmax(student[block], temperature, buffers[0])
+        if teacher is not None:
+            _log_softmax(teacher[block], temperature, buffers[1])
+            loss[block] = _DENSE[kind](buffers, beta)
+        else:
+            assert ids is not None
+            assert logprobs is not None
+            loss[block] = _topk(buffers[0], ids[block], logprobs[block].to(dtype), kind, beta)
+        if grad is not None:
+            _weigh(buffers[0], weight[block] / temperature)
+            if not direct:
+                grad[block] = buffers[0]
+    return loss.masked_fill_(weight == 0, 0)
+
+
+def _log_softmax(logits: Tensor, temperature: float, out: Tensor) -> None:
+    logits = logits.detach()
+    if temperature != 1.0:
+        logits = logits.to(out.dtype) * (1.0 / temperature)
+    torch.log_softmax(logits.to(out.dtype), dim=-1, out=out)
+
+
+def _weigh(gradient: Tensor, weight: Tensor) -> None:
+    """Rows times weights; exactly zero for weight 0, also where the row holds a NaN."""
+    gradient.mul_(weight.unsqueeze(1))
+    without = weight == 0
+    if gradient.device.type != "cpu" or bool(without.any()):
+        gradient.masked_fill_(without.unsqueeze(1), 0)
+
+
+def _dot(probs: Tensor, logs: Tensor) -> Tensor:
+    """Σ probs·logs over rows with 0·anything = 0; where that matters, those entries of logs become 0."""
+    total = torch.bmm(probs.unsqueeze(1), logs.unsqueeze(2)).flatten()
+    if probs.device.type == "cpu" and not bool(total.isnan().any()):
+        return total
+    logs.masked_fill_(probs == 0, 0)
+    return torch.bmm(probs.unsqueeze(1), logs.unsqueeze(2)).flatten()
+
+
+def _chain(slope: Tensor, probs: Tensor, centre: Tensor, loss: Tensor) -> None:
+    """slope ← probs·(slope − centre), centre = Σ probs·slope; 0 where the loss is infinite."""
+    slope.sub_(centre.unsqueeze(1)).mul_(probs)
+    endless = loss.isinf()
+    if slope.device.type != "cpu" or bool(endless.any()):
+        slope.masked_fill_(endless.unsqueeze(1), 0)
+
+
+# Each takes the log-probabilities of student and teacher in buffers 0 and 1, and leaves the gradient in
+# buffer 0.
+
+
+def _forward_kl(buffers: Buffers, beta: float) -> Tensor:
+    student, teacher, teacher_probs = buffers[:3]
+    torch.exp(teacher, out=teacher_probs)
+    loss = _dot(teacher_probs, teacher.sub_(student))
+    student.exp_().sub_(teacher_probs)
+    return loss
+
+
+def _reverse_kl(buffers: Buffers, beta: float) -> Tensor:
+    student, teacher, probs = buffers[:3]
+    torch.exp(student, out=probs)
+    loss = _dot(probs, student.sub_(teacher))
+    _chain(student, probs, loss, loss)
+    return loss
+
+
+def _total_variation(buffers: Buffers, beta: float) -> Tensor:
+    student, teacher, probs = buffers[:3]
+    torch.exp(student, out=probs)
+    torch.sub(probs, teacher.exp_(), out=student)
+    loss: Tensor = torch.linalg.vector_norm(student, ord=1, dim=1).mul_(0.5)
+    student.sign_().mul_(0.5)
+    _chain(student, probs, _dot(probs, student), loss)
+    return loss
+
+
+def _jensen_shannon(buffers: Buffers, beta: float) -> Tensor:
+    student, teacher, probs, teacher_probs, mixture = buffers
+    torch.exp(student, out=probs)
+    torch.exp(teacher, out=teacher_probs)
+    torch.lerp(probs, teacher_probs, beta, out=mixture).log_()
+    loss = _dot(teacher_probs, teacher.sub_(mixture)).mul_(beta)
+    centre = _dot(probs, student.sub_(mixture).mul_(1 - beta))
+    _chain(student, probs, centre, loss)
+    return loss.add_(centre)
+
+
+_DENSE = {"fkl": _forward_kl, "rkl": _reverse_kl, "tvd": _total_variation, "jsd": _jensen_shannon}
+
+
+def _topk(logp: Tensor, ids: Tensor, logprobs: Tensor, kind: str, beta: float) -> Tensor:
+    """The teacher as k tokens and one bucket for all others; the student's bucket is what the k leave over.
+
+    logp [rows, V]: the student's log-probabilities, overwritten by the gradient.
+    """
+    present = ids >= 0
+    # padding must write nothing: it repeats an entry of the row that is real
+    first = present.to(torch.int8).argmax(dim=1, keepdim=True)
+    index = torch.where(present, ids, ids.gather(1, first)).clamp_(min=0)
+    student_logs = logp.gather(1, index).masked_fill_(~present, -torch.inf)
+    tail_probs = logp.exp_().scatter_(1, index, 0)  # summed without the k: 1 − Σ would cancel
+    tail = tail_probs.sum(dim=1, keepdim=True)
+    teacher_probs = logprobs.exp().masked_fill_(~present, 0)
+    teacher_tail = (1 - teacher_probs.sum(dim=1, keepdim=True)).clamp_(min=0)
+    logs = torch.cat((student_logs, tail.log()), dim=1)
+    loss, share = _buckets(logs, torch.cat((teacher_probs, teacher_tail), dim=1), kind, beta)
+    tail_probs.mul_(torch.where(tail > 0, share[:, -1:] / tail, 0))
+    tail_probs.scatter_(1, index, torch.where(present, share[:, :-1], share.gather(1, first)))
+    return loss
+
+
+def _buckets(logs: Tensor, teacher_probs: Tensor, kind: str, beta: float) -> tuple[Tensor, Tensor]:
+    """Loss [N] between k+1 buckets, and the gradient [N, k+1] with respect to each bucket's total logit.
+
+    A token's gradient is its bucket's, in proportion to the token's share of the bucket.
+    """
+    probs = logs.exp()
+    teacher_logs = teacher_probs.log()
+    if kind == "fkl":
+        loss = _dot(teacher_probs, teacher_logs - logs)
+        return loss, probs * teacher_probs.sum(dim=1, keepdim=True) - teacher_probs
+    if kind == "tvd":
+        difference = probs - teacher_probs
+        loss = difference.abs().sum(dim=1) * 0.5
+        slope = difference.sign_() * 0.5
+    elif kind == "rkl":
+        slope = logs - teacher_logs
+        loss = _dot(probs, slope)
+    else:
+        mixture = torch.lerp(probs, teacher_probs, beta).log_()
+        slope = (logs - mixture).mul_(1 - beta)
+        loss = _dot(teacher_probs, teacher_logs - mixture) * beta + _dot(probs, slope)
+    # relative to the largest bucket's slope: nothing cancels where one bucket has nearly all the mass
+    slope = slope.masked_fill_(probs == 0, 0)
+    slope = slope - slope.gather(1, probs.argmax(dim=1, keepdim=True))
+    _chain(slope, probs, _dot(probs, slope), loss)
+    return loss, slope

@@ -1,0 +1,253 @@
+#!/usr/bin/env python3
+"""Does learning from the stream raise acceptance, and which arrangement of adapters learns best?
+
+    python scripts/bench_learning.py --data ../shared/data --out results/learning.json
+
+Every arrangement serves the same queries with the same number of updates; labels stay hidden from the
+system. Measured is the greedy acceptance on held-out queries that were never served: the share of the
+target's answer tokens that the draft guesses, teacher-forced, mean over the domains.
+
+    static      the generic draft base, nothing learns
+    one         one online adapter for everything, latest window only (as Online Speculative Decoding)
+    shared      the shared adapter alone, out of stratified replay
+    experts     per-domain experts alone, routed by the classifier
+    both        shared adapter and experts on top, whoever promises most learns (the default)
+    oracle      the same with every query's true domain pinned
+    offline     one adapter that saw the whole stream beforehand (bound for one adapter)
+
+The target's answers are computed once and kept in a folder, so that the arrangements differ in learning only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+import platform
+import random
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from moedraft.config import load_settings
+from moedraft.core import SHARED, ReplayRecord
+from moedraft.distill.build import build_loop
+from moedraft.distill.loop import DistillLoop
+from moedraft.engine.admin import register_all
+from moedraft.engine.build import System, build
+from moedraft.showcase.measure import by_domain, greedy_acceptance
+from moedraft.showcase.shipped import Query
+
+ARMS = ("static", "one", "shared", "experts", "both", "oracle", "offline")
+
+
+def rows(path: Path) -> list[dict]:
+    with lzma.open(path, "rt", encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+@dataclass
+class Data:
+    examples: dict[str, list[str]]
+    stream: list[Query]
+    heldout: list[Query]
+
+
+def load_data(folder: Path, args: argparse.Namespace) -> Data:
+    """Router examples from dev, the stream and held-out queries from the stream, all disjoint."""
+    rng = random.Random(args.seed)
+    names = sorted(p.name.split(".")[0] for p in (folder / "stream").glob("*.jsonl.xz"))[: args.domains]
+    examples, stream, heldout = {}, [], []
+    for name in names:
+        short = [r for r in rows(folder / "dev" / f"{name}.jsonl.xz") if len(r["prompt"]) < 900]
+        examples[name] = [r["prompt"] for r in rng.sample(short, args.examples)]
+        served = [r for r in rows(folder / "stream" / f"{name}.jsonl.xz") if len(r["prompt"]) < 900]
+        chosen = rng.sample(served, args.requests + args.heldout)
+        queries = [Query(r["prompt"], name, args.max_tokens) for r in chosen]
+        stream += queries[: args.requests]
+        heldout += queries[args.requests :]
+    if args.order == "mixed":
+        rng.shuffle(stream)
+    return Data(examples, stream, heldout)
+
+
+def answer_all(system: System, queries: list[Query], say: str) -> tuple[list[ReplayRecord], list[list[int]]]:
+    """The target's greedy answers as replay records (domain: by the router), and their token ids."""
+    from moedraft.engine.recorder import replay_record
+
+    kept: dict[str, ReplayRecord] = {}
+    engine = system.engine
+    sinks, engine.sinks = engine.sinks, [lambda s: kept.__setitem__(s.request_id, replay_record(s, "t"))]
+    began, records = time.monotonic(), []
+    for start in range(0, len(queries), 64):
+        part = queries[start : start + 64]
+        params_each = serve_with_capture(system, part)
+        records += [kept[request_id] for request_id in params_each]
+        print(f"{say}: {start + len(part)}/{len(queries)}, {time.monotonic() - began:.0f} s", flush=True)
+    engine.sinks = sinks
+    return records, [r.token_ids[r.num_prompt_tokens :] for r in records]
+
+
+def serve_with_capture(system: System, queries: list[Query]) -> list[str]:
+    from moedraft.core import SamplingParams
+
+    ids = [
+        system.engine.add(q.prompt, SamplingParams(max_tokens=q.max_tokens), capture=True) for q in queries
+    ]
+    while system.engine.has_work:
+        system.engine.step()
+    return ids
+
+
+class Arm:
+    """One arrangement in a home of its own: feeds the records in order, trains, measures."""
+
+    def __init__(self, name: str, data: Data, args: argparse.Namespace) -> None:
+        self.name = name
+        self.folder = tempfile.TemporaryDirectory()
+        overrides = {"shared_rank": args.one_rank} if name in ("one", "offline") else {}
+        self.system = build(
+            load_settings(home=self.folder.name, target=args.target, draft=args.draft, **overrides)
+        )
+        register_all(self.system.store, self.system.router, data.examples)
+        self.loop = build_loop(replace_every(self.system, args), self.system.store)
+        self.data, self.args = data, args
+
+    def feed(self, records: list[ReplayRecord]) -> None:
+        """Store a window of served queries; for `one` only the latest window is kept, as in OSD."""
+        if self.name == "one":
+            self.system.store.replay.purge()
+        if self.name == "oracle":
+            records = [replace(r, domain=r.expert) for r in records]
+        self.system.store.replay.add(records)
+
+    def train(self) -> None:
+        who = {"one": SHARED, "shared": SHARED, "offline": SHARED}.get(self.name)
+        if self.name == "experts":
+            who = next_expert(self.loop)
+        if self.name != "static":
+            self.loop.run_once(who)
+            self.system.refresh()
+
+    def measure(self, answers: list[list[int]], oracle: bool) -> dict[str, float]:
+        prompts = [q.prompt for q in self.data.heldout]
+        routed = [route.domain for route in self.system.router.route(prompts)]
+        experts = [q.domain for q in self.data.heldout] if oracle else routed
+        if self.name in ("static", "one", "shared", "offline"):
+            experts = [SHARED] * len(prompts)
+        return by_domain(self.data.heldout, greedy_acceptance(self.system, prompts, answers, experts))
+
+    def close(self) -> None:
+        self.system.close()
+        self.folder.cleanup()
+
+
+def replace_every(system: System, args: argparse.Namespace):
+    return system.settings.model_copy(update={"update_every": args.every, "update_steps": args.steps})
+
+
+def next_expert(loop: DistillLoop) -> str | None:
+    """The due expert other than the shared adapter."""
+    before = loop.gains.get(SHARED)
+    loop.gains[SHARED] = -1e9
+    due = loop.due()
+    if before is not None:
+        loop.gains[SHARED] = before
+    return due if due != SHARED else None
+
+
+def run_arm(name: str, data: Data, records: list[ReplayRecord], answers: list[list[int]], args) -> dict:
+    arm = Arm(name, data, args)
+    curve, began = [], time.monotonic()
+    windows = [records[i : i + args.window] for i in range(0, len(records), args.window)]
+    if name == "offline":
+        arm.feed(records)
+    for number, window in enumerate(windows):
+        if number % max(1, len(windows) // 5) == 0:
+            curve.append(mean(arm.measure(answers, name == "oracle")))
+        if name != "offline":
+            arm.feed(window)
+        for _ in range(args.updates_per_window):
+            arm.train()
+    final = arm.measure(answers, name == "oracle")
+    versions = {d: arm.system.store.registry.updates(d) for d in [SHARED, *data.examples]}
+    result = {
+        "acceptance": round(mean(final), 4),
+        "by_domain": {k: round(v, 4) for k, v in final.items()},
+        "curve": [round(v, 4) for v in [*curve, mean(final)]],
+        "updates": sum(versions.values()),
+        "updates_by_adapter": {k: v for k, v in versions.items() if v},
+        "seconds": round(time.monotonic() - began, 1),
+    }
+    arm.close()
+    facts = (result["acceptance"], result["curve"], result["updates"], f"{result['seconds']} s")
+    print(name, *facts, flush=True)
+    return result
+
+
+def mean(values: dict[str, float]) -> float:
+    return sum(values.values()) / len(values)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, default=Path("../shared/data"))
+    parser.add_argument("--target", default="mini")
+    parser.add_argument("--draft", default="mini")
+    parser.add_argument("--domains", type=int, default=15)
+    parser.add_argument("--examples", type=int, default=40, help="router examples per domain")
+    parser.add_argument("--requests", type=int, default=64, help="served queries per domain")
+    parser.add_argument("--heldout", type=int, default=12, help="held-out queries per domain")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--window", type=int, default=48, help="queries between trainings")
+    parser.add_argument("--updates-per-window", type=int, default=3)
+    parser.add_argument("--every", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--one-rank", type=int, default=96)
+    parser.add_argument("--order", choices=["mixed", "by-domain"], default="mixed")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("results/learning.json"))
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    if not (args.data / "stream").is_dir():
+        raise SystemExit(f"bench_learning: no stream/ folder in {args.data}; name the data with --data.")
+    torch.manual_seed(args.seed)
+    data = load_data(args.data, args)
+    with tempfile.TemporaryDirectory() as home:
+        system = build(load_settings(home=home, target=args.target, draft=args.draft))
+        register_all(system.store, system.router, data.examples)
+        records, _ = answer_all(system, data.stream, "stream")
+        _, answers = answer_all(system, data.heldout, "held-out")
+        routed = [record.domain for record in records]
+        system.close()
+    right = sum(r == q.domain for r, q in zip(routed, data.stream, strict=True)) / len(routed)
+    # `expert` carries the true domain for the oracle; the system itself only ever sees `domain`.
+    records = [replace(r, expert=q.domain) for r, q in zip(records, data.stream, strict=True)]
+    print(f"router: {right:.3f} of the stream in its true domain", flush=True)
+    arms = {name: run_arm(name, data, records, answers, args) for name in args.arms}
+    settings = {k: v for k, v in vars(args).items() if not isinstance(v, Path)}
+    result = {
+        "router_accuracy": round(right, 4),
+        "arms": arms,
+        "settings": settings,
+        "machine": platform.machine(),
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    if "static" in arms and "both" in arms:
+        print(f"gain over the static draft: {arms['both']['acceptance'] - arms['static']['acceptance']:+.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""`domain` and `route`: registering, showing, removing, routing, and the warm start."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_fakes import Pair, Run, numbers, write_rows
+
+from moedraft.core import SamplingParams
+from moedraft.distill.loop import DistillLoop
+from moedraft.distill.warmstart import split_examples
+from moedraft.storage.store import Store
+
+LOW, HIGH = "0 3 6 9 12 15", "60 63 66 69 72 75"
+
+
+@pytest.fixture
+def registered(run: Run, home: Path, low: Path, high: Path, tmp_path: Path) -> None:
+    for name, path in (("low", low), ("high", high)):
+        run("domain", "register", name, "--examples", path, "--description", f"{name} [/b]", "--home", home)
+
+
+def test_register_without_a_language_model(
+    run: Run, home: Path, low: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moedraft.engine.build.load_model", None)
+    result = run("domain", "register", "low", "--examples", low, "--home", home, "--json")
+    assert result.code == 0
+    assert result.data["examples"] == 12
+    assert result.data["warm_start"] is None
+    shown = run("domain", "show", "low", "--home", home, "--json").data
+    assert shown["examples"][0] == json.loads(low.read_text().splitlines()[0])["prompt"]
+    assert (shown["version"], shown["updates"], shown["replay_size"]) == (0, 0, 0)
+
+
+def test_register_from_standard_input(
+    run: Run, home: Path, low: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with low.open() as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        assert run("domain", "register", "low", "--examples", "-", "--home", home).code == 0
+
+
+@pytest.mark.usefixtures("registered")
+def test_list_show_remove(run: Run, home: Path) -> None:
+    listed = run("domain", "list", "--home", home, "--json").data["domains"]
+    assert [(one["name"], one["description"]) for one in listed] == [
+        ("low", "low [/b]"),
+        ("high", "high [/b]"),
+    ]
+    assert "low [/b]" in run("domain", "list", "--home", home).out
+    assert LOW in run("domain", "show", "low", "--home", home).out
+    assert run("domain", "remove", "low", "--home", home, "--json").data == {"removed": "low"}
+    assert "is removed" in run("domain", "remove", "high", "--home", home).out
+    assert run("domain", "list", "--home", home, "--json").data == {"domains": []}
+    assert run("domain", "remove", "low", "--home", home).code == 2
+
+
+def test_a_missing_home_is_an_empty_one(run: Run, home: Path) -> None:
+    assert run("domain", "list", "--json", "--home", home).data == {"domains": []}
+    result = run("route", "a", "--json", "--home", home)
+    assert result.data == {
+        "text": "a",
+        "domain": "shared",
+        "confidence": 0.0,
+        "probabilities": {"shared": 1.0},
+    }
+    assert "no home" in result.err
+    assert not home.exists()
+
+
+@pytest.mark.usefixtures("registered")
+def test_route(run: Run, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moedraft.engine.build.load_model", None)
+    rows = run("route", LOW, HIGH, "--json", "--home", home).rows
+    assert [row["text"] for row in rows] == [LOW, HIGH]
+    for row, name in zip(rows, ("low", "high"), strict=True):
+        likely = {key: p for key, p in row["probabilities"].items() if key != "shared"}
+        assert max(likely, key=lambda key: likely[key]) == name
+        assert row["confidence"] == likely[name]
+        assert sum(row["probabilities"].values()) == pytest.approx(1)
+    assert LOW in run("route", LOW + " 1" * 60, "--home", home).out
+
+
+def test_a_router_that_is_behind_is_said(run: Run, home: Path, store: Store) -> None:
+    result = run("route", "SELECT 1", "--json", "--home", home)
+    assert result.data["domain"] == "shared"
+    assert "does not know all" in result.err
+
+
+# -- warm start ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("total", "count", "answered", "held_out"), [(40, 12, 12, 24), (40, 30, 30, 10)])
+def test_what_is_held_out(total: int, count: int, answered: int, held_out: int) -> None:
+    chosen, rest = split_examples([str(i) for i in range(total)], count)
+    assert (len(chosen), len(rest)) == (answered, held_out)
+    assert not set(chosen) & set(rest)
+
+
+@pytest.mark.parametrize(("total", "count", "held_out"), [(40, 40, 10), (40, 37, 10), (8, 8, 4), (8, 5, 4)])
+def test_something_is_always_held_out(total: int, count: int, held_out: int) -> None:
+    chosen, rest = split_examples([str(i) for i in range(total)], count)
+    assert (len(chosen), len(rest)) == (total - held_out, held_out)
+
+
+@pytest.fixture
+def brief(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small steps and short answers."""
+    home.mkdir()
+    (home / "config.toml").write_text("update_tokens = 128\nadapter_rank = 8\nlearning_rate = 0.02\n")
+    monkeypatch.setattr("moedraft.distill.warmstart.PARAMS", SamplingParams(max_tokens=12))
+
+
+@pytest.mark.usefixtures("brief")
+def test_warm_start(run: Run, home: Path, low: Path, pair: Pair) -> None:
+    result = run(
+        "domain", "register", "low", "--examples", low, "--warm-start", 8, *pair, "--json", "--home", home
+    )
+    assert result.code == 0, result.err
+    warm = result.data["warm_start"]
+    assert (warm["answered"], warm["held_out"], warm["updates"], warm["version"]) == (8, 4, 3, 3)
+    assert warm["acceptance_before"] is not None
+    assert warm["acceptance_after"] > warm["acceptance_before"]
+    experts = run("stats", "--json", "--home", home).data["experts"]
+    assert experts["low"]["requests"] == 8  # what was measured is not counted
+    assert experts["low"]["replay_size"] == 8
+
+
+@pytest.mark.usefixtures("brief")
+def test_warm_start_in_words(run: Run, home: Path, low: Path, pair: Pair, monkeypatch: Any) -> None:
+    monkeypatch.setattr("moedraft.distill.warmstart.UPDATES", 1)
+    result = run("domain", "register", "low", "--examples", low, "--warm-start", 99, *pair, "--home", home)
+    assert "8 examples answered, 1 updates; acceptance on 4 held-out examples" in result.out
+
+
+def paused(loop: DistillLoop, *_: object, **__: object) -> None:
+    loop.status = "paused: The disk is full."
+
+
+def nothing(loop: DistillLoop, *_: object, **__: object) -> None:
+    loop.status = "waiting for records"
+
+
+def interrupted(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.usefixtures("brief")
+@pytest.mark.parametrize(
+    ("run_once", "code", "part"),
+    [(paused, 2, "The disk is full."), (nothing, 2, "too few"), (interrupted, 130, "was interrupted")],
+)
+def test_a_warm_start_that_fails_leaves_the_domain(
+    run: Run,
+    home: Path,
+    low: Path,
+    pair: Pair,
+    monkeypatch: pytest.MonkeyPatch,
+    run_once: Callable[..., None],
+    code: int,
+    part: str,
+) -> None:
+    monkeypatch.setattr(DistillLoop, "run_once", run_once)
+    result = run(
+        "domain", "register", "low", "--examples", low, "--warm-start", 8, *pair, "--json", "--home", home
+    )
+    assert (result.code, result.out) == (code, "")
+    assert "'low' is registered, but its warm start" in result.err
+    assert part in result.err
+    assert [row["name"] for row in run("domain", "list", "--json", "--home", home).data["domains"]] == ["low"]
+
+
+@pytest.mark.usefixtures("brief")
+def test_an_example_too_long_for_the_warm_start(run: Run, home: Path, tmp_path: Path, pair: Pair) -> None:
+    path = write_rows(tmp_path / "long.jsonl", [*numbers(0), {"prompt": "1 " * 200}])
+    result = run("domain", "register", "low", "--examples", path, "--warm-start", 8, *pair, "--home", home)
+    assert result.code == 2
+    assert "is registered, but its warm start failed: the prompt has 200 tokens" in result.err

@@ -1,0 +1,224 @@
+"""Bad input: exit code 2, one sentence on stderr, nothing on stdout, nothing changed. And how a run ends."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from cli_fakes import Pair, Result, Run, numbers, save_tokenizer, write_rows
+
+from moedraft import __version__
+from moedraft.cli import app, main
+from moedraft.core import RequestOutput
+from moedraft.engine.engine import Engine
+from moedraft.storage.store import Store
+
+from random_models import random_model
+
+
+def refused(result: Result, *parts: str) -> None:
+    assert result.code == 2, result
+    assert result.out == ""
+    assert result.err.startswith("Error: ")
+    assert result.err.count("\n") == 1, result.err
+    assert "Traceback" not in result.err
+    for part in parts:
+        assert part in result.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["domain", "register", "sql", "--examples", "{tmp}/none.jsonl"], "No such file"),
+        (["domain", "register", "sql", "--examples", "{tmp}"], "directory"),
+        (["domain", "register", "sql", "--examples", "{tmp}/broken.jsonl"], "line 1: not valid JSON"),
+        (["domain", "register", "sql", "--examples", "{tmp}/few.jsonl"], "at least 8"),
+        (["domain", "register", "SQL!", "--examples", "{tmp}/good.jsonl"], "must be 1-64"),
+        (["domain", "register", "shared", "--examples", "{tmp}/good.jsonl"], "shared adapter"),
+        (
+            ["domain", "register", "sql", "--examples", "{tmp}/good.jsonl", "--warm-start", "0"],
+            "--warm-start",
+        ),
+        (["domain", "show", "sql"], "no domain named 'sql'"),
+        (["domain", "show", "\udcff"], "no domain named"),
+        (["domain", "remove", "sql"], "no moedraft home"),
+        (["adapter", "promote", "sql", "1"], "no moedraft home"),
+        (["adapter", "rollback", "sql"], "no moedraft home"),
+        (["adapter", "list", "sql"], "no domain named"),
+        (["adapter", "export", "sql", "--out", "{tmp}/x"], "no domain named"),
+        (["adapter", "export", "shared", "--out", "{tmp}/x"], "never trained"),
+        (["distill"], "no moedraft home"),
+        (["route", " "], "the text is empty"),
+        (["generate"], "either prompts or --prompts-file"),
+        (["generate", "a", "--prompts-file", "x"], "either prompts or --prompts-file"),
+        (["generate", ""], "the prompt is empty"),
+        (["generate", "a", "\n"], "prompt 2 is empty"),
+        (["generate", "a\udcff"], "not valid UTF-8"),
+        (["generate", "a", "--stop", ""], "stop string"),
+        (["generate", "a", "--max-tokens", "0"], "max_tokens must be >= 1"),
+        (["generate", "a", "--temperature", "-1"], "temperature must be"),
+        (["generate", "a", "--temperature", "nan"], "temperature must be"),
+        (["generate", "a", "--top-p", "0"], "top_p must"),
+        (["generate", "a", "--seed", "-1"], "seed must"),
+        (["generate", "a", "--domain", "sql"], "no domain named 'sql'"),
+        (["generate", "--prompts-file", "{tmp}/prompts.jsonl"], "line 2: There is no domain"),
+        (["generate", "a", "--dtype", "int8"], "setting 'dtype'"),
+        (["generate", "a", "--target", "{tmp}/none"], "cannot be loaded"),
+        (["generate", "a", "--temperature", "warm"], "'--temperature'"),
+        (["generate", "a", "--top-q", "1"], "generate --help"),
+        (["domain"], "Missing command. See `moedraft domain --help`"),
+        (["dance"], "No such command 'dance'"),
+    ],
+)
+def test_bad_input(run: Run, tmp_path: Path, home: Path, arguments: list[str], complaint: str) -> None:
+    rows = numbers(0)
+    write_rows(tmp_path / "good.jsonl", rows)
+    write_rows(tmp_path / "few.jsonl", rows[:7] + rows[:7])
+    (tmp_path / "broken.jsonl").write_text((tmp_path / "good.jsonl").read_text().replace("}", "", 1))
+    write_rows(tmp_path / "prompts.jsonl", [{"prompt": "1"}, {"prompt": "2", "domain": "sql"}])
+    refused(run("--home", home, *(part.format(tmp=tmp_path) for part in arguments)), complaint)
+    assert not (home / "adapters").exists()
+    if "none" not in " ".join(arguments):
+        assert not home.exists()
+
+
+def test_a_taken_name_changes_nothing(run: Run, home: Path, store: Store, low: Path) -> None:
+    store.close()
+    refused(run("domain", "register", "sql", "--examples", low, "--home", home), "exists already")
+    assert run("domain", "show", "sql", "--home", home, "--json").data["examples"][0] == "SELECT 0"
+
+
+def test_a_home_that_another_process_writes(run: Run, home: Path, store: Store, pair: Pair) -> None:
+    for command in (["generate", "1", *pair], ["distill"], ["adapter", "rollback", "sql"]):
+        refused(run(*command, "--home", home), "being written by another process")
+    for command in (
+        ["stats"],
+        ["domain", "list"],
+        ["domain", "show", "sql"],
+        ["adapter", "list"],
+        ["route", "a"],
+    ):
+        assert run(*command, "--json", "--home", home).code == 0
+
+
+def test_a_home_of_a_newer_version(run: Run, home: Path, store: Store, pair: Pair) -> None:
+    store.close()
+    with sqlite3.connect(home / "moedraft.db") as connection:
+        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+    connection.close()
+    for command in (["stats"], ["generate", "1", *pair], ["domain", "list"]):
+        refused(run(*command, "--home", home), "newer moedraft")
+
+
+def test_a_file_where_the_home_should_be(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    refused(run("stats", "--home", tmp_path / "file"), "no moedraft home")
+
+
+@pytest.mark.parametrize(("text", "part"), [("colour = 3", "'colour'"), ("topk = ", "config.toml")])
+def test_a_bad_settings_file(run: Run, home: Path, text: str, part: str) -> None:
+    home.mkdir()
+    (home / "config.toml").write_text(text)
+    refused(run("stats", "--home", home), part)
+
+
+def test_different_tokenizers(run: Run, home: Path, pair: Pair, tmp_path: Path) -> None:
+    random_model("llama", 2, 1).hf.save_pretrained(tmp_path / "other")
+    save_tokenizer(tmp_path / "other", 50)
+    refused(run("generate", "1", *pair[:3], tmp_path / "other", "--home", home), "same tokenizer", "97", "50")
+
+
+def test_a_prompt_longer_than_the_context(run: Run, home: Path, pair: Pair, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "1"}, {"prompt": "2 " * 200}])
+    result = run("generate", "--prompts-file", rows, *pair, "--home", home, "--json")
+    refused(result, "line 2: ", "200 tokens", "127")
+    assert run("stats", "--json", "--home", home).data["experts"]["shared"]["requests"] == 0
+
+
+# -- how a run ends ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("after", [0, 3])
+def test_interrupted(
+    run: Run, home: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, after: int
+) -> None:
+    """In mid-answer, some prompts decoding and some still waiting."""
+    real, steps = Engine.step, 0
+
+    def step(engine: Engine) -> list[RequestOutput]:
+        nonlocal steps
+        if steps == after:
+            raise KeyboardInterrupt
+        steps += 1
+        return real(engine)
+
+    monkeypatch.setattr(Engine, "step", step)
+    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": f"{i} 2 3"} for i in range(12)])
+    result = run("generate", "--prompts-file", path, *pair, "--home", home, "--json")
+    assert (result.code, result.out) == (130, "")
+    assert result.err.count("\n") == 1
+    assert "interrupted" in result.err
+    Store.open(home).close()  # the lock was given back
+
+
+def test_a_fault_of_ours_is_shown_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(**_: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("moedraft.config.load_settings", broken)
+    with pytest.raises(ZeroDivisionError):
+        main(["stats"])
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, BrokenPipeError, SystemExit(1)])
+def test_ends_outside_of_a_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Any
+) -> None:
+    def ends(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(typer.Typer, "__call__", ends)
+    assert main(["stats"]) == (130 if error is KeyboardInterrupt else 1)
+    assert ("interrupted" in capsys.readouterr().err) == (error is KeyboardInterrupt)
+
+
+def moedraft(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+    code = "import sys; from moedraft.cli import main; sys.exit(main())"
+    environment = {**os.environ, "COLUMNS": "100"}
+    return subprocess.Popen([sys.executable, "-c", code, *arguments], text=True, env=environment, **options)
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, moedraft.cli; print([m for m in ('torch', 'sklearn', 'sqlalchemy') if m in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+
+
+def test_a_reader_that_went_away() -> None:
+    process = moedraft("--help", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == ""
+    assert process.wait() == 1
+    process.stderr.close()
+
+
+def test_version_and_help(run: Run) -> None:
+    assert run("--version").out == f"moedraft {__version__}\n"
+    assert run().out == run("--help").out
+    shown = run("--help").out
+    for command in ("domain", "route", "generate", "distill", "adapter", "stats", "doctor"):
+        assert f" {command} " in shown
+    assert "--warm-start" in run("domain", "register", "--help").out
+
+
+def test_the_app_is_what_main_runs() -> None:
+    assert isinstance(app, typer.Typer)

@@ -1,0 +1,255 @@
+"""`generate` and `distill` on a tiny pair of models, end to end."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_fakes import Pair, Run, write_rows
+
+from moedraft.cli.generate import in_order, summary
+from moedraft.core import RequestOutput, SamplingParams
+from moedraft.drafting.drafter import Drafter, NoExperts
+from moedraft.engine.engine import Engine
+from moedraft.storage.store import Store
+
+from tiny import FixedSelector, NumberTokenizer, TinyLM, random_table
+
+KEYS = [
+    *("text", "token_ids", "finish_reason", "expert", "adapter_version", "draft_acceptance_rate"),
+    *("mean_acceptance_length", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "tokens_per_second"),
+]
+
+
+def test_json_of_one_prompt(run: Run, home: Path, pair: Pair) -> None:
+    result = run("generate", "1 2 3", "--max-tokens", 12, *pair, "--json", "--home", home)
+    assert result.code == 0
+    assert result.err == ""
+    assert list(result.data) == KEYS
+    assert len(result.data["token_ids"]) == 12
+    assert (result.data["finish_reason"], result.data["expert"]) == ("length", "shared")
+    assert result.data["draft_acceptance_rate"] is not None
+
+
+def test_plain_decoding_says_the_same_and_has_no_rates(run: Run, home: Path, pair: Pair) -> None:
+    options = ["--max-tokens", 12, *pair, "--json", "--home", home]
+    drafted, plain = (
+        run("generate", "1 2", *options).data,
+        run("generate", "1 2", "--no-draft", *options).data,
+    )
+    assert plain["token_ids"] == drafted["token_ids"]
+    assert (plain["num_drafts"], plain["draft_acceptance_rate"], plain["mean_acceptance_length"]) == (
+        0,
+        None,
+        None,
+    )
+
+
+def test_text_on_stdout_and_a_summary_on_stderr(run: Run, home: Path, pair: Pair) -> None:
+    options = ["--max-tokens", 6, *pair, "--home", home]
+    expected = run("generate", "1 2", *options, "--json").data["text"]
+    result = run("generate", "1 2", *options)
+    assert result.out == f"{expected}\n"
+    assert result.err.startswith("shared v0 · ")
+    assert "6 tokens" in result.err
+    two = run("generate", "1 2", "3 4", *options)
+    assert two.out.startswith(f"{expected}\n")
+    assert two.err.count("shared v0") == 2
+
+
+def test_options_before_the_command_and_after_it(run: Run, home: Path, pair: Pair, tmp_path: Path) -> None:
+    before = run("--home", home, *pair, "generate", "1", "--max-tokens", 2, "--json")
+    assert len(before.data["token_ids"]) == 2
+    assert run("--home", tmp_path / "other", "stats", "--home", home, "--json").data["experts"]
+
+
+def test_sampling_is_repeatable(run: Run, home: Path, pair: Pair) -> None:
+    options = ["--temperature", 0.9, "--top-k", 50, "--top-p", 0.95, "--seed", 7, "--json", "--home", home]
+    first, second = (run("generate", "1 2", *options, *pair, "--max-tokens", 16).data for _ in range(2))
+    assert first["token_ids"] == second["token_ids"]
+
+
+def test_prompts_file(run: Run, home: Path, store: Store, pair: Pair, tmp_path: Path) -> None:
+    store.close()
+    rows = [
+        {"prompt": "1 2", "max_tokens": 9},
+        {"prompt": "3", "domain": "shared", "max_tokens": 1},
+        {"prompt": "4 5 6"},
+    ]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    options = ["--domain", "sql", "--max-tokens", 4, *pair, "--json", "--home", home]
+    found = run("generate", "--prompts-file", path, *options).rows
+    assert [len(row["token_ids"]) for row in found] == [9, 1, 4]
+    assert [row["expert"] for row in found] == ["sql", "shared", "sql"]
+
+
+def test_prompts_from_standard_input(run: Run, home: Path, pair: Pair, monkeypatch: Any) -> None:
+    text = '{"prompt": "1"}\n\n{"prompt": "2"}\n'
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    result = run("generate", "--prompts-file", "-", "--max-tokens", 2, *pair, "--json", "--home", home)
+    assert len(result.rows) == 2
+
+
+def test_stop(run: Run, home: Path, pair: Pair) -> None:
+    options = ["--max-tokens", 12, *pair, "--json", "--home", home]
+    words = run("generate", "1 2", *options).data["text"].split()
+    stopped = run("generate", "1 2", *options, "--stop", f"{words[4]}").data
+    assert stopped["finish_reason"] == "stop"
+    assert words[4] not in stopped["text"].split()
+
+
+def test_nothing_is_learned_unasked(run: Run, home: Path, pair: Pair) -> None:
+    run("generate", "1 2", "--max-tokens", 4, *pair, "--home", home)
+    data = run("stats", "--json", "--home", home).data
+    assert data["experts"]["shared"]["requests"] == 1
+    assert data["learning"]["records"] == 0
+
+
+def test_learning_between_answers(run: Run, home: Path, pair: Pair, tmp_path: Path) -> None:
+    home.mkdir()
+    (home / "config.toml").write_text(
+        "update_every = 4\nupdate_steps = 2\nmax_batch_size = 2\nadaptive_budget = false\n"
+    )
+    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": f"{i} {i + 1}"} for i in range(10)])
+    options = ["--max-tokens", 8, *pair, "--json", "--home", home]
+    plain = run("generate", "--prompts-file", path, *options, "--no-draft").rows
+    learned = run("generate", "--prompts-file", path, *options, "--learn")
+    assert "shared learned: version 1" in learned.err
+    assert [row["token_ids"] for row in learned.rows] == [row["token_ids"] for row in plain]
+    assert learned.rows[-1]["adapter_version"] >= 1
+    data = run("stats", "--json", "--home", home).data
+    assert data["learning"]["records"] == 10
+    assert data["experts"]["shared"]["version"] >= 2
+
+
+# -- distill -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def answered(run: Run, home: Path, store: Store, pair: Pair, tmp_path: Path) -> Path:
+    """A home with records of "sql", too few for an update to be due."""
+    store.close()
+    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": f"{i}", "domain": "sql"} for i in range(10)])
+    run("generate", "--prompts-file", path, "--learn", "--max-tokens", 4, *pair, "--json", "--home", home)
+    return home
+
+
+def test_distill_who_is_due(run: Run, answered: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ["--draft", pair[3], "--steps", 2, "--home", answered]
+    nothing = run("distill", *options, "--json")
+    assert (nothing.code, nothing.out) == (0, "")
+    assert "Nothing is due" in nothing.err
+    monkeypatch.setenv("MOEDRAFT_UPDATE_EVERY", "8")
+    assert run("stats", "--json", "--home", answered).data["learning"]["due"] == ["shared", "sql"]
+    rows = run("distill", *options, "--json").rows
+    assert [(row["expert"], row["version"], row["steps"]) for row in rows] == [
+        ("shared", 1, 2),
+        ("sql", 1, 2),
+    ]
+    assert run("stats", "--json", "--home", answered).data["learning"]["due"] == []
+
+
+def test_distill_the_one_named(run: Run, answered: Path, pair: Pair) -> None:
+    options = ["--draft", pair[3], "--steps", 2, "--home", answered]
+    assert "sql version 1: 2 steps on" in run("distill", "--domain", "sql", *options).out
+    assert run("distill", "--domain", "sql", *options, "--json").data["parent"] == 1
+    assert run("distill", "--domain", "none", *options).code == 2
+
+
+def test_distill_without_records(run: Run, home: Path, store: Store, pair: Pair) -> None:
+    store.close()
+    result = run("distill", "--domain", "sql", "--draft", pair[3], "--home", home)
+    assert result.code == 2
+    assert "no records to train 'sql' on" in result.err
+
+
+def test_distill_on_a_full_disk(
+    run: Run, answered: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(loop: Any, *_: object, **__: object) -> None:
+        loop.status = "paused: The disk is full."
+
+    monkeypatch.setattr("moedraft.distill.loop.DistillLoop.run_once", full)
+    result = run("distill", "--domain", "sql", "--draft", pair[3], "--home", answered)
+    assert result.code == 2
+    assert "The disk is full." in result.err
+
+
+# -- the order of answers, on a table of logits --------------------------------------------------
+
+
+def tiny_engine(slots: int = 4) -> Engine:
+    target, draft = TinyLM(random_table(16, 0)), TinyLM(random_table(16, 1))
+    drafter = Drafter(draft, NoExperts(), slots, 16)
+    return Engine(target, NumberTokenizer(), drafter, FixedSelector(), max_batch_size=slots)
+
+
+def test_answers_come_in_order_and_as_soon_as_they_can() -> None:
+    engine = tiny_engine()
+    lengths = [30, 2, 12]
+    ids = [engine.add("1 2", SamplingParams(max_tokens=n)) for n in lengths]
+    finished: list[int] = []
+    seen = []
+    for answer in in_order(engine, ids, lambda: finished.append(len(seen))):
+        outputs = list(answer)
+        texts = [output.text for output in outputs]
+        assert all(later.startswith(earlier) for earlier, later in pairwise(texts))
+        assert [bool(output.finish_reason) for output in outputs] == [False] * (len(outputs) - 1) + [True]
+        seen.append(outputs[-1])
+    assert [len(output.token_ids) for output in seen] == lengths
+    assert [output.request_id for output in seen] == ids
+    assert len(finished) == 3
+
+
+def test_an_answer_without_probabilities_is_an_error(
+    run: Run, home: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Engine.step
+
+    def step(engine: Engine) -> list[RequestOutput]:
+        return [replace(output, finish_reason="error") for output in real(engine)]
+
+    monkeypatch.setattr(Engine, "step", step)
+    result = run("generate", "1", "--max-tokens", 1, *pair, "--json", "--home", home)
+    assert (result.code, result.data["finish_reason"]) == (1, "error")
+    assert "1 of 1 prompts" in result.err
+
+
+def test_letters_that_stdout_lacks(run: Run, home: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    from moedraft.cli.common import emit, say
+
+    ascii_only = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", ascii_only)
+    emit({"text": "größer", "loss": float("nan"), "rates": [1.5, float("inf")]})
+    say("größer")
+    lines = ascii_only.buffer.getvalue().decode().splitlines()  # type: ignore[attr-defined]
+    assert json.loads(lines[0]) == {"text": "größer", "loss": None, "rates": [1.5, None]}
+    assert lines[1] == "gr\\xf6\\xdfer"
+
+
+def test_summary_of_what_was_not_drafted() -> None:
+    engine = tiny_engine()
+    (output,) = engine.generate("1 2", SamplingParams(max_tokens=2), draft=False)
+    output = replace(output, expert="sql", adapter_version=3, seconds=0.5)
+    assert summary(output) == "sql v3 · 2 tokens, 4 a second"
+
+
+def test_a_bar_is_drawn_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rich.console import Console
+
+    from moedraft.cli import common
+
+    for terminal in (True, False):
+        screen = io.StringIO()
+        console = Console(file=screen, force_terminal=terminal, width=80)
+        monkeypatch.setattr(common, "err", console)
+        with common.bar("Working", 3) as advance:
+            advance(1)
+            advance(2, "Still working", 4)
+            advance(3, 0.25)
+        assert ("Still working" in screen.getvalue()) == terminal

