@@ -22,7 +22,9 @@ CONFIG_FILE = "config.toml"
 class Settings(BaseSettings):
     """Everything a user may set. Each field can be set as `MOEDRAFT_<FIELD>` too."""
 
-    model_config = SettingsConfigDict(env_prefix="MOEDRAFT_", extra="forbid", frozen=True)
+    model_config = SettingsConfigDict(
+        env_prefix="MOEDRAFT_", extra="forbid", frozen=True, env_ignore_empty=True
+    )
 
     home: Path = Field(default_factory=lambda: user_data_path("moedraft"), description="state folder")
     target: str = Field("mini", description="`mini`, a local folder or a hub id")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)  # the models are tiny: a second thread costs more than it gives
 
 
 @pytest.fixture(autouse=True)

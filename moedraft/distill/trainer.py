@@ -26,6 +26,7 @@ from moedraft.models import LanguageModel
 from moedraft.storage.adapters import AdapterStore
 from moedraft.storage.registry import Registry
 from moedraft.storage.replay import ReplayBuffer
+from moedraft.storage.store import TARGET_ID
 
 HELD_OUT_EVERY = 8  # one record in so many is never trained on and measures the update
 MAX_CONTEXT = 256  # tokens of the prompt that an update reads, from its end
@@ -158,7 +159,8 @@ class Trainer:
             records = self.replay.sample_stratified(wanted, self.seed)
         else:
             records = self.replay.sample(expert, wanted, self.seed)
-        return [record for record in records if record.topk_ids]
+        target = self.registry.get_meta(TARGET_ID)  # another target's tokens teach nothing
+        return [r for r in records if r.topk_ids and target in (None, r.target_id)]
 
     def _batches(self, records: list[ReplayRecord], steps: int) -> list[list[ReplayRecord]]:
         """`steps` batches of at most `tokens_per_step` padded tokens, pass after pass in a new order."""

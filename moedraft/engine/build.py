@@ -16,7 +16,8 @@ from moedraft.engine.recorder import AdapterLoader, Recorder
 from moedraft.models import LanguageModel, check_pair, load_model
 from moedraft.routing.classifier import Embedder, Router
 from moedraft.routing.selector import Selector
-from moedraft.storage.store import Store
+from moedraft.storage.db import DATABASE
+from moedraft.storage.store import TARGET_ID, Store
 
 ROUTER_FOLDER = "router"
 
@@ -59,18 +60,27 @@ def open_router(settings: Settings, store: Store) -> Router:
 
 def build(settings: Settings) -> System:
     """Models, home, router, experts and engine of these settings."""
-    store = open_store(settings)
+    # A home that is there is claimed before the models are loaded, a new one is made only after they fit.
+    store = open_store(settings) if (settings.home / DATABASE).exists() else None
     try:
-        return assemble(settings, store)
+        target, draft = load_pair(settings)
+        store = store or open_store(settings)
+        return assemble(settings, store, target, draft)
     except BaseException:
-        store.close()
+        if store is not None:
+            store.close()
         raise
 
 
-def assemble(settings: Settings, store: Store) -> System:
+def load_pair(settings: Settings) -> tuple[LanguageModel, LanguageModel]:
+    """Target and draft base. Raises InvalidRequest or UnsupportedModel."""
     target = load_model(settings.target, "target", settings.device, settings.dtype)
     draft = load_model(settings.draft, "draft", settings.device, settings.dtype)
     check_pair(target, draft)
+    return target, draft
+
+
+def assemble(settings: Settings, store: Store, target: LanguageModel, draft: LanguageModel) -> System:
     bank = ExpertBank(draft, settings.adapter_scope, settings.merged_cache_mb)
     router = open_router(settings, store)
     engine = Engine(
@@ -89,7 +99,8 @@ def assemble(settings: Settings, store: Store) -> System:
         eos_token_ids=target.eos_token_ids,
     )
     loader = AdapterLoader(store, bank)
-    recorder = Recorder(store, target_id=f"{settings.target}:{target.weights_hash()}")
+    recorder = Recorder(store, target_id=target.weights_hash())
+    store.registry.set_meta(TARGET_ID, recorder.target_id)
     engine.refresh = lambda: loader.refresh(engine.sequences.values())
     engine.sinks.append(recorder)
     engine.closers.append(store.close)

@@ -159,7 +159,7 @@ class Home:
         if current != _scripts().get_current_head():
             raise StorageError(
                 f"The home {self.path} was made by an older moedraft; "
-                "run a command that writes to it (such as `moedraft serve`) once to upgrade it."
+                "run a command that writes to it (such as `moedraft distill`) once to upgrade it."
             )
 
     def _refuse_newer(self, revision: str | None) -> None:

@@ -11,6 +11,8 @@ from moedraft.storage.registry import Registry
 from moedraft.storage.replay import ReplayBuffer
 from moedraft.storage.requests import RequestLog
 
+TARGET_ID = "target_id"  # meta key: hash of the target that the home was last opened with
+
 
 @dataclass(frozen=True)
 class Store:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import FixedSelector, NumberTokenizer, TinyLM, random_table
 
 from moedraft.core import InvalidRequest, RequestOutput, SamplingParams
 from moedraft.drafting.drafter import Drafter, NoExperts
 from moedraft.engine.engine import Engine
+
+from tiny import FixedSelector, NumberTokenizer, TinyLM, random_table
 
 VOCAB = 12
 
@@ -48,7 +49,8 @@ def test_bad_parameters_are_named(values: dict, word: str) -> None:
 
 def test_bad_prompts_change_nothing() -> None:
     one = engine(max_len=16)
-    for prompt, word in [("", "empty"), ("  ", "empty"), ([], "empty"), ([99], "vocabulary"), ([1] * 16, "context")]:
+    bad = [("", "empty"), ("  ", "empty"), ([], "empty"), ([99], "vocabulary"), ([1] * 16, "context")]
+    for prompt, word in bad:
         with pytest.raises(InvalidRequest, match=word):
             one.add(prompt)
     with pytest.raises(InvalidRequest, match="context"):
@@ -130,7 +132,8 @@ def test_a_broken_row_ends_alone() -> None:
     [fine] = one.generate([[3, 4]], SamplingParams(max_tokens=12))
     bad = next(t for t in range(VOCAB) if t not in (3, 4, *fine.token_ids))
     one.target.table[bad] = torch.nan  # type: ignore[attr-defined]
-    good, broken = one.add([3, 4], SamplingParams(max_tokens=12)), one.add([bad], SamplingParams(max_tokens=12))
+    params = SamplingParams(max_tokens=12)
+    good, broken = one.add([3, 4], params), one.add([bad], params)
     done = finish(one)
     assert done[broken].finish_reason == "error"
     assert done[good].token_ids == fine.token_ids

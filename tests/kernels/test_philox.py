@@ -62,7 +62,9 @@ def test_numpy_and_torch_give_the_standard_bits() -> None:
 def _uniforms(seed, position, out, PURPOSE: tl.constexpr, SIZE: tl.constexpr):  # noqa: N803
     row = tl.program_id(0)
     lanes = tl.arange(0, SIZE)
-    tl.store(out + row * SIZE + lanes, fused_uniform(tl.load(seed + row), tl.load(position + row) + lanes, PURPOSE))
+    tl.store(
+        out + row * SIZE + lanes, fused_uniform(tl.load(seed + row), tl.load(position + row) + lanes, PURPOSE)
+    )
 
 
 @pytest.mark.parametrize("purpose", [philox.PROPOSE, philox.ACCEPT, philox.RESAMPLE])

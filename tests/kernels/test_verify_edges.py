@@ -18,7 +18,9 @@ def same(left: tuple[torch.Tensor, ...], right: tuple[torch.Tensor, ...]) -> boo
 
 @pytest.mark.parametrize("vocab", [1, 2, 127, 1000, 4097])
 @pytest.mark.parametrize("temperature", [0.0, 0.7, [0.0, 1.0, 1.9]])
-def test_follows_the_definition(vocab: int, temperature: float | list[float], backend: str, device: str) -> None:
+def test_follows_the_definition(
+    vocab: int, temperature: float | list[float], backend: str, device: str
+) -> None:
     chain = make_chain(4, 2, vocab, device=device, temperature=temperature)
     tokens, num_accepted, status = chain.run(backend)
     for row in range(4):

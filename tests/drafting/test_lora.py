@@ -1,0 +1,140 @@
+"""The bank of experts: only what fits is loaded, keys and values stay shared, memory stays bounded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moedraft.core import SHARED, CorruptAdapter, UnsupportedModel
+from moedraft.drafting.lora import PREFIX, Adapter, ExpertBank, adaptable, keeps_cache
+
+from random_models import random_model
+
+
+def state(bank: ExpertBank, names: list[str], rank: int = 4) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for name in names:
+        out, inner = bank.layers[name].base_weight().shape
+        tensors[f"{PREFIX}{name}.lora_A.weight"] = torch.randn(rank, inner)
+        tensors[f"{PREFIX}{name}.lora_B.weight"] = torch.randn(out, rank)
+    return tensors
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gpt_neox", "gpt2"])
+def test_tail_experts_leave_every_key_and_value(kind: str) -> None:
+    """The reason for the tail: one cache serves all experts. A full adapter is the negative control."""
+    model = random_model(kind, 1)
+    bank = ExpertBank(model, "tail")
+    ids = torch.randint(97, (1, 9))
+    tail = sorted(bank.tail)
+    assert tail[-1] in bank.layers
+    assert not any("k_proj" in name or "v_proj" in name for name in tail)
+    caches = {}
+    for name, modules in (("none", []), ("tail", tail), ("full", list(bank.layers))):
+        stale = bank.publish("x", bank.read(1, {"lora_alpha": 4}, state(bank, modules)) if modules else None)
+        assert stale == (name == "full")
+        bank.select(["x"])
+        caches[name] = model.new_cache(1)
+        model.forward(caches[name], 0, ids, [0])
+        bank.publish("x", None)
+    for before, tailed in zip(caches["none"].layers, caches["tail"].layers, strict=True):
+        assert torch.equal(before.keys, tailed.keys)
+        assert torch.equal(before.values, tailed.values)
+    assert not torch.equal(caches["none"].layers[0].keys, caches["full"].layers[0].keys)
+
+
+def test_adapters_that_do_not_fit_are_refused() -> None:
+    bank = ExpertBank(random_model("llama", 1))
+    name = sorted(bank.tail)[0]
+    good = state(bank, [name])
+    assert bank.read(3, {}, good).version == 3
+    stranger = {key.replace(name, "model.layers.9.mlp.up_proj"): value for key, value in good.items()}
+    with pytest.raises(CorruptAdapter, match="does not exist"):
+        bank.read(1, {}, stranger)
+    with pytest.raises(CorruptAdapter, match="something else"):
+        bank.read(1, {}, {})
+    with pytest.raises(CorruptAdapter, match="something else"):
+        bank.read(1, {}, good | {"base_model.model.lm_head.bias": torch.zeros(3)})
+    crooked = {key: value[..., :-1] if "lora_A" in key else value for key, value in good.items()}
+    with pytest.raises(CorruptAdapter, match="shapes"):
+        bank.read(1, {}, crooked)
+
+
+@pytest.mark.parametrize(
+    ("config", "factor"),
+    [
+        ({"lora_alpha": 8}, 2.0),
+        ({"lora_alpha": 8, "use_rslora": True}, 4.0),
+        ({"lora_alpha": 8, "alpha_pattern": {"lm_head": 16}}, 4.0),
+        ({}, 1.0),
+    ],
+)
+def test_scaling_is_pefts(config: dict, factor: float) -> None:
+    bank = ExpertBank(random_model("llama", 1))
+    tensors = state(bank, ["lm_head"])
+    _, b = bank.read(1, config, tensors).deltas["lm_head"]
+    torch.testing.assert_close(b, tensors[f"{PREFIX}lm_head.lora_B.weight"] * factor)
+
+
+def test_merged_weights_stay_within_their_budget() -> None:
+    model = random_model("llama", 1)
+    ids = torch.tensor([[1, 2, 3]])
+
+    def logits(megabytes: int) -> tuple[ExpertBank, dict[str, torch.Tensor]]:
+        torch.manual_seed(5)
+        bank = ExpertBank(random_model("llama", 1), "tail", merged_cache_mb=megabytes)
+        results = {}
+        for name in "abcd":
+            bank.publish(name, bank.read(1, {}, state(bank, sorted(bank.tail))))
+        for name in "abcda":
+            bank.select([name])
+            layer = next(iter(bank.layers.values()))
+            assert layer is not None
+            results[name] = run(bank, ids)
+        return bank, results
+
+    def run(bank: ExpertBank, ids: torch.Tensor) -> torch.Tensor:
+        hidden = torch.ones(1, 3, bank.layers["lm_head"].base_weight().shape[1])
+        return bank.layers["lm_head"](hidden)
+
+    roomy, merged = logits(512)
+    none, mixed = logits(0)
+    assert len(roomy.merged) == 4
+    assert len(none.merged) == 0
+    for name in "abcd":
+        torch.testing.assert_close(merged[name], mixed[name], atol=1e-4, rtol=1e-4)
+    one = sum(b.shape[0] * a.shape[1] * 4 for a, b in roomy.experts["a"].deltas.values())
+    roomy.merged_budget = 2 * one
+    roomy.publish("a", None)
+    roomy.publish("e", roomy.experts["b"])
+    roomy.select(["e"])
+    assert len(roomy.merged) <= 2
+    assert model is not None
+
+
+def test_bare_puts_everything_aside() -> None:
+    model = random_model("llama", 1)
+    ids = torch.tensor([[1, 2, 3]])
+    plain = model.forward(model.new_cache(1), 0, ids, [0])
+    bank = ExpertBank(model)
+    bank.publish(SHARED, bank.read(1, {}, state(bank, list(bank.layers))))
+    bank.publish("x", bank.read(1, {}, state(bank, sorted(bank.tail))))
+    bank.select(["x"])
+    assert not torch.equal(model.forward(model.new_cache(1), 0, ids, [0]), plain)
+    bank.bare(True)
+    bank.select(["x"])
+    assert torch.equal(model.forward(model.new_cache(1), 0, ids, [0]), plain)
+    bank.bare(False)
+    assert bank.version(SHARED) == bank.version("x") == 1
+    assert bank.version("y") == 0
+
+
+def test_unknown_architectures_are_refused() -> None:
+    model = random_model("llama", 1)
+    model.num_layers = 7
+    with pytest.raises(UnsupportedModel, match="layers"):
+        adaptable(model, "full")
+    assert keeps_cache("model.layers.6.mlp.up_proj", 7)
+    assert not keeps_cache("model.layers.5.mlp.up_proj", 7)
+    assert not keeps_cache("model.layers.6.self_attn.qkv_proj", 7)
+    assert Adapter(1, {}).version == 1

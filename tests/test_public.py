@@ -1,0 +1,77 @@
+"""The public names are few and pinned; settings come from where they should; core types guard themselves."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+
+import moedraft
+from moedraft.config import load_settings
+from moedraft.core import InvalidRequest, check_domain_name
+
+
+def test_public_names() -> None:
+    assert sorted(moedraft.__all__) == [
+        "Engine",
+        "InvalidRequest",
+        "MoedraftError",
+        "RequestOutput",
+        "SamplingParams",
+        "StorageError",
+        "UnsupportedModel",
+        "__version__",
+        "load",
+    ]
+    for name in moedraft.__all__:
+        assert getattr(moedraft, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = moedraft.nothing  # type: ignore[attr-defined]
+
+
+def test_public_signatures() -> None:
+    assert list(inspect.signature(moedraft.load).parameters) == ["target", "draft", "home", "settings"]
+    methods = ["abort", "add", "close", "generate", "has_work", "step", "stream"]
+    assert all(getattr(moedraft.Engine, name).__doc__ for name in methods if name != "has_work")
+    assert list(inspect.signature(moedraft.Engine.generate).parameters)[:3] == ["self", "prompts", "params"]
+
+
+def test_settings_file_below_environment_below_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.toml").write_text('max_batch_size = 3\nadapter_rank = 5\ndraft = "file"\n')
+    monkeypatch.setenv("MOEDRAFT_ADAPTER_RANK", "6")
+    monkeypatch.setenv("MOEDRAFT_HOME", str(tmp_path))
+    settings = load_settings(draft="argument")
+    assert (settings.max_batch_size, settings.adapter_rank, settings.draft) == (3, 6, "argument")
+    assert settings.home == tmp_path.resolve()
+    assert load_settings(home=tmp_path / "other").max_batch_size == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [("nonsense = 1\n", "nonsense"), ("max_batch_size = 0\n", "max_batch_size"), ("= broken", "config.toml")],
+)
+def test_a_wrong_file_is_one_sentence(tmp_path: Path, text: str, word: str) -> None:
+    (tmp_path / "config.toml").write_text(text)
+    with pytest.raises(InvalidRequest, match=word):
+        load_settings(home=tmp_path)
+
+
+def test_unknown_settings_are_errors() -> None:
+    with pytest.raises(InvalidRequest, match="speed"):
+        load_settings(speed=11)
+    with pytest.raises(InvalidRequest, match="dtype"):
+        load_settings(dtype="int4")
+
+
+@pytest.mark.parametrize("name", ["", "Upper", "-x", "a/b", "..", "a" * 65, "ümlaut", "shared", "a b", "x\n"])
+def test_bad_domain_names(name: str) -> None:
+    with pytest.raises(InvalidRequest):
+        check_domain_name(name)
+
+
+@pytest.mark.parametrize("name", ["a", "0", "docs-de", "a" * 64, "x_1"])
+def test_good_domain_names(name: str) -> None:
+    assert check_domain_name(name) == name
