@@ -136,10 +136,10 @@ def divergence(
       jsd  beta·KL(t ‖ m) + (1 − beta)·KL(s ‖ m), m = beta·t + (1 − beta)·s, 0 < beta < 1: the convention of
            GKD, arXiv 2306.13649 (beta near 0 tends to beta·fkl, near 1 to (1 − beta)·rkl)
     The loss is not multiplied by temperature²; the gradient is that of the loss as stated. Top-k
-    log-probabilities are taken as they are: they belong to the temperature given.
-    mask [...] (bool, or 0 and 1) leaves rows out, as does a top-k of nothing but padding: loss and gradient
-    there are exactly zero. reduction "mean" divides by the number of rows that count (none: the loss is 0),
-    "none" returns [...]. float32 results; float64 for float64 logits.
+    log-probabilities are taken as they are: they belong to the temperature given; a tail under 1e-6 counts
+    as none. mask [...] (bool, or 0 and 1) leaves rows out, as does a top-k of nothing but padding: loss
+    and gradient there are exactly zero. reduction "mean" divides by the number of rows that count (none:
+    the loss is 0), "none" returns [...]. float32 results; float64 for float64 logits.
 
     0·(−inf) is 0: what both sides exclude costs nothing. Where fkl's teacher gives mass and the student none
     (rkl: the other way round) the row's loss is +inf; its gradient is s − t for fkl, zero for rkl.

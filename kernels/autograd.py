@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import reference_divergence
 
@@ -52,7 +51,7 @@ def _compute(problem: Problem, backend: str, grad: Tensor | None) -> Tensor:
     else:
         from . import fused_divergence  # imported on first use: Triton is optional, and slow to import
 
-        with torch.cuda.device_of(problem.student):
+        with torch.cuda.device_of(problem.student):  # type: ignore[no-untyped-call]
             rows = fused_divergence.divergence_rows(*problem[:8], grad)
     return rows.mul_(problem.weight).sum() if problem.reduce else rows
 
@@ -71,14 +70,29 @@ class FusedDivergence(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.grad is None:
             raise RuntimeError("The first backward took the gradient; call divergence again for another.")
         grad = ctx.grad
         if ctx.once:
             ctx.grad = None
-        return (None, None, _times(grad, upstream, ctx.fused, ctx.once), *[None] * 8)
+        with torch.no_grad():
+            grad = _times(grad, upstream, ctx.fused, ctx.once)
+        if torch.is_grad_enabled():  # create_graph=True
+            grad = NoSecondDerivative.apply(grad.detach().requires_grad_())  # type: ignore[no-untyped-call]
+        return (None, None, grad, *[None] * 8)
+
+
+class NoSecondDerivative(torch.autograd.Function):
+    """Passes a gradient on; raises, where silence would be wrong, when that is differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Tensor:
+        raise RuntimeError("divergence can be differentiated once, not twice.")
 
 
 def _times(grad: Tensor, upstream: Tensor, fused: bool, inplace: bool) -> Tensor:
@@ -86,7 +100,7 @@ def _times(grad: Tensor, upstream: Tensor, fused: bool, inplace: bool) -> Tensor
     if fused:
         from . import fused_divergence
 
-        with torch.cuda.device_of(grad):
+        with torch.cuda.device_of(grad):  # type: ignore[no-untyped-call]
             return fused_divergence.scale_rows(grad, upstream.expand(grad.shape[0]))
     if upstream.device.type == "cpu" and bool((upstream == 1).all()):
         return grad

@@ -20,7 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .primitives import INF, at
+from .reference_divergence import TAIL_NOISE
 
+NOISE = tl.constexpr(TAIL_NOISE)
 LOWEST = tl.constexpr(-3.0e38)  # a running maximum's start: finite, so that differences of maxima are
 
 
@@ -196,7 +198,8 @@ def _topk(
         tail_sum = tl.sum(tail, axis=0)
         lse = top + tl.log(tail_sum + tl.sum(tl.exp(x_listed - top), axis=0))
         log_t = tl.where(present, tl.load(logprobs + row * K + slots, mask=slots < K, other=-INF), -INF)
-        t_tail = tl.maximum(1.0 - tl.sum(tl.exp(log_t), axis=0), 0.0)
+        t_tail = 1.0 - tl.sum(tl.exp(log_t), axis=0)
+        t_tail = tl.where(t_tail < NOISE, 0.0, t_tail)
         loss, push = _terms(x_listed - lse, log_t, beta, KIND)
         log_tail = tl.where(tail_sum == 0, -INF, tl.log(tl.where(tail_sum == 0, 1.0, tail_sum)) + top - lse)
         log_t_tail = tl.where(t_tail == 0, -INF, tl.log(tl.where(t_tail == 0, 1.0, t_tail)))

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 BLOCK = 2**18  # entries of the logits worked on at a time
+TAIL_NOISE = 1e-6  # a teacher's tail below this is rounding of its top-k, and counts as none
 
-Buffers = tuple[Tensor, ...]  # five, [rows, V] each
+Buffers = tuple[Tensor, ...]  # six, [rows, V] each
 
 
 def divergence_rows(
@@ -37,15 +38,16 @@ def divergence_rows(
     loss = torch.empty(rows, dtype=dtype, device=student.device)
     step = max(1, min(rows, BLOCK // vocab))
     direct = grad is not None and grad.dtype == dtype and grad.data_ptr() != student.data_ptr()
-    scratch = torch.empty((5 if teacher is not None else 1, step, vocab), dtype=dtype, device=student.device)
+    scratch = torch.empty((6 if teacher is not None else 1, step, vocab), dtype=dtype, device=student.device)
     for start in range(0, rows, step):  # over blocks of rows, never over rows
         block = slice(start, start + step)
         buffers = scratch[:, : min(step, rows - start)].unbind()
         if direct and grad is not None:
             buffers = (grad[block], *buffers[1:])
-        _log_softmax(student[block], temperature, buffers[0])
+        normalise = torch.softmax if kind == "tvd" and teacher is not None else torch.log_softmax
+        normalise(_scaled(student[block], temperature, dtype), dim=-1, out=buffers[0])
         if teacher is not None:
-            _log_softmax(teacher[block], temperature, buffers[1])
+            normalise(_scaled(teacher[block], temperature, dtype), dim=-1, out=buffers[1])
             loss[block] = _DENSE[kind](buffers, beta)
         else:
             assert ids is not None
@@ -58,11 +60,9 @@ def divergence_rows(
     return loss.masked_fill_(weight == 0, 0)
 
 
-def _log_softmax(logits: Tensor, temperature: float, out: Tensor) -> None:
-    logits = logits.detach()
-    if temperature != 1.0:
-        logits = logits.to(out.dtype) * (1.0 / temperature)
-    torch.log_softmax(logits.to(out.dtype), dim=-1, out=out)
+def _scaled(logits: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
+    logits = logits.detach().to(dtype)
+    return logits if temperature == 1.0 else logits / temperature
 
 
 def _weigh(gradient: Tensor, weight: Tensor) -> None:
@@ -73,13 +73,13 @@ def _weigh(gradient: Tensor, weight: Tensor) -> None:
         gradient.masked_fill_(without.unsqueeze(1), 0)
 
 
-def _dot(probs: Tensor, logs: Tensor) -> Tensor:
+def _dot(probs: Tensor, logs: Tensor, scratch: Tensor | None = None) -> Tensor:
     """Σ probs·logs over rows with 0·anything = 0; where that matters, those entries of logs become 0."""
-    total = torch.bmm(probs.unsqueeze(1), logs.unsqueeze(2)).flatten()
+    total = torch.mul(probs, logs, out=scratch).sum(dim=1)
     if probs.device.type == "cpu" and not bool(total.isnan().any()):
         return total
     logs.masked_fill_(probs == 0, 0)
-    return torch.bmm(probs.unsqueeze(1), logs.unsqueeze(2)).flatten()
+    return torch.mul(probs, logs, out=scratch).sum(dim=1)
 
 
 def _chain(slope: Tensor, probs: Tensor, centre: Tensor, loss: Tensor) -> None:
@@ -95,9 +95,9 @@ def _chain(slope: Tensor, probs: Tensor, centre: Tensor, loss: Tensor) -> None:
 
 
 def _forward_kl(buffers: Buffers, beta: float) -> Tensor:
-    student, teacher, teacher_probs = buffers[:3]
+    student, teacher, teacher_probs, scratch = buffers[:4]
     torch.exp(teacher, out=teacher_probs)
-    loss = _dot(teacher_probs, teacher.sub_(student))
+    loss = _dot(teacher_probs, teacher.sub_(student), scratch)
     student.exp_().sub_(teacher_probs)
     return loss
 
@@ -105,28 +105,28 @@ def _forward_kl(buffers: Buffers, beta: float) -> Tensor:
 def _reverse_kl(buffers: Buffers, beta: float) -> Tensor:
     student, teacher, probs = buffers[:3]
     torch.exp(student, out=probs)
-    loss = _dot(probs, student.sub_(teacher))
+    loss = _dot(probs, student.sub_(teacher), teacher)
     _chain(student, probs, loss, loss)
     return loss
 
 
 def _total_variation(buffers: Buffers, beta: float) -> Tensor:
-    student, teacher, probs = buffers[:3]
-    torch.exp(student, out=probs)
-    torch.sub(probs, teacher.exp_(), out=student)
+    student, teacher, probs = buffers[:3]  # probabilities here, not their logarithms
+    probs.copy_(student)
+    student.sub_(teacher)
     loss: Tensor = torch.linalg.vector_norm(student, ord=1, dim=1).mul_(0.5)
     student.sign_().mul_(0.5)
-    _chain(student, probs, _dot(probs, student), loss)
+    _chain(student, probs, _dot(probs, student, teacher), loss)
     return loss
 
 
 def _jensen_shannon(buffers: Buffers, beta: float) -> Tensor:
-    student, teacher, probs, teacher_probs, mixture = buffers
+    student, teacher, probs, teacher_probs, mixture, scratch = buffers
     torch.exp(student, out=probs)
     torch.exp(teacher, out=teacher_probs)
     torch.lerp(probs, teacher_probs, beta, out=mixture).log_()
-    loss = _dot(teacher_probs, teacher.sub_(mixture)).mul_(beta)
-    centre = _dot(probs, student.sub_(mixture).mul_(1 - beta))
+    loss = _dot(teacher_probs, teacher.sub_(mixture), scratch).mul_(beta)
+    centre = _dot(probs, student.sub_(mixture).mul_(1 - beta), scratch)
     _chain(student, probs, centre, loss)
     return loss.add_(centre)
 
@@ -147,7 +147,8 @@ def _topk(logp: Tensor, ids: Tensor, logprobs: Tensor, kind: str, beta: float) -
     tail_probs = logp.exp_().scatter_(1, index, 0)  # summed without the k: 1 − Σ would cancel
     tail = tail_probs.sum(dim=1, keepdim=True)
     teacher_probs = logprobs.exp().masked_fill_(~present, 0)
-    teacher_tail = (1 - teacher_probs.sum(dim=1, keepdim=True)).clamp_(min=0)
+    teacher_tail = 1 - teacher_probs.sum(dim=1, keepdim=True)
+    teacher_tail.masked_fill_(teacher_tail < TAIL_NOISE, 0)
     logs = torch.cat((student_logs, tail.log()), dim=1)
     loss, share = _buckets(logs, torch.cat((teacher_probs, teacher_tail), dim=1), kind, beta)
     tail_probs.mul_(torch.where(tail > 0, share[:, -1:] / tail, 0))

@@ -35,7 +35,7 @@ def verify_chain(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `moedraft.kernels.verify_chain`; target_logits [B, K+1, V] or packed [rows, V]."""
     chain = (draft_tokens, draft_logits, draft_lse, num_draft, temperature, seed, position)
-    with torch.cuda.device_of(target_logits):
+    with torch.cuda.device_of(target_logits):  # type: ignore[no-untyped-call]
         return _run(target_logits, *chain, drafting=False)[:3]
 
 
@@ -45,7 +45,7 @@ def sample_draft(
     """See `moedraft.kernels.sample_draft`: a chain of length 0, drawn with the noise for proposals."""
     nothing = torch.empty((logits.shape[0], 0), dtype=torch.int64, device=logits.device)
     chain = (nothing, None, None, None, temperature, seed, position)
-    with torch.cuda.device_of(logits):
+    with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
         tokens, _, _, scales = _run(logits[:, None], *chain, drafting=True)
     return tokens[:, 0], scales[:, 1]
 

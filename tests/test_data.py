@@ -63,10 +63,10 @@ def test_fields_of_the_examples(examples):
 @pytest.mark.parametrize(("name", "per_domain"), [("traffic", 24), ("heldout", 4)])
 def test_fields_and_counts_of_the_mixed_files(name, per_domain, request):
     rows = request.getfixturevalue(name)
-    assert Counter(row["domain"] for row in rows) == dict.fromkeys(DOMAINS, per_domain)
+    assert Counter(row["true_domain"] for row in rows) == dict.fromkeys(DOMAINS, per_domain)
     for row in rows:
-        assert row.keys() == {"prompt", "domain", "lang", "max_tokens", "origin", "license"}
-        assert row["lang"] == language(row["domain"])
+        assert row.keys() == {"prompt", "true_domain", "lang", "max_tokens", "origin", "license"}
+        assert row["lang"] == language(row["true_domain"])
         assert row["max_tokens"] == 48
 
 
@@ -94,8 +94,8 @@ def test_the_three_sets_are_disjoint(examples, traffic, heldout):
 
 
 def test_traffic_is_interleaved(traffic):
-    assert all(a["domain"] != b["domain"] for a, b in pairwise(traffic))
-    first_rounds = Counter(row["domain"] for row in traffic[: 3 * len(DOMAINS)])
+    assert all(a["true_domain"] != b["true_domain"] for a, b in pairwise(traffic))
+    first_rounds = Counter(row["true_domain"] for row in traffic[: 3 * len(DOMAINS)])
     assert first_rounds == dict.fromkeys(DOMAINS, 3)
 
 

@@ -13,6 +13,7 @@ from moedraft.core import InvalidRequest
 
 STDIN = Path("-")
 PROMPT_KEYS = {"prompt", "domain", "max_tokens"}
+ABOUT_KEYS = {"id", "lang", "license", "origin", "reference", "source", "true_domain"}  # say nothing to us
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,12 @@ def read_examples(path: Path) -> list[str]:
 def read_prompts(path: Path) -> list[PromptRow]:
     """The rows of a file of {"prompt", "domain"?, "max_tokens"?} rows; `-` is standard input.
 
+    Keys that only describe a row's origin (ABOUT_KEYS) may stand beside them; any other is an error.
     Raises InvalidRequest, having looked at every row up to the first bad one, or OSError.
     """
     rows = []
     for where, row in _objects(path):
-        unknown = sorted(row.keys() - PROMPT_KEYS)
+        unknown = sorted(row.keys() - PROMPT_KEYS - ABOUT_KEYS)
         if unknown:
             raise InvalidRequest(
                 f"{where}: unknown key {unknown[0]!r}; a row may have prompt, domain and max_tokens."

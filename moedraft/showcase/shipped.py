@@ -34,7 +34,7 @@ def heldout() -> list[Query]:
 
 def _queries(name: str) -> list[Query]:
     rows = _rows(importlib.resources.files("moedraft.data") / name)
-    return [Query(row["prompt"], row["domain"], row["max_tokens"]) for row in rows]
+    return [Query(row["prompt"], row["true_domain"], row["max_tokens"]) for row in rows]
 
 
 def _rows(file: Any) -> list[dict[str, Any]]:

@@ -54,7 +54,8 @@ def topk(teacher: Tensor, k: int, temperature: float = 1.0) -> tuple[Tensor, Ten
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
+    found, expected = found.detach().double(), expected.detach().double()
+    return float((found - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("from_topk", [False, True])
@@ -86,19 +87,19 @@ def test_loss_and_gradient_match_the_formulas(
         assert loss.dtype == torch.float32
         assert given.grad is not None
         assert given.grad.dtype == dtype
-        assert difference(loss, expected.detach()) < 1e-5
+        assert difference(loss, expected) < 1e-5
         assert exact.grad is not None
         assert difference(given.grad, exact.grad) < (1e-5 if dtype == torch.float32 else 1e-2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradcheck_of_the_reference(kind: str) -> None:
-    student = torch.randn(2, 3, 11, dtype=torch.float64, requires_grad=True)
-    teacher = torch.randn(2, 3, 11, dtype=torch.float64)
-    mask = torch.tensor([[1, 0, 1], [1, 1, 1]])
-    ids, logprobs = topk(teacher, 4)
+    student = torch.randn(3, 7, dtype=torch.float64, requires_grad=True)
+    teacher = torch.randn(3, 7, dtype=torch.float64)
+    mask = torch.tensor([1, 0, 1])
+    ids, logprobs = topk(teacher, 3)
     for inputs in ({"teacher_logits": teacher}, {"teacher_topk": (ids, logprobs)}):
-        for reduction in ("none", "sum", "mean"):
+        for reduction in ("none", "mean"):
             options: dict[str, Any] = {"kind": kind, "beta": 0.2, "temperature": 0.7, "mask": mask, **inputs}
             assert torch.autograd.gradcheck(
                 lambda x, o=options, r=reduction: kernels.divergence(x, **o, reduction=r), (student,)
@@ -242,10 +243,10 @@ def test_a_tail_that_is_nearly_nothing_is_not_lost_to_cancellation(backend: str,
     given = student.clone().requires_grad_()
     loss = kernels.divergence(given, teacher_topk=(ids, logprobs), reduction="none", backend=backend)
     loss.sum().backward()
-    assert difference(loss, expected.detach()) < 1e-6
+    assert difference(loss, expected) < 1e-6
     assert difference(given.grad, exact.grad) < 1e-5  # type: ignore[arg-type]
     probs = torch.softmax(student, -1)
-    assert difference((1 - probs[:, 0]).log(), tail.detach()) > 1e-4  # 1 − Σ in float32 would be this far off
+    assert difference((1 - probs[:, 0]).log(), tail) > 1e-4  # 1 − Σ in float32 would be this far off
 
 
 def test_strided_inputs(backend: str, device: str) -> None:
@@ -299,8 +300,8 @@ def test_a_double_backward_raises(backend: str, device: str) -> None:
     student = logits((2, 40), torch.float32, device, 1).requires_grad_()
     loss = kernels.divergence(student, student.detach() * 2, backend=backend)
     (grad,) = torch.autograd.grad(loss, student, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice|once_differentiable"):
-        grad.sum().backward()
+    with pytest.raises(RuntimeError, match="not twice"):
+        (loss + grad.square().sum()).backward()
 
 
 def test_without_gradient_nothing_is_kept_or_overwritten(backend: str, device: str) -> None:

@@ -1,0 +1,122 @@
+#!/usr/bin/env python3
+"""Rebuild the tables in README.md from results/*.json. `--check` only says whether they are up to date."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+MISSING = "not yet measured"
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def bench(found: dict[str, Any]) -> str:
+    rows = []
+    for name, one in found["systems"].items():
+        length, theory = one["mean_acceptance_length"], one["theoretical_speedup"]
+        rows.append(
+            [
+                name,
+                f"{one['tokens_per_second']:.0f}",
+                f"{one['ratio']:.2f}",
+                "" if length is None else f"{length:.2f}",
+                "" if theory is None else f"{theory:.2f}",
+                "yes" if one["same_answers"] else "no",
+            ]
+        )
+    head = ["system", "tokens/s", "× transformers", "tokens per check", "theory", "same answers"]
+    note = (
+        f"{found['prompts']} prompts, device {found['device']}, {found['threads']} threads; a draft step "
+        f"costs {found['cost_ratio']:.2f} target steps, verification {found['verify_share']:.1%} of a step."
+    )
+    return f"{table(head, rows)}\n\n{note}"
+
+
+def learning(found: dict[str, Any]) -> str:
+    names = {
+        "static": "static generic draft",
+        "one": "one online adapter (as OSD)",
+        "shared": "shared adapter alone",
+        "experts": "experts alone, routed",
+        "both": "shared + experts (default)",
+        "oracle": "shared + experts, true labels",
+        "offline": "one adapter, whole stream beforehand",
+    }
+    base = found["arms"].get("static", {}).get("acceptance")
+    rows = [
+        [
+            names[name],
+            f"{arm['acceptance']:.3f}",
+            "" if base is None else f"{arm['acceptance'] - base:+.3f}",
+            str(arm["updates"]),
+        ]
+        for name, arm in found["arms"].items()
+    ]
+    settings = found["settings"]
+    note = (
+        f"{settings['requests']} served and {settings['heldout']} held-out queries per domain, "
+        f"{settings['domains']} domains, {settings['order']} order."
+    )
+    return f"{table(['arrangement', 'acceptance', 'gain', 'updates'], rows)}\n\n{note}"
+
+
+def router(found: dict[str, Any]) -> str:
+    speed, plain = found["speed"], found["plain"]
+    rows = [
+        ["to its own domain", f"{plain['routed_right']:.1%}"],
+        ["to the shared draft", f"{plain['routed_shared']:.1%}"],
+        ["most likely domain right", f"{plain['best_domain_right']:.1%}"],
+        ["ms per prompt, batch 8", f"{speed['ms_per_prompt_batch_8_median']:.1f}"],
+        ["refit after one more domain, s", f"{speed['fit_seconds_one_domain_added']:.1f}"],
+    ]
+    return table(["unseen real prompts", ""], rows)
+
+
+def kernels(found: dict[str, Any]) -> str:
+    from kernel_tables import markdown
+
+    return str(markdown(found))
+
+
+SOURCES = {
+    "bench": ("bench.json", bench),
+    "learning": ("learning.json", learning),
+    "router": ("router.json", router),
+    "kernels": ("kernels.json", kernels),
+}
+
+
+def filled(text: str, results: Path) -> str:
+    """The document with every marked table made anew."""
+
+    def replace(match: re.Match[str]) -> str:
+        file, render = SOURCES[match[1]]
+        path = results / file
+        body = render(json.loads(path.read_text())) if path.exists() else MISSING
+        return f"<!-- table:{match[1]} -->\n{body}\n<!-- end -->"
+
+    return re.sub(r"<!-- table:(\w+) -->\n.*?\n<!-- end -->", replace, text, flags=re.DOTALL)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args()
+    readme = ROOT / "README.md"
+    text = readme.read_text(encoding="utf-8")
+    new = filled(text, ROOT / "results")
+    if args.check and new != text:
+        raise SystemExit("README.md is not what results/ say: run python scripts/tables.py")
+    readme.write_text(new, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
