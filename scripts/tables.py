@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Rebuild the tables in README.md from results/*.json. `--check` only says whether they are up to date."""
+"""Rebuild the tables in the README files from results/*.json and training.json. `--check` only says whether they are up to date."""
 
 from __future__ import annotations
 
@@ -94,10 +94,30 @@ SOURCES = {
 }
 
 
+def models(folder: Path) -> str:
+    """Size, training and held-out loss of the embedded pair, from the training.json beside the weights."""
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*/training.json"))]
+    if not found:
+        return MISSING
+    shape = "{layers} layers, width {hidden}, {heads} heads, MLP {ffn}"
+    facts = {
+        "parameters": [f"{one['parameters'] / 1e6:.2f} M" for one in found],
+        "shape": [shape.format(**one["shape"]) for one in found],
+        "documents seen": [f"{sum(one['documents'].values()):,}" for one in found],
+        "tokens trained on": [f"{one['tokens'] / 1e6:.1f} M" for one in found],
+        "minutes": [f"{one['minutes']:.0f} ({one['device']})" for one in found],
+    }
+    for domain in found[0]["held_out_loss"]:
+        facts[f"loss, {domain}"] = [f"{one['held_out_loss'][domain]:.2f}" for one in found]
+    return table(["", *[one["model"] for one in found]], [[name, *row] for name, row in facts.items()])
+
+
 def filled(text: str, results: Path) -> str:
     """The document with every marked table made anew."""
 
     def replace(match: re.Match[str]) -> str:
+        if match[1] == "models":
+            return f"<!-- table:models -->\n{models(ROOT / 'data' / 'models')}\n<!-- end -->"
         file, render = SOURCES[match[1]]
         path = results / file
         body = render(json.loads(path.read_text())) if path.exists() else MISSING
@@ -110,12 +130,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    readme = ROOT / "README.md"
-    text = readme.read_text(encoding="utf-8")
-    new = filled(text, ROOT / "results")
-    if args.check and new != text:
-        raise SystemExit("README.md is not what results/ say: run python scripts/tables.py")
-    readme.write_text(new, encoding="utf-8")
+    for document in (ROOT / "README.md", ROOT / "data" / "models" / "README.md"):
+        text = document.read_text(encoding="utf-8")
+        new = filled(text, ROOT / "results")
+        if args.check and new != text:
+            raise SystemExit(f"{document.name} is not what results/ say: run python scripts/tables.py")
+        document.write_text(new, encoding="utf-8")
 
 
 if __name__ == "__main__":

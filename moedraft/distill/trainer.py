@@ -29,6 +29,7 @@ from moedraft.storage.replay import ReplayBuffer
 from moedraft.storage.store import TARGET_ID
 
 HELD_OUT_EVERY = 8  # one record in so many is never trained on and measures the update
+KEEP_VERSIONS = 5  # newest versions of an adapter that stay on disk, besides the live one and its parent
 MAX_CONTEXT = 256  # tokens of the prompt that an update reads, from its end
 
 
@@ -287,6 +288,7 @@ class Trainer:
             extra={"rank": config.r, "modules": self.modules["full" if expert == SHARED else self.scope]},
         )
         self.loaded[expert] = version.version
+        self.adapters.prune(expert, KEEP_VERSIONS)
         return version
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moedraft.config import Settings, load_settings
+from moedraft.core import SHARED
 from moedraft.drafting.drafter import Drafter
 from moedraft.drafting.lora import ExpertBank
 from moedraft.engine.engine import Engine
@@ -103,6 +104,7 @@ def assemble(settings: Settings, store: Store, target: LanguageModel, draft: Lan
     store.registry.set_meta(TARGET_ID, recorder.target_id)
     engine.refresh = lambda: loader.refresh(engine.sequences.values())
     engine.sinks.append(recorder)
+    engine.knows = lambda expert: expert == SHARED or expert in router.domains
     engine.closers.append(store.close)
     loader.refresh([], now=True)
     return System(settings, store, router, target, draft, bank, loader, recorder, engine)

@@ -72,6 +72,7 @@ class Engine:
         self.texts: dict[str, Detokenizer] = {}
         self.sinks: list[Callable[[Sequence], None]] = []
         self.refresh: Callable[[], None] = lambda: None
+        self.knows: Callable[[str], bool] = lambda expert: True  # whether there is such an expert
         self.closers: list[Callable[[], None]] = []
         self.step_seconds = 0.0  # spent in `step` since the start
 
@@ -90,12 +91,14 @@ class Engine:
         """Queue a prompt (text or token ids); returns the request's id.
 
         expert pins one; draft=False is plain decoding; capture keeps what learning needs. Raises
-        InvalidRequest for an empty prompt, one longer than the context, or an id in use.
+        InvalidRequest for an empty prompt, one longer than the context, an unknown expert, or an id in use.
         """
         params = params or SamplingParams()
         request_id = request_id or uuid.uuid4().hex
         if request_id in self.sequences:
             raise InvalidRequest(f"request id {request_id!r} is in use.")
+        if expert is not None and not self.knows(expert):
+            raise InvalidRequest(f"there is no expert named {expert!r}.")
         token_ids = self._tokenise(prompt)
         seed = params.seed if params.seed is not None else secrets.randbits(62)
         sequence = Sequence(request_id, token_ids, len(token_ids), params, seed)
@@ -249,6 +252,7 @@ class Engine:
     ) -> list[RequestOutput]:
         """Answer all prompts, batched; outputs in input order. `learn` keeps records for distillation.
 
+        Steps requests that were added before as well; their outputs are not returned here.
         Raises InvalidRequest before anything is started when one of the prompts cannot be accepted.
         """
         ids = self._add_all(prompts, params, expert, draft, learn)

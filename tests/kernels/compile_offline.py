@@ -17,7 +17,9 @@ from triton.compiler import ASTSource
 from moedraft.kernels import fused_divergence, verify_kernels
 
 TYPES = {
-    **dict.fromkeys(["tokens", "counts", "seed", "position", "drafted", "out", "num_accepted", "ids"], "*i64"),
+    **dict.fromkeys(
+        ["tokens", "counts", "seed", "position", "drafted", "out", "num_accepted", "ids"], "*i64"
+    ),
     **dict.fromkeys(["t_arg", "arguments", "modes", "status"], "*i32"),
     **dict.fromkeys(["t_max", "t_sum", "d_max", "d_sum", "maxima", "sums", "mass", "scales"], "*fp32"),
     **dict.fromkeys(["draft_lse", "temperature", "weight", "losses", "logprobs", "upstream"], "*fp32"),
@@ -65,7 +67,13 @@ def resources(compiled: Any) -> dict[str, int]:
 
 def main() -> None:
     results = []
-    flags = {"EXTRA": 1, "HAS_COUNTS": False, "PACKED": False, "NEED_ARGUMENTS": True, "SKIP_GREEDY_SUM": True}
+    flags = {
+        "EXTRA": 1,
+        "HAS_COUNTS": False,
+        "PACKED": False,
+        "NEED_ARGUMENTS": True,
+        "SKIP_GREEDY_SUM": True,
+    }
     rows = ("target_starts", "draft_starts", "counts")
     for width, warps in ((4096, 8), (1024, 4), (256, 4)):
         plain = {**flags, "CHUNK": width}
@@ -74,7 +82,9 @@ def main() -> None:
         results.append(compile_kernel(verify_kernels.sweep, warps, PER=1, **ragged))
         no_arguments = {**plain, "EXTRA": 0, "NEED_ARGUMENTS": False}
         results.append(
-            compile_kernel(verify_kernels.sweep, warps, ("starts", "counts", "arguments"), PER=1, **no_arguments)
+            compile_kernel(
+                verify_kernels.sweep, warps, ("starts", "counts", "arguments"), PER=1, **no_arguments
+            )
         )
         for has_draft, has_lse in ((True, True), (True, False), (False, False)):
             absent = rows + (("d_max", "d_sum") if has_lse or not has_draft else ("draft_lse",))

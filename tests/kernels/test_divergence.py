@@ -1,8 +1,9 @@
 """Divergences, reference and Triton alike, against the formulas in float64 with PyTorch's own derivative.
 
-Tolerances, by relative norm: float32 1e-5, which is a hundred roundings (6e-8) of sums over a vocabulary and leaves
-no room for a wrong term; bf16 and fp16 1e-2 for the gradient, since storing one in bf16 alone costs up to 4e-3 an
-entry (twice that in Triton's interpreter, which truncates), and 1e-5 for the loss, which is float32 throughout.
+Tolerances, by relative norm: float32 1e-5, which is a hundred roundings (6e-8) of sums over a vocabulary
+and leaves no room for a wrong term; bf16 and fp16 1e-2 for the gradient, since storing one in bf16 alone
+costs up to 4e-3 an entry (twice that in Triton's interpreter, which truncates), and 1e-5 for the loss,
+which is float32 throughout.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ def test_a_mask_of_nothing_gives_zero(backend: str, device: str) -> None:
     given = logits((2, 40), torch.float32, device, 1).requires_grad_()
     loss = kernels.divergence(given, given.detach(), mask=torch.zeros(2, device=device), backend=backend)
     loss.backward()
-    assert float(loss) == 0
+    assert loss.item() == 0
     assert given.grad is not None
     assert not given.grad.any()
 

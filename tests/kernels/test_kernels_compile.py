@@ -27,5 +27,7 @@ def test_kernels_compile_for_sm_90_without_spilling(tmp_path: Path) -> None:
         assert kernel["spilled"] == 0, kernel
         assert kernel["registers"] <= 128, kernel  # two blocks of 256 threads share a multiprocessor
     swept = [kernel for kernel in kernels if kernel["kernel"] in ("sweep", "_kl", "_mixed", "_topk")]
-    narrow = [kernel for kernel in swept if not kernel["wide_loads"] and "'CHUNK': 256" not in kernel["constants"]]
+    narrow = [
+        kernel for kernel in swept if not kernel["wide_loads"] and "'CHUNK': 256" not in kernel["constants"]
+    ]
     assert [kernel["constants"] for kernel in narrow if "1000" not in kernel["constants"]] == []

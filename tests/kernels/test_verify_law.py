@@ -1,8 +1,9 @@
 """What verification emits is distributed as the target says, whatever the draft; and the tests can tell.
 
-Sixteen tokens, a draft that is the target's opposite, a target that depends on the token before. Many independent
-requests are decoded step by step as an engine would do it, so noise that is used again by a later step counts too.
-Seeds are fixed: a sound build passes always; the limits are those a sound sampler fails once in a million seeds.
+Sixteen tokens, a draft that is the target's opposite, a target that depends on the token before. Many
+independent requests are decoded step by step as an engine would do it, so noise that is used again by a
+later step counts too. Seeds are fixed: a sound build passes always; the limits are those a sound sampler
+fails once in a million seeds.
 """
 
 from __future__ import annotations

@@ -1,0 +1,149 @@
+"""Demo and benchmark on the shipped pair, shortened; their arithmetic on numbers known beforehand."""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moedraft.cli import main
+from moedraft.config import load_settings
+from moedraft.engine.build import System, build, load
+from moedraft.showcase import shipped
+from moedraft.showcase.bench import run
+from moedraft.showcase.demo import Demo, publish, summary
+from moedraft.showcase.measure import compare, serve, theoretical_speedup
+from moedraft.showcase.report import Point, Result, Row, running_mean
+from moedraft.showcase.shipped import Query
+
+MODELS = importlib.resources.files("moedraft.data") / "models"
+pytestmark = pytest.mark.skipif(
+    not (MODELS / "mini-target" / "config.json").is_file(), reason="the embedded pair is not in this checkout"
+)
+DOMAINS = ("math", "sql", "docs-de")
+
+
+def few(queries: list[Query], per_domain: int) -> list[Query]:
+    chosen = [[q for q in queries if q.domain == name][:per_domain] for name in DOMAINS]
+    return [Query(q.prompt, q.domain, 12) for group in zip(*chosen, strict=True) for q in group]
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few of the shipped prompts."""
+    examples = {name: prompts[:12] for name, prompts in shipped.examples().items() if name in DOMAINS}
+    traffic, heldout = few(shipped.traffic(), 12), few(shipped.heldout(), 2)
+    monkeypatch.setattr(shipped, "examples", lambda: examples)
+    monkeypatch.setattr(shipped, "traffic", lambda: traffic)
+    monkeypatch.setattr(shipped, "heldout", lambda: heldout)
+
+
+@pytest.fixture
+def system(tmp_path: Path) -> Iterator[System]:
+    made = build(load_settings(home=tmp_path / "home", update_steps=2, update_every=4))
+    yield made
+    made.close()
+
+
+def test_demo_is_lossless_learns_and_reports(small: None, system: System, tmp_path: Path) -> None:
+    phases, events = [], []
+    demo = Demo(system, 60.0, phases.append, lambda d: events.append(len(d.points)))
+    demo.stream, demo.heldout = shipped.traffic(), shipped.heldout()
+    result, equal = demo.run()
+    assert equal
+    assert len(phases) == 7
+    assert [row.domain for row in result.rows] == sorted(DOMAINS)
+    assert result.updates
+    assert system.store.registry.updates("shared") + sum(
+        system.store.registry.updates(n) for n in DOMAINS
+    ) == len(result.updates)
+    assert sum(row[1] for row in demo.table()) == len(demo.stream)
+    paths = publish(result, tmp_path / "report")
+    assert paths["picture"].read_bytes().startswith(b"\x89PNG")
+    assert "docs-de" in paths["report"].read_text(encoding="utf-8")
+    assert json.loads(paths["numbers"].read_text()) == summary(result)
+
+
+def test_demo_command(small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    home = tmp_path / "home"
+    assert main(["demo", "--home", str(home), "--seconds", "1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["lossless"] is True
+    assert Path(found["picture"]).exists()
+    assert main(["demo", "--home", str(home)]) == 2
+    assert "fresh home" in capsys.readouterr().err
+    arguments = ["bench", "--home", str(home), "--limit", "2", "--rounds", "1", "--max-tokens", "8"]
+    assert main([*arguments, "--json", "--out", str(tmp_path / "b.json")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == json.loads((tmp_path / "b.json").read_text())
+    assert all(one["same_answers"] for one in found["systems"].values())
+    assert main(arguments) == 0
+    assert "transformers assisted" in capsys.readouterr().out
+
+
+def test_bench_compares_the_same_answers(small: None, system: System) -> None:
+    steps: list[int] = []
+    found = run(system, shipped.heldout()[:2], 2, steps.append)
+    assert steps == [1, 2, 3, 4]
+    assert list(found["systems"]) == [
+        "transformers generate",
+        "transformers assisted",
+        "moedraft plain",
+        "moedraft generic draft",
+        "moedraft experts",
+    ]
+    assert all(one["same_answers"] for one in found["systems"].values())
+    assert found["systems"]["moedraft plain"]["mean_acceptance_length"] is None
+    assert found["systems"]["moedraft generic draft"]["mean_acceptance_length"] >= 1
+    assert 0 < found["cost_ratio"] < 1
+    assert not found["adapted"]
+
+
+def test_public_load_generates(tmp_path: Path) -> None:
+    with load(home=tmp_path / "home", max_batch_size=2) as engine:
+        [output] = engine.generate("2 + 2 =")
+        assert output.token_ids
+        assert output.expert == "shared"
+    assert serve.__doc__
+
+
+def test_compare_takes_turns() -> None:
+    calls: list[str] = []
+
+    def runner(name: str):  # type: ignore[no-untyped-def]
+        def run_one(prompt: str, max_tokens: int) -> list[int]:
+            calls.append(name)
+            return [1] * max_tokens
+
+        return run_one
+
+    timed = compare({"a": runner("a"), "b": runner("b")}, [Query("p", "", 3), Query("q", "", 4)], rounds=2)
+    assert calls == ["a", "b", "b", "a"] * 2
+    assert timed["a"].answers == [[1] * 3, [1] * 4]
+    assert len(timed["b"].rounds) == 2
+
+
+def test_theory() -> None:
+    assert theoretical_speedup(0.0, 4, 0.0) == 1.0
+    assert theoretical_speedup(1.0, 4, 0.0) == 5.0
+    assert theoretical_speedup(0.8, 4, 0.1) == pytest.approx((1 - 0.8**5) / 0.2 / 1.4)
+
+
+def test_report_averages() -> None:
+    result = Result(
+        [Row("<b>", 0.5, 0.75), Row("c", 0.7, 0.85)], [Point(0, "c", 0.5)], [0], {"p": 2.0}, {"<": "&"}
+    )
+    assert result.before == pytest.approx(0.6)
+    assert result.after == pytest.approx(0.8)
+    assert running_mean([1.0, 2.0, 3.0], 2) == [1.0, 1.5, 2.5]
+
+
+def test_report_page_is_escaped(tmp_path: Path) -> None:
+    result = Result([Row("<b>", 0.5, 0.75)], [Point(0, "c", 0.5)], [0], {"<i>": 2.0}, {"<u>": "&"})
+    text = publish(result, tmp_path)["report"].read_text(encoding="utf-8")
+    assert "&lt;b&gt;" in text
+    assert "<b>&" not in text
+    assert "<u>" not in text
