@@ -1,5 +1,8 @@
 #!/usr/bin/env python3
-"""Rebuild the tables in the README files from results/*.json and training.json. `--check` only says whether they are up to date."""
+"""Rebuild the tables in the README files from results/*.json and training.json.
+
+`--check` only says whether they are up to date.
+"""
 
 from __future__ import annotations
 

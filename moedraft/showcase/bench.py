@@ -11,6 +11,7 @@ import torch
 
 from moedraft.core import SHARED, RequestOutput, SamplingParams
 from moedraft.engine.build import System
+from moedraft.models import load_model
 from moedraft.showcase.measure import compare, step_costs, theoretical_speedup, transformers_runner, warm_up
 from moedraft.showcase.shipped import Query
 
@@ -31,9 +32,12 @@ def run(system: System, queries: list[Query], rounds: int, advance: Callable[[in
 
         return answer
 
+    # A copy without our layers around its own, so that transformers runs it as it would at home.
+    settings = system.settings
+    assistant = load_model(settings.draft, "draft", settings.device, settings.dtype)
     runners = {
         BASELINE: transformers_runner(system.target),
-        "transformers assisted": base_only(system, transformers_runner(system.target, system.draft)),
+        "transformers assisted": transformers_runner(system.target, assistant),
         "moedraft plain": ours("moedraft plain", draft=False),
         "moedraft generic draft": base_only(system, ours("moedraft generic draft", expert=SHARED)),
         "moedraft experts": ours("moedraft experts"),
