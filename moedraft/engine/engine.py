@@ -102,7 +102,7 @@ class Engine:
         token_ids = self._tokenise(prompt)
         seed = params.seed if params.seed is not None else secrets.randbits(62)
         sequence = Sequence(request_id, token_ids, len(token_ids), params, seed)
-        sequence.prompt = prompt if isinstance(prompt, str) else ""
+        sequence.prompt = prompt if isinstance(prompt, str) else self.tokenizer.decode(token_ids)
         sequence.expert, sequence.pinned = expert or SHARED, expert is not None
         sequence.draft, sequence.capture = draft and self.drafter is not None, capture
         self.sequences[request_id] = sequence

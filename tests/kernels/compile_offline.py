@@ -1,4 +1,4 @@
-"""Compiles every fused kernel for sm_90 without a GPU and prints its resources as JSON. Run by the test beside it."""
+"""Compiles every fused kernel for sm_90 without a GPU and prints its resources as JSON. A test runs it."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def test_what_both_exclude_costs_nothing(kind: str, backend: str, device: str) -
 @NUMPY
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_sided_exclusion(kind: str, backend: str, device: str) -> None:
-    """The teacher's filter is fine for fkl, the student's for rkl; the other way round the divergence is +inf."""
+    """The teacher's filter is fine for fkl, the student's for rkl; the other way round the loss is +inf."""
     student, teacher = logits((2, 300), torch.float32, device, 1), logits((2, 300), torch.float32, device, 2)
     student[0, 5], teacher[1, 270] = NEG, NEG
     given = student.clone().requires_grad_()

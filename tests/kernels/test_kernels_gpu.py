@@ -1,4 +1,4 @@
-"""What only a CUDA device can show: real vocabularies, offsets past 2^31, graphs, no synchronisation, memory."""
+"""What only a CUDA device shows: real vocabularies, offsets past 2^31, graphs, synchronisation, memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fused verification: the reference's tokens, bit for bit independent of the batch, reading no more than it says."""
+"""The fused verification: the reference's tokens, whatever the batch, reading no more than it says."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _offsets(out, stride_b, stride_k, b, j, WIDE: tl.constexpr):  # noqa: N803
 
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
 def test_row_offsets_pass_two_to_the_31_and_32_bits_would_not(device: str) -> None:
-    """The address of row (3, 2) in [4, 5, V] for a V that takes B·K·V past 2^31; every kernel uses this helper."""
+    """The address of row (3, 2) in [4, 5, V] for a V that takes B·K·V past 2^31, from the kernels' own helper."""
     stride_b, stride_k = 5 * 151_936_000, 151_936_000
     expected = 3 * stride_b + 2 * stride_k
     assert expected > 2**31

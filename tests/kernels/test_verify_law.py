@@ -67,7 +67,7 @@ def decode(
 
 
 def worst_excess(text: Tensor) -> float:
-    """Largest χ² over its limit: every position's tokens, and every pair of neighbours, against the exact law."""
+    """Largest χ² over its limit: every position's tokens, every pair of neighbours, against the exact law."""
     target = torch.softmax(tables("cpu")[0].double(), -1)
     law, excess, text = target[0], 0.0, text.cpu()
     for j in range(POSITIONS):
