@@ -108,7 +108,12 @@ def _times(grad: Tensor, upstream: Tensor, fused: bool, inplace: bool) -> Tensor
     return grad.mul_(factor) if inplace else grad * factor
 
 
-@torch.library.custom_op("moedraft::divergence", mutates_args=())
+@torch.library.custom_op(
+    "moedraft::divergence",
+    mutates_args=(),
+    schema="(Tensor student, Tensor? teacher, Tensor? ids, Tensor? logprobs, Tensor weight, str kind, "
+    "float beta, float temperature, bool reduce, str backend) -> (Tensor, Tensor)",
+)
 def _divergence_op(
     student: Tensor,
     teacher: Tensor | None,
@@ -145,7 +150,9 @@ def _(
     return student.new_empty(() if reduce else student.shape[:1], dtype=dtype), grad
 
 
-@torch.library.custom_op("moedraft::scale_rows", mutates_args=())
+@torch.library.custom_op(
+    "moedraft::scale_rows", mutates_args=(), schema="(Tensor grad, Tensor upstream) -> Tensor"
+)
 def _scale_rows_op(grad: Tensor, upstream: Tensor) -> Tensor:
     """grad [N, V] · upstream; an op without a derivative, so that a double backward raises."""
     return grad * upstream[..., None].to(grad.dtype)

@@ -12,6 +12,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import kernel_tables
+
 ROOT = Path(__file__).resolve().parents[1]
 MISSING = "not yet measured"
 
@@ -83,17 +85,10 @@ def router(found: dict[str, Any]) -> str:
     return table(["unseen real prompts", ""], rows)
 
 
-def kernels(found: dict[str, Any]) -> str:
-    from kernel_tables import markdown
-
-    return str(markdown(found))
-
-
 SOURCES = {
     "bench": ("bench.json", bench),
     "learning": ("learning.json", learning),
     "router": ("router.json", router),
-    "kernels": ("kernels.json", kernels),
 }
 
 
@@ -120,10 +115,13 @@ def filled(text: str, results: Path) -> str:
 
     def replace(match: re.Match[str]) -> str:
         if match[1] == "models":
-            return f"<!-- table:models -->\n{models(ROOT / 'data' / 'models')}\n<!-- end -->"
-        file, render = SOURCES[match[1]]
-        path = results / file
-        body = render(json.loads(path.read_text())) if path.exists() else MISSING
+            body = models(ROOT / "data" / "models")
+        elif match[1] == "kernels":
+            body = kernel_tables.tables(results)
+        else:
+            file, render = SOURCES[match[1]]
+            path = results / file
+            body = render(json.loads(path.read_text())) if path.exists() else MISSING
         return f"<!-- table:{match[1]} -->\n{body}\n<!-- end -->"
 
     return re.sub(r"<!-- table:(\w+) -->\n.*?\n<!-- end -->", replace, text, flags=re.DOTALL)

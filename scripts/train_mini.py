@@ -353,6 +353,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder that gets mini-target and mini-draft")
     parser.add_argument("--size", choices=sorted(SIZES), default="cpu")
     parser.add_argument("--minutes", type=float, default=120, help="wall time for both models together")
+    parser.add_argument("--only", choices=["mini-target", "mini-draft"], help="train one of the two")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=Path, help="checkpoints and tokens (default: OUT/.work)")
     parser.add_argument("--precision", choices=["bfloat16", "float32"], default="bfloat16")
@@ -386,6 +387,8 @@ def main() -> None:
         "mini-draft": (size.draft, {d: tokenise(tokenizer, t, args.seed) for d, t in small.items()}),
     }
     for offset, (name, (shape, corpora)) in enumerate(slices.items()):
+        if args.only not in (None, name):
+            continue
         model = build(shape, size, tokenizer, args.seed + offset)
         parameters = sum(p.numel() for p in model.parameters())
         print(f"{name}: {parameters / 1e6:.2f} M parameters, {shape.share * args.minutes:.1f} minutes")

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    # must stand before Triton is imported: its own library is decorated then
-    assert "triton" not in sys.modules or os.environ.get("TRITON_INTERPRET") == "1", (
-        "triton was imported before tests/kernels could choose its interpreter; set TRITON_INTERPRET=1"
-    )
+
+def choose_the_interpreter() -> None:
+    """What Triton's decorator makes of a function depends on this variable, its own library's included.
+
+    That library is read again if something collected earlier (transformers, say) has imported it without.
+    """
+    already = "triton.language" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1"
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+    assert "moedraft.kernels.primitives" not in sys.modules or not already, "kernels decorated too early"
+    if already:
+        for name in ("standard", "random", ""):
+            importlib.reload(sys.modules[f"triton.language.{name}".rstrip(".")])
+
+
+if not torch.cuda.is_available():
+    choose_the_interpreter()
 
 
 @pytest.fixture

@@ -118,25 +118,29 @@ def test_the_grid_table_covers_every_chunk() -> None:
 
 
 @triton.jit
-def _offsets(out, stride_b, stride_k, b, j, WIDE: tl.constexpr):  # noqa: N803
+def _offsets(out, stride_b, stride_k, b, j, NARROW: tl.constexpr):  # noqa: N803
     first, second = tl.load(b), tl.load(j)
-    tl.store(out, primitives.row_offset(None, first, second, stride_b, stride_k, False, WIDE).to(tl.int64))
+    if NARROW:
+        offset = primitives.row_offset(None, first, second, stride_b, stride_k, False, tl.int32)
+    else:
+        offset = primitives.row_offset(None, first, second, stride_b, stride_k, False)
+    tl.store(out, offset.to(tl.int64))
 
 
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
 def test_row_offsets_pass_two_to_the_31_and_32_bits_would_not(device: str) -> None:
-    """The address of row (3, 2) in [4, 5, V] for a V that takes B·K·V past 2^31, from the kernels' own helper."""
+    """The address of row (3, 2) in [4, 5, V] where V takes B·K·V past 2^31, from the kernels' own helper."""
     stride_b, stride_k = 5 * 151_936_000, 151_936_000
     expected = 3 * stride_b + 2 * stride_k
     assert expected > 2**31
     b, j = (torch.tensor([value], dtype=torch.int32, device=device) for value in (3, 2))
-    found = {}
-    for wide in (tl.int64, tl.int32):
+    found = []
+    for narrow in (False, True):
         out = torch.zeros(1, dtype=torch.int64, device=device)
-        _offsets[(1,)](out, stride_b, stride_k, b, j, WIDE=wide)
-        found[wide] = int(out)
-    assert found[tl.int64] == expected
-    assert found[tl.int32] != expected  # the control: 32-bit offsets wrap at this shape
+        _offsets[(1,)](out, stride_b, stride_k, b, j, NARROW=narrow)
+        found.append(int(out))
+    assert found[0] == expected
+    assert found[1] != expected  # the control: 32-bit offsets wrap at this shape
     assert kernel.row_offset is primitives.row_offset
 
 
