@@ -25,6 +25,7 @@ __all__ = [
     "DRAFT_INVALID",
     "GREEDY_BELOW",
     "TARGET_INVALID",
+    "Kind",
     "divergence",
     "sample_draft",
     "verify_chain",

@@ -33,6 +33,9 @@ class Settings(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto: float32 on a CPU, the checkpoint's own on CUDA"
     )
+    threads: int = Field(
+        0, ge=0, description="CPU threads; 0: one for small models, which lose by sharing, else PyTorch's"
+    )
     embedder: str = Field("minilm", description="`minilm` (carried) or a sentence-transformers folder or id")
 
     max_batch_size: int = Field(8, ge=1, le=1024, description="sequences decoded at once")

@@ -160,6 +160,20 @@ def train_tokenizer(texts: dict[str, list[str]], vocab: int, seed: int) -> PreTr
     )
 
 
+def shared_tokenizer(
+    args: argparse.Namespace, texts: dict[str, list[str]], vocab: int
+) -> PreTrainedTokenizerFast:
+    """The one of this run, or with `--only` the one of the other model, or a new one."""
+    kept = args.work / "tokenizer"
+    places = [kept, *([args.out / "mini-target", args.out / "mini-draft"] if args.only else [])]
+    for place in places:
+        if (place / "tokenizer.json").exists():
+            return PreTrainedTokenizerFast.from_pretrained(place)
+    tokenizer = train_tokenizer(texts, vocab, args.seed)
+    tokenizer.save_pretrained(kept)
+    return tokenizer
+
+
 @dataclass(frozen=True)
 class Corpus:
     """One domain's documents end to end: BOS text EOS BOS text EOS …"""
@@ -369,12 +383,7 @@ def main() -> None:
     size = SIZES[args.size]
     args.work.mkdir(parents=True, exist_ok=True)
     train_texts, held_texts, hashes = read_domains(args.data)
-    stamp = args.work / "tokenizer"
-    if (stamp / "tokenizer.json").exists():
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(stamp)
-    else:
-        tokenizer = train_tokenizer(train_texts, size.vocab, args.seed)
-        tokenizer.save_pretrained(stamp)
+    tokenizer = shared_tokenizer(args, train_texts, size.vocab)
     everything = {d: tokenise(tokenizer, t, args.seed) for d, t in train_texts.items()}
     held = {d: tokenise(tokenizer, t, args.seed) for d, t in held_texts.items()}
     total = sum(len(corpus.tokens) for corpus in everything.values())

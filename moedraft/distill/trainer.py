@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from moedraft.core import SHARED, AdapterVersion, ReplayRecord
 from moedraft.drafting.lora import adaptable
-from moedraft.kernels import divergence
+from moedraft.kernels import Kind, divergence
 from moedraft.models import LanguageModel
 from moedraft.storage.adapters import AdapterStore
 from moedraft.storage.registry import Registry
@@ -116,7 +116,7 @@ class Trainer:
         learning_rate: float = 3e-3,
         steps: int = 16,
         tokens_per_step: int = 2048,
-        kind: str = "fkl",
+        kind: Kind = "fkl",
     ) -> None:
         self.registry, self.adapters, self.replay = registry, adapters, replay
         self.base_hash = draft.weights_hash()
@@ -240,7 +240,7 @@ class Trainer:
             loss = divergence(
                 self._logits(batch), teacher_topk=(batch.topk_ids, batch.topk_logprobs), kind=self.kind
             )
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)

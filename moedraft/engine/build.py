@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from moedraft.config import Settings, load_settings
 from moedraft.core import SHARED
 from moedraft.drafting.drafter import Drafter
@@ -21,6 +23,7 @@ from moedraft.storage.db import DATABASE
 from moedraft.storage.store import TARGET_ID, Store
 
 ROUTER_FOLDER = "router"
+SMALL = 50_000_000  # parameters of a target that one thread serves best
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,18 @@ def load_pair(settings: Settings) -> tuple[LanguageModel, LanguageModel]:
     target = load_model(settings.target, "target", settings.device, settings.dtype)
     draft = load_model(settings.draft, "draft", settings.device, settings.dtype)
     check_pair(target, draft)
+    set_threads(settings.threads, target)
     return target, draft
+
+
+def set_threads(threads: int, target: LanguageModel) -> None:
+    """PyTorch's CPU threads, for the whole process.
+
+    A step of a small model is a hundred tiny operations: a second thread gains little on an idle machine,
+    and costs several times the step where another process holds a core (its spinning partner waits).
+    """
+    if threads or (target.device.type == "cpu" and target.hf.num_parameters() < SMALL):
+        torch.set_num_threads(threads or 1)
 
 
 def assemble(settings: Settings, store: Store, target: LanguageModel, draft: LanguageModel) -> System:
