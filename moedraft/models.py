@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from moedraft.cache import SlotCache
 from moedraft.core import InvalidRequest, UnsupportedModel
+from moedraft.lean import LeanForward, fits
 
 MINI = {"target": "mini-target", "draft": "mini-draft"}
 
@@ -33,6 +34,7 @@ class LanguageModel:
         self.num_layers: int = text.num_hidden_layers
         self.max_len: int = getattr(text, "max_position_embeddings", None) or 2**20
         self.additive_mask = hf.config._attn_implementation != "sdpa"
+        self.lean: LeanForward | None = None  # a faster way to the same logits, where there is one
 
     @property
     def device(self) -> torch.device:
@@ -69,6 +71,8 @@ class LanguageModel:
             mask = torch.zeros_like(mask, dtype=self.dtype).masked_fill(~mask, torch.finfo(self.dtype).min)
         if cache.cursor.length > self.max_len:
             positions = positions.clamp(max=self.max_len - 1)
+        if self.lean is not None:
+            return self.lean(cache, token_ids, positions, mask, keep)
         result: torch.Tensor = self.hf(
             input_ids=token_ids,
             position_ids=positions,
@@ -143,6 +147,13 @@ def load_model(name: str, role: str, device: str = "auto", dtype: str = "auto") 
         raise UnsupportedModel(f"{name}: {config.model_type} keeps a recurrent state, not keys and values.")
     model = LanguageModel(hf.to(on).eval().requires_grad_(False), tokenizer, name)
     self_check(model)
+    lean = LeanForward(model.hf, fuse=role == "target") if fits(model.hf) else None
+    if lean is not None:
+        try:
+            model.lean = lean
+            self_check(model)
+        except UnsupportedModel:
+            model.lean = None
     return model
 
 

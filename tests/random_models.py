@@ -7,6 +7,7 @@ import random
 import torch
 import transformers
 
+from moedraft.lean import LeanForward, fits
 from moedraft.models import LanguageModel
 
 VOCAB = 97
@@ -29,7 +30,9 @@ def random_model(kind: str, seed: int, layers: int = 3, vocab: int = VOCAB) -> L
     for parameter in model.parameters():  # the usual 0.02 would make every logit a near-tie
         if parameter.ndim == 2:
             parameter.normal_(std=0.15)
-    return LanguageModel(model, None, kind)
+    made = LanguageModel(model, None, kind)
+    made.lean = LeanForward(model, fuse=False) if fits(model) else None
+    return made
 
 
 def prompts_of(count: int, seed: int, longest: int = 40) -> list[list[int]]:

@@ -25,6 +25,7 @@ FLOORS = {
     "moedraft.sampling": 1,
     "moedraft.models": 1,
     "moedraft.cache": 1,
+    "moedraft.lean": 1,
     "moedraft.storage": 1,
     "moedraft.routing": 2,
     "moedraft.drafting": 2,

@@ -1,0 +1,64 @@
+"""The lean forward gives the model's own logits, shares its weights, and is dropped where it would not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from moedraft.lean import LeanForward, fits
+from moedraft.models import LanguageModel, self_check
+
+from random_models import random_model
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize("fuse", [False, True])
+def test_same_logits_ragged_and_chunked(kind: str, fuse: bool) -> None:
+    model = random_model(kind, 3)
+    model.lean = None
+    ids = torch.randint(97, (3, 11))
+    whole = model.hf(ids).logits
+    model.lean = LeanForward(model.hf, fuse=fuse)
+    self_check(model)
+    cache = model.new_cache(4)
+    first = model.forward(cache, 1, ids[:, :6], [0, 0, 0])
+    torch.testing.assert_close(first, whole[:, :6], atol=1e-4, rtol=1e-4)
+    ragged = torch.stack([ids[0, 4:7], ids[1, 6:9], ids[2, 5:8]])
+    rest = model.forward(cache, 1, ragged, [4, 6, 5])
+    for row, start in enumerate((4, 6, 5)):
+        torch.testing.assert_close(rest[row], whole[row, start : start + 3], atol=1e-4, rtol=1e-4)
+    alone = model.forward(model.new_cache(1), 0, ids[:1, :1], [0], keep=1)
+    torch.testing.assert_close(alone[:, 0], whole[:1, 0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(model.hf(ids).logits, whole, atol=1e-5, rtol=1e-5)  # its layers still work
+
+
+def test_fused_weights_are_the_models_own() -> None:
+    model = random_model("qwen2", 3)
+    lean = LeanForward(model.hf, fuse=True)
+    layer = model.hf.model.layers[0]
+    assert lean.layers[0].qkv is not None
+    layer.self_attn.k_proj.weight.data.zero_()
+    rows = slice(32, 32 + layer.self_attn.k_proj.out_features)
+    assert lean.layers[0].qkv[0][rows].abs().sum() == 0
+
+
+def test_only_what_is_written_down() -> None:
+    assert fits(random_model("llama", 0).hf)
+    assert not fits(random_model("gpt_neox", 0).hf)
+    assert not fits(random_model("qwen3", 0).hf)
+    assert not fits(random_model("llama", 0).hf.half())
+
+
+def test_a_relative_that_differs_is_noticed() -> None:
+    """The self-check is what keeps a wrong lean forward out: here, one that forgets the biases."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=60, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    )
+    model = LanguageModel(transformers.LlamaForCausalLM(config).eval().requires_grad_(False), None, "x")
+    model.lean = LeanForward(model.hf, fuse=False)
+    self_check(model)
+    model.lean.layers[1].head_dim = 4
+    with pytest.raises(Exception, match="llama"):
+        self_check(model)
