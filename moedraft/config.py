@@ -14,7 +14,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from moedraft.core import InvalidRequest
+from moedraft.core import InvalidRequest, StorageError
 
 CONFIG_FILE = "config.toml"
 
@@ -39,7 +39,7 @@ class Settings(BaseSettings):
     embedder: str = Field("minilm", description="`minilm` (carried) or a sentence-transformers folder or id")
 
     max_batch_size: int = Field(8, ge=1, le=1024, description="sequences decoded at once")
-    max_model_len: int | None = Field(None, ge=2, description="tokens; default: what both models allow")
+    max_model_len: int | None = Field(None, ge=2, description="tokens; default: what the target allows")
     prefill_chunk: int = Field(512, ge=1, description="prompt tokens of one row in one forward")
     long_prompts: Literal["refuse", "truncate"] = Field(
         "refuse", description="truncate keeps the end of the prompt"
@@ -59,7 +59,7 @@ class Settings(BaseSettings):
 
     replay_capacity: int = Field(2000, ge=8, description="records kept per domain")
     topk: int = Field(16, ge=1, le=256, description="target's top-k kept per position")
-    learning_rate: float = Field(3e-3, gt=0)
+    learning_rate: float = Field(1e-3, gt=0)
     update_every: int = Field(16, ge=1, description="new records of a domain that make an update due")
     update_steps: int = Field(16, ge=1, description="optimiser steps per update")
     update_tokens: int = Field(2048, ge=64, description="tokens per optimiser step, padding included")
@@ -88,4 +88,12 @@ def load_settings(**overrides: Any) -> Settings:
         raise InvalidRequest(f"setting {field!r}: {first['msg']}.") from error
     except ValueError as error:
         raise InvalidRequest(f"{CONFIG_FILE} cannot be read: {error}.") from error
+    except (RuntimeError, TypeError) as error:  # `~nobody/…`, or no path at all
+        raise InvalidRequest(f"setting 'home': {str(error).rstrip('.')}.") from error
     return settings.model_copy(update={"home": settings.home.expanduser().resolve()})
+
+
+def check_home(home: Path) -> None:
+    """StorageError where a file stands in the home's place."""
+    if home.exists() and not home.is_dir():
+        raise StorageError(f"There is no moedraft home at {home}: that is a file, not a folder.")

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import torch
 
 SHARED = "shared"  # the arm without an expert: draft base + shared adapter
+HOTTEST = 10_000  # the highest temperature: above it the answer is noise, and far above float32 ends
 DOMAIN_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -53,18 +53,27 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise InvalidRequest(f"temperature must be a finite number >= 0, not {self.temperature}.")
-        if not (math.isfinite(self.top_p) and 0 < self.top_p <= 1):
-            raise InvalidRequest(f"top_p must lie in (0, 1], not {self.top_p}.")
-        if self.top_k < 0:
-            raise InvalidRequest(f"top_k must be >= 0 (0 switches it off), not {self.top_k}.")
-        if self.max_tokens < 1:
-            raise InvalidRequest(f"max_tokens must be >= 1, not {self.max_tokens}.")
-        if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise InvalidRequest(f"seed must lie in [0, 2^63), not {self.seed}.")
-        if any(not stop for stop in self.stop):
+        if not (_is_number(self.temperature) and 0 <= self.temperature <= HOTTEST):
+            wrong = _shown(self.temperature)
+            raise InvalidRequest(f"temperature must be a finite number >= 0 and <= {HOTTEST}, not {wrong}.")
+        if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
+            raise InvalidRequest(f"top_p must lie in (0, 1], not {_shown(self.top_p)}.")
+        if not (_is_int(self.top_k) and 0 <= self.top_k < 2**31):
+            wrong = _shown(self.top_k)
+            raise InvalidRequest(f"top_k must be >= 0 (0 switches it off) and < 2^31, not {wrong}.")
+        if not (_is_int(self.max_tokens) and 1 <= self.max_tokens < 2**31):
+            raise InvalidRequest(f"max_tokens must be >= 1 and < 2^31, not {_shown(self.max_tokens)}.")
+        if self.seed is not None and not (_is_int(self.seed) and 0 <= self.seed < 2**63):
+            raise InvalidRequest(f"seed must lie in [0, 2^63), not {_shown(self.seed)}.")
+        if not isinstance(self.ignore_eos, bool):
+            raise InvalidRequest(f"ignore_eos must be true or false, not {_shown(self.ignore_eos)}.")
+        stops: Any = self.stop  # of whatever type a caller gave
+        stops = (stops,) if isinstance(stops, str) else stops
+        if not isinstance(stops, list | tuple) or not all(isinstance(stop, str) for stop in stops):
+            raise InvalidRequest("stop must be a string or a list of strings.")
+        if not all(stops):
             raise InvalidRequest("a stop string must not be empty.")
+        object.__setattr__(self, "stop", tuple(stops))
 
 
 @dataclass
@@ -216,6 +225,36 @@ class RequestOutput:
     @property
     def tokens_per_second(self) -> float:
         return len(self.token_ids) / self.seconds if self.seconds > 0 else 0.0
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, float) or _is_int(value)
+
+
+def _shown(value: object) -> str:
+    try:
+        return repr(value)[:40]
+    except ValueError:  # Python writes no integer of thousands of digits
+        return "a number this long"
+
+
+def check_request(request_id: object, prompt: object, params: object, expert: object) -> None:
+    """InvalidRequest where one of them is not of its type; what they mean is looked at elsewhere."""
+    if not isinstance(request_id, str) or not request_id:
+        raise InvalidRequest("a request id must be a string that is not empty.")
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequest(f"sampling parameters must be SamplingParams, not {type(params).__name__}.")
+    if expert is not None and not isinstance(expert, str):
+        raise InvalidRequest("an expert is chosen by its name, a string.")
+    if isinstance(prompt, str):
+        if any("\ud800" <= letter <= "\udfff" for letter in prompt):
+            raise InvalidRequest("the prompt is not valid Unicode text: it holds half a surrogate pair.")
+    elif not isinstance(prompt, list | tuple) or not all(map(_is_int, prompt)):
+        raise InvalidRequest("the prompt must be a string or a list of token ids (whole numbers).")
 
 
 def check_domain_name(name: str) -> str:

@@ -106,7 +106,8 @@ class LeanLayer:
         else:
             gate, up = linear(x, *self.gate_up).chunk(2, dim=-1)
             gated = silu(gate) * up
-        return hidden + self.mlp.down_proj(gated)
+        result: torch.Tensor = hidden + self.mlp.down_proj(gated)
+        return result
 
     def _project(self, x: torch.Tensor) -> torch.Tensor:
         """Queries, keys and values of all heads, end to end."""

@@ -8,22 +8,39 @@ from __future__ import annotations
 
 import hashlib
 import importlib.resources
+import json
+import logging
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from moedraft.cache import SlotCache
-from moedraft.core import InvalidRequest, UnsupportedModel
+from moedraft.core import InvalidRequest, MoedraftError, UnsupportedModel
 from moedraft.lean import LeanForward, fits
 
+log = logging.getLogger(__name__)
+
+PIECE = 256  # bytes read at each of some 16 places of a stored tensor, to tell checkpoints apart
+
 MINI = {"target": "mini-target", "draft": "mini-draft"}
+# What `generate` of transformers would do to the logits before it takes the largest; None, 0 and 1: nothing.
+PROCESSORS = (
+    *("repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "min_length"),
+    *("encoder_no_repeat_ngram_size", "min_new_tokens", "guidance_scale", "diversity_penalty", "num_beams"),
+    *("exponential_decay_length_penalty", "sequence_bias", "bad_words_ids", "suppress_tokens"),
+    *("begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "penalty_alpha"),
+    *("watermarking_config", "dola_layers"),
+)
 
 
 class LanguageModel:
     """A decoder-only model with its tokenizer, called with explicit positions over a `SlotCache`."""
+
+    folder: Path | None = None  # where its files lie, if it came from files
 
     def __init__(self, hf: PreTrainedModel, tokenizer: Any, name: str) -> None:
         self.hf = hf
@@ -48,11 +65,9 @@ class LanguageModel:
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        for source in (self.hf.generation_config, self.hf.config, self.tokenizer):
-            eos = getattr(source, "eos_token_id", None)
-            if eos is not None:
-                return frozenset([eos] if isinstance(eos, int) else eos)
-        return frozenset()
+        """What ends an answer of transformers' own `generate`; the tokenizer may think otherwise."""
+        eos = getattr(self.hf.generation_config, "eos_token_id", None)
+        return frozenset() if eos is None else frozenset([eos] if isinstance(eos, int) else eos)
 
     def new_cache(self, slots: int) -> SlotCache:
         return SlotCache(self.num_layers, slots)
@@ -86,9 +101,11 @@ class LanguageModel:
     def weights_hash(self) -> str:
         """Short hash of architecture and weights: adapters belong to exactly one base.
 
-        Taken at bfloat16 precision from a fixed sample of each tensor, so that the same checkpoint loaded
-        as float32 and as bfloat16 is the same base.
+        Taken from the checkpoint's files, so that it is the same base in whatever precision it is loaded;
+        from a sample of each tensor, at bfloat16 precision, where there are none.
         """
+        if self.folder is not None and (found := hash_files(self.folder)):
+            return found
         digest = hashlib.sha256(type(self.hf).__name__.encode())
         for name, value in sorted(self.hf.state_dict().items()):
             digest.update(f"{name}{tuple(value.shape)}".encode())
@@ -136,16 +153,23 @@ def load_model(name: str, role: str, device: str = "auto", dtype: str = "auto") 
     transformers_logging.disable_progress_bar()
     where, on = resolve(name, role), pick_device(device)
     try:
-        config = AutoConfig.from_pretrained(where)
+        config = AutoConfig.from_pretrained(where, trust_remote_code=False)
         refuse_layouts(config, name)
-        tokenizer = AutoTokenizer.from_pretrained(where)
-        hf = load_weights(where, pick_dtype(dtype, on))
-    except (OSError, ValueError, KeyError) as error:
-        reason = (str(error).strip() or repr(error)).splitlines()[0]
-        raise InvalidRequest(f"{role} {name!r} cannot be loaded: {reason}") from error
-    if getattr(hf, "_is_stateful", False):
-        raise UnsupportedModel(f"{name}: {config.model_type} keeps a recurrent state, not keys and values.")
-    model = LanguageModel(hf.to(on).eval().requires_grad_(False), tokenizer, name)
+        tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
+        hf, report = load_weights(where, pick_dtype(dtype, on))
+        refuse_holes(report, name)
+        if getattr(hf, "_is_stateful", False):
+            raise UnsupportedModel(
+                f"{name}: {config.model_type} keeps a recurrent state, no keys and values."
+            )
+        model = LanguageModel(hf.to(on).eval().requires_grad_(False), tokenizer, name)
+        model.folder = folder_of(where)
+    except MoedraftError:
+        raise
+    except Exception as error:  # whatever a broken file makes the libraries below raise
+        raise InvalidRequest(f"{role} {name!r} cannot be loaded: {in_one_line(error)}") from error
+    if role == "target":
+        warn_of_processors(model)
     self_check(model)
     lean = LeanForward(model.hf, fuse=role == "target") if fits(model.hf) else None
     if lean is not None:
@@ -157,14 +181,87 @@ def load_model(name: str, role: str, device: str = "auto", dtype: str = "auto") 
     return model
 
 
-def load_weights(where: str, dtype: torch.dtype | str) -> PreTrainedModel:
-    """The model with PyTorch's fused attention where the architecture knows it."""
+def load_weights(where: str, dtype: torch.dtype | str) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The model, with PyTorch's fused attention where the architecture knows it, and what did not fit."""
+
+    def load(attention: str) -> tuple[PreTrainedModel, dict[str, Any]]:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            where,
+            dtype=dtype,
+            attn_implementation=attention,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # `refuse_holes` names them
+        )
+        return model, report
+
     try:
-        return AutoModelForCausalLM.from_pretrained(where, dtype=dtype, attn_implementation="sdpa")
+        return load("sdpa")
     except ValueError as error:
         if "scaled_dot_product_attention" not in str(error):
             raise
-    return AutoModelForCausalLM.from_pretrained(where, dtype=dtype, attn_implementation="eager")
+    return load("eager")
+
+
+def refuse_holes(report: dict[str, Any], name: str) -> None:
+    """Raise UnsupportedModel where weights would be random: missing, or of another shape."""
+    for key, what in (("missing_keys", "misses"), ("mismatched_keys", "has wrong shapes for")):
+        found = sorted(one if isinstance(one, str) else str(one[0]) for one in report.get(key) or ())
+        if found:
+            raise UnsupportedModel(
+                f"{name}: the checkpoint {what} {len(found)} of the model's weights, {found[0]} for one."
+            )
+
+
+def in_one_line(error: Exception) -> str:
+    """The first line of what it says, and the next where that only announces it."""
+    lines = [line.strip() for line in (str(error).strip() or repr(error)).splitlines() if line.strip()]
+    return " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])
+
+
+def warn_of_processors(model: LanguageModel) -> None:
+    """Say which settings of the checkpoint's own `generate` are not followed."""
+    settings = model.hf.generation_config
+    values = {name: getattr(settings, name, None) for name in PROCESSORS}
+    found = [name for name, value in values.items() if value not in (None, 0, 1, [], {}, ())]
+    if found:
+        log.warning(
+            "%s: %s of its generation_config are not applied; greedy answers are the bare model's.",
+            model.name,
+            ", ".join(found),
+        )
+
+
+def folder_of(where: str) -> Path | None:
+    """Where the files of a local folder or of a hub id's snapshot lie."""
+    file = cached_file(
+        where, "config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False
+    )
+    return Path(file).parent if file else None
+
+
+def hash_files(folder: Path) -> str:
+    """Of the configuration and a sample of every tensor as stored; "" where there are no safetensors."""
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files:
+        return ""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    for loose in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
+        config.pop(loose, None)
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    for path in files:
+        with path.open("rb") as file:
+            header = file.read(int.from_bytes(file.read(8), "little"))
+            base = file.tell()
+            digest.update(header)
+            for name, tensor in sorted(json.loads(header).items()):
+                if name == "__metadata__":
+                    continue
+                begin, end = tensor["data_offsets"]
+                for at in range(begin, end, max(PIECE, (end - begin) // 16)):
+                    file.seek(base + at)
+                    digest.update(file.read(min(PIECE, end - at)))
+    return digest.hexdigest()[:16]
 
 
 def refuse_layouts(config: Any, name: str) -> None:
@@ -174,6 +271,18 @@ def refuse_layouts(config: Any, name: str) -> None:
     if config.is_encoder_decoder:
         raise UnsupportedModel(
             f"{name}: {kind} is an encoder-decoder; only decoder-only models are supported."
+        )
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    for each in (rope, *rope.values()):  # one for all layers, or one by kind of layer
+        rope_type = each.get("rope_type", each.get("type")) if isinstance(each, dict) else None
+        if rope_type in ("longrope", "dynamic"):
+            raise UnsupportedModel(
+                f"{name}: {kind} has {rope_type} position scaling, which depends on the prompt's length; "
+                "keys in the cache would not fit."
+            )
+    if "local" in (getattr(text, "attention_layers", None) or []):
+        raise UnsupportedModel(
+            f"{name}: {kind} has local attention layers; only full attention is supported."
         )
     layers = set(getattr(text, "layer_types", None) or [])
     other = sorted(layers - {"full_attention"})

@@ -80,7 +80,10 @@ def answer_all(system: System, queries: list[Query], say: str) -> tuple[list[Rep
 
     kept: dict[str, ReplayRecord] = {}
     engine = system.engine
-    sinks, engine.sinks = engine.sinks, [lambda s: kept.__setitem__(s.request_id, replay_record(s, "t"))]
+    sinks, engine.sinks = (
+        engine.sinks,
+        [lambda s: kept.__setitem__(s.request_id, replay_record(s, system.recorder.target_id))],
+    )
     began, records = time.monotonic(), []
     for start in range(0, len(queries), 64):
         part = queries[start : start + 64]

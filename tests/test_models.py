@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,6 +34,30 @@ SMALL = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "num_atten
         (transformers.MistralConfig(**SMALL, intermediate_size=64, num_key_value_heads=2), "sliding"),
         (transformers.Gemma2Config(**SMALL, intermediate_size=64, head_dim=8), "sliding_attention"),
         (transformers.T5Config(vocab_size=60, d_model=32, num_layers=2, num_heads=4), "encoder-decoder"),
+        (transformers.LlamaConfig(**SMALL, rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "dynamic"),
+        (
+            transformers.Phi3Config(
+                **SMALL | {"vocab_size": 60},
+                pad_token_id=0,
+                rope_scaling={
+                    "rope_type": "longrope",
+                    "short_factor": [1.0] * 4,
+                    "long_factor": [2.0] * 4,
+                    "factor": 2.0,
+                },
+            ),
+            "longrope",
+        ),
+        (
+            transformers.GPTNeoConfig(
+                vocab_size=60,
+                hidden_size=32,
+                num_layers=2,
+                num_heads=4,
+                attention_types=[[["global", "local"], 1]],
+            ),
+            "local",
+        ),
         (transformers.MambaConfig(vocab_size=60, hidden_size=32, num_hidden_layers=2), "mamba"),
     ],
 )
@@ -113,6 +139,76 @@ def test_missing_and_broken_models_are_one_sentence(tmp_path: Path) -> None:
         load_model(str(folder), "target")
 
 
+@pytest.mark.parametrize(
+    ("change", "error", "word"),
+    [
+        ({"num_attention_heads": 5}, InvalidRequest, "cannot be loaded"),
+        ({"num_attention_heads": 0}, InvalidRequest, "cannot be loaded"),
+        ({"hidden_size": "wide"}, InvalidRequest, "cannot be loaded"),
+        ({"intermediate_size": 96}, UnsupportedModel, "wrong shapes for 6"),
+        ({"num_hidden_layers": 3}, UnsupportedModel, "misses 9 of .*layers.2"),
+        ({"auto_map": {"AutoConfig": "x.X"}, "model_type": "own"}, InvalidRequest, "cannot be loaded"),
+    ],
+)
+def test_a_configuration_that_does_not_fit_is_one_sentence(
+    tmp_path: Path, change: dict[str, object], error: type[Exception], word: str
+) -> None:
+    path = save(tmp_path, ["<unk>", "a"]) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(error, match=word) as caught:
+        load_model(str(tmp_path), "target", "cpu")
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_weights_are_refused_and_tied_ones_are_not_missing(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    file = save(tmp_path, ["<unk>", "a"]) / "model.safetensors"
+    weights = load_file(file)
+    save_file({k: v for k, v in weights.items() if k != "lm_head.weight"}, file, {"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=r"misses 1 of the model.s weights, lm_head\.weight"):
+        load_model(str(tmp_path), "target", "cpu")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    load_model(str(tmp_path), "target", "cpu")
+
+
+def test_one_checkpoint_is_one_base_in_every_precision(tmp_path: Path) -> None:
+    folder = save(tmp_path / "one", ["<unk>", "a", "b"])
+    hashes = {
+        load_model(str(folder), "draft", "cpu", dtype).weights_hash()
+        for dtype in ("float32", "bfloat16", "float16")
+    }
+    assert len(hashes) == 1
+    model = load_model(str(folder), "draft", "cpu").hf
+    model.model.layers[1].self_attn.q_proj.weight.data[0, 0] += 1
+    model.save_pretrained(tmp_path / "two")
+    save_tokenizer_of(folder, tmp_path / "two")
+    assert load_model(str(tmp_path / "two"), "draft", "cpu").weights_hash() not in hashes
+
+
+def save_tokenizer_of(one: Path, other: Path) -> None:
+    transformers.AutoTokenizer.from_pretrained(one).save_pretrained(other)
+
+
+def test_settings_of_generate_that_are_not_followed_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, ["<unk>", "a"])
+    with caplog.at_level(logging.WARNING, "moedraft"):
+        load_model(str(tmp_path), "target", "cpu")
+        assert caplog.messages == []
+        settings = {"repetition_penalty": 1.3, "suppress_tokens": [1], "eos_token_id": 1, "num_beams": 1}
+        (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+        load_model(str(tmp_path), "draft", "cpu")
+        assert caplog.messages == []
+        model = load_model(str(tmp_path), "target", "cpu")
+    assert model.eos_token_ids == frozenset({1})
+    (message,) = caplog.messages
+    assert "repetition_penalty, suppress_tokens" in message
+    assert "num_beams" not in message
+
+
 def test_devices_and_dtypes() -> None:
     assert pick_device("cpu").type == "cpu"
     with pytest.raises(InvalidRequest, match="nonsense"):
@@ -122,9 +218,9 @@ def test_devices_and_dtypes() -> None:
     assert resolve("some/hub-id", "target") == "some/hub-id"
 
 
-def test_eos_comes_from_wherever_it_is_said() -> None:
+def test_eos_is_what_transformers_generate_ends_at() -> None:
     model = random_model("llama", 0)
-    model.tokenizer = None
+    model.tokenizer = SimpleNamespace(eos_token_id=7)
     assert model.eos_token_ids == frozenset()
     model.hf.generation_config.eos_token_id = [3, 5]
     assert model.eos_token_ids == frozenset({3, 5})

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import io
 from pathlib import Path
 
 import pytest
 
 import moedraft
+from moedraft.cli import main
+from moedraft.cli.files import STDIN, read_prompts
 from moedraft.config import load_settings
-from moedraft.core import InvalidRequest, check_domain_name
+from moedraft.core import InvalidRequest, StorageError, check_domain_name
+from moedraft.engine.build import build
 
 
 def test_public_names() -> None:
@@ -75,3 +79,35 @@ def test_bad_domain_names(name: str) -> None:
 @pytest.mark.parametrize("name", ["a", "0", "docs-de", "a" * 64, "x_1"])
 def test_good_domain_names(name: str) -> None:
     assert check_domain_name(name) == name
+
+
+def test_a_home_that_cannot_be_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(StorageError, match="is a file, not a folder"):
+        build(load_settings(home=tmp_path / "file"))
+    assert main(["stats", "--home", str(tmp_path / "file")]) == 2
+    assert "is a file, not a folder" in capsys.readouterr().err
+    with pytest.raises(InvalidRequest, match="'home'"):
+        load_settings(home="~nosuchuser/x")
+    with pytest.raises(InvalidRequest, match="home"):
+        load_settings(home=5)
+
+
+@pytest.mark.parametrize("closed", [None, "closed"])
+def test_closed_standard_input_is_one_sentence(monkeypatch: pytest.MonkeyPatch, closed: str | None) -> None:
+    stream = io.StringIO()
+    stream.close()
+    monkeypatch.setattr("sys.stdin", stream if closed else None)
+    with pytest.raises(InvalidRequest, match="standard input is closed"):
+        read_prompts(STDIN)
+
+
+@pytest.mark.parametrize(
+    ("option", "word"),
+    [(("--top-k", "99999999999999999999"), "top_k"), (("--home", "~nosuchuser/x"), "home")],
+)
+def test_hostile_options_end_with_two(
+    option: tuple[str, str], word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "a", *option]) == 2
+    assert word in capsys.readouterr().err

@@ -104,8 +104,10 @@ def writing(settings: Settings, *, create: bool = False) -> Iterator[Store]:
 
 @contextmanager
 def _opened(settings: Settings, *, write: bool) -> Iterator[Store]:
+    from moedraft.config import check_home
     from moedraft.storage.store import Store
 
+    check_home(settings.home)
     store = Store.open(settings.home, write=write, replay_capacity=settings.replay_capacity)
     try:
         yield store

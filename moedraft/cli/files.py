@@ -90,9 +90,15 @@ def _title(path: Path) -> str:
     return "standard input" if path == STDIN else str(path)
 
 
+def _read_stdin() -> bytes:
+    if sys.stdin is None or sys.stdin.closed:
+        raise InvalidRequest("standard input is closed; give a file, or pipe the rows in.")
+    return sys.stdin.buffer.read()
+
+
 def _objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """(file and line, object) of each line that is not blank."""
-    content = sys.stdin.buffer.read() if path == STDIN else path.read_bytes()
+    content = _read_stdin() if path == STDIN else path.read_bytes()
     for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
         where = f"{_title(path)}, line {number}"
         if not line.strip():

@@ -7,6 +7,7 @@ domain is new starts with the same hope as everybody else.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -16,6 +17,8 @@ from moedraft.storage.store import Store
 
 if TYPE_CHECKING:  # so that `news` can be asked for without loading PyTorch's and PEFT's training parts
     from moedraft.distill.trainer import Trainer, Update
+
+log = logging.getLogger(__name__)
 
 HOPE = 0.05  # acceptance an adapter is thought to gain by its first update
 FORGET = 0.5  # weight of the newest measured gain
@@ -30,7 +33,8 @@ class DistillLoop:
     every: int = 16  # new records that make an update due
     gains: dict[str, float] = field(default_factory=dict)
     updates: int = 0
-    status: str = "waiting for records"
+    status: str = "waiting for records"  # or "training <expert>", "paused: <reason>"
+    failure: str = ""  # the unexpected one that stands in the log already
 
     def due(self) -> str | None:
         """The adapter to train now, None when nobody has enough news."""
@@ -63,6 +67,13 @@ class DistillLoop:
         except StorageError as error:
             self.status = f"paused: {error}"
             return None
+        except Exception as error:  # whatever goes wrong in learning, serving goes on
+            reason = f"{type(error).__name__}: {error}"
+            if reason != self.failure:
+                log.exception("Learning is paused.")
+            self.failure, self.status = reason, f"paused: {reason}"
+            return None
+        self.failure = ""
         self.status = "waiting for records"
         if update is not None:
             self.updates += 1

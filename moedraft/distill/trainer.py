@@ -7,10 +7,11 @@ stored top-k (with its tail as one bucket) to the draft, at every position of th
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,17 +20,18 @@ import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import save_file
 
-from moedraft.core import SHARED, AdapterVersion, ReplayRecord
-from moedraft.drafting.lora import adaptable
+from moedraft.core import SHARED, AdapterVersion, ReplayRecord, UnsupportedModel
+from moedraft.drafting.lora import LORA_A, PREFIX, adaptable
 from moedraft.kernels import Kind, divergence
 from moedraft.models import LanguageModel
-from moedraft.storage.adapters import AdapterStore
+from moedraft.storage.adapters import AdapterStore, LoadedAdapter
 from moedraft.storage.registry import Registry
 from moedraft.storage.replay import ReplayBuffer
 from moedraft.storage.store import TARGET_ID
 
 HELD_OUT_EVERY = 8  # one record in so many is never trained on and measures the update
 KEEP_VERSIONS = 5  # newest versions of an adapter that stay on disk, besides the live one and its parent
+KEPT = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora")  # of a stored configuration
 MAX_CONTEXT = 256  # tokens of the prompt that an update reads, from its end
 
 
@@ -62,10 +64,13 @@ def is_held_out(record: ReplayRecord) -> bool:
     return zlib.crc32(ids.encode()) % HELD_OUT_EVERY == 0
 
 
-def collate(records: list[ReplayRecord], device: torch.device, max_tokens: int | None = None) -> Batch:
+def collate(
+    records: list[ReplayRecord], device: torch.device, max_tokens: int | None = None, vocab: int | None = None
+) -> Batch:
     """Records → one batch. Answer token i is predicted by the logits one position before it.
 
-    `max_tokens` cuts long answers from their end, so that a row never exceeds it.
+    `max_tokens` cuts long answers from their end, so that a row never exceeds it. Tokens the draft does not
+    have (`vocab` and above) are read as 0; in a top-k they become padding, and their mass goes to the tail.
     """
     context = MAX_CONTEXT if max_tokens is None else min(MAX_CONTEXT, max_tokens // 2)
     rows, starts, counts = [], [], []
@@ -81,18 +86,25 @@ def collate(records: list[ReplayRecord], device: torch.device, max_tokens: int |
     mask = torch.zeros(len(rows), length, dtype=torch.bool)
     for b, (row, start, count) in enumerate(zip(rows, starts, counts, strict=True)):
         ids[b, : len(row)] = torch.tensor(row)
+        if vocab is not None:
+            ids[b].masked_fill_(ids[b] >= vocab, 0)
         mask[b, start : start + count] = True
     chosen = [
         (pad_to(top, width, -1), pad_to(logprobs, width, -torch.inf))
         for record, count in zip(records, counts, strict=True)
         for top, logprobs in zip(record.topk_ids[:count], record.topk_logprobs[:count], strict=True)
     ]
+    topk_ids = torch.tensor([top for top, _ in chosen])
+    topk_logprobs = torch.tensor([logprobs for _, logprobs in chosen])
+    if vocab is not None:
+        topk_logprobs.masked_fill_(topk_ids >= vocab, -torch.inf)
+        topk_ids.masked_fill_(topk_ids >= vocab, -1)
     return Batch(
         token_ids=ids.to(device),
         keep=keep,
         mask=mask[:, -keep:].to(device),
-        topk_ids=torch.tensor([top for top, _ in chosen], device=device),
-        topk_logprobs=torch.tensor([logprobs for _, logprobs in chosen], device=device),
+        topk_ids=topk_ids.to(device),
+        topk_logprobs=topk_logprobs.to(device),
     )
 
 
@@ -127,6 +139,7 @@ class Trainer:
         self.modules = {kind: adaptable(draft, kind) for kind in ("tail", "full")}
         self.model: Any = None  # the PEFT model, once there is an adapter
         self.loaded: dict[str, int] = {}  # version whose weights the PEFT adapter holds
+        self.configs: dict[str, LoraConfig] = {}  # rank and modules of what is loaded
         self.optimisers: dict[str, torch.optim.Optimizer] = {}
         self.seed = 0
 
@@ -135,19 +148,25 @@ class Trainer:
     ) -> Update | None:
         """Train `expert` (or SHARED) for `steps` optimiser steps and publish the result as its live version.
 
-        None when there is nothing to learn from. Raises StorageError when it cannot be stored.
+        None when there is nothing to learn from. Raises StorageError when it cannot be stored,
+        UnsupportedModel where PEFT covers other modules than the engine does, FloatingPointError where no
+        step was finite; whatever is raised, the next update starts from the live version again.
         """
         records = self._records(expert)
         train = [r for r in records if not is_held_out(r)]
         if not train:
             return None
         held_out = [r for r in records if is_held_out(r)]
-        self._activate(expert)
-        before = self._acceptance(held_out)
         steps = steps or self.steps
-        loss = self._train(expert, train, steps, on_step)
-        after = self._acceptance(held_out)
-        version = self._publish(expert, after)
+        try:
+            self._activate(expert)
+            before = self._acceptance(held_out)
+            loss = self._train(expert, train, steps, on_step)
+            after = self._acceptance(held_out)
+            version = self._publish(expert, after)
+        except BaseException:
+            self._forget(expert)
+            raise
         return Update(expert, version, len(train), steps, loss, before, after)
 
     # -- data ------------------------------------------------------------------------------------
@@ -199,26 +218,52 @@ class Trainer:
     def _bring_up(self, name: str) -> None:
         key, found = _key(name), self.adapters.load_live(name, self.base_hash)
         version = found[0].version if found else 0
-        if key in (self.model.peft_config if self.model is not None else {}):
-            if self.loaded.get(name) == version:
-                return
-            self.model.delete_adapter(key)
-        self.optimisers.pop(name, None)
+        if self.loaded.get(name) == version:
+            return
+        self._forget(name)
+        config = self._config(name, found[1] if found else None)
+        self.configs[name] = copy.deepcopy(config)  # PEFT may change its own
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PEFT's advice about tied output layers; we merge into a copy
             if self.model is None:
-                self.model = get_peft_model(self.draft.hf, self._config(name), adapter_name=key)
+                self.model = get_peft_model(self.draft.hf, config, adapter_name=key)
             else:
-                self.model.add_adapter(key, self._config(name))
+                self.model.add_adapter(key, config)
+            self._state(name)  # refuses what could never be published
             if found:
                 set_peft_model_state_dict(self.model, found[1].tensors, adapter_name=key)
         self.loaded[name] = version
 
-    def _config(self, name: str) -> LoraConfig:
-        scope = "full" if name == SHARED else self.scope
-        rank = self.shared_rank if name == SHARED else self.rank
-        pattern = "|".join(re.escape(module) for module in self.modules[scope])
-        return LoraConfig(r=rank, lora_alpha=rank, target_modules=pattern, bias="none")
+    def _forget(self, name: str) -> None:
+        """Nothing of `name` stays in memory; the next update takes it from storage."""
+        for known in (self.loaded, self.configs, self.optimisers):
+            known.pop(name, None)
+        if self.model is not None and _key(name) in self.model.peft_config:
+            self.model.delete_adapter(_key(name))
+
+    def _config(self, name: str, stored: LoadedAdapter | None) -> LoraConfig:
+        """Rank and modules of the stored version where there is one, else of the settings."""
+        if stored is None:
+            rank = self.shared_rank if name == SHARED else self.rank
+            modules = self.modules["full" if name == SHARED else self.scope]
+            options: dict[str, Any] = {"r": rank, "lora_alpha": rank}
+        else:
+            modules = sorted(_modules(stored.tensors))
+            options = {key: stored.config[key] for key in KEPT if key in stored.config}
+        pattern = "|".join(re.escape(module) for module in modules)  # PEFT matches it as a whole
+        return LoraConfig(**options, target_modules=f"(?:{pattern})", bias="none")
+
+    def _state(self, name: str) -> dict[str, torch.Tensor]:
+        """The adapter's tensors, of exactly the modules wanted. Raises UnsupportedModel."""
+        state: dict[str, torch.Tensor] = get_peft_model_state_dict(
+            self.model, adapter_name=_key(name), save_embedding_layers=False
+        )
+        held = _modules(state)
+        wanted = {m for m in self.modules["full"] if re.fullmatch(str(self.configs[name].target_modules), m)}
+        if held != wanted or len(state) != 2 * len(held):
+            other = ", ".join(sorted(held ^ wanted)[:3]) or "something else than lora_A and lora_B"
+            raise UnsupportedModel(f"{self.draft.name}: PEFT and the engine do not agree on {other}.")
+        return state
 
     def _train(
         self,
@@ -231,23 +276,26 @@ class Trainer:
         optimiser = self.optimisers.setdefault(
             expert, torch.optim.AdamW(parameters, lr=self.learning_rate, weight_decay=0.0)
         )
-        total = 0.0
+        total, done = 0.0, 0
         for number, chosen in enumerate(self._batches(records, steps), 1):
             # Falling within each update: the version that is published should be a settled one.
             for group in optimiser.param_groups:
                 group["lr"] = self.learning_rate * (1 - 0.8 * (number - 1) / steps)
-            batch = collate(chosen, self.draft.device, self.tokens_per_step)
+            batch = collate(chosen, self.draft.device, self.tokens_per_step, self.draft.vocab_size)
             loss = divergence(
                 self._logits(batch), teacher_topk=(batch.topk_ids, batch.topk_logprobs), kind=self.kind
             )
             loss.backward()  # type: ignore[no-untyped-call]
-            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-            optimiser.step()
+            norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            if bool(loss.isfinite()) and bool(norm.isfinite()):  # one bad batch must not spoil the weights
+                optimiser.step()
+                total, done = total + loss.item(), done + 1
             optimiser.zero_grad(set_to_none=True)
-            total += loss.item()
             if on_step:
-                on_step(number, total / number)
-        return total / steps
+                on_step(number, total / max(done, 1))
+        if not done:
+            raise FloatingPointError(f"no step of the update of {expert!r} had a finite loss.")
+        return total / done
 
     def _logits(self, batch: Batch) -> torch.Tensor:
         """[N, V] at the supervised positions."""
@@ -260,19 +308,20 @@ class Trainer:
         """Share of held-out answer tokens where draft and target have the same most likely token."""
         hits = total = 0
         for start in range(0, min(len(records), 32), 8):
-            batch = collate(records[start : start + 8], self.draft.device, self.tokens_per_step)
+            part = records[start : start + 8]
+            batch = collate(part, self.draft.device, self.tokens_per_step, self.draft.vocab_size)
             best = self._logits(batch).argmax(-1)
             hits += int((best == batch.topk_ids[:, 0]).sum())
             total += best.numel()
         return hits / total if total else None
 
     def _publish(self, expert: str, acceptance: float | None) -> AdapterVersion:
-        key, config = _key(expert), self._config(expert)
+        config = copy.deepcopy(self.configs[expert])
         config.base_model_name_or_path = self.draft.name
         config.inference_mode = True
-        state = get_peft_model_state_dict(self.model, adapter_name=key, save_embedding_layers=False)
         tensors = {
-            name: value.detach().to("cpu", torch.float32).contiguous() for name, value in state.items()
+            name: value.detach().to("cpu", torch.float32).contiguous()
+            for name, value in self._state(expert).items()
         }
 
         def write(folder: Path) -> None:
@@ -285,11 +334,15 @@ class Trainer:
             parent=self.loaded[expert],
             base_hash=self.base_hash,
             acceptance=acceptance,
-            extra={"rank": config.r, "modules": self.modules["full" if expert == SHARED else self.scope]},
+            extra={"rank": config.r, "modules": sorted(_modules(tensors))},
         )
         self.loaded[expert] = version.version
         self.adapters.prune(expert, KEEP_VERSIONS)
         return version
+
+
+def _modules(tensors: Mapping[str, torch.Tensor]) -> set[str]:
+    return {key.removeprefix(PREFIX).removesuffix(LORA_A) for key in tensors if key.endswith(LORA_A)}
 
 
 def _key(name: str) -> str:

@@ -8,6 +8,7 @@ expert uses weights merged once and kept. Rows without an expert use W' alone.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -38,11 +39,20 @@ def adaptable(draft: LanguageModel, scope: str) -> list[str]:
     """Names of the linear layers that an adapter of this scope covers; the output layer is the last.
 
     "full": every one. "tail": those after which no key or value is made, so that the cache of the draft
-    is the same whichever expert is on. Raises UnsupportedModel where the architecture offers none.
+    is the same whichever expert is on. Left out in both: routers and token-routed experts of an MoE, whose
+    rows are permuted, so that nobody can tell whose they are. Raises UnsupportedModel where the architecture
+    offers none.
     """
     names = []
     for prefix, layer in _decoder_layers(draft):
-        names += [f"{prefix}.{name}" for name, module in layer.named_modules() if _is_linear(module)]
+        routed = tuple(f"{name}." for name, module in layer.named_modules() if _routes(name, module))
+        names += [
+            f"{prefix}.{name}"
+            for name, module in layer.named_modules()
+            if _is_linear(module)
+            and not name.startswith(routed)
+            and name.rpartition(".")[2] not in ("gate", "router")
+        ]
     head = draft.hf.get_output_embeddings()
     output = [name for name, module in draft.hf.named_modules() if module is head and _is_linear(module)]
     if not names or not output:
@@ -63,6 +73,11 @@ def _decoder_layers(draft: LanguageModel) -> list[tuple[str, nn.Module]]:
         if isinstance(module, nn.ModuleList) and len(module) == draft.num_layers:
             return [(f"{name}.{i}", layer) for i, layer in enumerate(module)]
     raise UnsupportedModel(f"{draft.name}: its decoder layers were not found.")
+
+
+def _routes(name: str, module: nn.Module) -> bool:
+    """Whether tokens are dealt out to what lies below this module of a decoder layer."""
+    return isinstance(module, nn.ModuleList) or name.rpartition(".")[2] in ("experts", "router")
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -92,8 +107,15 @@ class LoRALinear(nn.Module):
             y = nn.functional.linear(x, self.weight, self.base.bias)  # type: ignore[arg-type]
         if self.blocks is not None and self.mask is not None:
             down, up = self.blocks
-            y = y + nn.functional.linear(nn.functional.linear(x, down) * self.mask, up)
+            y = y + nn.functional.linear(nn.functional.linear(x, down) * _shaped(self.mask, x), up)
         return y
+
+
+def _shaped(mask: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """[B, 1, R] → what multiplies x's rows: [B, T, h], [B·T, h] with T tokens of each row, or [B, …, h]."""
+    if x.dim() == 2:
+        return mask[:, 0].repeat_interleave(x.shape[0] // mask.shape[0], dim=0)
+    return mask.view(mask.shape[0], *[1] * (x.dim() - 2), mask.shape[2])
 
 
 class ExpertBank:
@@ -157,7 +179,19 @@ class ExpertBank:
             rank = a.shape[0]
             if b is None or a.shape != (rank, base.shape[1]) or b.shape != (base.shape[0], rank):
                 raise CorruptAdapter(f"the adapter's shapes for {name!r} do not fit the draft base.")
-            scale = scaling(config, name, rank)
+            try:
+                scale = scaling(config, name, rank)
+            except (
+                ValueError,
+                TypeError,
+                OverflowError,
+                ZeroDivisionError,
+                RecursionError,
+                re.error,
+            ) as error:
+                raise CorruptAdapter(
+                    f"the adapter's scaling for {name!r} makes no sense: {error}."
+                ) from error
             deltas[name] = (a.to(base), (b * scale).to(base))
         return Adapter(version, deltas)
 
@@ -219,7 +253,10 @@ class ExpertBank:
 
 
 def scaling(config: Mapping[str, object], name: str, rank: int) -> float:
-    """PEFT's factor on B·A: lora_alpha / r, or lora_alpha / √r with rsLoRA; patterns by module suffix."""
+    """PEFT's factor on B·A: lora_alpha / r, or lora_alpha / √r with rsLoRA; patterns by module suffix.
+
+    Raises ValueError, TypeError or re.error for a configuration that makes no sense.
+    """
     alpha = float(str(config.get("lora_alpha", rank)))
     patterns = config.get("alpha_pattern")
     if isinstance(patterns, Mapping):
@@ -227,4 +264,6 @@ def scaling(config: Mapping[str, object], name: str, rank: int) -> float:
             if re.fullmatch(rf"(.*\.)?({pattern})", name):
                 alpha = float(value)
                 break
+    if not math.isfinite(alpha):
+        raise ValueError(f"lora_alpha is {alpha}")
     return float(alpha / (rank**0.5 if config.get("use_rslora") else rank))

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from moedraft.config import Settings, load_settings
+from moedraft.config import Settings, check_home, load_settings
 from moedraft.core import SHARED
 from moedraft.drafting.drafter import Drafter
 from moedraft.drafting.lora import ExpertBank
@@ -49,7 +49,8 @@ class System:
 
 
 def open_store(settings: Settings, *, write: bool = True) -> Store:
-    """Raises StorageError as `Home.open` does."""
+    """Raises StorageError as `Home.open` does, and for a file in the home's place."""
+    check_home(settings.home)
     return Store.open(settings.home, write=write, replay_capacity=settings.replay_capacity)
 
 
@@ -65,6 +66,7 @@ def open_router(settings: Settings, store: Store) -> Router:
 def build(settings: Settings) -> System:
     """Models, home, router, experts and engine of these settings."""
     # A home that is there is claimed before the models are loaded, a new one is made only after they fit.
+    check_home(settings.home)
     store = open_store(settings) if (settings.home / DATABASE).exists() else None
     try:
         target, draft = load_pair(settings)

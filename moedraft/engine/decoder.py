@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ import torch
 from moedraft.core import Sequence, Verdict
 from moedraft.drafting.budget import Budget
 from moedraft.drafting.drafter import CausalModel, Draft, Drafter, empty_draft
-from moedraft.kernels import verify_chain
+from moedraft.kernels import TARGET_INVALID, verify_chain
 from moedraft.sampling import SamplingBatch, filter_logits
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class Decoder:
         self.budget = Budget(max_speculative_tokens, num_speculative_tokens)
         self.cache = target.new_cache(slots)
         self.verify_seconds = 0.0  # spent in `verify_chain` since the start
-        self._sampling: tuple[tuple[str, ...], SamplingBatch] | None = None
+        self._sampling: tuple[list[Sequence], SamplingBatch] | None = None
 
     def swap(self, a: int, b: int) -> None:
         """Exchange two slots in both caches."""
@@ -101,16 +102,24 @@ class Decoder:
         self.selector.observe(rows, verdict)
         self._capture(rows, logits, accepted)
         return [
-            Round(tokens[b][: count + 1], count, draft.confidences[b], draft.steps, bool(status))
+            Round(
+                tokens=tokens[b][: count + 1],
+                accepted=count,
+                # A draft that gives NaN is refused by the kernel; its confidence is none.
+                confidences=[0.0 if math.isnan(value) else value for value in draft.confidences[b]],
+                steps=draft.steps,
+                broken=bool(status & TARGET_INVALID),
+            )
             for b, (count, status) in enumerate(zip(accepted, verdict.status.tolist(), strict=True))
         ]
 
     def _sampling_of(self, rows: list[Sequence]) -> SamplingBatch:
-        key = tuple(row.request_id for row in rows)
-        if self._sampling is None or self._sampling[0] != key:
+        """Of the same rows, not of rows with the same ids: an id may be used again."""
+        known = self._sampling
+        if known is None or [id(row) for row in known[0]] != [id(row) for row in rows]:
             params, seeds = [row.params for row in rows], [row.seed for row in rows]
-            self._sampling = (key, SamplingBatch.of(params, seeds, self.target.device))
-        return self._sampling[1]
+            known = self._sampling = (rows, SamplingBatch.of(params, seeds, self.target.device))
+        return known[1]
 
     def _draft(self, rows: list[Sequence], sampling: SamplingBatch) -> Draft:
         """Guess for every row that wants it; nothing where drafting does not pay."""
@@ -132,11 +141,13 @@ class Decoder:
 
     def _limit(self, row: Sequence, fixed: bool) -> int:
         """The most tokens this row may draft: one less than it may still emit."""
-        if not row.draft:
+        if not row.draft or self.drafter is None:
             return 0
         longest = self.num_speculative_tokens if fixed else self.budget.longest
-        left = min(row.params.max_tokens - row.num_generated, self.max_model_len - len(row.token_ids))
-        return max(0, min(longest, left - 1))
+        length = len(row.token_ids)
+        left = min(row.params.max_tokens - row.num_generated, self.max_model_len - length)
+        # Past the draft's own context the target goes on alone.
+        return max(0, min(longest, left - 1, self.drafter.model.max_len - length))
 
     def _forward(self, rows: list[Sequence], draft: Draft) -> torch.Tensor:
         """Target logits [B, K+1, V] after the last token and after each drafted one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+BROKEN = "\ufffd"  # what half a character is decoded to
 WINDOW = 6  # tokens of context that decide how the next one is spelled (spaces, joined bytes)
 
 
@@ -22,25 +23,28 @@ class Detokenizer:
         self._shown = 0  # tokens whose text is in `text`
 
     def add(self, tokens: list[int]) -> int | None:
-        """Append; returns how many of `tokens` complete the first stop string, None when there is none."""
-        before = (len(self.ids), self.text, self._start, self._shown)
-        self._append(tokens)
-        if not self.stops or self._stop_at(len(before[1])) is None:
+        """Append; returns how many of `tokens` complete the first stop string, None when there is none.
+
+        With stop strings token by token, so that the answer is the same however it comes in blocks.
+        """
+        if not self.stops:
+            self._append(tokens)
             return None
-        count, self.text, self._start, self._shown = before
-        del self.ids[count:]
         for number, token in enumerate(tokens, 1):
             seen = len(self.text)
-            self._append([token])
-            at = self._stop_at(seen)
-            if at is not None:
-                self.text = self.text[:at]
+            held = self._append([token])
+            if self._stop(seen, held.rstrip(BROKEN)):
                 return number
-        return len(tokens)
+        return None
 
-    def flush(self) -> None:
-        """Show what was held back, at the end of an answer; broken bytes become U+FFFD."""
+    def flush(self) -> bool:
+        """Show what was held back, at the end of an answer; broken bytes become U+FFFD.
+
+        True where that completes a stop string; the text then ends before it.
+        """
+        seen = len(self.text)
         self._show(self._pending())
+        return self._stop(seen)
 
     def settled(self) -> int:
         """Length of the text that no stop string can take back any more."""
@@ -50,11 +54,14 @@ class Detokenizer:
                 return len(self.text) - size
         return len(self.text)
 
-    def _append(self, tokens: list[int]) -> None:
+    def _append(self, tokens: list[int]) -> str:
+        """Take the tokens in; returns the text that is held back since it ends inside a character."""
         self.ids += tokens
         new = self._pending()
-        if not new.endswith("\ufffd"):
-            self._show(new)
+        if new.endswith(BROKEN):
+            return new
+        self._show(new)
+        return ""
 
     def _pending(self) -> str:
         known = len(self._decode(self.ids[self._start : self._shown]))
@@ -65,11 +72,14 @@ class Detokenizer:
         self._start = max(self._shown - WINDOW, 0)
         self._shown = len(self.ids)
 
-    def _stop_at(self, seen: int) -> int | None:
-        """Where the earliest stop string begins that ends after the first `seen` characters."""
-        found = [self.text.find(stop, max(0, seen - len(stop) + 1)) for stop in self.stops]
+    def _stop(self, seen: int, held: str = "") -> bool:
+        """Cut before the earliest stop string that ends after the first `seen` characters, if any."""
+        text = self.text + held
+        found = [text.find(stop, max(0, seen - len(stop) + 1)) for stop in self.stops]
         hits = [at for at in found if at >= 0]
-        return min(hits) if hits else None
+        if hits:
+            self.text, self._shown = text[: min(hits)], len(self.ids)
+        return bool(hits)
 
     def _decode(self, ids: list[int]) -> str:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -9,12 +9,21 @@ from __future__ import annotations
 import secrets
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moedraft.core import SHARED, FinishReason, InvalidRequest, RequestOutput, SamplingParams, Sequence
+from moedraft.core import (
+    SHARED,
+    FinishReason,
+    InvalidRequest,
+    RequestOutput,
+    SamplingParams,
+    Sequence,
+    check_request,
+)
 from moedraft.drafting.drafter import CausalModel, Drafter
 from moedraft.engine.decoder import Decoder, Round
 from moedraft.engine.detokenizer import Detokenizer
@@ -47,14 +56,10 @@ class Engine:
         topk: int = 16,
         eos_token_ids: frozenset[int] = frozenset(),
     ) -> None:
-        self.target = target
-        self.tokenizer = tokenizer
-        self.drafter = drafter
-        self.selector = selector
-        limits = [target.max_len, max_model_len or target.max_len]
-        self.max_model_len = min([*limits, drafter.model.max_len] if drafter else limits)
-        self.prefill_chunk = prefill_chunk
-        self.truncate_prompts = truncate_prompts
+        self.target, self.tokenizer = target, tokenizer
+        self.drafter, self.selector = drafter, selector
+        self.max_model_len = min(target.max_len, max_model_len or target.max_len)
+        self.prefill_chunk, self.truncate_prompts = prefill_chunk, truncate_prompts
         self.eos_token_ids = eos_token_ids
         self.decoder = Decoder(
             target,
@@ -70,6 +75,7 @@ class Engine:
         self.scheduler = Scheduler(max_batch_size, self.decoder.swap)
         self.sequences: dict[str, Sequence] = {}
         self.texts: dict[str, Detokenizer] = {}
+        self.boxes: dict[str, deque[RequestOutput]] = {}  # outputs for `generate` and `stream`, whoever steps
         self.sinks: list[Callable[[Sequence], None]] = []
         self.refresh: Callable[[], None] = lambda: None
         self.knows: Callable[[str], bool] = lambda expert: True  # whether there is such an expert
@@ -93,8 +99,9 @@ class Engine:
         expert pins one; draft=False is plain decoding; capture keeps what learning needs. Raises
         InvalidRequest for an empty prompt, one longer than the context, an unknown expert, or an id in use.
         """
-        params = params or SamplingParams()
-        request_id = request_id or uuid.uuid4().hex
+        params = SamplingParams() if params is None else params
+        request_id = uuid.uuid4().hex if request_id is None else request_id
+        check_request(request_id, prompt, params, expert)
         if request_id in self.sequences:
             raise InvalidRequest(f"request id {request_id!r} is in use.")
         if expert is not None and not self.knows(expert):
@@ -114,7 +121,11 @@ class Engine:
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request at once and free its slot; None when there is no such request."""
         sequence = self.sequences.get(request_id)
-        return self._finish(sequence, "abort") if sequence else None
+        if sequence is None:
+            return None
+        output = self._finish(sequence, "abort")
+        self._deliver([output])
+        return output
 
     @property
     def has_work(self) -> bool:
@@ -149,6 +160,7 @@ class Engine:
             self.selector.assign(new)
         self._read_prompts()
         outputs = self._decode() if self.scheduler.num_ready else []
+        self._deliver(outputs)
         self.step_seconds += time.perf_counter() - began
         return outputs
 
@@ -170,29 +182,33 @@ class Engine:
 
     def _advance(self, row: Sequence, one: Round) -> RequestOutput:
         """Take the verified tokens into the sequence; end it where it must end."""
-        self._count(row, one)
-        row.target_cached = len(row.token_ids) + one.accepted
         if one.broken:
+            self._count(row, one, 0)
             return self._finish(row, "error")
         tokens, reason = self._cut(row, one.tokens)
         stopped = self.texts[row.request_id].add(tokens)
         if stopped is not None:
             tokens, reason = tokens[:stopped], "stop"
+        self._count(row, one, len(tokens))
+        row.target_cached = len(row.token_ids) + one.accepted
         row.token_ids += tokens
         row.first_token_at = row.first_token_at or time.monotonic()
         return self._finish(row, reason, at_stop=stopped is not None) if reason else self._output(row)
 
-    def _count(self, row: Sequence, one: Round) -> None:
-        """The sequence's statistics, its draft cache, and what the budget learns from the row."""
+    def _count(self, row: Sequence, one: Round, entered: int) -> None:
+        """The sequence's statistics, its draft cache, and what the budget learns from the row.
+
+        Of the round's tokens `entered` became part of the answer; what lies behind its end is not counted.
+        """
         row.num_steps += 1
         if not one.confidences or self.drafter is None:
             return
         row.num_drafts += 1
         row.drafted += len(one.confidences)
-        row.accepted += one.accepted
+        row.accepted += min(one.accepted, entered)
         row.draft_cached = len(row.token_ids) + min(one.accepted, one.steps - 1)
         row.adapter_version = self.drafter.bank.version(row.expert)
-        if one.accepted < len(one.confidences):
+        if one.accepted < min(entered, len(one.confidences)):
             row.rejected.append(row.num_generated + one.accepted)
         self.decoder.budget.model(row.expert).observe(one.confidences, one.accepted)
 
@@ -205,10 +221,11 @@ class Engine:
         return tokens[:room], "length" if len(tokens) >= room else None
 
     def _finish(self, row: Sequence, reason: FinishReason, *, at_stop: bool = False) -> RequestOutput:
-        row.finish_reason = reason
+        held_stop = not at_stop and self.texts[row.request_id].flush()
+        row.finish_reason = "stop" if held_stop and reason == "length" else reason
         row.finished_at = time.monotonic()
-        if not at_stop:
-            self.texts[row.request_id].flush()
+        if self.drafter is not None and len(row.token_ids) > self.drafter.model.max_len:
+            row.captured = []  # longer than the draft can read, so nothing it could learn from
         self.scheduler.remove(row)
         output = self._output(row)
         del self.sequences[row.request_id], self.texts[row.request_id]
@@ -253,16 +270,25 @@ class Engine:
         """Answer all prompts, batched; outputs in input order. `learn` keeps records for distillation.
 
         Steps requests that were added before as well; their outputs are not returned here.
-        Raises InvalidRequest before anything is started when one of the prompts cannot be accepted.
+        Raises InvalidRequest, nothing started, when one of the prompts cannot be accepted.
         """
         ids = self._add_all(prompts, params, expert, draft, learn)
+        box: deque[RequestOutput] = deque()
+        self.boxes.update(dict.fromkeys(ids, box))
         done: dict[str, RequestOutput] = {}
-        while len(done) < len(ids):
-            for output in self.step():
-                if output.finish_reason and output.request_id in ids:
+        try:
+            while len(done) < len(ids):
+                if not box:
+                    self.step()
+                output = box.popleft() if box else None
+                if output and output.finish_reason:
                     done[output.request_id] = output
                     if on_finish:
                         on_finish(output)
+        finally:
+            for request_id in ids:
+                del self.boxes[request_id]
+                self.abort(request_id)
         return [done[request_id] for request_id in ids]
 
     def stream(
@@ -275,11 +301,21 @@ class Engine:
     ) -> Iterator[RequestOutput]:
         """Outputs of one prompt as they grow (`delta` holds the new text). Closing it aborts the request."""
         request_id = self.add(prompt, params, expert=expert, draft=draft)
+        box = self.boxes[request_id] = deque()
         try:
-            while request_id in self.sequences:
-                yield from (output for output in self.step() if output.request_id == request_id)
+            while box or request_id in self.sequences:
+                if box:
+                    yield box.popleft()
+                else:
+                    self.step()
         finally:
+            del self.boxes[request_id]
             self.abort(request_id)
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            if output.request_id in self.boxes:
+                self.boxes[output.request_id].append(output)
 
     def _add_all(
         self, prompts: Any, params: Any, expert: str | None, draft: bool, learn: bool

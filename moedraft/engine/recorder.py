@@ -133,18 +133,25 @@ class AdapterLoader:
         return [SHARED, *registered, *(set(self.bank.experts) - set(registered))]
 
     def _bring_up(self, name: str) -> bool:
-        """Publish the live version of `name`; True if keys and values of running sequences are stale."""
-        live = self.store.registry.live(name)
-        version = live.version if live else 0
-        if version == self.bank.version(name) or (name, version) in self.refused:
-            return False
-        found = self.store.adapters.load_live(name, self.bank.base_hash) if live else None
-        if found is None:
-            return self.bank.publish(name, None)
-        try:
-            adapter = self.bank.read(found[0].version, found[1].config, found[1].tensors)
-        except CorruptAdapter as error:
-            log.warning("%s version %d: %s The version before it serves on.", name, version, error)
-            self.refused.add((name, version))
-            return False
-        return self.bank.publish(name, adapter)
+        """Publish the live version of `name`; True if keys and values of running sequences are stale.
+
+        A version that the bank refuses is rolled back where the home is writable, as a corrupt one is, and
+        its nearest ancestor that fits is taken.
+        """
+        for version in self.store.registry.lineage(name, self.bank.base_hash):
+            if (name, version.version) in self.refused:
+                continue
+            if version.version == self.bank.version(name):
+                return False
+            try:
+                found = self.store.adapters.load(version, self.bank.base_hash)
+                adapter = self.bank.read(version.version, found.config, found.tensors)
+            except CorruptAdapter as error:
+                log.warning("%s version %d: %s An older version serves.", name, version.version, error)
+                self.refused.add((name, version.version))
+                self.store.adapters.reject(version)
+            except StorageError as error:
+                log.warning("%s An older version serves.", error)
+            else:
+                return self.bank.publish(name, adapter)
+        return self.bank.version(name) > 0 and self.bank.publish(name, None)

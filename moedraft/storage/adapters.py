@@ -6,6 +6,7 @@ always computed from a checked name and a number. Knows nothing of what the tens
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -35,6 +36,7 @@ MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1
 ALLOWED = (".safetensors", ".json", ".md")
 TEMPORARY = ".tmp-"
+LIMITS = ("File too large", "quota exceeded")  # as safetensors words EFBIG and EDQUOT
 VERSION_FOLDER = re.compile(r"v([0-9]+)")
 
 log = logging.getLogger(__name__)
@@ -124,10 +126,15 @@ class AdapterStore:
     ) -> tuple[AdapterVersion, LoadedAdapter] | None:
         """The live version or, where it is corrupt, its nearest intact ancestor; None: the untrained expert.
 
-        A corrupt version is logged and, in a writable home, rolled back. One that belongs to another
-        draft base is logged and passed over. Raises StorageError only where the database fails.
+        With `base_hash` only versions of that draft base count, whichever base was trained last. A corrupt
+        version is logged and, in a writable home, rolled back. Raises StorageError only where the database
+        fails.
         """
-        for version in self._registry.lineage(domain):
+        line = self._registry.lineage(domain, base_hash)
+        live = None if line else self._registry.live(domain)
+        if live is not None:
+            log.warning("%s belongs to another draft base; none of this one's serves.", _title(live))
+        for version in line:
             try:
                 return version, self.load(version, base_hash)
             except CorruptAdapter as error:
@@ -147,14 +154,19 @@ class AdapterStore:
                 shutil.rmtree(folder, ignore_errors=not folder.exists())
 
     def prune(self, domain: str, keep: int = 5) -> list[int]:
-        """Removes all but the newest `keep`, the live one and the one a rollback would bring back.
+        """Removes, of each draft base, all but the newest `keep`, the one that serves and its fallback.
 
         Returns the numbers that are gone.
         """
         with self._home.folder_lock:
-            numbers = [version.version for version in self._registry.versions(domain)]
+            versions = self._registry.versions(domain)
             needed = {version.version for version in self._registry.lineage(domain)[:2]}
-            gone = [number for number in numbers[: max(len(numbers) - keep, 0)] if number not in needed]
+            gone = []
+            for base in {version.base_hash for version in versions}:
+                numbers = [version.version for version in versions if version.base_hash == base]
+                needed |= {version.version for version in self._registry.lineage(domain, base)[:2]}
+                gone += numbers[: max(len(numbers) - keep, 0)]
+            gone = sorted(set(gone) - needed)
             # rows first: a folder without a row is cleaned up, a row without a folder would be corrupt
             self._registry.forget_versions(domain, gone)
             for number in gone:
@@ -179,6 +191,10 @@ class AdapterStore:
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
+
+    def reject(self, version: AdapterVersion) -> None:
+        """Rolls `version` back, where it is still there and the home writable: it does not fit its base."""
+        self._reject(version)
 
     def _reject(self, version: AdapterVersion) -> None:
         if not self._home.writable:
@@ -209,6 +225,12 @@ def _written(folder: Path, write: Callable[[Path], None]) -> dict[str, bytes]:
     except SafetensorError as error:
         if "No space left" in str(error):
             raise StorageFull(f"The disk that holds {folder.parent} is full; free some space.") from error
+        if any(limit in str(error) for limit in LIMITS):
+            raise StorageFull(f"{folder.parent} may hold no more: {error}.") from error
+        raise
+    except OSError as error:
+        if error.errno in (errno.EFBIG, errno.EDQUOT):
+            raise StorageFull(f"{folder.parent} may hold no more: {error.strerror}.") from error
         raise
     title = "The new adapter"
     files = _contents(folder, title)
@@ -249,7 +271,7 @@ def _parsed(files: dict[str, bytes], title: str) -> tuple[dict[str, Any], dict[s
 def _object(text: bytes, title: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter: nested too deeply
         raise CorruptAdapter(f"{title} is missing or no JSON.") from error
     if not isinstance(value, dict):
         raise CorruptAdapter(f"{title} is no JSON object.")

@@ -119,15 +119,30 @@ class Registry:
             return [AdapterVersion(**row._mapping) for row in rows]
 
     def live(self, domain: str) -> AdapterVersion | None:
-        """The version that serves; None: the untrained expert."""
+        """The newest alias, whatever its draft base; None: the untrained expert.
+
+        What serves with a certain draft base is the first of `lineage(domain, base_hash)`.
+        """
         with self._home.read() as connection:
             return _live(connection, domain)
 
-    def lineage(self, domain: str) -> list[AdapterVersion]:
-        """The live version and its ancestors that were not rolled back, nearest first."""
+    def lineage(self, domain: str, base_hash: str | None = None) -> list[AdapterVersion]:
+        """The live version and its ancestors that were not rolled back, nearest first.
+
+        With `base_hash`, those of that draft base; where the live one belongs to another, the line starts
+        at the newest version of this base that was not rolled back. Empty where nothing is live.
+        """
         with self._home.read() as connection:
-            live = _live(connection, domain)
-            return [] if live is None else [live, *_ancestors(connection, live)]
+            head = live = _live(connection, domain)
+            if live is not None and base_hash not in (None, live.base_hash):
+                kept = (_domain == domain) & (adapter_versions.c.base_hash == base_hash)
+                query = select(_version).where(kept, _state != "rolled_back").order_by(_version.desc())
+                newest = connection.scalar(query.limit(1))
+                head = None if newest is None else _find(connection, domain, newest)
+            if head is None:
+                return []
+            found = [head, *_ancestors(connection, head)]
+        return [version for version in found if base_hash in (None, version.base_hash)]
 
     def promote(self, domain: str, version: int) -> AdapterVersion | None:
         """Makes `version` live and retires the former; 0 goes back to the untrained expert. The live one."""
@@ -145,7 +160,8 @@ class Registry:
     def rollback(self, domain: str) -> AdapterVersion | None:
         """Back to the parent of the live version, which becomes rolled_back. Returns what is live now.
 
-        An ancestor that was itself rolled back is passed over; None is the untrained expert.
+        An ancestor that was itself rolled back is passed over. With none left the alias goes to the newest
+        version of another draft base; without one, None is the untrained expert.
         """
         with self._home.write(durable=True) as connection:
             live = _live(connection, domain)
@@ -244,7 +260,11 @@ def _ancestors(connection: Connection, version: AdapterVersion) -> list[AdapterV
 def _reject(connection: Connection, version: AdapterVersion) -> AdapterVersion | None:
     _set_state(connection, version, "rolled_back")
     if version.state == "live":
-        _set_live(connection, next(iter(_ancestors(connection, version)), None))
+        kept = (_domain == version.domain) & (_state != "rolled_back")
+        other = select(_version).where(kept, adapter_versions.c.base_hash != version.base_hash)
+        newest = connection.scalar(other.order_by(_version.desc()).limit(1))
+        found = None if newest is None else _find(connection, version.domain, newest)
+        _set_live(connection, next(iter(_ancestors(connection, version)), found))
         _raise_generation(connection)
     return _live(connection, version.domain)
 

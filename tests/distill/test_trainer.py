@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
+from safetensors.torch import save_file
 
-from moedraft.core import SHARED, Domain, SamplingParams
+from moedraft.core import SHARED, Domain, SamplingParams, UnsupportedModel
 from moedraft.distill.loop import DistillLoop
 from moedraft.distill.trainer import Trainer, collate
 from moedraft.drafting.drafter import Drafter
@@ -15,6 +18,7 @@ from moedraft.drafting.lora import ExpertBank
 from moedraft.engine.engine import Engine
 from moedraft.engine.recorder import AdapterLoader, Recorder
 from moedraft.kernels import divergence
+from moedraft.models import LanguageModel
 from moedraft.storage.store import Store
 
 from random_models import VOCAB, prompts_of, random_model
@@ -209,3 +213,164 @@ def test_full_disk_pauses_learning_and_serving_goes_on(rig: Rig, monkeypatch: py
         assert rig.loop.run_once("code") is None
         assert rig.loop.status.startswith("paused")
     assert rig.loop.run_once("code") is not None
+
+
+def trainer_of(rig: Rig, draft: LanguageModel, rank: int = 16, scope: str = "tail") -> Trainer:
+    store = rig.store
+    return Trainer(
+        draft, store.registry, store.adapters, store.replay, scope=scope, rank=rank, shared_rank=rank, steps=4
+    )
+
+
+def test_a_smaller_vocabulary_of_the_draft(rig: Rig) -> None:
+    rig.serve("code", 12, seed=1)
+    batch = collate(rig.store.replay.records("code"), torch.device("cpu"), vocab=40)
+    assert batch.token_ids.max() < 40
+    assert batch.topk_ids.max() < 40
+    assert bool((batch.topk_logprobs[batch.topk_ids < 0] == -torch.inf).all())
+    first = [top[0] for record in rig.store.replay.records("code") for top in record.topk_ids]
+    assert max(first) >= 40
+    assert [i == -1 for i in batch.topk_ids[:, 0].tolist()] == [i >= 40 for i in first]  # never a hit
+    update = trainer_of(rig, random_model("llama", 1, layers=2, vocab=40)).update("code")
+    assert update is not None
+    assert update.loss == update.loss
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])
+def test_a_mixture_of_experts_learns_or_is_refused_by_name(rig: Rig, kind: str) -> None:
+    rig.serve("code", 12, seed=1)
+    common = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    small = {"intermediate_size": 64, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
+    if kind == "qwen3_moe":
+        config = transformers.Qwen3MoeConfig(
+            **common, **small, num_key_value_heads=2, head_dim=8, num_experts=4
+        )
+    else:
+        heads = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4}
+        ranks = {"q_lora_rank": 16, "kv_lora_rank": 16, "first_k_dense_replace": 1}
+        groups = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1}
+        config = transformers.DeepseekV3Config(**common, **small, **heads, **ranks, **groups)
+
+    def made() -> LanguageModel:
+        torch.manual_seed(2)
+        hf = transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+        return LanguageModel(hf, None, kind)
+
+    bank, trainer = ExpertBank(made(), "full"), trainer_of(rig, made(), scope="full")
+    if kind == "deepseek_v3":
+        for _ in range(2):
+            with pytest.raises(UnsupportedModel, match="deepseek_v3: PEFT and the engine"):
+                trainer.update("code")
+        assert rig.store.registry.versions("code") == []
+        return
+    for _ in range(2):
+        update = trainer.update("code")
+        assert update is not None
+        stored = rig.store.adapters.load(update.version)
+        assert bank.read(update.version.version, stored.config, stored.tensors).deltas
+
+
+def test_rank_and_scope_are_those_of_what_is_stored(rig: Rig) -> None:
+    rig.serve("code", 12, seed=1)
+    rig.loop.run_once(SHARED)
+    first = rig.loop.run_once("code")
+    assert first is not None
+    other = trainer_of(rig, random_model("llama", 1, layers=2), rank=4, scope="full")
+    second = other.update("code")
+    assert second is not None
+    old, new = (rig.store.adapters.load(u.version) for u in (first, second))
+    assert {k: v.shape for k, v in old.tensors.items()} == {k: v.shape for k, v in new.tensors.items()}
+    assert new.manifest["rank"] == 16
+
+
+def test_weights_that_are_not_finite_are_forgotten(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.serve("code", 12, seed=1)
+    assert rig.loop.run_once("code") is not None
+    train = rig.trainer._train
+
+    def poison(*args: Any) -> float:
+        loss = train(*args)
+        for parameter in rig.trainer.model.parameters():
+            if parameter.requires_grad:
+                parameter.data.fill_(float("nan"))
+        return loss
+
+    with monkeypatch.context() as broken:
+        broken.setattr(rig.trainer, "_train", poison)
+        assert rig.loop.run_once("code", steps=2) is None
+        assert rig.loop.status.startswith("paused")
+    again = rig.loop.run_once("code", steps=2)
+    assert again is not None
+    assert again.version.parent == 1
+
+
+def test_a_step_that_is_not_finite_is_skipped(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.serve("code", 12, seed=1)
+    calls = 0
+
+    def sometimes(*args: Any, **options: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return divergence(*args, **options) * (float("nan") if calls == 2 else 1.0)
+
+    monkeypatch.setattr("moedraft.distill.trainer.divergence", sometimes)
+    update = rig.loop.run_once("code", steps=3)
+    assert update is not None
+    assert update.loss == update.loss
+    nothing = "moedraft.distill.trainer.divergence"
+    monkeypatch.setattr(nothing, lambda *a, **o: divergence(*a, **o) * float("nan"))
+    assert rig.loop.run_once("code", steps=2) is None
+    assert "finite" in rig.loop.status
+
+
+def test_whatever_fails_in_learning_pauses_it(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(error: BaseException) -> Any:
+        def update(*_: object, **__: object) -> None:
+            raise error
+
+        return update
+
+    monkeypatch.setattr(rig.trainer, "update", fail(RuntimeError("out of memory")))
+    for _ in range(2):
+        assert rig.loop.run_once("code") is None
+        assert rig.loop.status == "paused: RuntimeError: out of memory"
+    assert sum("Learning is paused" in message for message in caplog.messages) == 1
+    monkeypatch.setattr(rig.trainer, "update", fail(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        rig.loop.run_once("code")
+
+
+def test_an_adapter_the_bank_refuses_gives_way_to_its_ancestor(rig: Rig) -> None:
+    rig.serve("code", 12, seed=1)
+    first = rig.loop.run_once("code", steps=2)
+    assert first is not None
+    loaded = rig.store.adapters.load(first.version)
+
+    def write(folder: Path) -> None:
+        (folder / "adapter_config.json").write_text('{"lora_alpha": "abc"}')
+        save_file(loaded.tensors, folder / "adapter_model.safetensors")
+
+    base = rig.bank.base_hash
+    rig.store.adapters.publish("code", write, parent=1, base_hash=base, acceptance=None, extra={})
+    bank = ExpertBank(random_model("llama", 1, layers=2), "tail")  # after a restart
+    AdapterLoader(rig.store, bank).refresh([], now=True)
+    assert bank.version("code") == 1
+    live = rig.store.registry.live("code")
+    assert live is not None
+    assert live.version == 1
+
+
+def test_two_draft_bases_keep_their_experts(rig: Rig) -> None:
+    rig.serve("code", 12, seed=1)
+    rig.loop.run_once("code", steps=2)
+    other = trainer_of(rig, random_model("llama", 7, layers=2))
+    for _ in range(7):
+        assert other.update("code", steps=1) is not None
+    bank = ExpertBank(random_model("llama", 1, layers=2), "tail")
+    AdapterLoader(rig.store, bank).refresh([], now=True)
+    assert bank.version("code") == 1
+    again = rig.loop.run_once("code", steps=1)
+    assert again is not None
+    assert again.version.parent == 1

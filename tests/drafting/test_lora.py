@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 
 from moedraft.core import SHARED, CorruptAdapter, UnsupportedModel
-from moedraft.drafting.lora import PREFIX, Adapter, ExpertBank, adaptable, keeps_cache
+from moedraft.drafting.lora import PREFIX, Adapter, ExpertBank, LoRALinear, adaptable, keeps_cache
+from moedraft.models import LanguageModel
 
 from random_models import random_model
 
@@ -138,3 +140,70 @@ def test_unknown_architectures_are_refused() -> None:
     assert not keeps_cache("model.layers.5.mlp.up_proj", 7)
     assert not keeps_cache("model.layers.6.self_attn.qkv_proj", 7)
     assert Adapter(1, {}).version == 1
+
+
+def tiny_opt() -> LanguageModel:
+    config = transformers.OPTConfig(
+        vocab_size=97,
+        hidden_size=32,
+        ffn_dim=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        word_embed_proj_dim=32,
+        max_position_embeddings=256,
+    )
+    torch.manual_seed(1)
+    hf = transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    return LanguageModel(hf, None, "opt")
+
+
+def test_mixed_batches_where_layers_see_flattened_rows() -> None:
+    model = tiny_opt()
+    bank = ExpertBank(model, "full")
+    for name in "ab":
+        bank.publish(name, bank.read(1, {"lora_alpha": 1}, state(bank, list(bank.layers))))
+    ids = torch.tensor([[3, 4, 5], [3, 4, 5], [3, 4, 5]])
+    bank.select(["a", "b", "none"])
+    mixed = model.forward(model.new_cache(3), 0, ids, [0, 0, 0])
+    for row, name in enumerate(("a", "b", "none")):
+        bank.select([name])
+        alone = model.forward(model.new_cache(1), 0, ids[:1], [0])[0]
+        torch.testing.assert_close(mixed[row], alone, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 8), (6, 8), (2, 3, 4, 8)])
+def test_a_mixed_layer_takes_any_shape_of_rows(shape: tuple[int, ...]) -> None:
+    layer = LoRALinear(torch.nn.Linear(8, 5))
+    x, a, b = torch.randn(shape), torch.randn(2, 8), torch.randn(5, 2)
+    layer.blocks, layer.mask = (a, b), torch.tensor([[1.0, 0.0], [0.0, 1.0]])[:, None]
+    half = len(x) // 2
+    want = torch.cat([layer.base(x[:half]) + x[:half] @ a[:1].T @ b[:, :1].T])
+    other = layer.base(x[half:]) + x[half:] @ a[1:].T @ b[:, 1:].T
+    torch.testing.assert_close(layer(x), torch.cat([want, other]), atol=1e-5, rtol=1e-5)
+
+
+def test_routed_experts_and_routers_are_left_out() -> None:
+    model = random_model("llama", 1)
+    layer = model.hf.get_submodule("model.layers.1.mlp")
+    layer.experts = torch.nn.ModuleList([torch.nn.Linear(4, 4)])
+    layer.gate, layer.blocks = torch.nn.Linear(4, 2), torch.nn.ModuleList([torch.nn.Linear(4, 4)])
+    names = adaptable(model, "full")
+    assert "model.layers.1.mlp.up_proj" in names
+    assert not any(name.endswith((".0", ".gate")) for name in names)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"lora_alpha": "abc"},
+        {"lora_alpha": float("nan")},
+        {"lora_alpha": float("inf")},
+        {"lora_alpha": None},
+        {"alpha_pattern": {"(": 3}},
+        {"alpha_pattern": {"lm_head": [1]}},
+    ],
+)
+def test_a_scaling_that_makes_no_sense_is_corrupt(config: dict) -> None:
+    bank = ExpertBank(random_model("llama", 1))
+    with pytest.raises(CorruptAdapter, match="makes no sense"):
+        bank.read(1, config, state(bank, ["lm_head"]))

@@ -62,3 +62,37 @@ def test_no_stop_is_found_twice_or_before_its_time() -> None:
     assert detokenizer.add(list(b"bab")) is None
     assert detokenizer.add(list(b"aab")) == 2
     assert detokenizer.text == "xabab"
+
+
+class PieceTokenizer:
+    """A token is a piece of bytes."""
+
+    def __init__(self, *pieces: bytes) -> None:
+        self.pieces = pieces
+
+    def decode(self, ids: list[int], **_: object) -> str:
+        return b"".join(self.pieces[i] for i in ids).decode("utf-8", errors="replace")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_the_stop_is_at_the_same_token_however_the_blocks_end(size: int) -> None:
+    """A block that ends in half a character must not put the stop string off."""
+    tokenizer = PieceTokenizer(b"ab ", b"STOP", "🙂".encode()[:2], "🙂".encode()[2:])
+    detokenizer, ids, taken = Detokenizer(tokenizer, ("STOP",)), [0, 1, 2, 3], 0
+    for start in range(0, len(ids), size):
+        stopped = detokenizer.add(ids[start : start + size])
+        if stopped is not None:
+            taken = start + stopped
+            break
+    assert (taken, detokenizer.text) == (2, "ab ")
+
+
+def test_a_held_back_stop_string_is_never_shown() -> None:
+    half = "🙂".encode()[:2]
+    detokenizer = Detokenizer(PieceTokenizer(b"ab ", b"STOP" + half), ("STOP",))
+    assert detokenizer.add([0, 1]) == 2
+    assert detokenizer.text == "ab "
+    detokenizer = Detokenizer(PieceTokenizer(b"ab ", half), ("\ufffd",))
+    assert detokenizer.add([0, 1]) is None
+    assert detokenizer.flush()
+    assert detokenizer.text == "ab "

@@ -40,6 +40,21 @@ def finish(one: Engine) -> dict[str, RequestOutput]:
         ({"seed": -1}, "seed"),
         ({"seed": 2**63}, "seed"),
         ({"stop": ("",)}, "stop"),
+        ({"stop": (1,)}, "stop"),
+        ({"stop": 5}, "stop"),
+        ({"temperature": 1e300}, "temperature"),
+        ({"temperature": "1"}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"temperature": 10**400}, "temperature"),
+        ({"top_p": None}, "top_p"),
+        ({"top_k": 99999999999999999999}, "top_k"),
+        ({"top_k": 10**5000}, "top_k"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"max_tokens": 2**31}, "max_tokens"),
+        ({"max_tokens": 2.0}, "max_tokens"),
+        ({"seed": 1.0}, "seed"),
+        ({"ignore_eos": "no"}, "ignore_eos"),
     ],
 )
 def test_bad_parameters_are_named(values: dict, word: str) -> None:
@@ -183,3 +198,132 @@ def test_close_aborts_and_calls_closers() -> None:
         one.add([1])
     assert not one.has_work
     assert closed == [True]
+
+
+def test_a_lone_stop_string_is_one_stop() -> None:
+    assert SamplingParams(stop="ab").stop == ("ab",)  # type: ignore[arg-type]
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("prompt", [None, 7, b"1", [1.0], [True], ["1"], "1\ud800 2", {"a": 1}])
+def test_prompts_of_other_types_are_refused(prompt: object) -> None:
+    one = engine()
+    with pytest.raises(InvalidRequest, match="prompt"):
+        one.add(prompt)  # type: ignore[arg-type]
+    for wrong in ({"params": {"top_k": 1}}, {"expert": ["a"]}, {"request_id": 5}, {"request_id": ""}):
+        with pytest.raises(InvalidRequest):
+            one.add([1], **wrong)  # type: ignore[arg-type]
+    assert not one.has_work
+
+
+def test_the_highest_temperature_gives_an_answer() -> None:
+    [output] = engine().generate([[1]], SamplingParams(1e4, top_p=0.9, max_tokens=9))
+    assert (output.finish_reason, len(output.token_ids)) == ("length", 9)
+
+
+def test_a_reused_request_id_has_its_own_parameters() -> None:
+    one, answers = engine(), []
+    for params in (SamplingParams(max_tokens=9), SamplingParams(5.0, max_tokens=9, seed=1)):
+        one.add([1, 2], params, request_id="same")
+        answers.append(finish(one)["same"].token_ids)
+    [fresh] = engine().generate([[1, 2]], SamplingParams(5.0, max_tokens=9, seed=1))
+    assert answers[1] == fresh.token_ids != answers[0]
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_a_broken_draft_costs_nothing_but_speed(adaptive: bool) -> None:
+    """NaN from the draft: greedy answers are the target's, sampled ones come to their end."""
+    target, draft = TinyLM(random_table(VOCAB, 1)), TinyLM(torch.full((VOCAB, VOCAB), torch.nan).double())
+    one = Engine(
+        target,
+        NumberTokenizer(),
+        Drafter(draft, NoExperts(), 4, VOCAB),
+        FixedSelector(),
+        adaptive_budget=adaptive,
+    )
+    params = [SamplingParams(1.0, max_tokens=20, seed=3), SamplingParams(max_tokens=20), SamplingParams(0.7)]
+    outputs = one.generate([[1, 2], [3], [4]], params)
+    assert [(o.finish_reason, len(o.token_ids)) for o in outputs] == [
+        ("length", 20),
+        ("length", 20),
+        ("length", 128),
+    ]
+    assert outputs[0].num_draft_tokens > outputs[0].num_accepted_tokens == 0
+    [plain] = one.generate([[3]], SamplingParams(max_tokens=20), draft=False)
+    assert outputs[1].token_ids == plain.token_ids
+    confidences = [x for model in one.decoder.budget.acceptance.values() for x, _ in model.seen]
+    assert all(x == x for x in confidences)
+
+
+def test_acceptance_counts_the_answer_only() -> None:
+    """Four drafted tokens are right, but the first one, or a stop string in it, ends the answer."""
+    one = engine(adaptive_budget=False, num_speculative_tokens=4)
+    [whole] = one.generate([[1, 2]], SamplingParams(max_tokens=20))
+    [stopped] = one.generate([[1, 2]], SamplingParams(max_tokens=20, stop=(f"{whole.token_ids[0]} ",)))
+    one.eos_token_ids = frozenset(whole.token_ids[:1])
+    [ended] = one.generate([[1, 2]], SamplingParams(max_tokens=20))
+    for output in (stopped, ended):
+        assert (len(output.token_ids), output.num_draft_tokens, output.num_accepted_tokens) == (1, 4, 1)
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_a_shorter_draft_does_not_shorten_answers(adaptive: bool) -> None:
+    target, draft = TinyLM(random_table(VOCAB, 1), 64), TinyLM(random_table(VOCAB, 1), 20)
+    calls: list[int] = []
+    forward = draft.forward
+
+    def watched(cache, first, ids, starts, keep=0):  # type: ignore[no-untyped-def]
+        calls.append(max(starts) + ids.shape[1])
+        return forward(cache, first, ids, starts, keep)
+
+    draft.forward = watched  # type: ignore[method-assign]
+    drafter = Drafter(draft, NoExperts(), 4, VOCAB)
+    one = Engine(target, NumberTokenizer(), drafter, FixedSelector(), adaptive_budget=adaptive)
+    prompts, params = [[1, 2], [3] * 30], SamplingParams(max_tokens=500)
+    for prompt in prompts:  # alone, so that no other row's drafting reaches further
+        [plain] = one.generate([prompt], params, draft=False)
+        [output] = one.generate([prompt], params)
+        assert output.token_ids == plain.token_ids
+        assert len(output.token_ids) == 64 - len(prompt)
+    assert calls
+    assert max(calls) <= 20
+    together = one.generate(prompts, params)
+    assert [o.token_ids for o in together] == [
+        o.token_ids for o in one.generate(prompts, params, draft=False)
+    ]
+
+
+def test_an_answer_longer_than_the_draft_reads_is_not_learned_from() -> None:
+    target, draft = TinyLM(random_table(VOCAB, 1), 64), TinyLM(random_table(VOCAB, 1), 20)
+    one = Engine(target, NumberTokenizer(), Drafter(draft, NoExperts(), 4, VOCAB), FixedSelector())
+    seen = []
+    one.sinks.append(lambda sequence: seen.append(bool(sequence.captured)))
+    one.generate([[1]], SamplingParams(max_tokens=40), learn=True)
+    one.generate([[1]], SamplingParams(max_tokens=4), learn=True)
+    assert seen == [False, True]
+
+
+def test_streams_and_whole_answers_side_by_side_lose_nothing() -> None:
+    params = SamplingParams(max_tokens=30)
+    texts = [o.text for o in engine().generate(["1 2", "3 4", "5 6"], params)]
+    one = engine()
+    streams, got, inner = [one.stream(prompt, params) for prompt in ("1 2", "3 4")], ["", ""], ""
+    ended = [False, False]
+    while not all(ended):
+        for i, stream in enumerate(streams):
+            output = next(stream, None)
+            ended[i] = output is None
+            got[i] += output.delta if output else ""
+        inner = inner or one.generate(["5 6"], params)[0].text
+    assert [*got, inner] == texts
+    assert not one.boxes
+    assert not one.has_work
+
+
+def test_a_step_still_returns_everything() -> None:
+    one = engine()
+    stream = one.stream("1 2", SamplingParams(max_tokens=30))
+    first = next(stream)
+    assert [o.request_id for o in one.step()] == [first.request_id]
+    stream.close()
+    assert not one.boxes

@@ -54,7 +54,7 @@ def test_demo_is_lossless_learns_and_reports(small: None, system: System, tmp_pa
     demo.stream, demo.heldout = shipped.traffic(), shipped.heldout()
     result, equal = demo.run()
     assert equal
-    assert len(phases) == 7
+    assert len(phases) == 6
     assert [row.domain for row in result.rows] == sorted(DOMAINS)
     assert result.updates
     assert system.store.registry.updates("shared") + sum(

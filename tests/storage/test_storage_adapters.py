@@ -202,7 +202,7 @@ def test_a_version_removed_meanwhile_is_not_called_corrupt(
     store: AdapterStore, registry: Registry, chain: list[AdapterVersion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lineage = registry.lineage("sql")
-    monkeypatch.setattr(registry, "lineage", lambda domain: lineage)
+    monkeypatch.setattr(registry, "lineage", lambda domain, base_hash=None: lineage)
     store.remove("sql")
     assert store.load_live("sql") is None
     assert registry.versions("sql") == []
@@ -379,3 +379,38 @@ def test_pruning(store: AdapterStore, registry: Registry) -> None:
     assert registry.generation() == generation
     assert store.prune("sql") == []
     assert registry.rollback("sql") == store.load_live("sql")[0]  # type: ignore[index]
+
+
+def test_each_draft_base_has_its_own_line(
+    store: AdapterStore, registry: Registry, chain: list[AdapterVersion]
+) -> None:
+    for number in (4, 5, 6, 7):
+        store.publish(
+            "sql", writer(), parent=number - 1 if number > 4 else 0, base_hash="b", acceptance=None, extra={}
+        )
+    assert store.prune("sql", keep=2) == [1, 4, 5]
+    assert registry.live("sql").version == 7  # type: ignore[union-attr]
+    flip(store.folder("sql", 3))
+    assert store.load_live("sql", BASE)[0].version == 2  # type: ignore[index]
+    assert store.load_live("sql", "b")[0].version == 7  # type: ignore[index]
+    registry.rollback("sql")
+    assert registry.rollback("sql") == store.load_live("sql", BASE)[0]  # type: ignore[index]
+
+
+def test_brackets_without_end_are_corrupt(store: AdapterStore, chain: list[AdapterVersion]) -> None:
+    (store.folder("sql", 3) / "manifest.json").write_text("[" * 200_000)
+    assert store.load_live("sql", BASE)[0].version == 2  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EFBIG, "File too large"),
+        OSError(errno.EDQUOT, "Disk quota exceeded"),
+        SafetensorError("I/O error: File too large (os error 27)"),
+    ],
+)
+def test_a_write_limit_is_a_full_disk(store: AdapterStore, error: Exception) -> None:
+    with pytest.raises(StorageFull):
+        store.publish("sql", failing(error), parent=0, base_hash=BASE, acceptance=None, extra={})
+    assert folders(store) == []
