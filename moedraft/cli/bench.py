@@ -66,7 +66,7 @@ def bench(
         return
     table = Table(title=f"Batch 1, {len(queries)} prompts, {rounds} rounds, taking turns")
     for name in ("system", "tokens/s", "x transformers", "theory", "tokens per check", "same answers"):
-        table.add_column(name, justify="left" if name == "system" else "right")
+        table.add_column(name, justify="left" if name == "system" else "right", no_wrap=name == "system")
     for name, one in found["systems"].items():
         theory = "" if one["theoretical_speedup"] is None else f"{one['theoretical_speedup']:.2f}"
         length = "" if one["mean_acceptance_length"] is None else f"{one['mean_acceptance_length']:.2f}"
