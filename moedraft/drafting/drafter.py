@@ -90,13 +90,14 @@ class Drafter:
         confidences: list[list[float]] = [[] for _ in rows]
         survival = dict.fromkeys(free, 1.0)
         expected = float(len(rows))
-        logits, began = self._first(rows, limits), None
+        began = time.perf_counter()
+        logits = self._first(rows, limits)
         while True:
             step = len(tokens)
             filtered = filter_logits(self._fit(logits), sampling)
             drawn, confidence = self._draw(filtered, sampling, [len(row.token_ids) + step for row in rows])
-            if began is not None:  # the confidences were read back, so the forward is over on any device
-                budget.draft_cost.observe(len(rows), 1, (time.perf_counter() - began) * 1e3)
+            # The confidences were read back, so the forward is over on any device.
+            budget.draft_cost.observe(len(rows), 1, (time.perf_counter() - began) * 1e3)
             tokens.append(drawn)
             if not sampling.greedy:
                 kept.append(filtered)
