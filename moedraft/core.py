@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     import torch
 
 SHARED = "shared"  # the arm without an expert: draft base + shared adapter
+MAX_LOGPROBS = 20  # alternatives that may be asked for at each token
 HOTTEST = 10_000  # the highest temperature: above it the answer is noise, and far above float32 ends
 DOMAIN_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -40,7 +41,8 @@ class CorruptAdapter(StorageError):
 class SamplingParams:
     """How one request is decoded. temperature 0 is greedy; top_k 0 and top_p 1 switch the filters off.
 
-    `seed` fixes the answer whatever the batch around it; without one the engine draws a seed.
+    `seed` fixes the answer whatever the batch around it; without one the engine draws a seed. `logprobs`
+    asks for the target's log-probability of each token and of so many most likely ones (None: none).
     Raises InvalidRequest for values that mean nothing.
     """
 
@@ -51,6 +53,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     seed: int | None = None
     ignore_eos: bool = False
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if not (_is_number(self.temperature) and 0 <= self.temperature <= HOTTEST):
@@ -67,6 +70,8 @@ class SamplingParams:
             raise InvalidRequest(f"seed must lie in [0, 2^63), not {_shown(self.seed)}.")
         if not isinstance(self.ignore_eos, bool):
             raise InvalidRequest(f"ignore_eos must be true or false, not {_shown(self.ignore_eos)}.")
+        if self.logprobs is not None and not (_is_int(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS):
+            raise InvalidRequest(f"logprobs must lie in [0, {MAX_LOGPROBS}], not {_shown(self.logprobs)}.")
         stops: Any = self.stop  # of whatever type a caller gave
         stops = (stops,) if isinstance(stops, str) else stops
         if not isinstance(stops, list | tuple) or not all(isinstance(stop, str) for stop in stops):
@@ -74,6 +79,13 @@ class SamplingParams:
         if not all(stops):
             raise InvalidRequest("a stop string must not be empty.")
         object.__setattr__(self, "stop", tuple(stops))
+
+
+class TokenLogprobs(NamedTuple):
+    """The target's own opinion of one emitted token, before temperature and filters. Natural logarithms."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # (token id, log-probability) of the most likely ones, best first
 
 
 @dataclass
@@ -87,6 +99,7 @@ class Sequence:
     seed: int  # params.seed, or one drawn at admission
     prompt: str = ""
     expert: str = SHARED  # set by the selector at admission
+    confidence: float | None = None  # the router's probability of that domain; None where it was not asked
     pinned: bool = False  # the caller chose the expert
     capture: bool = False  # may be learned from
     draft: bool = True  # False: plain decoding
@@ -96,6 +109,9 @@ class Sequence:
     text: str = ""  # detokenised answer so far
     captured: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # top-k [n, k] each step
     rejected: list[int] = field(default_factory=list)  # indices into the answer
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # by answer token, where asked for
+    drafted_at: list[int] = field(default_factory=list)  # draft tokens by draft position 0, 1, …
+    accepted_at: list[int] = field(default_factory=list)  # those accepted
     num_drafts: int = 0  # verification steps that had at least one draft token
     num_steps: int = 0  # target forwards spent on this sequence after prefill
     drafted: int = 0
@@ -197,6 +213,25 @@ class RequestStats:
     seconds: float
     finish_reason: str
     created_at: float = field(default_factory=time.time)
+    confidence: float | None = None  # the router's
+    time_to_first_token: float | None = None  # seconds since arrival
+    drafted_at: list[int] = field(default_factory=list)  # draft tokens by draft position
+    accepted_at: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class UpdateRecord:
+    """One finished update of an adapter. Acceptance: top-1 agreement on held-out records."""
+
+    expert: str
+    version: int
+    records: int
+    steps: int
+    loss: float  # mean over the update, nats per token
+    seconds: float
+    acceptance_before: float | None
+    acceptance_after: float | None
+    created_at: float = field(default_factory=time.time)
 
 
 @dataclass(frozen=True)
@@ -217,6 +252,12 @@ class RequestOutput:
     mean_acceptance_length: float | None  # emitted tokens per verification with a draft, bonus included
     seconds: float  # since arrival
     delta: str = ""  # text added since the previous output of this request
+    num_prompt_tokens: int = 0
+    confidence: float | None = None  # the router's probability of the domain; None: pinned or not routed
+    time_to_first_token: float | None = None  # seconds since arrival
+    drafted_at: list[int] = field(default_factory=list)  # draft tokens by draft position 0, 1, …
+    accepted_at: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None  # by token of `token_ids`, where asked for
 
     @property
     def draft_acceptance_rate(self) -> float | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moedraft.core import Sequence, Verdict
+from moedraft.core import Sequence, TokenLogprobs, Verdict
 from moedraft.drafting.budget import Budget
 from moedraft.drafting.drafter import CausalModel, Draft, Drafter, empty_draft
 from moedraft.kernels import TARGET_INVALID, verify_chain
@@ -28,6 +28,7 @@ class Round:
     confidences: list[float]  # of the row's drafted tokens
     steps: int  # draft tokens sampled for the whole batch
     broken: bool  # the target gave no usable distribution
+    logprobs: list[TokenLogprobs]  # by token, where asked for
 
 
 class Decoder:
@@ -101,14 +102,16 @@ class Decoder:
         self.budget.verify_cost.observe(len(rows), logits.shape[1], (now - began) * 1e3)
         self.selector.observe(rows, verdict)
         self._capture(rows, logits, accepted)
+        emitted = [tokens[b][: count + 1] for b, count in enumerate(accepted)]
         return [
             Round(
-                tokens=tokens[b][: count + 1],
+                tokens=emitted[b],
                 accepted=count,
                 # A draft that gives NaN is refused by the kernel; its confidence is none.
                 confidences=[0.0 if math.isnan(value) else value for value in draft.confidences[b]],
                 steps=draft.steps,
                 broken=bool(status & TARGET_INVALID),
+                logprobs=logprobs_of(rows[b], logits[b], emitted[b]),
             )
             for b, (count, status) in enumerate(zip(accepted, verdict.status.tolist(), strict=True))
         ]
@@ -166,3 +169,15 @@ class Decoder:
         for i, b in enumerate(wanted):
             count = accepted[b] + 1
             rows[b].captured.append((ids[i, :count].cpu(), logprobs[i, :count].cpu()))
+
+
+def logprobs_of(row: Sequence, logits: torch.Tensor, tokens: list[int]) -> list[TokenLogprobs]:
+    """Of the emitted tokens by the row's target logits [K+1, V]; nothing where the row asks for none."""
+    count = row.params.logprobs
+    if count is None or not all(0 <= token < logits.shape[-1] for token in tokens):
+        return []
+    logprobs = logits[: len(tokens)].float().log_softmax(-1)
+    own = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+    values, ids = logprobs.topk(min(count, logprobs.shape[-1]), dim=-1)
+    tops = (tuple(zip(i, v, strict=True)) for i, v in zip(ids.tolist(), values.tolist(), strict=True))
+    return [TokenLogprobs(one, top) for one, top in zip(own, tops, strict=True)]

@@ -27,6 +27,7 @@ from moedraft.core import (
 from moedraft.drafting.drafter import CausalModel, Drafter
 from moedraft.engine.decoder import Decoder, Round
 from moedraft.engine.detokenizer import Detokenizer
+from moedraft.engine.outputs import count_drafted, output_of
 from moedraft.engine.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -192,6 +193,7 @@ class Engine:
         self._count(row, one, len(tokens))
         row.target_cached = len(row.token_ids) + one.accepted
         row.token_ids += tokens
+        row.logprobs += one.logprobs[: len(tokens)]
         row.first_token_at = row.first_token_at or time.monotonic()
         return self._finish(row, reason, at_stop=stopped is not None) if reason else self._output(row)
 
@@ -203,9 +205,7 @@ class Engine:
         row.num_steps += 1
         if not one.confidences or self.drafter is None:
             return
-        row.num_drafts += 1
-        row.drafted += len(one.confidences)
-        row.accepted += min(one.accepted, entered)
+        count_drafted(row, len(one.confidences), min(one.accepted, entered))
         row.draft_cached = len(row.token_ids) + min(one.accepted, one.steps - 1)
         row.adapter_version = self.drafter.bank.version(row.expert)
         if one.accepted < min(entered, len(one.confidences)):
@@ -237,23 +237,7 @@ class Engine:
         text = self.texts[row.request_id]
         shown = len(text.text) if row.finish_reason else text.settled()
         delta, row.text = text.text[len(row.text) : shown], text.text[:shown]
-        drafted = row.num_drafts
-        return RequestOutput(
-            request_id=row.request_id,
-            prompt=row.prompt,
-            text=row.text,
-            token_ids=row.generated,
-            finish_reason=row.finish_reason,
-            expert=row.expert,
-            adapter_version=row.adapter_version,
-            num_drafts=drafted,
-            num_draft_tokens=row.drafted,
-            num_accepted_tokens=row.accepted,
-            num_rejections=len(row.rejected),
-            mean_acceptance_length=1 + row.accepted / drafted if drafted else None,
-            seconds=(row.finished_at or time.monotonic()) - row.arrived_at,
-            delta=delta,
-        )
+        return output_of(row, delta)
 
     # -- whole answers ---------------------------------------------------------------------------
 

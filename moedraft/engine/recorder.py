@@ -100,6 +100,10 @@ def request_stats(sequence: Sequence) -> RequestStats:
         num_accepted_tokens=sequence.accepted,
         seconds=finished - sequence.arrived_at,
         finish_reason=sequence.finish_reason or "",
+        confidence=sequence.confidence,
+        time_to_first_token=sequence.first_token_at and sequence.first_token_at - sequence.arrived_at,
+        drafted_at=list(sequence.drafted_at),
+        accepted_at=list(sequence.accepted_at),
     )
 
 

@@ -29,7 +29,7 @@ class Selector:
         open_rows = [s for s in sequences if not s.pinned and (s.draft or s.capture)]
         routes = self.router.route([s.prompt for s in open_rows])
         for sequence, route in zip(open_rows, routes, strict=True):
-            sequence.expert = route.domain
+            sequence.expert, sequence.confidence = route.domain, route.confidence
 
     def observe(self, sequences: list[Sequence], verdict: Verdict) -> None:
         """Not needed: a choice that rests on the prompt alone has nothing to learn from verification."""

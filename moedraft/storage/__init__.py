@@ -6,6 +6,7 @@ from moedraft.storage.registry import Registry
 from moedraft.storage.replay import Policy, ReplayBuffer
 from moedraft.storage.requests import ExpertStats, RequestLog
 from moedraft.storage.store import Store
+from moedraft.storage.updates import UpdateLog
 
 __all__ = [
     "AdapterStore",
@@ -18,4 +19,5 @@ __all__ = [
     "RequestLog",
     "StorageFull",
     "Store",
+    "UpdateLog",
 ]

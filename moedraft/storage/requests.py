@@ -65,6 +65,19 @@ class RequestLog:
             totals = connection.execute(select(request_totals).order_by(request_totals.c.expert)).all()
             return {row.expert: _summary(connection, row) for row in totals}
 
+    def rows(
+        self, since: float = 0.0, until: float | None = None, expert: str | None = None, limit: int = 100_000
+    ) -> list[RequestStats]:
+        """The newest `limit` kept requests ended in [since, until), epoch seconds; oldest first."""
+        query = select(requests).where(requests.c.created_at >= since)
+        if until is not None:
+            query = query.where(requests.c.created_at < until)
+        if expert is not None:
+            query = query.where(requests.c.expert == expert)
+        with self._home.read() as connection:
+            rows = connection.execute(query.order_by(requests.c.id.desc()).limit(limit)).mappings().all()
+        return [RequestStats(**{key: row[key] for key in row if key != "id"}) for row in reversed(rows)]
+
     def series(self, expert: str, bucket: int = 20) -> list[tuple[float, int, int]]:
         """(created_at of the last, accepted, drafted) of every `bucket` kept requests in a row, oldest first.
 

@@ -10,6 +10,7 @@ from moedraft.storage.db import Home
 from moedraft.storage.registry import Registry
 from moedraft.storage.replay import ReplayBuffer
 from moedraft.storage.requests import RequestLog
+from moedraft.storage.updates import UpdateLog
 
 TARGET_ID = "target_id"  # meta key: hash of the target that the home was last opened with
 
@@ -23,6 +24,7 @@ class Store:
     adapters: AdapterStore
     replay: ReplayBuffer
     requests: RequestLog
+    updates: UpdateLog
 
     @classmethod
     def open(cls, path: Path, *, write: bool = True, replay_capacity: int = 2000) -> Store:
@@ -35,6 +37,7 @@ class Store:
                 AdapterStore(home, registry),
                 ReplayBuffer(home, replay_capacity),
                 RequestLog(home),
+                UpdateLog(home),
             )
         except BaseException:
             home.close()

@@ -109,9 +109,30 @@ requests = Table(
     Column("seconds", Float, nullable=False),
     Column("finish_reason", String(32), nullable=False),
     Column("created_at", Float, nullable=False),
+    Column("confidence", Float),
+    Column("time_to_first_token", Float),
+    Column("drafted_at", JSON, nullable=False, server_default="[]"),
+    Column("accepted_at", JSON, nullable=False, server_default="[]"),
     sqlite_autoincrement=True,
 )
 Index("requests_by_expert", requests.c.expert, requests.c.id)
+Index("requests_by_time", requests.c.created_at)
+
+updates = Table(
+    "updates",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("expert", String(64), nullable=False),
+    Column("version", Integer, nullable=False),
+    Column("records", Integer, nullable=False),
+    Column("steps", Integer, nullable=False),
+    Column("loss", Float, nullable=False),
+    Column("seconds", Float, nullable=False),
+    Column("acceptance_before", Float),
+    Column("acceptance_after", Float),
+    Column("created_at", Float, nullable=False),
+    sqlite_autoincrement=True,
+)
 
 # Sums over all requests of an expert, those already trimmed from `requests` included.
 request_totals = Table(

@@ -1,0 +1,34 @@
+"""What each update of an adapter did: the newest ones, for people to look at."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from sqlalchemy import delete, func, insert, select
+
+from moedraft.core import UpdateRecord
+from moedraft.storage.db import Home
+from moedraft.storage.tables import updates
+
+
+class UpdateLog:
+    """The newest `capacity` updates. All methods raise StorageError where the home fails."""
+
+    def __init__(self, home: Home, capacity: int = 10_000) -> None:
+        self._home = home
+        self._capacity = capacity
+
+    def add(self, update: UpdateRecord) -> None:
+        with self._home.write() as connection:
+            connection.execute(insert(updates).values(asdict(update)))
+            last = connection.scalar(select(func.max(updates.c.id))) or 0
+            connection.execute(delete(updates).where(updates.c.id <= last - self._capacity))
+
+    def recent(self, expert: str | None = None, limit: int = 200) -> list[UpdateRecord]:
+        """The last `limit` updates, of `expert` or of all, oldest first."""
+        query = select(updates).order_by(updates.c.id.desc()).limit(limit)
+        if expert is not None:
+            query = query.where(updates.c.expert == expert)
+        with self._home.read() as connection:
+            rows = connection.execute(query).mappings().all()
+        return [UpdateRecord(**{key: row[key] for key in row if key != "id"}) for row in reversed(rows)]
