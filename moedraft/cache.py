@@ -28,7 +28,7 @@ class Cursor:
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer's cache. keys, values: [slots, capacity, heads, head_dim]."""
+    """One layer's cache. keys, values: [slots, heads, capacity, head_dim]."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -41,7 +41,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         def empty(like: torch.Tensor) -> torch.Tensor:
-            return like.new_zeros(self.slots, self.capacity, like.shape[1], like.shape[3])
+            return like.new_zeros(self.slots, like.shape[1], self.capacity, like.shape[3])
 
         self.keys, self.values = empty(key_states), empty(value_states)
         self.is_initialized = True
@@ -58,16 +58,16 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         at = self.cursor
         rows = store[at.first : at.last]
         if at.start is not None:
-            rows[:, at.start : at.start + states.shape[2]] = states.transpose(1, 2)
+            rows[:, :, at.start : at.start + states.shape[2]] = states
         else:
-            rows[at.rows, at.positions] = states.transpose(1, 2)
-        return rows[:, : at.length].transpose(1, 2)
+            rows[at.rows, :, at.positions] = states.transpose(1, 2)
+        return rows[:, :, : at.length]
 
     def grow(self, capacity: int) -> None:
         if self.is_initialized:
             extra = capacity - self.capacity
-            self.keys = torch.nn.functional.pad(self.keys, (0, 0, 0, 0, 0, extra))
-            self.values = torch.nn.functional.pad(self.values, (0, 0, 0, 0, 0, extra))
+            self.keys = torch.nn.functional.pad(self.keys, (0, 0, 0, extra))
+            self.values = torch.nn.functional.pad(self.values, (0, 0, 0, extra))
         self.capacity = capacity
 
     def swap(self, a: int, b: int) -> None:

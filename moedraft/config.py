@@ -64,6 +64,36 @@ class Settings(BaseSettings):
     update_steps: int = Field(16, ge=1, description="optimiser steps per update")
     update_tokens: int = Field(2048, ge=64, description="tokens per optimiser step, padding included")
 
+    host: str = Field(
+        "127.0.0.1", min_length=1, description="address of the server; a public one needs a key"
+    )
+    port: int = Field(8000, ge=0, le=65535, description="0: any that is free")
+    allowed_origins: tuple[str, ...] = Field(
+        (), description="other origins of the dashboard, such as `https://moedraft.example`, behind a proxy"
+    )
+    capture: bool = Field(True, description="keep served requests to learn from; a request may say no")
+    learning: bool = Field(True, description="run the trainer beside the server")
+    max_waiting: int = Field(64, ge=0, description="requests in the queue; one more is answered with 429")
+    max_connections: int = Field(512, ge=1, description="open connections; one more is answered with 429")
+    max_body_bytes: int = Field(2_000_000, ge=1024, description="of a request")
+    max_prompt_tokens: int | None = Field(None, ge=1, description="default: what the context takes")
+    max_output_tokens: int = Field(4096, ge=1, description="of one answer")
+    max_n: int = Field(16, ge=1, description="answers to one request: its prompts times n")
+    max_stop_strings: int = Field(4, ge=0, description="of one request")
+    header_timeout: float = Field(10, gt=0, description="seconds for the headers of a request to arrive")
+    body_timeout: float = Field(30, gt=0, description="seconds for the body of a request to arrive")
+    send_timeout: float = Field(30, gt=0, description="seconds that a reader may take no byte of a stream")
+    request_timeout: float = Field(600, gt=0, description="seconds for a whole answer, waiting included")
+    shutdown_timeout: float = Field(30, ge=0, description="seconds that running answers get at SIGTERM")
+    stall_seconds: float = Field(30, gt=0, description="seconds without a step until `/ready` says no")
+    trainer_timeout: float = Field(
+        120, gt=0, description="seconds of silence after which the trainer is killed"
+    )
+    train_idle_share: float = Field(
+        0.3, ge=0, le=1, description="share of idle time from which there is room to train"
+    )
+    train_max_waiting: int = Field(0, ge=0, description="requests in the queue up to which there is room")
+
     @classmethod
     def settings_customise_sources(
         cls,

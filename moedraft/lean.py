@@ -1,9 +1,10 @@
 """The same forward with fewer, larger operations, for Llama-like models in float32.
 
-At batch 1 a small model on a CPU spends most of a step calling operations, not computing them: here the
-norms are fused, queries, keys and values are one product, gate and up another, and nothing is wrapped.
-Weights stay transformers' own (the fused matrices are the storage, its layers become views of them).
-`models.py` compares it with the model's own forward at load time and does without it where they differ.
+At batch 1 a small model on a CPU spends most of a step calling operations, not computing them: here queries,
+keys and values are one product, gate and up another, a norm's weight is part of the product after it, and
+attention over few queries is two products. A small target's weights are kept in the layouts of `products.py`
+besides transformers' own. `models.py` compares it with the model's own forward at load time and does without
+it where they differ.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 from moedraft.cache import SlotCache, SlotLayer
+from moedraft.products import SMALL, Product
 
 KNOWN = ("llama", "mistral", "qwen2")  # RMS norms before attention and MLP, rotary halves, SiLU gate, no more
+FEW_QUERIES = 16  # tokens a row up to which plain attention beats the fused kernel on a CPU
 
 
 def fits(hf: Any) -> bool:
@@ -32,14 +35,20 @@ def fits(hf: Any) -> bool:
 
 
 class LeanForward:
-    """Callable like `LanguageModel.forward`, on one model. `fuse` joins projections (no adapters then)."""
+    """Callable like `LanguageModel.forward`, on one model.
+
+    `fuse` joins projections and copies the weights of a small model into faster layouts: for a model whose
+    layers are never adapted or trained.
+    """
 
     def __init__(self, hf: Any, *, fuse: bool) -> None:
+        fuse = fuse and hf.num_parameters() <= SMALL
         self.embed = hf.model.embed_tokens
         self.rotary = hf.model.rotary_emb
         self.norm = hf.model.norm
         self.hf = hf  # its lm_head may be replaced by an adapted one
         self.layers = [LeanLayer(layer, hf.config, fuse=fuse) for layer in hf.model.layers]
+        self.head = join([hf.lm_head], self.norm) if fuse else None
 
     def __call__(
         self,
@@ -59,8 +68,9 @@ class LeanForward:
             hidden = layer(hidden, cos, sin, open_mask, store)
         if keep:
             hidden = hidden[:, -keep:]
-        hidden = rms_norm(hidden, self.norm.weight.shape, self.norm.weight, self.norm.variance_epsilon)
-        logits: torch.Tensor = self.hf.lm_head(hidden)
+        if self.head is not None:
+            return self.head(scaled(hidden, self.norm))
+        logits: torch.Tensor = self.hf.lm_head(normed(hidden, self.norm))
         return logits
 
 
@@ -73,12 +83,11 @@ class LeanLayer:
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = self.attention.head_dim
         self.grouped = self.heads != self.kv_heads
-        self.qkv: tuple[torch.Tensor, torch.Tensor | None] | None = None
-        self.gate_up: tuple[torch.Tensor, torch.Tensor | None] | None = None
-        if fuse:
-            at = self.attention
-            self.qkv = join([at.q_proj, at.k_proj, at.v_proj])
-            self.gate_up = join([self.mlp.gate_proj, self.mlp.up_proj])
+        at = self.attention
+        self.qkv = join([at.q_proj, at.k_proj, at.v_proj], self.before) if fuse else None
+        self.gate_up = join([self.mlp.gate_proj, self.mlp.up_proj], self.between) if fuse else None
+        self.out = join([at.o_proj]) if fuse else None
+        self.down = join([self.mlp.down_proj]) if fuse else None
 
     def __call__(
         self,
@@ -89,43 +98,63 @@ class LeanLayer:
         store: SlotLayer,
     ) -> torch.Tensor:
         batch, width, _ = hidden.shape
-        x = rms_norm(hidden, self.before.weight.shape, self.before.weight, self.before.variance_epsilon)
-        joined = self._project(x).view(batch, width, -1, self.head_dim)
+        joined = self._project(hidden).view(batch, width, -1, self.head_dim)
         turned = joined[:, :, : -self.kv_heads]  # queries and keys
         first, second = turned.chunk(2, dim=-1)
         turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
         keys, values = store.update(
             turned[:, :, self.heads :].transpose(1, 2), joined[:, :, -self.kv_heads :].transpose(1, 2)
         )
-        queries = turned[:, :, : self.heads].transpose(1, 2)
-        mixed = scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=self.grouped)
-        hidden = hidden + self.attention.o_proj(mixed.transpose(1, 2).reshape(batch, width, -1))
-        x = rms_norm(hidden, self.between.weight.shape, self.between.weight, self.between.variance_epsilon)
-        if self.gate_up is None:
-            gated = silu(self.mlp.gate_proj(x)) * self.mlp.up_proj(x)
-        else:
-            gate, up = linear(x, *self.gate_up).chunk(2, dim=-1)
-            gated = silu(gate) * up
-        result: torch.Tensor = hidden + self.mlp.down_proj(gated)
+        mixed = self._attend(turned[:, :, : self.heads].transpose(1, 2), keys, values, mask)
+        mixed = mixed.transpose(1, 2).reshape(batch, width, -1)
+        hidden = hidden + (self.out or self.attention.o_proj)(mixed)
+        result: torch.Tensor = hidden + (self.down or self.mlp.down_proj)(self._gated(hidden))
         return result
 
-    def _project(self, x: torch.Tensor) -> torch.Tensor:
+    def _project(self, hidden: torch.Tensor) -> torch.Tensor:
         """Queries, keys and values of all heads, end to end."""
         if self.qkv is not None:
-            return linear(x, *self.qkv)
-        at = self.attention
+            return self.qkv(scaled(hidden, self.before))
+        at, x = self.attention, normed(hidden, self.before)
         return torch.cat((at.q_proj(x), at.k_proj(x), at.v_proj(x)), dim=-1)
 
+    def _attend(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """[B, heads, T, head_dim]; mask bool [B, 1, T, length]."""
+        if self.grouped or queries.shape[2] > FEW_QUERIES or queries.device.type != "cpu":
+            return scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=self.grouped)
+        scores = (queries * self.head_dim**-0.5) @ keys.transpose(2, 3)
+        if mask is not None:
+            scores = scores.masked_fill_(~mask, -torch.inf)
+        return scores.softmax(-1) @ values
 
-def join(layers: list[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """One weight [Σ out, in] and bias for several layers, which become views of it."""
+    def _gated(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.gate_up is not None:
+            gate, up = self.gate_up(scaled(hidden, self.between)).chunk(2, dim=-1)
+            return silu(gate) * up
+        x = normed(hidden, self.between)
+        gated: torch.Tensor = silu(self.mlp.gate_proj(x)) * self.mlp.up_proj(x)
+        return gated
+
+
+def join(layers: list[nn.Linear], norm: Any = None) -> Product:
+    """One product for several layers, whose outputs stand end to end; `norm`'s weight goes into it.
+
+    Such a product is fed with `scaled`, which lacks the norm's weight.
+    """
     weight = torch.cat([layer.weight.data for layer in layers])
+    if norm is not None:
+        weight = weight * (norm.weight.data * norm.weight.numel() ** 0.5)
     bias = None if layers[0].bias is None else torch.cat([layer.bias.data for layer in layers])
-    start = 0
-    for layer in layers:
-        rows = slice(start, start + layer.out_features)
-        layer.weight.data = weight[rows]
-        if bias is not None:
-            layer.bias.data = bias[rows]
-        start += layer.out_features
-    return weight, bias
+    return Product(weight, bias, small=True)
+
+
+def scaled(x: torch.Tensor, norm: Any) -> torch.Tensor:
+    """x / √(Σ x² + n ε): the RMS norm without its weight and the factor √n."""
+    squares = (x * x).sum(-1, keepdim=True)
+    return x * squares.add_(norm.variance_epsilon * x.shape[-1]).rsqrt_()
+
+
+def normed(x: torch.Tensor, norm: Any) -> torch.Tensor:
+    return rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)

@@ -5,7 +5,8 @@
 
 DATA are JSONL files (`.jsonl`, `.jsonl.xz`; rows with `prompt` and `reference`, or `text`) or
 folders of such files and of `.txt`/`.md` files. A file's stem is its domain. The target sees all of
-it; the draft sees a small mixed slice only, so that it is generic and has something left to learn.
+it. The draft sees a small mixed slice only, so that it is generic and has something left to learn: first
+its texts, then what the target answers to its prompts, by the target's own probabilities.
 
 The budget is wall time: the learning rate follows the share of it that has been used, so a slower
 machine gives a worse model, never an unfinished schedule. A run that was stopped goes on where it
@@ -27,14 +28,17 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+from mini_answers import Answers, ask
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+OPENING = 200  # characters of a text without a prompt that stand for one
 BOS, EOS = "<s>", "</s>"
 HELD_OUT_EVERY = 200  # every 200th document of a domain (by hash of its text) is never trained on
 SHARD = "16MB"  # largest weight file; save_pretrained counts in powers of ten, so below 16 MiB
@@ -51,6 +55,8 @@ class Shape:
     batch: int  # sequences per step
     lr: float
     share: float  # of the whole time budget
+    answers: float = 0.0  # share of that share in which the target answers prompts
+    taught: float = 0.0  # share of that share in which the draft learns from the answers
 
 
 @dataclass(frozen=True)
@@ -67,15 +73,19 @@ SIZES = {
     "cpu": Size(
         vocab=8192,
         seq_len=512,
-        target=Shape(hidden=192, layers=12, heads=3, ffn=512, batch=8, lr=4e-3, share=0.93),
-        draft=Shape(hidden=128, layers=1, heads=4, ffn=512, batch=8, lr=6e-3, share=0.07),
+        target=Shape(hidden=192, layers=12, heads=3, ffn=512, batch=8, lr=4e-3, share=0.6),
+        draft=Shape(
+            hidden=128, layers=1, heads=4, ffn=512, batch=8, lr=6e-3, share=0.4, answers=0.2, taught=0.3
+        ),
         draft_rows=1500,
     ),
     "gpu": Size(
         vocab=8192,
         seq_len=1024,
-        target=Shape(hidden=320, layers=12, heads=5, ffn=864, batch=96, lr=4e-3, share=0.88),
-        draft=Shape(hidden=160, layers=1, heads=5, ffn=640, batch=96, lr=6e-3, share=0.12),
+        target=Shape(hidden=320, layers=12, heads=5, ffn=864, batch=96, lr=4e-3, share=0.7),
+        draft=Shape(
+            hidden=160, layers=1, heads=5, ffn=640, batch=96, lr=6e-3, share=0.3, answers=0.3, taught=0.3
+        ),
         draft_rows=1500,
     ),
 }
@@ -99,45 +109,56 @@ def input_files(paths: list[Path]) -> list[Path]:
     return sorted(found)
 
 
-def documents(path: Path) -> Iterator[str]:
+class Document(NamedTuple):
+    text: str
+    prompt: str  # what a user would send of it
+
+
+def documents(path: Path) -> Iterator[Document]:
     """Texts of one file: prompt, blank line, reference; or the row's `text`; or the whole file."""
     if path.suffix in (".txt", ".md"):
-        yield path.read_text(encoding="utf-8", errors="replace")
+        text = path.read_text(encoding="utf-8", errors="replace")
+        yield Document(text, text[:OPENING])
         return
     opener = lzma.open if path.suffix == ".xz" else open
     with opener(path, "rt", encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             try:
                 row = json.loads(line)
-                text = row["text"] if "text" in row else f"{row['prompt']}\n\n{row['reference']}"
+                if "text" in row:
+                    document = Document(row["text"], row["text"][:OPENING])
+                else:
+                    document = Document(f"{row['prompt']}\n\n{row['reference']}", row["prompt"])
             except (ValueError, KeyError, TypeError) as error:
                 raise SystemExit(f"train_mini: {path}, line {number}: {error!r}") from error
-            yield text
+            yield document
 
 
-def read_domains(paths: list[Path]) -> tuple[dict[str, list[str]], dict[str, list[str]], dict[str, str]]:
+def read_domains(
+    paths: list[Path],
+) -> tuple[dict[str, list[Document]], dict[str, list[Document]], dict[str, str]]:
     """`(train, held_out, sha256)`, each by domain respectively file name."""
-    train: dict[str, list[str]] = {}
-    held_out: dict[str, list[str]] = {}
+    train: dict[str, list[Document]] = {}
+    held_out: dict[str, list[Document]] = {}
     hashes: dict[str, str] = {}
     for path in input_files(paths):
         hashes[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
         domain = path.name.split(".")[0] if ".jsonl" in path.name else path.parent.name
-        for text in documents(path):
-            digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+        for document in documents(path):
+            digest = int.from_bytes(hashlib.blake2b(document.text.encode(), digest_size=8).digest(), "big")
             part = held_out if digest % HELD_OUT_EVERY == 0 else train
-            part.setdefault(domain, []).append(text)
+            part.setdefault(domain, []).append(document)
     return train, held_out, hashes
 
 
-def train_tokenizer(texts: dict[str, list[str]], vocab: int, seed: int) -> PreTrainedTokenizerFast:
+def train_tokenizer(texts: dict[str, list[Document]], vocab: int, seed: int) -> PreTrainedTokenizerFast:
     """Byte-level BPE on an equal number of characters from every domain."""
     rng = random.Random(seed)
     budget = 4_000_000
     sample = []
     for domain in sorted(texts):
         used = 0
-        for text in rng.sample(texts[domain], len(texts[domain])):
+        for text, _ in rng.sample(texts[domain], len(texts[domain])):
             sample.append(text)
             used += len(text)
             if used > budget:
@@ -161,7 +182,7 @@ def train_tokenizer(texts: dict[str, list[str]], vocab: int, seed: int) -> PreTr
 
 
 def shared_tokenizer(
-    args: argparse.Namespace, texts: dict[str, list[str]], vocab: int
+    args: argparse.Namespace, texts: dict[str, list[Document]], vocab: int
 ) -> PreTrainedTokenizerFast:
     """The one of this run, or with `--only` the one of the other model, or a new one."""
     kept = args.work / "tokenizer"
@@ -186,8 +207,8 @@ class Corpus:
         return np.take(self.tokens, np.arange(start, start + length), mode="wrap")
 
 
-def tokenise(tokenizer: PreTrainedTokenizerFast, texts: list[str], seed: int) -> Corpus:
-    order = list(texts)
+def tokenise(tokenizer: PreTrainedTokenizerFast, texts: list[Document], seed: int) -> Corpus:
+    order = [document.text for document in texts]
     random.Random(seed).shuffle(order)
     pieces, starts, length = [], [], 0
     for begin in range(0, len(order), 2000):
@@ -201,18 +222,23 @@ def tokenise(tokenizer: PreTrainedTokenizerFast, texts: list[str], seed: int) ->
 class Batches:
     """Random windows that begin at a document; domains weighted by the root of their size."""
 
-    def __init__(self, corpora: dict[str, Corpus], seq_len: int, seed: int) -> None:
+    def __init__(self, corpora: dict[str, Corpus], seq_len: int, size: int, seed: int) -> None:
+        self.size, self.tokens_per_step = size, size * seq_len
         self.corpora = [corpora[name] for name in sorted(corpora)]
         weights = np.sqrt([len(c.tokens) for c in self.corpora])
         self.weights = weights / weights.sum()
         self.seq_len = seq_len
         self.seed = seed
 
-    def batch(self, step: int, size: int) -> torch.Tensor:
+    def loss(self, model: torch.nn.Module, step: int, device: str) -> torch.Tensor:
+        """Nats per token."""
+        return next_token_loss(model, self.batch(step).to(device, non_blocking=True))
+
+    def batch(self, step: int) -> torch.Tensor:
         """Token ids [size, seq_len + 1], int64, the same for the same step."""
         rng = np.random.default_rng((self.seed, step))
         rows = []
-        for which in rng.choice(len(self.corpora), size=size, p=self.weights):
+        for which in rng.choice(len(self.corpora), size=self.size, p=self.weights):
             corpus = self.corpora[which]
             rows.append(corpus.window(int(rng.choice(corpus.starts)), self.seq_len + 1))
         return torch.from_numpy(np.stack(rows).astype(np.int64))
@@ -310,28 +336,36 @@ class Checkpoint:
         return int(step), seconds
 
 
+class Lesson(Protocol):
+    """What a step learns from."""
+
+    tokens_per_step: int
+
+    def loss(self, model: torch.nn.Module, step: int, device: str) -> torch.Tensor: ...
+
+
 def train(
-    name: str, model: LlamaForCausalLM, batches: Batches, shape: Shape, seconds: float, work: Path, args
+    name: str, model: LlamaForCausalLM, lesson: Lesson, lr: float, seconds: float, args: argparse.Namespace
 ) -> dict:
     """Train until `seconds` of wall time are used. Returns steps, tokens and the last loss."""
     device = args.device
     model.to(device).train()
-    opts = optimisers(model, shape.lr)
-    checkpoint = Checkpoint(work / name)
+    opts = optimisers(model, lr)
+    checkpoint = Checkpoint(args.work / name)
     step, used = checkpoint.load(model, opts)
-    run = torch.compile(model) if args.compile else model
+    even = isinstance(lesson, Batches)  # all steps of one shape
+    run = torch.compile(model) if args.compile and even else model
     cast = nullcontext() if args.precision == "float32" else torch.autocast(device, torch.bfloat16)
     began, saved, smooth = time.monotonic() - used, time.monotonic(), math.nan
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns) as progress:
         task = progress.add_task(name, total=seconds, completed=used)
         while (used := time.monotonic() - began) < seconds:
-            ids = batches.batch(step, shape.batch).to(device, non_blocking=True)
             for opt in opts:
                 for group in opt.param_groups:
-                    group["lr"] = learning_rate(used / seconds, shape.lr)
+                    group["lr"] = learning_rate(used / seconds, lr)
             with cast:
-                loss = next_token_loss(run, ids)
+                loss = lesson.loss(run, step, device)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for opt in opts:
@@ -347,7 +381,8 @@ def train(
             if time.monotonic() - saved > 120:
                 checkpoint.save(model, opts, step, used)
                 saved = time.monotonic()
-    return {"steps": step, "tokens": step * shape.batch * batches.seq_len, "train_loss": round(smooth, 4)}
+    checkpoint.save(model, opts, step, max(used, seconds))
+    return {"steps": step, "tokens": step * lesson.tokens_per_step, "train_loss": round(smooth, 4)}
 
 
 def publish(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path, facts: dict) -> None:
@@ -401,8 +436,17 @@ def main() -> None:
         model = build(shape, size, tokenizer, args.seed + offset)
         parameters = sum(p.numel() for p in model.parameters())
         print(f"{name}: {parameters / 1e6:.2f} M parameters, {shape.share * args.minutes:.1f} minutes")
-        batches = Batches(corpora, size.seq_len, args.seed + offset)
-        result = train(name, model, batches, shape, shape.share * args.minutes * 60, args.work, args)
+        batches = Batches(corpora, size.seq_len, shape.batch, args.seed + offset)
+        seconds = shape.share * args.minutes * 60
+        rest = 1 - shape.answers - shape.taught
+        result = train(name, model, batches, shape.lr, rest * seconds, args)
+        if shape.taught:
+            prompts = {domain: [document.prompt for document in t] for domain, t in small.items()}
+            answers = args.work / "answers"
+            asked = ask(args.out / "mini-target", prompts, shape.answers * seconds, answers, args.seed)
+            lesson = Answers(answers, args.seed)
+            taught = train(f"{name}-taught", model, lesson, shape.lr / 2, shape.taught * seconds, args)
+            result |= {"answer_tokens": asked, "taught": taught}
         losses = held_out_losses(model.eval(), held, size.seq_len, args.device)
         facts = {
             "model": name,

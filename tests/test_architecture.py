@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-MAX_FILES = 60  # the design aims at 35; small rooms with one job each won
+MAX_FILES = 95  # the design aims at 35 without server and dashboard; small rooms with one job each won
 MAX_LINES = 350
 
 # A module may import from its own floor or from below.
@@ -26,6 +26,7 @@ FLOORS = {
     "moedraft.models": 1,
     "moedraft.cache": 1,
     "moedraft.lean": 1,
+    "moedraft.products": 1,
     "moedraft.storage": 1,
     "moedraft.routing": 2,
     "moedraft.drafting": 2,

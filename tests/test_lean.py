@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from moedraft.lean import LeanForward, fits
+from moedraft.lean import FEW_QUERIES, LeanForward, fits
 from moedraft.models import LanguageModel, self_check
 
 from random_models import random_model
@@ -33,14 +33,27 @@ def test_same_logits_ragged_and_chunked(kind: str, fuse: bool) -> None:
     torch.testing.assert_close(model.hf(ids).logits, whole, atol=1e-5, rtol=1e-5)  # its layers still work
 
 
-def test_fused_weights_are_the_models_own() -> None:
-    model = random_model("qwen2", 3)
-    lean = LeanForward(model.hf, fuse=True)
-    layer = model.hf.model.layers[0]
-    assert lean.layers[0].qkv is not None
-    layer.self_attn.k_proj.weight.data.zero_()
-    rows = slice(32, 32 + layer.self_attn.k_proj.out_features)
-    assert lean.layers[0].qkv[0][rows].abs().sum() == 0
+def test_long_pieces_take_the_fused_kernel_and_short_ones_agree() -> None:
+    """Attention over few queries is written out: both ways must see the same past and no future."""
+    model = random_model("llama", 3)
+    model.lean = LeanForward(model.hf, fuse=True)
+    ids = torch.randint(97, (2, FEW_QUERIES + 8))
+    whole = model.hf(ids).logits
+    torch.testing.assert_close(
+        model.forward(model.new_cache(2), 0, ids, [0, 0]), whole, atol=1e-4, rtol=1e-4
+    )
+    cache = model.new_cache(2)
+    for start in range(0, ids.shape[1], 4):
+        piece = model.forward(cache, 0, ids[:, start : start + 4], [start, start])
+        torch.testing.assert_close(piece, whole[:, start : start + 4], atol=1e-4, rtol=1e-4)
+
+
+def test_only_a_small_model_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert LeanForward(random_model("llama", 3).hf, fuse=True).head is not None
+    monkeypatch.setattr("moedraft.lean.SMALL", 1000)
+    large = LeanForward(random_model("llama", 3).hf, fuse=True)
+    assert large.head is None
+    assert all(layer.qkv is None for layer in large.layers)
 
 
 def test_only_what_is_written_down() -> None:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from moedraft.config import Settings
 from moedraft.distill.loop import DistillLoop
+from moedraft.distill.publish import Outlet
 from moedraft.distill.trainer import Trainer
 from moedraft.models import load_model
 from moedraft.storage.store import Store
 
 
-def build_loop(settings: Settings, store: Store) -> DistillLoop:
-    """A distillation loop with its own copy of the draft base, in float32."""
+def build_loop(settings: Settings, store: Store, outlet: Outlet | None = None) -> DistillLoop:
+    """A distillation loop with its own copy of the draft base, in float32; results go to `outlet`."""
     draft = load_model(settings.draft, "draft", settings.device, "float32")
     trainer = Trainer(
         draft,
-        store.registry,
-        store.adapters,
-        store.replay,
+        store,
+        outlet=outlet,
         scope=settings.adapter_scope,
         rank=settings.adapter_rank,
         shared_rank=settings.shared_rank,

@@ -8,11 +8,12 @@ domain is new starts with the same hope as everybody else.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from moedraft.core import SHARED, StorageError
+from moedraft.core import SHARED, StorageError, UpdateRecord
 from moedraft.storage.store import Store
 
 if TYPE_CHECKING:  # so that `news` can be asked for without loading PyTorch's and PEFT's training parts
@@ -33,6 +34,7 @@ class DistillLoop:
     every: int = 16  # new records that make an update due
     gains: dict[str, float] = field(default_factory=dict)
     updates: int = 0
+    waited: float = 0.0  # s of the running update that `on_step` let pass unused; it says so itself
     status: str = "waiting for records"  # or "training <expert>", "paused: <reason>"
     failure: str = ""  # the unexpected one that stands in the log already
 
@@ -62,8 +64,10 @@ class DistillLoop:
         self.status = f"training {expert}"
         try:
             last = self.store.replay.last_id(None if expert == SHARED else expert)
+            began, self.waited = time.monotonic(), 0.0
             update = self.trainer.update(expert, steps=steps, on_step=on_step)
-            self.store.registry.set_meta(f"trained:{expert}", str(last))
+            record = None if update is None else _record(update, time.monotonic() - began - self.waited)
+            self.trainer.outlet.learned(expert, last, record)
         except StorageError as error:
             self.status = f"paused: {error}"
             return None
@@ -86,6 +90,19 @@ class DistillLoop:
         gain = update.acceptance_after - update.acceptance_before
         before = self.gains.get(update.expert, HOPE)
         self.gains[update.expert] = (1 - FORGET) * before + FORGET * gain
+
+
+def _record(update: Update, seconds: float) -> UpdateRecord:
+    return UpdateRecord(
+        expert=update.expert,
+        version=update.version.version,
+        records=update.records,
+        steps=update.steps,
+        loss=update.loss,
+        seconds=seconds,
+        acceptance_before=update.acceptance_before,
+        acceptance_after=update.acceptance_after,
+    )
 
 
 def news(store: Store) -> dict[str, int]:

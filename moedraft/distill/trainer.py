@@ -21,16 +21,14 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft
 from safetensors.torch import save_file
 
 from moedraft.core import SHARED, AdapterVersion, ReplayRecord, UnsupportedModel
+from moedraft.distill.publish import HomeOutlet, Outlet
 from moedraft.drafting.lora import LORA_A, PREFIX, adaptable
 from moedraft.kernels import Kind, divergence
 from moedraft.models import LanguageModel
-from moedraft.storage.adapters import AdapterStore, LoadedAdapter
-from moedraft.storage.registry import Registry
-from moedraft.storage.replay import ReplayBuffer
-from moedraft.storage.store import TARGET_ID
+from moedraft.storage.adapters import LoadedAdapter
+from moedraft.storage.store import TARGET_ID, Store
 
 HELD_OUT_EVERY = 8  # one record in so many is never trained on and measures the update
-KEEP_VERSIONS = 5  # newest versions of an adapter that stay on disk, besides the live one and its parent
 KEPT = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora")  # of a stored configuration
 MAX_CONTEXT = 256  # tokens of the prompt that an update reads, from its end
 
@@ -113,15 +111,17 @@ def pad_to(values: list[Any], width: int, fill: float) -> list[Any]:
 
 
 class Trainer:
-    """Updates the adapters of one home from its replay. Owns its copy of the draft base, in float32."""
+    """Updates the adapters of one home from its replay. Owns its copy of the draft base, in float32.
+
+    Results go to `outlet`, by default into the home itself, which must be open for writing then.
+    """
 
     def __init__(
         self,
         draft: LanguageModel,
-        registry: Registry,
-        adapters: AdapterStore,
-        replay: ReplayBuffer,
+        store: Store,
         *,
+        outlet: Outlet | None = None,
         scope: str = "tail",
         rank: int = 64,
         shared_rank: int = 64,
@@ -130,7 +130,8 @@ class Trainer:
         tokens_per_step: int = 2048,
         kind: Kind = "fkl",
     ) -> None:
-        self.registry, self.adapters, self.replay = registry, adapters, replay
+        self.registry, self.adapters, self.replay = store.registry, store.adapters, store.replay
+        self.outlet = outlet or HomeOutlet(store)
         self.base_hash = draft.weights_hash()
         self.scope, self.rank, self.shared_rank = scope, rank, shared_rank
         self.learning_rate, self.steps, self.tokens_per_step = learning_rate, steps, tokens_per_step
@@ -328,7 +329,7 @@ class Trainer:
             config.save_pretrained(str(folder))
             save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
-        version = self.adapters.publish(
+        version = self.outlet.publish(
             expert,
             write,
             parent=self.loaded[expert],
@@ -337,7 +338,6 @@ class Trainer:
             extra={"rank": config.r, "modules": sorted(_modules(tensors))},
         )
         self.loaded[expert] = version.version
-        self.adapters.prune(expert, KEEP_VERSIONS)
         return version
 
 

@@ -19,6 +19,7 @@ from torch import nn
 
 from moedraft.core import SHARED, CorruptAdapter, UnsupportedModel
 from moedraft.models import LanguageModel
+from moedraft.products import SMALL, Product
 
 # Anything that makes keys or values, alone or fused with queries; a tail expert must not touch it.
 MAKES_KV = re.compile(r"(^|_)(k|v|kv|qkv)(_|$)|key|value|c_attn|Wqkv|kv_[ab]_proj")
@@ -87,11 +88,12 @@ def _is_linear(module: nn.Module) -> bool:
 class LoRALinear(nn.Module):
     """A linear layer of the draft base that the bank can bend, per row of the batch."""
 
-    def __init__(self, base: nn.Module) -> None:
+    def __init__(self, base: nn.Module, small: bool = False) -> None:
         super().__init__()
         self.base = base
+        self.small = small  # part of a small model
         self.transposed = not isinstance(base, nn.Linear)  # GPT-2's Conv1D keeps [in, out]
-        self.weight: torch.Tensor | None = None  # replaces the base's: shared and, maybe, one expert merged
+        self.product: Product | None = None  # replaces the base's: shared and, maybe, one expert merged
         self.blocks: Delta | None = None  # A [R, in], B [out, R] of all experts in the batch
         self.mask: torch.Tensor | None = None  # [B, 1, R]
 
@@ -100,11 +102,12 @@ class LoRALinear(nn.Module):
         weight: torch.Tensor = self.base.weight  # type: ignore[assignment]
         return weight.T if self.transposed else weight
 
+    def with_weight(self, weight: torch.Tensor) -> Product:
+        """The same layer with another weight [out, in]."""
+        return Product(weight, self.base.bias, small=self.small)  # type: ignore[arg-type]
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.weight is None:
-            y: torch.Tensor = self.base(x)
-        else:
-            y = nn.functional.linear(x, self.weight, self.base.bias)  # type: ignore[arg-type]
+        y: torch.Tensor = self.base(x) if self.product is None else self.product(x)
         if self.blocks is not None and self.mask is not None:
             down, up = self.blocks
             y = y + nn.functional.linear(nn.functional.linear(x, down) * _shaped(self.mask, x), up)
@@ -127,17 +130,20 @@ class ExpertBank:
         self.experts: dict[str, Adapter] = {}
         self.shared: Adapter | None = None
         self.layers: dict[str, LoRALinear] = {}
+        small = draft.hf.num_parameters() <= SMALL
         for name in adaptable(draft, "full"):
             parent, _, leaf = name.rpartition(".")
-            layer = LoRALinear(draft.hf.get_submodule(name))
+            layer = LoRALinear(draft.hf.get_submodule(name), small)
             setattr(draft.hf.get_submodule(parent) if parent else draft.hf, leaf, layer)
             self.layers[name] = layer
         self.tail = frozenset(name for name in self.layers if keeps_cache(name, draft.num_layers))
-        self.merged: OrderedDict[str, dict[str, torch.Tensor]] = OrderedDict()
+        self._bases = {n: l.with_weight(l.base_weight()) for n, l in self.layers.items()} if small else {}
+        self.merged: OrderedDict[str, dict[str, Product]] = OrderedDict()
         self.merged_budget = merged_cache_mb * 2**20
         self.selected: tuple[str, ...] | None = None
         self._bare = False
         self._shared_weights: dict[str, torch.Tensor] = {}
+        self._shared_products: dict[str, Product] = {}
 
     # -- publishing ------------------------------------------------------------------------------
 
@@ -154,6 +160,7 @@ class ExpertBank:
             self._shared_weights = {
                 name: self.layers[name].base_weight() + b @ a for name, (a, b) in deltas.items()
             }
+            self._shared_products = {n: self.layers[n].with_weight(w) for n, w in self._shared_weights.items()}
             self.merged.clear()
         elif adapter is None:
             self.experts.pop(expert, None)
@@ -212,14 +219,14 @@ class ExpertBank:
             return
         self.selected = key
         if self._bare:
-            for layer in self.layers.values():
-                layer.weight = layer.blocks = layer.mask = None
+            for name, layer in self.layers.items():
+                layer.product, layer.blocks, layer.mask = self._bases.get(name), None, None
             return
         present = sorted({name for name in rows if name in self.experts})
         single = present[0] if len(present) == 1 and all(name == present[0] for name in rows) else None
         merged = self._merge(single) if single else None
         for name, layer in self.layers.items():
-            layer.weight = (merged or {}).get(name, self._shared_weights.get(name))
+            layer.product = (merged or {}).get(name) or self._shared_products.get(name, self._bases.get(name))
             layer.blocks = layer.mask = None
             if present and merged is None:
                 self._mix(layer, name, rows, present)
@@ -234,22 +241,27 @@ class ExpertBank:
         mask = [[float(owner == row) for owner in owners] for row in rows]
         layer.mask = torch.tensor(mask, dtype=layer.blocks[0].dtype, device=layer.blocks[0].device)[:, None]
 
-    def _merge(self, expert: str) -> dict[str, torch.Tensor] | None:
+    def _merge(self, expert: str) -> dict[str, Product] | None:
         """The expert's weights merged into the base, kept up to the memory budget; None if over it."""
         if expert not in self.merged:
-            size = sum(
-                b.shape[0] * a.shape[1] * a.element_size() for a, b in self.experts[expert].deltas.values()
-            )
+            deltas = self.experts[expert].deltas
+            size = sum(b.shape[0] * a.shape[1] * a.element_size() for a, b in deltas.values())
+            size *= 2 if self._bases else 1  # a `Product` of a small model keeps two copies
             if size > self.merged_budget:
                 return None
             while self.merged and (len(self.merged) + 1) * size > self.merged_budget:
                 self.merged.popitem(last=False)
             self.merged[expert] = {
-                name: self._shared_weights.get(name, self.layers[name].base_weight()) + b @ a
-                for name, (a, b) in self.experts[expert].deltas.items()
+                name: self.layers[name].with_weight(self._weight(name) + b @ a)
+                for name, (a, b) in deltas.items()
             }
         self.merged.move_to_end(expert)
         return self.merged[expert]
+
+    def _weight(self, name: str) -> torch.Tensor:
+        """Base and shared adapter."""
+        known = self._shared_weights.get(name)
+        return self.layers[name].base_weight() if known is None else known
 
 
 def scaling(config: Mapping[str, object], name: str, rank: int) -> float:

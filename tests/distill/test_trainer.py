@@ -44,9 +44,7 @@ class Rig:
         self.engine.sinks.append(self.recorder)
         self.trainer = Trainer(
             random_model(kind, 1, layers=2),
-            self.store.registry,
-            self.store.adapters,
-            self.store.replay,
+            self.store,
             scope=scope,
             rank=16,
             shared_rank=16,
@@ -180,9 +178,7 @@ def test_a_restarted_trainer_goes_on_from_the_live_version(rig: Rig) -> None:
     first = rig.loop.run_once("code")
     other = Trainer(
         random_model("llama", 1, layers=2),
-        rig.store.registry,
-        rig.store.adapters,
-        rig.store.replay,
+        rig.store,
         rank=16,
         shared_rank=16,
     )
@@ -216,10 +212,7 @@ def test_full_disk_pauses_learning_and_serving_goes_on(rig: Rig, monkeypatch: py
 
 
 def trainer_of(rig: Rig, draft: LanguageModel, rank: int = 16, scope: str = "tail") -> Trainer:
-    store = rig.store
-    return Trainer(
-        draft, store.registry, store.adapters, store.replay, scope=scope, rank=rank, shared_rank=rank, steps=4
-    )
+    return Trainer(draft, rig.store, scope=scope, rank=rank, shared_rank=rank, steps=4)
 
 
 def test_a_smaller_vocabulary_of_the_draft(rig: Rig) -> None:

@@ -122,10 +122,10 @@ def test_bare_puts_everything_aside() -> None:
     bank.publish(SHARED, bank.read(1, {}, state(bank, list(bank.layers))))
     bank.publish("x", bank.read(1, {}, state(bank, sorted(bank.tail))))
     bank.select(["x"])
-    assert not torch.equal(model.forward(model.new_cache(1), 0, ids, [0]), plain)
+    assert (model.forward(model.new_cache(1), 0, ids, [0]) - plain).abs().max() > 0.01
     bank.bare(True)
     bank.select(["x"])
-    assert torch.equal(model.forward(model.new_cache(1), 0, ids, [0]), plain)
+    torch.testing.assert_close(model.forward(model.new_cache(1), 0, ids, [0]), plain, atol=1e-5, rtol=1e-5)
     bank.bare(False)
     assert bank.version(SHARED) == bank.version("x") == 1
     assert bank.version("y") == 0

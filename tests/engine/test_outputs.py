@@ -50,7 +50,7 @@ def test_nobody_gets_logprobs_unasked_and_none_can_be_asked_for_alone() -> None:
 
 
 def test_logprobs_end_where_the_answer_ends() -> None:
-    one, target = engine()
+    one, _ = engine()
     [whole] = one.generate([[1, 2]], SamplingParams(max_tokens=12, logprobs=1))
     stop = f"{whole.token_ids[4]} "
     [cut] = one.generate([[1, 2]], SamplingParams(max_tokens=12, logprobs=1, stop=(stop,)))

@@ -1,0 +1,76 @@
+"""The application: routes, and around them the layers that no request passes by."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
+
+from fastapi import FastAPI
+
+from moedraft.config import Settings
+from moedraft.serve import admin, errors, health, openai
+from moedraft.serve.auth import ACCESS, Authority, Guard, is_loopback
+from moedraft.serve.context import ServerContext
+from moedraft.serve.jobs import target_name
+from moedraft.serve.keys import Key, KeyFile, Keyring
+from moedraft.serve.limits import BodyLimit, Envelope
+from moedraft.serve.login import login_router
+from moedraft.serve.metrics import Metrics
+from moedraft.serve.prompts import Prompts
+from moedraft.serve.trainer import TrainerSupervisor
+from moedraft.serve.worker import Worker
+
+DASHBOARD = "moedraft.serve.dashboard"
+
+
+def create_app(
+    worker: Worker, supervisor: TrainerSupervisor | None, settings: Settings, own_key: Key | None = None
+) -> FastAPI:
+    """Everything that is served over HTTP. `worker` must be started before the first request.
+
+    own_key is one of this process only, with which the command line finds in. Nothing is open without a
+    key, save where the settings say a loopback address and no key was ever made.
+    """
+    ring = Keyring(KeyFile(settings.home), open_without_keys=is_loopback(settings.host), own=own_key)
+    authority = Authority(ring, settings.host, settings.allowed_origins)
+    app = FastAPI(
+        title="moedraft",
+        version=version("moedraft"),
+        description="An OpenAI-compatible server whose draft experts learn from the traffic.",
+        docs_url=None,  # those pages would load their scripts from elsewhere
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    errors.install(app)
+    for router in (health.router, openai.router, admin.router, login_router(authority)):
+        app.include_router(router)
+    context = _context(worker, supervisor, settings, authority)
+    metrics = Metrics(target_name(settings), worker, supervisor)
+    worker.system.engine.sinks.append(metrics.finished)
+    app.state.context, app.state.metrics = context, metrics
+    if find_spec(DASHBOARD) is not None:
+        import_module(DASHBOARD).mount(app, context)
+    # the last one added is the outermost
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, seconds=settings.body_timeout)
+    app.add_middleware(Guard, authority=authority)
+    app.add_middleware(Envelope, observe=lambda path, status: metrics.answered(kind_of(path), status))
+    return app
+
+
+def kind_of(path: str) -> str:
+    """A path as a label: one of a few."""
+    found = [prefix for prefix in ACCESS if path == prefix or path.startswith(f"{prefix}/")]
+    return found[0].strip("/") if found else "unknown"
+
+
+def _context(
+    worker: Worker, supervisor: TrainerSupervisor | None, settings: Settings, authority: Authority
+) -> ServerContext:
+    engine = worker.system.engine
+    room = engine.max_model_len - 1
+    limit = settings.max_prompt_tokens
+    if settings.long_prompts == "refuse":
+        limit = room if limit is None else min(limit, room)
+    prompts = Prompts(engine.tokenizer, limit)
+    return ServerContext(worker, supervisor, settings, worker.system.store, prompts, authority)

@@ -1,0 +1,132 @@
+"""A process that speaks in lines: started, read without ever blocking, and ended for good. Knows no learning."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import IO
+
+CHUNK = 65_536  # bytes read at once
+LONGEST_LINE = 2**20  # bytes; more without an end is rubbish
+KEPT_LINES = 20  # of stderr
+
+
+class ChildFailed(Exception):
+    """It cannot be spoken to: the message says why."""
+
+
+class Child:
+    """Not thread-safe. `close` it, whatever happened; then neither process nor pipe is left."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Raises OSError where it cannot be started."""
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            env=dict(environment),
+            start_new_session=True,  # Ctrl-C in the terminal is the server's business
+        )
+        self.ended = False  # no line will come any more
+        self.errors: deque[str] = deque(maxlen=KEPT_LINES)  # the last lines of its stderr
+        self._out, self._err = b"", b""
+        self._selector = selectors.DefaultSelector()
+        for pipe in (self._pipe("stdin"), self._pipe("stdout"), self._pipe("stderr")):
+            os.set_blocking(pipe.fileno(), False)
+        self._selector.register(self._pipe("stdout"), selectors.EVENT_READ, self._take_out)
+        self._selector.register(self._pipe("stderr"), selectors.EVENT_READ, self._take_err)
+        self._lines: list[bytes] = []
+
+    def send(self, line: bytes) -> None:
+        """Raises ChildFailed where it does not read, rather than wait for it."""
+        try:
+            written = self._pipe("stdin").write(line)
+        except OSError as error:
+            raise ChildFailed("it reads no more") from error
+        if written != len(line):
+            raise ChildFailed("it does not read")
+
+    def read(self, timeout: float) -> list[bytes]:
+        """The lines that have come, after `timeout` seconds at most. Raises ChildFailed for endless ones."""
+        for key, _ in self._selector.select(timeout):
+            data = os.read(key.fd, CHUNK)
+            if not data:
+                self._selector.unregister(key.fileobj)
+            key.data(data)
+        lines, self._lines = self._lines, []
+        return lines
+
+    def close(self, grace: float) -> int:
+        """End it: by closing its stdin, after `grace` seconds by force. Returns its exit status."""
+        with contextlib.suppress(OSError):
+            self._pipe("stdin").close()
+        try:
+            status = self._wait(grace)
+        finally:
+            self._selector.close()
+            self._pipe("stdout").close()
+            self._pipe("stderr").close()
+        return status
+
+    def why_ended(self) -> str:
+        """After `close`: how it went, with the last it said on stderr."""
+        status = self.process.returncode
+        last = next((line for line in reversed(self.errors) if line.strip()), "")
+        if status is not None and status < 0:
+            how = f"it was killed by {_signal(-status)}"
+            how += ", as when memory runs out" if -status == signal.SIGKILL else ""
+        else:
+            how = f"it ended with status {status}"
+        return f"{how}: {last.strip()[:300]}" if last else how
+
+    def _wait(self, grace: float) -> int:
+        """Reads on meanwhile, or a child that writes could not end."""
+        for stop in (lambda: None, self.process.terminate, self.process.kill):
+            stop()
+            for _ in range(max(1, int(grace / 0.05))):
+                if self.process.poll() is not None:
+                    return self.process.returncode
+                self._drop(0.05)
+        return self.process.wait(grace)
+
+    def _drop(self, seconds: float) -> None:
+        try:
+            if self._selector.get_map():
+                self.read(seconds)
+                return
+        except ChildFailed:
+            self._out = b""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(seconds)
+
+    def _take_out(self, data: bytes) -> None:
+        if not data:
+            self.ended = True
+        *lines, self._out = (self._out + data).split(b"\n")
+        self._lines += lines
+        if len(self._out) > LONGEST_LINE:
+            raise ChildFailed("it writes lines without an end")
+
+    def _take_err(self, data: bytes) -> None:
+        *lines, rest = (self._err + data).split(b"\n")
+        self._err = rest[-CHUNK:] if data else b""
+        self.errors += [line.decode(errors="replace") for line in ([*lines, rest] if not data else lines)]
+
+    def _pipe(self, name: str) -> IO[bytes]:
+        pipe: IO[bytes] | None = getattr(self.process, name)
+        assert pipe is not None
+        return pipe
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,203 @@
+"""ECharts options out of tables.
+
+Colours are CSS variables, so that one chart serves the light and the dark page. Names are only ever values,
+never keys: NiceGUI runs what stands under a key that begins with a colon.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from moedraft.core import SHARED
+from moedraft.serve.figures import ALL
+from moedraft.serve.tables import Cell, Column, Kind, Table
+
+Options = dict[str, Any]
+
+FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", "Noto Sans", Arial, sans-serif'
+HUES = 8  # --hue-0 … in the style sheet
+SYMBOLS_UP_TO = 40  # points; more of them need no dots
+FORMATS: dict[Kind, str] = {
+    "share": "v => v == null ? '–' : (100 * v).toFixed(1) + ' %'",
+    "gain": "v => v == null ? '–' : (v > 0 ? '+' : '') + (100 * v).toFixed(1)",
+    "number": "v => v == null ? '–' : v.toFixed(2)",
+    "count": "v => v == null ? '–' : v.toLocaleString()",
+    "seconds": "v => v == null ? '–' : v.toFixed(1) + ' s'",
+}
+TICKS: dict[Kind, str] = {
+    "share": "v => Math.round(100 * v) + ' %'",
+    "gain": "v => (v > 0 ? '+' : '') + Math.round(1000 * v) / 10",
+}
+
+
+def colours(names: Sequence[str]) -> dict[str, str]:
+    """A colour for each, by order; `shared` and the sum of all have their own."""
+    others = [name for name in names if name not in (SHARED, ALL)]
+    found = {name: f"var(--hue-{place % HUES})" for place, name in enumerate(others)}
+    return {**found, SHARED: "var(--hue-shared)", ALL: "var(--ink)"}
+
+
+def over_time(table: Table, columns: Sequence[Column], paints: dict[str, str]) -> Options:
+    """Columns of `table` as lines against its first; a line that is alone stands on a pale area."""
+    series = [_line(table, column, paints[column.label]) for column in columns]
+    if len(series) == 1:
+        series[0]["areaStyle"] = {"color": series[0]["itemStyle"]["color"], "opacity": 0.1}
+    if table.marks:
+        series[0]["markLine"] = _marks(table)
+    kind = columns[0].kind
+    return _options(series, _time(table), {"min": 0, "max": 1 if kind == "share" else None}, kind)
+
+
+def stacked(table: Table, columns: Sequence[Column], paints: dict[str, str]) -> Options:
+    """Columns of `table` that add up to one, as bars that touch; a step without any has none."""
+    at = [1000 * _number(cell) for cell in table.column("at")]
+    series = [
+        {
+            "type": "bar",
+            "name": column.label,
+            "stack": "all",
+            "data": [list(pair) for pair in zip(at, table.column(column.key), strict=True)],
+            "barCategoryGap": "12%",
+            "itemStyle": {"color": paints[column.label]},
+            "emphasis": {"disabled": True},
+        }
+        for column in columns
+    ]
+    return _options(series, _time(table), {"min": 0, "max": 1}, "share")
+
+
+def scatter(table: Table, key: str, paints: dict[str, str]) -> Options:
+    """One dot a row, its colour that of the row's expert, against time."""
+    kind = _kind(table, key)
+    names = list(dict.fromkeys(str(name) for name in table.column("expert")))
+    rows = list(zip(table.column("at"), table.column("expert"), table.column(key), strict=True))
+    series = [
+        {
+            "type": "line",
+            "name": name,
+            "data": [[1000 * _number(at), v] for at, one, v in rows if one == name and v is not None],
+            "symbol": "circle",
+            "symbolSize": 7,
+            "showSymbol": True,
+            "lineStyle": {"width": 1.25, "color": paints[name], "opacity": 0.45},
+            "itemStyle": {"color": paints[name]},
+            "emphasis": {"disabled": True},
+        }
+        for name in names
+    ]
+    options = _options(series, _time(table), {"scale": True}, kind)
+    options["tooltip"] |= {"trigger": "item"}
+    return options
+
+
+def bars(
+    labels: Sequence[str],
+    columns: dict[str, Sequence[Cell]],
+    kind: Kind,
+    paints: Sequence[str],
+    *,
+    lying: bool = False,
+    gap: str = "35%",
+) -> Options:
+    """Bars by label, stacked where there are several columns; lying ones read from the top."""
+    series = [
+        {
+            "type": "bar",
+            "name": name,
+            "data": list(values),
+            "stack": "all",
+            "barMaxWidth": 26 if lying else 44,
+            "barCategoryGap": gap,
+            "itemStyle": {"color": paint, "borderRadius": [0, 3, 3, 0] if lying else [3, 3, 0, 0]},
+            "emphasis": {"disabled": True},
+        }
+        for (name, values), paint in zip(columns.items(), paints, strict=True)
+    ]
+    if len(series) == 1:
+        place = "right" if lying else "top"
+        label = {"show": True, "position": place, "color": "var(--muted)", "fontSize": 12}
+        series[0]["label"] = label | {":formatter": f"p => ({FORMATS[kind]})(p.value)"}
+    categories = {"type": "category", "data": list(labels), "axisTick": {"show": False}}
+    if lying:
+        categories |= {"inverse": True, "axisLabel": {"width": 92, "overflow": "truncate"}}
+    values = {"min": 0, "max": 1 if kind == "share" else None}
+    options = _options(series, categories, values, kind, lying=lying)
+    options["tooltip"] |= {"axisPointer": {"type": "none"}}
+    return options
+
+
+def _options(series: list[Options], x: Options, y: Options, kind: Kind, *, lying: bool = False) -> Options:
+    """What all charts have in common: calm axes, a tooltip that keeps to the card."""
+    text = {"color": "var(--muted)", "fontSize": 12}
+    line = {"lineStyle": {"color": "var(--line)"}}
+    tick = {":formatter": TICKS[kind]} if kind in TICKS else {}
+    first = {"axisLine": line, "axisTick": {"show": False}, "splitLine": {"show": False}, **x}
+    first["axisLabel"] = text | {"margin": 10} | x.get("axisLabel", {})
+    second = {"type": "value", "splitNumber": 4, "splitLine": line, "axisLabel": text | tick, **y}
+    return {
+        "animation": False,
+        "textStyle": {"fontFamily": FONT},
+        "grid": {"left": 4, "right": 40 if lying else 14, "top": 22, "bottom": 4, "containLabel": True},
+        "xAxis": second if lying else first,
+        "yAxis": first if lying else second,
+        "series": series,
+        "tooltip": {
+            "trigger": "axis",
+            "confine": True,
+            "transitionDuration": 0,
+            "backgroundColor": "var(--card)",
+            "borderColor": "var(--line)",
+            "textStyle": {"color": "var(--ink)", "fontSize": 12.5},
+            "axisPointer": {"type": "line", "lineStyle": {"color": "var(--muted)", "type": "dashed"}},
+            "extraCssText": "box-shadow: var(--shadow); border-radius: 8px",
+            ":valueFormatter": FORMATS[kind],
+        },
+    }
+
+
+def _line(table: Table, column: Column, paint: str) -> Options:
+    pairs = list(zip(table.column("at"), table.column(column.key), strict=True))
+    return {
+        "type": "line",
+        "name": column.label,
+        "data": [[1000 * _number(at), value] for at, value in pairs],
+        "connectNulls": True,
+        "showSymbol": sum(value is not None for _, value in pairs) <= SYMBOLS_UP_TO,
+        "symbol": "circle",
+        "symbolSize": 5,
+        "lineStyle": {"width": 2.25, "color": paint},
+        "itemStyle": {"color": paint},
+        "emphasis": {"disabled": True},
+    }
+
+
+def _time(table: Table) -> Options:
+    ends = {"min": 1000 * table.since, "max": 1000 * table.until}
+    return {"type": "time", **ends, "splitNumber": 5, "axisLabel": {"hideOverlap": True}}
+
+
+def _marks(table: Table) -> Options:
+    """Thin upright lines; with many of them only the last ones say what they are."""
+    named = 6
+    data = [
+        {"xAxis": 1000 * mark.at, "name": mark.label, "label": {"show": place >= len(table.marks) - named}}
+        for place, mark in enumerate(table.marks)
+    ]
+    return {
+        "silent": True,
+        "symbol": "none",
+        "animation": False,
+        "lineStyle": {"color": "var(--accent)", "type": "solid", "width": 1, "opacity": 0.55},
+        "label": {"formatter": "{b}", "color": "var(--accent)", "fontSize": 11, "distance": 4},
+        "data": data,
+    }
+
+
+def _kind(table: Table, key: str) -> Kind:
+    return next(column.kind for column in table.columns if column.key == key)
+
+
+def _number(cell: Cell) -> float:
+    assert isinstance(cell, int | float)
+    return float(cell)

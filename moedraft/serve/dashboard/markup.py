@@ -1,0 +1,174 @@
+"""HTML as text that cannot be forgotten to be escaped, and figures as people read them.
+
+Whatever is not `Markup` is text and stays text, whoever wrote it: names of domains come from users.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+import time
+from collections.abc import Iterable
+from datetime import UTC, datetime
+
+from moedraft.serve.tables import Cell, Column, Table
+
+NONE = "–"
+VOID = ("br", "hr", "img", "input", "meta", "link")
+MANY_ROWS = 200  # more are left to the CSV
+
+
+class Markup(str):
+    """HTML that was put together by `tag`."""
+
+    __slots__ = ()
+
+
+def tag(name: str, *children: str, **attributes: object) -> Markup:
+    """<name attribute="…">children</name>; `data_value` is data-value, `class_` class, None is left out."""
+    written = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{html.escape(str(value))}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    inside = join(children)
+    return Markup(f"<{name}{written}>" if name in VOID else f"<{name}{written}>{inside}</{name}>")
+
+
+def join(children: Iterable[str]) -> Markup:
+    return Markup("".join(one if isinstance(one, Markup) else html.escape(one) for one in children))
+
+
+# -- figures -------------------------------------------------------------------------------------
+
+
+def share(value: float | None, digits: int = 0) -> str:
+    return NONE if value is None else f"{100 * value:.{digits}f}\u202f%"
+
+
+def points(value: float | None) -> str:
+    """A difference of shares, in points of a hundred."""
+    return NONE if value is None else f"{100 * value:+.1f}".replace("-", "−")
+
+
+def count(value: float | None) -> str:
+    return NONE if value is None else f"{value:,.0f}".replace(",", "\u202f")
+
+
+def short(value: float | None) -> str:
+    """A count that fits where there is little room: 950, 12.3k, 4.1M."""
+    if value is None:
+        return NONE
+    for limit, sign in ((1e6, "M"), (1e4, "k")):
+        if value >= limit:
+            scaled = value / (1e6 if sign == "M" else 1e3)
+            return f"{scaled:.0f}{sign}" if scaled >= 100 else f"{scaled:.1f}{sign}"
+    return count(value)
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    return NONE if value is None else f"{value:.{digits}f}".replace("-", "−")
+
+
+def rate(value: float | None) -> str:
+    """A speed: three digits that tell something."""
+    return NONE if value is None else count(value) if value >= 100 else number(value, 1)
+
+
+def duration(value: float | None) -> str:
+    if value is None or not math.isfinite(value):
+        return NONE
+    if value < 1:
+        return f"{1000 * value:.0f}\u202fms"
+    if value < 60:
+        return f"{value:.1f}\u202fs"
+    minutes, seconds = divmod(round(value), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    parts = [(days, "d"), (hours, "h"), (minutes, "min"), (seconds, "s")]
+    first = next(place for place, (amount, _) in enumerate(parts) if amount)
+    return " ".join(f"{amount}\u202f{unit}" for amount, unit in parts[first : first + 2] if amount)
+
+
+def ago(at: float | None, now: float | None = None) -> str:
+    if at is None:
+        return NONE
+    passed = max(0.0, (time.time() if now is None else now) - at)
+    return "just now" if passed < 5 else f"{duration(float(math.floor(passed)))} ago"
+
+
+def moment(at: float) -> Markup:
+    """UTC; the page's script writes it in the reader's own time."""
+    stamp = datetime.fromtimestamp(at, UTC)
+    return tag("time", stamp.strftime("%Y-%m-%d %H:%M:%S UTC"), datetime=stamp.isoformat())
+
+
+def shown(cell: Cell, column: Column) -> str:
+    if cell is None or isinstance(cell, str):
+        return NONE if cell is None else cell
+    match column.kind:
+        case "time":
+            return moment(float(cell))
+        case "share":
+            return share(cell, 1)
+        case "gain":
+            return points(cell)
+        case "count":
+            return count(cell)
+        case "seconds":
+            return duration(cell)
+        case _:
+            return number(cell)
+
+
+# -- pieces --------------------------------------------------------------------------------------
+
+
+def figure(key: str, label: str, value: float | int | str | None, text: str, note: str = "") -> Markup:
+    """A figure worth a large type. `value` is the exact one, for whoever reads the page by program."""
+    return tag(
+        "div",
+        tag("dt", label),
+        tag("dd", text, data_figure=key, data_value=NONE if value is None else repr(value)),
+        tag("p", note) if note else Markup(),
+        class_="figure",
+    )
+
+
+def figures(*items: Markup) -> Markup:
+    return tag("dl", *items, class_="figures")
+
+
+def pill(text: str, tone: str) -> Markup:
+    """tone: good, busy, bad or quiet; the text says the same, so that colour is never needed."""
+    return tag("span", text, class_=f"pill {tone}")
+
+
+def numbers(table: Table) -> Markup:
+    """The table itself, the newest rows first where it tells of time."""
+    rows = table.rows[::-1] if table.columns[0].kind == "time" else table.rows
+    head = tag("tr", *(tag("th", column.label, scope="col") for column in table.columns))
+    body = [tag("tr", *(_cell(*pair) for pair in zip(row, table.columns, strict=True))) for row in rows]
+    more = len(body) - MANY_ROWS
+    rest = tag("p", f"{count(more)} more rows are in the CSV.", class_="hint") if more > 0 else Markup()
+    whole = tag("table", tag("thead", head), tag("tbody", *body[:MANY_ROWS]), data_table=table.key)
+    return join([tag("div", whole, class_="scroll"), rest])
+
+
+def _cell(cell: Cell, column: Column) -> Markup:
+    kind = "text" if column.kind == "text" else "num"
+    value = cell if cell is None or isinstance(cell, str) else repr(cell)
+    return tag("td", shown(cell, column), class_=kind, data_key=column.key, data_value=value)
+
+
+def legend(entries: Iterable[tuple[str, str, str]]) -> Markup:
+    """(name, colour, last figure) of every line."""
+    items = [
+        tag("li", tag("i", style=f"background:{colour}"), tag("span", name), tag("b", text))
+        for name, colour, text in entries
+    ]
+    return tag("ul", *items, class_="legend")
+
+
+def notice(title: str, text: str, tone: str = "quiet", *more: Markup) -> Markup:
+    return tag("div", tag("strong", title), tag("p", text), *more, class_=f"notice {tone}", role="status")

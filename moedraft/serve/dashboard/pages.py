@@ -1,0 +1,95 @@
+"""The four pages and what surrounds them. Each is a function of the URL: address and page say the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from fastapi import Request
+from nicegui import PageArguments, ui
+from nicegui.elements.sub_pages import SubPages
+
+from moedraft.serve.dashboard.experts import experts_page
+from moedraft.serve.dashboard.learning import learning_page
+from moedraft.serve.dashboard.looking import Look
+from moedraft.serve.dashboard.markup import Markup, join, notice, tag
+from moedraft.serve.dashboard.overview import overview_page
+from moedraft.serve.dashboard.router import router_page
+from moedraft.serve.spans import SPANS
+
+PAGES: dict[str, tuple[str, Callable[[Look], None]]] = {
+    "": ("Overview", overview_page),
+    "experts": ("Experts", experts_page),
+    "router": ("Router", router_page),
+    "learning": ("Learning", learning_page),
+}
+HERE = Path(__file__).parent
+STYLE = (HERE / "style.css").read_text(encoding="utf-8")
+SCRIPT = (HERE / "script.js").read_text(encoding="utf-8")
+MARK = Markup(
+    '<svg viewBox="0 0 32 32" width="26" height="26" aria-hidden="true"><rect width="32" height="32" rx="9" '
+    'fill="var(--accent)"/><path d="M8 21l5-9 4 6 3-4 4 7" fill="none" stroke="#fff" stroke-width="2.6" '
+    'stroke-linecap="round" stroke-linejoin="round"/></svg>'
+)
+
+
+def register() -> None:
+    """Tell NiceGUI of the pages. Once per process."""
+    ui.page("/", title="moedraft")(shell)
+    ui.page("/{_:path}", title="moedraft")(shell)
+
+
+def shell(request: Request) -> None:
+    """What all pages share. From here on links change the page within the browser."""
+    ui.add_head_html(f"<style>{STYLE}</style><script>{SCRIPT}</script>")
+    Frame({f"/{name}": _page(request, name) for name in PAGES})
+
+
+class Frame(SubPages):
+    """The page the address names."""
+
+    def _render_404(self) -> None:
+        self._say("There is no such page", "The address is not one of the dashboard.")
+
+    def _render_error(self, _: Exception) -> None:
+        self._say("This page failed", "The server's log says why. The other pages may still work.")
+
+    def _say(self, title: str, text: str) -> None:
+        look = Look.of(self.client.request, "", {})
+        _header(look)
+        back = tag("p", tag("a", "Back to the overview", href=look.url("")))
+        with ui.element("main").classes("page"):
+            ui.html(notice(title, text, "quiet", back))
+
+
+def _page(request: Request, name: str) -> Callable[[PageArguments], None]:
+    def page(arguments: PageArguments) -> None:
+        title, build = PAGES[name]
+        look = Look.of(request, name, arguments.query_parameters)
+        ui.page_title(f"{title} · moedraft")
+        _header(look)
+        build(look)
+
+    page.__annotations__ = {"arguments": PageArguments}  # NiceGUI looks for the class itself
+    return page
+
+
+def _header(look: Look) -> None:
+    brand = tag("a", MARK, tag("span", "moedraft"), href=look.url(""), class_="brand")
+    pages = [
+        tag("a", title, href=look.url(name), aria_current="page" if name == look.page else None)
+        for name, (title, _) in PAGES.items()
+    ]
+    spans = [
+        tag("a", span.label, href=look.url(span=span), aria_current="true" if span == look.span else None)
+        for span in SPANS.values()
+    ]
+    navigation = tag("nav", *pages, class_="pages", aria_label="Pages")
+    ranges = tag("nav", *spans, class_="ranges", aria_label="Time range")
+    with ui.element("header").classes("top"):
+        ui.html(join([brand, navigation]), sanitize=False).classes("top-left")
+        with ui.element("div").classes("top-right"):
+            ui.html(ranges, sanitize=False)
+            button = ui.element("button").classes("theme").props('type="button"')
+            button.props["title"] = button.props["aria-label"] = "Light, dark or as the system"
+            button.on("click", js_handler="() => moedraftTheme()")

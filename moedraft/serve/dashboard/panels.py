@@ -1,0 +1,139 @@
+"""The pieces that pages are made of: the live part of a page, a chart with its numbers, a text that changes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, Generic, TypeVar
+
+from nicegui import ui
+
+from moedraft.core import StorageError
+from moedraft.serve.dashboard.charts import Options
+from moedraft.serve.dashboard.looking import Look
+from moedraft.serve.dashboard.markup import Markup, legend, notice, numbers, tag
+from moedraft.serve.tables import Table
+
+V = TypeVar("V")
+Legend = Iterable[tuple[str, str, str]]  # (name, colour, last figure)
+
+log = logging.getLogger(__name__)
+
+SKELETON = tag("div", *(tag("div", class_=f"bone {kind}") for kind in ("low", "tall", "tall")), class_="bones")
+TROUBLE = "The figures cannot be read now. What is shown may be old; the page tries again by itself."
+
+
+class Text:
+    """HTML that changes; nothing is sent where it does not."""
+
+    def __init__(self, class_: str = "") -> None:
+        self._element = ui.html("", sanitize=True).classes(class_)
+
+    def show(self, content: Markup) -> None:
+        if self._element.content != content:
+            self._element.set_content(content)
+
+
+class Live(Generic[V]):
+    """The part of a page that follows what happens.
+
+    `see` makes the view, beside the event loop. `build` lays it out and returns what brings it up to date;
+    it is called again where `shape(view)` has changed. Before the first view there is a sketch of the page,
+    and where a view cannot be made a notice that says so.
+    """
+
+    def __init__(
+        self,
+        look: Look,
+        see: Callable[[], V],
+        build: Callable[[V], Callable[[V], None]],
+        shape: Callable[[V], Hashable] = lambda view: None,
+    ) -> None:
+        self._see, self._build, self._shape = see, build, shape
+        self._trouble = Text("trouble")
+        self._body = ui.element("main").classes("page").props('aria-busy="true"')
+        with self._body:
+            ui.html(SKELETON)
+        self._update: Callable[[V], None] | None = None
+        self._built: Hashable = None
+        ui.timer(look.span.refresh, self._tick)
+
+    async def _tick(self) -> None:
+        try:
+            view = await asyncio.to_thread(self._see)
+        except StorageError as error:
+            log.warning("The dashboard cannot read the store: %s", error)
+            self._trouble.show(notice("No connection to the figures", TROUBLE, "bad"))
+            return
+        self._trouble.show(Markup())
+        shape = self._shape(view)
+        if self._update is None or shape != self._built:
+            self._body.clear()
+            with self._body:
+                self._update, self._built = self._build(view), shape
+            self._body.props(remove="aria-busy")
+        self._update(view)
+
+
+class Panel:
+    """A chart with a title and a line that says what it shows, its legend, its numbers and its CSV."""
+
+    def __init__(
+        self, look: Look, key: str, title: str, note: str, empty: str, *, wide: bool = False, height: int = 240
+    ) -> None:
+        self._table: Table | None = None
+        with ui.element("section").classes("card wide" if wide else "card").props(f"data-panel={key}"):
+            ui.html(join_title(title, note))
+            self._legend = Text("legend-slot")
+            self._chart = ui.echart({}, renderer="svg").style(f"height:{height}px").classes("chart")
+            self._chart.props('role="img"').props["aria-label"] = f"Chart: {title}. {note}"
+            self._empty = Text("empty-slot")
+            self._empty_text = empty
+            with ui.element("div").classes("foot"):
+                with ui.element("details"):
+                    with ui.element("summary"):
+                        ui.html("As numbers", tag="span")
+                    self._numbers = Text()
+                ui.html(tag("a", "CSV", href=look.csv(key), download="", class_="csv"))
+
+    def show(self, table: Table, draw: Callable[[], Options], entries: Legend = (), *, some: bool = True) -> None:
+        """Draw where `table` has changed. some=False: there is nothing to be seen in it yet."""
+        if table == self._table:
+            return
+        self._table = table
+        self._numbers.show(numbers(table))
+        self._legend.show(legend(entries) if some else Markup())
+        self._empty.show(Markup() if some else tag("div", tag("p", self._empty_text), class_="nothing"))
+        self._chart.set_visibility(some)
+        if some:
+            self._chart.options.clear()
+            self._chart.options.update(draw())
+            self._chart.update()
+
+
+class NumbersPanel:
+    """A table that is shown as one."""
+
+    def __init__(self, look: Look, key: str, title: str, note: str, empty: str) -> None:
+        self._empty = empty
+        with ui.element("section").classes("card wide").props(f"data-panel={key}"):
+            ui.html(join_title(title, note))
+            self._body = Text()
+            with ui.element("div").classes("foot end"):
+                ui.html(tag("a", "CSV", href=look.csv(key), download="", class_="csv"))
+
+    def show(self, table: Table, body: Markup | None = None) -> None:
+        """`body` instead of the plain table, where there is a better look to it."""
+        nothing = tag("div", tag("p", self._empty), class_="nothing")
+        self._body.show((body or numbers(table)) if table.rows else nothing)
+
+
+def join_title(title: str, note: str) -> Markup:
+    return Markup(tag("h2", title) + tag("p", note, class_="note"))
+
+
+def last_figures(table: Table, keys: Iterable[str], write: Callable[[Any], str]) -> list[str]:
+    """The newest figure there is of each column."""
+    columns = (table.column(key) for key in keys)
+    return [write(next((v for v in reversed(column) if v is not None), None)) for column in columns]

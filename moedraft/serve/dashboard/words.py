@@ -1,0 +1,56 @@
+"""How the engine and the trainer are, said in a word, a tone and a sentence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moedraft.serve.dashboard.markup import duration, share
+
+if TYPE_CHECKING:
+    from moedraft.serve.trainer import TrainerState
+    from moedraft.serve.worker import Snapshot
+
+
+@dataclass(frozen=True)
+class State:
+    """tone: good, busy, bad or quiet."""
+
+    word: str
+    tone: str
+    sentence: str
+
+
+def engine_state(now: Snapshot) -> State:
+    if now.failed:
+        return State("Failed", "bad", f"The engine cannot serve: {now.failed}")
+    if now.draining:
+        return State("Shutting down", "busy", "New requests are refused; running ones are finished.")
+    if now.running or now.waiting:
+        queue = f", {now.waiting} wait for one" if now.waiting else ""
+        return State("Serving", "good", f"{now.running} of {now.slots} slots are taken{queue}.")
+    return State("Idle", "quiet", f"Ready; all {now.slots} slots are free.")
+
+
+def trainer_state(now: TrainerState | None) -> State:
+    """None: learning is switched off for this server."""
+    if now is None:
+        return State("Off", "quiet", "This server was started without learning.")
+    if now.paused:
+        return State("Paused", "quiet", "Learning was paused by an administrator.")
+    if not now.running:
+        again = f" It starts again in {duration(now.restart_in)}." if now.restart_in else ""
+        return State("Down", "bad", f"The trainer stopped: {now.last_error or 'no reason given'}.{again}")
+    if now.expert:
+        return State("Training", "good", f"Updating the adapter of {now.expert}.")
+    return State("Waiting", "busy", now.waits or now.status)
+
+
+def speedup_note(now: Snapshot) -> str:
+    if now.speedup is None:
+        return "Not measured yet: it takes a few plain rounds."
+    return "Measured: now and then a round decodes plainly."
+
+
+def idle_note(now: Snapshot) -> str:
+    return f"Idle {share(now.idle_share)} of the last seconds."

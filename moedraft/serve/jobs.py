@@ -1,0 +1,128 @@
+"""From a request as it came to what the engine is asked: models, limits, sampling. Knows no HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from moedraft.config import Settings
+from moedraft.core import SHARED, SamplingParams
+from moedraft.serve.errors import ApiError, shown
+from moedraft.serve.schema import ChatRequest, CompletionRequest, Generation
+
+Prompt = str | list[int]
+COMPLETION_TOKENS = 16  # OpenAI's default
+LONGEST_STOP = 1000  # letters: text is held back while it may be the beginning of a stop string
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request: `n` answers to each of `prompts`, all by the same expert and parameters."""
+
+    model: str
+    expert: str | None
+    prompts: list[Prompt]
+    n: int
+    params: SamplingParams
+    draft: bool
+    capture: bool
+    stream: bool
+    include_usage: bool
+
+    def choices(self) -> Iterator[tuple[Prompt, SamplingParams]]:
+        """Prompt by prompt; answer i of n has a seed of its own."""
+        for prompt in self.prompts:
+            for i in range(self.n):
+                seed = self.params.seed
+                own = seed if seed is None else (seed + i) % 2**63
+                yield prompt, replace(self.params, seed=own)
+
+
+def target_name(settings: Settings) -> str:
+    """The target as clients name it; of a local folder its last part, never its path."""
+    folder = Path(settings.target).expanduser()
+    return folder.resolve().name if folder.is_dir() else settings.target
+
+
+def expert_of(model: str, target: str, domains: tuple[str, ...]) -> str | None:
+    """The expert that `model` pins; None: the router chooses. Raises ApiError 404."""
+    if model == target:
+        return None
+    name, _, expert = model.rpartition(":")
+    if name != target or expert not in (*domains, SHARED):
+        sentence = f"There is no model '{shown(model)}'; /v1/models lists those there are."
+        raise ApiError(404, sentence, param="model", code="model_not_found")
+    return expert
+
+
+def completion_job(request: CompletionRequest, settings: Settings, domains: tuple[str, ...]) -> Job:
+    several = request.prompt if isinstance(request.prompt, list) else [request.prompt]
+    prompts: list[Prompt] = [one for one in several if not isinstance(one, int)]
+    if not prompts:
+        prompts = [[one for one in several if isinstance(one, int)]]
+    return _job(
+        request, prompts, request.max_tokens or COMPLETION_TOKENS, request.logprobs, settings, domains
+    )
+
+
+def chat_job(request: ChatRequest, prompt: Prompt, settings: Settings, domains: tuple[str, ...]) -> Job:
+    if request.top_logprobs is not None and not request.logprobs:
+        raise _bad("top_logprobs", "'top_logprobs' needs 'logprobs' to be true.")
+    given = (request.max_tokens, request.max_completion_tokens)
+    if None not in given and given[0] != given[1]:
+        raise _bad("max_tokens", "'max_tokens' and 'max_completion_tokens' differ; give one of them.")
+    longest = given[1] or given[0] or settings.max_output_tokens
+    logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    return _job(request, [prompt], longest, logprobs, settings, domains)
+
+
+def _job(
+    request: Generation,
+    prompts: list[Prompt],
+    max_tokens: int,
+    logprobs: int | None,
+    settings: Settings,
+    domains: tuple[str, ...],
+) -> Job:
+    n, stop = request.n or 1, [request.stop] if isinstance(request.stop, str) else request.stop or []
+    _check_limits(settings, max_tokens, n * len(prompts), stop)
+    if request.stream_options is not None and not request.stream:
+        raise _bad("stream_options", "'stream_options' needs 'stream' to be true.")
+    options = request.stream_options
+    return Job(
+        model=request.model,
+        expert=expert_of(request.model, target_name(settings), domains),
+        prompts=prompts,
+        n=n,
+        params=SamplingParams(
+            temperature=1.0 if request.temperature is None else request.temperature,
+            top_k=request.top_k or 0,
+            top_p=1.0 if request.top_p is None else request.top_p,
+            max_tokens=max_tokens,
+            stop=tuple(stop),
+            seed=request.seed,
+            ignore_eos=bool(request.ignore_eos),
+            logprobs=logprobs,
+        ),
+        draft=request.draft is not False,
+        capture=settings.capture and request.store is not False,
+        stream=bool(request.stream),
+        include_usage=options is not None and bool(options.include_usage),
+    )
+
+
+def _check_limits(settings: Settings, max_tokens: int, choices: int, stop: list[str]) -> None:
+    if max_tokens > settings.max_output_tokens:
+        limit = settings.max_output_tokens
+        raise _bad("max_tokens", f"'max_tokens' is at most {limit} here, not {max_tokens}.")
+    if choices > settings.max_n:
+        raise _bad("n", f"a request gets at most {settings.max_n} answers (prompts times n), not {choices}.")
+    if len(stop) > settings.max_stop_strings:
+        raise _bad("stop", f"at most {settings.max_stop_strings} stop strings are taken, not {len(stop)}.")
+    if any(not one or len(one) > LONGEST_STOP for one in stop):
+        raise _bad("stop", f"a stop string has 1 to {LONGEST_STOP} letters.")
+
+
+def _bad(param: str, sentence: str) -> ApiError:
+    return ApiError(400, sentence, param=param, code="invalid_value")

@@ -1,0 +1,73 @@
+"""What the server writes about itself: JSON lines on stderr, coloured text on a terminal.
+
+Prompts and answers never get here: the events name them by the id of their request, and of an exception
+only its type and places are written, since its message may quote what a client sent.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import traceback
+from typing import Any
+
+import structlog
+from structlog.typing import EventDict, FilteringBoundLogger, WrappedLogger
+
+FRAMES = 12  # innermost, of a trace
+
+
+def get_logger(name: str) -> FilteringBoundLogger:
+    logger: FilteringBoundLogger = structlog.stdlib.get_logger(name)
+    return logger
+
+
+def configure(level: int = logging.INFO) -> None:
+    """Send structlog's events and those of `logging` to stderr, in one shape."""
+    shared: list[Any] = [
+        structlog.stdlib.add_logger_name,
+        structlog.stdlib.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        without_messages,
+    ]
+    structlog.configure(
+        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        cache_logger_on_first_use=False,
+    )
+    human = sys.stderr.isatty()
+    renderer: Any = structlog.dev.ConsoleRenderer() if human else structlog.processors.JSONRenderer()
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[structlog.stdlib.ExtraAdder(allow=()), *shared],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(level)
+    for noisy in ("httpx", "alembic", "sentence_transformers", "transformers", "asyncio"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def log_failure(log: FilteringBoundLogger, error: BaseException, **about: object) -> None:
+    log.error("failed", error=type(error).__name__, at=places(error), **about)
+
+
+def places(error: BaseException) -> list[str]:
+    """`file:line function` of the innermost frames, outermost first."""
+    frames = traceback.extract_tb(error.__traceback__)[-FRAMES:]
+    return [f"{frame.filename.rpartition('/')[2]}:{frame.lineno} {frame.name}" for frame in frames]
+
+
+def without_messages(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+    """A trace in an event becomes its type and places."""
+    trace = event.pop("exc_info", None)
+    if trace is True:
+        trace = sys.exc_info()
+    error = trace[1] if isinstance(trace, tuple) else trace
+    if isinstance(error, BaseException):
+        event["error"], event["at"] = type(error).__name__, places(error)
+    return event

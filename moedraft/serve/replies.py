@@ -1,0 +1,195 @@
+"""Answers in OpenAI's shapes, whole and in pieces, with our figures under `metrics.speculative_decoding`."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any, NotRequired
+
+from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
+
+from moedraft.core import RequestOutput, TokenLogprobs
+from moedraft.serve.jobs import Job
+
+LOWEST = -9999.0  # what OpenAI says for a probability of zero
+
+
+class Speculative(TypedDict):
+    """Sums over all answers of the request. `expert` is null where they had several."""
+
+    mean_acceptance_length: float | None
+    draft_acceptance_rate: float | None
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    expert: str | None
+    adapter_version: int | None
+
+
+class Metrics(TypedDict):
+    speculative_decoding: Speculative
+
+
+class Usage(TypedDict):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class Answer(TypedDict):
+    """A completion, or a piece of one. Pieces have `usage` and `metrics` only at the end."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[dict[str, Any]]
+    usage: NotRequired[Usage]
+    metrics: NotRequired[Metrics]
+
+
+class Reply:
+    """The answers to one job. `token_text` spells a single token."""
+
+    prefix, kind, piece_kind = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, job: Job, token_text: Callable[[int], str]) -> None:
+        self.job, self._token_text = job, token_text
+        self._id, self._created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
+        self._told = [0] * (job.n * len(job.prompts))  # tokens whose log-probabilities were sent
+        self._offsets = [0] * len(self._told)  # letters of those tokens
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> Answer:
+        choices = [self._choice(i, output) for i, output in enumerate(outputs)]
+        return {
+            **self._frame(self.kind, choices),
+            "usage": usage_of(outputs, self.job.n),
+            "metrics": metrics_of(outputs),
+        }
+
+    def openings(self) -> list[Answer]:
+        """The pieces that come before any text."""
+        return []
+
+    def piece(self, index: int, output: RequestOutput) -> Answer:
+        """What is new in `output` of answer `index`."""
+        answer = self._frame(self.piece_kind, [self._choice_piece(index, output)])
+        if output.finish_reason:
+            answer["metrics"] = metrics_of([output])
+        return answer
+
+    def closing(self, outputs: Sequence[RequestOutput]) -> Answer:
+        """The last piece, with the counts of all answers."""
+        answer = self._frame(self.piece_kind, [])
+        answer["usage"], answer["metrics"] = usage_of(outputs, self.job.n), metrics_of(outputs)
+        return answer
+
+    def _frame(self, kind: str, choices: list[dict[str, Any]]) -> Answer:
+        frame = {"id": self._id, "object": kind, "created": self._created, "model": self.job.model}
+        return {**frame, "choices": choices}  # type: ignore[typeddict-item]
+
+    def _choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        return {
+            "index": index,
+            "text": output.text,
+            "logprobs": self._logprobs(index, output),
+            "finish_reason": output.finish_reason,
+        }
+
+    def _choice_piece(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        return {**self._choice(index, output), "text": output.delta}
+
+    def _fresh(self, index: int, output: RequestOutput) -> list[tuple[int, TokenLogprobs]]:
+        """Tokens with their log-probabilities that were not told yet."""
+        pairs = list(zip(output.token_ids, output.logprobs or (), strict=False))
+        start, self._told[index] = self._told[index], len(pairs)
+        return pairs[start:]
+
+    def _logprobs(self, index: int, output: RequestOutput) -> dict[str, Any] | None:
+        if self.job.params.logprobs is None:
+            return None
+        fresh = self._fresh(index, output)
+        texts, offsets = [self._token_text(token) for token, _ in fresh], []
+        for text in texts:
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(text)
+        return {
+            "tokens": texts,
+            "token_logprobs": [finite(one.logprob) for _, one in fresh],
+            "top_logprobs": [{self._token_text(i): finite(p) for i, p in one.top} for _, one in fresh],
+            "text_offset": offsets,
+        }
+
+
+class ChatReply(Reply):
+    prefix, kind, piece_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def openings(self) -> list[Answer]:
+        delta = {"role": "assistant", "content": ""}
+        return [
+            self._frame(self.piece_kind, [_chat_piece(i, delta, None, None)]) for i in range(len(self._told))
+        ]
+
+    def _choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": output.text, "refusal": None},
+            "logprobs": self._logprobs(index, output),
+            "finish_reason": output.finish_reason,
+        }
+
+    def _choice_piece(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        delta = {"content": output.delta} if output.delta else {}
+        return _chat_piece(index, delta, self._logprobs(index, output), output.finish_reason)
+
+    def _logprobs(self, index: int, output: RequestOutput) -> dict[str, Any] | None:
+        if self.job.params.logprobs is None:
+            return None
+        content = [
+            {
+                **self._spelt(token, one.logprob),
+                "top_logprobs": [self._spelt(i, p) for i, p in one.top],
+            }
+            for token, one in self._fresh(index, output)
+        ]
+        return {"content": content, "refusal": None}
+
+    def _spelt(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._token_text(token)
+        whole = "\ufffd" not in text  # else a part of a letter, whose bytes the text does not show
+        return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode()) if whole else None}
+
+
+def _chat_piece(index: int, delta: dict[str, Any], logprobs: Any, reason: str | None) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+
+
+def usage_of(outputs: Sequence[RequestOutput], n: int) -> Usage:
+    """`n` answers in a row share a prompt, which is counted once."""
+    prompt = sum(output.num_prompt_tokens for output in outputs[::n])
+    completion = sum(len(output.token_ids) for output in outputs)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def metrics_of(outputs: Sequence[RequestOutput]) -> Metrics:
+    drafts = sum(output.num_drafts for output in outputs)
+    drafted = sum(output.num_draft_tokens for output in outputs)
+    accepted = sum(output.num_accepted_tokens for output in outputs)
+    used = {(output.expert, output.adapter_version) for output in outputs}
+    expert, version = used.pop() if len(used) == 1 else (None, None)
+    return {
+        "speculative_decoding": {
+            "mean_acceptance_length": 1 + accepted / drafts if drafts else None,
+            "draft_acceptance_rate": accepted / drafted if drafted else None,
+            "num_drafts": drafts,
+            "num_draft_tokens": drafted,
+            "num_accepted_tokens": accepted,
+            "expert": expert,
+            "adapter_version": version,
+        }
+    }
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, LOWEST)

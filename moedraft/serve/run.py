@@ -1,0 +1,168 @@
+"""A server from its first to its last breath: what must hold before it starts, signals, cleaning up."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from moedraft.config import Settings
+from moedraft.core import InvalidRequest
+from moedraft.engine.build import System, build
+from moedraft.serve import log
+from moedraft.serve.app import create_app
+from moedraft.serve.auth import is_loopback
+from moedraft.serve.keys import Key, KeyFile, new_key, write_private
+from moedraft.serve.protocol import LARGEST_HEAD, protocol_of
+from moedraft.serve.trainer import TrainerSupervisor
+from moedraft.serve.worker import Worker
+
+SERVER_FILE = "server.json"
+CLOSE_SECONDS = 5  # for connections, when all answers are out
+WEBSOCKET_BYTES = 1_000_000
+
+logger = logging.getLogger(__name__)
+
+
+def serve(settings: Settings, announce: Callable[[str], None] = lambda url: None) -> None:
+    """Serve until a signal comes. `announce` is told the URL when requests are taken.
+
+    Raises InvalidRequest for a public address without a key or an address that cannot be bound, and what
+    `build` raises; nothing was begun then.
+    """
+    check_address(settings)
+    log.configure()
+    with ExitStack() as stack:
+        listener = stack.enter_context(_bound(settings))
+        system = build(settings)
+        stack.callback(system.close)
+        worker = Worker(system, max_waiting=settings.max_waiting)
+        stack.callback(worker.stop)
+        worker.start()
+        supervisor = _supervised(settings, system, stack)
+        own_key, secret = new_key(["admin"], "command line")
+        app = create_app(worker, supervisor, settings, own_key)
+        server = Server(app, worker, settings)
+        url = url_of(listener, settings.host)
+        stack.enter_context(_found(settings.home, url, own_key, secret))
+        announce(url)
+        server.run(sockets=[listener])
+
+
+def check_address(settings: Settings) -> None:
+    """Raises InvalidRequest where others could reach a server that asks nobody for a key."""
+    if not is_loopback(settings.host) and not KeyFile(settings.home).keys():
+        raise InvalidRequest(
+            f"The address {settings.host} can be reached by others and there is no key; make one with "
+            "`moedraft key create`, or serve on 127.0.0.1."
+        )
+
+
+class Server(uvicorn.Server):
+    """uvicorn, ended in two steps: the first signal lets answers finish, the second ends them.
+
+    While it drains the server still answers: 503 to what is new, so that nobody runs into a closed door.
+    """
+
+    def __init__(self, app: FastAPI, worker: Worker, settings: Settings) -> None:
+        super().__init__(config_of(app, settings))
+        self._worker, self._patience = worker, settings.shutdown_timeout
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._drain: asyncio.Task[None] | None = None
+        self._signals = 0
+
+    async def _serve(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super()._serve(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """In the main thread, between any two of its instructions."""
+        self._signals += 1
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self.end)
+
+    def end(self) -> None:
+        """In the loop: begin to drain; called again, stop at once."""
+        if self._drain is None:
+            logger.info("draining")
+            self._drain = asyncio.get_running_loop().create_task(self._drained())
+        else:
+            self._worker.abort_all()
+            self.should_exit = self.force_exit = True
+
+    async def _drained(self) -> None:
+        try:
+            await self._worker.drain(self._patience)
+        finally:
+            self.should_exit = True
+
+
+def config_of(app: FastAPI, settings: Settings) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        host=settings.host,
+        http=protocol_of(settings),
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        h11_max_incomplete_event_size=LARGEST_HEAD,
+        ws_max_size=WEBSOCKET_BYTES,
+        timeout_graceful_shutdown=CLOSE_SECONDS,
+    )
+
+
+def url_of(listener: socket.socket, host: str) -> str:
+    """Where this machine finds the server."""
+    port = listener.getsockname()[1]
+    name = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host.strip("[]"), host.strip("[]"))
+    return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
+
+
+@contextmanager
+def _bound(settings: Settings) -> Iterator[socket.socket]:
+    """The address, ours before minutes are spent on loading models; it is listened at later."""
+    host = settings.host.strip("[]")
+    try:
+        found = socket.getaddrinfo(host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        where, reason = f"{settings.host}:{settings.port}", error.strerror or error
+        raise InvalidRequest(f"The address {where} cannot be used: {reason}.") from error
+    with listener:
+        yield listener
+
+
+@contextmanager
+def _found(home: Path, url: str, own_key: Key, secret: str) -> Iterator[None]:
+    """Tell the command line of this user where the server is, and a key that dies with it.
+
+    Whoever can read the file could write the home as well, so it gives nothing away.
+    """
+    path = home / SERVER_FILE
+    write_private(path, {"url": url, "pid": os.getpid(), "key": secret})
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            path.unlink()
+
+
+def _supervised(settings: Settings, system: System, stack: ExitStack) -> TrainerSupervisor | None:
+    if not settings.learning:
+        return None
+    supervisor = TrainerSupervisor(settings, system.store)
+    stack.callback(supervisor.stop)
+    supervisor.start()
+    return supervisor

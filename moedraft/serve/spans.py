@@ -1,0 +1,81 @@
+"""Spans of time that can be looked at, and their division into equal steps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from moedraft.core import InvalidRequest
+from moedraft.serve.columns import Codes, Numbers
+
+STEPS = (5, 15, 30, 60, 300, 900, 1800, 3600, 3 * 3600, 6 * 3600, 12 * 3600, 86400)  # seconds
+DAY = 86400
+MOST_STEPS = 72  # more is not read on a screen
+
+
+@dataclass(frozen=True)
+class Span:
+    """The last `seconds`, or everything (None). `refresh`: seconds between two looks that are worth it."""
+
+    key: str
+    label: str
+    seconds: int | None
+    refresh: float
+
+
+SPANS = {
+    span.key: span
+    for span in (
+        Span("15m", "15 min", 900, 2.0),
+        Span("1h", "1 hour", 3600, 3.0),
+        Span("24h", "24 hours", DAY, 10.0),
+        Span("all", "All", None, 15.0),
+    )
+}
+DEFAULT = "1h"
+
+
+def find_span(key: str | None) -> Span:
+    """The span named `key`, the default without one. Raises InvalidRequest for another name."""
+    found = SPANS.get(DEFAULT if key is None else key)
+    if found is None:
+        raise InvalidRequest(f"The time range must be one of {', '.join(SPANS)}.")
+    return found
+
+
+@dataclass(frozen=True)
+class Grid:
+    """`count` steps of `width` seconds from `start` on; the last may not be over yet at `now`."""
+
+    start: float  # epoch seconds, a whole multiple of width
+    width: int
+    count: int
+    now: float
+
+    @property
+    def end(self) -> float:
+        return self.start + self.width * self.count
+
+    @property
+    def starts(self) -> list[float]:
+        return [self.start + self.width * step for step in range(self.count)]
+
+    @property
+    def lengths(self) -> list[float]:
+        """Seconds of each step that are over; at least one second."""
+        return [max(1.0, min(float(self.width), self.now - start)) for start in self.starts]
+
+    def steps(self, at: Numbers) -> Codes:
+        """Which step each moment falls in."""
+        return np.clip((at - self.start) // self.width, 0, self.count - 1).astype(np.int64)
+
+
+def grid_of(span: Span, now: float, first: float | None) -> Grid:
+    """The steps of `span` that end with `now`; `first` is when the oldest request ended, if there is one."""
+    seconds = span.seconds or max(60.0, now - first if first is not None else 0.0)
+    width = next((step for step in STEPS if seconds / step <= MOST_STEPS), None)
+    width = width or DAY * math.ceil(seconds / MOST_STEPS / DAY)
+    start = math.floor((now - seconds) / width) * width
+    return Grid(float(start), width, math.floor(now / width) - start // width + 1, now)

@@ -1,0 +1,179 @@
+"""How coroutines talk to the engine, which one thread owns. Knows no HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from moedraft.core import SamplingParams, StorageError
+from moedraft.distill.room import Load, write_load
+from moedraft.engine.build import System
+from moedraft.serve.thread import EngineThread
+from moedraft.serve.ticket import Channel, Draining, Overloaded, Ticket
+
+__all__ = ["Draining", "Overloaded", "Snapshot", "Ticket", "Worker"]
+
+LOAD_SECONDS = 1.0  # between two looks at the load
+LOAD_STALE = 3.0  # s after which an unchanged load is written again, as a sign of life
+IDLE_WINDOW = 5.0  # s over which the idle share is taken
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The worker at one moment. Times are those of its clock, monotonic seconds."""
+
+    running: int  # requests in a slot
+    waiting: int  # accepted, without a slot yet
+    slots: int
+    steps: int  # since the start
+    last_step_at: float | None
+    idle_share: float  # 0 … 1, over the last seconds
+    tokens_total: int
+    tokens_per_second: float  # over the last ten seconds
+    speedup: float | None  # against plain decoding, measured
+    learning: str  # "learning", or "paused: <reason>" where records cannot be stored
+    draining: bool
+    failed: str | None  # why the engine cannot serve; cleared by a step that succeeds
+
+
+class Worker:
+    """Serves the requests of coroutines with one engine. `start` it, `stop` it; the system stays open.
+
+    `submit`, `call` and `drain` are for coroutines; everything else is safe from any thread. `clock` is the
+    source of all durations (monotonic seconds).
+    """
+
+    def __init__(
+        self, system: System, *, max_waiting: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.system = system
+        self.max_waiting = max_waiting
+        self._clock = clock
+        self._engine = EngineThread(system.engine, clock)
+        self._quit = threading.Event()
+        self._publisher = threading.Thread(target=self._publish_loads, name="moedraft-load", daemon=True)
+
+    def start(self) -> None:
+        self._engine.start()
+        self._publisher.start()
+
+    def stop(self, timeout: float = 5.0) -> None:
+        """Abort everything and end the threads; a second call does nothing.
+
+        A step that hangs for `timeout` seconds is left to itself. Close the system afterwards.
+        """
+        self._quit.set()
+        self._engine.end(timeout)
+        if self._publisher.ident is not None:
+            self._publisher.join(timeout)
+
+    async def submit(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        *,
+        expert: str | None = None,
+        draft: bool = True,
+        capture: bool = True,
+    ) -> Ticket:
+        """Queue a request. Arguments as for `Engine.add`.
+
+        Raises InvalidRequest as that does, Overloaded at once where `max_waiting` requests wait already, and
+        Draining after `drain` or `stop`. Cancelled meanwhile, it leaves nothing behind.
+        """
+        channel = Channel(uuid.uuid4().hex, asyncio.get_running_loop())
+        options = {"expert": expert, "draft": draft, "capture": capture}
+        taken = self._engine.add(channel, prompt, params, options, self.max_waiting)
+        ticket = Ticket(channel, self._engine.cancel)
+        try:
+            await asyncio.wrap_future(taken)
+        except BaseException:
+            ticket.cancel()
+            raise
+        return ticket
+
+    async def call(self, work: Callable[[System], T]) -> T:
+        """Run `work(system)` between two steps; its result, or what it raises. Nobody decodes meanwhile.
+
+        Raises Draining after `stop`. Cancelled before its turn, it is not run.
+        """
+        return await asyncio.wrap_future(self._engine.do(lambda: work(self.system)))
+
+    async def drain(self, timeout: float) -> int:
+        """Take nothing new, let what was accepted finish for `timeout` seconds, abort the rest.
+
+        Returns how many were aborted. `abort_all` meanwhile cuts it short.
+        """
+        self._engine.refuse_requests()
+        await self._until_empty(timeout)
+        left = self._engine.open
+        if left:
+            self._engine.abort_all()
+            await self._until_empty(1.0)  # a step that hangs must not hold up the shutdown
+        return left
+
+    def abort_all(self) -> None:
+        """End all requests between two steps."""
+        self._engine.abort_all()
+
+    def snapshot(self) -> Snapshot:
+        engine, now = self._engine, self._clock()
+        return Snapshot(
+            running=engine.running,
+            waiting=engine.waiting,
+            slots=engine.slots,
+            steps=engine.steps,
+            last_step_at=engine.last_step_at,
+            idle_share=self._idle_share(now),
+            tokens_total=engine.tokens,
+            tokens_per_second=engine.meter.tokens_per_second(now),
+            speedup=engine.speedup,
+            learning=self.system.recorder.status,
+            draining=engine.draining,
+            failed=engine.failed,
+        )
+
+    def progress_stalled(self, threshold: float) -> bool:
+        """One job or step has taken longer than `threshold` seconds, or the thread is gone.
+
+        A long queue, or a request that takes long, is no stall: each step is a sign of life.
+        """
+        since = self._engine.occupied_since
+        alive = self._engine.is_alive() and not self._engine.closed
+        return not alive or (since is not None and self._clock() - since > threshold)
+
+    def _idle_share(self, now: float) -> float:
+        since = self._engine.occupied_since
+        going_on = 0.0 if since is None else min(now - since, IDLE_WINDOW) / IDLE_WINDOW
+        return max(0.0, 1.0 - self._engine.meter.busy_share(now, IDLE_WINDOW) - going_on)
+
+    async def _until_empty(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        while self._engine.open and time.monotonic() < deadline and self._engine.is_alive():
+            await asyncio.sleep(0.01)
+
+    def _publish_loads(self) -> None:
+        """The load goes into the store for the trainer, from a thread of its own: disks are slow."""
+        known: tuple[float, int] | None = None
+        known_at = -math.inf
+        while not self._quit.wait(LOAD_SECONDS):
+            now = self.snapshot()
+            idle, waiting = round(now.idle_share, 2), now.waiting
+            if (idle, waiting) == known and time.monotonic() - known_at < LOAD_STALE:
+                continue
+            try:
+                write_load(self.system.store.registry, Load(idle, waiting, time.time()))
+            except StorageError as error:
+                log.debug("The load was not published: %s", error)
+            else:
+                known, known_at = (idle, waiting), time.monotonic()
