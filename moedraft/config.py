@@ -71,6 +71,7 @@ class Settings(BaseSettings):
     allowed_origins: tuple[str, ...] = Field(
         (), description="other origins of the dashboard, such as `https://moedraft.example`, behind a proxy"
     )
+    dashboard: bool = Field(True, description="serve the dashboard")
     capture: bool = Field(True, description="keep served requests to learn from; a request may say no")
     learning: bool = Field(True, description="run the trainer beside the server")
     max_waiting: int = Field(64, ge=0, description="requests in the queue; one more is answered with 429")

@@ -157,4 +157,7 @@ def scaled(x: torch.Tensor, norm: Any) -> torch.Tensor:
 
 
 def normed(x: torch.Tensor, norm: Any) -> torch.Tensor:
-    return rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+    if x.device.type != "cpu":
+        return rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+    # PyTorch has no fused norm for CPUs: it would run the same operations one by one, and slower.
+    return scaled(x, norm).mul_(norm.weight * norm.weight.numel() ** 0.5)

@@ -21,7 +21,9 @@ from moedraft.cli.common import (
     settings_for,
     writing,
 )
-from moedraft.core import AdapterVersion, InvalidRequest
+from moedraft.cli.remote import Remote, ServerOption, given_server, owner_of
+from moedraft.config import Settings
+from moedraft.core import InvalidRequest
 
 app = typer.Typer(help="Versions of experts: list, promote, roll back, export.")
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="A domain, or `shared`.")]
@@ -32,21 +34,17 @@ def list_(
     ctx: typer.Context,
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Only this expert's.")] = None,
     home: HomeOption = None,
+    server: ServerOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """List adapter versions, oldest first."""
-    settings = settings_for(ctx, home=home)
-    with reading(settings) as store:
-        if name is not None:
-            check_expert(store, name)
-        if store is None:
-            note_missing(settings)
-        versions = store.registry.versions(name) if store else []
+    versions = _versions(settings_for(ctx, home=home), given_server(server), name)
     if as_json:
-        emit({"adapters": [_data(version) for version in versions]})
+        emit({"adapters": versions})
         return
+    keys = ("domain", "version", "state", "parent")
     rows = [
-        (v.domain, v.version, v.state, v.parent, rate(v.acceptance), moment(v.created_at)) for v in versions
+        (*(one[key] for key in keys), rate(one["acceptance"]), moment(one["created_at"])) for one in versions
     ]
     print_table("Adapters", ["expert", "version", "state", "parent", "acceptance", "created"], rows)
 
@@ -57,25 +55,43 @@ def promote(
     name: NameArgument,
     version: Annotated[int, typer.Argument(min=0, metavar="VERSION", help="0: untrained.")],
     home: HomeOption = None,
+    server: ServerOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Make VERSION the one that serves, after checking its files."""
-    with writing(settings_for(ctx, home=home)) as store:
-        check_expert(store, name)
-        found = [one for one in store.registry.versions(name) if one.version == version]
-        if found:
-            store.adapters.load(found[0])
-        _show_live(name, store.registry.promote(name, version), as_json)
+    from moedraft.serve import manage
+
+    settings = settings_for(ctx, home=home)
+    remote = owner_of(settings, server)
+    if remote is not None:
+        live = remote.post("admin", "adapters", name, "promote", data={"version": version})
+    else:
+        with writing(settings) as store:
+            check_expert(store, name)
+            live = manage.promote(store, name, version)
+    _show_live(live, as_json)
 
 
 @app.command()
 def rollback(
-    ctx: typer.Context, name: NameArgument, home: HomeOption = None, as_json: JsonOption = False
+    ctx: typer.Context,
+    name: NameArgument,
+    home: HomeOption = None,
+    server: ServerOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Go back to the version that the live one was made from."""
-    with writing(settings_for(ctx, home=home)) as store:
-        check_expert(store, name)
-        _show_live(name, store.registry.rollback(name), as_json)
+    from moedraft.serve import manage
+
+    settings = settings_for(ctx, home=home)
+    remote = owner_of(settings, server)
+    if remote is not None:
+        live = remote.post("admin", "adapters", name, "rollback")
+    else:
+        with writing(settings) as store:
+            check_expert(store, name)
+            live = manage.rollback(store, name)
+    _show_live(live, as_json)
 
 
 @app.command()
@@ -104,21 +120,23 @@ def export(
     say(f"{parts} → {done.path} (draft base {done.base_hash})")
 
 
-def _data(version: AdapterVersion) -> dict[str, Any]:
-    return {
-        "domain": version.domain,
-        "version": version.version,
-        "state": version.state,
-        "parent": version.parent,
-        "acceptance": version.acceptance,
-        "created_at": version.created_at,
-        "base_hash": version.base_hash,
-    }
+def _versions(settings: Settings, remote: Remote | None, name: str | None) -> list[dict[str, Any]]:
+    from moedraft.serve import manage
+
+    if remote is not None:
+        found: list[dict[str, Any]] = remote.get("admin", "adapters", name=name)["adapters"]
+        return found
+    with reading(settings) as store:
+        if name is not None:
+            check_expert(store, name)
+        if store is None:
+            note_missing(settings)
+        return manage.adapters(store, name) if store else []
 
 
-def _show_live(name: str, live: AdapterVersion | None, as_json: bool) -> None:
-    version = live.version if live else 0
+def _show_live(live: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        emit({"domain": name, "version": version})
-    else:
-        say(f"{name}: version {version} is live" if live else f"{name}: the untrained expert is live")
+        emit(live)
+        return
+    name, version = live["domain"], live["version"]
+    say(f"{name}: version {version} is live" if version else f"{name}: the untrained expert is live")

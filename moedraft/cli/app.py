@@ -14,7 +14,10 @@ from moedraft.cli.distill import distill
 from moedraft.cli.doctor import doctor
 from moedraft.cli.domain import app as domain_app
 from moedraft.cli.generate import generate
+from moedraft.cli.key import app as key_app
+from moedraft.cli.replay import app as replay_app
 from moedraft.cli.route import route
+from moedraft.cli.serve import dashboard, serve
 from moedraft.cli.stats import stats
 
 app = typer.Typer(
@@ -52,7 +55,9 @@ def root(
 
 app.add_typer(domain_app, name="domain")
 app.add_typer(adapter_app, name="adapter")
-for _command in (route, generate, distill, stats, doctor):
+app.add_typer(replay_app, name="replay")
+app.add_typer(key_app, name="key")
+for _command in (serve, dashboard, route, generate, distill, stats, doctor):
     app.command()(_command)
 for _name in ("demo", "bench"):
     if find_spec(f"moedraft.cli.{_name}") is not None:

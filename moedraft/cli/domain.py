@@ -29,12 +29,12 @@ from moedraft.cli.common import (
     writing,
 )
 from moedraft.cli.files import check_text, read_examples
+from moedraft.cli.remote import ServerOption, given_server, owner_of
 from moedraft.config import Settings
-from moedraft.core import Domain, MoedraftError
+from moedraft.core import InvalidRequest, MoedraftError
 
 if TYPE_CHECKING:
     from moedraft.distill.warmstart import WarmStart
-    from moedraft.storage.store import Store
 
 app = typer.Typer(help="Domains: register, list, show, remove.")
 NameArgument = Annotated[str, typer.Argument(metavar="NAME")]
@@ -54,6 +54,7 @@ def register(
         typer.Option(min=1, metavar="N", help="Let the target answer N examples and learn from them now."),
     ] = None,
     home: HomeOption = None,
+    server: ServerOption = None,
     target: TargetOption = None,
     draft: DraftOption = None,
     device: DeviceOption = None,
@@ -67,29 +68,40 @@ def register(
     from moedraft.engine.admin import check_examples
 
     check_examples(name, prompts)
-    if warm_start is None:
-        domain, warm = _register(settings, name, prompts, description), None
+    remote, warm = owner_of(settings, server), None
+    if remote is not None:
+        if warm_start is not None:
+            raise InvalidRequest(
+                "A server that runs learns by itself; leave out --warm-start, or stop it first."
+            )
+        row = {"name": name, "examples": prompts, "description": description}
+        with busy("Fitting the router"):
+            data = remote.post("admin", "domains", data=row)
+    elif warm_start is None:
+        data = _register(settings, name, prompts, description)
     else:
-        domain, warm = _register_warm(settings, name, prompts, description, warm_start)
-    _show_registered(domain, warm, as_json)
+        data, warm = _register_warm(settings, name, prompts, description, warm_start)
+    _show_registered(data, warm, as_json)
 
 
-def _register(settings: Settings, name: str, prompts: list[str], description: str) -> Domain:
+def _register(settings: Settings, name: str, prompts: list[str], description: str) -> dict[str, Any]:
     from moedraft.engine.admin import register_domain
     from moedraft.engine.build import open_router
+    from moedraft.serve.manage import summary
 
     with writing(settings, create=True) as store, busy("Fitting the router"):
-        return register_domain(store, open_router(settings, store), name, prompts, description)
+        return summary(register_domain(store, open_router(settings, store), name, prompts, description))
 
 
 def _register_warm(
     settings: Settings, name: str, prompts: list[str], description: str, count: int
-) -> tuple[Domain, WarmStart]:
+) -> tuple[dict[str, Any], WarmStart]:
     with busy("Loading the models"):
         from moedraft.distill.build import build_loop
         from moedraft.distill.warmstart import warm_start
         from moedraft.engine.admin import register_domain
         from moedraft.engine.build import build
+        from moedraft.serve.manage import summary
 
         system = build(settings.model_copy(update={"adaptive_budget": False}))
     try:
@@ -99,7 +111,7 @@ def _register_warm(
             loop = build_loop(settings, system.store)
             system.refresh()
             with bar("Warm start") as advance:
-                return domain, warm_start(system, loop, domain, count, on_progress=advance)
+                return summary(domain), warm_start(system, loop, domain, count, on_progress=advance)
         except MoedraftError as error:
             reason = str(error)
             raise type(error)(
@@ -112,11 +124,11 @@ def _register_warm(
         system.close()
 
 
-def _show_registered(domain: Domain, warm: WarmStart | None, as_json: bool) -> None:
+def _show_registered(domain: dict[str, Any], warm: WarmStart | None, as_json: bool) -> None:
     if as_json:
-        emit({**_summary(domain), "warm_start": _warm_data(warm) if warm else None})
+        emit({**domain, "warm_start": _warm_data(warm) if warm else None})
         return
-    say(f"Domain {domain.name!r} is registered with {len(domain.examples)} examples.")
+    say(f"Domain {domain['name']!r} is registered with {domain['examples']} examples.")
     if warm:
         gain = f"{rate(warm.acceptance_before)} → {rate(warm.acceptance_after)}"
         say(
@@ -126,46 +138,78 @@ def _show_registered(domain: Domain, warm: WarmStart | None, as_json: bool) -> N
 
 
 @app.command("list")
-def list_(ctx: typer.Context, home: HomeOption = None, as_json: JsonOption = False) -> None:
+def list_(
+    ctx: typer.Context, home: HomeOption = None, server: ServerOption = None, as_json: JsonOption = False
+) -> None:
     """List the registered domains."""
-    settings = settings_for(ctx, home=home)
-    with reading(settings) as store:
-        if store is None:
-            note_missing(settings)
-        found = [(domain, _state(store, domain.name)) for domain in store.registry.domains()] if store else []
+    from moedraft.serve import manage
+
+    settings, remote = settings_for(ctx, home=home), given_server(server)
+    if remote is not None:
+        found = remote.get("admin", "domains")["domains"]
+    else:
+        with reading(settings) as store:
+            if store is None:
+                note_missing(settings)
+            found = manage.domains(store) if store else []
     if as_json:
-        emit({"domains": [{**_summary(domain), **state} for domain, state in found]})
+        emit({"domains": found})
         return
-    rows = [
-        (d.name, d.description, len(d.examples), state["version"], state["replay_size"], moment(d.created_at))
-        for d, state in found
-    ]
+    keys = ("name", "description", "examples", "version", "replay_size")
+    rows = [(*(one[key] for key in keys), moment(one["created_at"])) for one in found]
     print_table("Domains", ["name", "description", "examples", "version", "replay", "registered"], rows)
 
 
 @app.command()
 def show(
-    ctx: typer.Context, name: NameArgument, home: HomeOption = None, as_json: JsonOption = False
+    ctx: typer.Context,
+    name: NameArgument,
+    home: HomeOption = None,
+    server: ServerOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Show a domain with its examples."""
-    with reading(settings_for(ctx, home=home)) as store:
-        domain = find_domain(store, name)
-        assert store is not None
-        state = _state(store, name)
+    from moedraft.serve import manage
+
+    settings, remote = settings_for(ctx, home=home), given_server(server)
+    if remote is not None:
+        found = remote.get("admin", "domains", name)
+    else:
+        with reading(settings) as store:
+            find_domain(store, name)
+            assert store is not None
+            found = manage.domain(store, name)
     if as_json:
-        emit({**_summary(domain), "examples": list(domain.examples), **state})
+        emit(found)
         return
-    say(f"{domain.name}: {domain.description or 'no description'}")
-    say(f"registered {moment(domain.created_at)}, version {state['version']}, {state['updates']} updates")
-    print_table(f"{len(domain.examples)} examples", ["prompt"], [[example] for example in domain.examples])
+    examples = found["examples"]
+    say(f"{found['name']}: {found['description'] or 'no description'}")
+    say(f"registered {moment(found['created_at'])}, version {found['version']}, {found['updates']} updates")
+    print_table(f"{len(examples)} examples", ["prompt"], [[example] for example in examples])
 
 
 @app.command()
 def remove(
-    ctx: typer.Context, name: NameArgument, home: HomeOption = None, as_json: JsonOption = False
+    ctx: typer.Context,
+    name: NameArgument,
+    home: HomeOption = None,
+    server: ServerOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Forget a domain: its examples, its replay and its adapters."""
     settings = settings_for(ctx, home=home)
+    remote = owner_of(settings, server)
+    if remote is not None:
+        remote.delete("admin", "domains", name)
+    else:
+        _remove(settings, name)
+    if as_json:
+        emit({"removed": name})
+    else:
+        say(f"Domain {name!r} is removed.")
+
+
+def _remove(settings: Settings, name: str) -> None:
     with writing(settings) as store:
         find_domain(store, name)
         from moedraft.engine.admin import remove_domain
@@ -173,28 +217,6 @@ def remove(
 
         with busy("Fitting the router"):
             remove_domain(store, open_router(settings, store), name)
-    if as_json:
-        emit({"removed": name})
-    else:
-        say(f"Domain {name!r} is removed.")
-
-
-def _summary(domain: Domain) -> dict[str, Any]:
-    return {
-        "name": domain.name,
-        "description": domain.description,
-        "examples": len(domain.examples),
-        "created_at": domain.created_at,
-    }
-
-
-def _state(store: Store, name: str) -> dict[str, Any]:
-    live = store.registry.live(name)
-    return {
-        "version": live.version if live else 0,
-        "updates": store.registry.updates(name),
-        "replay_size": store.replay.count(name),
-    }
 
 
 def _warm_data(warm: WarmStart) -> dict[str, Any]:

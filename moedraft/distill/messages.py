@@ -32,8 +32,8 @@ class State(Message):
     status: Sentence
     waits: Sentence | None = None  # why it does not learn just now
     expert: Expert | None = None  # whose update is running
-    step: int = Field(0, ge=0)  # optimiser steps done, of `steps`
-    steps: int = Field(0, ge=0)
+    step: int = Field(default=0, ge=0)  # optimiser steps done, of `steps`
+    steps: int = Field(default=0, ge=0)
     loss: float | None = None  # mean over the update so far, nats per token
     error: Sentence | None = None  # what went wrong last
 

@@ -192,7 +192,9 @@ class Process:
         reason = self._why_wait()
         expert = self._due() if reason is None else None
         if expert is None:
-            self._say(State(status="waiting", waits=reason or self.loop.status[:LONGEST], error=self._error()))
+            self._say(
+                State(status="waiting", waits=reason or self.loop.status[:LONGEST], error=self._error())
+            )
             self.server.wait(LOOK_SECONDS)
             return
         self._say(State(status=f"training {expert}", expert=expert, steps=self.settings.update_steps))

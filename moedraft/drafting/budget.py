@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from statistics import median
+from statistics import fmean, median
 
 REFIT_EVERY = 100
 RIDGE = 5.0
@@ -60,59 +60,81 @@ class AcceptanceModel:
             self.w, self.b = min(w, 5.0), max(-5.0, min(b, 5.0))
 
 
-class CostTable:
-    """Milliseconds of a forward by (rows, width), the median of the last few; a line fills the gaps."""
+class RoundCosts:
+    """Milliseconds of whole rounds, by the number of rows and of drafted tokens.
+
+    A round is everything between two steps: drafting, verifying, and the bookkeeping around them, which a
+    model of forwards alone would miss. Medians of the last few; between and beyond what was measured, a line.
+    """
+
+    KEPT = 9
+    STEP = 0.15  # a draft token more, in plain rounds, before two lengths were measured
 
     def __init__(self) -> None:
-        self.samples: dict[tuple[int, int], deque[float]] = {}
+        self.samples: dict[int, dict[int, deque[float]]] = {}
 
-    def observe(self, rows: int, width: int, ms: float) -> None:
-        self.samples.setdefault((rows, width), deque(maxlen=9)).append(ms)
+    def observe(self, rows: int, drafted: int, ms: float) -> None:
+        lengths = self.samples.setdefault(rows, {})
+        lengths.setdefault(drafted, deque(maxlen=self.KEPT)).append(ms)
 
-    def predict(self, rows: int, width: int) -> float | None:
-        """Never falls with width; None before anything was measured."""
-        if not self.samples:
-            return None
-        known = {key: median(values) for key, values in self.samples.items()}
-        below = [ms for (r, w), ms in known.items() if r == rows and w <= width]
-        here = known[rows, width] if (rows, width) in known else self._line(known, rows * width)
-        return max([here, *below])
-
-    @staticmethod
-    def _line(known: dict[tuple[int, int], float], tokens: int) -> float:
-        points = [(float(r * w), ms) for (r, w), ms in known.items()]
-        mean_x = sum(x for x, _ in points) / len(points)
-        mean_y = sum(y for _, y in points) / len(points)
-        spread = sum((x - mean_x) ** 2 for x, _ in points)
-        # With a single point: a token more costs 5 % of the forward, about what a small model on a CPU shows.
-        slope = 0.05 * mean_y / mean_x
+    def predict(self, rows: int, drafted: int) -> float | None:
+        """None where nothing near was measured. Never falls with the number of drafted tokens."""
+        known = {k: median(values) for k, values in self.samples.get(rows, {}).items()}
+        if drafted == 0 or not any(known):
+            return known.get(0) if drafted == 0 else None
+        lengths = {k: ms for k, ms in known.items() if k}
+        at, base = fmean(lengths), fmean(lengths.values())
+        spread = sum((k - at) ** 2 for k in lengths)
+        slope = self.STEP * known.get(0, base)
         if spread:
-            slope = max(0.0, sum((x - mean_x) * (y - mean_y) for x, y in points) / spread)
-        return max(mean_y + slope * (tokens - mean_x), 0.1 * mean_y)
+            slope = max(0.0, sum((k - at) * (ms - base) for k, ms in lengths.items()) / spread)
+        return max(base + slope * (drafted - at), 0.1 * base)
 
 
 class Budget:
     """Decides, token by token, whether the batch drafts on. Times are in milliseconds."""
 
-    EXPLORE = 16  # every so many steps without drafting one drafts all the same, to notice better times
+    EXPLORE = 24  # every so many plain rounds in a row one drafts all the same, to notice better times
+    COMPARE = 64  # every so many drafting rounds one is plain, to know what drafting is worth
+    SETTLED = 8  # drafting rounds before the first of those
 
     def __init__(self, longest: int, first_guess: int) -> None:
         self.longest = longest
         self.first_guess = first_guess
-        self.draft_cost = CostTable()
-        self.verify_cost = CostTable()
+        self.costs = RoundCosts()
         self.acceptance: dict[str, AcceptanceModel] = {}
+        self._rounds: deque[tuple[float, float]] = deque(maxlen=256)  # (plain milliseconds saved for, spent)
         self._idle = 0
+        self._busy: dict[int, int] = {}  # drafting rounds since the last plain one, by rows
 
     def model(self, expert: str) -> AcceptanceModel:
         return self.acceptance.setdefault(expert, AcceptanceModel())
 
-    def start(self, experts: list[str]) -> bool:
-        """Whether this step drafts at all: the best length must beat plain decoding."""
-        rows = len(experts)
-        if not rows or not self.longest:
+    def observe(self, rows: int, drafted: int, tokens: int, ms: float) -> None:
+        """A whole round: rows in the batch, draft length (0: plain), tokens emitted by all rows together."""
+        self.costs.observe(rows, drafted, ms)
+        self._busy[rows] = self._busy.get(rows, 0) + 1 if drafted else 0
+        plain = self.costs.predict(rows, 0)
+        if plain is not None:
+            self._rounds.append((plain * tokens / rows, ms))
+
+    @property
+    def speedup(self) -> float | None:
+        """Against plain decoding: what the last rounds would have taken plainly over what they took.
+
+        Plain times come from plain rounds of as many rows; None until there was one.
+        """
+        spent = sum(ms for _, ms in self._rounds)
+        return sum(plain for plain, _ in self._rounds) / spent if spent else None
+
+    def start(self, experts: list[str], rows: int) -> bool:
+        """Whether this round of `rows` drafts for `experts`: the best length must beat plain decoding."""
+        if not experts or not self.longest:
             return False
-        rates = [self._rate(experts, k) for k in range(self.longest + 1)]
+        busy = self._busy.get(rows, 0)
+        if busy >= (self.COMPARE if self.costs.predict(rows, 0) is not None else self.SETTLED):
+            return False
+        rates = [self._rate(experts, rows, k) for k in range(self.longest + 1)]
         plain, best = rates[0], max(rates[1:], key=lambda rate: rate or 0.0)
         if plain is None or best is None or best > plain or self._idle >= self.EXPLORE:
             self._idle = 0
@@ -120,35 +142,33 @@ class Budget:
         self._idle += 1
         return False
 
-    def _rate(self, experts: list[str], k: int) -> float | None:
-        """Expected tokens per millisecond when every row drafts k, by the mean acceptance alone."""
-        rows = len(experts)
-        verify = self.verify_cost.predict(rows, k + 1)
-        draft = self.draft_cost.predict(rows, 1) if k else 0.0
-        if verify is None or draft is None:
+    def _rate(self, experts: list[str], rows: int, k: int) -> float | None:
+        """Expected tokens per millisecond when all `experts` draft k, by their mean acceptance alone."""
+        ms = self.costs.predict(rows, k)
+        if ms is None:
             return None
-        tokens = 0.0
+        tokens = float(rows - len(experts))
         for expert in experts:
             a = min(self.model(expert).mean, 0.99)
             tokens += (1 - a ** (k + 1)) / (1 - a)
-        return tokens / (verify + k * draft)
+        return tokens / ms
 
-    def another(self, experts: list[str], survival: list[float], expected: float, drafted: int) -> bool:
-        """Whether to draft token `drafted + 1`.
+    def another(
+        self, experts: list[str], survival: list[float], expected: float, drafted: int, rows: int
+    ) -> bool:
+        """Whether to draft token `drafted + 1` for `experts`, in a batch of `rows`.
 
-        survival: per row, the chance that all its tokens so far are accepted. expected: tokens the step
-        emits as it stands, Σ over rows of 1 + Σ survival. Goes on while the next token's gain per
-        millisecond is at least the step's own average.
+        survival: per expert's row, the chance that all its tokens so far are accepted. expected: tokens the
+        round emits as it stands, Σ over rows of 1 + Σ survival. Goes on while the next token's gain per
+        millisecond is at least the round's own average.
         """
         if drafted >= self.longest:
             return False
-        rows = len(experts)
-        draft = self.draft_cost.predict(rows, 1)
-        now, then = (self.verify_cost.predict(rows, drafted + extra) for extra in (1, 2))
-        if draft is None or now is None or then is None:
+        now, then = (self.costs.predict(rows, drafted + extra) for extra in (0, 1))
+        if now is None or then is None:
             return drafted < self.first_guess
         gain = sum(s * self.model(e).mean for s, e in zip(survival, experts, strict=True))
-        return gain / (draft + then - now) >= expected / (drafted * draft + now)
+        return gain * now >= expected * (then - now)
 
 
 def _sigmoid(x: float) -> float:

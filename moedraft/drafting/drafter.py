@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -90,14 +89,11 @@ class Drafter:
         confidences: list[list[float]] = [[] for _ in rows]
         survival = dict.fromkeys(free, 1.0)
         expected = float(len(rows))
-        began = time.perf_counter()
         logits = self._first(rows, limits)
         while True:
             step = len(tokens)
             filtered = filter_logits(self._fit(logits), sampling)
             drawn, confidence = self._draw(filtered, sampling, [len(row.token_ids) + step for row in rows])
-            # The confidences were read back, so the forward is over on any device.
-            budget.draft_cost.observe(len(rows), 1, (time.perf_counter() - began) * 1e3)
             tokens.append(drawn)
             if not sampling.greedy:
                 kept.append(filtered)
@@ -111,12 +107,15 @@ class Drafter:
             on = step + 1 < least or (
                 bool(open_rows)
                 and budget.another(
-                    [experts[b] for b in open_rows], [survival[b] for b in open_rows], expected, step + 1
+                    [experts[b] for b in open_rows],
+                    [survival[b] for b in open_rows],
+                    expected,
+                    step + 1,
+                    len(rows),
                 )
             )
             if not on:
                 break
-            began = time.perf_counter()
             starts = [len(row.token_ids) + step for row in rows]
             logits = self.model.forward(self.cache, 0, self._feed(drawn[:, None]), starts, keep=1)[:, -1]
         return self._pack(tokens, kept, confidences, limits)

@@ -137,7 +137,8 @@ class ExpertBank:
             setattr(draft.hf.get_submodule(parent) if parent else draft.hf, leaf, layer)
             self.layers[name] = layer
         self.tail = frozenset(name for name in self.layers if keeps_cache(name, draft.num_layers))
-        self._bases = {n: l.with_weight(l.base_weight()) for n, l in self.layers.items()} if small else {}
+        bases = {name: layer.with_weight(layer.base_weight()) for name, layer in self.layers.items()}
+        self._bases = bases if small else {}
         self.merged: OrderedDict[str, dict[str, Product]] = OrderedDict()
         self.merged_budget = merged_cache_mb * 2**20
         self.selected: tuple[str, ...] | None = None
@@ -160,7 +161,8 @@ class ExpertBank:
             self._shared_weights = {
                 name: self.layers[name].base_weight() + b @ a for name, (a, b) in deltas.items()
             }
-            self._shared_products = {n: self.layers[n].with_weight(w) for n, w in self._shared_weights.items()}
+            merged = self._shared_weights.items()
+            self._shared_products = {name: self.layers[name].with_weight(weight) for name, weight in merged}
             self.merged.clear()
         elif adapter is None:
             self.experts.pop(expert, None)

@@ -59,6 +59,11 @@ class Decoder:
         self.verify_seconds = 0.0  # spent in `verify_chain` since the start
         self._sampling: tuple[list[Sequence], SamplingBatch] | None = None
 
+    @property
+    def speedup(self) -> float | None:
+        """Of the last rounds against plain decoding, as measured by the plain rounds among them."""
+        return self.budget.speedup
+
     def swap(self, a: int, b: int) -> None:
         """Exchange two slots in both caches."""
         self.cache.swap(a, b)
@@ -80,7 +85,6 @@ class Decoder:
         """Draft and verify for the rows in slots 0 … B−1."""
         sampling = self._sampling_of(rows)
         draft = self._draft(rows, sampling)
-        began = time.perf_counter()
         logits = self._forward(rows, draft)
         filtered = filter_logits(logits, sampling)
         position = torch.tensor([len(row.token_ids) for row in rows], device=logits.device)
@@ -97,9 +101,7 @@ class Decoder:
             )
         )
         tokens, accepted = verdict.tokens.tolist(), verdict.num_accepted.tolist()
-        now = time.perf_counter()  # the lists are here, so the device is done too
-        self.verify_seconds += now - checking
-        self.budget.verify_cost.observe(len(rows), logits.shape[1], (now - began) * 1e3)
+        self.verify_seconds += time.perf_counter() - checking  # the lists are here: the device is done too
         self.selector.observe(rows, verdict)
         self._capture(rows, logits, accepted)
         emitted = [tokens[b][: count + 1] for b, count in enumerate(accepted)]
@@ -136,7 +138,7 @@ class Decoder:
         ]
         limits = [self._limit(row, is_fixed) for row, is_fixed in zip(rows, fixed, strict=True)]
         free = [row.expert for row, limit, f in zip(rows, limits, fixed, strict=True) if limit and not f]
-        if free and not self.budget.start(free):
+        if free and not self.budget.start(free, len(rows)):
             limits = [limit if f else 0 for limit, f in zip(limits, fixed, strict=True)]
         if not any(limits):
             return nothing

@@ -178,8 +178,15 @@ class Engine:
                 self.scheduler.mark_ready(sequence)
 
     def _decode(self) -> list[RequestOutput]:
-        rows = self.scheduler.ready
-        return [self._advance(row, one) for row, one in zip(rows, self.decoder.round(rows), strict=True)]
+        """One round for all rows that are ready; the budget learns what it cost and brought."""
+        rows, began = self.scheduler.ready, time.perf_counter()
+        before = sum(len(row.token_ids) for row in rows)
+        rounds = self.decoder.round(rows)
+        outputs = [self._advance(row, one) for row, one in zip(rows, rounds, strict=True)]
+        tokens = sum(len(row.token_ids) for row in rows) - before
+        ms = (time.perf_counter() - began) * 1e3
+        self.decoder.budget.observe(len(rows), rounds[0].steps, tokens, ms)
+        return outputs
 
     def _advance(self, row: Sequence, one: Round) -> RequestOutput:
         """Take the verified tokens into the sequence; end it where it must end."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from importlib.metadata import version
-from importlib.util import find_spec
 
 from fastapi import FastAPI
 
 from moedraft.config import Settings
-from moedraft.serve import admin, errors, health, openai
+from moedraft.serve import admin, dashboard, errors, health, openai
 from moedraft.serve.auth import ACCESS, Authority, Guard, is_loopback
 from moedraft.serve.context import ServerContext
 from moedraft.serve.jobs import target_name
@@ -20,8 +18,6 @@ from moedraft.serve.metrics import Metrics
 from moedraft.serve.prompts import Prompts
 from moedraft.serve.trainer import TrainerSupervisor
 from moedraft.serve.worker import Worker
-
-DASHBOARD = "moedraft.serve.dashboard"
 
 
 def create_app(
@@ -49,8 +45,8 @@ def create_app(
     metrics = Metrics(target_name(settings), worker, supervisor)
     worker.system.engine.sinks.append(metrics.finished)
     app.state.context, app.state.metrics = context, metrics
-    if find_spec(DASHBOARD) is not None:
-        import_module(DASHBOARD).mount(app, context)
+    if settings.dashboard:
+        dashboard.mount(app, context)
     # the last one added is the outermost
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, seconds=settings.body_timeout)
     app.add_middleware(Guard, authority=authority)

@@ -1,4 +1,4 @@
-"""A process that speaks in lines: started, read without ever blocking, and ended for good. Knows no learning."""
+"""A process that speaks in lines: started, read without ever blocking, ended for good. Knows no learning."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from typing import IO
 CHUNK = 65_536  # bytes read at once
 LONGEST_LINE = 2**20  # bytes; more without an end is rubbish
 KEPT_LINES = 20  # of stderr
+TICK = 0.05  # s
+REAP_SECONDS = 5.0
+LAST_WORDS = 8  # chunks that are read after its end
 
 
 class ChildFailed(Exception):
@@ -34,7 +37,7 @@ class Child:
             env=dict(environment),
             start_new_session=True,  # Ctrl-C in the terminal is the server's business
         )
-        self.ended = False  # no line will come any more
+        self.silent = False  # its stdout is closed
         self.errors: deque[str] = deque(maxlen=KEPT_LINES)  # the last lines of its stderr
         self._out, self._err = b"", b""
         self._selector = selectors.DefaultSelector()
@@ -63,52 +66,63 @@ class Child:
         lines, self._lines = self._lines, []
         return lines
 
-    def close(self, grace: float) -> int:
-        """End it: by closing its stdin, after `grace` seconds by force. Returns its exit status."""
+    @property
+    def ended(self) -> bool:
+        """No line will come any more; what came before may still have to be read."""
+        return self.silent or self.process.poll() is not None
+
+    def close(self, grace: float) -> None:
+        """End it: by closing its stdin, after `grace` seconds by force, and take in its last words."""
         with contextlib.suppress(OSError):
             self._pipe("stdin").close()
         try:
-            status = self._wait(grace)
+            self._end(grace)
+            for _ in range(LAST_WORDS):
+                self._drop(0)
         finally:
             self._selector.close()
             self._pipe("stdout").close()
             self._pipe("stderr").close()
-        return status
 
     def why_ended(self) -> str:
         """After `close`: how it went, with the last it said on stderr."""
         status = self.process.returncode
         last = next((line for line in reversed(self.errors) if line.strip()), "")
-        if status is not None and status < 0:
+        if status is None:
+            how = "it could not be killed"
+        elif status < 0:
             how = f"it was killed by {_signal(-status)}"
             how += ", as when memory runs out" if -status == signal.SIGKILL else ""
         else:
             how = f"it ended with status {status}"
         return f"{how}: {last.strip()[:300]}" if last else how
 
-    def _wait(self, grace: float) -> int:
+    def _end(self, grace: float) -> None:
         """Reads on meanwhile, or a child that writes could not end."""
-        for stop in (lambda: None, self.process.terminate, self.process.kill):
-            stop()
-            for _ in range(max(1, int(grace / 0.05))):
+        for stop in (None, self.process.terminate, self.process.kill):
+            if stop is not None:
+                stop()
+            for _ in range(max(1, int(grace / TICK))):
                 if self.process.poll() is not None:
-                    return self.process.returncode
-                self._drop(0.05)
-        return self.process.wait(grace)
+                    return
+                self._drop(TICK)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a kernel that does not let go of it
+            self.process.wait(REAP_SECONDS)
 
     def _drop(self, seconds: float) -> None:
+        """Read what nobody will look at."""
+        if not self._selector.get_map():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(seconds)
+            return
         try:
-            if self._selector.get_map():
-                self.read(seconds)
-                return
+            self.read(seconds)
         except ChildFailed:
             self._out = b""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(seconds)
 
     def _take_out(self, data: bytes) -> None:
         if not data:
-            self.ended = True
+            self.silent = True
         *lines, self._out = (self._out + data).split(b"\n")
         self._lines += lines
         if len(self._out) > LONGEST_LINE:

@@ -18,7 +18,7 @@ FRAMES = 12  # innermost, of a trace
 
 
 def get_logger(name: str) -> FilteringBoundLogger:
-    logger: FilteringBoundLogger = structlog.stdlib.get_logger(name)
+    logger: FilteringBoundLogger = structlog.get_logger(name)
     return logger
 
 

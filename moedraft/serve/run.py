@@ -162,7 +162,7 @@ def _found(home: Path, url: str, own_key: Key, secret: str) -> Iterator[None]:
 def _supervised(settings: Settings, system: System, stack: ExitStack) -> TrainerSupervisor | None:
     if not settings.learning:
         return None
-    supervisor = TrainerSupervisor(settings, system.store)
+    supervisor = TrainerSupervisor(settings, system.store, base_hash=system.bank.base_hash)
     stack.callback(supervisor.stop)
     supervisor.start()
     return supervisor

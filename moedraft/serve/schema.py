@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from moedraft.core import HOTTEST, MAX_LOGPROBS
 
@@ -39,8 +39,8 @@ NEUTRAL_OF_MESSAGE: dict[str, tuple[object, ...]] = {
     "tool_calls": (None, []),
 }
 
-Texts = Annotated[list[str], Field(min_length=1), FailFast()]
-TokenIds = Annotated[list[int], Field(min_length=1), FailFast()]
+Texts = Annotated[list[str], Field(min_length=1, fail_fast=True)]
+TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 
 
 class Strict(BaseModel):
@@ -64,7 +64,7 @@ class Generation(Strict):
     top_k: int | None = Field(None, ge=0, lt=2**31, description="0 switches it off")
     n: int | None = Field(None, ge=1, lt=2**31, description="answers to each prompt")
     seed: int | None = Field(None, ge=0, lt=2**63, description="answer i of n uses seed + i")
-    stop: str | Annotated[list[str], FailFast()] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
@@ -78,7 +78,7 @@ class Generation(Strict):
 
 
 class CompletionRequest(Generation):
-    prompt: str | TokenIds | Texts | Annotated[list[TokenIds], Field(min_length=1), FailFast()]
+    prompt: str | TokenIds | Texts | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="alternatives at each token")
 
 
@@ -89,7 +89,7 @@ class TextPart(Strict):
 
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], FailFast()]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
 
     @model_validator(mode="before")
     @classmethod
@@ -104,7 +104,7 @@ class Message(Strict):
 
 
 class ChatRequest(Generation):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096), FailFast()]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31, description="the newer max_tokens")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)

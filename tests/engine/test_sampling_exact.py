@@ -53,8 +53,7 @@ def sample(
         adaptive_budget=adaptive,
     )
     # Fixed costs, as of a target ten times the draft: the budget's choices then depend on confidence alone.
-    engine.decoder.budget.verify_cost.predict = lambda rows, width: 10.0  # type: ignore[method-assign]
-    engine.decoder.budget.draft_cost.predict = lambda rows, width: 1.0  # type: ignore[method-assign]
+    engine.decoder.budget.costs.predict = lambda rows, drafted: 10.0 + drafted  # type: ignore[method-assign]
     each = [
         SamplingParams(
             params.temperature, params.top_k, params.top_p, LENGTH, seed=None if adaptive else 1000 + i

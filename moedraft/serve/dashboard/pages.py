@@ -87,9 +87,9 @@ def _header(look: Look) -> None:
     navigation = tag("nav", *pages, class_="pages", aria_label="Pages")
     ranges = tag("nav", *spans, class_="ranges", aria_label="Time range")
     with ui.element("header").classes("top"):
-        ui.html(join([brand, navigation]), sanitize=False).classes("top-left")
+        ui.html(join([brand, navigation])).classes("top-left")
         with ui.element("div").classes("top-right"):
-            ui.html(ranges, sanitize=False)
+            ui.html(ranges)
             button = ui.element("button").classes("theme").props('type="button"')
             button.props["title"] = button.props["aria-label"] = "Light, dark or as the system"
             button.on("click", js_handler="() => moedraftTheme()")

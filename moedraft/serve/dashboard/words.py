@@ -38,12 +38,23 @@ def trainer_state(now: TrainerState | None) -> State:
         return State("Off", "quiet", "This server was started without learning.")
     if now.paused:
         return State("Paused", "quiet", "Learning was paused by an administrator.")
-    if not now.running:
-        again = f" It starts again in {duration(now.restart_in)}." if now.restart_in else ""
-        return State("Down", "bad", f"The trainer stopped: {now.last_error or 'no reason given'}.{again}")
+    if now.pid is None:
+        again = f"The trainer is not running: {now.status}."
+        return State("Down", "bad", f"{again} {sentence(now.last_error)}") if now.last_error else (
+            State("Starting", "quiet", again)
+        )
     if now.expert:
-        return State("Training", "good", f"Updating the adapter of {now.expert}.")
-    return State("Waiting", "busy", now.waits or now.status)
+        done = f", step {now.step} of {now.steps}" if now.steps else ""
+        loss = f", loss {now.loss:.2f}" if now.loss is not None else ""
+        if now.waits:
+            return State("Yielding", "busy", f"In the middle of {now.expert}{done}: {sentence(now.waits)}")
+        return State("Training", "good", f"Updating the adapter of {now.expert}{done}{loss}.")
+    return State("Waiting", "busy" if now.waits else "quiet", sentence(now.waits or now.status))
+
+
+def sentence(text: str) -> str:
+    """With a capital letter and a full stop."""
+    return f"{text[:1].upper()}{text[1:].rstrip('.')}."
 
 
 def speedup_note(now: Snapshot) -> str:

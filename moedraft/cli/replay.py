@@ -1,0 +1,100 @@
+"""`moedraft replay`: what is kept to learn from; show it, take it out, delete it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moedraft.cli.common import (
+    HomeOption,
+    JsonOption,
+    check_expert,
+    emit,
+    note_missing,
+    print_table,
+    reading,
+    say,
+    settings_for,
+    writing,
+)
+from moedraft.cli.remote import ServerOption, given_server, owner_of
+from moedraft.core import InvalidRequest
+
+app = typer.Typer(help="The replay that experts learn from: show, purge, export.")
+NameArgument = Annotated[
+    str | None, typer.Argument(metavar="[NAME]", help="A domain, or `shared`: prompts that fitted none.")
+]
+
+
+@app.command()
+def show(
+    ctx: typer.Context, home: HomeOption = None, server: ServerOption = None, as_json: JsonOption = False
+) -> None:
+    """Show how many records each domain has."""
+    from moedraft.serve.manage import replay
+
+    settings, remote = settings_for(ctx, home=home), given_server(server)
+    if remote is not None:
+        records = remote.get("admin", "replay")["records"]
+    else:
+        with reading(settings) as store:
+            if store is None:
+                note_missing(settings)
+            records = replay(store) if store else {}
+    if as_json:
+        emit({"records": records})
+    else:
+        print_table("Replay", ["domain", "records"], list(records.items()))
+
+
+@app.command()
+def purge(
+    ctx: typer.Context,
+    name: NameArgument = None,
+    everything: Annotated[bool, typer.Option("--all", help="The records of all domains.")] = False,
+    home: HomeOption = None,
+    server: ServerOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Delete the records of a domain, their bytes overwritten. What was learned from them stays."""
+    if (name is None) != everything:
+        raise InvalidRequest("Give either the name of a domain or --all.")
+    settings = settings_for(ctx, home=home)
+    remote = owner_of(settings, server)
+    if remote is not None:
+        count = remote.post("admin", "replay", "purge", data={"domain": name})["purged"]
+    else:
+        with writing(settings) as store:
+            if name is not None:
+                check_expert(store, name)
+            count = store.replay.purge(name)
+    if as_json:
+        emit({"domain": name, "purged": count})
+    else:
+        say(f"{count} records of {name or 'all domains'} are deleted.")
+
+
+@app.command()
+def export(
+    ctx: typer.Context,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="A new file of JSON lines.")],
+    name: NameArgument = None,
+    home: HomeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write records as JSON lines, oldest first: token ids and the target's top-k at each position."""
+    with reading(settings_for(ctx, home=home)) as store:
+        if name is not None:
+            check_expert(store, name)
+        records = store.replay.records(name, newest_first=False) if store else []
+        with out.open("x", encoding="utf-8") as file:
+            for record in records:
+                file.write(json.dumps(asdict(record)) + "\n")
+    if as_json:
+        emit({"domain": name, "exported": len(records), "path": str(out)})
+    else:
+        say(f"{len(records)} records → {out}")

@@ -1,0 +1,114 @@
+"""What learning did and does: updates, what they gained, loss, time, and why the trainer waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nicegui import ui
+
+from moedraft.serve.dashboard import charts
+from moedraft.serve.dashboard.looking import Look
+from moedraft.serve.dashboard.markup import (
+    Markup,
+    count,
+    duration,
+    figure,
+    figures,
+    join,
+    pill,
+    points,
+    short,
+    tag,
+)
+from moedraft.serve.dashboard.panels import Live, NumbersPanel, Panel, Text
+from moedraft.serve.dashboard.words import trainer_state
+from moedraft.serve.observe import LearningView
+
+if TYPE_CHECKING:
+    from moedraft.serve.trainer import TrainerState
+    from moedraft.serve.worker import Snapshot
+
+
+@dataclass(frozen=True)
+class View:
+    figures: LearningView
+    engine: Snapshot
+    trainer: TrainerState | None
+
+
+def learning_page(look: Look) -> None:
+    def see() -> View:
+        supervisor = look.at.supervisor
+        trainer = supervisor.state() if supervisor else None
+        return View(look.at.observer.learning(look.span), look.at.worker.snapshot(), trainer)
+
+    Live(look, see, lambda view: _build(look))
+
+
+def _build(look: Look) -> Callable[[View], None]:
+    banner, top = Text(), Text("strip")
+    with ui.element("div").classes("grid"):
+        gain = Panel(
+            look,
+            "updates",
+            "What each update gained",
+            "Acceptance on held-out records after less before, in points.",
+            "No update in this time.",
+        )
+        loss = Panel(
+            look, "updates", "Loss", "Mean of each update, nats per token.", "No update in this time."
+        )
+        spent = Panel(
+            look,
+            "updates_by_expert",
+            "Time spent",
+            "Seconds of training, by adapter.",
+            "No update in this time.",
+        )
+        updates = NumbersPanel(look, "updates", "Updates", "The newest first.", "No update in this time.")
+
+    def update(view: View) -> None:
+        seen = view.figures
+        banner.show(_banner(view))
+        top.show(_strip(view))
+        paints, some = charts.colours(seen.names), bool(seen.updates.rows)
+        paints |= {str(name): paints.get(str(name), "var(--muted)") for name in seen.updates.column("expert")}
+        names = [str(name) for name in seen.by_expert.column("expert")]
+        entries = [(name, paints[name], "") for name in names]
+        gain.show(seen.updates, lambda: charts.scatter(seen.updates, "gain", paints), entries, some=some)
+        loss.show(seen.updates, lambda: charts.scatter(seen.updates, "loss", paints), entries, some=some)
+        seconds = {"time": seen.by_expert.column("seconds")}
+        spent.show(
+            seen.by_expert,
+            lambda: charts.bars(names, seconds, "seconds", ["var(--accent)"], lying=True),
+            some=some,
+        )
+        updates.show(seen.updates)
+
+    return update
+
+
+def _banner(view: View) -> Markup:
+    """What the trainer does now, and why it waits."""
+    state = trainer_state(view.trainer)
+    words = [tag("p", state.sentence, data_figure="trainer_state", data_value=state.word)]
+    trainer = view.trainer
+    if trainer and trainer.last_error and state.tone != "bad":
+        words.append(tag("p", f"Its last failure: {trainer.last_error}", class_="hint"))
+    if view.engine.learning != "learning":
+        words.append(tag("p", f"Records are not kept: {view.engine.learning}.", class_="bad"))
+    return tag("section", pill(state.word, state.tone), join(words), class_="card banner")
+
+
+def _strip(view: View) -> Markup:
+    seen, trainer = view.figures, view.trainer
+    made = len(seen.updates.rows)
+    restarts = trainer.restarts if trainer else None
+    return figures(
+        figure("updates", "Updates", made, short(made), "In this time."),
+        figure("seconds", "Time spent", seen.seconds, duration(seen.seconds) if made else "0", "Training, not waiting."),
+        figure("gain", "Mean gain", seen.gain, points(seen.gain), "Points of acceptance per update."),
+        figure("restarts", "Restarts", restarts, count(restarts), "Of the trainer, since the start."),
+    )

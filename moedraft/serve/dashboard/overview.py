@@ -1,0 +1,209 @@
+"""Everything at a glance: how fast, how much of it is won by drafting, who runs, which expert earns its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nicegui import ui
+
+from moedraft.core import SHARED
+from moedraft.serve.dashboard import charts
+from moedraft.serve.dashboard.looking import Look
+from moedraft.serve.dashboard.markup import (
+    NONE,
+    Markup,
+    count,
+    duration,
+    figure,
+    figures,
+    join,
+    number,
+    pill,
+    points,
+    rate,
+    share,
+    short,
+    tag,
+)
+from moedraft.serve.dashboard.panels import Live, NumbersPanel, Panel, Text, join_title, last_figures
+from moedraft.serve.dashboard.words import engine_state, idle_note, speedup_note, trainer_state
+from moedraft.serve.figures import ALL
+from moedraft.serve.observe import Expert, Overview
+
+if TYPE_CHECKING:
+    from moedraft.serve.trainer import TrainerState
+    from moedraft.serve.worker import Snapshot
+
+FIRST_REQUEST = """curl http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' \\
+  -d '{"model": "mini", "prompt": "SELECT name FROM", "max_tokens": 64}'"""
+
+
+@dataclass(frozen=True)
+class View:
+    figures: Overview
+    engine: Snapshot
+    trainer: TrainerState | None
+
+
+def overview_page(look: Look) -> None:
+    def see() -> View:
+        supervisor = look.at.supervisor
+        trainer = supervisor.state() if supervisor else None
+        return View(look.at.observer.overview(look.span), look.at.worker.snapshot(), trainer)
+
+    Live(look, see, lambda view: _build(look), lambda view: None)
+
+
+def _build(look: Look) -> Callable[[View], None]:
+    top, welcome = Text("strip"), Text("welcome-slot")
+    with ui.element("div").classes("grid"):
+        speed = Panel(
+            look,
+            "throughput",
+            "Tokens per second",
+            "Of finished answers, by when they ended.",
+            "No answer was finished in this time.",
+        )
+        with ui.element("section").classes("card").props("data-panel=state"):
+            ui.html(join_title("Engine and trainer", "The engine answers; the trainer learns beside it."))
+            state = Text()
+        accepted = Panel(
+            look,
+            "acceptance_by_expert",
+            "Acceptance by expert",
+            "Share of guessed tokens that the target would have said too. Higher is faster.",
+            "Nothing was drafted in this time.",
+            wide=True,
+            height=280,
+        )
+        table = NumbersPanel(
+            look,
+            "experts",
+            "Which expert earns its place",
+            "Now is the last 50 requests, then the change since the first 20.",
+            "There is no expert yet.",
+        )
+
+    def update(view: View) -> None:
+        seen = view.figures
+        top.show(_strip(look, view))
+        served = any(expert.stats for expert in seen.experts)
+        welcome.show(Markup() if served else _welcome())
+        speed.show(
+            seen.throughput,
+            lambda: charts.over_time(
+                seen.throughput, seen.throughput.columns[3:4], {"tokens/s": "var(--accent)"}
+            ),
+            some=seen.requests > 0,
+        )
+        _show_acceptance(accepted, seen)
+        table.show(seen.by_figures, _experts(look, seen.experts))
+        state.show(_state(view))
+
+    return update
+
+
+def _strip(look: Look, view: View) -> Markup:
+    seen, now = view.figures, view.engine
+    within = "ever" if look.span.seconds is None else f"in the last {look.span.label}"
+    speedup = NONE if now.speedup is None else f"{number(now.speedup)}×"
+    first = f"First token after {duration(seen.time_to_first_token)} (median)."
+    return figures(
+        figure("tokens_per_second", "Tokens per second", now.tokens_per_second, rate(now.tokens_per_second),
+               "Over the last ten seconds."),
+        figure("speedup", "Against plain decoding", now.speedup, speedup, speedup_note(now)),
+        figure("acceptance", "Acceptance", seen.acceptance, share(seen.acceptance),
+               f"{short(seen.tokens)} tokens {within}."),
+        figure("running", "Running", now.running, count(now.running), f"{count(now.waiting)} waiting. {idle_note(now)}"),
+        figure("requests", "Requests", seen.requests, short(seen.requests),
+               first if seen.time_to_first_token is not None else f"Finished {within}."),
+    )
+
+
+def _welcome() -> Markup:
+    return tag(
+        "section",
+        tag("h2", "Ready for the first request"),
+        tag("p", "Nothing has been served yet. Send something, and this page begins to move:"),
+        tag("pre", FIRST_REQUEST),
+        class_="card welcome",
+    )
+
+
+def _show_acceptance(panel: Panel, seen: Overview) -> None:
+    table = seen.by_expert
+    paints = charts.colours([expert.name for expert in seen.experts])
+    columns = table.columns[1:]
+    latest = last_figures(table, [column.key for column in columns], share)
+    panel.show(
+        table,
+        lambda: charts.over_time(table, columns, {**paints, ALL: "var(--ink)"}),
+        [(column.label, paints.get(column.label, "var(--ink)"), text) for column, text in zip(columns, latest, strict=True)],
+        some=seen.acceptance is not None,
+    )
+
+
+def _state(view: View) -> Markup:
+    engine, trainer = engine_state(view.engine), trainer_state(view.trainer)
+    rows = [("Engine", engine, "engine_state"), ("Trainer", trainer, "trainer_state")]
+    parts = [
+        tag(
+            "li",
+            tag("div", tag("b", name), pill(state.word, state.tone), class_="state-head"),
+            tag("p", state.sentence, data_figure=key, data_value=state.word),
+        )
+        for name, state, key in rows
+    ]
+    now = view.engine
+    facts = [("steps", count(now.steps)), ("tokens since the start", count(now.tokens_total))]
+    if view.trainer:
+        facts += [("updates", count(view.trainer.updates)), ("restarts of the trainer", count(view.trainer.restarts))]
+    if now.learning != "learning":
+        parts.append(tag("li", tag("p", f"Records are not kept: {now.learning}."), class_="bad"))
+    listed = tag("dl", *(join([tag("dt", name), tag("dd", text)]) for name, text in facts), class_="facts")
+    return join([tag("ul", *parts, class_="states"), listed])
+
+
+def _experts(look: Look, experts: tuple[Expert, ...]) -> Markup:
+    paints = charts.colours([expert.name for expert in experts])
+    labels = ("expert", "share of traffic", "now", "since the start", "mean length", "replay", "version")
+    head = tag("tr", *(tag("th", label, scope="col") for label in labels))
+    body = [_expert_row(look, expert, paints[expert.name]) for expert in experts]
+    whole = tag("table", tag("thead", head), tag("tbody", *body), data_table="experts", class_="roomy")
+    return tag("div", whole, class_="scroll")
+
+
+def _expert_row(look: Look, expert: Expert, paint: str) -> Markup:
+    stats = expert.stats
+    now = stats.recent_acceptance_rate if stats else None
+    first = stats.first_acceptance_rate if stats else None
+    change = None if now is None or first is None else now - first
+    tone = "" if change is None or abs(change) < 0.005 else "up" if change > 0 else "down"
+    width = f"width:{100 * (expert.share or 0):.1f}%;background:{paint}"
+    name = join([
+        tag("i", style=f"background:{paint}"),
+        tag("a", expert.name, href=look.url("experts", expert=expert.name)),
+        tag("small", _kind(expert)) if _kind(expert) else Markup(),
+    ])
+    meter = join([tag("span", tag("i", style=width), class_="meter"), tag("span", share(expert.share))])
+    cells = [
+        ("share", expert.share, meter, "num wide-cell"),
+        ("recent_acceptance_rate", now, share(now, 1), "num"),
+        ("change", change, points(change), f"num {tone}"),
+        ("mean_acceptance_length", expert.mean_acceptance_length, number(expert.mean_acceptance_length), "num"),
+        ("replay_size", expert.replay_size, count(expert.replay_size), "num"),
+        ("version", expert.version, f"v{expert.version}" if expert.version else "untrained", "num"),
+    ]
+    written = [
+        tag("td", text, class_=kind, data_key=key, data_value=None if value is None else repr(value))
+        for key, value, text, kind in cells
+    ]
+    return tag("tr", tag("th", name, scope="row", class_="named"), *written, data_expert=expert.name)
+
+
+def _kind(expert: Expert) -> str:
+    if expert.name == SHARED:
+        return "fits no domain"
+    return "" if expert.registered else "removed"

@@ -1,0 +1,189 @@
+"""Where prompts go: share by domain, how sure the router is, what fits nobody, and a box to try one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from nicegui import events, ui
+
+from moedraft.core import SHARED, MoedraftError
+from moedraft.routing.classifier import Route
+from moedraft.serve.dashboard import charts
+from moedraft.serve.dashboard.looking import Look
+from moedraft.serve.dashboard.markup import Markup, figure, figures, join, notice, share, short, tag
+from moedraft.serve.dashboard.panels import Live, Panel, Text, join_title, last_figures
+from moedraft.serve.observe import RouterView
+
+MUCH = 0.25  # share of unknown traffic from which a domain is worth registering
+LEAST = 20  # requests before that is said
+LONGEST = 8000  # letters of a prompt to try
+PATIENCE = 10.0  # seconds for the router to answer
+
+log = logging.getLogger(__name__)
+
+
+def router_page(look: Look) -> None:
+    Live(look, lambda: look.at.observer.router(look.span), lambda view: _build(look))
+
+
+def _build(look: Look) -> Callable[[RouterView], None]:
+    top, advice = Text("strip"), Text()
+    with ui.element("div").classes("grid"):
+        with ui.element("section").classes("card").props("data-panel=try"):
+            ui.html(join_title("Try a prompt", "Which expert would draft for it, and how sure is the router?"))
+            TryBox(look)
+        confidence = Panel(
+            look,
+            "confidences",
+            "How sure the router is",
+            "Requests by the probability of their best domain.",
+            "Nothing was routed in this time.",
+        )
+        shares = Panel(
+            look,
+            "shares",
+            "Traffic by domain",
+            "Share of routed requests.",
+            "Nothing was routed in this time.",
+            wide=True,
+            height=280,
+        )
+        unknown = Panel(
+            look,
+            "unknown",
+            "Traffic that fits no domain",
+            "It is drafted by the shared expert; much of it is a domain to be registered.",
+            "Nothing was routed in this time.",
+            wide=True,
+        )
+
+    def update(view: RouterView) -> None:
+        paints, some = charts.colours(view.names), view.routed > 0
+        top.show(_strip(view))
+        advice.show(_advice(view))
+        columns = view.shares.columns[2:]
+        latest = _mean_shares(view)
+        entries = [(c.label, paints[c.label], text) for c, text in zip(columns, latest, strict=True)]
+        shares.show(view.shares, lambda: charts.stacked(view.shares, columns, paints), entries, some=some)
+        confidence.show(
+            view.histogram,
+            lambda: _histogram(view),
+            [("to an expert", "var(--accent)", ""), ("fits none", "var(--hue-shared)", "")],
+            some=some,
+        )
+        lines = view.unknown_share.columns[3:]
+        hues = {"share that fits none": "var(--hue-1)", "mean confidence": "var(--accent)"}
+        texts = last_figures(view.unknown_share, [line.key for line in lines], share)
+        unknown.show(
+            view.unknown_share,
+            lambda: charts.over_time(view.unknown_share, lines, hues),
+            [(line.label, hues[line.label], text) for line, text in zip(lines, texts, strict=True)],
+            some=some,
+        )
+
+    return update
+
+
+def _strip(view: RouterView) -> Markup:
+    strange = view.unknown / view.routed if view.routed else None
+    domains = len(view.domains)
+    return figures(
+        figure("routed", "Routed requests", view.routed, short(view.routed), "Those that named no expert."),
+        figure("unknown", "Fit no domain", strange, share(strange), f"{short(view.unknown)} requests."),
+        figure("confidence", "Mean confidence", view.confidence, share(view.confidence), "Of the best domain."),
+        figure("domains", "Domains", domains, str(domains), "Registered now."),
+    )
+
+
+def _advice(view: RouterView) -> Markup:
+    command = tag("code", "moedraft domain register NAME --examples FILE")
+    if not view.domains:
+        text = "Every prompt goes to the shared expert until a domain is registered."
+        return notice("No domain yet", text, "quiet", command)
+    if view.routed >= LEAST and view.unknown >= MUCH * view.routed:
+        text = f"{share(view.unknown / view.routed)} of the routed requests fit no domain. Register one for them:"
+        return notice("Unknown traffic", text, "busy", command)
+    return Markup()
+
+
+def _mean_shares(view: RouterView) -> list[str]:
+    """Each column's share of all the requests in the table."""
+    weights = [int(n or 0) for n in view.shares.column("requests")]
+    found = []
+    for column in view.shares.columns[2:]:
+        parts = [float(v or 0) * w for v, w in zip(view.shares.column(column.key), weights, strict=True)]
+        found.append(share(sum(parts) / sum(weights) if sum(weights) else None))
+    return found
+
+
+def _histogram(view: RouterView) -> charts.Options:
+    table = view.histogram
+    labels = [f"{float(low or 0):.1f}" for low in table.column("from")]
+    columns = {"to an expert": table.column("to_an_expert"), "fits none": table.column("fits_none")}
+    return charts.bars(labels, columns, "count", ["var(--accent)", "var(--hue-shared)"], gap="8%")
+
+
+class TryBox:
+    """One prompt at a time. It is asked between two steps of the engine, shown to nobody else, kept nowhere."""
+
+    def __init__(self, look: Look) -> None:
+        self._look = look
+        self._busy = False
+        area = ui.element("textarea").classes("try").props(f'rows="5" maxlength="{LONGEST}" spellcheck="false"')
+        area.props["placeholder"] = "SELECT name, count(*) FROM orders GROUP BY …"
+        area.props["aria-label"] = "Prompt to try"
+        # the prompt travels once, when asked for; nothing is sent while it is typed
+        read = f"emit(document.getElementById('c{area.id}').value)"
+        area.on("keydown", self._ask, js_handler=f"e => {{ if (e.key === 'Enter' && (e.ctrlKey || e.metaKey)) {read} }}")
+        with ui.element("div").classes("try-row"):
+            with ui.element("button").classes("primary").props('type="button"').mark("ask") as button:
+                ui.html("Ask the router", tag="span")
+            button.on("click", self._ask, js_handler=f"() => {read}")
+            ui.html(tag("span", "Nothing is generated or kept.", class_="hint"))
+        self._answer = Text("answer")
+
+    async def _ask(self, event: events.GenericEventArguments) -> None:
+        prompt = event.args if isinstance(event.args, str) else ""
+        if self._busy:
+            return
+        if not prompt.strip():
+            self._answer.show(notice("Write a prompt first", "Any text will do."))
+            return
+        self._busy = True
+        self._answer.show(tag("p", "Asking …", class_="hint"))
+        try:
+            self._answer.show(_answer(await self._route(prompt[:LONGEST])))
+        except (MoedraftError, TimeoutError) as error:
+            log.warning("The router did not answer: %s", type(error).__name__)
+            text = "The engine is busy, shutting down or failed. Try again in a moment."
+            self._answer.show(notice("The router did not answer", text, "bad"))
+        finally:
+            self._busy = False
+
+    async def _route(self, prompt: str) -> Route:
+        asked = self._look.at.worker.call(lambda system: system.router.route([prompt])[0])
+        return await asyncio.wait_for(asked, PATIENCE)
+
+
+def _answer(route: Route) -> Markup:
+    chosen = "Fits no domain" if route.domain == SHARED else route.domain
+    why = " The shared expert drafts." if route.domain == SHARED else ""
+    ranked = sorted(route.probabilities.items(), key=lambda item: -item[1])[:6]
+    bars = [
+        tag(
+            "li",
+            tag("span", "fits none" if name == SHARED else name),
+            tag("span", tag("i", style=f"width:{100 * probability:.1f}%"), class_="meter"),
+            tag("b", share(probability, 1), data_probability=name, data_value=repr(probability)),
+            class_="chosen" if name == route.domain else "",
+        )
+        for name, probability in ranked
+    ]
+    head = tag(
+        "p",
+        tag("strong", chosen, data_figure="route", data_value=route.domain),
+        f" {share(route.confidence, 1)} sure of its best domain.{why}",
+    )
+    return join([head, tag("ul", *bars, class_="ranked")])

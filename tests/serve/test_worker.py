@@ -1,0 +1,733 @@
+"""The engine's thread and its coroutines: nothing is lost, nothing is left, nobody waits in vain."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serve_fakes import tiny_system
+
+from moedraft.core import InvalidRequest, RequestOutput, SamplingParams, StorageError
+from moedraft.distill.room import read_load
+from moedraft.engine.build import System
+from moedraft.serve.meter import Meter
+from moedraft.serve.worker import Draining, Overloaded, Ticket, Worker
+
+LONG = SamplingParams(max_tokens=200)
+
+
+def params(count: int = 12) -> SamplingParams:
+    return SamplingParams(max_tokens=count)
+
+
+def run(work: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(work, 30))
+
+
+async def until(holds: Callable[[], bool], seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "it never came true"
+        await asyncio.sleep(0.002)
+
+
+class Gate:
+    """The engine's steps, one at a time: `let(n)` allows n more, `open()` all."""
+
+    def __init__(self, system: System, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.allowed = threading.Semaphore(0)
+        self.waiting = threading.Event()  # a step stands at the gate
+        self.done = 0
+        self._step, self._open = system.engine.step, False
+        monkeypatch.setattr(system.engine, "step", self._gated)
+
+    def let(self, steps: int = 1) -> None:
+        self.allowed.release(steps)
+
+    def open(self) -> None:
+        self._open = True
+        self.allowed.release(1000)
+
+    def _gated(self) -> list[RequestOutput]:
+        if not self._open:
+            self.waiting.set()
+            self.allowed.acquire()
+            self.waiting.clear()
+        outputs = self._step()
+        self.done += 1
+        return outputs
+
+
+@pytest.fixture
+def gate(system: System, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(system, monkeypatch)
+    yield gate
+    gate.open()
+
+
+@pytest.fixture
+def gated(gate: Gate, worker: Worker) -> Worker:
+    """A worker whose steps stand at the gate, which opens before the worker is stopped."""
+    return worker
+
+
+def is_clean(worker: Worker) -> bool:
+    """No trace of any request."""
+    engine, thread = worker.system.engine, worker._engine
+    traces = (engine.sequences, engine.texts, engine.boxes, thread._channels, thread._box)
+    scheduler = engine.scheduler
+    counts = (thread.open, len(scheduler.running), len(scheduler.waiting), scheduler.num_ready)
+    return not any(traces) and counts == (0, 0, 0, 0)
+
+
+# -- answers -------------------------------------------------------------------------------------
+
+
+def test_an_answer_streams_and_is_the_engines_own(system: System) -> None:
+    [alone] = system.engine.generate(["1 2 3"], params(40))
+    worker = Worker(system, max_waiting=0)
+    worker.start()
+
+    async def ask() -> list[RequestOutput]:
+        return [output async for output in await worker.submit("1 2 3", params(40))]
+
+    outputs = run(ask())
+    worker.stop()
+    assert "".join(output.delta for output in outputs) == outputs[-1].text == alone.text
+    assert [output.finish_reason for output in outputs] == [None] * (len(outputs) - 1) + ["length"]
+    assert len(outputs) > 3
+    now = worker.snapshot()
+    assert (now.running, now.waiting, now.tokens_total) == (0, 0, 40)
+    assert now.steps >= len(outputs)
+    assert is_clean(worker)
+
+
+def test_more_requests_than_slots_all_get_their_own_answer(worker: Worker) -> None:
+    prompts = [[i, i + 1] for i in range(12)]
+
+    async def ask(prompt: list[int]) -> RequestOutput:
+        return await (await worker.submit(prompt, params(20))).result()
+
+    async def all_of_them() -> list[RequestOutput]:
+        return await asyncio.gather(*(ask(prompt) for prompt in prompts))
+
+    got = run(all_of_them())
+    assert is_clean(worker)
+    want = [worker.system.engine.generate([prompt], params(20))[0] for prompt in prompts]
+    assert [one.token_ids for one in got] == [one.token_ids for one in want]
+    assert [one.text for one in got] == [one.delta for one in got] == [one.text for one in want]
+
+
+def test_a_slow_reader_gets_everything_in_one_piece(worker: Worker) -> None:
+    async def ask() -> list[RequestOutput]:
+        ticket = await worker.submit("1 2 3", params(60))
+        await until(lambda: ticket.done)
+        return [output async for output in ticket]
+
+    [only] = run(ask())
+    assert only.delta == only.text
+    assert (len(only.token_ids), only.finish_reason) == (60, "length")
+
+
+def test_half_read_then_slow(gated: Worker, gate: Gate) -> None:
+    async def ask() -> None:
+        ticket = await gated.submit("1 2 3", params(60))
+        gate.let(2)
+        first = await anext(ticket)
+        gate.open()
+        await until(lambda: ticket.done)
+        rest = await ticket.result()
+        assert first.delta + rest.delta == rest.text
+        assert rest.delta
+        assert [output async for output in ticket] == []
+        assert await ticket.result() == rest.__class__(**{**vars(rest), "delta": ""})
+
+    run(ask())
+
+
+def test_a_request_that_is_refused_leaves_nothing(worker: Worker) -> None:
+    async def ask() -> None:
+        for prompt, expert in (("", None), ([10**6], None), ([1] * 999, None), ("1", "nobody")):
+            with pytest.raises(InvalidRequest):
+                await worker.submit(prompt, params(), expert=expert)
+        await until(lambda: is_clean(worker))
+
+    run(ask())
+
+
+def test_too_many_are_refused_at_once(gated: Worker, gate: Gate) -> None:
+    """Four slots and eight in the queue; the engine is not even asked."""
+
+    async def ask() -> None:
+        tickets = [await submitted(gated, gate, i) for i in range(4)]
+        tickets += [await submitted(gated, gate, i) for i in range(8)]
+        assert gated.snapshot().waiting == 8
+        began = time.perf_counter()
+        for _ in range(20):
+            with pytest.raises(Overloaded) as refusal:
+                await gated.submit("1", params())
+            assert 1 <= refusal.value.retry_after <= 60
+        assert time.perf_counter() - began < 0.1  # while the engine stands still
+        gate.open()
+        await asyncio.gather(*(ticket.result() for ticket in tickets))
+        assert (await (await gated.submit("1", params())).result()).finish_reason == "length"
+
+    run(ask())
+
+
+async def submitted(worker: Worker, gate: Gate, start: int = 1, what: SamplingParams = LONG) -> Ticket:
+    """Submit while the gate is closed: jobs are done between two steps."""
+    asking = asyncio.ensure_future(worker.submit([start, 2], what))
+    while not asking.done():
+        if gate.waiting.is_set():
+            gate.let()
+        await asyncio.sleep(0.002)
+    return asking.result()
+
+
+# -- leaving early -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", [0, 1, 5])
+@pytest.mark.parametrize("how", ["cancel", "context", "garbage", "task"])
+def test_leaving_frees_the_slot_within_a_step(gated: Worker, gate: Gate, steps: int, how: str) -> None:
+    async def leave() -> None:
+        ticket = await submitted(gated, gate)
+        gate.let(steps)
+        await until(lambda: gate.waiting.is_set() and not gate.allowed._value)
+        if how == "cancel":
+            ticket.cancel()
+            ticket.cancel()
+        elif how == "context":
+            async with ticket:
+                pass
+        elif how == "garbage":
+            del ticket
+            gc.collect()
+        else:
+            reading = asyncio.ensure_future(read(ticket))
+            del ticket
+            await asyncio.sleep(0.01)
+            reading.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await reading
+            del reading
+            gc.collect()
+        done = gate.done
+        gate.let()  # the step that stands at the gate
+        await until(lambda: is_clean(gated))
+        assert gate.done == done + 1
+
+    run(leave())
+
+
+async def read(ticket: Ticket) -> None:
+    async for _ in ticket:
+        pass
+
+
+def test_leaving_the_queue_never_costs_a_slot(gated: Worker, gate: Gate) -> None:
+    async def leave() -> None:
+        tickets = [await submitted(gated, gate, i) for i in range(4)]
+        queued = [await submitted(gated, gate, i) for i in range(4)]
+        await until(lambda: gated.snapshot().running == 4)
+        for ticket in queued:
+            ticket.cancel()
+        gate.let()
+        await until(lambda: gated.snapshot().waiting == 0)
+        assert gated.snapshot().running == 4
+        [last] = [output async for output in queued[0]]
+        assert (last.finish_reason, last.text) == ("abort", "")
+        for ticket in tickets:
+            ticket.cancel()
+        gate.open()
+        await until(lambda: is_clean(gated))
+
+    run(leave())
+
+
+def test_a_submission_that_is_cancelled_was_never_made(gated: Worker, gate: Gate) -> None:
+    async def leave() -> None:
+        holder = await submitted(gated, gate)
+        await until(gate.waiting.is_set)
+        waiting = [asyncio.ensure_future(gated.submit([1], LONG)) for _ in range(5)]
+        await asyncio.sleep(0.01)
+        assert gated.snapshot().waiting == 5
+        for task in waiting:
+            task.cancel()
+        await asyncio.wait(waiting)
+        gate.let()
+        await until(lambda: gated._engine.open == 1)
+        assert list(gated.system.engine.sequences) == [holder.request_id]
+        holder.cancel()
+        gate.open()
+        await until(lambda: is_clean(gated))
+
+    run(leave())
+
+
+def test_a_loop_that_has_gone_leaves_nothing_running(
+    worker: Worker, caplog: pytest.LogCaptureFixture
+) -> None:
+    tickets = []
+
+    async def ask() -> None:
+        tickets.append(await worker.submit("1", SamplingParams(max_tokens=200)))
+
+    run(ask())  # the loop closes while the request runs; the ticket stays alive
+    run(until(lambda: is_clean(worker)))
+    assert tickets[0].done
+
+
+def test_a_thousand_disconnects_leave_everything_flat(worker: Worker) -> None:
+    async def disconnect(number: int) -> None:
+        task = asyncio.ensure_future(use(number))
+        await asyncio.sleep(0.0002 * (number % 17))
+        task.cancel()
+        await asyncio.wait([task])
+
+    async def use(number: int) -> None:
+        try:
+            async with await worker.submit([number % 40, 2], LONG) as ticket:
+                async for _ in ticket:
+                    pass
+        except Overloaded:
+            pass
+
+    async def all_of_them() -> None:
+        for start in range(0, 1000, 20):
+            await asyncio.gather(*(disconnect(number) for number in range(start, start + 20)))
+        await until(lambda: is_clean(worker))
+
+    files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    run(all_of_them())
+    assert worker._engine._inbox.qsize() == 0
+    assert threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) <= files + 2  # the store's connections come and go
+
+
+# -- when a step fails ---------------------------------------------------------------------------
+
+
+class Fault:
+    """`engine.step` raises where `now` says so."""
+
+    def __init__(self, system: System, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.left = 0
+        self._step = system.engine.step
+        monkeypatch.setattr(system.engine, "step", self._faulty)
+
+    def _faulty(self) -> list[RequestOutput]:
+        if self.left:
+            self.left -= 1
+            raise RuntimeError("the device is gone")
+        return self._step()
+
+
+def test_a_step_that_raises_ends_what_runs_and_serving_goes_on(
+    gated: Worker, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def ask() -> None:
+        running = [await submitted(gated, gate, i) for i in range(4)]
+        queued = [await submitted(gated, gate, 9, params(5)) for _ in range(3)]
+        fault = Fault(gated.system, monkeypatch)  # before the gate
+        fault.left = 1
+        gate.let()
+        gate.open()
+        for ticket in running:
+            last = await ticket.result()
+            assert last.finish_reason == "error"
+        for ticket in queued:
+            assert (await ticket.result()).finish_reason == "length"
+        assert gated.snapshot().failed is None
+        assert is_clean(gated)
+
+    run(ask())
+
+
+def test_an_engine_that_keeps_failing_says_so_until_a_step_succeeds(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault = Fault(worker.system, monkeypatch)
+
+    async def reason() -> str | None:
+        return (await (await worker.submit("1", params())).result()).finish_reason
+
+    async def ask() -> None:
+        for count in range(4):
+            fault.left = 1
+            assert await reason() == "error"
+            assert (worker.snapshot().failed is not None) == (count >= 2)
+        assert "the device is gone" in (worker.snapshot().failed or "")
+        assert await reason() == "length"
+        assert worker.snapshot().failed is None
+
+    run(ask())
+
+
+def test_a_fault_outside_the_slots_does_not_fail_for_ever(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Admission itself breaks: nobody has a slot, and the queue must not be tried again and again."""
+
+    def broken() -> None:
+        raise RuntimeError("no admission")
+
+    async def ask() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(worker.system.engine, "refresh", broken)
+            tickets = [await worker.submit("1", LONG) for _ in range(3)]
+            assert {(await ticket.result()).finish_reason for ticket in tickets} == {"error"}
+            await until(lambda: is_clean(worker))
+        assert (await (await worker.submit("1", params())).result()).finish_reason == "length"
+
+    run(ask())
+
+
+def test_an_engine_that_cannot_even_abort_is_cleared(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = worker.system.engine.scheduler
+    fault = Fault(worker.system, monkeypatch)
+
+    def stuck(_: object) -> None:
+        raise RuntimeError("the caches cannot be swapped")
+
+    async def ask() -> None:
+        tickets = [await worker.submit([i], LONG) for i in range(3)]
+        await anext(tickets[0])
+        with monkeypatch.context() as patch:
+            patch.setattr(scheduler, "remove", stuck)
+            fault.left = 1
+            assert {(await ticket.result()).finish_reason for ticket in tickets} == {"error"}
+        await until(lambda: is_clean(worker))
+        assert (await (await worker.submit("1", params())).result()).finish_reason == "length"
+
+    run(ask())
+
+
+def test_an_answer_lost_in_a_failing_step_still_ends(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request has left the engine when its sink raises; its last output never comes."""
+
+    def broken(_: object) -> None:
+        raise RuntimeError("the sink is full")
+
+    worker.system.engine.sinks.append(broken)
+
+    async def ask() -> None:
+        tickets = [await worker.submit("1 2", params(count)) for count in (5, 30)]
+        assert [(await ticket.result()).finish_reason for ticket in tickets] == ["error", "error"]
+        await until(lambda: is_clean(worker))
+
+    run(ask())
+
+
+# -- admin work ----------------------------------------------------------------------------------
+
+
+def test_calls_run_on_the_engines_thread_between_steps(worker: Worker) -> None:
+    async def ask() -> None:
+        assert await worker.call(lambda system: threading.current_thread().name) == "moedraft-engine"
+        assert await worker.call(lambda system: system is worker.system)
+        with pytest.raises(ZeroDivisionError):
+            await worker.call(lambda system: 1 // 0)
+        assert worker.snapshot().failed is None
+
+    run(ask())
+
+
+def test_a_call_that_steps_the_engine_loses_no_output(worker: Worker) -> None:
+    async def ask() -> None:
+        tickets = [await worker.submit([i], params(30)) for i in range(3)]
+        own = await worker.call(lambda system: system.engine.generate(["7"], params(40)))
+        assert len(own[0].token_ids) == 40
+        for ticket in tickets:
+            outputs = [output async for output in ticket]
+            assert "".join(output.delta for output in outputs) == outputs[-1].text
+            assert len(outputs[-1].token_ids) == 30
+        await until(lambda: is_clean(worker))
+
+    run(ask())
+
+
+def test_a_call_that_was_cancelled_in_time_is_not_run(gated: Worker, gate: Gate) -> None:
+    ran = []
+
+    async def ask() -> None:
+        ticket = await submitted(gated, gate)
+        await until(gate.waiting.is_set)
+        task = asyncio.ensure_future(gated.call(lambda system: ran.append(1)))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.wait([task])
+        ticket.cancel()
+        gate.open()
+        await gated.call(lambda system: ran.append(2))
+
+    run(ask())
+    assert ran == [2]
+
+
+# -- the end -------------------------------------------------------------------------------------
+
+
+def test_draining_finishes_what_runs_and_takes_nothing_new(gated: Worker, gate: Gate) -> None:
+    async def ask() -> None:
+        tickets = [await submitted(gated, gate, i, params(20)) for i in range(6)]
+        draining = asyncio.ensure_future(gated.drain(20))
+        await asyncio.sleep(0.01)
+        assert gated.snapshot().draining
+        with pytest.raises(Draining):
+            await gated.submit("1", params())
+        gate.open()
+        assert await draining == 0
+        assert {(await ticket.result()).finish_reason for ticket in tickets} == {"length"}
+
+    run(ask())
+
+
+def test_draining_aborts_what_takes_too_long(gated: Worker, gate: Gate) -> None:
+    async def ask() -> None:
+        tickets = [await submitted(gated, gate, i) for i in range(6)]
+        gate.let(1)
+        asyncio.get_running_loop().call_later(0.3, gate.open)
+        assert await gated.drain(0.05) == 6
+        assert {(await ticket.result()).finish_reason for ticket in tickets} == {"abort"}
+        assert is_clean(gated)
+
+    run(ask())
+
+
+def test_stopping_ends_everything(system: System) -> None:
+    worker = Worker(system, max_waiting=8)
+    worker.start()
+
+    async def ask() -> None:
+        tickets = [await worker.submit([i], LONG) for i in range(6)]
+        await asyncio.to_thread(worker.stop)
+        for ticket in tickets:
+            assert (await ticket.result()).finish_reason in ("abort", "length")
+        for refused in (worker.submit("1", params()), worker.call(lambda system: 1)):
+            with pytest.raises(Draining):
+                await refused
+
+    run(ask())
+    worker.stop()
+    assert is_clean(worker)
+    assert worker.progress_stalled(1e9)
+    assert not any(thread.name.startswith("moedraft-") for thread in threading.enumerate())
+
+
+def test_stopping_with_a_frozen_step_hangs_nobody(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(system, monkeypatch)
+    worker = Worker(system, max_waiting=8)
+    worker.start()
+
+    async def ask() -> None:
+        ticket = await worker.submit("1", LONG)
+        await until(gate.waiting.is_set)
+        waiting = asyncio.ensure_future(worker.submit("2", LONG))
+        calling = asyncio.ensure_future(worker.call(lambda system: 1))
+        await asyncio.sleep(0.01)
+        await asyncio.to_thread(worker.stop, 0.1)
+        assert (await ticket.result()).finish_reason == "abort"
+        for task in (waiting, calling):
+            with pytest.raises(Draining):
+                await task
+
+    run(ask())
+    gate.open()
+    worker.stop()
+    assert is_clean(worker)
+
+
+def test_a_worker_that_never_started_can_be_stopped(system: System) -> None:
+    worker = Worker(system, max_waiting=1)
+    worker.stop()
+    worker.stop()
+
+
+# -- health --------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Moves by `speed` for every real second, and by hand."""
+
+    def __init__(self, speed: float = 1.0) -> None:
+        self.speed, self.offset = speed, 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() * self.speed + self.offset
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def timed(system: System, clock: Clock) -> Iterator[Worker]:
+    worker = Worker(system, max_waiting=50, clock=clock)
+    worker.start()
+    yield worker
+    worker.stop()
+
+
+def test_a_frozen_step_is_a_stall(
+    system: System, clock: Clock, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    gate = Gate(system, monkeypatch)
+    timed = request.getfixturevalue("timed")
+
+    async def ask() -> None:
+        ticket = await timed.submit("1", LONG)
+        await until(gate.waiting.is_set)
+        assert not timed.progress_stalled(30)
+        clock.offset += 29
+        assert not timed.progress_stalled(30)
+        clock.offset += 2
+        assert timed.progress_stalled(30)
+        assert timed.snapshot().idle_share == 0
+        gate.open()
+        await ticket.result()
+        await until(lambda: not timed.progress_stalled(30))
+
+    run(ask())
+
+
+def test_an_idle_engine_never_stalls_nor_spins(timed: Worker, clock: Clock) -> None:
+    clock.offset += 3600
+    assert not timed.progress_stalled(30)
+    spent = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - spent < 0.2
+    assert timed.snapshot().steps == 0
+    assert timed.snapshot().idle_share > 0.9
+    assert run(answered(timed)) == "length"
+    assert not timed.progress_stalled(30)
+
+
+async def answered(worker: Worker) -> str | None:
+    return (await (await worker.submit("1 2", params(5))).result()).finish_reason
+
+
+def test_a_busy_hour_is_no_stall(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock 3 000 times as fast: an hour of full slots and a long queue, every step taking seconds."""
+    worker = Worker(system, max_waiting=1000, clock=Clock(3000))
+    worker.start()
+    alarms = []
+
+    async def watch() -> None:
+        while True:
+            alarms.append(worker.progress_stalled(600))
+            await asyncio.sleep(0.001)
+
+    async def ask() -> None:
+        watching = asyncio.ensure_future(watch())
+        deadline = time.monotonic() + 1.2
+        while time.monotonic() < deadline:
+            tickets = [await worker.submit([i], params(25)) for i in range(20)]
+            await asyncio.gather(*(ticket.result() for ticket in tickets))
+        watching.cancel()
+
+    run(ask())
+    worker.stop()
+    assert len(alarms) > 100
+    assert not any(alarms)
+
+
+def test_a_dead_thread_is_a_stall(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker(system, max_waiting=8)
+    worker.start()
+
+    def fatal() -> list[RequestOutput]:
+        raise SystemExit
+
+    monkeypatch.setattr(system.engine, "step", fatal)
+
+    async def ask() -> None:
+        ticket = await worker.submit("1", LONG)
+        assert (await ticket.result()).finish_reason == "abort"
+        await until(lambda: worker.progress_stalled(1e9))
+        assert "thread has ended" in (worker.snapshot().failed or "")
+        with pytest.raises(Draining):
+            await worker.submit("1", LONG)
+
+    run(ask())
+    worker.stop()
+
+
+# -- the load ------------------------------------------------------------------------------------
+
+
+def test_the_load_reaches_the_store(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def ask() -> None:
+        await until(lambda: read_load(worker.system.store.registry) is not None)
+
+    run(ask())
+    load = read_load(worker.system.store.registry)
+    assert load is not None
+    assert load.idle > 0.5
+    assert load.waiting == 0
+    assert abs(load.at - time.time()) < 5
+
+
+def test_a_slow_or_broken_disk_holds_up_no_step(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
+    stuck, asked, calls = threading.Event(), threading.Event(), []
+
+    def slow(key: str, value: str | None) -> None:
+        calls.append(key)
+        if len(calls) == 1:
+            raise StorageError("The disk is full.")
+        asked.set()
+        stuck.wait(20)
+
+    monkeypatch.setattr("moedraft.serve.worker.LOAD_SECONDS", 0.01)
+    monkeypatch.setattr(system.store.registry, "set_meta", slow)
+    worker = Worker(system, max_waiting=8)
+    worker.start()
+    assert asked.wait(5)
+    assert run(answered(worker)) == "length"
+    stuck.set()
+    worker.stop()
+
+
+def test_the_meter_knows_share_and_rate() -> None:
+    meter = Meter(100.0)
+    assert meter.busy_share(100.0, 5) == meter.tokens_per_second(100.0) == 0
+    for second in range(100, 110):
+        meter.add(second, second + 0.5, tokens=10)
+    assert meter.busy_share(110.0, 5) == pytest.approx(0.5, abs=0.11)
+    assert meter.tokens_per_second(110.0) == pytest.approx(10, rel=0.11)
+    meter.add(110.0, 200.0, tokens=5)  # one step over everything
+    assert meter.busy_share(200.0, 5) == 1.0
+    assert meter.busy_share(230.0, 5) == 0.0
+    assert meter.tokens_per_second(230.0) == 0.0
+    for step in range(100_000):
+        meter.add(300 + step / 100, 300 + (step + 0.5) / 100)
+    assert len(meter._slices) < 50
+    meter.add(1e17, 1e17 + 64, 1)  # beyond the clock's precision: no endless loop
+    young = Meter(0.0)
+    young.add(0.0, 1.0, tokens=8)
+    assert young.busy_share(1.0, 5) == 1.0
+    assert young.tokens_per_second(1.0) == 8
+
+
+def test_two_workers_do_not_meet(tmp_path: Path) -> None:
+    systems = [tiny_system(tmp_path / name) for name in "ab"]
+    workers = [Worker(system, max_waiting=4) for system in systems]
+    for worker in workers:
+        worker.start()
+
+    async def ask() -> None:
+        assert await asyncio.gather(*(answered(worker) for worker in workers)) == ["length", "length"]
+
+    run(ask())
+    for worker, system in zip(workers, systems, strict=True):
+        worker.stop()
+        system.close()
