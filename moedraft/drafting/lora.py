@@ -3,7 +3,8 @@
 Every adapted linear layer computes `x W' + (x Aᵀ ∘ mask) Bᵀ`, where W' is the base with the shared
 adapter merged in, and A and B are the blocks of the experts present in the batch, end to end: one matrix
 product each, with a 0/1 mask that lets a row see its own expert's block only. A batch with a single
-expert uses weights merged once and kept. Rows without an expert use W' alone.
+expert uses weights merged once and kept; with a small model on a CPU, where products with few rows cost
+what reading their weights costs, so does a mixed batch, expert by expert. Rows without one use W' alone.
 """
 
 from __future__ import annotations
@@ -94,6 +95,7 @@ class LoRALinear(nn.Module):
         self.small = small  # part of a small model
         self.transposed = not isinstance(base, nn.Linear)  # GPT-2's Conv1D keeps [in, out]
         self.product: Product | None = None  # replaces the base's: shared and, maybe, one expert merged
+        self.groups: list[tuple[torch.Tensor, Product]] = []  # rows of the batch and what they go through
         self.blocks: Delta | None = None  # A [R, in], B [out, R] of all experts in the batch
         self.mask: torch.Tensor | None = None  # [B, 1, R]
 
@@ -107,11 +109,22 @@ class LoRALinear(nn.Module):
         return Product(weight, self.base.bias, small=self.small)  # type: ignore[arg-type]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.groups:
+            return self._by_group(x)
         y: torch.Tensor = self.base(x) if self.product is None else self.product(x)
         if self.blocks is not None and self.mask is not None:
             down, up = self.blocks
             y = y + nn.functional.linear(nn.functional.linear(x, down) * _shaped(self.mask, x), up)
         return y
+
+
+    def _by_group(self, x: torch.Tensor) -> torch.Tensor:
+        batch = sum(len(rows) for rows, _ in self.groups)
+        inner = x.view(batch, -1, x.shape[-1])
+        y = x.new_empty(batch, inner.shape[1], self.groups[0][1].weight.shape[0])
+        for rows, product in self.groups:
+            y[rows] = product(inner[rows])
+        return y.view(*x.shape[:-1], y.shape[-1])
 
 
 def _shaped(mask: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -221,17 +234,35 @@ class ExpertBank:
             return
         self.selected = key
         if self._bare:
-            for name, layer in self.layers.items():
-                layer.product, layer.blocks, layer.mask = self._bases.get(name), None, None
+            self._clear(self._bases)
             return
+        self._clear(self._bases | self._shared_products)
         present = sorted({name for name in rows if name in self.experts})
-        single = present[0] if len(present) == 1 and all(name == present[0] for name in rows) else None
-        merged = self._merge(single) if single else None
+        alone = len(present) == 1 and all(name == present[0] for name in rows)
+        merged = self._merge(present) if alone or self._bases else None
         for name, layer in self.layers.items():
-            layer.product = (merged or {}).get(name) or self._shared_products.get(name, self._bases.get(name))
-            layer.blocks = layer.mask = None
-            if present and merged is None:
+            if merged is None:
                 self._mix(layer, name, rows, present)
+            elif alone:
+                layer.product = merged[present[0]].get(name, layer.product)
+            else:
+                self._group(layer, name, rows, merged)
+
+    def _clear(self, products: Mapping[str, Product]) -> None:
+        for name, layer in self.layers.items():
+            layer.product, layer.groups, layer.blocks, layer.mask = products.get(name), [], None, None
+
+    def _group(
+        self, layer: LoRALinear, name: str, rows: list[str], merged: Mapping[str, Mapping[str, Product]]
+    ) -> None:
+        """Rows by expert, those without an own weight here together."""
+        own = [row if name in merged.get(row, ()) else SHARED for row in rows]
+        if set(own) == {SHARED}:
+            return
+        assert layer.product is not None  # a small model: its base is a product too
+        for expert in dict.fromkeys(own):
+            at = torch.tensor([b for b, row in enumerate(own) if row == expert])
+            layer.groups.append((at, layer.product if expert == SHARED else merged[expert][name]))
 
     def _mix(self, layer: LoRALinear, name: str, rows: list[str], present: list[str]) -> None:
         parts = [(expert, self.experts[expert].deltas.get(name)) for expert in present]
@@ -243,22 +274,27 @@ class ExpertBank:
         mask = [[float(owner == row) for owner in owners] for row in rows]
         layer.mask = torch.tensor(mask, dtype=layer.blocks[0].dtype, device=layer.blocks[0].device)[:, None]
 
-    def _merge(self, expert: str) -> dict[str, Product] | None:
-        """The expert's weights merged into the base, kept up to the memory budget; None if over it."""
-        if expert not in self.merged:
-            deltas = self.experts[expert].deltas
-            size = sum(b.shape[0] * a.shape[1] * a.element_size() for a, b in deltas.values())
-            size *= 2 if self._bases else 1  # a `Product` of a small model keeps two copies
-            if size > self.merged_budget:
-                return None
-            while self.merged and (len(self.merged) + 1) * size > self.merged_budget:
-                self.merged.popitem(last=False)
-            self.merged[expert] = {
-                name: self.layers[name].with_weight(self._weight(name) + b @ a)
-                for name, (a, b) in deltas.items()
-            }
-        self.merged.move_to_end(expert)
-        return self.merged[expert]
+    def _merge(self, present: list[str]) -> dict[str, dict[str, Product]] | None:
+        """Each expert's weights merged into the base, kept up to the memory budget; None if over it."""
+        sizes = [self._size(expert) for expert in present]
+        if len(present) * max(sizes, default=0) > self.merged_budget:
+            return None
+        for expert in present:
+            if expert not in self.merged:
+                self.merged[expert] = {
+                    name: self.layers[name].with_weight(self._weight(name) + b @ a)
+                    for name, (a, b) in self.experts[expert].deltas.items()
+                }
+            self.merged.move_to_end(expert)
+        while sum(self._size(expert) for expert in self.merged) > self.merged_budget:
+            self.merged.popitem(last=False)
+        return {expert: self.merged[expert] for expert in present}
+
+    def _size(self, expert: str) -> int:
+        """Bytes of its merged weights; a `Product` of a small model keeps two copies."""
+        deltas = self.experts[expert].deltas.values()
+        copies = 2 if self._bases else 1
+        return copies * sum(b.shape[0] * a.shape[1] * a.element_size() for a, b in deltas)
 
     def _weight(self, name: str) -> torch.Tensor:
         """Base and shared adapter."""

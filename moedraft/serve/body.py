@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -13,14 +14,20 @@ from fastapi.routing import APIRoute
 from moedraft.serve.errors import ApiError
 
 JSON_TYPE = "application/json"
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def parse_json(body: bytes) -> Any:
-    """Raises ApiError 400 for what is no JSON of finite numbers."""
+    """Raises ApiError 400 for what is no JSON of finite numbers and valid text."""
     try:
-        return json.loads(body.decode("utf-8"), parse_constant=_refuse, parse_float=_finite)
+        data = json.loads(body.decode("utf-8"), parse_constant=_refuse, parse_float=_finite)
+        if SURROGATE.search(body):  # a pair is one letter, a half is none
+            json.dumps(data, ensure_ascii=False).encode()
+        return data
     except UnicodeDecodeError:
         raise _bad("The body is not valid UTF-8.") from None
+    except UnicodeEncodeError:
+        raise _bad("The body holds half a surrogate pair, which is no letter.") from None
     except json.JSONDecodeError as error:
         raise _bad(f"The body is not valid JSON: {error.msg} at letter {error.pos}.") from None
     except RecursionError:

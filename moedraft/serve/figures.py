@@ -32,11 +32,17 @@ def _steps(key: str, grid: Grid, columns: Sequence[Column], rows: Sequence[Row],
 
 
 def throughput(requests: Requests, grid: Grid) -> Table:
-    """Answers and tokens by step; the tokens of an answer count when it ends."""
+    """Answers and tokens by step; the tokens of an answer count when it ends.
+
+    Of a step that has only begun it is too early to say how fast it is.
+    """
     steps = grid.steps(requests["created_at"])
     tokens = requests.sums(steps, grid.count, ["num_tokens"])[:, 0].tolist()
     answers = np.bincount(steps, minlength=grid.count).tolist()
-    rows = [(n, t, t / length) for n, t, length in zip(answers, tokens, grid.lengths, strict=True)]
+    rows = [
+        (n, t, t / length if length >= grid.width / 3 else None)
+        for n, t, length in zip(answers, tokens, grid.lengths, strict=True)
+    ]
     columns = [
         Column("requests", "requests", "count"),
         Column("tokens", "tokens", "count"),

@@ -11,7 +11,7 @@ from fastapi.responses import HTMLResponse, RedirectResponse, Response
 from moedraft.serve.auth import COOKIE, SESSION_SECONDS, Authority
 from moedraft.serve.errors import ApiError
 
-HOME = "/dashboard"
+HOME = "/dashboard/"
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; form-action 'self'; frame-ancestors 'none'"
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>moedraft</title>
@@ -36,6 +36,11 @@ p {{ margin: 0; min-height: 1.3em }}
 
 def login_router(authority: Authority) -> APIRouter:
     router = APIRouter(include_in_schema=False)
+
+    @router.get(HOME.rstrip("/"))
+    async def with_slash(request: Request) -> Response:
+        query = request.url.query
+        return RedirectResponse(f"{HOME}?{query}" if query else HOME, 307)
 
     @router.get("/login")
     async def form(next: str = HOME) -> Response:
@@ -79,7 +84,7 @@ def _page(target: str, message: str = "", status: int = 200) -> Response:
 def _inside(target: str) -> str:
     """Only our own pages: a link to the form must not lead elsewhere afterwards."""
     plain = target.isascii() and target.isprintable() and "\\" not in target
-    return target if plain and (target == HOME or target.startswith((f"{HOME}/", f"{HOME}?"))) else HOME
+    return target if plain and target.startswith(HOME) else HOME
 
 
 def _fields(body: bytes) -> dict[str, str]:

@@ -50,11 +50,9 @@ def serve(settings: Settings, announce: Callable[[str], None] = lambda url: None
         supervisor = _supervised(settings, system, stack)
         own_key, secret = new_key(["admin"], "command line")
         app = create_app(worker, supervisor, settings, own_key)
-        server = Server(app, worker, settings)
         url = url_of(listener, settings.host)
         stack.enter_context(_found(settings.home, url, own_key, secret))
-        announce(url)
-        server.run(sockets=[listener])
+        Server(app, worker, settings, lambda: announce(url)).run(sockets=[listener])
 
 
 def check_address(settings: Settings) -> None:
@@ -72,8 +70,11 @@ class Server(uvicorn.Server):
     While it drains the server still answers: 503 to what is new, so that nobody runs into a closed door.
     """
 
-    def __init__(self, app: FastAPI, worker: Worker, settings: Settings) -> None:
+    def __init__(
+        self, app: FastAPI, worker: Worker, settings: Settings, on_start: Callable[[], None] = lambda: None
+    ) -> None:
         super().__init__(config_of(app, settings))
+        self._on_start = on_start
         self._worker, self._patience = worker, settings.shutdown_timeout
         self._loop: asyncio.AbstractEventLoop | None = None
         self._drain: asyncio.Task[None] | None = None
@@ -82,6 +83,10 @@ class Server(uvicorn.Server):
     async def _serve(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super()._serve(sockets)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_start()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """In the main thread, between any two of its instructions."""

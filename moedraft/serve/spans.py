@@ -10,9 +10,9 @@ import numpy as np
 from moedraft.core import InvalidRequest
 from moedraft.serve.columns import Codes, Numbers
 
-STEPS = (5, 15, 30, 60, 300, 900, 1800, 3600, 3 * 3600, 6 * 3600, 12 * 3600, 86400)  # seconds
+STEPS = (5, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 3 * 3600, 6 * 3600, 12 * 3600, 86400)  # seconds
 DAY = 86400
-MOST_STEPS = 72  # more is not read on a screen
+MOST_STEPS = 48  # more is not read on a screen
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class Span:
 
     key: str
     label: str
+    words: str  # after "requests of …"
     seconds: int | None
     refresh: float
 
@@ -28,10 +29,10 @@ class Span:
 SPANS = {
     span.key: span
     for span in (
-        Span("15m", "15 min", 900, 2.0),
-        Span("1h", "1 hour", 3600, 3.0),
-        Span("24h", "24 hours", DAY, 10.0),
-        Span("all", "All", None, 15.0),
+        Span("15m", "15 min", "the last 15 minutes", 900, 2.0),
+        Span("1h", "1 hour", "the last hour", 3600, 3.0),
+        Span("24h", "24 hours", "the last 24 hours", DAY, 10.0),
+        Span("all", "All", "all time", None, 15.0),
     )
 }
 DEFAULT = "1h"

@@ -190,7 +190,7 @@ class EngineThread(threading.Thread):
         self.steps += 1
         self._failures, self.failed = 0, None
         if self.last_step_at is None or int(self._clock()) != int(self.last_step_at):
-            self.speedup = getattr(self._engine.decoder, "speedup", None)
+            self.speedup = self._engine.decoder.speedup
         self.last_step_at = self._clock()
 
     def _add(
@@ -217,7 +217,7 @@ class EngineThread(threading.Thread):
             self._close_channel(channel)
 
     def _abort_all(self) -> None:
-        for request_id in list(self._channels):
+        for request_id in list(self._engine.sequences):
             self._engine.abort(request_id)
 
     def _deliver(self) -> None:
@@ -230,11 +230,11 @@ class EngineThread(threading.Thread):
                 continue
             self.tokens += len(output.token_ids) - channel.tokens
             channel.tokens = len(output.token_ids)
-            if channel.put(output):
-                due.setdefault(channel.loop, []).append(channel)
-            if output.finish_reason is not None:
+            if output.finish_reason is not None:  # room first: the reader may ask again at once
                 self._request_seconds += 0.1 * (output.seconds - self._request_seconds)
                 self._forget(channel)
+            if channel.put(output):
+                due.setdefault(channel.loop, []).append(channel)
         for loop, channels in due.items():
             self._wake(loop, channels)
 

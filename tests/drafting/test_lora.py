@@ -78,6 +78,41 @@ def test_scaling_is_pefts(config: dict, factor: float) -> None:
     torch.testing.assert_close(b, tensors[f"{PREFIX}lm_head.lora_B.weight"] * factor)
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt_neox", "gpt2"])
+@pytest.mark.parametrize("with_shared", [False, True])
+def test_a_mixed_batch_by_groups_by_masks_and_row_by_row(kind: str, with_shared: bool) -> None:
+    rows = ["a", SHARED, "b", "a"]
+    ids = torch.randint(97, (len(rows), 5))
+
+    def logits(megabytes: int, one_by_one: bool = False) -> torch.Tensor:
+        torch.manual_seed(5)
+        model = random_model(kind, 1)
+        bank = ExpertBank(model, "tail", merged_cache_mb=megabytes)
+        if with_shared:
+            bank.publish(SHARED, bank.read(1, {}, state(bank, list(bank.layers))))
+        bank.publish("a", bank.read(1, {}, state(bank, sorted(bank.tail))))
+        bank.publish("b", bank.read(1, {}, state(bank, ["lm_head"])))  # its other layers are the base's
+        grouped = any(layer.groups for layer in select(bank, rows).layers.values())
+        assert grouped == (megabytes > 0)
+        if not one_by_one:
+            return model.forward(model.new_cache(len(rows)), 0, ids, [0] * len(rows))
+        parts = [run(model, select(bank, [row]), ids[b : b + 1]) for b, row in enumerate(rows)]
+        return torch.cat(parts)
+
+    def select(bank: ExpertBank, names: list[str]) -> ExpertBank:
+        bank.select(names)
+        return bank
+
+    def run(model: LanguageModel, bank: ExpertBank, part: torch.Tensor) -> torch.Tensor:
+        assert bank.selected is not None
+        return model.forward(model.new_cache(1), 0, part, [0])
+
+    groups, masks, alone = logits(512), logits(0), logits(512, one_by_one=True)
+    torch.testing.assert_close(groups, alone, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(masks, alone, atol=1e-3, rtol=1e-3)
+    assert (groups[0] - groups[1]).abs().max() > 0.01
+
+
 def test_merged_weights_stay_within_their_budget() -> None:
     model = random_model("llama", 1)
     ids = torch.tensor([[1, 2, 3]])

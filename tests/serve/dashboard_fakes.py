@@ -26,7 +26,7 @@ from moedraft.core import SHARED, AdapterVersion, Domain, ReplayRecord, RequestS
 from moedraft.routing.classifier import Route
 from moedraft.serve.auth import Authority, Guard
 from moedraft.serve.dashboard import mount
-from moedraft.serve.keys import Keyring
+from moedraft.serve.keys import KeyFile, Keyring
 from moedraft.serve.trainer import TrainerState
 from moedraft.serve.worker import Snapshot
 from moedraft.storage.store import Store
@@ -46,7 +46,16 @@ SERVING = Snapshot(
     draining=False,
     failed=None,
 )
-IDLE = replace(SERVING, running=0, waiting=0, steps=0, idle_share=1.0, tokens_total=0, tokens_per_second=0.0, speedup=None)
+IDLE = replace(
+    SERVING,
+    running=0,
+    waiting=0,
+    steps=0,
+    idle_share=1.0,
+    tokens_total=0,
+    tokens_per_second=0.0,
+    speedup=None,
+)
 
 
 WAITING = TrainerState(
@@ -141,7 +150,9 @@ def fill(store: Store, *, hours: float = 8, rows: int = 6000, seed: int = 7) -> 
     for place in range(rows):
         at = start + (now - start) * (place / rows) ** 0.8 - rng.random()
         names = list(TRAFFIC)
-        expert = rng.choices(names, [TRAFFIC[n] * (0.6 + 0.8 * ((place / rows + i / 5) % 1)) for i, n in enumerate(names)])[0]
+        expert = rng.choices(
+            names, [TRAFFIC[n] * (0.6 + 0.8 * ((place / rows + i / 5) % 1)) for i, n in enumerate(names)]
+        )[0]
         version = sum(moment <= at for moment in made[expert])
         level = 0.86 - 0.3 * 0.72**version - (0.06 if expert == SHARED else 0)
         traffic.append(invented(expert, at, level, rng, version))
@@ -162,14 +173,18 @@ def _train(store: Store, rng: random.Random, start: float, now: float) -> dict[s
         before = 0.86 - 0.3 * 0.72 ** (version - 1) + rng.uniform(-0.01, 0.01)
         after = before + 0.07 * 0.75**version + rng.uniform(-0.012, 0.012)
         path = f"adapters/{name}/v{version}"
-        store.registry.add_version(AdapterVersion(name, version, version - 1, path, "base", after, at, "live"))
+        store.registry.add_version(
+            AdapterVersion(name, version, version - 1, path, "base", after, at, "live")
+        )
         loss, seconds = 1.9 * 0.9**version + rng.uniform(0, 0.2), rng.uniform(4, 21)
         store.updates.add(UpdateRecord(name, version, 48, 16, loss, seconds, before, after, at))
     return made
 
 
 def record(domain: str, at: float) -> ReplayRecord:
-    return ReplayRecord(domain, domain, 1, "tiny", [7, 2, 3], 2, [[3, 9]], [[-0.125, -3.5]], [], 4, 2, created_at=at)
+    return ReplayRecord(
+        domain, domain, 1, "tiny", [7, 2, 3], 2, [[3, 9]], [[-0.125, -3.5]], [], 4, 2, created_at=at
+    )
 
 
 # -- a server over them --------------------------------------------------------------------------
@@ -189,19 +204,23 @@ def make_app(store: Store, worker: FakeWorker, supervisor: FakeSupervisor | None
     context = SimpleNamespace(worker=worker, supervisor=supervisor, store=store, settings=None)
     app = FastAPI()
     mount(app, cast(Any, context))
-    authority = Authority(Keyring(store.home.path), "127.0.0.1")
+    authority = Authority(Keyring(KeyFile(store.home.path), open_without_keys=True), "127.0.0.1")
     app.add_middleware(cast(Any, Guard), authority=authority)
     return app
 
 
 @contextmanager
-def site(store: Store, worker: FakeWorker | None = None, supervisor: FakeSupervisor | None = None) -> Iterator[Site]:
+def site(
+    store: Store, worker: FakeWorker | None = None, supervisor: FakeSupervisor | None = None
+) -> Iterator[Site]:
     """Served from a thread of this process, on a free port, until the end of the block."""
     worker, supervisor = worker or FakeWorker(), supervisor or FakeSupervisor()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    config = uvicorn.Config(make_app(store, worker, supervisor), port=port, log_level="warning", ws="websockets-sansio")
+    config = uvicorn.Config(
+        make_app(store, worker, supervisor), port=port, log_level="warning", ws="websockets-sansio"
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

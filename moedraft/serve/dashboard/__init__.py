@@ -93,7 +93,7 @@ def _host() -> FastAPI:
 
 @asynccontextmanager
 async def _host_lifespan() -> AsyncIterator[None]:
-    host = _host()
+    """NiceGUI's own; the one that `run_with` gives searches the whole memory for a server."""
     core.sio.eio.start_service_task = True  # of this event loop, should there have been another before
-    async with host.router.lifespan_context(host):
+    async with core.app.router.lifespan_context(core.app):
         yield

@@ -6,7 +6,8 @@ never keys: NiceGUI runs what stands under a key that begins with a colon.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moedraft.core import SHARED
@@ -17,7 +18,7 @@ Options = dict[str, Any]
 
 FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", "Noto Sans", Arial, sans-serif'
 HUES = 8  # --hue-0 … in the style sheet
-SYMBOLS_UP_TO = 40  # points; more of them need no dots
+SYMBOLS_UP_TO = 14  # points; more of them need no dots
 FORMATS: dict[Kind, str] = {
     "share": "v => v == null ? '–' : (100 * v).toFixed(1) + ' %'",
     "gain": "v => v == null ? '–' : (v > 0 ? '+' : '') + (100 * v).toFixed(1)",
@@ -25,6 +26,18 @@ FORMATS: dict[Kind, str] = {
     "count": "v => v == null ? '–' : v.toLocaleString()",
     "seconds": "v => v == null ? '–' : v.toFixed(1) + ' s'",
 }
+WHOLE: Options = {"min": 0, "max": 1, "interval": 0.25}
+CLOCK = {  # labels of a time axis, none of them in bold
+    "year": "{yyyy}",
+    "month": "{MMM}",
+    "day": "{MMM} {d}",
+    "hour": "{HH}:{mm}",
+    "minute": "{HH}:{mm}",
+    "second": "{HH}:{mm}:{ss}",
+    "millisecond": "{HH}:{mm}:{ss}",
+}
+UPRIGHT: Options = {"left": 4, "right": 14, "top": 22, "bottom": 4, "containLabel": True}
+LYING: Options = {"left": 108, "right": 46, "top": 8, "bottom": 26}
 TICKS: dict[Kind, str] = {
     "share": "v => Math.round(100 * v) + ' %'",
     "gain": "v => (v > 0 ? '+' : '') + Math.round(1000 * v) / 10",
@@ -39,14 +52,19 @@ def colours(names: Sequence[str]) -> dict[str, str]:
 
 
 def over_time(table: Table, columns: Sequence[Column], paints: dict[str, str]) -> Options:
-    """Columns of `table` as lines against its first; a line that is alone stands on a pale area."""
+    """Columns of `table` as lines against its first.
+
+    Shares are compared with one another, so their axis need not begin at zero; a line of another kind that
+    is alone stands on a pale area.
+    """
+    kind = columns[0].kind
     series = [_line(table, column, paints[column.label]) for column in columns]
-    if len(series) == 1:
+    if len(series) == 1 and kind != "share":
         series[0]["areaStyle"] = {"color": series[0]["itemStyle"]["color"], "opacity": 0.1}
     if table.marks:
         series[0]["markLine"] = _marks(table)
-    kind = columns[0].kind
-    return _options(series, _time(table), {"min": 0, "max": 1 if kind == "share" else None}, kind)
+    values = [_number(v) for column in columns for v in table.column(column.key) if v is not None]
+    return _options(series, _time(table), _close(values) if kind == "share" else {"min": 0}, kind)
 
 
 def stacked(table: Table, columns: Sequence[Column], paints: dict[str, str]) -> Options:
@@ -64,7 +82,7 @@ def stacked(table: Table, columns: Sequence[Column], paints: dict[str, str]) -> 
         }
         for column in columns
     ]
-    return _options(series, _time(table), {"min": 0, "max": 1}, "share")
+    return _options(series, _time(table), WHOLE, "share")
 
 
 def scatter(table: Table, key: str, paints: dict[str, str]) -> Options:
@@ -93,7 +111,7 @@ def scatter(table: Table, key: str, paints: dict[str, str]) -> Options:
 
 def bars(
     labels: Sequence[str],
-    columns: dict[str, Sequence[Cell]],
+    columns: Mapping[str, Sequence[Cell]],
     kind: Kind,
     paints: Sequence[str],
     *,
@@ -101,7 +119,7 @@ def bars(
     gap: str = "35%",
 ) -> Options:
     """Bars by label, stacked where there are several columns; lying ones read from the top."""
-    series = [
+    series: list[Options] = [
         {
             "type": "bar",
             "name": name,
@@ -118,10 +136,10 @@ def bars(
         place = "right" if lying else "top"
         label = {"show": True, "position": place, "color": "var(--muted)", "fontSize": 12}
         series[0]["label"] = label | {":formatter": f"p => ({FORMATS[kind]})(p.value)"}
-    categories = {"type": "category", "data": list(labels), "axisTick": {"show": False}}
+    categories: Options = {"type": "category", "data": list(labels), "axisTick": {"show": False}}
     if lying:
-        categories |= {"inverse": True, "axisLabel": {"width": 92, "overflow": "truncate"}}
-    values = {"min": 0, "max": 1 if kind == "share" else None}
+        categories |= {"inverse": True, "axisLabel": {"width": 94, "overflow": "truncate"}}
+    values = WHOLE if kind == "share" else {"min": 0}
     options = _options(series, categories, values, kind, lying=lying)
     options["tooltip"] |= {"axisPointer": {"type": "none"}}
     return options
@@ -138,7 +156,7 @@ def _options(series: list[Options], x: Options, y: Options, kind: Kind, *, lying
     return {
         "animation": False,
         "textStyle": {"fontFamily": FONT},
-        "grid": {"left": 4, "right": 40 if lying else 14, "top": 22, "bottom": 4, "containLabel": True},
+        "grid": LYING if lying else UPRIGHT,
         "xAxis": second if lying else first,
         "yAxis": first if lying else second,
         "series": series,
@@ -156,6 +174,13 @@ def _options(series: list[Options], x: Options, y: Options, kind: Kind, *, lying
     }
 
 
+def _close(values: Sequence[float]) -> Options:
+    """An axis that shows what differs between shares: tenths around them, or the whole where they are far."""
+    tenths = [10 * value for value in values] or [0.0]
+    low, high = max(0, math.floor(min(tenths) - 0.2)), min(10, math.ceil(max(tenths) + 0.2))
+    return WHOLE if high - low > 5 else {"min": low / 10, "max": high / 10, "interval": 0.1}
+
+
 def _line(table: Table, column: Column, paint: str) -> Options:
     pairs = list(zip(table.column("at"), table.column(column.key), strict=True))
     return {
@@ -166,7 +191,7 @@ def _line(table: Table, column: Column, paint: str) -> Options:
         "showSymbol": sum(value is not None for _, value in pairs) <= SYMBOLS_UP_TO,
         "symbol": "circle",
         "symbolSize": 5,
-        "lineStyle": {"width": 2.25, "color": paint},
+        "lineStyle": {"width": 2, "color": paint},
         "itemStyle": {"color": paint},
         "emphasis": {"disabled": True},
     }
@@ -174,7 +199,7 @@ def _line(table: Table, column: Column, paint: str) -> Options:
 
 def _time(table: Table) -> Options:
     ends = {"min": 1000 * table.since, "max": 1000 * table.until}
-    return {"type": "time", **ends, "splitNumber": 5, "axisLabel": {"hideOverlap": True}}
+    return {"type": "time", **ends, "splitNumber": 5, "axisLabel": {"hideOverlap": True, "formatter": CLOCK}}
 
 
 def _marks(table: Table) -> Options:
@@ -188,7 +213,7 @@ def _marks(table: Table) -> Options:
         "silent": True,
         "symbol": "none",
         "animation": False,
-        "lineStyle": {"color": "var(--accent)", "type": "solid", "width": 1, "opacity": 0.55},
+        "lineStyle": {"color": "var(--accent)", "type": "solid", "width": 1, "opacity": 0.75},
         "label": {"formatter": "{b}", "color": "var(--accent)", "fontSize": 11, "distance": 4},
         "data": data,
     }

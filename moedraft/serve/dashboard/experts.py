@@ -63,7 +63,7 @@ def _build(look: Look, view: View) -> Callable[[View], None]:
             look,
             "acceptance",
             "Acceptance over time",
-            "A line upright marks a new version.",
+            "Upright lines mark new versions.",
             "Nothing was drafted for this expert in this time.",
             wide=True,
             height=280,
@@ -106,7 +106,9 @@ def _build(look: Look, view: View) -> Callable[[View], None]:
         )
         places = [str(place) for place in seen.by_position.column("position")]
         rates = {"acceptance": seen.by_position.column(STEP)}
-        positions.show(seen.by_position, lambda: charts.bars(places, rates, "share", [paint]), some=bool(places))
+        positions.show(
+            seen.by_position, lambda: charts.bars(places, rates, "share", [paint]), some=bool(places)
+        )
         langs = [str(lang) for lang in seen.by_language.column("lang")]
         by_lang = {"acceptance": seen.by_language.column(STEP)}
         languages.show(
@@ -148,10 +150,25 @@ def _strip(look: Look, expert: Expert) -> Markup:
     replay = f"Newest {ago(expert.replay_newest)}, oldest {ago(expert.replay_oldest)}."
     return figures(
         figure("recent_acceptance_rate", "Acceptance now", now, share(now, 1), since),
-        figure("first_acceptance_rate", "At registration", first, share(first, 1), "Of the first 20 requests."),
-        figure("mean_acceptance_length", "Mean length", length, number(length), "Tokens per step of the target."),
-        figure("share", "Share of traffic", expert.share, share(expert.share), f"{short(expert.requests)} requests."),
-        figure("replay_size", "Replay", expert.replay_size, count(expert.replay_size),
-               replay if expert.replay_size else "No record is kept."),
+        figure(
+            "first_acceptance_rate", "At registration", first, share(first, 1), "Of the first 20 requests."
+        ),
+        figure(
+            "mean_acceptance_length", "Mean length", length, number(length), "Tokens per step of the target."
+        ),
+        figure(
+            "share",
+            "Share of traffic",
+            expert.share,
+            share(expert.share),
+            f"{short(expert.requests)} requests.",
+        ),
+        figure(
+            "replay_size",
+            "Replay",
+            expert.replay_size,
+            count(expert.replay_size),
+            replay if expert.replay_size else "No record is kept.",
+        ),
         figure("version", "Version", expert.version, live, f"{count(expert.updates)} updates so far."),
     )

@@ -54,12 +54,11 @@ def _build(look: Look) -> Callable[[View], None]:
             look,
             "updates",
             "What each update gained",
-            "Acceptance on held-out records after less before, in points.",
+            "Acceptance on held-out records after less before, in points of a hundred.",
             "No update in this time.",
+            wide=True,
         )
-        loss = Panel(
-            look, "updates", "Loss", "Mean of each update, nats per token.", "No update in this time."
-        )
+        loss = Panel(look, "updates", "Loss", "Mean of an update, nats per token.", "No update in this time.")
         spent = Panel(
             look,
             "updates_by_expert",
@@ -108,7 +107,13 @@ def _strip(view: View) -> Markup:
     restarts = trainer.restarts if trainer else None
     return figures(
         figure("updates", "Updates", made, short(made), "In this time."),
-        figure("seconds", "Time spent", seen.seconds, duration(seen.seconds) if made else "0", "Training, not waiting."),
+        figure(
+            "seconds",
+            "Time spent",
+            seen.seconds,
+            duration(seen.seconds) if made else "0",
+            "Training, not waiting.",
+        ),
         figure("gain", "Mean gain", seen.gain, points(seen.gain), "Points of acceptance per update."),
         figure("restarts", "Restarts", restarts, count(restarts), "Of the trainer, since the start."),
     )

@@ -93,8 +93,10 @@ def duration(value: float | None) -> str:
 def ago(at: float | None, now: float | None = None) -> str:
     if at is None:
         return NONE
-    passed = max(0.0, (time.time() if now is None else now) - at)
-    return "just now" if passed < 5 else f"{duration(float(math.floor(passed)))} ago"
+    passed = int(max(0.0, (time.time() if now is None else now) - at))
+    if passed < 5:
+        return "just now"
+    return f"{passed}\u202fs ago" if passed < 60 else f"{duration(passed)} ago"
 
 
 def moment(at: float) -> Markup:
@@ -147,7 +149,9 @@ def pill(text: str, tone: str) -> Markup:
 def numbers(table: Table) -> Markup:
     """The table itself, the newest rows first where it tells of time."""
     rows = table.rows[::-1] if table.columns[0].kind == "time" else table.rows
-    head = tag("tr", *(tag("th", column.label, scope="col") for column in table.columns))
+    head = tag(
+        "tr", *(tag("th", column.label, scope="col", class_=_align(column)) for column in table.columns)
+    )
     body = [tag("tr", *(_cell(*pair) for pair in zip(row, table.columns, strict=True))) for row in rows]
     more = len(body) - MANY_ROWS
     rest = tag("p", f"{count(more)} more rows are in the CSV.", class_="hint") if more > 0 else Markup()
@@ -156,9 +160,12 @@ def numbers(table: Table) -> Markup:
 
 
 def _cell(cell: Cell, column: Column) -> Markup:
-    kind = "text" if column.kind == "text" else "num"
     value = cell if cell is None or isinstance(cell, str) else repr(cell)
-    return tag("td", shown(cell, column), class_=kind, data_key=column.key, data_value=value)
+    return tag("td", shown(cell, column), class_=_align(column), data_key=column.key, data_value=value)
+
+
+def _align(column: Column) -> str:
+    return "text" if column.kind == "text" else "num"
 
 
 def legend(entries: Iterable[tuple[str, str, str]]) -> Markup:

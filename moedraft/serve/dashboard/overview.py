@@ -1,4 +1,4 @@
-"""Everything at a glance: how fast, how much of it is won by drafting, who runs, which expert earns its place."""
+"""Everything at a glance: how fast, how much of it drafting wins, which expert earns its place."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from moedraft.serve.dashboard.markup import (
     short,
     tag,
 )
-from moedraft.serve.dashboard.panels import Live, NumbersPanel, Panel, Text, join_title, last_figures
+from moedraft.serve.dashboard.panels import Live, NumbersPanel, Panel, Text, join_title
 from moedraft.serve.dashboard.words import engine_state, idle_note, speedup_note, trainer_state
 from moedraft.serve.figures import ALL
 from moedraft.serve.observe import Expert, Overview
@@ -107,18 +107,38 @@ def _build(look: Look) -> Callable[[View], None]:
 
 def _strip(look: Look, view: View) -> Markup:
     seen, now = view.figures, view.engine
-    within = "ever" if look.span.seconds is None else f"in the last {look.span.label}"
     speedup = NONE if now.speedup is None else f"{number(now.speedup)}×"
     first = f"First token after {duration(seen.time_to_first_token)} (median)."
     return figures(
-        figure("tokens_per_second", "Tokens per second", now.tokens_per_second, rate(now.tokens_per_second),
-               "Over the last ten seconds."),
+        figure(
+            "tokens_per_second",
+            "Tokens per second",
+            now.tokens_per_second,
+            rate(now.tokens_per_second),
+            "Over the last ten seconds.",
+        ),
         figure("speedup", "Against plain decoding", now.speedup, speedup, speedup_note(now)),
-        figure("acceptance", "Acceptance", seen.acceptance, share(seen.acceptance),
-               f"{short(seen.tokens)} tokens {within}."),
-        figure("running", "Running", now.running, count(now.running), f"{count(now.waiting)} waiting. {idle_note(now)}"),
-        figure("requests", "Requests", seen.requests, short(seen.requests),
-               first if seen.time_to_first_token is not None else f"Finished {within}."),
+        figure(
+            "acceptance",
+            "Acceptance",
+            seen.acceptance,
+            share(seen.acceptance),
+            f"{short(seen.tokens)} tokens, {look.span.words}.",
+        ),
+        figure(
+            "running",
+            "Running",
+            now.running,
+            count(now.running),
+            f"{count(now.waiting)} waiting. {idle_note(now)}",
+        ),
+        figure(
+            "requests",
+            "Requests",
+            seen.requests,
+            short(seen.requests),
+            first if seen.time_to_first_token is not None else f"Finished, {look.span.words}.",
+        ),
     )
 
 
@@ -136,11 +156,14 @@ def _show_acceptance(panel: Panel, seen: Overview) -> None:
     table = seen.by_expert
     paints = charts.colours([expert.name for expert in seen.experts])
     columns = table.columns[1:]
-    latest = last_figures(table, [column.key for column in columns], share)
+    found = {expert.name: expert.acceptance for expert in seen.experts} | {ALL: seen.acceptance}
     panel.show(
         table,
         lambda: charts.over_time(table, columns, {**paints, ALL: "var(--ink)"}),
-        [(column.label, paints.get(column.label, "var(--ink)"), text) for column, text in zip(columns, latest, strict=True)],
+        [
+            (name, {**paints, ALL: "var(--ink)"}[name], share(found[name]))
+            for name in (c.label for c in columns)
+        ],
         some=seen.acceptance is not None,
     )
 
@@ -159,7 +182,10 @@ def _state(view: View) -> Markup:
     now = view.engine
     facts = [("steps", count(now.steps)), ("tokens since the start", count(now.tokens_total))]
     if view.trainer:
-        facts += [("updates", count(view.trainer.updates)), ("restarts of the trainer", count(view.trainer.restarts))]
+        facts += [
+            ("updates", count(view.trainer.updates)),
+            ("restarts of the trainer", count(view.trainer.restarts)),
+        ]
     if now.learning != "learning":
         parts.append(tag("li", tag("p", f"Records are not kept: {now.learning}."), class_="bad"))
     listed = tag("dl", *(join([tag("dt", name), tag("dd", text)]) for name, text in facts), class_="facts")
@@ -168,8 +194,8 @@ def _state(view: View) -> Markup:
 
 def _experts(look: Look, experts: tuple[Expert, ...]) -> Markup:
     paints = charts.colours([expert.name for expert in experts])
-    labels = ("expert", "share of traffic", "now", "since the start", "mean length", "replay", "version")
-    head = tag("tr", *(tag("th", label, scope="col") for label in labels))
+    labels = ("expert", "share of traffic", "now", "change", "mean length", "replay", "version")
+    head = tag("tr", *(tag("th", label, scope="col", class_="num") for label in labels))
     body = [_expert_row(look, expert, paints[expert.name]) for expert in experts]
     whole = tag("table", tag("thead", head), tag("tbody", *body), data_table="experts", class_="roomy")
     return tag("div", whole, class_="scroll")
@@ -182,17 +208,24 @@ def _expert_row(look: Look, expert: Expert, paint: str) -> Markup:
     change = None if now is None or first is None else now - first
     tone = "" if change is None or abs(change) < 0.005 else "up" if change > 0 else "down"
     width = f"width:{100 * (expert.share or 0):.1f}%;background:{paint}"
-    name = join([
-        tag("i", style=f"background:{paint}"),
-        tag("a", expert.name, href=look.url("experts", expert=expert.name)),
-        tag("small", _kind(expert)) if _kind(expert) else Markup(),
-    ])
+    name = join(
+        [
+            tag("i", style=f"background:{paint}"),
+            tag("a", expert.name, href=look.url("experts", expert=expert.name)),
+            tag("small", _kind(expert)) if _kind(expert) else Markup(),
+        ]
+    )
     meter = join([tag("span", tag("i", style=width), class_="meter"), tag("span", share(expert.share))])
     cells = [
         ("share", expert.share, meter, "num wide-cell"),
         ("recent_acceptance_rate", now, share(now, 1), "num"),
         ("change", change, points(change), f"num {tone}"),
-        ("mean_acceptance_length", expert.mean_acceptance_length, number(expert.mean_acceptance_length), "num"),
+        (
+            "mean_acceptance_length",
+            expert.mean_acceptance_length,
+            number(expert.mean_acceptance_length),
+            "num",
+        ),
         ("replay_size", expert.replay_size, count(expert.replay_size), "num"),
         ("version", expert.version, f"v{expert.version}" if expert.version else "untrained", "num"),
     ]
@@ -200,7 +233,9 @@ def _expert_row(look: Look, expert: Expert, paint: str) -> Markup:
         tag("td", text, class_=kind, data_key=key, data_value=None if value is None else repr(value))
         for key, value, text, kind in cells
     ]
-    return tag("tr", tag("th", name, scope="row", class_="named"), *written, data_expert=expert.name)
+    return tag(
+        "tr", tag("th", tag("div", name, class_="named"), scope="row"), *written, data_expert=expert.name
+    )
 
 
 def _kind(expert: Expert) -> str:

@@ -1,4 +1,4 @@
-"""The pieces that pages are made of: the live part of a page, a chart with its numbers, a text that changes."""
+"""What pages are made of: the part that is live, a chart with its numbers, a text that changes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ Legend = Iterable[tuple[str, str, str]]  # (name, colour, last figure)
 
 log = logging.getLogger(__name__)
 
-SKELETON = tag("div", *(tag("div", class_=f"bone {kind}") for kind in ("low", "tall", "tall")), class_="bones")
+SKELETON = tag(
+    "div", *(tag("div", class_=f"bone {kind}") for kind in ("low", "tall", "tall")), class_="bones"
+)
 TROUBLE = "The figures cannot be read now. What is shown may be old; the page tries again by itself."
 
 
@@ -80,7 +82,15 @@ class Panel:
     """A chart with a title and a line that says what it shows, its legend, its numbers and its CSV."""
 
     def __init__(
-        self, look: Look, key: str, title: str, note: str, empty: str, *, wide: bool = False, height: int = 240
+        self,
+        look: Look,
+        key: str,
+        title: str,
+        note: str,
+        empty: str,
+        *,
+        wide: bool = False,
+        height: int = 240,
     ) -> None:
         self._table: Table | None = None
         with ui.element("section").classes("card wide" if wide else "card").props(f"data-panel={key}"):
@@ -97,7 +107,9 @@ class Panel:
                     self._numbers = Text()
                 ui.html(tag("a", "CSV", href=look.csv(key), download="", class_="csv"))
 
-    def show(self, table: Table, draw: Callable[[], Options], entries: Legend = (), *, some: bool = True) -> None:
+    def show(
+        self, table: Table, draw: Callable[[], Options], entries: Legend = (), *, some: bool = True
+    ) -> None:
         """Draw where `table` has changed. some=False: there is nothing to be seen in it yet."""
         if table == self._table:
             return

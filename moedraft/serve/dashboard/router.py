@@ -32,7 +32,9 @@ def _build(look: Look) -> Callable[[RouterView], None]:
     top, advice = Text("strip"), Text()
     with ui.element("div").classes("grid"):
         with ui.element("section").classes("card").props("data-panel=try"):
-            ui.html(join_title("Try a prompt", "Which expert would draft for it, and how sure is the router?"))
+            ui.html(
+                join_title("Try a prompt", "Which expert would draft for it, and how sure is the router?")
+            )
             TryBox(look)
         confidence = Panel(
             look,
@@ -45,7 +47,7 @@ def _build(look: Look) -> Callable[[RouterView], None]:
             look,
             "shares",
             "Traffic by domain",
-            "Share of routed requests.",
+            "Share of the routed requests; `shared` takes what fits no domain.",
             "Nothing was routed in this time.",
             wide=True,
             height=280,
@@ -92,7 +94,9 @@ def _strip(view: RouterView) -> Markup:
     return figures(
         figure("routed", "Routed requests", view.routed, short(view.routed), "Those that named no expert."),
         figure("unknown", "Fit no domain", strange, share(strange), f"{short(view.unknown)} requests."),
-        figure("confidence", "Mean confidence", view.confidence, share(view.confidence), "Of the best domain."),
+        figure(
+            "confidence", "Mean confidence", view.confidence, share(view.confidence), "Of the best domain."
+        ),
         figure("domains", "Domains", domains, str(domains), "Registered now."),
     )
 
@@ -103,7 +107,7 @@ def _advice(view: RouterView) -> Markup:
         text = "Every prompt goes to the shared expert until a domain is registered."
         return notice("No domain yet", text, "quiet", command)
     if view.routed >= LEAST and view.unknown >= MUCH * view.routed:
-        text = f"{share(view.unknown / view.routed)} of the routed requests fit no domain. Register one for them:"
+        text = f"{share(view.unknown / view.routed)} of the requests fit no domain. Register one for them:"
         return notice("Unknown traffic", text, "busy", command)
     return Markup()
 
@@ -120,23 +124,29 @@ def _mean_shares(view: RouterView) -> list[str]:
 
 def _histogram(view: RouterView) -> charts.Options:
     table = view.histogram
-    labels = [f"{float(low or 0):.1f}" for low in table.column("from")]
+    labels = [share(float(low or 0)) for low in table.column("from")]
     columns = {"to an expert": table.column("to_an_expert"), "fits none": table.column("fits_none")}
     return charts.bars(labels, columns, "count", ["var(--accent)", "var(--hue-shared)"], gap="8%")
 
 
 class TryBox:
-    """One prompt at a time. It is asked between two steps of the engine, shown to nobody else, kept nowhere."""
+    """One prompt at a time, asked between two steps of the engine, shown to nobody else, kept nowhere."""
 
     def __init__(self, look: Look) -> None:
         self._look = look
         self._busy = False
-        area = ui.element("textarea").classes("try").props(f'rows="5" maxlength="{LONGEST}" spellcheck="false"')
+        area = (
+            ui.element("textarea").classes("try").props(f'rows="5" maxlength="{LONGEST}" spellcheck="false"')
+        )
         area.props["placeholder"] = "SELECT name, count(*) FROM orders GROUP BY …"
         area.props["aria-label"] = "Prompt to try"
         # the prompt travels once, when asked for; nothing is sent while it is typed
         read = f"emit(document.getElementById('c{area.id}').value)"
-        area.on("keydown", self._ask, js_handler=f"e => {{ if (e.key === 'Enter' && (e.ctrlKey || e.metaKey)) {read} }}")
+        area.on(
+            "keydown",
+            self._ask,
+            js_handler=f"e => {{ if (e.key === 'Enter' && (e.ctrlKey || e.metaKey)) {read} }}",
+        )
         with ui.element("div").classes("try-row"):
             with ui.element("button").classes("primary").props('type="button"').mark("ask") as button:
                 ui.html("Ask the router", tag="span")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moedraft.serve.dashboard.markup import duration, share
+from moedraft.serve.dashboard.markup import share
 
 if TYPE_CHECKING:
     from moedraft.serve.trainer import TrainerState
@@ -40,8 +40,10 @@ def trainer_state(now: TrainerState | None) -> State:
         return State("Paused", "quiet", "Learning was paused by an administrator.")
     if now.pid is None:
         again = f"The trainer is not running: {now.status}."
-        return State("Down", "bad", f"{again} {sentence(now.last_error)}") if now.last_error else (
-            State("Starting", "quiet", again)
+        return (
+            State("Down", "bad", f"{again} {sentence(now.last_error)}")
+            if now.last_error
+            else (State("Starting", "quiet", again))
         )
     if now.expert:
         done = f", step {now.step} of {now.steps}" if now.steps else ""

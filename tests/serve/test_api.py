@@ -1,0 +1,520 @@
+"""The OpenAI-compatible routes: what they answer, what they refuse, and that a client that leaves is noticed."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from server import TARGET, Served, check_error, events, served, slowed, wait_for
+
+from moedraft.core import SamplingParams
+from moedraft.serve.prompts import Prompts, plain_chat
+from moedraft.serve.schema import Message
+
+PROMPT = "1 2 3"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with served(tmp_path_factory.mktemp("tiny"), request_timeout=20) as found:
+        yield found
+
+
+@pytest.fixture
+def client(tiny: Served) -> Iterator[httpx.Client]:
+    with tiny.client() as client:
+        yield client
+    assert tiny.idle()
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"model": TARGET, "prompt": PROMPT, "temperature": 0, "max_tokens": 5, **fields}
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    row = {
+        "model": TARGET,
+        "messages": [{"role": "user", "content": PROMPT}],
+        "temperature": 0,
+        "max_tokens": 5,
+    }
+    return {**row, **fields}
+
+
+def complete(client: httpx.Client, **fields: Any) -> Any:
+    response = client.post("/v1/completions", json=body(**fields))
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+# -- answers -------------------------------------------------------------------------------------
+
+
+def test_the_target_and_its_domains_are_models(client: httpx.Client) -> None:
+    rows = client.get("/v1/models").json()["data"]
+    assert [(row["id"], row["parent"]) for row in rows] == [
+        (TARGET, None),
+        (f"{TARGET}:code", TARGET),
+        (f"{TARGET}:prose", TARGET),
+    ]
+    assert client.get(f"/v1/models/{TARGET}:code").json()["parent"] == TARGET
+    check_error(client.get("/v1/models/gpt"), 404, "model")
+
+
+def test_an_answer_is_what_the_engine_says(client: httpx.Client, tiny: Served, tmp_path: Path) -> None:
+    answer = complete(client)
+    plain = complete(client, draft=False)
+    (choice,) = answer["choices"]
+    assert choice == plain["choices"][0]
+    assert choice["finish_reason"] == "length"
+    assert len(choice["text"].split()) == 5
+    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
+    spec = answer["metrics"]["speculative_decoding"]
+    assert spec["expert"] == "shared"
+    assert spec["num_accepted_tokens"] <= spec["num_draft_tokens"]
+    assert spec["mean_acceptance_length"] > 1
+    assert plain["metrics"]["speculative_decoding"]["num_drafts"] == 0
+
+
+def test_the_router_chooses_or_the_model_says(client: httpx.Client) -> None:
+    def expert(**fields: Any) -> Any:
+        return complete(client, **fields)["metrics"]["speculative_decoding"]["expert"]
+
+    assert expert(prompt="def function number 3") == "code"
+    assert expert(prompt="def function number 3", model=f"{TARGET}:prose") == "prose"
+    assert expert(prompt="def function number 3", model=f"{TARGET}:shared") == "shared"
+
+
+def test_several_prompts_and_answers(client: httpx.Client) -> None:
+    answer = complete(client, prompt=[[1, 2], [3, 4, 5]], n=2, temperature=1, seed=7)
+    texts = [choice["text"] for choice in answer["choices"]]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert texts[0] != texts[1]
+    assert answer["usage"]["prompt_tokens"] == 5
+    assert complete(client, prompt="1 2", temperature=1, seed=7)["choices"][0]["text"] == texts[0]
+    assert complete(client, prompt="3 4 5", temperature=1, seed=8)["choices"][0]["text"] == texts[3]
+
+
+def test_a_stop_string_ends_an_answer(client: httpx.Client) -> None:
+    whole = complete(client)["choices"][0]["text"]
+    stop = whole.split()[2]
+    (choice,) = complete(client, stop=[f"{stop} "])["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert choice["text"] == whole[: whole.index(f"{stop} ")]
+
+
+def test_log_probabilities(client: httpx.Client) -> None:
+    (choice,) = complete(client, logprobs=2)["choices"]
+    told = choice["logprobs"]
+    assert "".join(told["tokens"]) == choice["text"]
+    assert told["text_offset"][1] == len(told["tokens"][0])
+    for token, logprob, top in zip(told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True):
+        assert len(top) == 2
+        assert top[token] == logprob == max(top.values())  # greedy: the best is what was said
+    (choice,) = client.post("/v1/chat/completions", json=chat(logprobs=True, top_logprobs=1)).json()[
+        "choices"
+    ]
+    content = choice["logprobs"]["content"]
+    assert bytes(content[0]["bytes"]).decode() == content[0]["token"]
+    assert content[0]["top_logprobs"][0]["logprob"] == content[0]["logprob"]
+    bare = client.post("/v1/chat/completions", json=chat(logprobs=True)).json()["choices"][0]
+    assert bare["logprobs"]["content"][0]["top_logprobs"] == []
+
+
+def test_chat(client: httpx.Client) -> None:
+    answer = client.post("/v1/chat/completions", json=chat(max_completion_tokens=5)).json()
+    assert answer["object"] == "chat.completion"
+    message = answer["choices"][0]["message"]
+    assert (message["role"], message["content"]) == ("assistant", complete(client)["choices"][0]["text"])
+    parts = [{"role": "user", "content": [{"type": "text", "text": "1 2"}, {"type": "text", "text": " 3"}]}]
+    again = client.post("/v1/chat/completions", json=chat(messages=parts)).json()
+    assert again["choices"][0]["message"] == message
+
+
+def test_the_plain_template() -> None:
+    said = [Message(role=role, content=text) for role, text in (("system", "S"), ("user", "U"))]
+    assert plain_chat(said) == "System: S\n\nUser: U\n\nAssistant:"
+    assert plain_chat(said[1:]) == "U"
+
+
+async def _templated(template: str) -> object:
+    class Tokenizer:
+        chat_template = template
+
+        def apply_chat_template(self, rows: list[dict[str, str]], **options: Any) -> list[int]:
+            if template == "refuses":
+                raise ValueError("roles must alternate: " + rows[0]["content"])
+            assert options == {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+            return [len(rows), 7]
+
+    return await Prompts(Tokenizer(), None).chat([Message(role="user", content="secret")])
+
+
+def test_a_template_of_the_model_wins() -> None:
+    import asyncio
+
+    assert asyncio.run(_templated("some")) == [1, 7]
+    with pytest.raises(Exception, match="refuses these messages") as raised:
+        asyncio.run(_templated("refuses"))
+    assert "secret" not in str(raised.value)
+
+
+# -- streams -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_stream_says_the_same(client: httpx.Client, n: int) -> None:
+    fields = {"n": n, "seed": 3, "temperature": 1, "logprobs": 1, "max_tokens": 20}
+    whole = complete(client, **fields)
+    row = body(**fields, stream=True, stream_options={"include_usage": True})
+    with client.stream("POST", "/v1/completions", json=row) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        pieces = events(response)
+    assert pieces[-1]["choices"] == []
+    assert pieces[-1]["usage"] == whole["usage"]
+    assert pieces[-1]["metrics"]["speculative_decoding"]["num_drafts"] > 0
+    assert len({piece["id"] for piece in pieces}) == 1
+    for choice in whole["choices"]:
+        mine = [p["choices"][0] for p in pieces[:-1] if p["choices"][0]["index"] == choice["index"]]
+        assert "".join(piece["text"] for piece in mine) == choice["text"]
+        assert [piece["finish_reason"] for piece in mine][-1] == choice["finish_reason"]
+        assert all(piece["finish_reason"] is None for piece in mine[:-1])
+        assert [t for piece in mine for t in piece["logprobs"]["tokens"]] == choice["logprobs"]["tokens"]
+
+
+def test_a_stream_of_chat(client: httpx.Client) -> None:
+    with client.stream("POST", "/v1/chat/completions", json=chat(stream=True)) as response:
+        first, *pieces = events(response)
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    text = "".join(piece["choices"][0]["delta"].get("content", "") for piece in pieces)
+    assert text == complete(client)["choices"][0]["text"]
+    assert "usage" not in pieces[-1]
+    assert pieces[-1]["metrics"]["speculative_decoding"]["expert"] == "shared"
+
+
+# -- refusals ------------------------------------------------------------------------------------
+
+LONE = b'{"model": "mini", "max_tokens": 1, "prompt": "a\\ud800"}'
+HOSTILE: list[tuple[str, dict[str, Any], int, str | None]] = [
+    ("n of a billion", {"n": 10**9}, 400, "n"),
+    ("n of zero", {"n": 0}, 400, "n"),
+    ("n as text", {"n": "2"}, 400, "n"),
+    ("n as a fraction", {"n": 1.5}, 400, "n"),
+    ("n as a truth", {"n": True}, 400, "n"),
+    ("many prompts times n", {"prompt": ["1"] * 16, "n": 16}, 400, "n"),
+    ("max_tokens -1", {"max_tokens": -1}, 400, "max_tokens"),
+    ("max_tokens 2^63", {"max_tokens": 2**63}, 400, "max_tokens"),
+    ("max_tokens over the limit", {"max_tokens": 10**6}, 400, "max_tokens"),
+    ("temperature below 0", {"temperature": -0.1}, 400, "temperature"),
+    ("temperature of a million", {"temperature": 1e6}, 400, "temperature"),
+    ("top_p of 0", {"top_p": 0}, 400, "top_p"),
+    ("seed 2^63", {"seed": 2**63}, 400, "seed"),
+    ("seed with 500 digits", {"seed": 10**500}, 400, "seed"),
+    ("empty prompt", {"prompt": ""}, 400, None),
+    ("blank prompt", {"prompt": " \n"}, 400, None),
+    ("no prompts", {"prompt": []}, 400, "prompt"),
+    ("no tokens", {"prompt": [[]]}, 400, "prompt"),
+    ("mixed prompts", {"prompt": ["a", 1]}, 400, "prompt"),
+    ("token outside the vocabulary", {"prompt": [10**12]}, 400, None),
+    ("negative token", {"prompt": [-1]}, 400, None),
+    ("tokens that are truths", {"prompt": [True] * 200_000}, 400, "prompt"),
+    ("prompt too long", {"prompt": "7 " * 5000}, 400, None),
+    ("tokens too many", {"prompt": [7] * 5000}, 400, None),
+    ("unknown model", {"model": "gpt-4"}, 404, "model"),
+    ("unknown domain", {"model": f"{TARGET}:law"}, 404, "model"),
+    ("path as a model", {"model": f"{TARGET}:../../etc/passwd"}, 404, "model"),
+    ("model without end", {"model": "m" * 10_000}, 400, "model"),
+    ("many stop strings", {"stop": ["a"] * 100}, 400, "stop"),
+    ("empty stop string", {"stop": ""}, 400, "stop"),
+    ("long stop string", {"stop": "a" * 5000}, 400, "stop"),
+    ("logprobs 10^6", {"logprobs": 10**6}, 400, "logprobs"),
+    ("unknown field", {"frobnicate": 1}, 400, "frobnicate"),
+    ("best_of", {"best_of": 3}, 400, "best_of"),
+    ("echo", {"echo": True}, 400, "echo"),
+    ("penalty", {"presence_penalty": 0.5}, 400, "presence_penalty"),
+    ("bias", {"logit_bias": {"5": 100}}, 400, "logit_bias"),
+    ("options without a stream", {"stream_options": {"include_usage": True}}, 400, "stream_options"),
+    ("markup as a field", {"<script>alert(1)</script>": 1}, 400, None),
+    ("many fields", {f"field{i}": 1 for i in range(50_000)}, 400, None),
+]
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"), [row[1:] for row in HOSTILE], ids=[row[0] for row in HOSTILE]
+)
+def test_a_hostile_field_is_refused(
+    client: httpx.Client, fields: dict[str, Any], status: int, param: str | None
+) -> None:
+    check_error(client.post("/v1/completions", json=body(**fields)), status, param)
+
+
+DEEP = b'{"model": "mini", "prompt": ' + b"[" * 10_000 + b"]" * 10_000 + b"}"
+BODIES: list[tuple[str, bytes]] = [
+    ("nothing", b""),
+    ("no JSON", b"model=mini"),
+    ("cut off", b'{"model": "mi'),
+    ("a list", b"[]"),
+    ("null", b"null"),
+    ("a number", b"7"),
+    ("invalid UTF-8", b'{"model": "mini", "prompt": "\xff\xfe"}'),
+    ("UTF-16", '{"model": "mini", "prompt": "a"}'.encode("utf-16")),
+    ("half a surrogate pair", LONE),
+    ("half a pair as a field", b'{"model": "mini", "prompt": "a", "\\udfff": 1}'),
+    ("half a pair as the model", b'{"model": "\\udfff", "prompt": "a"}'),
+    ("half a pair as a stop string", b'{"model": "mini", "prompt": "a", "stop": ["\\udfff"]}'),
+    ("NaN temperature", b'{"model": "mini", "prompt": "a", "temperature": NaN}'),
+    ("infinite temperature", b'{"model": "mini", "prompt": "a", "temperature": Infinity}'),
+    ("temperature 1e400", b'{"model": "mini", "prompt": "a", "temperature": 1e400}'),
+    ("a number of 10 000 digits", b'{"model": "mini", "prompt": "a", "seed": ' + b"9" * 10_000 + b"}"),
+    ("10 000 deep", DEEP),
+    ("10 000 deep, open", b"[" * 10_000),
+    ("900 deep", b'{"model": "mini", "prompt": ' + b"[" * 900 + b"]" * 900 + b"}"),
+    (
+        "900 deep in a neutral field",
+        b'{"model": "mini", "prompt": "a", "tools": ' + b"[" * 900 + b"]" * 900 + b"}",
+    ),
+]
+
+
+@pytest.mark.parametrize("content", [row[1] for row in BODIES], ids=[row[0] for row in BODIES])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_hostile_body_is_refused(client: httpx.Client, path: str, content: bytes) -> None:
+    response = client.post(path, content=content, headers={"content-type": "application/json"})
+    check_error(response, 400)
+
+
+def test_ten_megabytes_are_refused(client: httpx.Client) -> None:
+    check_error(client.post("/v1/completions", json=body(prompt="7 " * 5_000_000)), 413)
+
+
+def test_a_pair_of_surrogates_is_a_letter(client: httpx.Client) -> None:
+    content = b'{"model": "mini", "max_tokens": 1, "prompt": "1 \\ud83d\\ude00"}'
+    response = client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+    assert response.json()["usage"]["prompt_tokens"] == 2
+
+
+def test_nul_is_a_letter_like_others(client: httpx.Client) -> None:
+    assert complete(client, prompt="1 \x00 2")["usage"]["prompt_tokens"] == 3
+
+
+MESSAGES: list[tuple[str, Any]] = [
+    ("none", []),
+    ("a text", "hello"),
+    ("unknown role", [{"role": "tool", "content": "a"}]),
+    ("no content", [{"role": "user"}]),
+    ("null content", [{"role": "user", "content": None}]),
+    (
+        "picture",
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}],
+    ),
+    ("tool calls", [{"role": "assistant", "content": "a", "tool_calls": [{"id": "x"}]}]),
+    ("many", [{"role": "user", "content": "a"}] * 10_000),
+]
+
+
+@pytest.mark.parametrize("messages", [row[1] for row in MESSAGES], ids=[row[0] for row in MESSAGES])
+def test_hostile_messages_are_refused(client: httpx.Client, messages: Any) -> None:
+    check_error(client.post("/v1/chat/completions", json=chat(messages=messages)), 400)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"max_completion_tokens": 9}, "max_tokens"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+    ],
+)
+def test_a_chat_field_is_refused_by_name(client: httpx.Client, fields: dict[str, Any], param: str) -> None:
+    check_error(client.post("/v1/chat/completions", json=chat(**fields)), 400, param)
+
+
+def test_values_that_change_nothing_are_let_pass(client: httpx.Client) -> None:
+    fields = {"presence_penalty": 0.0, "best_of": 1, "echo": False, "logit_bias": {}, "user": None}
+    assert complete(client, **fields)["choices"] == complete(client)["choices"]
+    assert (
+        client.post("/v1/chat/completions", json=chat(tools=[], response_format={"type": "text"})).status_code
+        == 200
+    )
+
+
+def test_nothing_but_json_is_taken(client: httpx.Client) -> None:
+    content = json.dumps(body()).encode()
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", None):
+        headers = {"content-type": kind} if kind else {}
+        check_error(client.post("/v1/completions", content=content, headers=headers), 415)
+
+
+# -- limits of time and room ---------------------------------------------------------------------
+
+
+def test_leaving_frees_the_slot(tmp_path: Path) -> None:
+    with served(tmp_path) as found, found.client() as client:
+        slowed(found.system)
+        for path, row in (("/v1/completions", body(n=3)), ("/v1/chat/completions", chat(n=3))):
+            for stream in (True, False):
+                _leave(found, path, {**row, "max_tokens": 200, "stream": stream})
+                wait_for(found.idle, 2.0)
+        found.system.engine.refresh = lambda: None
+        assert complete(client)["choices"][0]["finish_reason"] == "length"
+        aborted = [
+            line for line in client.get("/metrics").text.splitlines() if 'finished_reason="abort"' in line
+        ]
+        assert float(aborted[0].split()[-1]) == 12
+
+
+def _leave(found: Served, path: str, row: dict[str, Any]) -> None:
+    content = json.dumps(row).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+    with socket.create_connection(found.address) as connection:
+        connection.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+        wait_for(lambda: found.worker.snapshot().running == 3)
+
+
+def test_too_many_are_told_when_to_come_again(tmp_path: Path) -> None:
+    with served(tmp_path, max_waiting=2) as found, found.client() as client:
+        slowed(found.system)
+        row = body(max_tokens=100, stream=True)
+        threads = [
+            threading.Thread(target=lambda: client.post("/v1/completions", json=row)) for _ in range(6)
+        ]
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: found.worker.snapshot().waiting == 2)
+        for stream in (True, False):
+            refused = client.post("/v1/completions", json=body(stream=stream))
+            check_error(refused, 429)
+            assert int(refused.headers["retry-after"]) >= 1
+        assert client.get("/ready").status_code == 200
+        found.system.engine.refresh = lambda: None
+        for thread in threads:
+            thread.join(10)
+        assert found.idle()
+
+
+def test_a_request_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    with served(tmp_path, request_timeout=0.3) as found, found.client() as client:
+        slowed(found.system)
+        check_error(client.post("/v1/completions", json=body(max_tokens=200)), 504)
+        with client.stream("POST", "/v1/completions", json=body(max_tokens=200, stream=True)) as response:
+            assert events(response)[-1]["error"]["code"] == "timeout"
+        wait_for(found.idle, 2.0)
+
+
+def test_draining_takes_nothing_new_and_finishes_the_rest(tmp_path: Path) -> None:
+    with served(tmp_path, shutdown_timeout=10) as found, found.client() as client:
+        slowed(found.system)
+        row = body(max_tokens=30, stream=True)
+        with client.stream("POST", "/v1/completions", json=row) as response:
+            wait_for(lambda: found.worker.snapshot().running == 1)
+            found.server._loop.call_soon_threadsafe(found.server.end)  # type: ignore[union-attr]
+            wait_for(lambda: found.worker.snapshot().draining)
+            assert check_error(client.post("/v1/completions", json=body()), 503)
+            assert client.get("/ready").json() == {"status": "draining"}
+            assert client.get("/health").status_code == 200
+            assert events(response)[-1]["choices"][0]["finish_reason"] == "length"
+        wait_for(lambda: found.server.should_exit)
+
+
+def test_a_second_signal_ends_what_runs(tmp_path: Path) -> None:
+    with served(tmp_path, shutdown_timeout=60) as found, found.client() as client:
+        slowed(found.system)
+        with client.stream("POST", "/v1/completions", json=body(max_tokens=200, stream=True)) as response:
+            wait_for(lambda: found.worker.snapshot().running == 1)
+            for _ in range(2):
+                found.server._loop.call_soon_threadsafe(found.server.end)  # type: ignore[union-attr]
+            try:
+                assert events(response)[-1]["error"]["code"] == "aborted"
+            except (httpx.HTTPError, IndexError):
+                pass  # cut off before it could be said
+
+
+def test_a_step_that_fails_is_an_error_and_the_server_lives(tmp_path: Path) -> None:
+    with served(tmp_path) as found, found.client() as client:
+        found.system.engine.refresh = lambda: 1 / 0
+        message = check_error(client.post("/v1/completions", json=body()), 500)
+        assert "zero" not in message
+        with client.stream("POST", "/v1/completions", json=body(stream=True)) as response:
+            assert events(response)[-1]["error"]["type"] == "server_error"
+        found.system.engine.refresh = lambda: None
+        assert complete(client)["choices"]
+        assert client.get("/ready").status_code == 200
+
+
+def test_ready_tells_a_frozen_step(tmp_path: Path) -> None:
+    with served(tmp_path, stall_seconds=0.2) as found, found.client() as client:
+        assert client.get("/ready").json() == {"status": "ready"}
+        thaw = threading.Event()
+        found.system.engine.refresh = lambda: thaw.wait(10) and None
+        thread = threading.Thread(target=lambda: client.post("/v1/completions", json=body()))
+        thread.start()
+        wait_for(lambda: client.get("/ready").status_code == 503, 3.0)
+        assert client.get("/ready").json() == {"status": "stalled"}
+        assert client.get("/health").status_code == 200
+        thaw.set()
+        thread.join(10)
+        wait_for(lambda: client.get("/ready").status_code == 200)
+
+
+# -- what is kept --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("capture", "store", "kept"), [(True, None, 1), (True, False, 0), (False, True, 0), (True, True, 1)]
+)
+def test_what_is_kept_to_learn_from(tmp_path: Path, capture: bool, store: bool | None, kept: int) -> None:
+    with served(tmp_path, capture=capture) as found, found.client() as client:
+        complete(client, store=store)
+        assert found.system.store.replay.count() == kept
+
+
+def test_prompts_are_in_no_log_and_no_metric(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG", "moedraft")
+    with served(tmp_path) as found, found.client() as client:
+        complete(client, prompt="hunter2 4 5")
+        client.post("/v1/completions", json=body(prompt="hunter2", frobnicate=1))
+        client.post("/v1/completions", json=body(prompt="hunter2 " * 2000))
+        found.system.engine.refresh = lambda: 1 / 0
+        client.post("/v1/completions", json=body(prompt="hunter2 4 5"))
+        metrics = client.get("/metrics").text
+    assert "moedraft_request_success_total" in metrics
+    assert "hunter2" not in metrics
+    assert caplog.records
+    assert "hunter2" not in caplog.text
+
+
+def test_metrics_count_what_was_served(tmp_path: Path) -> None:
+    with served(tmp_path) as found, found.client() as client:
+        answers = [complete(client, prompt="def function number 3", max_tokens=8) for _ in range(3)]
+        text = client.get("/metrics").text
+        stored = found.system.store.requests.summary()["code"]
+    spec = [answer["metrics"]["speculative_decoding"] for answer in answers]
+    labels = 'expert="code",lang="latin",model_name="mini"'
+    rows = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    accepted = sum(one["num_accepted_tokens"] for one in spec)
+    assert float(rows[f"moedraft_spec_decode_num_accepted_tokens_total{{{labels}}}"]) == accepted
+    assert stored.accepted_tokens == accepted
+    by_position = [float(value) for name, value in rows.items() if "per_pos_total" in name]
+    assert sum(by_position) == accepted
+    assert float(rows['moedraft_request_success_total{finished_reason="length",model_name="mini"}']) == 3
+    assert float(rows['moedraft_time_to_first_token_seconds_count{model_name="mini"}']) == 3
+    assert float(rows['moedraft_num_requests_running{model_name="mini"}']) == 0
+
+
+def test_the_engine_stays_exact_under_http(client: httpx.Client, tmp_path: Path) -> None:
+    """The same prompts through a second system's `generate`, plain."""
+    from serve_fakes import tiny_system
+
+    system = tiny_system(tmp_path / "other")
+    prompts = [f"{i} {i + 1}" for i in range(6)]
+    expected = system.engine.generate(prompts, SamplingParams(max_tokens=12), draft=False)
+    answer = complete(client, prompt=prompts, max_tokens=12)
+    assert [choice["text"] for choice in answer["choices"]] == [output.text for output in expected]
+    system.close()
