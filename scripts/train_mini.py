@@ -16,31 +16,25 @@ was when the same command is given again. `training.json` beside the weights say
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
-import lzma
 import math
 import platform
 import random
 import shutil
 import time
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from mini_answers import Answers, ask
+from mini_data import Batches, Corpus, Document, read_domains, tokenise, train_tokenizer
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-OPENING = 200  # characters of a text without a prompt that stand for one
-BOS, EOS = "<s>", "</s>"
-HELD_OUT_EVERY = 200  # every 200th document of a domain (by hash of its text) is never trained on
 SHARD = "16MB"  # largest weight file; save_pretrained counts in powers of ten, so below 16 MiB
 
 
@@ -91,96 +85,6 @@ SIZES = {
 }
 
 
-# --- data ---------------------------------------------------------------------------------------
-
-
-def input_files(paths: list[Path]) -> list[Path]:
-    """All readable files under `paths`, sorted, so that the order does not depend on the disk."""
-    found: list[Path] = []
-    for path in paths:
-        if path.is_dir():
-            found += [p for p in path.rglob("*") if p.name.endswith((".jsonl", ".jsonl.xz", ".txt", ".md"))]
-        elif path.is_file():
-            found.append(path)
-        else:
-            raise SystemExit(f"train_mini: no such file or folder: {path}")
-    if not found:
-        raise SystemExit("train_mini: no .jsonl, .jsonl.xz, .txt or .md file in the given folders")
-    return sorted(found)
-
-
-class Document(NamedTuple):
-    text: str
-    prompt: str  # what a user would send of it
-
-
-def documents(path: Path) -> Iterator[Document]:
-    """Texts of one file: prompt, blank line, reference; or the row's `text`; or the whole file."""
-    if path.suffix in (".txt", ".md"):
-        text = path.read_text(encoding="utf-8", errors="replace")
-        yield Document(text, text[:OPENING])
-        return
-    opener = lzma.open if path.suffix == ".xz" else open
-    with opener(path, "rt", encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                row = json.loads(line)
-                if "text" in row:
-                    document = Document(row["text"], row["text"][:OPENING])
-                else:
-                    document = Document(f"{row['prompt']}\n\n{row['reference']}", row["prompt"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise SystemExit(f"train_mini: {path}, line {number}: {error!r}") from error
-            yield document
-
-
-def read_domains(
-    paths: list[Path],
-) -> tuple[dict[str, list[Document]], dict[str, list[Document]], dict[str, str]]:
-    """`(train, held_out, sha256)`, each by domain respectively file name."""
-    train: dict[str, list[Document]] = {}
-    held_out: dict[str, list[Document]] = {}
-    hashes: dict[str, str] = {}
-    for path in input_files(paths):
-        hashes[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
-        domain = path.name.split(".")[0] if ".jsonl" in path.name else path.parent.name
-        for document in documents(path):
-            digest = int.from_bytes(hashlib.blake2b(document.text.encode(), digest_size=8).digest(), "big")
-            part = held_out if digest % HELD_OUT_EVERY == 0 else train
-            part.setdefault(domain, []).append(document)
-    return train, held_out, hashes
-
-
-def train_tokenizer(texts: dict[str, list[Document]], vocab: int, seed: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE on an equal number of characters from every domain."""
-    rng = random.Random(seed)
-    budget = 4_000_000
-    sample = []
-    for domain in sorted(texts):
-        used = 0
-        for text, _ in rng.sample(texts[domain], len(texts[domain])):
-            sample.append(text)
-            used += len(text)
-            if used > budget:
-                break
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab,
-        special_tokens=[BOS, EOS],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(sample, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, clean_up_tokenization_spaces=False
-    )
-
-
 def shared_tokenizer(
     args: argparse.Namespace, texts: dict[str, list[Document]], vocab: int
 ) -> PreTrainedTokenizerFast:
@@ -193,58 +97,6 @@ def shared_tokenizer(
     tokenizer = train_tokenizer(texts, vocab, args.seed)
     tokenizer.save_pretrained(kept)
     return tokenizer
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """One domain's documents end to end: BOS text EOS BOS text EOS …"""
-
-    tokens: np.ndarray  # uint16 [N]
-    starts: np.ndarray  # int64 [docs], where each document begins
-
-    def window(self, start: int, length: int) -> np.ndarray:
-        """`length` tokens from `start` on, wrapping round at the end."""
-        return np.take(self.tokens, np.arange(start, start + length), mode="wrap")
-
-
-def tokenise(tokenizer: PreTrainedTokenizerFast, texts: list[Document], seed: int) -> Corpus:
-    order = [document.text for document in texts]
-    random.Random(seed).shuffle(order)
-    pieces, starts, length = [], [], 0
-    for begin in range(0, len(order), 2000):
-        for ids in tokenizer(order[begin : begin + 2000])["input_ids"]:
-            starts.append(length)
-            pieces.append(np.asarray([*ids, tokenizer.eos_token_id], dtype=np.uint16))
-            length += len(ids) + 1
-    return Corpus(np.concatenate(pieces), np.asarray(starts))
-
-
-class Batches:
-    """Random windows that begin at a document; domains weighted by the root of their size."""
-
-    def __init__(self, corpora: dict[str, Corpus], seq_len: int, size: int, seed: int) -> None:
-        self.size, self.tokens_per_step = size, size * seq_len
-        self.corpora = [corpora[name] for name in sorted(corpora)]
-        weights = np.sqrt([len(c.tokens) for c in self.corpora])
-        self.weights = weights / weights.sum()
-        self.seq_len = seq_len
-        self.seed = seed
-
-    def loss(self, model: torch.nn.Module, step: int, device: str) -> torch.Tensor:
-        """Nats per token."""
-        return next_token_loss(model, self.batch(step).to(device, non_blocking=True))
-
-    def batch(self, step: int) -> torch.Tensor:
-        """Token ids [size, seq_len + 1], int64, the same for the same step."""
-        rng = np.random.default_rng((self.seed, step))
-        rows = []
-        for which in rng.choice(len(self.corpora), size=self.size, p=self.weights):
-            corpus = self.corpora[which]
-            rows.append(corpus.window(int(rng.choice(corpus.starts)), self.seq_len + 1))
-        return torch.from_numpy(np.stack(rows).astype(np.int64))
-
-
-# --- training -----------------------------------------------------------------------------------
 
 
 def build(shape: Shape, size: Size, tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
@@ -336,6 +188,17 @@ class Checkpoint:
         return int(step), seconds
 
 
+class Texts:
+    """The lesson of reading: the next token of random windows."""
+
+    def __init__(self, batches: Batches) -> None:
+        self.batches, self.tokens_per_step = batches, batches.tokens_per_step
+
+    def loss(self, model: torch.nn.Module, step: int, device: str) -> torch.Tensor:
+        """Nats per token."""
+        return next_token_loss(model, self.batches.batch(step).to(device, non_blocking=True))
+
+
 class Lesson(Protocol):
     """What a step learns from."""
 
@@ -353,7 +216,7 @@ def train(
     opts = optimisers(model, lr)
     checkpoint = Checkpoint(args.work / name)
     step, used = checkpoint.load(model, opts)
-    even = isinstance(lesson, Batches)  # all steps of one shape
+    even = isinstance(lesson, Texts)  # all steps of one shape
     run = torch.compile(model) if args.compile and even else model
     cast = nullcontext() if args.precision == "float32" else torch.autocast(device, torch.bfloat16)
     began, saved, smooth = time.monotonic() - used, time.monotonic(), math.nan
@@ -439,7 +302,7 @@ def main() -> None:
         batches = Batches(corpora, size.seq_len, shape.batch, args.seed + offset)
         seconds = shape.share * args.minutes * 60
         rest = 1 - shape.answers - shape.taught
-        result = train(name, model, batches, shape.lr, rest * seconds, args)
+        result = train(name, model, Texts(batches), shape.lr, rest * seconds, args)
         if shape.taught:
             prompts = {domain: [document.prompt for document in t] for domain, t in small.items()}
             answers = args.work / "answers"

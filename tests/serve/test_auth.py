@@ -1,0 +1,408 @@
+"""Who gets in: nobody without a scope, to nothing that is not declared, from no other site."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from server import check_error
+from starlette.routing import BaseRoute, Host, Mount, Route, WebSocketRoute
+from starlette.types import Message
+
+from moedraft.config import Settings, load_settings
+from moedraft.core import InvalidRequest, StorageError
+from moedraft.serve.app import create_app
+from moedraft.serve.auth import ACCESS, COOKIE, SESSION_SECONDS, Sessions, access_of, is_loopback
+from moedraft.serve.keys import KEYS_FILE, SCOPES, KeyFile, Keyring, digest_of, new_key
+from moedraft.serve.run import check_address
+from moedraft.serve.worker import Worker
+
+LOCAL = "http://127.0.0.1:8000"
+PUBLIC = ("/health", "/ready", "/login", "/logout")
+
+
+@pytest.fixture
+def settings(worker: Worker) -> Settings:
+    return load_settings(home=worker.system.settings.home, learning=False)
+
+
+@pytest.fixture
+def keys(settings: Settings) -> KeyFile:
+    return KeyFile(settings.home)
+
+
+@pytest.fixture
+def app(worker: Worker, settings: Settings) -> FastAPI:
+    """Not listening to anything; its dashboard is mounted and does not run."""
+    return create_app(worker, None, settings)
+
+
+def ask(app: FastAPI, method: str, path: str, *, base: str = LOCAL, **options: Any) -> httpx.Response:
+    async def once() -> httpx.Response:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url=base) as client:
+            return await client.request(method, path, **options)
+
+    return asyncio.run(once())
+
+
+def bearer(secret: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {secret}"}
+
+
+def websocket(app: FastAPI, path: str, headers: dict[str, str]) -> Message:
+    """The server's first word to a websocket."""
+    said: list[Message] = []
+
+    async def send(message: Message) -> None:
+        said.append(message)
+
+    async def receive() -> Message:
+        return {"type": "websocket.connect"}
+
+    raw = [(name.encode(), value.encode()) for name, value in ({"host": "127.0.0.1:8000"} | headers).items()]
+    scope = {"type": "websocket", "path": path, "headers": raw, "query_string": b"", "subprotocols": []}
+    asyncio.run(app(scope, receive, send))
+    return said[0]
+
+
+# -- every route ---------------------------------------------------------------------------------
+
+
+def every_path(routes: list[BaseRoute], prefix: str = "") -> Iterator[tuple[str, set[str]]]:
+    """(path, methods) of all routes, those of mounted applications included; parameters filled in."""
+    for route in routes:
+        if isinstance(route, Mount):
+            path = prefix + route.path
+            yield f"{path}/", {"GET", "POST"}
+            yield f"{path}/anything/below", {"GET", "POST"}
+            yield from every_path(route.routes, path)
+        elif isinstance(route, Route | APIRoute):
+            yield prefix + filled(route.path), set(route.methods or ())
+        elif isinstance(route, WebSocketRoute):
+            yield prefix + filled(route.path), {"WEBSOCKET"}
+        elif hasattr(route, "routes"):
+            yield from every_path(list(route.routes), prefix)
+        elif hasattr(route, "original_router"):  # FastAPI's included routers
+            yield from every_path(list(route.original_router.routes), prefix)
+        else:
+            raise AssertionError(f"a route of an unknown kind: {route!r} ({isinstance(route, Host)})")
+
+
+def filled(path: str) -> str:
+    while "{" in path:
+        start, end = path.index("{"), path.index("}")
+        path = f"{path[:start]}x{path[end + 1 :]}"
+    return path
+
+
+def test_every_route_is_closed_without_a_key(app: FastAPI, keys: KeyFile) -> None:
+    keys.create(["infer"])
+    walked = dict(every_path(app.router.routes))
+    assert {"/v1/models", "/admin/domains", "/metrics", "/openapi.json", "/dashboard/", "/health"} <= set(
+        walked
+    )
+    for path, methods in walked.items():
+        assert access_of(path) is not None, f"{path} has no scope, so nobody reaches it"
+        for method in methods - {"WEBSOCKET"}:
+            status = ask(app, method, path).status_code
+            if path in PUBLIC:
+                assert status in (200, 303, 400, 401, 405), (method, path, status)
+            else:
+                assert status == 401, (method, path, status)
+        if path not in PUBLIC:
+            assert websocket(app, path, {}) == {"type": "websocket.close", "code": 1008}
+    assert {path for path in ACCESS if ACCESS[path] == "public"} == set(PUBLIC)
+
+
+def test_a_route_that_was_not_declared_cannot_be_reached(app: FastAPI) -> None:
+    """The negative control of the test above: it would find such a route, and the guard stops it."""
+    app.add_api_route("/backdoor", lambda: "in", methods=["GET"])
+    app.mount("/files", FastAPI())
+    undeclared = {path for path, _ in every_path(app.router.routes) if access_of(path) is None}
+    assert "/backdoor" in undeclared
+    assert "/files/" in undeclared
+    for path in ("/backdoor", "/files/docs", "/files/openapi.json", "/docs", "/redoc", "//v1/models"):
+        check_error(ask(app, "GET", path), 404)
+    assert websocket(app, "/files/ws", {})["type"] == "websocket.close"
+
+
+@pytest.mark.parametrize(
+    "path", ["/healthy", "/v1x/models", "/v1/../admin/domains", "/%2e%2e/admin", "/V1/models"]
+)
+def test_paths_that_only_look_alike_open_nothing(app: FastAPI, keys: KeyFile, path: str) -> None:
+    key = bearer(keys.create(["infer"])[1])
+    assert ask(app, "GET", path, headers=key).status_code in (403, 404)
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_a_scope_opens_its_own_and_no_more(app: FastAPI, keys: KeyFile, scope: str) -> None:
+    headers = bearer(keys.create([scope])[1])
+    paths = {
+        "infer": "/v1/models",
+        "admin": "/admin/domains",
+        "metrics": "/metrics",
+        "dashboard": "/dashboard",
+    }
+    for needed, path in paths.items():
+        response = ask(app, "GET", path, headers=headers)
+        if needed == scope:
+            assert response.status_code in (200, 307)
+        else:
+            assert scope not in check_error(response, 403)
+    assert ask(app, "GET", "/version", headers=headers).status_code == 200
+
+
+# -- keys ----------------------------------------------------------------------------------------
+
+
+def test_a_wrong_key_opens_nothing(app: FastAPI, keys: KeyFile) -> None:
+    key, secret = keys.create(["infer"])
+    wrong = [secret[:-1], secret + "a", key.digest, key.id, "", "Bearer", "\x80", secret.upper()]
+    for one in wrong:
+        response = ask(
+            app, "GET", "/v1/models", headers=[(b"authorization", b"Bearer " + one.encode("latin-1"))]
+        )
+        message = check_error(response, 401)
+        assert response.headers["www-authenticate"] == "Bearer"
+        assert not one.strip() or len(one) < 10 or one not in message
+    assert ask(app, "GET", "/v1/models", headers={"authorization": secret}).status_code == 401
+    assert ask(app, "GET", f"/v1/models?key={secret}").status_code == 401
+    assert ask(app, "GET", "/v1/models", headers=bearer(secret)).status_code == 200
+
+
+def test_no_key_is_stored_and_the_file_is_private(keys: KeyFile) -> None:
+    key, secret = keys.create(["infer", "admin"], "team")
+    text = keys.path.read_text()
+    assert secret not in text
+    assert secret.rpartition("-")[2] not in text
+    assert key.digest == digest_of(secret)
+    assert os.stat(keys.path).st_mode & 0o077 == 0
+    assert keys.keys() == [key]
+    assert len({keys.create(["infer"])[1] for _ in range(5)}) == 5
+
+
+def test_changes_count_at_once_and_the_last_revoked_key_leaves_nothing_open(
+    app: FastAPI, keys: KeyFile
+) -> None:
+    assert ask(app, "GET", "/v1/models").status_code == 200
+    key, secret = keys.create(["infer"])
+    assert ask(app, "GET", "/v1/models").status_code == 401
+    assert ask(app, "GET", "/v1/models", headers=bearer(secret)).status_code == 200
+    keys.revoke(key.id)
+    assert ask(app, "GET", "/v1/models", headers=bearer(secret)).status_code == 401
+    keys.path.unlink()
+    assert ask(app, "GET", "/v1/models").status_code == 401
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["", "{", "[]", '{"format": 2, "keys": []}', '{"format": 1, "keys": [{"id": 1}]}', '{"format": 1}'],
+)
+def test_a_damaged_file_of_keys_closes_the_server(app: FastAPI, keys: KeyFile, damage: str) -> None:
+    secret = keys.create(["infer"])[1]
+    keys.path.write_text(damage or " ")
+    with pytest.raises(StorageError):
+        keys.keys()
+    assert ask(app, "GET", "/v1/models").status_code == 401
+    assert ask(app, "GET", "/v1/models", headers=bearer(secret)).status_code == 401
+
+
+def test_bad_keys_are_refused(keys: KeyFile) -> None:
+    for scopes, name in ((["root"], ""), ([], ""), (["infer"], "a\nb"), (["infer"], "n" * 100)):
+        with pytest.raises(InvalidRequest):
+            keys.create(scopes, name)
+    with pytest.raises(InvalidRequest):
+        keys.revoke("nobody")
+    assert not keys.path.exists()
+
+
+def test_a_key_of_the_process_is_in_no_file(worker: Worker, settings: Settings, keys: KeyFile) -> None:
+    own, secret = new_key(["admin"])
+    app = create_app(worker, None, settings, own)
+    keys.create(["infer"])
+    assert ask(app, "GET", "/admin/domains", headers=bearer(secret)).status_code == 200
+    assert ask(app, "GET", "/v1/models", headers=bearer(secret)).status_code == 403
+    assert own.id not in keys.path.read_text()
+
+
+# -- without keys --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("host", "local"),
+    [
+        ("127.0.0.1", True),
+        ("127.9.9.9", True),
+        ("::1", True),
+        ("[::1]", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("192.168.1.5", False),
+        ("localhost.evil.example", False),
+        ("example.com", False),
+        ("127.0.0.1.nip.io", False),
+        ("2130706433", False),
+    ],
+)
+def test_a_public_address_needs_a_key(tmp_path: Path, host: str, local: bool) -> None:
+    settings = load_settings(home=tmp_path, host=host)
+    assert is_loopback(host) == local
+    if not local:
+        with pytest.raises(InvalidRequest, match="moedraft key create"):
+            check_address(settings)
+        assert not Keyring(KeyFile(tmp_path), open_without_keys=is_loopback(host)).is_open
+    KeyFile(tmp_path).create(["infer"])
+    check_address(settings)
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/admin/domains", "/metrics"])
+def test_without_keys_a_foreign_page_gets_nothing(app: FastAPI, path: str) -> None:
+    assert ask(app, "GET", path).status_code == 200
+    assert ask(app, "GET", path, base="http://localhost:8000").status_code == 200
+    assert ask(app, "GET", path, base="http://[::1]:8000").status_code == 200
+    check_error(ask(app, "GET", path, base="http://rebound.example:8000"), 403)
+    for origin in (
+        "https://evil.example",
+        "null",
+        "http://127.0.0.1:9999",
+        "http://127.0.0.1:8000.evil.example",
+    ):
+        check_error(ask(app, "GET", path, headers={"origin": origin}), 403)
+    assert ask(app, "GET", path, headers={"origin": LOCAL}).status_code == 200
+
+
+def test_a_form_of_another_site_changes_nothing(app: FastAPI) -> None:
+    headers = {"origin": "https://evil.example", "content-type": "text/plain"}
+    content = json.dumps({"domain": None}).encode()
+    assert ask(app, "POST", "/admin/replay/purge", headers=headers, content=content).status_code == 403
+    headers.pop("origin")
+    assert ask(app, "POST", "/admin/replay/purge", headers=headers, content=content).status_code == 415
+
+
+# -- browsers ------------------------------------------------------------------------------------
+
+
+def login(app: FastAPI, secret: str, **headers: str) -> httpx.Response:
+    return ask(
+        app, "POST", "/login", data={"key": secret, "next": "/dashboard/experts?range=1h"}, headers=headers
+    )
+
+
+def test_a_browser_is_shown_the_form_and_gets_a_cookie(app: FastAPI, keys: KeyFile) -> None:
+    secret = keys.create(["dashboard"])[1]
+    page = {"accept": "text/html"}
+    sent = ask(app, "GET", "/dashboard/experts", headers=page)
+    assert (sent.status_code, sent.headers["location"]) == (303, "/login?next=/dashboard/experts")
+    form = ask(app, "GET", "/login?next=/dashboard/experts", headers=page)
+    assert form.status_code == 200
+    assert "default-src 'none'" in form.headers["content-security-policy"]
+    assert 'value="/dashboard/experts"' in form.text
+    entered = login(app, secret, origin=LOCAL)
+    assert (entered.status_code, entered.headers["location"]) == (303, "/dashboard/experts?range=1h")
+    cookie = entered.headers["set-cookie"]
+    assert "HttpOnly" in cookie
+    assert "samesite=strict" in cookie.lower()
+    assert secret not in cookie
+    assert secret.rpartition("-")[2] not in cookie
+    assert "Secure" not in cookie
+    value = entered.cookies[COOKIE]
+    ticket = {"cookie": f"{COOKIE}={value}"}
+    assert ask(app, "GET", "/dashboard", headers=ticket).status_code == 307
+    for path in ("/admin/domains", "/v1/models", "/metrics", "/version"):  # a cookie is for looking only
+        assert ask(app, "GET", path, headers=ticket).status_code == 401
+    check_error(ask(app, "GET", "/dashboard", headers={**ticket, "origin": "https://evil.example"}), 403)
+    assert "Max-Age=0" in ask(app, "POST", "/logout", headers=ticket).headers["set-cookie"]
+
+
+def test_the_form_takes_no_other_key_and_leads_nowhere_else(app: FastAPI, keys: KeyFile) -> None:
+    wrong = keys.create(["infer", "admin"])[1]
+    right = keys.create(["dashboard"])[1]
+    for secret in (wrong, "", right[:-1]):
+        refused = login(app, secret)
+        assert refused.status_code == 401
+        assert "set-cookie" not in refused.headers
+    assert login(app, right, origin="https://evil.example").status_code == 403
+    for target in (
+        "https://evil.example",
+        "//evil.example",
+        "/dashboard.evil",
+        "/dashboard/\\evil",
+        "/dashboard/\nx",
+    ):
+        response = ask(app, "POST", "/login", data={"key": right, "next": target})
+        assert response.headers["location"] == "/dashboard/"
+    shown = ask(app, "GET", "/login?next=/dashboard/%22%3E%3Cscript%3E")
+    assert "<script>" not in shown.text
+    assert ask(app, "POST", "/login", content=b"\xff\xfe").status_code == 400
+    assert ask(app, "POST", "/login", content=b"a=1&" * 10_000).status_code == 400
+
+
+def test_over_tls_the_cookie_stays_there(app: FastAPI, keys: KeyFile) -> None:
+    secret = keys.create(["dashboard"])[1]
+    entered = ask(app, "POST", "/login", data={"key": secret}, base="https://moedraft.example")
+    assert "Secure" in entered.headers["set-cookie"]
+
+
+def test_without_keys_there_is_no_form(app: FastAPI) -> None:
+    assert ask(app, "GET", "/login").headers["location"] == "/dashboard/"
+
+
+def test_a_cookie_is_only_good_as_it_was_issued() -> None:
+    now = 1000.0
+    sessions = Sessions(lambda: now)
+    cookie = sessions.issue("abcd")
+    assert sessions.key_id(cookie) == "abcd"
+    forged = [
+        "",
+        ".",
+        "..",
+        "abcd.99999999999.",
+        cookie[:-1],
+        f"x{cookie}",
+        cookie.replace("abcd", "root"),
+        "a\x80.b",
+    ]
+    assert [sessions.key_id(one) for one in forged] == [None] * len(forged)
+    assert Sessions(lambda: now).key_id(cookie) is None  # another process
+    now += SESSION_SECONDS
+    assert sessions.key_id(cookie) is None
+
+
+def test_a_cookie_ends_with_its_key(app: FastAPI, keys: KeyFile) -> None:
+    key, secret = keys.create(["dashboard"])
+    ticket = {"cookie": f"{COOKIE}={login(app, secret).cookies[COOKIE]}"}
+    keys.revoke(key.id)
+    assert ask(app, "GET", "/dashboard", headers=ticket).status_code == 401
+
+
+def test_websockets_of_other_sites_are_refused(app: FastAPI, keys: KeyFile, settings: Settings) -> None:
+    path, closed = "/dashboard/_nicegui_ws/socket.io/", {"type": "websocket.close", "code": 1008}
+    for origin in ("https://evil.example", "null"):
+        assert websocket(app, path, {"origin": origin}) == closed
+    secret = keys.create(["dashboard"])[1]
+    cookie = f"{COOKIE}={login(app, secret).cookies[COOKIE]}"
+    assert websocket(app, path, {"origin": LOCAL}) == closed
+    for headers in ({"cookie": cookie}, bearer(secret)):
+        assert websocket(app, path, {"origin": "https://evil.example", **headers}) == closed
+
+
+def test_an_origin_may_be_allowed(worker: Worker, settings: Settings, keys: KeyFile) -> None:
+    secret = keys.create(["dashboard"])[1]
+    behind = settings.model_copy(update={"allowed_origins": ("https://Moedraft.example/",)})
+    app = create_app(worker, None, behind)
+    assert login(app, secret, origin="https://moedraft.example").status_code == 303
+    assert login(app, secret, origin="https://other.example").status_code == 403
+
+
+def test_the_keys_file_is_where_the_manual_says(keys: KeyFile) -> None:
+    assert keys.path.name == KEYS_FILE == "keys.json"
