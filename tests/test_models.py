@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import runpy
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -226,3 +227,24 @@ def test_eos_is_what_transformers_generate_ends_at() -> None:
     assert model.eos_token_ids == frozenset({3, 5})
     model.hf.generation_config.eos_token_id = 4
     assert model.eos_token_ids == frozenset({4})
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_code_that_comes_with_a_model_is_never_run(tmp_path: Path, role: str) -> None:
+    """A folder whose configuration asks for its own Python is refused, and the Python stays unread."""
+    ran = tmp_path / "ran"
+    folder = tmp_path / "model"
+    folder.mkdir()
+    auto = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    (folder / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": auto}))
+    (folder / "own.py").write_text(
+        f"open({str(ran)!r}, 'w').close()\n"
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+        "class OwnModel(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    with pytest.raises(InvalidRequest, match="cannot be loaded"):
+        load_model(str(folder), role)
+    assert not ran.exists()
+    runpy.run_path(str(folder / "own.py"))
+    assert ran.exists()  # the trap works

@@ -10,7 +10,7 @@ import secrets
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -311,6 +311,8 @@ class Engine:
     def _add_all(
         self, prompts: Any, params: Any, expert: str | None, draft: bool, learn: bool
     ) -> dict[str, None]:
+        if not isinstance(prompts, Iterable):
+            raise InvalidRequest("prompts must be a string or a list of prompts.")
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         per_prompt = params if isinstance(params, list) else [params] * len(prompts)
         if len(per_prompt) != len(prompts):

@@ -70,6 +70,9 @@ def test_bad_prompts_change_nothing() -> None:
             one.add(prompt)
     with pytest.raises(InvalidRequest, match="context"):
         one.generate([[1, 2], [1] * 40])
+    for wrong in (5, None, 1.5):
+        with pytest.raises(InvalidRequest, match="list of prompts"):
+            one.generate(wrong)  # type: ignore[arg-type]
     assert not one.has_work
     one.add([1], request_id="same")
     with pytest.raises(InvalidRequest, match="in use"):

@@ -209,7 +209,7 @@ def test_changes_count_at_once_and_the_last_revoked_key_leaves_nothing_open(
 )
 def test_a_damaged_file_of_keys_closes_the_server(app: FastAPI, keys: KeyFile, damage: str) -> None:
     secret = keys.create(["infer"])[1]
-    keys.path.write_text(damage or " ")
+    keys.path.write_text(damage)
     with pytest.raises(StorageError):
         keys.keys()
     assert ask(app, "GET", "/v1/models").status_code == 401

@@ -1,0 +1,54 @@
+"""An engine and a trainer over one home, put together by hand so that no file of a model is needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moedraft.core import SHARED, Domain, SamplingParams
+from moedraft.distill.loop import DistillLoop
+from moedraft.distill.trainer import Trainer
+from moedraft.drafting.drafter import Drafter
+from moedraft.drafting.lora import ExpertBank
+from moedraft.engine.engine import Engine
+from moedraft.engine.recorder import AdapterLoader, Recorder
+from moedraft.storage.store import Store
+
+from random_models import VOCAB, prompts_of, random_model
+from tiny import FixedSelector, NumberTokenizer
+
+
+class Rig:
+    """Two domains, "code" and "prose", each a corner of the vocabulary."""
+
+    def __init__(self, home: Path, kind: str = "llama", scope: str = "tail") -> None:
+        self.store = Store.open(home)
+        for name in ("code", "prose"):
+            self.store.registry.add_domain(Domain(name, "", ("x",) * 8, 0.0))
+        self.target = random_model(kind, 0)
+        draft = random_model(kind, 1, layers=2)
+        self.bank = ExpertBank(draft, scope)
+        self.engine = Engine(
+            self.target, NumberTokenizer(), Drafter(draft, self.bank, 8, VOCAB), FixedSelector(), topk=12
+        )
+        self.loader = AdapterLoader(self.store, self.bank)
+        self.engine.refresh = lambda: self.loader.refresh(self.engine.sequences.values(), now=True)
+        self.recorder = Recorder(self.store, "tiny")
+        self.engine.sinks.append(self.recorder)
+        self.trainer = Trainer(
+            random_model(kind, 1, layers=2),
+            self.store,
+            scope=scope,
+            rank=16,
+            shared_rank=16,
+            learning_rate=1e-2,
+            steps=30,
+            tokens_per_step=512,
+        )
+        self.loop = DistillLoop(self.trainer, self.store, every=16)
+
+    def serve(self, expert: str, count: int, seed: int, length: int = 24) -> float:
+        """Answer prompts of a "domain" (its own corner of the vocabulary); returns the acceptance rate."""
+        low = {"code": 0, "prose": 48, SHARED: 0}[expert]
+        prompts = [[low + token % 24 for token in prompt] for prompt in prompts_of(count, seed, 12)]
+        outputs = self.engine.generate(prompts, SamplingParams(max_tokens=length), expert=expert, learn=True)
+        return sum(o.num_accepted_tokens for o in outputs) / sum(o.num_draft_tokens for o in outputs)

@@ -1,0 +1,263 @@
+"""The operator's routes: what they change is served at once, and what is wrong changes nothing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from serve_fakes import DOMAINS, WordEmbedder
+from server import TARGET, Served, check_error, served, slowed, wait_for
+
+from moedraft.core import AdapterVersion, ReplayRecord
+from moedraft.serve.trainer import TrainerState
+
+LAW = [f"the court of appeal held that clause {i}" for i in range(9)]
+
+
+@dataclass
+class FakeSupervisor:
+    now: TrainerState
+
+    def state(self) -> TrainerState:
+        return self.now
+
+    def pause(self) -> None:
+        self.now = replace(self.now, paused=True)
+
+    def resume(self) -> None:
+        self.now = replace(self.now, paused=False)
+
+
+@pytest.fixture
+def supervisor() -> FakeSupervisor:
+    return FakeSupervisor(TrainerState(status="waiting", pid=7))
+
+
+@pytest.fixture
+def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, supervisor: FakeSupervisor) -> Iterator[Served]:
+    monkeypatch.setattr("moedraft.engine.build.Embedder", lambda source: WordEmbedder())
+    with served(tmp_path, supervisor=supervisor) as found:
+        yield found
+
+
+@pytest.fixture
+def client(found: Served) -> Iterator[httpx.Client]:
+    with found.client() as client:
+        yield client
+
+
+def names(client: httpx.Client) -> list[str]:
+    return [row["name"] for row in client.get("/admin/domains").json()["domains"]]
+
+
+def models(client: httpx.Client) -> list[str]:
+    return [row["id"] for row in client.get("/v1/models").json()["data"]]
+
+
+def complete(client: httpx.Client, prompt: str, model: str = TARGET) -> httpx.Response:
+    row = {"model": model, "prompt": prompt, "max_tokens": 4, "temperature": 0}
+    return client.post("/v1/completions", json=row)
+
+
+def expert(response: httpx.Response) -> Any:
+    return response.json()["metrics"]["speculative_decoding"]["expert"]
+
+
+# -- domains -------------------------------------------------------------------------------------
+
+
+def test_a_domain_serves_as_soon_as_it_is_registered(client: httpx.Client) -> None:
+    check_error(complete(client, LAW[0], f"{TARGET}:law"), 404)
+    created = client.post("/admin/domains", json={"name": "law", "examples": LAW, "description": "<b>"})
+    assert created.status_code == 201
+    assert (created.json()["name"], created.json()["examples"]) == ("law", 9)
+    assert names(client) == ["code", "prose", "law"]
+    assert f"{TARGET}:law" in models(client)
+    assert expert(complete(client, LAW[0])) == "law"
+    assert expert(complete(client, "7", f"{TARGET}:law")) == "law"
+    shown = client.get("/admin/domains/law").json()
+    assert (shown["examples"], shown["description"], shown["version"]) == (LAW, "<b>", 0)
+
+
+def test_a_domain_that_is_removed_is_gone(client: httpx.Client) -> None:
+    assert expert(complete(client, DOMAINS["code"][0])) == "code"
+    assert client.delete("/admin/domains/code").json() == {"removed": "code"}
+    assert names(client) == ["prose"]
+    assert models(client) == [TARGET, f"{TARGET}:prose"]
+    assert expert(complete(client, DOMAINS["code"][0])) != "code"
+    check_error(complete(client, "7", f"{TARGET}:code"), 404)
+    check_error(client.get("/admin/domains/code"), 400)
+    check_error(client.delete("/admin/domains/code"), 400)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"name": "law"},
+        {"name": "law", "examples": LAW[:7]},
+        {"name": "law", "examples": ["a"] * 50},
+        {"name": "law", "examples": [7] * 50},
+        {"name": "law", "examples": LAW, "path": "/etc"},
+        {"name": "code", "examples": LAW},
+        {"name": "shared", "examples": LAW},
+        {"name": "", "examples": LAW},
+        {"name": "../law", "examples": LAW},
+        {"name": "Law", "examples": LAW},
+        {"name": "l\x00w", "examples": LAW},
+        {"name": "l" * 65, "examples": LAW},
+        {"name": "<script>alert(1)</script>", "examples": LAW},
+    ],
+)
+def test_a_bad_registration_changes_nothing(client: httpx.Client, row: dict[str, Any]) -> None:
+    check_error(client.post("/admin/domains", json=row), 400)
+    assert names(client) == ["code", "prose"]
+
+
+def test_a_router_that_fails_leaves_no_domain(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(WordEmbedder):
+        def embed(self, texts: Any) -> Any:
+            raise RuntimeError("no embedder")
+
+    monkeypatch.setattr("moedraft.engine.build.Embedder", lambda source: Broken())
+    check_error(client.post("/admin/domains", json={"name": "law", "examples": LAW}), 500)
+    assert names(client) == ["code", "prose"]
+    assert expert(complete(client, DOMAINS["code"][0])) == "code"
+
+
+def test_serving_goes_on_while_a_domain_is_fitted(
+    client: httpx.Client, found: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow(WordEmbedder):
+        def embed(self, texts: Any) -> Any:
+            begun.set()
+            assert go_on.wait(10)
+            return super().embed(texts)
+
+    monkeypatch.setattr("moedraft.engine.build.Embedder", lambda source: Slow())
+    results: list[int] = []
+
+    def register(name: str) -> None:
+        with found.client() as own:
+            row = {"name": name, "examples": [f"{name} {text}" for text in LAW]}
+            results.append(own.post("/admin/domains", json=row).status_code)
+
+    threads = [threading.Thread(target=register, args=(name,)) for name in ("law", "tax")]
+    for thread in threads:
+        thread.start()
+    assert begun.wait(10)
+    assert expert(complete(client, DOMAINS["code"][0])) == "code"
+    assert client.get("/ready").status_code == 200
+    go_on.set()
+    for thread in threads:
+        thread.join(10)
+    assert results == [201, 201]
+    assert {"law", "tax"} <= set(names(client))
+    assert found.system.router.domains == ("code", "law", "prose", "tax")
+
+
+# -- versions ------------------------------------------------------------------------------------
+
+
+def add_versions(found: Served, count: int = 2) -> None:
+    for number in range(1, count + 1):
+        version = AdapterVersion(
+            "code", number, number - 1, f"adapters/code/{number}", "tiny", 0.5, 1.0, "live"
+        )
+        found.system.store.registry.add_version(version)
+
+
+def test_versions(client: httpx.Client, found: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(found.system.store.adapters), "load", lambda *_: None)
+    refreshed: list[int] = []
+    found.system.loader.refresh = lambda *_, **__: refreshed.append(1)  # type: ignore[method-assign]
+    add_versions(found)
+    rows = client.get("/admin/adapters").json()["adapters"]
+    assert [(row["domain"], row["version"], row["state"]) for row in rows] == [
+        ("code", 1, "retired"),
+        ("code", 2, "live"),
+    ]
+    assert not any("path" in row for row in rows)
+    assert client.get("/admin/adapters?name=prose").json() == {"adapters": []}
+    assert client.post("/admin/adapters/code/promote", json={"version": 1}).json() == {
+        "domain": "code",
+        "version": 1,
+    }
+    assert client.post("/admin/adapters/code/promote", json={"version": 2}).json()["version"] == 2
+    assert client.post("/admin/adapters/code/rollback").json() == {"domain": "code", "version": 1}
+    assert client.post("/admin/adapters/code/promote", json={"version": 0}).json()["version"] == 0
+    assert len(refreshed) == 4
+
+
+def test_a_version_without_files_is_not_promoted(client: httpx.Client, found: Served) -> None:
+    add_versions(found, 1)
+    found.system.store.registry.promote("code", 0)
+    response = client.post("/admin/adapters/code/promote", json={"version": 1})
+    check_error(response, 503)
+    assert str(found.settings.home) not in response.text
+    assert found.system.store.registry.live("code") is None
+
+
+@pytest.mark.parametrize(
+    ("path", "row"),
+    [
+        ("/admin/adapters/code/promote", {"version": 9}),
+        ("/admin/adapters/code/promote", {"version": -1}),
+        ("/admin/adapters/code/promote", {"version": 2**63}),
+        ("/admin/adapters/code/promote", {"version": "1"}),
+        ("/admin/adapters/code/promote", {}),
+        ("/admin/adapters/law/promote", {"version": 1}),
+        ("/admin/adapters/law/rollback", None),
+        ("/admin/adapters/code/rollback", None),
+        ("/admin/adapters/%2e%2e/rollback", None),
+    ],
+)
+def test_versions_that_are_not_there(client: httpx.Client, path: str, row: dict[str, Any] | None) -> None:
+    check_error(client.post(path, json=row) if row is not None else client.post(path), 400)
+
+
+# -- learning, replay, routes --------------------------------------------------------------------
+
+
+def test_learning_is_paused_and_resumed(client: httpx.Client, supervisor: FakeSupervisor) -> None:
+    assert client.get("/admin/learning").json()["status"] == "waiting"
+    assert client.post("/admin/learning/pause").json()["paused"] is True
+    assert supervisor.now.paused
+    assert client.post("/admin/learning/resume").json()["paused"] is False
+    assert "moedraft_trainer_running" in client.get("/metrics").text
+
+
+def test_without_learning_there_is_nothing_to_pause(tmp_path: Path) -> None:
+    with served(tmp_path) as found, found.client() as client:
+        assert client.get("/admin/learning").json() == {"enabled": False}
+        check_error(client.post("/admin/learning/pause"), 409)
+
+
+def test_replay_is_purged(client: httpx.Client, found: Served) -> None:
+    def record(domain: str) -> ReplayRecord:
+        return ReplayRecord(domain, domain, 0, "tiny", [1, 2, 3], 1, [[2], [3]], [[0.0], [0.0]], [], 1, 1)
+
+    found.system.store.replay.add([record("code"), record("code"), record("prose")])
+    assert client.get("/admin/replay").json()["records"] == {"shared": 0, "code": 2, "prose": 1}
+    check_error(client.post("/admin/replay/purge", json={"domain": "law"}), 400)
+    check_error(client.post("/admin/replay/purge", json={}), 400)
+    assert client.post("/admin/replay/purge", json={"domain": "code"}).json()["purged"] == 2
+    assert client.post("/admin/replay/purge", json={"domain": None}).json()["purged"] == 1
+    assert found.system.store.replay.count() == 0
+
+
+def test_a_text_is_routed(client: httpx.Client, found: Served) -> None:
+    slowed(found.system, 0.0)
+    texts = [DOMAINS["code"][0], DOMAINS["prose"][0], "zzz"]
+    routes = client.post("/admin/route", json={"texts": texts}).json()["routes"]
+    assert [route["domain"] for route in routes] == ["code", "prose", "shared"]
+    assert sum(routes[0]["probabilities"].values()) == pytest.approx(1)
+    for texts in ([], ["a"] * 17, [7]):
+        check_error(client.post("/admin/route", json={"texts": texts}), 400)
+    wait_for(found.idle)
