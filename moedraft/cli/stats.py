@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from moedraft.cli.common import (
     HomeOption,
     JsonOption,
+    busy,
     emit,
+    note,
     note_missing,
     print_table,
     rate,
@@ -17,12 +23,17 @@ from moedraft.cli.common import (
     say,
     settings_for,
 )
-from moedraft.core import SHARED
+from moedraft.core import SHARED, StorageError
 
 if TYPE_CHECKING:
+    from moedraft.config import Settings
     from moedraft.storage.requests import ExpertStats
     from moedraft.storage.store import Store
 
+COLUMNS = (
+    *("expert", "requests", "tokens", "acceptance", "recent", "first", "length", "replay"),
+    *("updates", "version"),
+)
 MEASURED = (
     "acceptance_rate",
     "recent_acceptance_rate",
@@ -31,27 +42,122 @@ MEASURED = (
 )
 
 
-def stats(ctx: typer.Context, home: HomeOption = None, as_json: JsonOption = False) -> None:
+Plot = Annotated[
+    Path | None,
+    typer.Option("--plot", metavar="FILE", help="Draw the dashboard's charts into FILE (.png, .svg, .pdf)."),
+]
+Watch = Annotated[bool, typer.Option("--watch", help="Show it again and again, until Ctrl-C.")]
+Every = Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Between two looks of --watch.")]
+Range = Annotated[str, typer.Option("--range", metavar="RANGE", help="Of --plot: 15m, 1h, 24h or all.")]
+
+
+def stats(
+    ctx: typer.Context,
+    home: HomeOption = None,
+    watch: Watch = False,
+    every: Every = 2.0,
+    plot: Plot = None,
+    span: Range = "all",
+    as_json: JsonOption = False,
+) -> None:
     """Show requests, acceptance, replay and versions of every expert.
 
     The replay of `shared` is that of all domains: the shared adapter learns from all traffic.
     """
     settings = settings_for(ctx, home=home)
+    if plot is not None:
+        _plot(settings, span, plot)
+        if not watch:
+            return
+    if not watch:
+        _show(_look(settings), as_json)
+    elif as_json or not sys.stdout.isatty():
+        _repeat(lambda: _show(_look(settings), as_json), every)
+    else:
+        _watch(settings, every)
+
+
+def _look(settings: Settings) -> dict[str, Any]:
+    """Everything that is shown, read now. Raises StorageError."""
     with reading(settings) as store:
         if store is None:
             note_missing(settings)
-        data = {
+        return {
             "experts": {} if store is None else experts_of(store),
             "learning": learning_of(store, settings.update_every),
+            "engine": engine_of(store),
         }
+
+
+def _show(data: dict[str, Any], as_json: bool) -> None:
     if as_json:
         emit(data)
         return
-    columns = ["expert", "requests", "tokens", "acceptance", "recent", "first", "length", "replay"]
-    print_table(
-        "Experts", [*columns, "updates", "version"], [_row(*item) for item in data["experts"].items()]
-    )
-    say(f"Learning: {data['learning']['status']}")
+    print_table("Experts", COLUMNS, [_row(*item) for item in data["experts"].items()])
+    for line in _lines(data):
+        say(line)
+
+
+def _lines(data: dict[str, Any]) -> list[str]:
+    lines = [f"Learning: {data['learning']['status']}"]
+    engine = data["engine"]
+    if engine:
+        lines.append(f"Server: {100 * engine['idle']:.0f} % idle, {engine['waiting']} waiting")
+    return lines
+
+
+def _repeat(show: Callable[[], None], every: float) -> None:
+    """Until Ctrl-C, which is how this is meant to end."""
+    try:
+        while True:
+            show()
+            time.sleep(every)
+    except KeyboardInterrupt:
+        return
+
+
+def _watch(settings: Settings, every: float) -> None:
+    """A table that stays in place on the terminal."""
+    from rich.console import Group
+    from rich.live import Live
+    from rich.table import Table
+    from rich.text import Text
+
+    def screen() -> Group:
+        data = _look(settings)
+        table = Table(*COLUMNS, title="Experts", title_justify="left")
+        for item in data["experts"].items():
+            table.add_row(*(Text(str(cell)) for cell in _row(*item)))
+        clock = f"{time.strftime('%H:%M:%S')}, every {every:g} s. Ctrl-C ends."
+        return Group(table, *map(Text, [*_lines(data), clock]))
+
+    with Live(auto_refresh=False) as live:
+        _repeat(lambda: live.update(screen(), refresh=True), every)
+
+
+def _plot(settings: Settings, span: str, path: Path) -> None:
+    from moedraft.cli.plot import check_file, draw
+    from moedraft.serve.observe import Observer
+    from moedraft.serve.spans import find_span
+
+    check_file(path)
+    found = find_span(span)
+    with reading(settings) as store:
+        if store is None:
+            raise StorageError(f"There is no moedraft home at {settings.home}, so there is nothing to plot.")
+        with busy("Drawing"):
+            draw(Observer(store), found, path)
+    note(f"Drawn: {path}")
+
+
+def engine_of(store: Store | None) -> dict[str, Any] | None:
+    """How busy the server of the home was, where it said so within the last seconds."""
+    from moedraft.distill.room import STALE, read_load
+
+    load = read_load(store.registry) if store else None
+    if load is None or abs(time.time() - load.at) > STALE:
+        return None
+    return {"idle": load.idle, "waiting": load.waiting}
 
 
 def experts_of(store: Store) -> dict[str, dict[str, Any]]:

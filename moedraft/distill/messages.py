@@ -42,7 +42,7 @@ class Publish(Message):
     """A finished update stands in `training/<folder>`; answered by Published or Refused."""
 
     type: Literal["publish"] = "publish"
-    folder: str = Field(pattern=r"\A[0-9a-f]{32}\Z")
+    folder: str = Field(pattern="^[0-9a-f]{32}$")
     expert: Expert
     parent: int = Field(ge=0)
     base_hash: str = Field(max_length=128)

@@ -77,9 +77,10 @@ class Server:
 
     def send(self, message: Message) -> None:
         self.check()
+        line = message.line()
         try:
-            self._outgoing.write(message.line())
-            self._outgoing.flush()
+            while line:
+                line = line[self._outgoing.write(line) :]
         except OSError:
             self.gone.set()
             self.check()
@@ -290,7 +291,7 @@ def step_back() -> None:
 def _take_pipes() -> tuple[IO[bytes], IO[bytes]]:
     """stdin and stdout for messages alone: whatever else writes to stdout gets stderr."""
     sys.stdout.flush()
-    pipes = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    pipes = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     return pipes
 

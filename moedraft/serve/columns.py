@@ -7,9 +7,9 @@ serves: columns make that a matter of milliseconds. Holds no text but names of e
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,26 +96,37 @@ def ratio(part: float, whole: float) -> float | None:
     return part / whole if whole else None
 
 
-class RequestReader:
-    """Keeps the newest requests of a store as columns. Safe to call from several threads."""
+class ReadRows(Protocol):
+    """Those that ended in [since, until), epoch seconds, oldest first."""
 
-    def __init__(self, rows: Callable[[float], list[RequestStats]], capacity: int = CAPACITY) -> None:
-        """`rows(since)` gives those that ended since then (epoch seconds, inclusive), oldest first."""
+    def __call__(self, since: float, until: float | None) -> list[RequestStats]: ...
+
+
+class RequestReader:
+    """Keeps requests of a store as columns: as far back as was ever asked for. Safe to call from threads."""
+
+    def __init__(self, rows: ReadRows, capacity: int = CAPACITY) -> None:
         self._rows = rows
         self._capacity = capacity
         self._lock = threading.Lock()
         self._experts: dict[str, int] = {}
         self._langs: dict[str, int] = {}
-        self._kept = self._columns([])
+        self._kept: Requests | None = None
+        self._since = 0.0  # how far back `_kept` goes
 
-    def read(self) -> Requests:
-        """What the store holds now. Raises StorageError, and keeps what it has."""
+    def read(self, since: float = 0.0) -> Requests:
+        """What the store holds now, from `since` on at least. Raises StorageError, and keeps what it has."""
         with self._lock:
-            at = self._kept["created_at"]
-            since = float(at.max()) - OVERLAP if len(at) else 0.0
-            new = self._columns(self._rows(since))
-            old = self._kept.where(at < since)
-            self._kept = _joined(old, new).where(slice(-self._capacity, None))
+            kept = self._kept
+            if kept is None or since < self._since:
+                until = None if kept is None else self._since
+                older = self._columns(self._rows(since, until))
+                kept = older if kept is None else _joined(older, kept)
+                self._since = since
+            at = kept["created_at"]
+            last = max(self._since, float(at.max()) - OVERLAP) if len(at) else self._since
+            new = self._columns(self._rows(last, None))
+            self._kept = _joined(kept.where(at < last), new).where(slice(-self._capacity, None))
             return self._kept
 
     def _columns(self, rows: list[RequestStats]) -> Requests:
@@ -133,11 +144,12 @@ class RequestReader:
 
 
 def _joined(old: Requests, new: Requests) -> Requests:
-    """Both; `new` knows every name that `old` knows."""
+    """One after the other, with the names of both: a code means the same in either."""
     rows: dict[str, Any] = {
         name: np.concatenate([getattr(old, name), getattr(new, name)]) for name in _BY_ROW
     }
-    return replace(new, **rows)
+    more = max(old, new, key=lambda part: len(part.expert_names) + len(part.lang_names))
+    return replace(more, **rows)
 
 
 def _number(value: Any) -> float:

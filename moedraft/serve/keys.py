@@ -68,8 +68,8 @@ class KeyFile:
     def keys(self) -> list[Key]:
         """Oldest first; [] where there is no file. Raises StorageError for one that cannot be read."""
         with storage_errors(self.path.parent):
-            text = self.path.read_bytes() if self.path.exists() else b""
-        return _parsed(self.path, text) if text else []
+            text = self.path.read_bytes() if self.path.exists() else None
+        return [] if text is None else _parsed(self.path, text)
 
     def create(self, scopes: Sequence[str], name: str = "") -> tuple[Key, str]:
         """A new key and its secret, which is kept nowhere. Raises InvalidRequest or StorageError."""

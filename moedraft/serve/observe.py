@@ -145,7 +145,9 @@ class Observer:
 
     def _look(self, span: Span) -> tuple[Requests, Grid]:
         """The requests of `span` and its steps."""
-        everything, now = self._reader.read(), self._clock()
+        now = self._clock()
+        ahead = grid_of(span, now, None).start if span.seconds else 0.0
+        everything = self._reader.read(ahead)
         at = everything["created_at"]
         grid = grid_of(span, now, float(at.min()) if len(at) else None)
         return everything.between(grid.start, grid.end), grid

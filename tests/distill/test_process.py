@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from distill_rig import Rig
 
+from moedraft.config import load_settings
 from moedraft.core import SHARED, InvalidRequest, StorageError
 from moedraft.distill.loop import DistillLoop
 from moedraft.distill.messages import (
@@ -106,13 +107,13 @@ def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Parent]:
     rig.serve("code", 20, seed=1)
     (process_reads, parent_writes), (parent_reads, process_writes) = os.pipe(), os.pipe()
     one = Parent(rig, os.fdopen(parent_writes, "wb"), os.fdopen(parent_reads, "rb"))
-    ends = os.fdopen(process_reads, "rb"), os.fdopen(process_writes, "wb")
+    ends = os.fdopen(process_reads, "rb"), os.fdopen(process_writes, "wb", buffering=0)
     server = Server(*ends)
 
     def live() -> None:
         store = Store.open(rig.store.home.path, write=False)
         try:
-            settings = rig_settings(server.begin())
+            settings = load_settings(**server.begin().settings)
             trainer = Trainer(
                 random_model("llama", 1, layers=2),
                 store,
@@ -136,12 +137,6 @@ def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Parent]:
     for file in (one.from_process, ends[0]):
         file.close()
     rig.store.close()
-
-
-def rig_settings(begin: Begin) -> Any:
-    from moedraft.config import load_settings
-
-    return load_settings(**begin.settings)
 
 
 def begin(parent: Parent, paused: bool = False, **settings: object) -> None:
@@ -311,21 +306,16 @@ def test_without_its_first_line_it_says_who_starts_it() -> None:
 
 
 def test_a_load_that_cannot_be_read_is_none(tmp_path: Path) -> None:
-    with Store.open(tmp_path / "home").home as home:
-        registry = Store.open(home.path, write=False).registry
-        from moedraft.storage.registry import Registry
-
-        assert read_load(registry) is None
-        for text in ("", "7", "[]", "{", '{"idle": 1}', '{"idle": 1, "waiting": 0, "at": 0, "more": 1}'):
-            Registry(home).set_meta("load", text)
-            assert read_load(registry) is None
+    store = Store.open(tmp_path / "home")
+    assert read_load(store.registry) is None
+    for text in ("", "7", "[]", "{", '{"idle": 1}', '{"idle": 1, "waiting": 0, "at": 0, "more": 1}'):
+        store.registry.set_meta("load", text)
+        assert read_load(store.registry) is None
+    store.close()
 
 
-def test_room_is_what_the_settings_say(parent: Parent) -> None:
-    begin(parent, paused=True)
-    settings = rig_settings(
-        Begin(settings={"home": "/nowhere", "train_idle_share": 0.5, "train_max_waiting": 2})
-    )
+def test_room_is_what_the_settings_say() -> None:
+    settings = load_settings(home="/nowhere", train_idle_share=0.5, train_max_waiting=2)
     assert why_wait(Load(0.5, 2, 100.0), settings, now=100.0) is None
     assert "busy (49% idle)" in str(why_wait(Load(0.49, 2, 100.0), settings, now=100.0))
     assert "3 requests" in str(why_wait(Load(0.5, 3, 100.0), settings, now=100.0))

@@ -22,6 +22,7 @@ from typing import Any, cast
 import uvicorn
 from fastapi import FastAPI
 
+from moedraft.config import load_settings
 from moedraft.core import SHARED, AdapterVersion, Domain, ReplayRecord, RequestStats, UpdateRecord
 from moedraft.routing.classifier import Route
 from moedraft.serve.auth import Authority, Guard
@@ -201,7 +202,9 @@ class Site:
 
 
 def make_app(store: Store, worker: FakeWorker, supervisor: FakeSupervisor | None) -> FastAPI:
-    context = SimpleNamespace(worker=worker, supervisor=supervisor, store=store, settings=None)
+    context = SimpleNamespace(
+        worker=worker, supervisor=supervisor, store=store, settings=load_settings(home=store.home.path)
+    )
     app = FastAPI()
     mount(app, cast(Any, context))
     authority = Authority(Keyring(KeyFile(store.home.path), open_without_keys=True), "127.0.0.1")

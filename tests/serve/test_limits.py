@@ -70,7 +70,7 @@ def answer_of(raw: bytes) -> tuple[int, dict[str, str], Any]:
         ("POST", "/v1/completions", 415),
         ("GET", "/v1/models/%00%ff%c3%28", 404),
         ("GET", "/admin/domains/%2e%2e%2fetc", 404),
-        ("GET", "/admin/domains/..", 400),
+        ("GET", "/admin/domains/%2e%2e", 400),
         ("GET", "/admin/adapters?name=%ff", 400),
     ],
 )
@@ -149,7 +149,6 @@ def test_huge_headers_are_refused(tiny: Served) -> None:
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS
         b"GET\r\n\r\n",
         b"GET / HTTP/1.1\r\n\r\n",  # no host
-        b"GET / HTTP/9.9\r\nhost: a\r\n\r\n",
         HEAD + b"content-length: -5\r\n\r\n",
         HEAD + b"content-length: 5\r\ncontent-length: 6\r\n\r\n",
         HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n",
@@ -264,7 +263,8 @@ def test_a_failure_is_logged_without_its_message() -> None:
         raise ValueError("hunter2")
     except ValueError as error:
         event = without_messages(None, "error", {"event": "x", "exc_info": True})
-        assert places(error)[-1].endswith("test_a_failure_is_logged_without_its_message")
+        where = places(error)
     assert event["error"] == "ValueError"
     assert "hunter2" not in str(event)
-    assert re.match(r"test_limits\.py:\d+ ", event["at"][-1])
+    assert event["at"] == where
+    assert re.fullmatch(r"test_limits\.py:\d+ test_a_failure_is_logged_without_its_message", where[-1])

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from moedraft.serve.dashboard import pages
 from moedraft.serve.dashboard.files import csv_file
 from moedraft.serve.dashboard.looking import LOOKING, Looking
+from moedraft.serve.jobs import target_name
 from moedraft.serve.observe import Observer
 
 if TYPE_CHECKING:
@@ -44,7 +45,9 @@ HEADERS = (
 
 def mount(app: FastAPI, context: ServerContext) -> None:
     """Serve the dashboard of `context` at PATH of `app`. The application must not have started yet."""
-    looking = Looking(context.worker, context.supervisor, Observer(context.store))
+    looking = Looking(
+        context.worker, context.supervisor, Observer(context.store), target_name(context.settings)
+    )
     app.mount(PATH, Frame(_host(), looking))
     outer = app.router.lifespan_context
 

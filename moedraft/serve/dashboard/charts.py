@@ -135,7 +135,7 @@ def bars(
     if len(series) == 1:
         place = "right" if lying else "top"
         label = {"show": True, "position": place, "color": "var(--muted)", "fontSize": 12}
-        series[0]["label"] = label | {":formatter": f"p => ({FORMATS[kind]})(p.value)"}
+        series[0]["label"] = label | {":formatter": f"p => ({TICKS.get(kind) or FORMATS[kind]})(p.value)"}
     categories: Options = {"type": "category", "data": list(labels), "axisTick": {"show": False}}
     if lying:
         categories |= {"inverse": True, "axisLabel": {"width": 94, "overflow": "truncate"}}

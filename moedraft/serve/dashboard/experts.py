@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nicegui import ui
 
@@ -56,7 +56,7 @@ def _build(look: Look, view: View) -> Callable[[View], None]:
     if view.chosen is None:
         ui.html(notice("There is no such expert", "It was removed and never served, or the name is another."))
         return lambda view: choice.show(_choice(look, view))
-    look = Look(look.at, look.base, look.page, look.span, view.chosen.expert.name)
+    look = replace(look, expert=view.chosen.expert.name)
     top = Text("strip")
     with ui.element("div").classes("grid"):
         over_time = Panel(
@@ -87,7 +87,7 @@ def _build(look: Look, view: View) -> Callable[[View], None]:
             "versions",
             "Versions",
             "When made: on held-out records. In traffic: of requests in this time.",
-            "The expert is untrained: it drafts as the shared one does.",
+            "No version yet: an untrained adapter changes nothing.",
         )
 
     def update(view: View) -> None:

@@ -27,6 +27,7 @@ class Looking:
     worker: Worker
     supervisor: TrainerSupervisor | None  # None: learning is off
     observer: Observer
+    model: str  # the target's name in the API
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Look:
 
     at: Looking
     base: str
+    server: str  # its URL without a path
     page: str = ""
     span: Span = SPANS[DEFAULT]
     expert: str | None = None
@@ -47,7 +49,9 @@ class Look:
         except InvalidRequest:
             span = SPANS[DEFAULT]
         looking = cast(Looking, connection.scope[LOOKING])
-        return cls(looking, connection.scope.get("root_path", ""), page, span, query.get("expert") or None)
+        url, expert = connection.url, query.get("expert") or None
+        server = f"{url.scheme}://{url.netloc}"
+        return cls(looking, connection.scope.get("root_path", ""), server, page, span, expert)
 
     def url(self, page: str | None = None, *, span: Span | None = None, expert: str | None = None) -> str:
         """The same look, changed in one thing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -35,9 +36,6 @@ from moedraft.serve.observe import Expert, Overview
 if TYPE_CHECKING:
     from moedraft.serve.trainer import TrainerState
     from moedraft.serve.worker import Snapshot
-
-FIRST_REQUEST = """curl http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' \\
-  -d '{"model": "mini", "prompt": "SELECT name FROM", "max_tokens": 64}'"""
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,7 @@ def _build(look: Look) -> Callable[[View], None]:
         seen = view.figures
         top.show(_strip(look, view))
         served = any(expert.stats for expert in seen.experts)
-        welcome.show(Markup() if served else _welcome())
+        welcome.show(Markup() if served else _welcome(look))
         speed.show(
             seen.throughput,
             lambda: charts.over_time(
@@ -142,12 +140,14 @@ def _strip(look: Look, view: View) -> Markup:
     )
 
 
-def _welcome() -> Markup:
+def _welcome(look: Look) -> Markup:
+    body = json.dumps({"model": look.at.model, "prompt": "SELECT name FROM", "max_tokens": 64})
+    command = f"curl {look.server}/v1/completions -H 'content-type: application/json' \\\n  -d '{body}'"
     return tag(
         "section",
         tag("h2", "Ready for the first request"),
         tag("p", "Nothing has been served yet. Send something, and this page begins to move:"),
-        tag("pre", FIRST_REQUEST),
+        tag("pre", command),
         class_="card welcome",
     )
 
@@ -180,11 +180,11 @@ def _state(view: View) -> Markup:
         for name, state, key in rows
     ]
     now = view.engine
-    facts = [("steps", count(now.steps)), ("tokens since the start", count(now.tokens_total))]
+    facts = [("Steps", count(now.steps)), ("Tokens since the start", count(now.tokens_total))]
     if view.trainer:
         facts += [
-            ("updates", count(view.trainer.updates)),
-            ("restarts of the trainer", count(view.trainer.restarts)),
+            ("Updates", count(view.trainer.updates)),
+            ("Restarts of the trainer", count(view.trainer.restarts)),
         ]
     if now.learning != "learning":
         parts.append(tag("li", tag("p", f"Records are not kept: {now.learning}."), class_="bad"))
@@ -194,7 +194,7 @@ def _state(view: View) -> Markup:
 
 def _experts(look: Look, experts: tuple[Expert, ...]) -> Markup:
     paints = charts.colours([expert.name for expert in experts])
-    labels = ("expert", "share of traffic", "now", "change", "mean length", "replay", "version")
+    labels = ("expert", "traffic", "now", "change", "mean length", "replay", "version")
     head = tag("tr", *(tag("th", label, scope="col", class_="num") for label in labels))
     body = [_expert_row(look, expert, paints[expert.name]) for expert in experts]
     whole = tag("table", tag("thead", head), tag("tbody", *body), data_table="experts", class_="roomy")

@@ -56,7 +56,7 @@ class Frame(SubPages):
 
     def _say(self, title: str, text: str) -> None:
         look = Look.of(self.client.request, "", {})
-        _header(look)
+        _header(look, here=False)
         back = tag("p", tag("a", "Back to the overview", href=look.url("")))
         with ui.element("main").classes("page"):
             ui.html(notice(title, text, "quiet", back))
@@ -74,10 +74,10 @@ def _page(request: Request, name: str) -> Callable[[PageArguments], None]:
     return page
 
 
-def _header(look: Look) -> None:
+def _header(look: Look, *, here: bool = True) -> None:
     brand = tag("a", MARK, tag("span", "moedraft"), href=look.url(""), class_="brand")
     pages = [
-        tag("a", title, href=look.url(name), aria_current="page" if name == look.page else None)
+        tag("a", title, href=look.url(name), aria_current="page" if here and name == look.page else None)
         for name, (title, _) in PAGES.items()
     ]
     spans = [

@@ -47,7 +47,7 @@ def _build(look: Look) -> Callable[[RouterView], None]:
             look,
             "shares",
             "Traffic by domain",
-            "Share of the routed requests; `shared` takes what fits no domain.",
+            "Share of the routed requests; “shared” takes what fits no domain.",
             "Nothing was routed in this time.",
             wide=True,
             height=280,
@@ -178,8 +178,11 @@ class TryBox:
 
 
 def _answer(route: Route) -> Markup:
-    chosen = "Fits no domain" if route.domain == SHARED else route.domain
-    why = " The shared expert drafts." if route.domain == SHARED else ""
+    sure = share(route.confidence, 1)
+    known = route.domain != SHARED
+    chosen, why = (
+        (route.domain, f" {sure} sure") if known else ("Fits no domain", f" best is {sure}; “shared” drafts")
+    )
     ranked = sorted(route.probabilities.items(), key=lambda item: -item[1])[:6]
     bars = [
         tag(
@@ -194,6 +197,6 @@ def _answer(route: Route) -> Markup:
     head = tag(
         "p",
         tag("strong", chosen, data_figure="route", data_value=route.domain),
-        f" {share(route.confidence, 1)} sure of its best domain.{why}",
+        tag("span", why, class_="hint"),
     )
     return join([head, tag("ul", *bars, class_="ranked")])

@@ -1,0 +1,285 @@
+#!/usr/bin/env python3
+"""What the server gives its users: plain decoding, a generic draft, experts, and experts that learn.
+
+    moedraft demo --home H                          # experts to measure with
+    python scripts/bench_serve.py --home H --out results/serve.json
+
+Four servers run side by side on copies of the home and take turns, load by load, so that noise hits all
+alike; only the one whose turn it is gets requests, and only then may its trainer learn. The loads are a
+mixed-language trace of shipped prompts:
+
+    streams     so many clients, each sending its next request when the last one is answered
+    saturated   the same with four times as many
+    poisson     an open loop: requests come when they come, at `--load` of what plain decoding can take
+    bursty      the same rate in bursts (gamma arrivals, coefficient of variation 2)
+
+Reported per system and load: tokens per second, time to first token, gap between two pieces of a stream
+(p50 and p99, milliseconds), failed requests. Ratios are medians over the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx
+
+from moedraft.showcase import shipped
+
+SYSTEMS: dict[str, dict[str, str]] = {
+    "plain": {"MOEDRAFT_NUM_SPECULATIVE_TOKENS": "0", "MOEDRAFT_MAX_SPECULATIVE_TOKENS": "0"},
+    "generic draft": {},  # on an empty home
+    "experts": {},
+    "experts + learning": {},
+}
+BASE, BEST = "plain", "experts + learning"
+
+
+@dataclass(frozen=True)
+class Server:
+    url: str
+    home: Path
+    learns: bool
+
+    def learn(self, on: bool) -> None:
+        """Let its trainer work, or hold it."""
+        if not self.learns:
+            return
+        key = json.loads((self.home / "server.json").read_text())["key"]
+        path = f"{self.url}/admin/learning/{'resume' if on else 'pause'}"
+        httpx.post(path, headers={"Authorization": f"Bearer {key}"}).raise_for_status()
+
+
+@dataclass
+class Load:
+    """What one load gave. Times in seconds."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    failed: int = 0
+    first: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+
+
+@contextmanager
+def running(name: str, home: Path, args: argparse.Namespace) -> Iterator[Server]:
+    """A server of its own process on a free port, stopped at the end."""
+    learns = name == "experts + learning"
+    command = [sys.executable, "-m", "moedraft", "serve", "--home", str(home), "--port", "0"]
+    command += ["--learning" if learns else "--no-learning", "--max-batch-size", str(args.streams)]
+    command += ["--max-waiting", "4096", "--target", args.target, "--draft", args.draft]
+    environment = os.environ | SYSTEMS[name] | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+    try:
+        found = home / "server.json"
+        deadline = time.monotonic() + 120
+        while not found.exists():
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"bench_serve: the server of {name!r} did not start.")
+            time.sleep(0.2)
+        url = json.loads(found.read_text())["url"]
+        while httpx.get(f"{url}/ready").status_code != 200:
+            time.sleep(0.2)
+        yield Server(url, home, learns)
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+async def ask(client: httpx.AsyncClient, prompt: str, max_tokens: int, load: Load) -> None:
+    """One streamed completion."""
+    body = {
+        "model": "mini",
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    last = time.perf_counter()
+    started, tokens = False, None
+    try:
+        async with client.stream("POST", "/v1/completions", json=body) as answer:
+            async for line in answer.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                chunk = json.loads(line[6:])
+                now = time.perf_counter()
+                if chunk.get("choices") and chunk["choices"][0].get("text"):
+                    (load.gaps if started else load.first).append(now - last)
+                    started, last = True, now
+                if chunk.get("usage"):
+                    tokens = chunk["usage"]["completion_tokens"]
+    except httpx.HTTPError:
+        tokens = None
+    if tokens is None:
+        load.failed += 1
+    else:
+        load.tokens += tokens
+
+
+async def closed(url: str, prompts: list[tuple[str, int]], streams: int) -> Load:
+    """`streams` clients that always have one request out."""
+    load, left = Load(), iter(prompts)
+    async with client_of(url) as client:
+
+        async def worker() -> None:
+            for prompt, max_tokens in left:
+                await ask(client, prompt, max_tokens, load)
+
+        began = time.perf_counter()
+        await asyncio.gather(*(worker() for _ in range(streams)))
+        load.seconds = time.perf_counter() - began
+    return load
+
+
+async def opened(url: str, prompts: list[tuple[str, int]], gaps: list[float]) -> Load:
+    """Requests that come when they come."""
+    load = Load()
+    async with client_of(url) as client, asyncio.TaskGroup() as group:
+        began = time.perf_counter()
+        due = began
+        for (prompt, max_tokens), gap in zip(prompts, gaps, strict=True):
+            due += gap
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            group.create_task(ask(client, prompt, max_tokens, load))
+    load.seconds = time.perf_counter() - began
+    return load
+
+
+def client_of(url: str) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=url, timeout=600, limits=httpx.Limits(max_connections=None))
+
+
+def arrivals(kind: str, rate: float, count: int, seed: int) -> list[float]:
+    """Gaps between requests, seconds, `rate` requests a second on average."""
+    rng = random.Random(seed)
+    shape = 1.0 if kind == "poisson" else 0.25  # a gamma's coefficient of variation is 1/√shape
+    return [rng.gammavariate(shape, 1 / (rate * shape)) for _ in range(count)]
+
+
+def trace(count: int, max_tokens: int, seed: int) -> list[tuple[str, int]]:
+    queries = shipped.traffic()
+    random.Random(seed).shuffle(queries)
+    return [(queries[i % len(queries)].prompt, max_tokens) for i in range(count)]
+
+
+def measure(servers: dict[str, Server], args: argparse.Namespace) -> dict[str, dict[str, list[Load]]]:
+    """Loads by kind and system, a list of rounds each."""
+    kinds = ("streams", "saturated", "poisson", "bursty")
+    found: dict[str, dict[str, list[Load]]] = {kind: {name: [] for name in servers} for kind in kinds}
+    rate = None
+    for number in range(args.rounds):
+        for kind in kinds:
+            prompts = trace(args.requests, args.max_tokens, args.seed + number)
+            names = list(servers)
+            for name in names[number % len(names) :] + names[: number % len(names)]:
+                server = servers[name]
+                server.learn(True)
+                if kind in ("streams", "saturated"):
+                    streams = args.streams * (4 if kind == "saturated" else 1)
+                    load = asyncio.run(closed(server.url, prompts, streams))
+                else:
+                    assert rate is not None
+                    gaps = arrivals(kind, rate, len(prompts), args.seed + number)
+                    load = asyncio.run(opened(server.url, prompts, gaps))
+                server.learn(False)
+                found[kind][name].append(load)
+                print(
+                    f"round {number + 1}, {kind}, {name}: {load.tokens / load.seconds:.1f} tokens/s, "
+                    f"{load.failed} failed",
+                    flush=True,
+                )
+            if rate is None:
+                base = found["streams"][BASE][0]
+                rate = args.load * len(prompts) / base.seconds
+    return found
+
+
+def percentile(values: list[float], share: float) -> float | None:
+    """In milliseconds."""
+    if not values:
+        return None
+    return round(1e3 * sorted(values)[min(len(values) - 1, int(share * len(values)))], 2)
+
+
+def summary(loads: dict[str, list[Load]]) -> dict[str, Any]:
+    """Per system; ratios against plain decoding round by round."""
+    result = {}
+    for name, rounds in loads.items():
+        rates = [load.tokens / load.seconds for load in rounds]
+        base = [load.tokens / load.seconds for load in loads[BASE]]
+        first = [value for load in rounds for value in load.first]
+        gaps = [value for load in rounds for value in load.gaps]
+        result[name] = {
+            "tokens_per_second": round(median(rates), 2),
+            "ratio": round(median(a / b for a, b in zip(rates, base, strict=True)), 3),
+            "ttft_ms": {"p50": percentile(first, 0.5), "p99": percentile(first, 0.99)},
+            "gap_ms": {"p50": percentile(gaps, 0.5), "p99": percentile(gaps, 0.99)},
+            "failed": sum(load.failed for load in rounds),
+            "rounds": [round(rate, 2) for rate in rates],
+        }
+    return result
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--home", type=Path, required=True, help="a home whose experts have learned")
+    parser.add_argument("--target", default="mini")
+    parser.add_argument("--draft", default="mini")
+    parser.add_argument("--streams", type=int, default=8, help="also the largest batch")
+    parser.add_argument("--requests", type=int, default=48, help="of one load")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--load", type=float, default=0.7, help="of the open loops, of plain capacity")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("results/serve.json"))
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    if not (args.home / "moedraft.db").is_file():
+        raise SystemExit(f"bench_serve: no home at {args.home}; make one with `moedraft demo --home DIR`.")
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        servers = {}
+        for name in SYSTEMS:
+            home = Path(folder) / name.replace(" ", "-")
+            home.mkdir() if name in (BASE, "generic draft") else shutil.copytree(args.home, home)
+            servers[name] = stack.enter_context(running(name, home, args))
+        for server in servers.values():
+            server.learn(False)
+            asyncio.run(closed(server.url, trace(args.streams, 16, 99), args.streams))  # warm up
+        found = measure(servers, args)
+    settings = {k: v for k, v in vars(args).items() if not isinstance(v, Path)}
+    result = {
+        "loads": {kind: summary(loads) for kind, loads in found.items()},
+        "settings": settings,
+        "machine": platform.machine(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    for kind, systems in result["loads"].items():
+        print(kind, {name: (one["tokens_per_second"], one["ratio"]) for name, one in systems.items()})
+
+
+if __name__ == "__main__":
+    main()

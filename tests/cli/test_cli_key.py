@@ -1,0 +1,62 @@
+"""`key`: shown once, kept as a digest, worthless when revoked; and what `serve` refuses to do without one."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+from cli_fakes import Run
+
+from moedraft.serve.keys import KEYS_FILE
+
+
+def test_a_key_is_made_listed_and_revoked(run: Run, home: Path) -> None:
+    made = run(
+        "key", "create", "--scope", "admin", "--scope", "infer", "--name", "team", "--home", home, "--json"
+    ).data
+    assert made["scopes"] == ["infer", "admin"]
+    assert made["key"] not in (home / KEYS_FILE).read_text()
+    assert stat.S_IMODE((home / KEYS_FILE).stat().st_mode) == 0o600
+    shown = run("key", "create", "--scope", "metrics", "--home", home)
+    assert shown.out.startswith("moedraft-")
+    assert len(shown.out.splitlines()) == 1
+    (first, second) = run("key", "list", "--home", home, "--json").data["keys"]
+    assert (first["id"], first["name"], second["scopes"]) == (made["id"], "team", ["metrics"])
+    assert "key" not in first
+    assert "team" in run("key", "list", "--home", home).out
+    assert run("key", "revoke", made["id"], "--home", home, "--json").data == {"revoked": made["id"]}
+    assert [key["id"] for key in run("key", "list", "--home", home, "--json").data["keys"]] == [second["id"]]
+    assert run("key", "revoke", made["id"], "--home", home).code == 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--scope", "root"), (), ("--scope", "infer", "--name", "a\nb"), ("--scope", "infer", "--name", "é")],
+)
+def test_a_bad_key_is_not_made(run: Run, home: Path, options: tuple[str, ...]) -> None:
+    result = run("key", "create", *options, "--home", home)
+    assert result.code == 2
+    assert result.err.count("\n") == 1
+    assert not (home / KEYS_FILE).exists()
+
+
+def test_a_damaged_file_is_said_to_be_one(run: Run, home: Path) -> None:
+    home.mkdir()
+    (home / KEYS_FILE).write_text("{")
+    assert "damaged" in run("key", "list", "--home", home).err
+    assert run("key", "create", "--scope", "infer", "--home", home).code == 2
+    assert (home / KEYS_FILE).read_text() == "{"
+
+
+def test_no_server_for_everybody_without_a_key(run: Run, home: Path) -> None:
+    result = run("serve", "--host", "0.0.0.0", "--home", home)
+    assert result.code == 2
+    assert "moedraft key create" in result.err
+    assert not (home / "moedraft.db").exists()
+
+
+@pytest.mark.parametrize("options", [("--port", "70000"), ("--port", "x"), ("--max-batch-size", "0")])
+def test_bad_options_of_a_server(run: Run, home: Path, options: tuple[str, ...]) -> None:
+    assert run("serve", *options, "--home", home).code == 2
+    assert not home.exists()

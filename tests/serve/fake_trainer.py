@@ -1,0 +1,97 @@
+"""A trainer that behaves as its first argument says. Run by the tests of the supervisor; a quick start matters."""
+
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+import uuid
+from pathlib import Path
+
+
+def say(**message):
+    print(json.dumps(message), flush=True)
+
+
+def state(status="waiting", **more):
+    say(type="state", status=status, **more)
+
+
+def hear():
+    line = sys.stdin.readline()
+    if not line:
+        sys.exit(0)
+    return json.loads(line)
+
+
+def publish(source, expert="code", parent=0, base="tiny", folder=None, **more):
+    """Hand over a copy of the adapter in `source`; returns the answer."""
+    folder = folder or uuid.uuid4().hex
+    if source:
+        shutil.copytree(source, home / "training" / folder, symlinks=True)
+    about = {"folder": folder, "expert": expert, "parent": parent, "base_hash": base, "acceptance": 0.5}
+    say(type="publish", **{**about, "rank": 2, "modules": ["m"], **more})
+    return hear()
+
+
+begin = hear()
+home = Path(begin["settings"]["home"])
+mode, arguments = sys.argv[1], sys.argv[2:]
+if mode == "polite":
+    state(waits="paused" if begin["paused"] else "nothing to do")
+    while True:
+        state(waits={"pause": "paused", "resume": "nothing to do"}[hear()["type"]])
+elif mode == "crash":
+    state("about to fail")
+    print("Traceback …", "RuntimeError: out of luck", sep="\n", file=sys.stderr)
+    sys.exit(3)
+elif mode == "killed":
+    state()
+    os.kill(os.getpid(), signal.SIGKILL)
+elif mode == "silent":
+    state("thinking")
+    time.sleep(1000)
+elif mode == "frozen":
+    state()
+    os.kill(os.getpid(), signal.SIGSTOP)
+elif mode == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    state()
+    time.sleep(1000)
+elif mode == "rubbish":
+    state("sane so far")
+    for line in (
+        "no json",
+        "{}",
+        "[1]",
+        '{"type": "state"}',
+        '{"type": "begin"}',
+        "\x00\xff",
+        "[" * 50_000,
+        "NaN",
+    ):
+        print(line)
+    while True:
+        print("rubbish", flush=True)
+        time.sleep(0.001)
+elif mode == "endless":
+    while True:
+        os.write(1, b"x" * 65_536)
+elif mode == "noisy":
+    os.write(2, b"complaint\n" * 100_000)
+    state("still here")
+    hear()
+elif mode == "deaf":
+    while True:  # asks and asks, and never takes an answer
+        say(type="learned", expert="code", last_id=1, update=None)
+elif mode == "talks":
+    while True:
+        state(step=1)
+elif mode == "update":
+    answers = [publish(arguments[0], **options) for options in map(json.loads, arguments[1:])]
+    say(type="learned", expert="code", last_id=7, update=None)
+    answers.append(hear())
+    (home / "answers.json").write_text(json.dumps(answers))
+    state("done")
+    hear()

@@ -1,0 +1,282 @@
+"""The command line beside a running server: found through the home, or by --server; and the server itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from serve_fakes import WordEmbedder, tiny_system
+from server import TARGET, Served, check_error, events, listening, served, wait_for
+
+from moedraft.cli import main
+from moedraft.config import load_settings
+from moedraft.core import InvalidRequest
+from moedraft.serve.app import create_app
+from moedraft.serve.keys import KeyFile, new_key, write_private
+from moedraft.serve.run import SERVER_FILE, Server, serve, url_of
+from moedraft.serve.worker import Worker
+
+LAW = [f"the court of appeal held that clause {i}" for i in range(9)]
+
+
+@dataclass
+class Result:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def data(self) -> Any:
+        return json.loads(self.out)
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.delenv("MOEDRAFT_HOME", raising=False)
+    monkeypatch.delenv("MOEDRAFT_API_KEY", raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # not on the way to this machine
+    monkeypatch.setattr("moedraft.engine.build.Embedder", lambda source: WordEmbedder())
+
+    def call(*arguments: object) -> Result:
+        capsys.readouterr()
+        code = main([str(argument) for argument in arguments])
+        return Result(code, *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def law(tmp_path: Path) -> Path:
+    path = tmp_path / "law.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in LAW))
+    return path
+
+
+@pytest.fixture
+def found(home: Path) -> Iterator[Served]:
+    """A server that has told its home where it is, as `moedraft serve` does, with keys and all."""
+    system = tiny_system(home)
+    KeyFile(home).create(["infer"])
+    settings = load_settings(home=home, learning=False, dashboard=False)
+    own, secret = new_key(["admin"])
+    worker = Worker(system, max_waiting=8)
+    app = create_app(worker, None, settings, own)
+    server = Server(app, worker, settings)
+    worker.start()
+    with listening(server) as url:
+        write_private(home / SERVER_FILE, {"url": url, "pid": os.getpid(), "key": secret})
+        yield Served(url, app, server, worker, system, settings)
+    worker.stop()
+    system.close()
+
+
+def test_a_server_is_found_through_the_home(run: Run, found: Served, home: Path, law: Path) -> None:
+    registered = run("domain", "register", "law", "--examples", law, "--home", home, "--json")
+    assert registered.code == 0, registered.err
+    assert registered.data["examples"] == 9
+    assert registered.data["warm_start"] is None
+    assert "law" in found.system.router.domains
+    listed = run("domain", "list", "--home", home, "--json").data["domains"]
+    assert [row["name"] for row in listed] == ["code", "prose", "law"]
+    assert run("adapter", "promote", "law", 0, "--home", home, "--json").data == {
+        "domain": "law",
+        "version": 0,
+    }
+    assert run("replay", "purge", "law", "--home", home, "--json").data == {"domain": "law", "purged": 0}
+    assert "is removed" in run("domain", "remove", "law", "--home", home).out
+    assert "law" not in found.system.router.domains
+    assert run("dashboard", "--home", home, "--json").data == {"url": f"{found.url}/dashboard"}
+
+
+def test_the_server_says_what_was_wrong(run: Run, found: Served, home: Path, law: Path) -> None:
+    refused = run("domain", "register", "code", "--examples", law, "--home", home)
+    assert refused.code == 2
+    assert "exists already" in refused.err
+    for command in (("domain", "remove", "tax"), ("adapter", "rollback", "code"), ("replay", "purge", "tax")):
+        refused = run(*command, "--home", home)
+        assert refused.code == 2
+        assert refused.err.startswith("Error: ")
+        assert refused.err.count("\n") == 1
+    warm = run("domain", "register", "law", "--examples", law, "--warm-start", 8, "--home", home)
+    assert warm.code == 2
+    assert "--warm-start" in warm.err
+
+
+def test_a_server_elsewhere(
+    run: Run, found: Served, law: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = ("--home", tmp_path / "other", "--server", f"{found.url}/")
+    refused = run("domain", "list", *own)
+    assert refused.code == 2
+    assert "MOEDRAFT_API_KEY" in refused.err
+    monkeypatch.setenv("MOEDRAFT_API_KEY", KeyFile(found.settings.home).create(["admin"])[1])
+    assert run("domain", "register", "law", "--examples", law, *own).code == 0
+    assert "law" in run("domain", "list", *own).out
+    assert run("domain", "show", "law", *own, "--json").data["examples"] == LAW
+    assert run("adapter", "list", "law", *own, "--json").data == {"adapters": []}
+    assert run("replay", "show", *own, "--json").data["records"]["law"] == 0
+    assert run("replay", "purge", "--all", *own, "--json").data == {"domain": None, "purged": 0}
+    assert run("domain", "remove", "law", *own, "--json").data == {"removed": "law"}
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize(
+    "url", ["", "127.0.0.1:8000", "ftp://a", "http://", "http://a?b", "http://a\n", "file:///etc"]
+)
+def test_a_bad_url_is_refused(run: Run, home: Path, url: str) -> None:
+    result = run("domain", "list", "--home", home, "--server", url)
+    assert result.code == 2
+    assert "--server takes a URL" in result.err
+
+
+def test_nobody_there(run: Run, home: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        result = run("domain", "list", "--home", home, "--server", url)
+    assert result.code == 2
+    assert "No moedraft server answers" in result.err
+    assert run("dashboard", "--home", home).code == 2
+
+
+@pytest.mark.parametrize(
+    "content",
+    ['{"url": "http://127.0.0.1:9", "pid": 1, "key": "a"}', "{", "[]", '{"url": 1}', '{"pid": -9e99}'],
+)
+def test_a_file_left_behind_is_no_server(run: Run, home: Path, law: Path, content: str) -> None:
+    home.mkdir()
+    (home / SERVER_FILE).write_text(content)
+    assert run("domain", "register", "law", "--examples", law, "--home", home).code == 0
+
+
+def test_a_key_is_not_carried_to_where_a_redirect_points(run: Run, home: Path) -> None:
+    """A server that answers with a redirect is told nothing more, and neither is its target."""
+    seen: list[bytes] = []
+
+    def answer(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        seen.append(connection.recv(65536))
+        connection.sendall(b"HTTP/1.1 302 Found\r\nlocation: /elsewhere\r\ncontent-length: 0\r\n\r\n")
+        connection.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer, args=(listener,))
+        thread.start()
+        result = run(
+            "domain", "list", "--home", home, "--server", f"http://127.0.0.1:{listener.getsockname()[1]}"
+        )
+        thread.join(5)
+    assert result.code == 2
+    assert "is no moedraft server" in result.err
+    assert len(seen) == 1
+
+
+# -- replay on its own ---------------------------------------------------------------------------
+
+
+def test_replay_is_shown_taken_out_and_deleted(run: Run, home: Path, tmp_path: Path) -> None:
+    with served(home) as found, found.client() as client:
+        row = {"model": TARGET, "prompt": "def function number 3", "max_tokens": 3}
+        assert client.post("/v1/completions", json=row).status_code == 200
+    assert run("replay", "show", "--home", home, "--json").data["records"] == {
+        "shared": 0,
+        "code": 1,
+        "prose": 0,
+    }
+    out = tmp_path / "out.jsonl"
+    assert run("replay", "export", "code", "--out", out, "--home", home, "--json").data["exported"] == 1
+    (record,) = [json.loads(line) for line in out.read_text().splitlines()]
+    assert record["domain"] == "code"
+    assert len(record["token_ids"]) == 7
+    assert run("replay", "export", "code", "--out", out, "--home", home).code == 2  # nothing is overwritten
+    assert run("replay", "purge", "--home", home).code == 2
+    assert run("replay", "purge", "code", "--all", "--home", home).code == 2
+    assert run("replay", "purge", "law", "--home", home).code == 2
+    assert "1 records of code" in run("replay", "purge", "code", "--home", home).out
+    assert run("replay", "show", "--home", home, "--json").data["records"]["code"] == 0
+
+
+# -- the server's own life -----------------------------------------------------------------------
+
+
+def test_what_must_hold_before_a_server_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moedraft.serve.run.build", None)  # not as far as that
+    with pytest.raises(InvalidRequest, match="no key"):
+        serve(load_settings(home=tmp_path, host="0.0.0.0"))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(InvalidRequest, match="cannot be used"):
+            serve(load_settings(home=tmp_path, port=port))
+        assert url_of(taken, "0.0.0.0") == url_of(taken, "127.0.0.1") == f"http://127.0.0.1:{port}"
+        assert url_of(taken, "::") == url_of(taken, "[::1]") == f"http://[::1]:{port}"
+    with pytest.raises(InvalidRequest, match="cannot be used"):
+        serve(
+            load_settings(home=tmp_path, host="localhost.invalid")
+            if KeyFile(tmp_path).create(["infer"])
+            else None
+        )
+    assert not (tmp_path / SERVER_FILE).exists()
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    home, log = tmp_path / "home", (tmp_path / "log").open("wb")
+    command = [sys.executable, "-m", "moedraft", "serve", "--port", "0", "--no-learning", "--home", str(home)]
+    with log, subprocess.Popen(command, stderr=log, stdout=log) as process:
+        yield process, home
+        process.kill()
+
+
+def test_a_server_from_start_to_end(run: Run, process: tuple[subprocess.Popen[bytes], Path]) -> None:
+    """SIGTERM: what runs is finished, what is new is refused, nothing is left behind."""
+    server, home = process
+    wait_for((home / SERVER_FILE).exists, 60)
+    assert os.stat(home / SERVER_FILE).st_mode & 0o077 == 0
+    url = json.loads((home / SERVER_FILE).read_text())["url"]
+    assert url.startswith("http://127.0.0.1:")
+    assert run("dashboard", "--home", home).out.strip() == f"{url}/dashboard"
+    row = {"model": TARGET, "prompt": "SELECT", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
+        wait_for(lambda: _answers(client), 30)
+        with client.stream("POST", "/v1/completions", json=row) as response:
+            server.send_signal(signal.SIGTERM)
+            wait_for(lambda: client.get("/ready").status_code == 503, 5)
+            check_error(client.post("/v1/completions", json={**row, "stream": False}), 503)
+            pieces = events(response)
+    assert pieces[-1]["choices"][0]["finish_reason"] == "length"
+    assert server.wait(20) == 0
+    assert not (home / SERVER_FILE).exists()
+    log = (home.parent / "log").read_text()
+    assert "SELECT" not in log
+    assert '"status": 503' in log
+    assert "Traceback" not in log
+
+
+def _answers(client: httpx.Client) -> bool:
+    try:
+        return client.get("/ready").status_code == 200
+    except httpx.HTTPError:
+        time.sleep(0.1)
+        return False

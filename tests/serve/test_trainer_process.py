@@ -1,0 +1,562 @@
+"""The trainer beside the server: whatever it does, the supervisor goes on, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from serve_fakes import DOMAINS, tiny_system
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from moedraft.config import Settings, load_settings
+from moedraft.core import (
+    SHARED,
+    AdapterVersion,
+    Domain,
+    InvalidRequest,
+    ReplayRecord,
+    SamplingParams,
+    StorageError,
+)
+from moedraft.distill.messages import TRAINING, Begin
+from moedraft.distill.room import Load, write_load
+from moedraft.engine.build import System
+from moedraft.serve.child import Child, ChildFailed
+from moedraft.serve.trainer import COMMAND, TrainerSupervisor, moved_from
+from moedraft.serve.worker import Worker
+from moedraft.showcase.shipped import examples
+from moedraft.storage.store import Store
+
+from random_models import VOCAB, random_model
+
+FAKE = str(Path(__file__).with_name("fake_trainer.py"))
+
+
+def until(holds: Callable[[], Any], seconds: float = 20.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (result := holds()):
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.01)
+    return result
+
+
+def is_gone(pid: int) -> bool:
+    """Dead and reaped, no zombie."""
+    return not Path(f"/proc/{pid}").exists()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    store = Store.open(tmp_path / "home")
+    store.registry.add_domain(Domain("code", "", DOMAINS["code"], 1.0))
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def settings(store: Store) -> Settings:
+    return load_settings(home=store.home.path, trainer_timeout=0.6)
+
+
+Supervise = Callable[..., TrainerSupervisor]
+
+
+@pytest.fixture
+def supervise(store: Store, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervise]:
+    """Starts a supervisor of a fake trainer; stops it at the end and proves that nothing is left."""
+    monkeypatch.setattr("moedraft.serve.trainer.GRACE", 0.3)
+    monkeypatch.setattr("moedraft.serve.trainer.LOOK_SECONDS", 0.02)
+    made: list[TrainerSupervisor] = []
+    pids: set[int] = set()
+
+    def start(*arguments: object, **options: Any) -> TrainerSupervisor:
+        command = [sys.executable, "-S", FAKE, *map(str, arguments)]
+        one = TrainerSupervisor(
+            options.pop("settings", settings),
+            store,
+            **{"command": command, "backoff": (0.05, 0.2), **options},
+        )
+        made.append(one)
+        one._set = noting(one._set, pids)  # type: ignore[method-assign]
+        one.start()
+        return one
+
+    files = open_files()
+    yield start
+    for one in made:
+        one.stop()
+        one.stop()
+        assert one.state().status == "stopped"
+        assert one.state().pid is None
+    assert pids
+    assert all(is_gone(pid) for pid in pids)
+    assert open_files() <= files + 1  # the store's own connections come and go
+
+
+def noting(change: Callable[..., None], pids: set[int]) -> Callable[..., None]:
+    def set_and_note(**changes: Any) -> None:
+        pids.update({changes["pid"]} if changes.get("pid") else ())
+        change(**changes)
+
+    return set_and_note
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+# -- the process as such -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def child() -> Iterator[Callable[[str], Child]]:
+    made: list[Child] = []
+
+    def start(code: str) -> Child:
+        made.append(Child([sys.executable, "-S", "-c", "import os, sys, time, signal\n" + code], os.environ))
+        return made[-1]
+
+    files = open_files()
+    yield start
+    for one in made:
+        one.close(0.0)
+        assert is_gone(one.process.pid)
+    assert open_files() == files
+
+
+def lines_of(child: Child, count: int) -> list[bytes]:
+    lines: list[bytes] = []
+    deadline = time.monotonic() + 10
+    while len(lines) < count and time.monotonic() < deadline:
+        lines += child.read(0.1)
+    return lines
+
+
+def test_lines_come_whole_however_they_were_written(child: Callable[[str], Child]) -> None:
+    one = child(
+        "for part in (b'a', b'b\\nc', b'\\n', b'', b'd' * 200_000 + b'\\n', b'no end'):\n"
+        "    os.write(1, part); time.sleep(0.01)"
+    )
+    assert lines_of(one, 3) == [b"ab", b"c", b"d" * 200_000]
+    until(lambda: not one.read(0.01) and one.ended)
+
+
+def test_a_child_that_does_not_read_is_not_waited_for(child: Callable[[str], Child]) -> None:
+    one = child("time.sleep(1000)")
+    began = time.monotonic()
+    with pytest.raises(ChildFailed, match="does not read"):
+        for _ in range(10_000):
+            one.send(b"x" * 1000 + b"\n")
+    assert time.monotonic() - began < 5
+
+
+def test_a_child_that_has_ended_cannot_be_written_to(child: Callable[[str], Child]) -> None:
+    one = child("")
+    until(lambda: one.ended)
+    with pytest.raises(ChildFailed, match="reads no more"):
+        one.send(b"x\n")
+
+
+def test_a_line_without_an_end_is_given_up(child: Callable[[str], Child]) -> None:
+    one = child("while True: os.write(1, b'x' * 65536)")
+    with pytest.raises(ChildFailed, match="without an end"):
+        lines_of(one, 1)
+
+
+def test_last_words_are_kept_and_a_flood_is_not(child: Callable[[str], Child]) -> None:
+    one = child("os.write(2, b'x\\n' * 200_000 + b'the reason'); os._exit(4)")
+    until(lambda: not one.read(0.01) and one.ended)
+    one.close(1.0)
+    assert len(one.errors) <= 20
+    assert one.why_ended() == "it ended with status 4: the reason"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "sys.stdin.read()",
+        "time.sleep(1000)",
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(1000)",
+        "os.kill(os.getpid(), signal.SIGSTOP)",
+        "os.close(1); os.close(2); time.sleep(1000)",
+        "while True: os.write(1, b'x\\n' * 30_000)",
+    ],
+)
+def test_closing_ends_whatever_it_is(child: Callable[[str], Child], code: str) -> None:
+    one = child(code)
+    time.sleep(0.1)
+    began = time.monotonic()
+    one.close(0.3)
+    assert is_gone(one.process.pid)
+    assert time.monotonic() - began < 5
+
+
+# -- the supervisor ------------------------------------------------------------------------------
+
+
+def test_it_says_what_the_trainer_does_and_passes_pauses_on(supervise: Supervise, store: Store) -> None:
+    one = supervise("polite", settings=load_settings(home=store.home.path))
+    until(lambda: one.state().waits == "nothing to do")
+    pid = one.state().pid
+    assert pid is not None
+    one.pause()
+    until(lambda: one.state().waits == "paused")
+    assert one.state().paused
+    one.resume()
+    until(lambda: one.state().waits == "nothing to do")
+    assert not one.state().paused
+    assert (one.state().pid, one.state().restarts, one.state().last_error) == (pid, 0, None)
+
+
+def test_a_pause_outlives_the_server(supervise: Supervise, store: Store) -> None:
+    settings = load_settings(home=store.home.path)
+    first = supervise("polite", settings=settings)
+    first.pause()
+    first.stop()
+    second = supervise("polite", settings=settings)
+    assert second.state().paused
+    until(lambda: second.state().waits == "paused")
+    second.resume()
+    second.stop()
+    assert not TrainerSupervisor(settings, store).state().paused
+
+
+def test_a_pause_that_cannot_be_written_down_is_none(
+    supervise: Supervise, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise StorageError("The disk is full.")
+
+    one = supervise("polite")
+    with monkeypatch.context() as patch:
+        patch.setattr(store.registry, "set_meta", full)
+        with pytest.raises(StorageError):
+            one.pause()
+    assert not one.state().paused
+
+
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [
+        ("crash", "status 3: RuntimeError: out of luck"),
+        ("killed", "SIGKILL, as when memory runs out"),
+        ("silent", "said nothing for"),
+        ("frozen", "said nothing for"),
+        ("stubborn", "said nothing for"),
+        ("rubbish", "talks rubbish"),
+        ("endless", "without an end"),
+        ("deaf", "does not read"),
+    ],
+)
+def test_a_bad_trainer_is_ended_and_started_again(supervise: Supervise, mode: str, words: str) -> None:
+    one = supervise(mode)
+    until(lambda: one.state().restarts >= 2)
+    assert words in (one.state().last_error or "")
+
+
+def test_a_trainer_that_cannot_be_started_is_tried_again(store: Store, settings: Settings) -> None:
+    one = TrainerSupervisor(settings, store, command=["/no/such/python"], backoff=(0.01, 0.02))
+    one.start()
+    until(lambda: one.state().restarts >= 3)
+    assert "cannot be started" in (one.state().last_error or "")
+    one.stop()
+
+
+def test_restarts_come_later_each_time_until_it_was_healthy(
+    supervise: Supervise, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    wait = threading.Event.wait
+
+    def noted(event: threading.Event, timeout: float | None = None) -> bool:
+        if timeout in (0.05, 0.1, 0.2):
+            pauses.append(timeout)
+        return wait(event, timeout)
+
+    monkeypatch.setattr(threading.Event, "wait", noted)
+    one = supervise("crash")
+    until(lambda: one.state().restarts >= 4)
+    one.stop()
+    assert pauses[:4] == [0.05, 0.1, 0.2, 0.2]
+    pauses.clear()
+    one = supervise("crash", healthy=0.0)
+    until(lambda: one.state().restarts >= 3)
+    one.stop()
+    assert set(pauses) == {0.05}
+
+
+def test_kill_minus_nine_from_outside(supervise: Supervise, settings: Settings) -> None:
+    one = supervise("polite", settings=settings.model_copy(update={"trainer_timeout": 60.0}))
+    first = until(lambda: one.state().waits and one.state().pid)
+    os.kill(first, signal.SIGKILL)
+    until(lambda: one.state().pid not in (None, first) and one.state().waits)
+    assert one.state().restarts == 1
+    assert is_gone(first)
+
+
+def test_complaints_and_chatter_hold_up_nobody(supervise: Supervise) -> None:
+    one = supervise("noisy")
+    until(lambda: one.state().status == "still here")
+    one.stop()
+    chatty = supervise("talks")
+    until(lambda: chatty.state().step == 1)
+    spent = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - spent < 0.4
+    assert chatty.state().restarts == 0
+
+
+def test_serving_goes_on_beside_a_trainer_that_keeps_dying(tmp_path: Path) -> None:
+    system = tiny_system(tmp_path / "served", trainer_timeout=0.2)
+    worker = Worker(system, max_waiting=20)
+    trainers = [
+        TrainerSupervisor(
+            system.settings, system.store, command=[sys.executable, "-S", FAKE, mode], backoff=(0.01, 0.01)
+        )
+        for mode in ("killed", "deaf", "rubbish", "stubborn")
+    ]
+    for one in (worker, *trainers):
+        one.start()
+
+    async def ask() -> list[str | None]:
+        async def answer(number: int) -> str | None:
+            ticket = await worker.submit([number], SamplingParams(max_tokens=40))
+            return (await ticket.result()).finish_reason
+
+        reasons: list[str | None] = []
+        while min(one.state().restarts for one in trainers) < 2:
+            reasons += await asyncio.gather(*(answer(number) for number in range(8)))
+        return reasons
+
+    reasons = asyncio.run(asyncio.wait_for(ask(), 60))
+    assert set(reasons) == {"length"}
+    for one in trainers:
+        one.stop()
+    worker.stop()
+    system.close()
+
+
+# -- what it publishes ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    return write_adapter(tmp_path / "adapter", 1.0)
+
+
+def write_adapter(folder: Path, value: float) -> Path:
+    folder.mkdir()
+    save_file({"lora_A": torch.full((2, 3), value)}, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"r": 2, "peft_type": "LORA"}))
+    return folder
+
+
+def answers(supervise: Supervise, store: Store, adapter: Path | str, *updates: dict[str, Any]) -> list[Any]:
+    one = supervise("update", adapter, *map(json.dumps, updates), base_hash="tiny")
+    file = store.home.path / "answers.json"
+    until(lambda: one.state().status == "done" or one.state().restarts)
+    assert one.state().restarts == 0, one.state().last_error
+    found: list[Any] = json.loads(file.read_text())
+    one.stop()
+    return found
+
+
+def test_an_update_becomes_the_live_version(supervise: Supervise, store: Store, adapter: Path) -> None:
+    first, second, shared, noted = answers(
+        supervise, store, adapter, {}, {"parent": 1, "acceptance": None}, {"expert": SHARED}
+    )
+    assert [one["type"] for one in (first, second, shared, noted)] == ["published"] * 3 + ["noted"]
+    live = store.registry.live("code")
+    assert live is not None
+    assert AdapterVersion(**second["version"]) == live
+    assert (live.version, live.parent, live.base_hash) == (2, 1, "tiny")
+    assert store.adapters.load(live).manifest["modules"] == ["m"]
+    assert store.registry.get_meta("trained:code") == "7"
+    assert sum(path.is_file() for path in (store.home.path / TRAINING).rglob("*")) == 0
+
+
+@pytest.mark.parametrize(
+    ("update", "word"),
+    [
+        ({"expert": "nobody"}, "no domain"),
+        ({"base": "another"}, "not the one that serves"),
+        ({"parent": 3}, "changed meanwhile"),
+        ({"folder": "0" * 32, "source": ""}, "No such file"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(
+    supervise: Supervise, store: Store, adapter: Path, update: dict[str, Any], word: str
+) -> None:
+    source = update.pop("source", adapter)
+    refused, noted = answers(supervise, store, source, update)
+    assert refused["type"] == "refused"
+    assert word in refused["reason"]
+    assert noted["type"] == "noted"
+    assert store.registry.versions() == []
+
+
+@pytest.mark.parametrize("fault", ["nan", "link", "missing"])
+def test_damaged_files_are_refused(
+    supervise: Supervise, store: Store, adapter: Path, tmp_path: Path, fault: str
+) -> None:
+    if fault == "nan":
+        adapter = write_adapter(tmp_path / "nan", float("nan"))
+    elif fault == "link":
+        (adapter / "adapter_config.json").rename(tmp_path / "elsewhere.json")
+        (adapter / "adapter_config.json").symlink_to(tmp_path / "elsewhere.json")
+    else:
+        (adapter / "adapter_model.safetensors").unlink()
+    refused, _ = answers(supervise, store, adapter, {})
+    assert refused["type"] == "refused"
+    assert store.registry.versions() == []
+
+
+def test_a_folder_from_elsewhere_is_refused(tmp_path: Path, adapter: Path) -> None:
+    (tmp_path / "staged").symlink_to(adapter)
+    with pytest.raises(InvalidRequest):
+        moved_from(tmp_path / "staged")(tmp_path)
+    assert len(list(adapter.iterdir())) == 2
+
+
+@pytest.mark.parametrize("update", [{"folder": "../../etc"}, {"parent": -1}, {"acceptance": 7}, {"rank": 0}])
+def test_what_no_trainer_would_say_is_no_message(
+    supervise: Supervise, store: Store, update: dict[str, Any]
+) -> None:
+    one = supervise("update", "", json.dumps(update))
+    until(lambda: one.state().restarts)
+    assert "said nothing" in (one.state().last_error or "")
+    assert store.registry.versions() == []
+
+
+def test_an_update_does_not_undo_a_rollback(supervise: Supervise, store: Store, adapter: Path) -> None:
+    answers(supervise, store, adapter, {}, {"parent": 1})
+    store.registry.rollback("code")
+    refused, _ = answers(supervise, store, adapter, {"parent": 2})
+    assert "changed meanwhile" in refused["reason"]
+    live = store.registry.live("code")
+    assert live is not None
+    assert live.version == 1
+
+
+def test_what_a_dead_trainer_left_is_cleared_away(supervise: Supervise, store: Store) -> None:
+    left = store.home.path / TRAINING / "abc"
+    left.mkdir(parents=True)
+    (left / "adapter_model.safetensors").write_bytes(b"half")
+    one = supervise("polite")
+    until(lambda: one.state().waits)
+    assert not left.exists()
+
+
+# -- the real one --------------------------------------------------------------------------------
+
+
+def learnable(draft: Path, store: Store) -> Settings:
+    """Settings of a small draft base, in a home with 20 records of "code"."""
+    random_model("llama", 1, layers=2).hf.save_pretrained(draft)
+    words = Tokenizer(models.WordLevel({str(i): i for i in range(VOCAB)}, unk_token="0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="0").save_pretrained(draft)
+    store.registry.set_meta("target_id", "tiny")
+    store.replay.add([record(number) for number in range(20)])
+    small = {"update_steps": 2, "update_tokens": 128, "adapter_rank": 4, "shared_rank": 4}
+    return load_settings(home=store.home.path, draft=str(draft), trainer_timeout=100.0, **small)
+
+
+def record(number: int) -> ReplayRecord:
+    return ReplayRecord(
+        domain="code",
+        expert="code",
+        adapter_version=0,
+        target_id="tiny",
+        token_ids=[number, 2, 3, 4, 5],
+        num_prompt_tokens=2,
+        topk_ids=[[3, 9], [4, 9], [5, 9]],
+        topk_logprobs=[[-0.1, -3.0]] * 3,
+        rejected=[],
+        drafted=3,
+        accepted=1,
+    )
+
+
+def test_the_real_trainer_learns_publishes_and_ends(tmp_path: Path, store: Store) -> None:
+    settings = learnable(tmp_path / "draft", store)
+    one = TrainerSupervisor(settings, store)
+    one.start()
+
+    def learned() -> bool:
+        assert one.state().restarts == 0, one.state().last_error
+        write_load(store.registry, Load(1.0, 0, time.time()))
+        return one.state().waits == "waiting for records"
+
+    until(learned, 120)
+    state = one.state()
+    assert state.pid is not None
+    assert os.getpriority(os.PRIO_PROCESS, state.pid) == 19
+    assert int(Path(f"/proc/{state.pid}/oom_score_adj").read_text()) >= 800
+    assert (state.updates, state.last_error, state.expert) == (2, None, None)
+    assert {update.expert for update in store.updates.recent()} == {SHARED, "code"}
+    assert {version.domain for version in store.registry.versions()} == {SHARED, "code"}
+    began = time.monotonic()
+    one.stop()
+    assert is_gone(state.pid)
+    assert time.monotonic() - began < 5
+
+
+def test_the_real_trainer_ends_with_its_server(tmp_path: Path, store: Store) -> None:
+    """Killed, a server closes nothing by hand; the kernel closes the pipe."""
+    settings = learnable(tmp_path / "draft", store)
+    one = Child(COMMAND, os.environ)
+    one.send(Begin(settings=settings.model_dump(mode="json")).line())
+    until(lambda: one.read(0.1), 60)
+    one.process.stdin.close()  # type: ignore[union-attr]
+    until(lambda: one.process.poll() is not None, 30)
+    one.close(0.0)
+    assert one.why_ended() == "it ended with status 0"
+
+
+def test_the_real_trainer_says_what_is_wrong(tmp_path: Path, store: Store) -> None:
+    settings = load_settings(home=store.home.path, draft=str(tmp_path / "nothing"))
+    one = TrainerSupervisor(settings, store, backoff=(60, 60))
+    one.start()
+    error = until(lambda: one.state().last_error, 60)
+    assert "status 2" in error
+    assert "nothing" in error
+    one.stop()
+
+
+@pytest.mark.slow
+def test_the_shipped_pair_learns_while_it_serves(mini_system: System) -> None:
+    small = {"update_steps": 4, "update_tokens": 512, "update_every": 4, "train_idle_share": 0.0}
+    settings = mini_system.settings.model_copy(update=small)
+    prompts = [prompt for texts in examples().values() for prompt in texts[:2]]
+    plain = mini_system.engine.generate(prompts, SamplingParams(max_tokens=24), draft=False)
+    worker = Worker(mini_system, max_waiting=100)
+    trainer = TrainerSupervisor(settings, mini_system.store, base_hash=mini_system.bank.base_hash)
+    worker.start()
+    trainer.start()
+
+    async def ask() -> None:
+        deadline = time.monotonic() + 200
+        while mini_system.bank.version(SHARED) < 2:
+            assert time.monotonic() < deadline, trainer.state()
+            assert trainer.state().restarts == 0, trainer.state()
+            tickets = [await worker.submit(prompt, SamplingParams(max_tokens=24)) for prompt in prompts]
+            texts = [(await ticket.result()).text for ticket in tickets]
+            assert texts == [output.text for output in plain]
+            await asyncio.sleep(1.0)
+
+    asyncio.run(ask())
+    trainer.stop()
+    worker.stop()
+    assert trainer.state().updates >= 2
