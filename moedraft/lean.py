@@ -124,7 +124,7 @@ class LeanLayer:
         """[B, heads, T, head_dim]; mask bool [B, 1, T, length]."""
         if self.grouped or queries.shape[2] > FEW_QUERIES or queries.device.type != "cpu":
             return scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=self.grouped)
-        scores = (queries * self.head_dim**-0.5) @ keys.transpose(2, 3)
+        scores: torch.Tensor = (queries * self.head_dim**-0.5) @ keys.transpose(2, 3)
         if mask is not None:
             scores = scores.masked_fill_(~mask, -torch.inf)
         return scores.softmax(-1) @ values
@@ -153,7 +153,8 @@ def join(layers: list[nn.Linear], norm: Any = None) -> Product:
 def scaled(x: torch.Tensor, norm: Any) -> torch.Tensor:
     """x / √(Σ x² + n ε): the RMS norm without its weight and the factor √n."""
     squares = (x * x).sum(-1, keepdim=True)
-    return x * squares.add_(norm.variance_epsilon * x.shape[-1]).rsqrt_()
+    factor: torch.Tensor = squares.add_(norm.variance_epsilon * x.shape[-1]).rsqrt_()
+    return x * factor
 
 
 def normed(x: torch.Tensor, norm: Any) -> torch.Tensor:

@@ -18,7 +18,7 @@ TYPICAL = 5  # rows that the blocked copy is laid out for
 
 def pays(weight: torch.Tensor) -> bool:
     """Whether a second layout can help: float32 on a CPU whose PyTorch has oneDNN's blocked products."""
-    known = hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.backends.mkldnn.is_available()
+    known = torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     return known and weight.device.type == "cpu" and weight.dtype == torch.float32
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write docs/reference.md from the code: all settings, all metrics, all routes.
 
-    python scripts/reference.py            # --check: fail where the file is not what the code says
+python scripts/reference.py            # --check: fail where the file is not what the code says
 """
 
 from __future__ import annotations

@@ -85,7 +85,42 @@ def router(found: dict[str, Any]) -> str:
     return table(["unseen real prompts", ""], rows)
 
 
+def serving(found: dict[str, Any]) -> str:
+    rows = []
+    for load, systems in found["loads"].items():
+        for name, one in systems.items():
+            first, gap = one["ttft_ms"], one["gap_ms"]
+            rows.append(
+                [
+                    load,
+                    name,
+                    f"{one['tokens_per_second']:.0f}",
+                    f"{one['ratio']:.2f}",
+                    f"{first['p50']:.0f} / {first['p99']:.0f}",
+                    f"{gap['p50']:.0f} / {gap['p99']:.0f}",
+                    str(one["failed"]),
+                ]
+            )
+    head = [
+        "load",
+        "system",
+        "tokens/s",
+        "× plain",
+        "first token, ms p50 / p99",
+        "gap, ms p50 / p99",
+        "failed",
+    ]
+    settings = found["settings"]
+    note = (
+        f"{settings['requests']} requests of {settings['max_tokens']} tokens a load, "
+        f"{settings['rounds']} rounds, {settings['streams']} slots; "
+        f"open loops at {settings['load']:.0%} of what plain decoding takes."
+    )
+    return f"{table(head, rows)}\n\n{note}"
+
+
 SOURCES = {
+    "serving": ("serve.json", serving),
     "bench": ("bench.json", bench),
     "learning": ("learning.json", learning),
     "router": ("router.json", router),

@@ -39,9 +39,7 @@ def test_long_pieces_take_the_fused_kernel_and_short_ones_agree() -> None:
     model.lean = LeanForward(model.hf, fuse=True)
     ids = torch.randint(97, (2, FEW_QUERIES + 8))
     whole = model.hf(ids).logits
-    torch.testing.assert_close(
-        model.forward(model.new_cache(2), 0, ids, [0, 0]), whole, atol=1e-4, rtol=1e-4
-    )
+    torch.testing.assert_close(model.forward(model.new_cache(2), 0, ids, [0, 0]), whole, atol=1e-4, rtol=1e-4)
     cache = model.new_cache(2)
     for start in range(0, ids.shape[1], 4):
         piece = model.forward(cache, 0, ids[:, start : start + 4], [start, start])

@@ -76,7 +76,7 @@ def _lines(axes: Any, table: Table, columns: Sequence[Column], paints: dict[str,
         axes.yaxis.set_major_formatter(lambda v, _: f"{100 * v:.0f} %")
     else:
         axes.set_ylim(bottom=0)
-    _finish(axes, title, legend=len(columns) > 1)
+    _finish(axes, table, title, legend=len(columns) > 1)
 
 
 def _stack(axes: Any, table: Table, paints: dict[str, str], title: str) -> None:
@@ -89,7 +89,7 @@ def _stack(axes: Any, table: Table, paints: dict[str, str], title: str) -> None:
     )
     axes.yaxis.set_major_formatter(lambda v, _: f"{100 * v:.0f} %")
     axes.set_ylim(0, 1)
-    _finish(axes, title, legend=True)
+    _finish(axes, table, title, legend=True)
 
 
 def _gains(axes: Any, table: Table, paints: dict[str, str], title: str) -> None:
@@ -110,13 +110,14 @@ def _gains(axes: Any, table: Table, paints: dict[str, str], title: str) -> None:
     axes.axhline(0, color=GREY, linewidth=0.8)
     if not measured:
         axes.text(0.5, 0.5, "no update", transform=axes.transAxes, ha="center", color=GREY)
-    _finish(axes, title, legend=bool(measured))
+    _finish(axes, table, title, legend=bool(measured))
 
 
-def _finish(axes: Any, title: str, *, legend: bool) -> None:
+def _finish(axes: Any, table: Table, title: str, *, legend: bool) -> None:
     from matplotlib import dates
 
     axes.set_title(title, loc="left")
+    axes.set_xlim(datetime.fromtimestamp(table.since), datetime.fromtimestamp(table.until))
     axes.grid(axis="y", color="#e4e4de", linewidth=0.8)
     axes.set_axisbelow(True)
     for side in ("top", "right"):
@@ -125,7 +126,7 @@ def _finish(axes: Any, title: str, *, legend: bool) -> None:
     axes.xaxis.set_major_locator(locator)
     axes.xaxis.set_major_formatter(dates.ConciseDateFormatter(locator))
     if legend:
-        axes.legend(frameon=False, fontsize=8, ncols=3, loc="best")
+        axes.legend(frameon=False, fontsize=8, ncols=6, loc="upper center", bbox_to_anchor=(0.5, -0.13))
 
 
 def _plain(name: str) -> str:

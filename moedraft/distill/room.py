@@ -22,7 +22,7 @@ class Load:
 
 def write_load(registry: Registry, load: Load) -> None:
     """Raises StorageError."""
-    registry.set_meta(LOAD, json.dumps(asdict(load)))
+    registry.set_meta(LOAD, json.dumps(asdict(load)), durable=False)
 
 
 def read_load(registry: Registry) -> Load | None:

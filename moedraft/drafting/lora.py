@@ -117,7 +117,6 @@ class LoRALinear(nn.Module):
             y = y + nn.functional.linear(nn.functional.linear(x, down) * _shaped(self.mask, x), up)
         return y
 
-
     def _by_group(self, x: torch.Tensor) -> torch.Tensor:
         batch = sum(len(rows) for rows, _ in self.groups)
         inner = x.view(batch, -1, x.shape[-1])

@@ -103,12 +103,11 @@ class Router:
 
     def load_or_empty(self) -> None:
         """Take what the folder holds; become empty where it holds nothing usable."""
-        self._model, self._fitted_on = None, ""
         tensors, metadata = read_tensors(self.folder / ROUTER_FILE) or ({}, {})
-        if metadata.get("version") != str(ROUTER_VERSION) or metadata.get("embedder") != self.embedder.id:
-            return
-        self._model = RouterModel.unpack(tensors, metadata)
-        self._fitted_on = metadata.get("examples", "") if self._model else ""
+        ours = metadata.get("version") == str(ROUTER_VERSION) and metadata.get("embedder") == self.embedder.id
+        model = RouterModel.unpack(tensors, metadata) if ours else None
+        self._fitted_on = metadata.get("examples", "") if model else ""
+        self._model = model  # in one go: others ask for `domains` meanwhile
 
     def _features_of(self, examples: Mapping[str, Sequence[str]]) -> tuple[dict[str, Floats], int]:
         """{name: [n, d + n-grams]} in the order of names, and d."""

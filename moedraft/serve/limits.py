@@ -74,7 +74,7 @@ class Envelope:
             "request",
             request_id=request_id,
             method=scope["method"],
-            path=scope["path"][:200],
+            path=scope["path"][:200].encode("unicode_escape").decode(),  # a terminal may show it
             status=status,
             seconds=round(seconds, 4),
             key=scope["state"].get("key_id", ""),

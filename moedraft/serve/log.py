@@ -18,30 +18,23 @@ FRAMES = 12  # innermost, of a trace
 
 
 def get_logger(name: str) -> FilteringBoundLogger:
-    logger: FilteringBoundLogger = structlog.get_logger(name)
+    """A logger of events; they go where `logging` sends them, so nowhere before `configure`."""
+    logger: FilteringBoundLogger = structlog.wrap_logger(
+        logging.getLogger(name),
+        processors=[*_shared(), structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        wrapper_class=structlog.stdlib.BoundLogger,
+    )
     return logger
 
 
 def configure(level: int = logging.INFO) -> None:
-    """Send structlog's events and those of `logging` to stderr, in one shape."""
-    shared: list[Any] = [
-        structlog.stdlib.add_logger_name,
-        structlog.stdlib.add_log_level,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
-        without_messages,
-    ]
-    structlog.configure(
-        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
-        logger_factory=structlog.stdlib.LoggerFactory(),
-        wrapper_class=structlog.stdlib.BoundLogger,
-        cache_logger_on_first_use=False,
-    )
+    """Send events and what `logging` takes to stderr, in one shape."""
     human = sys.stderr.isatty()
     renderer: Any = structlog.dev.ConsoleRenderer() if human else structlog.processors.JSONRenderer()
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=[structlog.stdlib.ExtraAdder(allow=()), *shared],
+            foreign_pre_chain=_shared(),
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
         )
     )
@@ -50,6 +43,15 @@ def configure(level: int = logging.INFO) -> None:
     root.setLevel(level)
     for noisy in ("httpx", "alembic", "sentence_transformers", "transformers", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def _shared() -> list[Any]:
+    return [
+        structlog.stdlib.add_logger_name,
+        structlog.stdlib.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        without_messages,
+    ]
 
 
 def log_failure(log: FilteringBoundLogger, error: BaseException, **about: object) -> None:

@@ -8,7 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -27,6 +33,8 @@ class Metrics:
     """A registry of its own, so that several servers in one process do not mix."""
 
     def __init__(self, model_name: str, worker: Worker, supervisor: TrainerSupervisor | None) -> None:
+        # they would be a second series for each, that nobody reads
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._model_name = model_name
         spec = "moedraft_spec_decode_num"

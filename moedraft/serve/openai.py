@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
@@ -83,7 +83,8 @@ async def _answer(request: Request, context: ServerContext, reply: Reply) -> Res
     """Raises ApiError, InvalidRequest, Overloaded or Draining before anything was sent."""
     deadline = time.monotonic() + context.settings.request_timeout
     if reply.job.stream:
-        tickets = await _submit(context, reply.job)
+        async with _until(deadline):
+            tickets = await _submit(context, reply.job)
         return TicketStream(_events(reply, tickets, deadline), tickets, context.settings.send_timeout)
     outputs = await _while_connected(request, _whole(context, reply.job, deadline))
     return JSONResponse(reply.whole(outputs)) if outputs else Response(status_code=CLIENT_GONE)
@@ -107,11 +108,9 @@ async def _submit(context: ServerContext, job: Job) -> list[Ticket]:
 async def _whole(context: ServerContext, job: Job, deadline: float) -> list[RequestOutput]:
     tickets: list[Ticket] = []
     try:
-        async with asyncio.timeout(deadline - time.monotonic()):
+        async with _until(deadline):
             tickets = await _submit(context, job)
             return [_checked(await ticket.result()) for ticket in tickets]
-    except TimeoutError:
-        raise _too_late() from None
     finally:
         _cancel(tickets)
 
@@ -142,8 +141,14 @@ def _checked(output: RequestOutput) -> RequestOutput:
     return output
 
 
-def _too_late() -> ApiError:
-    return ApiError(504, "The answer took longer than this server allows.", code="timeout")
+@asynccontextmanager
+async def _until(deadline: float) -> AsyncIterator[None]:
+    """The block ends by `deadline` (monotonic seconds), or with ApiError 504."""
+    try:
+        async with asyncio.timeout(deadline - time.monotonic()):
+            yield
+    except TimeoutError:
+        raise ApiError(504, "The answer took longer than this server allows.", code="timeout") from None
 
 
 def _cancel(tickets: Sequence[Ticket]) -> None:
@@ -202,11 +207,8 @@ async def _merged(tickets: Sequence[Ticket], deadline: float) -> AsyncGenerator[
     try:
         left = len(tickets)
         while left:
-            try:
-                async with asyncio.timeout(deadline - time.monotonic()):
-                    index, output = await box.get()
-            except TimeoutError:
-                raise _too_late() from None
+            async with _until(deadline):
+                index, output = await box.get()
             if output is None:
                 left -= 1
             else:

@@ -136,16 +136,16 @@ def url_of(listener: socket.socket, host: str) -> str:
 def _bound(settings: Settings) -> Iterator[socket.socket]:
     """The address, ours before minutes are spent on loading models; it is listened at later."""
     host = settings.host.strip("[]")
-    try:
-        found = socket.getaddrinfo(host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = found[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        where, reason = f"{settings.host}:{settings.port}", error.strerror or error
-        raise InvalidRequest(f"The address {where} cannot be used: {reason}.") from error
-    with listener:
+    with ExitStack() as stack:
+        try:
+            found = socket.getaddrinfo(host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            family, kind, protocol, _, address = found[0]
+            listener = stack.enter_context(socket.socket(family, kind, protocol))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except (OSError, UnicodeError) as error:
+            where, reason = f"{settings.host}:{settings.port}", getattr(error, "strerror", None) or error
+            raise InvalidRequest(f"The address {where} cannot be used: {reason}.") from error
         yield listener
 
 

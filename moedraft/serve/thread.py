@@ -14,8 +14,11 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
+
+import torch
 
 from moedraft.core import FinishReason, RequestOutput, SamplingParams
 from moedraft.engine.engine import Engine
@@ -212,13 +215,15 @@ class EngineThread(threading.Thread):
 
     def _abort(self, channel: Channel) -> None:
         if channel.request_id in self._channels:
-            self._engine.abort(channel.request_id)
+            self._tear_out(channel.request_id)
+            self._end_lost()
         elif not channel.ended:  # cancelled before the engine had it
             self._close_channel(channel)
 
     def _abort_all(self) -> None:
         for request_id in list(self._engine.sequences):
-            self._engine.abort(request_id)
+            self._tear_out(request_id)
+        self._end_lost()
 
     def _deliver(self) -> None:
         """Pass the outputs in the box on, with one call into each loop."""
@@ -276,18 +281,24 @@ class EngineThread(threading.Thread):
         if scheduler.running:  # not even an abort could take them out
             scheduler.running.clear()
             scheduler.num_ready = 0
+        scheduler.waiting = deque(one for one in scheduler.waiting if one.request_id in kept)
         outputs = [replace(one, finish_reason=as_error(one.finish_reason)) for one in self._box]
         self._box.clear()
         self._box.extend(outputs)
         self._end_lost()
 
     def _tear_out(self, request_id: str) -> None:
+        """Abort a request; where even that fails, forget it."""
+        sequence = self._engine.sequences[request_id]
         try:
             self._engine.abort(request_id)
         except Exception:
             log.exception("A request could not be aborted; it is forgotten.")
             self._engine.sequences.pop(request_id, None)
             self._engine.texts.pop(request_id, None)
+            if sequence in self._engine.scheduler.running:
+                with suppress(Exception), torch.inference_mode():  # as the caches it moves
+                    self._engine.scheduler.remove(sequence)
 
     def _end_lost(self, reason: FinishReason = "error") -> None:
         """Requests that the engine has no more and whose last output got lost."""
@@ -298,10 +309,7 @@ class EngineThread(threading.Thread):
     def _close(self) -> None:
         """Nothing is taken any more, and nobody waits in vain."""
         self._refuse_jobs()
-        try:
-            self._abort_all()
-        except Exception:
-            log.exception("The engine could not abort its requests.")
+        self._abort_all()
         self._deliver()
         self._end_all()
 

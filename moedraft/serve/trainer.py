@@ -40,6 +40,8 @@ from moedraft.storage.adapters import CONFIG, WEIGHTS
 from moedraft.storage.store import Store
 
 COMMAND = (sys.executable, "-m", "moedraft.distill.process")
+# Nothing of the folder that the server was started in is imported by `-m`.
+ENVIRONMENT = {"PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 PAUSED = "learning_paused"  # meta key, there while learning is paused
 MAX_RUBBISH = 100  # lines of one trainer that make no sense
 BREATH = 0.01  # s between two reads: a trainer that talks all the time gets no whole core of ours
@@ -142,9 +144,8 @@ class TrainerSupervisor:
     def _live(self) -> str:
         """One process from its start to its end; returns why it ended."""
         shutil.rmtree(self._settings.home / TRAINING, ignore_errors=True)  # of one that was killed
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         try:
-            child = Child(self._command, environment)
+            child = Child(self._command, {**os.environ, **ENVIRONMENT})
         except OSError as error:
             return f"it cannot be started: {error}"
         self._set(pid=child.process.pid, status="starting")
@@ -182,7 +183,8 @@ class TrainerSupervisor:
         try:
             reply = self._publish(message) if isinstance(message, Publish) else self._note(message)
         except MoedraftError as error:
-            log.warning("An update of %s was refused: %s", message.expert, error)
+            if str(error) != self._state.last_error:
+                log.warning("An update of %s was refused: %s", message.expert, error)
             self._set(last_error=str(error))
             reply = Refused(reason=str(error))
         conversation.send(reply)
@@ -243,7 +245,8 @@ class Conversation:
             return from_trainer.validate_json(line)
         except ValidationError:
             self._rubbish += 1
-            log.warning("The trainer wrote a line of %d bytes that is no message.", len(line))
+            if self._rubbish == 1:
+                log.warning("The trainer wrote a line of %d bytes that is no message.", len(line))
             if self._rubbish >= MAX_RUBBISH:
                 raise ChildFailed("it talks rubbish") from None
             return None

@@ -206,9 +206,9 @@ class Registry:
             value = connection.scalar(select(meta.c.value).where(meta.c.key == key))
             return default if value is None else value
 
-    def set_meta(self, key: str, value: str | None) -> None:
-        """Keeps `value` under `key`; None removes it."""
-        with self._home.write(durable=True) as connection:
+    def set_meta(self, key: str, value: str | None, *, durable: bool = True) -> None:
+        """Keeps `value` under `key`; None removes it. Not `durable`: a power cut may lose it."""
+        with self._home.write(durable=durable) as connection:
             connection.execute(delete(meta).where(meta.c.key == key))
             if value is not None:
                 connection.execute(insert(meta).values(key=key, value=value))

@@ -28,6 +28,7 @@ from moedraft.routing.classifier import Route
 from moedraft.serve.auth import Authority, Guard
 from moedraft.serve.dashboard import mount
 from moedraft.serve.keys import KeyFile, Keyring
+from moedraft.serve.login import login_router
 from moedraft.serve.trainer import TrainerState
 from moedraft.serve.worker import Snapshot
 from moedraft.storage.store import Store
@@ -199,22 +200,32 @@ class Site:
     store: Store
     worker: FakeWorker
     supervisor: FakeSupervisor
+    clock: Callable[[], float]
 
 
-def make_app(store: Store, worker: FakeWorker, supervisor: FakeSupervisor | None) -> FastAPI:
+def make_app(
+    store: Store,
+    worker: FakeWorker,
+    supervisor: FakeSupervisor | None,
+    clock: Callable[[], float] = time.time,
+) -> FastAPI:
     context = SimpleNamespace(
         worker=worker, supervisor=supervisor, store=store, settings=load_settings(home=store.home.path)
     )
     app = FastAPI()
-    mount(app, cast(Any, context))
+    mount(app, cast(Any, context), clock=clock)
     authority = Authority(Keyring(KeyFile(store.home.path), open_without_keys=True), "127.0.0.1")
+    app.include_router(login_router(authority))
     app.add_middleware(cast(Any, Guard), authority=authority)
     return app
 
 
 @contextmanager
 def site(
-    store: Store, worker: FakeWorker | None = None, supervisor: FakeSupervisor | None = None
+    store: Store,
+    worker: FakeWorker | None = None,
+    supervisor: FakeSupervisor | None = None,
+    clock: Callable[[], float] = time.time,
 ) -> Iterator[Site]:
     """Served from a thread of this process, on a free port, until the end of the block."""
     worker, supervisor = worker or FakeWorker(), supervisor or FakeSupervisor()
@@ -222,7 +233,7 @@ def site(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     config = uvicorn.Config(
-        make_app(store, worker, supervisor), port=port, log_level="warning", ws="websockets-sansio"
+        make_app(store, worker, supervisor, clock), port=port, log_level="warning", ws="websockets-sansio"
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
@@ -233,7 +244,7 @@ def site(
             assert thread.is_alive(), "the server did not start"
             assert time.monotonic() < deadline, "the server did not start in time"
             time.sleep(0.02)
-        yield Site(f"http://127.0.0.1:{port}", store, worker, supervisor)
+        yield Site(f"http://127.0.0.1:{port}", store, worker, supervisor, clock)
     finally:
         server.should_exit = True
         thread.join(timeout=20)

@@ -243,7 +243,8 @@ def test_what_must_hold_before_a_server_starts(tmp_path: Path, monkeypatch: pyte
 @pytest.fixture
 def process(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
     home, log = tmp_path / "home", (tmp_path / "log").open("wb")
-    command = [sys.executable, "-m", "moedraft", "serve", "--port", "0", "--no-learning", "--home", str(home)]
+    start = "import sys; from moedraft.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", start, "serve", "--port", "0", "--no-learning", "--home", str(home)]
     with log, subprocess.Popen(command, stderr=log, stdout=log) as process:
         yield process, home
         process.kill()

@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from server import TARGET, Served, check_error, read_all, send_raw, served, wait_for
 
 from moedraft.core import StorageError
-from moedraft.serve.log import places, without_messages
+from moedraft.serve.log import configure, get_logger, places, without_messages
 
 SHORT = {"header_timeout": 0.5, "body_timeout": 0.5, "max_body_bytes": 10_000, "max_connections": 12}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
@@ -96,6 +96,15 @@ def test_every_response_has_an_id(client: httpx.Client) -> None:
     assert client.get("/health", headers={"x-request-id": "my-id.7"}).headers["x-request-id"] == "my-id.7"
     for bad in ("a b", "x" * 65, "<script>", "a;b", ""):
         assert client.get("/health", headers={"x-request-id": bad}).headers["x-request-id"].startswith("req-")
+
+
+def test_a_path_cannot_speak_to_the_terminal_of_the_log(
+    client: httpx.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    client.get("/%1b%5b31mred%0d%0aforged")
+    shown = [record.msg["path"] for record in caplog.records if isinstance(record.msg, dict)]
+    assert shown[0] == r"/\x1b[31mred\r\nforged"
 
 
 def test_headers_that_browsers_heed(client: httpx.Client) -> None:
@@ -268,3 +277,27 @@ def test_a_failure_is_logged_without_its_message() -> None:
     assert "hunter2" not in str(event)
     assert event["at"] == where
     assert re.fullmatch(r"test_limits\.py:\d+ test_a_failure_is_logged_without_its_message", where[-1])
+
+
+def test_the_log_is_json_lines_without_messages_of_exceptions(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    level = root.level
+    try:
+        configure()
+        try:
+            raise ValueError("hunter2")
+        except ValueError as error:
+            logging.getLogger("uvicorn.error").error("Exception in %s", "ASGI", exc_info=error)
+            logging.getLogger("moedraft.x").exception("worse")
+        get_logger("moedraft.y").info("request", path="\u001b[31m", status=200)
+    finally:
+        root.setLevel(level)
+    rows = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [row["event"] for row in rows] == ["Exception in ASGI", "worse", "request"]
+    assert rows[0]["error"] == rows[1]["error"] == "ValueError"
+    assert rows[2]["status"] == 200
+    assert all("timestamp" in row and "logger" in row for row in rows)
+    assert "hunter2" not in str(rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -67,7 +68,12 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 @pytest.fixture
 def settings(store: Store) -> Settings:
-    return load_settings(home=store.home.path, trainer_timeout=0.6)
+    return load_settings(home=store.home.path)
+
+
+@pytest.fixture
+def impatient(settings: Settings) -> Settings:
+    return settings.model_copy(update={"trainer_timeout": 0.6})
 
 
 Supervise = Callable[..., TrainerSupervisor]
@@ -102,7 +108,7 @@ def supervise(store: Store, settings: Settings, monkeypatch: pytest.MonkeyPatch)
         assert one.state().pid is None
     assert pids
     assert all(is_gone(pid) for pid in pids)
-    assert open_files() <= files + 1  # the store's own connections come and go
+    assert open_files() == files
 
 
 def noting(change: Callable[..., None], pids: set[int]) -> Callable[..., None]:
@@ -114,7 +120,12 @@ def noting(change: Callable[..., None], pids: set[int]) -> Callable[..., None]:
 
 
 def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
+    """Pipes and selectors; the store's connections come and go."""
+    found = 0
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found += os.readlink(f"/proc/self/fd/{entry}").startswith(("pipe:", "anon_inode:"))
+    return found
 
 
 # -- the process as such -------------------------------------------------------------------------
@@ -157,8 +168,7 @@ def test_a_child_that_does_not_read_is_not_waited_for(child: Callable[[str], Chi
     one = child("time.sleep(1000)")
     began = time.monotonic()
     with pytest.raises(ChildFailed, match="does not read"):
-        for _ in range(10_000):
-            one.send(b"x" * 1000 + b"\n")
+        one.send(b"x" * 10_000_000 + b"\n")
     assert time.monotonic() - began < 5
 
 
@@ -206,8 +216,8 @@ def test_closing_ends_whatever_it_is(child: Callable[[str], Child], code: str) -
 # -- the supervisor ------------------------------------------------------------------------------
 
 
-def test_it_says_what_the_trainer_does_and_passes_pauses_on(supervise: Supervise, store: Store) -> None:
-    one = supervise("polite", settings=load_settings(home=store.home.path))
+def test_it_says_what_the_trainer_does_and_passes_pauses_on(supervise: Supervise) -> None:
+    one = supervise("polite")
     until(lambda: one.state().waits == "nothing to do")
     pid = one.state().pid
     assert pid is not None
@@ -220,12 +230,11 @@ def test_it_says_what_the_trainer_does_and_passes_pauses_on(supervise: Supervise
     assert (one.state().pid, one.state().restarts, one.state().last_error) == (pid, 0, None)
 
 
-def test_a_pause_outlives_the_server(supervise: Supervise, store: Store) -> None:
-    settings = load_settings(home=store.home.path)
-    first = supervise("polite", settings=settings)
+def test_a_pause_outlives_the_server(supervise: Supervise, store: Store, settings: Settings) -> None:
+    first = supervise("polite")
     first.pause()
     first.stop()
-    second = supervise("polite", settings=settings)
+    second = supervise("polite")
     assert second.state().paused
     until(lambda: second.state().waits == "paused")
     second.resume()
@@ -252,18 +261,22 @@ def test_a_pause_that_cannot_be_written_down_is_none(
     [
         ("crash", "status 3: RuntimeError: out of luck"),
         ("killed", "SIGKILL, as when memory runs out"),
-        ("silent", "said nothing for"),
-        ("frozen", "said nothing for"),
-        ("stubborn", "said nothing for"),
         ("rubbish", "talks rubbish"),
         ("endless", "without an end"),
         ("deaf", "does not read"),
     ],
 )
 def test_a_bad_trainer_is_ended_and_started_again(supervise: Supervise, mode: str, words: str) -> None:
-    one = supervise(mode)
+    one = supervise(mode, base_hash="tiny")
     until(lambda: one.state().restarts >= 2)
     assert words in (one.state().last_error or "")
+
+
+@pytest.mark.parametrize("mode", ["silent", "frozen", "stubborn"])
+def test_a_trainer_that_hangs_is_killed(supervise: Supervise, impatient: Settings, mode: str) -> None:
+    one = supervise(mode, settings=impatient)
+    until(lambda: one.state().restarts >= 2)
+    assert "said nothing for" in (one.state().last_error or "")
 
 
 def test_a_trainer_that_cannot_be_started_is_tried_again(store: Store, settings: Settings) -> None:
@@ -297,8 +310,8 @@ def test_restarts_come_later_each_time_until_it_was_healthy(
     assert set(pauses) == {0.05}
 
 
-def test_kill_minus_nine_from_outside(supervise: Supervise, settings: Settings) -> None:
-    one = supervise("polite", settings=settings.model_copy(update={"trainer_timeout": 60.0}))
+def test_kill_minus_nine_from_outside(supervise: Supervise) -> None:
+    one = supervise("polite")
     first = until(lambda: one.state().waits and one.state().pid)
     os.kill(first, signal.SIGKILL)
     until(lambda: one.state().pid not in (None, first) and one.state().waits)
@@ -323,7 +336,11 @@ def test_serving_goes_on_beside_a_trainer_that_keeps_dying(tmp_path: Path) -> No
     worker = Worker(system, max_waiting=20)
     trainers = [
         TrainerSupervisor(
-            system.settings, system.store, command=[sys.executable, "-S", FAKE, mode], backoff=(0.01, 0.01)
+            system.settings,
+            system.store,
+            base_hash="tiny",
+            command=[sys.executable, "-S", FAKE, mode],
+            backoff=(0.01, 0.01),
         )
         for mode in ("killed", "deaf", "rubbish", "stubborn")
     ]
@@ -432,9 +449,9 @@ def test_a_folder_from_elsewhere_is_refused(tmp_path: Path, adapter: Path) -> No
 
 @pytest.mark.parametrize("update", [{"folder": "../../etc"}, {"parent": -1}, {"acceptance": 7}, {"rank": 0}])
 def test_what_no_trainer_would_say_is_no_message(
-    supervise: Supervise, store: Store, update: dict[str, Any]
+    supervise: Supervise, store: Store, impatient: Settings, update: dict[str, Any]
 ) -> None:
-    one = supervise("update", "", json.dumps(update))
+    one = supervise("update", "", json.dumps(update), settings=impatient)
     until(lambda: one.state().restarts)
     assert "said nothing" in (one.state().last_error or "")
     assert store.registry.versions() == []
@@ -513,6 +530,7 @@ def test_the_real_trainer_learns_publishes_and_ends(tmp_path: Path, store: Store
     assert time.monotonic() - began < 5
 
 
+@pytest.mark.slow
 def test_the_real_trainer_ends_with_its_server(tmp_path: Path, store: Store) -> None:
     """Killed, a server closes nothing by hand; the kernel closes the pipe."""
     settings = learnable(tmp_path / "draft", store)
@@ -525,6 +543,7 @@ def test_the_real_trainer_ends_with_its_server(tmp_path: Path, store: Store) -> 
     assert one.why_ended() == "it ended with status 0"
 
 
+@pytest.mark.slow
 def test_the_real_trainer_says_what_is_wrong(tmp_path: Path, store: Store) -> None:
     settings = load_settings(home=store.home.path, draft=str(tmp_path / "nothing"))
     one = TrainerSupervisor(settings, store, backoff=(60, 60))

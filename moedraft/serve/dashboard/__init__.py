@@ -6,7 +6,8 @@ stands in front of `/dashboard`, its websocket included.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -39,14 +40,14 @@ POLICY = (
 HEADERS = (
     (b"content-security-policy", POLICY.encode()),
     (b"x-content-type-options", b"nosniff"),
-    (b"referrer-policy", b"no-referrer"),
+    (b"referrer-policy", b"same-origin"),  # without one a form sends no origin, and is refused
 )
 
 
-def mount(app: FastAPI, context: ServerContext) -> None:
+def mount(app: FastAPI, context: ServerContext, *, clock: Callable[[], float] = time.time) -> None:
     """Serve the dashboard of `context` at PATH of `app`. The application must not have started yet."""
     looking = Looking(
-        context.worker, context.supervisor, Observer(context.store), target_name(context.settings)
+        context.worker, context.supervisor, Observer(context.store, clock), target_name(context.settings)
     )
     app.mount(PATH, Frame(_host(), looking))
     outer = app.router.lifespan_context

@@ -23,7 +23,7 @@ from moedraft.serve.dashboard.markup import (
     tag,
 )
 from moedraft.serve.dashboard.panels import Live, NumbersPanel, Panel, Text
-from moedraft.serve.dashboard.words import trainer_state
+from moedraft.serve.dashboard.words import sentence, trainer_state
 from moedraft.serve.observe import LearningView
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def _banner(view: View) -> Markup:
     if trainer and trainer.last_error and state.tone != "bad":
         words.append(tag("p", f"Its last failure: {trainer.last_error}", class_="hint"))
     if view.engine.learning != "learning":
-        words.append(tag("p", f"Records are not kept: {view.engine.learning}.", class_="bad"))
+        words.append(tag("p", f"No records are kept: {sentence(view.engine.learning)}", class_="bad"))
     return tag("section", pill(state.word, state.tone), join(words), class_="card banner")
 
 

@@ -40,6 +40,7 @@ class Look:
     page: str = ""
     span: Span = SPANS[DEFAULT]
     expert: str | None = None
+    signed_in: bool = False  # by a key
 
     @classmethod
     def of(cls, connection: HTTPConnection, page: str, query: Mapping[str, str]) -> Look:
@@ -51,7 +52,8 @@ class Look:
         looking = cast(Looking, connection.scope[LOOKING])
         url, expert = connection.url, query.get("expert") or None
         server = f"{url.scheme}://{url.netloc}"
-        return cls(looking, connection.scope.get("root_path", ""), server, page, span, expert)
+        base, known = connection.scope.get("root_path", ""), connection.scope.get("state", {})
+        return cls(looking, base, server, page, span, expert, bool(known.get("key_id")))
 
     def url(self, page: str | None = None, *, span: Span | None = None, expert: str | None = None) -> str:
         """The same look, changed in one thing."""

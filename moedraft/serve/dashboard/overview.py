@@ -29,7 +29,7 @@ from moedraft.serve.dashboard.markup import (
     tag,
 )
 from moedraft.serve.dashboard.panels import Live, NumbersPanel, Panel, Text, join_title
-from moedraft.serve.dashboard.words import engine_state, idle_note, speedup_note, trainer_state
+from moedraft.serve.dashboard.words import engine_state, idle_note, sentence, speedup_note, trainer_state
 from moedraft.serve.figures import ALL
 from moedraft.serve.observe import Expert, Overview
 
@@ -187,7 +187,7 @@ def _state(view: View) -> Markup:
             ("Restarts of the trainer", count(view.trainer.restarts)),
         ]
     if now.learning != "learning":
-        parts.append(tag("li", tag("p", f"Records are not kept: {now.learning}."), class_="bad"))
+        parts.append(tag("li", tag("p", f"No records are kept: {sentence(now.learning)}"), class_="bad"))
     listed = tag("dl", *(join([tag("dt", name), tag("dd", text)]) for name, text in facts), class_="facts")
     return join([tag("ul", *parts, class_="states"), listed])
 

@@ -42,10 +42,10 @@ def register() -> None:
 def shell(request: Request) -> None:
     """What all pages share. From here on links change the page within the browser."""
     ui.add_head_html(f"<style>{STYLE}</style><script>{SCRIPT}</script>")
-    Frame({f"/{name}": _page(request, name) for name in PAGES})
+    CurrentPage({f"/{name}": _page(request, name) for name in PAGES})
 
 
-class Frame(SubPages):
+class CurrentPage(SubPages):
     """The page the address names."""
 
     def _render_404(self) -> None:
@@ -58,7 +58,7 @@ class Frame(SubPages):
         look = Look.of(self.client.request, "", {})
         _header(look, here=False)
         back = tag("p", tag("a", "Back to the overview", href=look.url("")))
-        with ui.element("main").classes("page"):
+        with ui.element("div").classes("page"):
             ui.html(notice(title, text, "quiet", back))
 
 
@@ -68,6 +68,7 @@ def _page(request: Request, name: str) -> Callable[[PageArguments], None]:
         look = Look.of(request, name, arguments.query_parameters)
         ui.page_title(f"{title} · moedraft")
         _header(look)
+        ui.html(tag("h1", title, class_="unseen"))
         build(look)
 
     page.__annotations__ = {"arguments": PageArguments}  # NiceGUI looks for the class itself
@@ -93,3 +94,6 @@ def _header(look: Look, *, here: bool = True) -> None:
             button = ui.element("button").classes("theme").props('type="button"')
             button.props["title"] = button.props["aria-label"] = "Light, dark or as the system"
             button.on("click", js_handler="() => moedraftTheme()")
+            if look.signed_in:
+                leave = tag("button", "Sign out", type="submit")
+                ui.html(tag("form", leave, method="post", action="/logout", class_="leave"))

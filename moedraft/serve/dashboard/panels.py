@@ -54,7 +54,7 @@ class Live(Generic[V]):
     ) -> None:
         self._see, self._build, self._shape = see, build, shape
         self._trouble = Text("trouble")
-        self._body = ui.element("main").classes("page").props('aria-busy="true"')
+        self._body = ui.element("div").classes("page").props('aria-busy="true"')
         with self._body:
             ui.html(SKELETON)
         self._update: Callable[[V], None] | None = None
@@ -64,8 +64,9 @@ class Live(Generic[V]):
     async def _tick(self) -> None:
         try:
             view = await asyncio.to_thread(self._see)
-        except StorageError as error:
-            log.warning("The dashboard cannot read the store: %s", error)
+        except Exception as error:  # old figures must not pass for new ones, whatever went wrong
+            expected = isinstance(error, StorageError)
+            log.warning("The dashboard has no new figures: %s", error, exc_info=None if expected else error)
             self._trouble.show(notice("No connection to the figures", TROUBLE, "bad"))
             return
         self._trouble.show(Markup())

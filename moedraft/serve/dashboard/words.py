@@ -55,7 +55,8 @@ def trainer_state(now: TrainerState | None) -> State:
 
 
 def sentence(text: str) -> str:
-    """With a capital letter and a full stop."""
+    """With a capital letter and a full stop, and without what the label beside it says already."""
+    text = text.removeprefix("paused: ")
     return f"{text[:1].upper()}{text[1:].rstrip('.')}."
 
 

@@ -1,0 +1,445 @@
+"""The dashboard in a real browser: its figures are the store's, what it is told stays text, and it is alone.
+
+Without Chromium only the tests that need no browser run.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import httpx
+import pytest
+from dashboard_fakes import HOSTILE, IDLE, SERVING, WAITING, FakeWorker, Site, fill, invented, site
+from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
+
+from moedraft.core import SHARED, Domain, UpdateRecord
+from moedraft.serve.keys import KeyFile
+from moedraft.serve.observe import Observer
+from moedraft.serve.spans import SPANS
+from moedraft.storage.store import Store
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+FLAGS = ["--no-sandbox", "--disable-background-networking", "--disable-gpu", "--disable-dev-shm-usage"]
+SHOTS = Path(__file__).resolve().parents[2] / "runs" / "dashboard"  # kept, for people to look at
+PAGES = ("", "experts", "router", "learning")
+SLOW = 20_000  # ms; a machine may be busy with other things
+ALL = SPANS["all"]
+
+Visit = Callable[..., Page]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    if CHROMIUM is None:
+        pytest.skip("there is no Chromium to look at the dashboard with")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    """Some hundred requests of five experts, to be read only."""
+    store = Store.open(tmp_path_factory.mktemp("served"))
+    fill(store, rows=600)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def served(filled: Store) -> Iterator[Site]:
+    """Over `filled`. One site at a time: NiceGUI lives once in a process, and in one event loop."""
+    now = time.time()  # stands still, so that the page and the test see the same steps
+    with site(filled, clock=lambda: now) as found:
+        yield found
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> Iterator[Site]:
+    """Nothing was served here yet."""
+    store = Store.open(tmp_path / "home")
+    with site(store, FakeWorker(IDLE)) as found:
+        yield found
+    store.close()
+
+
+@pytest.fixture
+def visit(browser: Browser) -> Iterator[Visit]:
+    """Opens a page of a site and waits for its figures. Fails where the page asked any other host."""
+    contexts, hosts, own = dict[tuple[int, str], BrowserContext](), set[str](), set[str]()
+
+    def visit(at: Site, path: str = "", *, width: int = 1280, scheme: Any = "light") -> Page:
+        if (width, scheme) not in contexts:
+            size = {"width": width, "height": 900}
+            contexts[width, scheme] = browser.new_context(viewport=size, color_scheme=scheme)  # type: ignore[arg-type]
+        page = contexts[width, scheme].new_page()
+        page.set_default_timeout(SLOW)
+        page.on("request", lambda request: hosts.add(urlsplit(request.url).netloc))
+        page.on("websocket", lambda socket: hosts.add(urlsplit(socket.url).netloc))
+        page.on("dialog", lambda dialog: pytest.fail(f"a dialog opened: {dialog.message}"))
+        own.add(urlsplit(at.url).netloc)
+        page.goto(f"{at.url}/dashboard/{path}")
+        page.locator(".page:not([aria-busy])").wait_for()
+        return page
+
+    yield visit
+    for context in contexts.values():
+        context.close()
+    assert hosts == own
+
+
+def figure(page: Page, key: str) -> str:
+    """The exact value behind a figure in large type."""
+    return page.locator(f'[data-figure="{key}"]').get_attribute("data-value") or ""
+
+
+def table(page: Page, panel: str) -> list[list[str | None]]:
+    """The exact values of a panel's numbers, row by row from the top."""
+    return page.locator(f'[data-panel="{panel}"] tbody').first.evaluate(
+        "body => [...body.rows].map(row => [...row.cells].map(cell => cell.getAttribute('data-value')))"
+    )
+
+
+def exact(rows: Any) -> list[list[str | None]]:
+    return [[cell if cell is None or isinstance(cell, str) else repr(cell) for cell in row] for row in rows]
+
+
+# -- figures -------------------------------------------------------------------------------------
+
+
+def test_overview_shows_what_the_store_holds(served: Site, visit: Visit) -> None:
+    page = visit(served, "?range=all")
+    rows, sums = served.store.requests.rows(), served.store.requests.summary()
+    assert figure(page, "requests") == str(len(rows))
+    accepted, drafted = (
+        sum(getattr(one, f"{n}_tokens") for one in sums.values()) for n in ("accepted", "draft")
+    )
+    assert figure(page, "acceptance") == repr(accepted / drafted)
+    assert figure(page, "tokens_per_second") == repr(SERVING.tokens_per_second)
+    assert figure(page, "speedup") == repr(SERVING.speedup)
+    assert figure(page, "running") == repr(SERVING.running)
+    assert page.locator('[data-figure="speedup"]').inner_text() == "1.42×"
+    for name, stats in sums.items():
+        cells = page.locator(f'[data-table="experts"] tr[data-expert="{name}"]')
+        value = cells.locator('[data-key="recent_acceptance_rate"]').get_attribute("data-value")
+        assert value == repr(stats.recent_acceptance_rate)
+        size = cells.locator('[data-key="replay_size"]').get_attribute("data-value")
+        assert size == repr(served.store.replay.count(name))
+    throughput = Observer(served.store, served.clock).overview(ALL).throughput
+    assert table(page, "throughput") == exact(throughput.rows[::-1])
+
+
+@pytest.mark.parametrize("name", ["python", SHARED])
+def test_one_expert_as_the_store_has_it(served: Site, visit: Visit, name: str) -> None:
+    page = visit(served, f"experts?range=all&expert={name}")
+    stats = served.store.requests.summary()[name]
+    assert figure(page, "recent_acceptance_rate") == repr(stats.recent_acceptance_rate)
+    assert figure(page, "first_acceptance_rate") == repr(stats.first_acceptance_rate)
+    assert figure(page, "mean_acceptance_length") == repr(stats.mean_acceptance_length)
+    assert figure(page, "replay_size") == repr(served.store.replay.count(name))
+    live = served.store.registry.live(name)
+    assert live is not None
+    assert figure(page, "version") == repr(live.version)
+    view = Observer(served.store, served.clock).expert(name, ALL)
+    assert view is not None
+    assert table(page, "acceptance") == exact(view.acceptance.rows[::-1])
+    assert table(page, "by_position") == exact(view.by_position.rows)
+    assert table(page, "by_language") == exact(view.by_language.rows)
+    assert table(page, "versions") == exact(view.versions.rows)
+
+
+def test_the_router_as_the_store_has_it(served: Site, visit: Visit) -> None:
+    page = visit(served, "router?range=all")
+    routed = [row for row in served.store.requests.rows() if row.confidence is not None]
+    unknown = sum(row.expert == SHARED for row in routed)
+    assert figure(page, "routed") == repr(len(routed))
+    assert figure(page, "unknown") == repr(unknown / len(routed))
+    view = Observer(served.store, served.clock).router(ALL)
+    assert table(page, "shares") == exact(view.shares.rows[::-1])
+    assert table(page, "confidences") == exact(view.histogram.rows)
+
+
+def test_learning_as_the_store_has_it(served: Site, visit: Visit) -> None:
+    page = visit(served, "learning?range=all")
+    updates = served.store.updates.recent(limit=1000)
+    assert figure(page, "updates") == repr(len(updates))
+    assert float(figure(page, "seconds")) == pytest.approx(sum(update.seconds for update in updates))
+    assert table(page, "updates") == exact(
+        Observer(served.store, served.clock).learning(ALL).updates.rows[::-1]
+    )
+    expect(page.locator('[data-figure="trainer_state"]')).to_contain_text(WAITING.waits or "?")
+
+
+def test_marks_stand_where_versions_changed(served: Site, visit: Visit) -> None:
+    page = visit(served, "experts?range=all&expert=sql")
+    view = Observer(served.store, served.clock).expert("sql", ALL)
+    assert view is not None
+    marks = [mark.label for mark in view.acceptance.marks][-6:]
+    assert marks
+    chart = page.locator('[data-panel="acceptance"] .chart svg')
+    for label in marks:
+        expect(chart.get_by_text(label, exact=True)).to_be_visible()
+
+
+def test_figures_move_by_themselves(fresh: Site, visit: Visit) -> None:
+    page = visit(fresh, "?range=15m")
+    expect(page.get_by_text("Ready for the first request")).to_be_visible()
+    row = invented(SHARED, time.time() - 5, 0.7, Random(1))
+    fresh.store.requests.add([row])
+    fresh.worker.now = replace(SERVING, tokens_per_second=77.5)
+    rate = repr(row.num_accepted_tokens / row.num_draft_tokens)
+    expect(page.locator('[data-figure="acceptance"]')).to_have_attribute("data-value", rate, timeout=SLOW)
+    expect(page.locator('[data-figure="tokens_per_second"]')).to_have_attribute(
+        "data-value", "77.5", timeout=SLOW
+    )
+    expect(page.get_by_text("Ready for the first request")).to_have_count(0)
+
+
+# -- states --------------------------------------------------------------------------------------
+
+
+def test_nothing_yet(fresh: Site, visit: Visit) -> None:
+    for name in ("experts", "learning"):
+        page = visit(fresh, name)
+        expect(page.locator(".nothing").first).to_be_visible()
+        expect(page.locator(".chart:visible")).to_have_count(0)
+    assert "curl" in visit(fresh).locator(".welcome pre").inner_text()
+
+
+def test_a_store_that_cannot_be_read(fresh: Site, visit: Visit) -> None:
+    page = visit(fresh, "?range=15m")
+    fresh.store.close()
+    expect(page.get_by_text("The figures cannot be read now")).to_be_visible(timeout=SLOW)
+    assert str(fresh.store.home.path) not in page.content()
+    answer = httpx.get(f"{fresh.url}/dashboard/csv/throughput")
+    assert (answer.status_code, str(fresh.store.home.path) in answer.text) == (503, False)
+
+
+def test_how_the_engine_and_the_trainer_are(fresh: Site, visit: Visit) -> None:
+    fresh.worker.now = replace(IDLE, failed="the device is gone", learning="paused: the disk is full")
+    fresh.supervisor.now = replace(
+        WAITING, pid=None, status="starts again in 4 s", last_error="it was killed"
+    )
+    page = visit(fresh)
+    for sentence in (
+        "Failed",
+        "the device is gone",
+        "the disk is full",
+        "starts again in 4 s",
+        "It was killed.",
+    ):
+        expect(page.get_by_text(sentence).first).to_be_visible()
+    fresh.supervisor.now = replace(WAITING, waits=None, expert="sql", step=3, steps=16, loss=1.234)
+    page = visit(fresh, "learning")
+    expect(page.get_by_text("Updating the adapter of sql, step 3 of 16, loss 1.23.")).to_be_visible()
+
+
+def test_an_expert_and_a_page_that_are_not_there(served: Site, visit: Visit) -> None:
+    expect(visit(served, "experts?expert=nobody").get_by_text("There is no such expert")).to_be_visible()
+    page = visit(served, "nowhere")
+    expect(page.get_by_text("There is no such page")).to_be_visible()
+    page.get_by_text("Back to the overview").click()
+    expect(page.locator('[data-figure="requests"]')).to_be_visible()
+
+
+# -- the address, and what one can do --------------------------------------------------------------
+
+
+def test_the_address_says_what_is_shown(served: Site, visit: Visit) -> None:
+    page = visit(served, "experts?range=all&expert=python")
+    page.locator("nav.ranges").get_by_text("24 hours").click()
+    expect(page).to_have_url(re.compile(r"/dashboard/experts\?range=24h&expert=python$"))
+    page.locator("nav.choice").get_by_text("sql").click()
+    expect(page).to_have_url(re.compile(r"range=24h&expert=sql$"))
+    page.reload()
+    expect(page.locator("nav.choice a[aria-current]")).to_contain_text("sql")
+    expect(page.locator("nav.ranges a[aria-current]")).to_have_text("24 hours")
+    page.locator("nav.pages").get_by_text("Router").click()
+    expect(page).to_have_url(re.compile(r"/dashboard/router\?range=24h&expert=sql$"))
+    page.go_back()
+    expect(page.locator("nav.choice a[aria-current]")).to_contain_text("sql")
+
+
+def test_numbers_stay_open_and_csv_says_the_same(served: Site, visit: Visit) -> None:
+    page = visit(served, "router?range=all")
+    panel = page.locator('[data-panel="shares"]')
+    expect(panel.locator("table")).to_be_hidden()
+    panel.get_by_text("As numbers").click()
+    expect(panel.locator("table")).to_be_visible()
+    with page.expect_download() as download:
+        panel.get_by_text("CSV").click()
+    assert download.value.suggested_filename == "moedraft-shares-all.csv"
+    written = Path(download.value.path()).read_text(encoding="utf-8")
+    lines = written.replace("\r\n", "\n").splitlines()
+    assert lines == Observer(served.store, served.clock).router(ALL).shares.to_csv().splitlines()
+    assert len(lines) == len(table(page, "shares")) + 1
+
+
+def test_a_prompt_to_try(served: Site, visit: Visit) -> None:
+    page = visit(served, "router")
+    page.get_by_text("Ask the router").click()
+    expect(page.get_by_text("Write a prompt first")).to_be_visible()
+    page.locator("textarea").fill("SELECT 1")
+    page.get_by_text("Ask the router").click()
+    expect(page.locator('[data-figure="route"]')).to_have_text("sql")
+    sure = page.locator('[data-probability="sql"]').get_attribute("data-value")
+    assert sure == "0.83"
+    page.locator("textarea").fill("what is love?")
+    page.locator("textarea").press("Control+Enter")
+    expect(page.locator('[data-figure="route"]')).to_have_text("Fits no domain")
+    assert served.worker.asked[-2:] == ["SELECT 1", "what is love?"]
+
+
+def test_light_and_dark(served: Site, visit: Visit) -> None:
+    def paper(page: Page) -> str:
+        return str(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+
+    light, dark = paper(visit(served)), paper(visit(served, scheme="dark"))
+    assert light != dark
+    page = visit(served, scheme="dark")
+    page.locator("button.theme").click()
+    assert paper(page) == light
+    page.reload()
+    assert paper(page) == light
+    page.locator("button.theme").click()
+    assert paper(page) == dark
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+def test_it_fits(served: Site, visit: Visit, width: int) -> None:
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    for name in PAGES:
+        scheme = "dark" if name in ("router", "learning") else "light"
+        page = visit(served, f"{name}?range=all", width=width, scheme=scheme)
+        page.locator(".chart svg").first.wait_for()
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        page.screenshot(path=SHOTS / f"{name or 'overview'}-{scheme}-{width}.png", full_page=True)
+
+
+def test_a_key_opens_it_and_signing_out_closes_it(fresh: Site, browser: Browser) -> None:
+    _, secret = KeyFile(fresh.store.home.path).create(["dashboard"], "")
+    page = browser.new_page()
+    page.set_default_timeout(SLOW)
+    page.goto(f"{fresh.url}/dashboard/experts?range=24h")
+    page.locator("#key").fill(secret)
+    page.locator("button").click()
+    page.locator('[data-figure="version"]').wait_for()
+    page.get_by_text("Sign out").click()
+    page.locator("#key").wait_for()
+    assert httpx.get(f"{fresh.url}/dashboard/csv/throughput").status_code == 401
+    page.close()
+
+
+# -- hostile names ---------------------------------------------------------------------------------
+
+
+def poison(at: Site) -> None:
+    """Names, languages and errors that would run or load something where they were taken for HTML."""
+    rng, now = Random(5), time.time()
+    rows = [
+        replace(invented(name, now - 30 * i, 0.6, rng, i % 2), lang=HOSTILE)
+        for name in (HOSTILE, ":onload", "{{constructor.constructor('window.hacked=3')()}}")
+        for i in range(1, 6)
+    ]
+    at.store.requests.add(rows)
+    at.store.registry.add_domain(Domain("sql", HOSTILE, (HOSTILE,) * 8, 1.0))
+    at.store.updates.add(UpdateRecord(HOSTILE, 1, 1, 1, 1.0, 1.0, 0.1, 0.2))
+    at.supervisor.now = replace(WAITING, waits=HOSTILE, last_error=HOSTILE)
+    at.worker.now = replace(SERVING, learning=HOSTILE)
+
+
+def test_hostile_names_stay_text(fresh: Site, visit: Visit) -> None:
+    poison(fresh)
+    expert = quote(HOSTILE, safe="")
+    for path in ("?range=15m", f"experts?expert={expert}", f"router?expert={expert}", "learning"):
+        page = visit(fresh, path)
+        for chart in page.locator(".chart:visible").all():
+            chart.hover()
+            page.wait_for_timeout(50)
+        assert page.get_by_text(HOSTILE).count() > 0
+        assert page.evaluate("window.hacked") is None
+        assert page.locator("img").count() == 0
+    page = visit(fresh, "router")
+    page.locator("textarea").fill(f"</textarea>{HOSTILE}")
+    page.get_by_text("Ask the router").click()
+    expect(page.locator('[data-figure="route"]')).to_be_visible()
+    assert page.evaluate("window.hacked") is None
+
+
+def test_the_hostile_names_would_run(browser: Browser) -> None:
+    """The control: as HTML they do what the test above looks for."""
+    page = browser.new_page()
+    page.set_content(HOSTILE)
+    page.wait_for_function("window.hacked === 1", timeout=SLOW)
+    page.close()
+
+
+# -- without a browser -----------------------------------------------------------------------------
+
+
+def upgrade(at: Site, origin: str | None) -> int:
+    """The status of a websocket's handshake."""
+    where = urlsplit(at.url)
+    connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=20)
+    key = base64.b64encode(os.urandom(16)).decode()
+    headers = {
+        "Connection": "Upgrade",
+        "Upgrade": "websocket",
+        "Sec-WebSocket-Version": "13",
+        "Sec-WebSocket-Key": key,
+        **({"Origin": origin} if origin else {}),
+    }
+    connection.request("GET", "/dashboard/_nicegui_ws/socket.io/?EIO=4&transport=websocket", headers=headers)
+    status = connection.getresponse().status
+    connection.close()
+    return status
+
+
+def test_the_websocket_refuses_other_sites(fresh: Site) -> None:
+    assert upgrade(fresh, fresh.url) == 101
+    assert upgrade(fresh, "https://evil.example") == 403
+    assert upgrade(fresh, "null") == 403
+    polling = f"{fresh.url}/dashboard/_nicegui_ws/socket.io/?EIO=4&transport=polling"
+    assert httpx.get(polling, headers={"origin": "https://evil.example"}).status_code == 403
+    assert httpx.get(polling, headers={"origin": fresh.url}).status_code == 200
+
+
+def test_what_the_browser_is_told(served: Site) -> None:
+    answer = httpx.get(f"{served.url}/dashboard", follow_redirects=True)
+    assert answer.status_code == 200
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'self'" in policy
+    assert "http" not in policy
+    assert answer.headers["referrer-policy"] == "same-origin"
+    foreign = set(re.findall(r"(?:https?:)?//([\w.-]+\.[a-z]{2,})", answer.text)) - {"www.w3.org"}
+    assert foreign == set()
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("throughput?range=all", 200),
+        ("versions?expert=sql", 200),
+        ("versions?expert=nobody", 404),
+        ("versions?expert=" + quote(HOSTILE), 404),
+        ("secrets", 404),
+        ("throughput?range=1000y", 400),
+        ("throughput?range=%0d%0ax: y", 400),
+    ],
+)
+def test_csv_files(served: Site, path: str, status: int) -> None:
+    answer = httpx.get(f"{served.url}/dashboard/csv/{path}")
+    assert answer.status_code == status
+    assert answer.headers["content-type"].startswith("text/csv" if status == 200 else "text/plain")

@@ -1,0 +1,69 @@
+"""What lies under deploy/ asks only for metrics that the server has."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from dashboard_fakes import FakeSupervisor, FakeWorker
+
+from moedraft.serve.metrics import Metrics
+
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+SERIES = re.compile(r"\bmoedraft_\w+")
+
+
+@pytest.fixture(scope="module")
+def board() -> dict[str, Any]:
+    return cast(dict[str, Any], json.loads((DEPLOY / "grafana.json").read_text(encoding="utf-8")))
+
+
+def offered() -> set[str]:
+    """Every series that a scrape can hold."""
+    metrics = Metrics("mini", cast(Any, FakeWorker()), cast(Any, FakeSupervisor()))
+    names = set[str]()
+    for family in metrics.registry.collect():
+        suffixes = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}.get(family.type, [""])
+        names |= {family.name + suffix for suffix in suffixes}
+    return names
+
+
+def asked(board: dict[str, Any]) -> set[str]:
+    return set(SERIES.findall(json.dumps([board["panels"], board["templating"]])))
+
+
+def test_grafana_asks_for_what_there_is(board: dict[str, Any]) -> None:
+    assert len(asked(board)) > 12
+    assert asked(board) <= offered()
+
+
+def test_a_metric_that_is_not_there_would_be_found(board: dict[str, Any]) -> None:
+    wrong = {
+        **board,
+        "panels": [*board["panels"], {"targets": [{"expr": "rate(moedraft_nothing_total[1m])"}]}],
+    }
+    assert asked(wrong) - offered() == {"moedraft_nothing_total"}
+
+
+def test_the_board_is_one_that_grafana_takes(board: dict[str, Any]) -> None:
+    assert {"uid", "title", "schemaVersion", "panels", "templating", "time"} <= board.keys()
+    ids = [panel["id"] for panel in board["panels"]]
+    assert len(set(ids)) == len(ids)
+    taken = set[tuple[int, int]]()
+    for panel in board["panels"]:
+        at = panel["gridPos"]
+        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert max(x for x, _ in cells) < 24, panel["title"]
+        assert not cells & taken, panel["title"]
+        taken |= cells
+        assert panel["datasource"]["uid"] == "${datasource}"
+        assert all(target["expr"].count("(") == target["expr"].count(")") for target in panel["targets"])
+
+
+def test_prometheus_scrapes_the_metrics_path() -> None:
+    text = (DEPLOY / "prometheus.yml").read_text(encoding="utf-8")
+    assert "metrics_path: /metrics" in text
+    assert "127.0.0.1:8000" in text

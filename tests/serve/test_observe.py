@@ -1,0 +1,360 @@
+"""What can be seen of a home: the figures are those of the store, whatever way they are asked for."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from dashboard_fakes import HOSTILE, fill, invented, record
+
+from moedraft.core import SHARED, Domain, InvalidRequest, StorageError, UpdateRecord
+from moedraft.serve import figures
+from moedraft.serve.columns import NUMBERS, RequestReader
+from moedraft.serve.observe import Observer
+from moedraft.serve.spans import MOST_STEPS, SPANS, find_span, grid_of
+from moedraft.serve.tables import Column, Table
+from moedraft.storage.store import Store
+
+ALL = SPANS["all"]
+HOUR = SPANS["1h"]
+RNG = random.Random(3)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    store = Store.open(tmp_path / "home")
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def filled(store: Store) -> Store:
+    fill(store, rows=400)
+    return store
+
+
+def now_and(*ages: float) -> tuple[float, list[float]]:
+    now = time.time()
+    return now, [now - age for age in ages]
+
+
+# -- spans ---------------------------------------------------------------------------------------
+
+
+def test_every_span_has_few_whole_steps() -> None:
+    now = 1_700_000_123.4
+    for first in (None, now - 30, now - 3600, now - 86400 * 3, now - 86400 * 900):
+        for span in SPANS.values():
+            grid = grid_of(span, now, first)
+            assert grid.count <= MOST_STEPS + 1
+            assert grid.start % grid.width == 0
+            assert grid.start <= now - (span.seconds or 0)
+            assert grid.end - grid.width <= now < grid.end
+            assert grid.lengths[-1] == pytest.approx(max(1.0, now - grid.starts[-1]))
+
+
+def test_an_unknown_span_is_refused() -> None:
+    assert find_span(None) is HOUR
+    with pytest.raises(InvalidRequest, match="15m, 1h"):
+        find_span("2h")
+
+
+# -- figures -------------------------------------------------------------------------------------
+
+
+def test_totals_are_those_of_the_store(filled: Store) -> None:
+    view = Observer(filled).overview(ALL)
+    rows, sums = filled.requests.rows(), filled.requests.summary()
+    assert view.requests == len(rows) == 400
+    assert view.tokens == sum(row.num_tokens for row in rows)
+    drafted, accepted = (sum(getattr(row, f"num_{n}_tokens") for row in rows) for n in ("draft", "accepted"))
+    assert view.acceptance == accepted / drafted
+    assert view.mean_acceptance_length == 1 + accepted / sum(row.num_drafts for row in rows)
+    assert sum(int(n or 0) for n in view.throughput.column("requests")) == 400
+    assert sum(int(n or 0) for n in view.throughput.column("tokens")) == view.tokens
+    assert sum(expert.share or 0 for expert in view.experts) == pytest.approx(1)
+    for expert in view.experts:
+        assert expert.stats == sums[expert.name]
+        assert expert.acceptance == sums[expert.name].acceptance_rate
+        assert expert.replay_size == filled.replay.count(expert.name)
+    assert view.by_figures.column("all_accepted_tokens") == [
+        sums[e.name].accepted_tokens for e in view.experts
+    ]
+
+
+def test_one_expert(filled: Store) -> None:
+    view = Observer(filled).expert("python", ALL)
+    assert view is not None
+    rows = filled.requests.rows(expert="python")
+    assert sum(int(n or 0) for n in view.acceptance.column("requests")) == len(rows)
+    assert sum(int(n or 0) for n in view.acceptance.column("accepted_tokens")) == sum(
+        row.num_accepted_tokens for row in rows
+    )
+    for place, drafted, accepted, rate in view.by_position.rows:
+        at = int(place or 0) - 1
+        assert drafted == sum(row.drafted_at[at] for row in rows)
+        assert accepted == sum(row.accepted_at[at] for row in rows)
+        assert rate == int(accepted or 0) / int(drafted or 1)
+    assert {lang: n for lang, n, *_ in view.by_language.rows} == {
+        lang: sum(row.lang == lang for row in rows) for lang in ("latin", "cyrillic")
+    }
+    made = filled.registry.versions("python")
+    assert view.versions.column("version") == [version.version for version in reversed(made)]
+    assert view.versions.column("state")[0] == "live"
+    served = [row for row in rows if row.adapter_version == made[-1].version]
+    assert view.versions.column("requests")[0] == len(served)
+    assert view.expert.replay_oldest is not None
+    assert view.expert.replay_newest is not None
+    assert view.expert.replay_oldest < view.expert.replay_newest
+
+
+def test_an_expert_that_is_not_there(filled: Store) -> None:
+    assert Observer(filled).expert("nobody", ALL) is None
+
+
+def test_only_the_span_counts(store: Store) -> None:
+    _, (old, recent) = now_and(3 * 3600, 600)
+    store.requests.add([invented(SHARED, old, 0.9, RNG), invented(SHARED, recent, 0.2, RNG)])
+    observer = Observer(store)
+    assert observer.overview(HOUR).requests == 1
+    assert observer.overview(ALL).requests == 2
+    assert observer.overview(SPANS["15m"]).requests == 1
+    assert observer.overview(SPANS["24h"]).requests == 2
+
+
+def test_nothing_at_all(store: Store) -> None:
+    observer = Observer(store)
+    for span in SPANS.values():
+        view = observer.overview(span)
+        assert (view.requests, view.tokens, view.acceptance, view.time_to_first_token) == (0, 0, None, None)
+        assert [expert.name for expert in view.experts] == [SHARED]
+        assert view.experts[0].share is None
+        seen = observer.expert(SHARED, span)
+        assert seen is not None
+        assert (seen.by_position.rows, seen.by_language.rows, seen.versions.rows) == ((), (), ())
+        assert observer.router(span).confidence is None
+        assert observer.router(span).histogram.rows == ()
+        assert observer.learning(span).updates.rows == ()
+
+
+def test_a_request_that_drafted_nothing(store: Store) -> None:
+    plain = replace(
+        invented(SHARED, time.time(), 0.5, RNG),
+        num_drafts=0,
+        num_draft_tokens=0,
+        num_accepted_tokens=0,
+        drafted_at=[],
+        accepted_at=[],
+        confidence=None,
+        time_to_first_token=None,
+    )
+    store.requests.add([plain])
+    view = Observer(store).overview(HOUR)
+    assert (view.requests, view.acceptance, view.mean_acceptance_length) == (1, None, None)
+    assert Observer(store).router(HOUR).routed == 0
+
+
+def test_the_router(filled: Store) -> None:
+    view = Observer(filled).router(ALL)
+    routed = [row for row in filled.requests.rows() if row.confidence is not None]
+    unknown = [row for row in routed if row.expert == SHARED]
+    assert 0 < len(routed) < 400
+    assert (view.routed, view.unknown) == (len(routed), len(unknown))
+    assert view.confidence == pytest.approx(sum(row.confidence or 0 for row in routed) / len(routed))
+    assert view.shares.columns[-1].label == SHARED
+    for row in view.shares.rows:
+        if row[1]:
+            assert sum(float(share or 0) for share in row[2:]) == pytest.approx(1)
+    bins = [row[2:] for row in view.histogram.rows]
+    assert sum(int(none or 0) for _, none in bins) == len(unknown)
+    assert bins[9][0] == sum(row.expert != SHARED and (row.confidence or 0) >= 0.9 for row in routed)
+    assert sum(int(n or 0) for n in view.unknown_share.column("unknown")) == len(unknown)
+
+
+def test_learning(filled: Store) -> None:
+    filled.updates.add(UpdateRecord("sql", 99, 5, 2, 0.5, 2.5, None, 0.9))
+    view = Observer(filled).learning(ALL)
+    updates = filled.updates.recent(limit=1000)
+    assert view.updates.column("loss") == [update.loss for update in updates]
+    assert view.updates.column("gain")[-1] is None
+    assert view.seconds == pytest.approx(sum(update.seconds for update in updates))
+    gains = [
+        u.acceptance_after - u.acceptance_before
+        for u in updates
+        if u.acceptance_before and u.acceptance_after
+    ]
+    assert view.gain == pytest.approx(sum(gains) / len(gains))
+    assert sum(float(s or 0) for s in view.by_expert.column("seconds")) == pytest.approx(view.seconds)
+    assert Observer(filled).learning(SPANS["15m"]).updates.column("version")[-1] == 99
+
+
+# -- marks ---------------------------------------------------------------------------------------
+
+
+def marks_of(store: Store, *versions: int) -> list[str]:
+    """Of requests with these versions, one a step of the hour."""
+    now = time.time()
+    width = grid_of(HOUR, now, None).width
+    first = now - width * len(versions)
+    store.requests.add(
+        [invented("sql", first + width * i, 0.5, RNG, version) for i, version in enumerate(versions)]
+    )
+    view = Observer(store).expert("sql", HOUR)
+    assert view is not None
+    return [mark.label for mark in view.acceptance.marks]
+
+
+def test_a_mark_where_the_version_changes(store: Store) -> None:
+    assert marks_of(store, 0, 1, 1, 2, 1) == ["v1", "v2", "v1"]
+
+
+def test_no_mark_without_a_change(store: Store) -> None:
+    assert marks_of(store, 3, 3, 3) == []
+
+
+def test_late_answers_of_the_old_version_make_no_marks(store: Store) -> None:
+    now = time.time() // 120 * 120 + 60  # in the middle of a step
+    step = [(now - 3, 1), (now - 2, 2), (now - 1, 1), (now, 2)]
+    store.requests.add([invented("sql", now - 300, 0.5, RNG, 1)])
+    store.requests.add([invented("sql", at, 0.5, RNG, version) for at, version in step])
+    view = Observer(store, lambda: now + 1).expert("sql", HOUR)
+    assert view is not None
+    assert [(mark.at, mark.label) for mark in view.acceptance.marks] == [(now - 2, "v2")]
+
+
+# -- reading only what is new ----------------------------------------------------------------------
+
+
+class CountedRows:
+    def __init__(self, store: Store) -> None:
+        self.store, self.read = store, 0
+
+    def __call__(self, since: float, until: float | None) -> list[object]:
+        rows = self.store.requests.rows(since, until)
+        self.read += len(rows)
+        return list(rows)
+
+
+def test_the_log_is_not_read_twice(store: Store) -> None:
+    now = time.time()
+    store.requests.add([invented(SHARED, now - 1000 + i, 0.5, RNG) for i in range(500)])
+    rows = CountedRows(store)
+    reader = RequestReader(rows)  # type: ignore[arg-type]
+    assert len(reader.read(now - 700)) == 200
+    assert len(reader.read(0.0)) == 500
+    before = rows.read
+    assert len(reader.read(0.0)) == 500
+    assert rows.read - before <= 6  # the last seconds only
+    store.requests.add([invented("new", now + i, 0.5, RNG) for i in range(3)])
+    found = reader.read(now - 10)
+    assert len(found) == 503
+    assert found.expert_names == (SHARED, "new")
+    assert len(found.of("new")) == 3
+    assert found["created_at"].tolist() == sorted(row.created_at for row in store.requests.rows())
+
+
+def test_what_came_while_nobody_looked_is_not_missed(store: Store) -> None:
+    now = time.time()
+    store.requests.add([invented(SHARED, now - 5000, 0.5, RNG)])
+    reader = RequestReader(store.requests.rows)
+    assert len(reader.read(now - 6000)) == 1
+    store.requests.add([invented(SHARED, now - 4000 + i, 0.5, RNG) for i in range(4)])
+    assert len(reader.read(now - 100)) == 5
+    assert len(reader.read(now - 6000)) == 5
+
+
+def test_columns_hold_what_the_rows_say(filled: Store) -> None:
+    rows = filled.requests.rows()
+    found = RequestReader(filled.requests.rows).read()
+    for name in NUMBERS:
+        for cell, row in zip(found[name].tolist(), rows, strict=True):
+            value = getattr(row, name)
+            assert math.isnan(cell) if value is None else cell == value
+    assert [found.lang_names[code] for code in found.langs] == [row.lang for row in rows]
+
+
+def test_at_most_so_many_are_kept(store: Store) -> None:
+    now = time.time()
+    store.requests.add([invented(SHARED, now - 50 + i, 0.5, RNG) for i in range(50)])
+    found = RequestReader(store.requests.rows, capacity=20).read()
+    assert len(found) == 20
+    assert found["created_at"].min() >= now - 21
+
+
+def test_a_view_is_fresh_after_a_second(store: Store) -> None:
+    clock = [time.time()]
+    observer = Observer(store, lambda: clock[0])
+    assert observer.overview(HOUR).requests == 0
+    store.requests.add([invented(SHARED, clock[0] - 9, 0.5, RNG)])
+    clock[0] += 0.5
+    assert observer.overview(HOUR).requests == 0
+    clock[0] += 0.6
+    assert observer.overview(HOUR).requests == 1
+
+
+def test_a_home_that_is_closed(store: Store) -> None:
+    observer = Observer(store)
+    store.close()
+    with pytest.raises(StorageError):
+        observer.overview(HOUR)
+
+
+# -- hostile names, and CSV ------------------------------------------------------------------------
+
+
+def test_names_that_are_those_of_columns(store: Store) -> None:
+    names = ["at", "requests", "all", HOSTILE, '=1+1,"x"\n']
+    now = time.time()
+    store.registry.add_domain(Domain("at", "", tuple(map(str, range(8))), now))
+    store.requests.add([invented(name, now - 20, 0.2 * i, RNG) for i, name in enumerate(names)])
+    observer = Observer(store)
+    overview, router = observer.overview(HOUR), observer.router(HOUR)
+    assert {expert.name for expert in overview.experts} == {SHARED, *names}
+    assert len({column.key for column in overview.by_expert.columns}) == len(names) + 2
+    assert {column.label for column in router.shares.columns[2:]} - {SHARED} <= set(names)
+    for table in (overview.by_expert, overview.by_figures, router.shares):
+        rows = list(csv.reader(io.StringIO(table.to_csv())))
+        assert len(rows) == len(table.rows) + 1
+        assert {len(row) for row in rows} == {len(table.columns)}
+    assert '"\'=1+1,""x""\n"' in overview.by_figures.to_csv()
+
+
+def test_csv() -> None:
+    columns = (Column("at", "at", "time"), Column("name", "name", "text"), Column("rate", "rate", "share"))
+    rows = ((0.25, "-x", 1 / 3), (60.0, "a, b", None), (60.0, "@f", math.nan))
+    assert Table("t", columns, rows).to_csv().split("\r\n") == [
+        "at,name,rate",
+        "1970-01-01T00:00:00.250+00:00,'-x,0.3333333333333333",
+        '1970-01-01T00:01:00.000+00:00,"a, b",',
+        "1970-01-01T00:01:00.000+00:00,'@f,",
+        "",
+    ]
+
+
+def test_a_step_that_has_only_begun_has_no_speed(store: Store) -> None:
+    now = 1_700_000_000 // 120 * 120 + 10.0
+    store.requests.add([invented(SHARED, now - 5, 0.5, RNG), invented(SHARED, now - 60, 0.5, RNG)])
+    table = Observer(store, lambda: now).overview(HOUR).throughput
+    assert table.column("requests")[-2:] == [1, 1]
+    assert table.column("tokens_per_second")[-1] is None
+    tokens = int(table.column("tokens")[-2] or 0)
+    assert table.column("tokens_per_second")[-2] == tokens / 120
+
+
+def test_gain_needs_both_figures() -> None:
+    update = UpdateRecord("sql", 1, 1, 1, 1.0, 1.0, 0.5, 0.75)
+    assert figures.gain_of(update) == 0.25
+    assert figures.gain_of(replace(update, acceptance_before=None)) is None
+
+
+def test_replay_age(store: Store) -> None:
+    store.replay.add([record(SHARED, 10.0), record(SHARED, 20.0)])
+    (shared,) = Observer(store).experts(HOUR)
+    assert (shared.replay_size, shared.replay_oldest, shared.replay_newest) == (2, 10.0, 20.0)

@@ -1,0 +1,406 @@
+"""Clients that leave at every moment, and an engine that stands still or is only very busy."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import json
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from load_tools import (
+    Outside,
+    Row,
+    Steps,
+    ask,
+    connected,
+    hang_up,
+    outside,
+    read_events,
+    read_head,
+    request_bytes,
+    resident,
+)
+from serve_fakes import tiny_system
+from server import QUIET, TARGET, Served, listening, served, wait_for
+
+from moedraft.config import load_settings
+from moedraft.core import RequestOutput, Sequence
+from moedraft.engine.build import System
+from moedraft.serve.app import create_app
+from moedraft.serve.run import Server
+from moedraft.serve.ticket import Channel, Ticket
+from moedraft.serve.worker import Worker
+from moedraft.showcase.shipped import traffic
+
+
+def run(work: Coroutine[Any, Any, Any], seconds: float = 60) -> Any:
+    return asyncio.run(asyncio.wait_for(work, seconds))
+
+
+async def until(holds: Callable[[], bool], seconds: float = 10) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it did not come true in time"
+        await asyncio.sleep(0.002)
+
+
+# -- a thousand who leave ------------------------------------------------------------------------
+
+CROWD = 9  # clients who leave together; there are four slots
+PROMPT = " ".join(str(i % 40) for i in range(40))  # five chunks of eight tokens
+# Steps done when they leave. The first client is a step ahead of the others, which come in its first step.
+STAGES = {
+    "headers": 0,  # of which a half was sent
+    "body": 0,
+    "inbox": 0,  # sent; the engine, in a step, has not seen it yet
+    "reading": 3,  # four have a slot, their prompts half read; five wait
+    "middle": 9,
+    "end": 15,  # one token is missing
+    "race": 15,  # the last step begins as they leave
+}
+
+
+@dataclass(frozen=True)
+class Traces:
+    """What a request may leave behind."""
+
+    sequences: int
+    texts: int
+    boxes: int
+    channels: int
+    outputs: int
+    opened: int
+    running: int
+    waiting: int
+    connections: int
+    tasks: int
+    alive: int  # tickets and channels that are no garbage
+    threads: int
+    files: int
+
+    @classmethod
+    def of(cls, found: Served) -> Traces:
+        engine, thread = found.system.engine, found.worker._engine
+        gc.collect()
+        state = found.server.server_state
+        return cls(
+            sequences=len(engine.sequences),
+            texts=len(engine.texts),
+            boxes=len(engine.boxes),
+            channels=len(thread._channels),
+            outputs=len(thread._box),
+            opened=thread.open,
+            running=len(engine.scheduler.running),
+            waiting=len(engine.scheduler.waiting),
+            connections=len(state.connections),
+            tasks=len(state.tasks),
+            alive=sum(type(one) in (Ticket, Channel) for one in gc.get_objects()),
+            threads=threading.active_count(),
+            files=len(os.listdir("/proc/self/fd")),
+        )
+
+
+async def crowd_leaves(found: Served, steps: Steps, stage: str, stream: bool, reset: bool) -> None:
+    """They come together and leave together; every slot is free one step after the server knows."""
+    thread, connections = found.worker._engine, found.server.server_state.connections
+    row = {"model": TARGET, "prompt": PROMPT, "max_tokens": 12, "stream": stream, "draft": stage == "middle"}
+    if stage == "middle":
+        row["max_tokens"] = 60
+    steps.hold()
+    writers = [await begun(found, row, stage) for _ in range(CROWD)]
+    if stage in ("headers", "body"):
+        await until(lambda: len(connections) == CROWD)
+    else:
+        await until(lambda: thread.open == CROWD)
+    await asyncio.to_thread(steps.let, STAGES[stage])
+    if stage == "end":
+        assert max(one.num_generated for one in found.system.engine.sequences.values()) == 11
+    for writer in writers:
+        hang_up(writer, reset=reset)
+    if stage not in ("inbox", "race"):
+        await until(lambda: not connections and not found.server.server_state.tasks)
+    if found.system.engine.has_work:
+        await asyncio.to_thread(steps.let, 1)
+    if stage in ("inbox", "race"):
+        steps.open()
+    await until(lambda: not thread.open)
+    await until(lambda: not connections and not found.server.server_state.tasks)
+
+
+async def begun(found: Served, row: Row, stage: str) -> asyncio.StreamWriter:
+    content = request_bytes(row)
+    part = {"headers": 60, "body": len(content) - 20}.get(stage, len(content))
+    _, writer = await asyncio.open_connection(*found.address)
+    writer.write(content[:part])
+    await writer.drain()
+    return writer
+
+
+def stage_of(sequence: Sequence) -> str:
+    """How far it had come when it ended."""
+    if sequence.finish_reason != "abort":
+        return "answered"
+    if sequence.num_generated:
+        return "last" if sequence.num_generated == sequence.params.max_tokens - 1 else "generating"
+    return "reading" if sequence.target_cached else "waiting"
+
+
+def test_a_thousand_clients_leave_nothing_behind(tmp_path: Path) -> None:
+    system, ends = tiny_system(tmp_path / "home", prefill_chunk=8), Counter[str]()
+    with served(tmp_path, system=system, prefill_chunk=8) as found, found.client() as client:
+        system.engine.sinks.append(lambda sequence: ends.update([stage_of(sequence)]))
+        steps = Steps(system)
+        kinds = list(itertools.product(STAGES, (True, False), (True, False)))
+
+        async def rounds(count: int) -> None:
+            for stage, stream, reset in kinds * count:
+                await crowd_leaves(found, steps, stage, stream, reset)
+
+        run(rounds(1))
+        before, memory = Traces.of(found), resident()
+        run(rounds(3), 200)
+        after, grown = Traces.of(found), resident() / memory - 1
+        steps.open()
+        body = {"model": TARGET, "prompt": PROMPT, "max_tokens": 12}
+        assert client.post("/v1/completions", json=body).json()["choices"][0]["finish_reason"] == "length"
+        last = sum(type(one) is Sequence for one in gc.get_objects())
+    print(ends, before, f"{grown:+.2%}")
+    assert 4 * len(kinds) * CROWD >= 1000
+    assert ends["waiting"] > 100
+    assert ends["reading"] > 50
+    assert ends["generating"] > 50
+    assert ends["last"] > 10
+    assert after == before
+    assert last <= 4  # the decoder keeps the rows of its last round
+    assert before.opened == before.running == before.waiting == before.connections == before.tasks == 0
+    assert grown < 0.01
+
+
+# -- the same with the shipped pair, in a process of its own -------------------------------------
+
+
+async def one_leaves(server: Outside, number: int, random: Random, left: Counter[str]) -> None:
+    """At a stage that its answer shows, or after a random time where nothing shows."""
+    stage = ("headers", "body", "waiting", "reading", "middle", "end")[number % 6]
+    stream = bool(number // 6 % 2) or stage in ("middle", "end")
+    query = traffic()[number % 360]
+    row = {"model": TARGET, "prompt": query.prompt, "max_tokens": 8, "stream": stream, "ignore_eos": True}
+    content = request_bytes(row)
+    part = {"headers": 60, "body": len(content) - 20}.get(stage, len(content))
+    async with connected(server.address) as (reader, writer):
+        writer.write(content[:part])
+        if stage in ("middle", "end"):
+            status, _ = await read_head(reader)
+            assert status == 200
+            said = 0
+            async for event in read_events(reader):
+                assert event is not None
+                said += len(event["choices"][0]["text"])
+                done = event["choices"][0]["finish_reason"] is not None
+                if done or (said and stage == "middle"):
+                    break
+        else:
+            await asyncio.sleep(random.expovariate(1 / {"waiting": 0.02, "reading": 0.2}.get(stage, 0.01)))
+        left[f"{stage}{', streamed' if stream else ''}"] += 1
+        hang_up(writer, reset=bool(number % 5 == 0))
+
+
+async def many_leave(server: Outside, count: int, left: Counter[str]) -> None:
+    """Forty at a time, so that most of them wait for one of eight slots."""
+    random, numbers = Random(0), iter(range(count))
+
+    async def client() -> None:
+        for number in numbers:
+            await one_leaves(server, number, random, left)
+
+    await asyncio.gather(*(client() for _ in range(40)))
+
+
+@contextmanager
+def counted(server: Outside) -> Iterator[Callable[[], dict[str, float]]]:
+    import httpx
+
+    with httpx.Client(base_url=server.url, timeout=30, trust_env=False) as client:
+
+        def figures() -> dict[str, float]:
+            lines = [line for line in client.get("/metrics").text.splitlines() if not line.startswith("#")]
+            return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
+
+        yield figures
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_thousand_leave_the_shipped_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    left: Counter[str] = Counter()
+    with outside(tmp_path / "home", "--no-learning", dashboard=False) as server, counted(server) as figures:
+
+        def settled() -> tuple[float, int, int]:
+            wait_for(lambda: not any(v for k, v in figures().items() if "num_requests" in k), 60)
+            time.sleep(1)
+            return server.rss, server.files, server.threads
+
+        run(many_leave(server, 400, Counter()), 300)
+        before = settled()
+        run(many_leave(server, 1000, left), 500)
+        after = settled()
+        aborted = sum(v for k, v in figures().items() if 'finished_reason="abort"' in k)
+        row = {"model": TARGET, "prompt": "SELECT", "max_tokens": 4, "stream": True}
+        assert run(ask(server.address, row)).ok
+    drift = after[0] / before[0] - 1
+    with capsys.disabled():
+        print(f"\n{dict(left)}; {aborted:.0f} aborted; MB, files, threads {before} -> {after}: {drift:+.2%}")
+    assert sum(left.values()) == 1000
+    assert aborted > 300
+    assert drift < 0.01
+    assert after[1] <= before[1] + 2  # the store's connections come and go
+    assert after[2] <= before[2] + 1
+
+
+# -- an engine that stands still -----------------------------------------------------------------
+
+STALL = 0.6
+
+
+def test_a_frozen_step_shows_in_time_and_passes(tmp_path: Path) -> None:
+    with served(tmp_path, stall_seconds=STALL) as found, found.client() as client:
+        row = {"model": TARGET, "prompt": "1 2 3", "max_tokens": 8, "temperature": 0, "stream": True}
+        expected = run(ask(found.address, row)).text
+        steps = Steps(found.system)
+        looks: list[tuple[float, int, int]] = []  # seconds, /ready, /health
+
+        async def watched() -> str:
+            asking = asyncio.create_task(ask(found.address, row))
+            await until(lambda: found.worker._engine.occupied_since is not None)
+            began = time.monotonic()
+            while not looks or looks[-1][1] == 200:
+                ready = await asyncio.to_thread(client.get, "/ready")
+                health = await asyncio.to_thread(client.get, "/health")
+                looks.append((time.monotonic() - began, ready.status_code, health.status_code))
+                assert looks[-1][0] < 10 * STALL, "no alarm came"
+                await asyncio.sleep(0.005)
+            assert ready.json() == {"status": "stalled"}
+            steps.open()
+            reply = await asking
+            assert reply.ok
+            return reply.text
+
+        assert run(watched()) == expected
+        assert client.get("/ready").status_code == 200
+    print(f"{len(looks)} looks; the alarm came after {looks[-1][0]:.3f} s of {STALL} s")
+    assert {health for _, _, health in looks} == {200}
+    assert len(looks) > 10
+    assert all(ready == 200 for seconds, ready, _ in looks[:-1])
+    assert STALL * 0.9 < looks[-1][0] < STALL + 0.5
+
+
+class StepClock:
+    """Time passes in steps only: one of `longest` seconds at most takes a few thousandths of a real one."""
+
+    def __init__(self, system: System, longest: float) -> None:
+        self.now, self.longest, self.steps = 0.0, longest, 0
+        self._random, self._step = Random(0), system.engine.step
+        system.engine.step = self._timed  # type: ignore[method-assign]
+
+    def __call__(self) -> float:
+        return self.now
+
+    def _timed(self) -> list[RequestOutput]:
+        seconds = self._random.uniform(0.8, 1.0) * self.longest
+        for _ in range(10):
+            self.now += seconds / 10
+            time.sleep(0.0005)
+        self.steps += 1
+        return self._step()
+
+
+@contextmanager
+def clocked(home: Path, system: System, clock: Callable[[], float], **options: Any) -> Iterator[Served]:
+    """A server whose engine's durations are `clock`'s."""
+    settings = load_settings(home=home, **{**QUIET, **options})
+    worker = Worker(system, max_waiting=64, clock=clock)
+    app = create_app(worker, None, settings)
+    server = Server(app, worker, settings)
+    worker.start()
+    try:
+        with listening(server) as url:
+            yield Served(url, app, server, worker, system, settings)
+    finally:
+        worker.stop()
+        system.close()
+
+
+async def busy(found: Served, rows: list[Row], enough: Callable[[], bool]) -> list[tuple[int, Row]]:
+    """Three clients for every slot until it is enough; all that /ready said meanwhile."""
+    looks: list[tuple[int, Row]] = []
+    turns, slots = itertools.cycle(rows), found.worker.snapshot().slots
+
+    async def client() -> None:
+        while not enough():
+            assert (await ask(found.address, next(turns))).ok
+
+    async def watch() -> None:
+        while not enough():
+            async with connected(found.address) as (reader, writer):
+                writer.write(b"GET /ready HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n")
+                status, headers = await read_head(reader)
+                body = await reader.readexactly(int(headers["content-length"]))
+                looks.append((status, json.loads(body)))
+            await asyncio.sleep(0.005)
+
+    await asyncio.gather(watch(), *(client() for _ in range(3 * slots)))
+    return looks
+
+
+ROW = {"model": TARGET, "prompt": "1 2 3", "max_tokens": 30, "stream": True, "draft": False}
+
+
+def test_a_busy_hour_is_no_alarm(tmp_path: Path) -> None:
+    """Every step takes between 16 and 20 s of the 30 that make an alarm, and the queue is never empty."""
+    system = tiny_system(tmp_path / "home")
+    clock = StepClock(system, 20)
+    with clocked(tmp_path, system, clock, stall_seconds=30) as found:
+        looks = run(busy(found, [ROW], lambda: clock.now > 3600))
+    print(f"{len(looks)} looks in {clock.now:.0f} s of {clock.steps} steps")
+    assert len(looks) > 50
+    assert {status for status, _ in looks} == {200}
+
+
+def test_steps_too_long_is_an_alarm(tmp_path: Path) -> None:
+    """The negative control."""
+    system = tiny_system(tmp_path / "home")
+    clock = StepClock(system, 90)
+    with clocked(tmp_path, system, clock, stall_seconds=30) as found:
+        looks = run(busy(found, [ROW], lambda: clock.now > 1200))
+    assert (503, {"status": "stalled"}) in looks
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_busy_hour_of_the_shipped_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A clock sixty times as fast: an hour in a minute, the alarm after half a real second."""
+    from moedraft.engine.build import build
+
+    system = build(load_settings(home=tmp_path / "home"))
+    began, rows = time.monotonic(), [{**ROW, "prompt": one.prompt, "draft": True} for one in traffic()[:90]]
+
+    def clock() -> float:
+        return (time.monotonic() - began) * 60
+
+    with clocked(tmp_path, system, clock, stall_seconds=30) as found:
+        looks = run(busy(found, rows, lambda: clock() > 3600), 300)
+        steps = found.worker.snapshot().steps
+    with capsys.disabled():
+        print(f"\n{len(looks)} looks, {steps} steps, {Counter(status for status, _ in looks)}")
+    assert {status for status, _ in looks} == {200}
