@@ -299,10 +299,16 @@ class Trainer:
         return total / done
 
     def _logits(self, batch: Batch) -> torch.Tensor:
-        """[N, V] at the supervised positions."""
-        logits = self.model(input_ids=batch.token_ids, use_cache=False, logits_to_keep=batch.keep).logits
-        chosen: torch.Tensor = logits[batch.mask]
-        return chosen
+        """[N, V] at the supervised positions; the output layer, the largest of all, sees only those."""
+
+        def choose(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            hidden, *rest = inputs
+            return (hidden[:, -batch.keep :][batch.mask], *rest)
+
+        with self.model.get_output_embeddings().register_forward_pre_hook(choose):
+            out = self.model(input_ids=batch.token_ids, use_cache=False, logits_to_keep=batch.keep)
+        logits: torch.Tensor = out.logits
+        return logits
 
     @torch.no_grad()
     def _acceptance(self, records: list[ReplayRecord]) -> float | None:

@@ -179,11 +179,12 @@ def resident(pid: int | str = "self") -> float:
 def outside(home: Path, *arguments: str, **settings: Any) -> Iterator[Outside]:
     """A server over `home` on a free port; it must end well at SIGTERM."""
     own = {f"MOEDRAFT_{name.upper()}": str(value) for name, value in settings.items()}
-    command = [sys.executable, "-m", "moedraft", "serve", "--port", "0", "--home", str(home), *arguments]
+    begin = "import sys; from moedraft.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", begin, "serve", "--port", "0", "--home", str(home), *arguments]
     with open(home.parent / "server.log", "w") as log:
         process = subprocess.Popen(command, env={**os.environ, **own}, stdout=log, stderr=log)
         try:
-            wait_for((home / SERVER_FILE).exists, 120)
+            wait_for(lambda: (home / SERVER_FILE).exists() or process.poll() is not None, 120)
             url = json.loads((home / SERVER_FILE).read_text())["url"]
             wait_for(partial(_listens, url), 30)
             yield Outside(url, process.pid)

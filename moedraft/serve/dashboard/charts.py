@@ -178,6 +178,7 @@ def _close(values: Sequence[float]) -> Options:
     """An axis that shows what differs between shares: tenths around them, or the whole where they are far."""
     tenths = [10 * value for value in values] or [0.0]
     low, high = max(0, math.floor(min(tenths) - 0.2)), min(10, math.ceil(max(tenths) + 0.2))
+    low, high = (low, low + 2) if high - low < 2 and low <= 8 else (low, high)
     return WHOLE if high - low > 5 else {"min": low / 10, "max": high / 10, "interval": 0.1}
 
 

@@ -178,11 +178,11 @@ class TryBox:
 
 
 def _answer(route: Route) -> Markup:
-    sure = share(route.confidence, 1)
-    known = route.domain != SHARED
-    chosen, why = (
-        (route.domain, f" {sure} sure") if known else ("Fits no domain", f" best is {sure}; “shared” drafts")
-    )
+    chosen, sure = route.domain, share(route.confidence, 1)
+    why = f" {sure} sure"
+    if route.domain == SHARED:
+        chosen = "Fits no domain"
+        why = f" the best is {sure} sure" if len(route.probabilities) > 1 else " none is registered"
     ranked = sorted(route.probabilities.items(), key=lambda item: -item[1])[:6]
     bars = [
         tag(

@@ -51,7 +51,9 @@ def trainer_state(now: TrainerState | None) -> State:
         if now.waits:
             return State("Yielding", "busy", f"In the middle of {now.expert}{done}: {sentence(now.waits)}")
         return State("Training", "good", f"Updating the adapter of {now.expert}{done}{loss}.")
-    return State("Waiting", "busy" if now.waits else "quiet", sentence(now.waits or now.status))
+    if now.waits:
+        return State("Waiting", "busy", sentence(now.waits))
+    return State("Running", "quiet", sentence(now.status))
 
 
 def sentence(text: str) -> str:
