@@ -47,6 +47,8 @@ HOMES = {
     "sklearn": ("moedraft.routing",),
     "triton": ("moedraft.kernels",),
     "typer": ("moedraft.cli",),
+    "fastapi": ("moedraft.serve",),
+    "nicegui": ("moedraft.serve.dashboard",),
 }
 
 # Imports inside functions, which hide dependencies, are for what is slow to import and often not needed.
