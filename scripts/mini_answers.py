@@ -17,7 +17,7 @@ from rich.progress import Progress
 from safetensors.torch import load_file, save_file
 
 from moedraft.core import ReplayRecord, SamplingParams, Sequence, Verdict
-from moedraft.distill.trainer import collate
+from moedraft.distill.batches import collate
 from moedraft.engine.engine import Engine
 from moedraft.engine.recorder import replay_record
 from moedraft.kernels import divergence

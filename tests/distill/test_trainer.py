@@ -12,8 +12,9 @@ from distill_rig import Rig
 from safetensors.torch import save_file
 
 from moedraft.core import SHARED, SamplingParams, UnsupportedModel
+from moedraft.distill.batches import collate
 from moedraft.distill.loop import DistillLoop
-from moedraft.distill.trainer import Trainer, collate
+from moedraft.distill.trainer import Trainer
 from moedraft.drafting.lora import ExpertBank
 from moedraft.engine.recorder import AdapterLoader
 from moedraft.kernels import divergence
