@@ -5,8 +5,9 @@
 
 DATA are JSONL files (`.jsonl`, `.jsonl.xz`; rows with `prompt` and `reference`, or `text`) or
 folders of such files and of `.txt`/`.md` files. A file's stem is its domain. The target sees all of
-it. The draft sees a small mixed slice only, so that it is generic and has something left to learn: first
-its texts, then what the target answers to its prompts, by the target's own probabilities.
+it. The draft sees a small mixed slice only, so that it is generic and has something left to learn; with
+`--teach` it also learns from what the target answers to that slice's prompts, which makes a better draft and
+leaves less for experts to learn.
 
 The budget is wall time: the learning rate follows the share of it that has been used, so a slower
 machine gives a worse model, never an unfinished schedule. A run that was stopped goes on where it
@@ -49,8 +50,8 @@ class Shape:
     batch: int  # sequences per step
     lr: float
     share: float  # of the whole time budget
-    answers: float = 0.0  # share of that share in which the target answers prompts
-    taught: float = 0.0  # share of that share in which the draft learns from the answers
+    answers: float = 0.0  # with --teach: of that share, the part in which the target answers prompts
+    taught: float = 0.0  # and the part in which the draft learns from the answers
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,9 @@ SIZES = {
     "cpu": Size(
         vocab=8192,
         seq_len=512,
-        target=Shape(hidden=192, layers=12, heads=3, ffn=512, batch=8, lr=4e-3, share=0.6),
+        target=Shape(hidden=192, layers=12, heads=3, ffn=512, batch=8, lr=4e-3, share=0.8),
         draft=Shape(
-            hidden=128, layers=1, heads=4, ffn=512, batch=8, lr=6e-3, share=0.4, answers=0.2, taught=0.3
+            hidden=128, layers=1, heads=4, ffn=512, batch=8, lr=6e-3, share=0.2, answers=0.2, taught=0.3
         ),
         draft_rows=1500,
     ),
@@ -266,6 +267,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--size", choices=sorted(SIZES), default="cpu")
     parser.add_argument("--minutes", type=float, default=120, help="wall time for both models together")
     parser.add_argument("--only", choices=["mini-target", "mini-draft"], help="train one of the two")
+    parser.add_argument("--teach", action="store_true", help="the draft learns from the target's answers too")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=Path, help="checkpoints and tokens (default: OUT/.work)")
     parser.add_argument("--precision", choices=["bfloat16", "float32"], default="bfloat16")
@@ -301,9 +303,10 @@ def main() -> None:
         print(f"{name}: {parameters / 1e6:.2f} M parameters, {shape.share * args.minutes:.1f} minutes")
         batches = Batches(corpora, size.seq_len, shape.batch, args.seed + offset)
         seconds = shape.share * args.minutes * 60
-        rest = 1 - shape.answers - shape.taught
+        teach = args.teach and shape.taught > 0
+        rest = 1 - shape.answers - shape.taught if teach else 1.0
         result = train(name, model, Texts(batches), shape.lr, rest * seconds, args)
-        if shape.taught:
+        if teach:
             prompts = {domain: [document.prompt for document in t] for domain, t in small.items()}
             answers = args.work / "answers"
             asked = ask(args.out / "mini-target", prompts, shape.answers * seconds, answers, args.seed)
