@@ -36,6 +36,9 @@ class Nobody:
     """No experts to choose from."""
 
     def assign(self, sequences: list[Sequence]) -> None: ...
+    def settle(self, ending: Sequence | None = None) -> list[Sequence]:
+        return []
+
     def observe(self, sequences: list[Sequence], verdict: Verdict) -> None: ...
 
 

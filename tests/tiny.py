@@ -66,6 +66,9 @@ class FixedSelector:
         for sequence in sequences:
             sequence.expert = sequence.expert or "shared"
 
+    def settle(self, ending: Sequence | None = None) -> list[Sequence]:
+        return []
+
     def observe(self, sequences: list[Sequence], verdict: Verdict) -> None:
         self.observed = len(sequences)
 

@@ -31,12 +31,16 @@ class CausalModel(Protocol):
 class Bank(Protocol):
     """What the drafter needs of the experts: `ExpertBank` has it."""
 
+    shares_cache: bool  # keys and values are the same whichever expert is on
+
     def select(self, rows: list[str]) -> None: ...
     def version(self, expert: str) -> int: ...
 
 
 class NoExperts:
     """A bank without adapters: every row is drafted by the base."""
+
+    shares_cache = True
 
     def select(self, rows: list[str]) -> None:
         """Nothing to select."""

@@ -3,8 +3,10 @@
 Every adapted linear layer computes `x W' + (x Aᵀ ∘ mask) Bᵀ`, where W' is the base with the shared
 adapter merged in, and A and B are the blocks of the experts present in the batch, end to end: one matrix
 product each, with a 0/1 mask that lets a row see its own expert's block only. A batch with a single
-expert uses weights merged once and kept; with a small model on a CPU, where products with few rows cost
-what reading their weights costs, so does a mixed batch, expert by expert. Rows without one use W' alone.
+expert uses weights merged once and kept. With a small model on a CPU, where products with few rows cost
+what reading their weights costs, so does a mixed batch, expert by expert; one with more than a few experts
+is drafted by W' alone there, since reading them all would cost more than they bring. Rows without an expert
+use W' alone.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from moedraft.products import SMALL, Product
 
 # Anything that makes keys or values, alone or fused with queries; a tail expert must not touch it.
 MAKES_KV = re.compile(r"(^|_)(k|v|kv|qkv)(_|$)|key|value|c_attn|Wqkv|kv_[ab]_proj")
+FEW_EXPERTS = 2  # in one batch of a small model on a CPU; with more of them the shared draft serves all
 PREFIX, LORA_A, LORA_B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 
 Delta = tuple[torch.Tensor, torch.Tensor]  # A [r, in], B [out, r] with the scaling folded in
@@ -137,7 +140,6 @@ class ExpertBank:
     """The shared adapter and all experts of one draft base. `select` comes before each forward."""
 
     def __init__(self, draft: LanguageModel, scope: str = "tail", merged_cache_mb: int = 512) -> None:
-        self.scope = scope
         self.base_hash = draft.weights_hash()  # before the layers below are wrapped
         self.experts: dict[str, Adapter] = {}
         self.shared: Adapter | None = None
@@ -216,6 +218,11 @@ class ExpertBank:
             deltas[name] = (a.to(base), (b * scale).to(base))
         return Adapter(version, deltas)
 
+    @property
+    def shares_cache(self) -> bool:
+        """Whether keys and values are the same whichever expert is on."""
+        return all(adapter.deltas.keys() <= self.tail for adapter in self.experts.values())
+
     # -- running ---------------------------------------------------------------------------------
 
     def version(self, expert: str) -> int:
@@ -237,6 +244,8 @@ class ExpertBank:
             return
         self._clear(self._bases | self._shared_products)
         present = sorted({name for name in rows if name in self.experts})
+        if self._bases and len(present) > FEW_EXPERTS and self.shares_cache:
+            return
         alone = len(present) == 1 and all(name == present[0] for name in rows)
         merged = self._merge(present) if alone or self._bases else None
         for name, layer in self.layers.items():

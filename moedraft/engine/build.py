@@ -18,7 +18,7 @@ from moedraft.engine.engine import Engine
 from moedraft.engine.recorder import AdapterLoader, Recorder
 from moedraft.models import LanguageModel, check_pair, load_model
 from moedraft.routing.classifier import Embedder, Router
-from moedraft.routing.selector import Selector
+from moedraft.routing.selector import BackgroundSelector
 from moedraft.storage.db import DATABASE
 from moedraft.storage.store import TARGET_ID, Store
 
@@ -100,11 +100,12 @@ def set_threads(threads: int, target: LanguageModel) -> None:
 def assemble(settings: Settings, store: Store, target: LanguageModel, draft: LanguageModel) -> System:
     bank = ExpertBank(draft, settings.adapter_scope, settings.merged_cache_mb)
     router = open_router(settings, store)
+    selector = BackgroundSelector(router)
     engine = Engine(
         target,
         target.tokenizer,
         Drafter(draft, bank, settings.max_batch_size, target.vocab_size, settings.prefill_chunk),
-        Selector(router),
+        selector,
         max_batch_size=settings.max_batch_size,
         max_model_len=settings.max_model_len,
         prefill_chunk=settings.prefill_chunk,
@@ -121,7 +122,7 @@ def assemble(settings: Settings, store: Store, target: LanguageModel, draft: Lan
     engine.refresh = lambda: loader.refresh(engine.sequences.values())
     engine.sinks.append(recorder)
     engine.knows = lambda expert: expert == SHARED or expert in router.domains
-    engine.closers.append(store.close)
+    engine.closers += [selector.close, store.close]
     loader.refresh([], now=True)
     return System(settings, store, router, target, draft, bank, loader, recorder, engine)
 

@@ -27,7 +27,7 @@ from moedraft.core import (
 from moedraft.drafting.drafter import CausalModel, Drafter
 from moedraft.engine.decoder import Decoder, Round
 from moedraft.engine.detokenizer import Detokenizer
-from moedraft.engine.outputs import count_drafted, output_of
+from moedraft.engine.outputs import count_drafted, cut, output_of
 from moedraft.engine.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -159,11 +159,18 @@ class Engine:
         new = self.scheduler.admit()
         if new:
             self.selector.assign(new)
+        self._settle()
         self._read_prompts()
         outputs = self._decode() if self.scheduler.num_ready else []
         self._deliver(outputs)
         self.step_seconds += time.perf_counter() - began
         return outputs
+
+    def _settle(self, ending: Sequence | None = None) -> None:
+        """Experts that were found meanwhile take over."""
+        for sequence in self.selector.settle(ending):
+            if self.drafter is not None and not self.drafter.bank.shares_cache:
+                sequence.draft_cached = 0
 
     def _read_prompts(self) -> None:
         """One chunk of every prompt that is still being read."""
@@ -193,7 +200,7 @@ class Engine:
         if one.broken:
             self._count(row, one, 0)
             return self._finish(row, "error")
-        tokens, reason = self._cut(row, one.tokens)
+        tokens, reason = cut(row, one.tokens, self.max_model_len, self.eos_token_ids)
         stopped = self.texts[row.request_id].add(tokens)
         if stopped is not None:
             tokens, reason = tokens[:stopped], "stop"
@@ -219,18 +226,12 @@ class Engine:
             row.rejected.append(row.num_generated + one.accepted)
         self.decoder.budget.model(row.expert).observe(one.confidences, one.accepted)
 
-    def _cut(self, row: Sequence, tokens: list[int]) -> tuple[list[int], FinishReason | None]:
-        """The tokens up to the end of the answer, and why it ends there, if it does."""
-        room = min(row.params.max_tokens - row.num_generated, self.max_model_len - len(row.token_ids))
-        for index, token in enumerate(tokens[:room]):
-            if token in self.eos_token_ids and not row.params.ignore_eos:
-                return tokens[: index + 1], "stop"
-        return tokens[:room], "length" if len(tokens) >= room else None
-
     def _finish(self, row: Sequence, reason: FinishReason, *, at_stop: bool = False) -> RequestOutput:
         held_stop = not at_stop and self.texts[row.request_id].flush()
         row.finish_reason = "stop" if held_stop and reason == "length" else reason
         row.finished_at = time.monotonic()
+        if reason in ("stop", "length"):
+            self._settle(row)  # what is learned from it must stand under its domain
         if self.drafter is not None and len(row.token_ids) > self.drafter.model.max_len:
             row.captured = []  # longer than the draft can read, so nothing it could learn from
         self.scheduler.remove(row)

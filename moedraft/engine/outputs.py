@@ -5,7 +5,18 @@ from __future__ import annotations
 import time
 from itertools import zip_longest
 
-from moedraft.core import RequestOutput, Sequence
+from moedraft.core import FinishReason, RequestOutput, Sequence
+
+
+def cut(
+    row: Sequence, tokens: list[int], max_model_len: int, eos_token_ids: frozenset[int]
+) -> tuple[list[int], FinishReason | None]:
+    """The tokens up to the end of the answer, and why it ends there, if it does."""
+    room = min(row.params.max_tokens - row.num_generated, max_model_len - len(row.token_ids))
+    for index, token in enumerate(tokens[:room]):
+        if token in eos_token_ids and not row.params.ignore_eos:
+            return tokens[: index + 1], "stop"
+    return tokens[:room], "length" if len(tokens) >= room else None
 
 
 def count_drafted(row: Sequence, drafted: int, accepted: int) -> None:

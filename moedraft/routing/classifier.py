@@ -90,16 +90,17 @@ class Router:
         rows = [i for i, text in enumerate(texts) if text.strip()]
         if self._model is None or not rows:
             return routes
-        chosen = [texts[i] for i in rows]
-        for i, probabilities in zip(rows, self.probabilities(chosen)[1], strict=True):
-            routes[i] = self._decide(probabilities)
+        names, found = self.probabilities([texts[i] for i in rows])
+        for i, probabilities in zip(rows, found, strict=True):
+            routes[i] = self._decide(names, probabilities)
         return routes
 
     def probabilities(self, texts: Sequence[str]) -> tuple[tuple[str, ...], Floats]:
         """Domain names and float32 [len(texts), D]; what a row lacks to 1 is the probability of none."""
-        if self._model is None:
+        model = self._model  # the same throughout, whatever is fitted meanwhile
+        if model is None:
             return (), np.zeros((len(texts), 0), dtype=np.float32)
-        return self._model.names, self._model.probabilities(features(self.embedder.embed(texts), texts))
+        return model.names, model.probabilities(features(self.embedder.embed(texts), texts))
 
     def load_or_empty(self) -> None:
         """Take what the folder holds; become empty where it holds nothing usable."""
@@ -123,12 +124,12 @@ class Router:
         tensors, metadata = model.pack() if model else ({}, {})
         write_tensors(self.folder / ROUTER_FILE, tensors, origin | metadata)
 
-    def _decide(self, row: Floats) -> Route:
+    def _decide(self, names: tuple[str, ...], row: Floats) -> Route:
         best = int(row.argmax())
         confidence = float(row[best])
-        probabilities = {name: float(p) for name, p in zip(self.domains, row, strict=True)}
+        probabilities = {name: float(p) for name, p in zip(names, row, strict=True)}
         probabilities[SHARED] = max(0.0, 1.0 - sum(probabilities.values()))
-        domain = self.domains[best] if confidence >= self.threshold else SHARED
+        domain = names[best] if confidence >= self.threshold else SHARED
         return Route(domain, confidence, probabilities)
 
 

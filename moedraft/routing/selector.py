@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 from moedraft.core import Sequence, Verdict
-from moedraft.routing.classifier import Router
+from moedraft.routing.classifier import Route, Router
+
+log = logging.getLogger(__name__)
 
 
 class ExpertSelector(Protocol):
@@ -13,6 +17,9 @@ class ExpertSelector(Protocol):
 
     def assign(self, sequences: list[Sequence]) -> None:
         """Set `expert` of all newly admitted sequences at once; pinned ones stay as they are."""
+
+    def settle(self, ending: Sequence | None = None) -> list[Sequence]:
+        """Sequences whose `expert` was set since the last call; that of `ending` is set in any case."""
 
     def observe(self, sequences: list[Sequence], verdict: Verdict) -> None:
         """Take in what the target made of the last proposal, row by row."""
@@ -25,11 +32,62 @@ class Selector:
         self.router = router
 
     def assign(self, sequences: list[Sequence]) -> None:
-        """One batch through the router. Rows that neither draft nor are learned from need no expert."""
-        open_rows = [s for s in sequences if not s.pinned and (s.draft or s.capture)]
-        routes = self.router.route([s.prompt for s in open_rows])
-        for sequence, route in zip(open_rows, routes, strict=True):
-            sequence.expert, sequence.confidence = route.domain, route.confidence
+        """One batch through the router."""
+        rows = [s for s in sequences if needs_expert(s)]
+        if rows:
+            send(rows, self.router.route([s.prompt for s in rows]))
+
+    def settle(self, ending: Sequence | None = None) -> list[Sequence]:
+        """Nothing is ever open."""
+        return []
 
     def observe(self, sequences: list[Sequence], verdict: Verdict) -> None:
         """Not needed: a choice that rests on the prompt alone has nothing to learn from verification."""
+
+
+class BackgroundSelector(Selector):
+    """The same prior, found beside decoding: a row begins with the shared draft and changes when it is known.
+
+    Embedding a prompt takes several steps' time, which decoding need not wait for: with experts that leave
+    keys and values alone a change in mid-answer costs nothing. Only seeded sampling waits, since its answer
+    depends on who drafts, and must not depend on timing. Close it.
+    """
+
+    def __init__(self, router: Router) -> None:
+        super().__init__(router)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="moedraft-router")
+        self._open: list[tuple[Future[list[Route]], list[Sequence]]] = []
+
+    def assign(self, sequences: list[Sequence]) -> None:
+        rows = [s for s in sequences if needs_expert(s)]
+        later = [s for s in rows if s.params.seed is None or s.params.temperature == 0]
+        super().assign([s for s in rows if not any(s is one for one in later)])
+        if later and self.router.domains:
+            routed = self._pool.submit(self.router.route, [s.prompt for s in later])
+            self._open.append((routed, later))
+
+    def settle(self, ending: Sequence | None = None) -> list[Sequence]:
+        """Never raises: a prompt that cannot be routed stays with the shared draft."""
+        settled: list[Sequence] = []
+        for routed, rows in list(self._open):
+            if routed.done() or any(row is ending for row in rows):
+                self._open.remove((routed, rows))
+                try:
+                    send(rows, routed.result())
+                    settled += rows
+                except Exception:
+                    log.exception("Prompts could not be routed; the shared draft serves them.")
+        return settled
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+
+def needs_expert(sequence: Sequence) -> bool:
+    """Rows that neither draft nor are learned from need none."""
+    return not sequence.pinned and (sequence.draft or sequence.capture)
+
+
+def send(rows: list[Sequence], routes: list[Route]) -> None:
+    for sequence, route in zip(rows, routes, strict=True):
+        sequence.expert, sequence.confidence = route.domain, route.confidence

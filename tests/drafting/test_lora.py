@@ -113,6 +113,28 @@ def test_a_mixed_batch_by_groups_by_masks_and_row_by_row(kind: str, with_shared:
     assert (groups[0] - groups[1]).abs().max() > 0.01
 
 
+def test_many_experts_in_a_small_batch_leave_it_to_the_shared_draft(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = ["a", "b", "c", "a"]
+    ids = torch.randint(97, (4, 3))
+
+    def logits(rows: list[str], scope: str = "tail") -> torch.Tensor:
+        torch.manual_seed(5)
+        model = random_model("llama", 1)
+        bank = ExpertBank(model, scope)
+        modules = sorted(bank.tail) if scope == "tail" else list(bank.layers)
+        for name in "abc":
+            bank.publish(name, bank.read(1, {}, state(bank, modules)))
+        bank.select(rows)
+        return model.forward(model.new_cache(4), 0, ids, [0] * 4)
+
+    torch.testing.assert_close(logits(names), logits([SHARED] * 4), atol=1e-4, rtol=1e-4)
+    assert (logits(names, "full") - logits([SHARED] * 4, "full")).abs().max() > 0.01  # they own the cache
+    monkeypatch.setattr("moedraft.drafting.lora.SMALL", 1000)  # where mixing is cheap by comparison
+    assert (logits(names) - logits([SHARED] * 4)).abs().max() > 0.01
+
+
 def test_merged_weights_stay_within_their_budget() -> None:
     model = random_model("llama", 1)
     ids = torch.tensor([[1, 2, 3]])

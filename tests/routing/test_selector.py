@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import pytest
 import torch
 from routing_fakes import WordEmbedder, prompts
 
 from moedraft.core import SHARED, SamplingParams, Sequence, Verdict
 from moedraft.routing.classifier import Route, Router
-from moedraft.routing.selector import ExpertSelector, Selector
+from moedraft.routing.selector import BackgroundSelector, ExpertSelector, Selector
 
 
 def sequence(prompt: str, **fields: object) -> Sequence:
@@ -58,3 +62,84 @@ def test_verification_changes_nothing(tmp_path: Path, embedder: WordEmbedder) ->
     tokens = torch.zeros(1, 3, dtype=torch.int64)
     selector.observe([row], Verdict(tokens, tokens[:, 0], tokens[:, 0].int()))
     assert row.expert == "sql"
+
+
+class GatedRouter(Router):
+    """Routes only once it is let."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
+        self.gate = threading.Event()
+
+    def route(self, texts: Iterable[str]) -> list[Route]:
+        assert self.gate.wait(10)
+        return super().route(list(texts))
+
+
+@pytest.fixture
+def gated(tmp_path: Path, embedder: WordEmbedder, examples: dict[str, list[str]]) -> Iterator[GatedRouter]:
+    router = GatedRouter(embedder, tmp_path)
+    router.fit(examples)
+    yield router
+    router.gate.set()
+
+
+def until_settled(selector: BackgroundSelector) -> list[Sequence]:
+    for _ in range(500):
+        if settled := selector.settle():
+            return settled
+        time.sleep(0.01)
+    raise AssertionError("nothing was settled")
+
+
+def test_in_the_background_a_row_begins_with_the_shared_draft(gated: GatedRouter) -> None:
+    selector = BackgroundSelector(gated)
+    row, pinned = sequence(prompts("sql", 1, seed=3)[0]), sequence("x", pinned=True, expert="garten")
+    selector.assign([row, pinned])
+    assert selector.settle() == []
+    assert (row.expert, row.confidence) == (SHARED, None)
+    gated.gate.set()
+    assert until_settled(selector) == [row]
+    assert row.expert == "sql"
+    assert row.confidence is not None
+    assert pinned.expert == "garten"
+    assert selector.settle() == []
+    selector.close()
+
+
+def test_an_answer_that_ends_waits_for_its_expert(gated: GatedRouter) -> None:
+    selector = BackgroundSelector(gated)
+    row, other = sequence(prompts("sql", 1, seed=3)[0]), sequence(prompts("kochen", 1, seed=3)[0])
+    selector.assign([row])
+    selector.assign([other])
+    threading.Timer(0.05, gated.gate.set).start()
+    assert row in selector.settle(row)
+    assert row.expert == "sql"
+    selector.close()
+
+
+def test_seeded_sampling_does_not_depend_on_timing(gated: GatedRouter) -> None:
+    selector = BackgroundSelector(gated)
+    row = sequence(prompts("sql", 1, seed=3)[0])
+    row.params = SamplingParams(temperature=1.0, seed=7)
+    gated.gate.set()
+    selector.assign([row])
+    assert row.expert == "sql"
+    assert selector.settle(row) == []
+    selector.close()
+
+
+def test_what_cannot_be_routed_stays_with_the_shared_draft(
+    gated: GatedRouter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(texts: object) -> list[Route]:
+        raise RuntimeError("no embedder")
+
+    monkeypatch.setattr(gated, "route", broken)
+    selector = BackgroundSelector(gated)
+    row = sequence("anything")
+    selector.assign([row])
+    assert selector.settle(row) == []
+    assert row.expert == SHARED
+    assert "could not be routed" in caplog.text
+    selector.close()
