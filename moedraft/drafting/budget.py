@@ -68,7 +68,7 @@ class RoundCosts:
     """
 
     KEPT = 9
-    STEP = 0.15  # a draft token more, in plain rounds, before two lengths were measured
+    STEP = 0.15  # the least that a draft token more costs, in plain rounds, before two lengths were measured
 
     def __init__(self) -> None:
         self.samples: dict[int, dict[int, deque[float]]] = {}
@@ -85,7 +85,8 @@ class RoundCosts:
         lengths = {k: ms for k, ms in known.items() if k}
         at, base = fmean(lengths), fmean(lengths.values())
         spread = sum((k - at) ** 2 for k in lengths)
-        slope = self.STEP * known.get(0, base)
+        plain = known.get(0, base)
+        slope = max(self.STEP * plain, (base - plain) / at)
         if spread:
             slope = max(0.0, sum((k - at) * (ms - base) for k, ms in lengths.items()) / spread)
         return max(base + slope * (drafted - at), 0.1 * base)
@@ -94,7 +95,8 @@ class RoundCosts:
 class Budget:
     """Decides, token by token, whether the batch drafts on. Times are in milliseconds."""
 
-    EXPLORE = 24  # every so many plain rounds in a row one drafts all the same, to notice better times
+    EXPLORE = 24  # after so many plain rounds in a row one drafts all the same, to notice better times
+    PATIENCE = 16  # times as many at most, where it was in vain again and again
     COMPARE = 64  # every so many drafting rounds one is plain, to know what drafting is worth
     SETTLED = 8  # drafting rounds before the first of those
 
@@ -103,8 +105,8 @@ class Budget:
         self.first_guess = first_guess
         self.costs = RoundCosts()
         self.acceptance: dict[str, AcceptanceModel] = {}
-        self._rounds: deque[tuple[float, float]] = deque(maxlen=256)  # (plain milliseconds saved for, spent)
-        self._idle = 0
+        self._rounds: deque[tuple[int, int, int]] = deque(maxlen=256)  # (rows, drafted, tokens)
+        self._idle, self._patience = 0, self.EXPLORE
         self._busy: dict[int, int] = {}  # drafting rounds since the last plain one, by rows
 
     def model(self, expert: str) -> AcceptanceModel:
@@ -114,18 +116,21 @@ class Budget:
         """A whole round: rows in the batch, draft length (0: plain), tokens emitted by all rows together."""
         self.costs.observe(rows, drafted, ms)
         self._busy[rows] = self._busy.get(rows, 0) + 1 if drafted else 0
-        plain = self.costs.predict(rows, 0)
-        if plain is not None:
-            self._rounds.append((plain * tokens / rows, ms))
+        self._rounds.append((rows, drafted, tokens))
 
     @property
     def speedup(self) -> float | None:
         """Against plain decoding: what the last rounds would have taken plainly over what they took.
 
-        Plain times come from plain rounds of as many rows; None until there was one.
+        Plain times come from plain rounds of as many rows; None until there was one. Both are typical
+        times (medians), so that a round in which a request came or went counts for nothing.
         """
-        spent = sum(ms for _, ms in self._rounds)
-        return sum(plain for plain, _ in self._rounds) / spent if spent else None
+        plainly = spent = 0.0
+        for rows, drafted, tokens in list(self._rounds):
+            plain, ms = self.costs.predict(rows, 0), self.costs.predict(rows, drafted)
+            if plain is not None and ms is not None:
+                plainly, spent = plainly + plain * tokens / rows, spent + ms
+        return plainly / spent if spent else None
 
     def start(self, experts: list[str], rows: int) -> bool:
         """Whether this round of `rows` drafts for `experts`: the best length must beat plain decoding."""
@@ -136,11 +141,14 @@ class Budget:
             return False
         rates = [self._rate(experts, rows, k) for k in range(self.longest + 1)]
         plain, best = rates[0], max(rates[1:], key=lambda rate: rate or 0.0)
-        if plain is None or best is None or best > plain or self._idle >= self.EXPLORE:
-            self._idle = 0
+        if plain is None or best is None or best > plain:
+            self._idle, self._patience = 0, self.EXPLORE
             return True
         self._idle += 1
-        return False
+        if self._idle <= self._patience:
+            return False
+        self._idle, self._patience = 0, min(2 * self._patience, self.PATIENCE * self.EXPLORE)
+        return True
 
     def _rate(self, experts: list[str], rows: int, k: int) -> float | None:
         """Expected tokens per millisecond when all `experts` draft k, by their mean acceptance alone."""

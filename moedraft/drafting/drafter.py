@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -67,6 +68,7 @@ class Drafter:
         self.vocab_size = vocab_size  # of the target; the draft's logits are cut or padded to it
         self.chunk = chunk
         self.cache = model.new_cache(slots)
+        self.catch_up_ms = 0.0  # spent by the last `propose` on rows whose cache was behind
 
     def propose(
         self,
@@ -82,9 +84,11 @@ class Drafter:
         """
         experts = [row.expert if row.draft else SHARED for row in rows]
         slack = 1 if min(len(row.token_ids) for row in rows) > 1 else 0  # what `_first` can feed besides
+        began = time.perf_counter()
         for row, limit in zip(rows, limits, strict=True):
             if limit and len(row.token_ids) - 1 - row.draft_cached > slack:
                 self._catch_up(row)
+        self.catch_up_ms = (time.perf_counter() - began) * 1e3
         self.bank.select(experts)
         free = [b for b, limit in enumerate(limits) if limit and not fixed[b]]
         least = max((limit for limit, is_fixed in zip(limits, fixed, strict=True) if is_fixed), default=0)

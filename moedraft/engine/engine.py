@@ -192,6 +192,8 @@ class Engine:
         outputs = [self._advance(row, one) for row, one in zip(rows, rounds, strict=True)]
         tokens = sum(len(row.token_ids) for row in rows) - before
         ms = (time.perf_counter() - began) * 1e3
+        if rounds[0].steps and self.drafter is not None:
+            ms -= self.drafter.catch_up_ms  # paid once, not by every round
         self.decoder.budget.observe(len(rows), rounds[0].steps, tokens, ms)
         return outputs
 

@@ -47,6 +47,9 @@ def test_costs_are_medians_and_filled_in_by_a_line() -> None:
     table.observe(1, 2, 14.0)
     assert table.predict(1, 2) == 14.0
     assert table.predict(1, 3) == pytest.approx(14.0 + 0.15 * 11.0)
+    table.observe(4, 0, 10.0)
+    table.observe(4, 4, 50.0)  # dear: as dear for each token more
+    assert table.predict(4, 5) == pytest.approx(60.0)
     table.observe(1, 6, 22.0)
     assert table.predict(1, 4) == pytest.approx(18.0)
     assert table.predict(2, 1) is None
@@ -102,8 +105,9 @@ def test_no_draft_when_it_does_not_pay_but_now_and_then_one() -> None:
     budget = Budget(8, 4)
     costs(budget, draft=30.0, verify=10.0, slope=5.0)
     budget.model("x").mean = 0.2
-    decisions = [budget.start(["x"], 1) for _ in range(76)]
-    assert 0 < sum(decisions) <= 4
+    decisions = [budget.start(["x"], 1) for _ in range(100)]
+    assert 2 <= sum(decisions) <= 4
+    assert sum(budget.start(["x"], 1) for _ in range(2000)) <= 10  # in vain again and again: rarer
     assert not Budget(0, 0).start(["x"], 1)
     assert not budget.start([], 1)
 
