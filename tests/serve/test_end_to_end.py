@@ -464,6 +464,9 @@ def test_clients_metrics_and_store_agree(stage: Stage) -> None:
             some = [row for row in own if row.lang == lang]
             assert scrape.spec("draft_tokens", expert=expert, lang=lang) == drafted(some)
             assert scrape.spec("accepted_tokens", expert=expert, lang=lang) == accepted(some)
+        for place in range(3):
+            hits = sum(row.accepted_at[place] for row in own if len(row.accepted_at) > place)
+            assert scrape.spec("accepted_tokens_per_pos", expert=expert, position=str(place)) == hits
         ever = stage.found.system.store.requests.summary()[expert]
         assert (ever.requests, ever.draft_tokens, ever.accepted_tokens) == (
             len(own),
