@@ -62,6 +62,10 @@ def metrics() -> str:
     standing = Standing()
     registry = Metrics("mini", standing, standing).registry  # type: ignore[arg-type]
     lines = ["## Metrics", "", "`GET /metrics`, text format of Prometheus.", ""]
+    lines += [
+        "Requests that were aborted or failed count here; the store and the dashboard leave them out.",
+        "",
+    ]
     lines += ["| metric | type | labels | meaning |", "| --- | --- | --- | --- |"]
     declared = {c._name: c._labelnames for c in registry._collector_to_names if hasattr(c, "_labelnames")}
     for family in registry.collect():

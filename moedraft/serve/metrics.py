@@ -1,5 +1,6 @@
 """What `/metrics` says. Counted on the engine's thread when a request ends; gauges are read at the scrape.
 
+Requests that were aborted or failed count too; the store, and with it the dashboard, holds only the others.
 Labels are the model's name, experts and writing systems: never anything out of a prompt.
 """
 

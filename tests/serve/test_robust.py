@@ -17,6 +17,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import httpx
 import pytest
 from load_tools import (
     Outside,
@@ -36,9 +37,10 @@ from server import QUIET, TARGET, Served, listening, served, wait_for
 
 from moedraft.config import load_settings
 from moedraft.core import RequestOutput, Sequence
-from moedraft.engine.build import System
+from moedraft.engine.build import System, build
 from moedraft.serve.app import create_app
 from moedraft.serve.run import Server
+from moedraft.serve.thread import EngineThread
 from moedraft.serve.ticket import Channel, Ticket
 from moedraft.serve.worker import Worker
 from moedraft.showcase.shipped import traffic
@@ -229,8 +231,6 @@ async def many_leave(server: Outside, count: int, left: Counter[str]) -> None:
 
 @contextmanager
 def counted(server: Outside) -> Iterator[Callable[[], dict[str, float]]]:
-    import httpx
-
     with httpx.Client(base_url=server.url, timeout=30, trust_env=False) as client:
 
         def figures() -> dict[str, float]:
@@ -356,7 +356,7 @@ async def busy(found: Served, rows: list[Row], enough: Callable[[], bool]) -> li
                 writer.write(b"GET /ready HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n")
                 status, headers = await read_head(reader)
                 body = await reader.readexactly(int(headers["content-length"]))
-                looks.append((status, json.loads(body)))
+                looks.append((status, {**json.loads(body), "at": found.worker._clock()}))
             await asyncio.sleep(0.005)
 
     await asyncio.gather(watch(), *(client() for _ in range(3 * slots)))
@@ -383,15 +383,17 @@ def test_steps_too_long_is_an_alarm(tmp_path: Path) -> None:
     clock = StepClock(system, 90)
     with clocked(tmp_path, system, clock, stall_seconds=30) as found:
         looks = run(busy(found, [ROW], lambda: clock.now > 1200))
-    assert (503, {"status": "stalled"}) in looks
+    assert "stalled" in {look["status"] for status, look in looks if status == 503}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_busy_hour_of_the_shipped_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A clock sixty times as fast: an hour in a minute, the alarm after half a real second."""
-    from moedraft.engine.build import build
+    """A clock sixty times as fast: an hour in a minute, the alarm after half a real second.
 
+    A machine that is busy with other things may hold up a step for so long: that alarm is none of the false
+    ones, which come without such a step.
+    """
     system = build(load_settings(home=tmp_path / "home"))
     began, rows = time.monotonic(), [{**ROW, "prompt": one.prompt, "draft": True} for one in traffic()[:90]]
 
@@ -399,8 +401,30 @@ def test_a_busy_hour_of_the_shipped_pair(tmp_path: Path, capsys: pytest.CaptureF
         return (time.monotonic() - began) * 60
 
     with clocked(tmp_path, system, clock, stall_seconds=30) as found:
+        spans = occupied_spans(found.worker._engine, clock)
         looks = run(busy(found, rows, lambda: clock() > 3600), 300)
         steps = found.worker.snapshot().steps
+    alarms = [look["at"] for status, look in looks if status != 200]
+    false = [at for at in alarms if not any(a + 30 <= at <= b + 15 and b - a > 30 for a, b in spans)]
+    longest = max(b - a for a, b in spans)
     with capsys.disabled():
-        print(f"\n{len(looks)} looks, {steps} steps, {Counter(status for status, _ in looks)}")
-    assert {status for status, _ in looks} == {200}
+        print(
+            f"\n{len(looks)} looks, {steps} steps, the longest {longest:.1f} of 30 s; "
+            f"{len(alarms)} alarms, {len(false)} of them false"
+        )
+    assert len(looks) > 100
+    assert false == []
+
+
+def occupied_spans(thread: EngineThread, clock: Callable[[], float]) -> list[tuple[float, float]]:
+    """Begin and end of all that keeps the engine's thread busy from now on."""
+    spans: list[tuple[float, float]] = []
+    work = thread._occupied
+
+    def timed(job: Callable[[], None]) -> None:
+        began = clock()
+        work(job)
+        spans.append((began, clock()))
+
+    thread._occupied = timed  # type: ignore[method-assign]
+    return spans

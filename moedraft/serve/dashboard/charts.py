@@ -36,7 +36,7 @@ CLOCK = {  # labels of a time axis, none of them in bold
     "second": "{HH}:{mm}:{ss}",
     "millisecond": "{HH}:{mm}:{ss}",
 }
-UPRIGHT: Options = {"left": 4, "right": 14, "top": 22, "bottom": 4, "containLabel": True}
+UPRIGHT: Options = {"left": 8, "right": 30, "top": 22, "bottom": 4, "containLabel": True}
 LYING: Options = {"left": 108, "right": 46, "top": 8, "bottom": 26}
 TICKS: dict[Kind, str] = {
     "share": "v => Math.round(100 * v) + ' %'",
