@@ -36,5 +36,18 @@ class Product:
         """x [..., in] → [..., out]"""
         if self.blocked is None or x.numel() <= FEW * x.shape[-1]:
             return linear(x, self.weight, self.bias)
-        result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.blocked, self.bias, "none", [], "")
-        return result
+        rows = x.numel() // x.shape[-1]
+        padded = rounded(rows)
+        if padded == rows:
+            return self._blocked(x)
+        flat = torch.nn.functional.pad(x.reshape(rows, -1), (0, 0, 0, padded - rows))
+        return self._blocked(flat)[:rows].view(*x.shape[:-1], -1)
+
+    def _blocked(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.blocked, self.bias, "none", [], "")
+        return y
+
+
+def rounded(rows: int) -> int:
+    """Up to one of four counts in each octave: oneDNN keeps generated code for every count it has seen."""
+    return rows + -rows % 2 ** max(0, rows.bit_length() - 3)

@@ -195,6 +195,19 @@ def mean(values: dict[str, float]) -> float:
     return sum(values.values()) / len(values)
 
 
+def write(args: argparse.Namespace, right: float, arms: dict[str, dict]) -> None:
+    result = {
+        "router_accuracy": round(right, 4),
+        "arms": arms,
+        "settings": {k: v for k, v in vars(args).items() if not isinstance(v, Path)},
+        "machine": platform.machine(),
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -236,18 +249,10 @@ def main() -> None:
     # `expert` carries the true domain for the oracle; the system itself only ever sees `domain`.
     records = [replace(r, expert=q.domain) for r, q in zip(records, data.stream, strict=True)]
     print(f"router: {right:.3f} of the stream in its true domain", flush=True)
-    arms = {name: run_arm(name, data, records, answers, args) for name in args.arms}
-    settings = {k: v for k, v in vars(args).items() if not isinstance(v, Path)}
-    result = {
-        "router_accuracy": round(right, 4),
-        "arms": arms,
-        "settings": settings,
-        "machine": platform.machine(),
-        "torch": torch.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-    }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    arms: dict[str, dict] = {}
+    for name in args.arms:
+        arms[name] = run_arm(name, data, records, answers, args)
+        write(args, right, arms)  # a run that is cut short leaves what it has
     if "static" in arms and "both" in arms:
         print(f"gain over the static draft: {arms['both']['acceptance'] - arms['static']['acceptance']:+.3f}")
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from moedraft.products import Product, pays
+from moedraft.products import Product, pays, rounded
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 5, 16, 40, 300])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 9, 16, 17, 40, 301])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("small", [False, True])
 def test_same_as_a_linear_layer(rows: int, biased: bool, small: bool) -> None:
@@ -35,3 +35,11 @@ def test_a_pytorch_without_blocked_products_still_multiplies(monkeypatch: pytest
     product = Product(weight, small=True)
     assert product.blocked is None
     torch.testing.assert_close(product(x), linear(x, weight))
+
+
+def test_few_row_counts_are_ever_used() -> None:
+    """Each costs memory for good; a served prompt may have any length."""
+    used = {rounded(rows) for rows in range(3, 4097)}
+    assert len(used) <= 42
+    assert all(rows <= rounded(rows) <= 1.25 * rows for rows in range(3, 4097))
+    assert [rounded(rows) for rows in (3, 4, 5, 6, 7, 8)] == [3, 4, 5, 6, 7, 8]

@@ -33,6 +33,7 @@ class Bank(Protocol):
     """What the drafter needs of the experts: `ExpertBank` has it."""
 
     shares_cache: bool  # keys and values are the same whichever expert is on
+    drafting: tuple[str, ...]  # who drafts for each row selected last: its expert, or the shared draft
 
     def select(self, rows: list[str]) -> None: ...
     def version(self, expert: str) -> int: ...
@@ -43,8 +44,11 @@ class NoExperts:
 
     shares_cache = True
 
+    def __init__(self) -> None:
+        self.drafting: tuple[str, ...] = ()
+
     def select(self, rows: list[str]) -> None:
-        """Nothing to select."""
+        self.drafting = tuple(rows)
 
     def version(self, expert: str) -> int:
         return 0
@@ -57,6 +61,7 @@ class Draft:
     proposal: Proposal
     confidences: list[list[float]]  # by row and position: the draft's top-1 mass
     steps: int  # draft tokens sampled, padding included
+    experts: tuple[str, ...]  # who drafted, by row
 
 
 class Drafter:
@@ -90,6 +95,7 @@ class Drafter:
                 self._catch_up(row)
         self.catch_up_ms = (time.perf_counter() - began) * 1e3
         self.bank.select(experts)
+        experts = list(self.bank.drafting)
         free = [b for b, limit in enumerate(limits) if limit and not fixed[b]]
         least = max((limit for limit, is_fixed in zip(limits, fixed, strict=True) if is_fixed), default=0)
         tokens: list[torch.Tensor] = []
@@ -126,7 +132,7 @@ class Drafter:
                 break
             starts = [len(row.token_ids) + step for row in rows]
             logits = self.model.forward(self.cache, 0, self._feed(drawn[:, None]), starts, keep=1)[:, -1]
-        return self._pack(tokens, kept, confidences, limits)
+        return self._pack(tokens, kept, confidences, limits, tuple(experts))
 
     def _draw(
         self, logits: torch.Tensor, sampling: SamplingBatch, positions: list[int]
@@ -146,6 +152,7 @@ class Drafter:
         kept: list[torch.Tensor],
         confidences: list[list[float]],
         limits: list[int],
+        experts: tuple[str, ...],
     ) -> Draft:
         steps = len(tokens)
         token_ids = torch.stack(tokens, dim=1)
@@ -157,7 +164,7 @@ class Drafter:
             lengths=lengths,
         )
         cut = [row[: min(limit, steps)] for row, limit in zip(confidences, limits, strict=True)]
-        return Draft(proposal, cut, steps)
+        return Draft(proposal, cut, steps, experts)
 
     def _first(self, rows: list[Sequence], limits: list[int]) -> torch.Tensor:
         """Feed what each row's cache lacks, one or two tokens; logits [B, V] after the last token."""
@@ -200,4 +207,4 @@ def empty_draft(rows: int, device: torch.device) -> Draft:
         logits=None,
         lengths=torch.zeros(rows, dtype=torch.int64, device=device),
     )
-    return Draft(proposal, [[] for _ in range(rows)], 0)
+    return Draft(proposal, [[] for _ in range(rows)], 0, (SHARED,) * rows)

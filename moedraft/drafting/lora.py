@@ -156,6 +156,9 @@ class ExpertBank:
         self.merged: OrderedDict[str, dict[str, Product]] = OrderedDict()
         self.merged_budget = merged_cache_mb * 2**20
         self.selected: tuple[str, ...] | None = None
+        self.drafting: tuple[
+            str, ...
+        ] = ()  # who drafts for each selected row: its expert, or the shared draft
         self._bare = False
         self._shared_weights: dict[str, torch.Tensor] = {}
         self._shared_products: dict[str, Product] = {}
@@ -238,13 +241,14 @@ class ExpertBank:
         key = tuple(rows)
         if key == self.selected:
             return
-        self.selected = key
+        self.selected = self.drafting = key
         if self._bare:
             self._clear(self._bases)
             return
         self._clear(self._bases | self._shared_products)
         present = sorted({name for name in rows if name in self.experts})
         if self._bases and len(present) > FEW_EXPERTS and self.shares_cache:
+            self.drafting = (SHARED,) * len(rows)
             return
         alone = len(present) == 1 and all(name == present[0] for name in rows)
         merged = self._merge(present) if alone or self._bases else None

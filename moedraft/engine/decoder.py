@@ -27,6 +27,7 @@ class Round:
     accepted: int
     confidences: list[float]  # of the row's drafted tokens
     steps: int  # draft tokens sampled for the whole batch
+    expert: str  # who drafted
     broken: bool  # the target gave no usable distribution
     logprobs: list[TokenLogprobs]  # by token, where asked for
 
@@ -112,6 +113,7 @@ class Decoder:
                 # A draft that gives NaN is refused by the kernel; its confidence is none.
                 confidences=[0.0 if math.isnan(value) else value for value in draft.confidences[b]],
                 steps=draft.steps,
+                expert=draft.experts[b],
                 broken=bool(status & TARGET_INVALID),
                 logprobs=logprobs_of(rows[b], logits[b], emitted[b]),
             )

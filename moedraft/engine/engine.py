@@ -223,10 +223,11 @@ class Engine:
             return
         count_drafted(row, len(one.confidences), min(one.accepted, entered))
         row.draft_cached = len(row.token_ids) + min(one.accepted, one.steps - 1)
-        row.adapter_version = self.drafter.bank.version(row.expert)
+        if one.expert == row.expert:
+            row.adapter_version = self.drafter.bank.version(row.expert)
         if one.accepted < min(entered, len(one.confidences)):
             row.rejected.append(row.num_generated + one.accepted)
-        self.decoder.budget.model(row.expert).observe(one.confidences, one.accepted)
+        self.decoder.budget.model(one.expert).observe(one.confidences, one.accepted)
 
     def _finish(self, row: Sequence, reason: FinishReason, *, at_stop: bool = False) -> RequestOutput:
         held_stop = not at_stop and self.texts[row.request_id].flush()

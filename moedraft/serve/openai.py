@@ -84,7 +84,9 @@ async def _answer(request: Request, context: ServerContext, reply: Reply) -> Res
     deadline = time.monotonic() + context.settings.request_timeout
     if reply.job.stream:
         async with _until(deadline):
-            tickets = await _submit(context, reply.job)
+            tickets = await _while_connected(request, _submit(context, reply.job))
+        if tickets is None:
+            return Response(status_code=CLIENT_GONE)
         return TicketStream(_events(reply, tickets, deadline), tickets, context.settings.send_timeout)
     outputs = await _while_connected(request, _whole(context, reply.job, deadline))
     return JSONResponse(reply.whole(outputs)) if outputs else Response(status_code=CLIENT_GONE)

@@ -148,9 +148,10 @@ class Worker:
 
         A long queue, or a request that takes long, is no stall: each step is a sign of life.
         """
+        now = self._clock()  # before what it is compared with: this thread may be held up in between
         since = self._engine.occupied_since
         alive = self._engine.is_alive() and not self._engine.closed
-        return not alive or (since is not None and self._clock() - since > threshold)
+        return not alive or (since is not None and now - since > threshold)
 
     def _idle_share(self, now: float) -> float:
         since = self._engine.occupied_since

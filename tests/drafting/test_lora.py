@@ -127,6 +127,8 @@ def test_many_experts_in_a_small_batch_leave_it_to_the_shared_draft(
         for name in "abc":
             bank.publish(name, bank.read(1, {}, state(bank, modules)))
         bank.select(rows)
+        few = set(bank.drafting) == {SHARED}
+        assert few == (rows == [SHARED] * 4 or (scope == "tail" and bool(bank._bases)))
         return model.forward(model.new_cache(4), 0, ids, [0] * 4)
 
     torch.testing.assert_close(logits(names), logits([SHARED] * 4), atol=1e-4, rtol=1e-4)
