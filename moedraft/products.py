@@ -50,4 +50,4 @@ class Product:
 
 def rounded(rows: int) -> int:
     """Up to one of four counts in each octave: oneDNN keeps generated code for every count it has seen."""
-    return rows + -rows % 2 ** max(0, rows.bit_length() - 3)
+    return rows + -rows % (1 << max(0, rows.bit_length() - 3))

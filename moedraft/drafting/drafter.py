@@ -32,9 +32,10 @@ class CausalModel(Protocol):
 class Bank(Protocol):
     """What the drafter needs of the experts: `ExpertBank` has it."""
 
-    shares_cache: bool  # keys and values are the same whichever expert is on
     drafting: tuple[str, ...]  # who drafts for each row selected last: its expert, or the shared draft
 
+    @property
+    def shares_cache(self) -> bool: ...
     def select(self, rows: list[str]) -> None: ...
     def version(self, expert: str) -> int: ...
 
