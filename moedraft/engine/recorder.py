@@ -58,6 +58,8 @@ class Recorder:
             if sequence.captured:
                 self.store.replay.add([replay_record(sequence, self.target_id)])
             self.store.requests.add([request_stats(sequence)])
+            if self.status != "learning":
+                log.warning("Learning goes on: records can be stored again.")
             self.status = "learning"
         except StorageError as error:
             if self.status == "learning":

@@ -117,11 +117,11 @@ def _check_limits(settings: Settings, max_tokens: int, choices: int, stop: list[
         limit = settings.max_output_tokens
         raise _bad("max_tokens", f"'max_tokens' is at most {limit} here, not {max_tokens}.")
     if choices > settings.max_n:
-        raise _bad("n", f"a request gets at most {settings.max_n} answers (prompts times n), not {choices}.")
+        raise _bad("n", f"A request gets at most {settings.max_n} answers (prompts times n), not {choices}.")
     if len(stop) > settings.max_stop_strings:
-        raise _bad("stop", f"at most {settings.max_stop_strings} stop strings are taken, not {len(stop)}.")
+        raise _bad("stop", f"At most {settings.max_stop_strings} stop strings are taken, not {len(stop)}.")
     if any(not one or len(one) > LONGEST_STOP for one in stop):
-        raise _bad("stop", f"a stop string has 1 to {LONGEST_STOP} letters.")
+        raise _bad("stop", f"A stop string has 1 to {LONGEST_STOP} letters.")
 
 
 def _bad(param: str, sentence: str) -> ApiError:

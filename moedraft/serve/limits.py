@@ -23,7 +23,7 @@ REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 HEADERS = {
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
-    "referrer-policy": "no-referrer",
+    "referrer-policy": "same-origin",  # with "no-referrer" a browser posts our own forms as of origin "null"
     "cross-origin-resource-policy": "same-origin",
 }
 GONE = (ClientDisconnect, SendTimeoutError, ConnectionError)

@@ -196,7 +196,10 @@ class TrainerSupervisor:
     def _publish(self, message: Publish) -> Message:
         """Raises MoedraftError for what must not become the live version."""
         if self._base_hash not in (None, message.base_hash):
-            raise InvalidRequest("the trainer's draft base is not the one that serves.")
+            raise InvalidRequest(
+                "the trainer's draft base is not the one that serves: its files have changed; "
+                "start the server again."
+            )
         line = self._store.registry.lineage(message.expert, message.base_hash)
         if message.parent != (line[0].version if line else 0):
             raise InvalidRequest(f"the live version of '{message.expert}' was changed meanwhile.")

@@ -99,6 +99,19 @@ class Home:
                     yield connection
                 self.durable_writes += durable
 
+    def checkpoint(self) -> None:
+        """Empty the journal into the database: what was deleted before is in neither file afterwards.
+
+        Waits up to BUSY_SECONDS for readers; where one reads on, the journal is emptied at the latest when
+        the home is closed. Raises StorageError.
+        """
+        self.require_writable()
+        with self._write_lock:
+            if self._writer is None:
+                raise StorageError(f"The home {self.path} is closed.")
+            with storage_errors(self.path), self._writer.connect() as connection:
+                _pragma(connection, "wal_checkpoint(TRUNCATE)")
+
     def require_writable(self) -> None:
         """Raises StorageError where this home was opened for reading only."""
         if not self.writable:

@@ -77,6 +77,7 @@ class Registry:
             connection.execute(delete(domains).where(domains.c.name == name))
             connection.execute(update(experts).where(experts.c.name == name).values(updates=0))
             _raise_generation(connection)
+        self._home.checkpoint()  # until then the journal holds its records still
 
     # --- adapter versions (`domain` is a domain's name or SHARED)
 

@@ -128,7 +128,9 @@ class ReplayBuffer:
         """Deletes the records of `domain` (None: of all), their bytes overwritten; returns how many."""
         query = delete(replay) if domain is None else delete(replay).where(replay.c.domain == domain)
         with self._home.write(durable=True) as connection:
-            return connection.execute(query).rowcount
+            count = connection.execute(query).rowcount
+        self._home.checkpoint()  # until then the journal holds them still
+        return count
 
     def _row(self, record: ReplayRecord) -> dict[str, Any]:
         return {
