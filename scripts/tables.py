@@ -80,6 +80,7 @@ def router(found: dict[str, Any]) -> str:
         ["to the shared draft", f"{plain['routed_shared']:.1%}"],
         ["most likely domain right", f"{plain['best_domain_right']:.1%}"],
         ["ms per prompt, batch 8", f"{speed['ms_per_prompt_batch_8_median']:.1f}"],
+        ["of it on a core of its own", f"{speed['cpu_ms_per_prompt_batch_8']:.1f}"],
         ["refit after one more domain, s", f"{speed['fit_seconds_one_domain_added']:.1f}"],
     ]
     return table(["unseen real prompts", ""], rows)
