@@ -123,6 +123,11 @@ class Sequence:
     finished_at: float | None = None
 
     @property
+    def reproducible(self) -> bool:
+        """Seeded sampling: who drafts, and how far, must not depend on timing or the batch."""
+        return self.params.seed is not None and self.params.temperature > 0
+
+    @property
     def generated(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
 

@@ -32,10 +32,9 @@ class CausalModel(Protocol):
 class Bank(Protocol):
     """What the drafter needs of the experts: `ExpertBank` has it."""
 
-    drafting: tuple[str, ...]  # who drafts for each row selected last: its expert, or the shared draft
-
     @property
     def shares_cache(self) -> bool: ...
+    def drafters(self, rows: list[str]) -> list[str]: ...
     def select(self, rows: list[str]) -> None: ...
     def version(self, expert: str) -> int: ...
 
@@ -45,11 +44,11 @@ class NoExperts:
 
     shares_cache = True
 
-    def __init__(self) -> None:
-        self.drafting: tuple[str, ...] = ()
+    def drafters(self, rows: list[str]) -> list[str]:
+        return rows
 
     def select(self, rows: list[str]) -> None:
-        self.drafting = tuple(rows)
+        """Nothing to select."""
 
     def version(self, expert: str) -> int:
         return 0
@@ -76,6 +75,11 @@ class Drafter:
         self.cache = model.new_cache(slots)
         self.catch_up_ms = 0.0  # spent by the last `propose` on rows whose cache was behind
 
+    def experts_of(self, rows: list[Sequence]) -> list[str]:
+        """Who drafts for each row. A reproducible one has its own expert in any batch, so all have."""
+        experts = [row.expert if row.draft else SHARED for row in rows]
+        return experts if any(row.reproducible for row in rows) else self.bank.drafters(experts)
+
     def propose(
         self,
         rows: list[Sequence],
@@ -88,7 +92,7 @@ class Drafter:
 
         Rows marked `fixed` get exactly their limit, so that a seeded answer does not depend on timing.
         """
-        experts = [row.expert if row.draft else SHARED for row in rows]
+        experts = self.experts_of(rows)
         slack = 1 if min(len(row.token_ids) for row in rows) > 1 else 0  # what `_first` can feed besides
         began = time.perf_counter()
         for row, limit in zip(rows, limits, strict=True):
@@ -96,7 +100,6 @@ class Drafter:
                 self._catch_up(row)
         self.catch_up_ms = (time.perf_counter() - began) * 1e3
         self.bank.select(experts)
-        experts = list(self.bank.drafting)
         free = [b for b, limit in enumerate(limits) if limit and not fixed[b]]
         least = max((limit for limit, is_fixed in zip(limits, fixed, strict=True) if is_fixed), default=0)
         tokens: list[torch.Tensor] = []

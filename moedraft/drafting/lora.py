@@ -156,9 +156,6 @@ class ExpertBank:
         self.merged: OrderedDict[str, dict[str, Product]] = OrderedDict()
         self.merged_budget = merged_cache_mb * 2**20
         self.selected: tuple[str, ...] | None = None
-        self.drafting: tuple[
-            str, ...
-        ] = ()  # who drafts for each selected row: its expert, or the shared draft
         self._bare = False
         self._shared_weights: dict[str, torch.Tensor] = {}
         self._shared_products: dict[str, Product] = {}
@@ -236,20 +233,22 @@ class ExpertBank:
         """While on, every row is drafted by the base as it came, without shared adapter or experts."""
         self._bare, self.selected = on, None
 
+    def drafters(self, rows: list[str]) -> list[str]:
+        """Who should draft for rows of these experts: they, or the shared draft where many cost too much."""
+        many = len({name for name in rows if name in self.experts}) > FEW_EXPERTS
+        return [SHARED] * len(rows) if many and self._bases and self.shares_cache else rows
+
     def select(self, rows: list[str]) -> None:
         """The expert of each row of the next forward."""
         key = tuple(rows)
         if key == self.selected:
             return
-        self.selected = self.drafting = key
+        self.selected = key
         if self._bare:
             self._clear(self._bases)
             return
         self._clear(self._bases | self._shared_products)
         present = sorted({name for name in rows if name in self.experts})
-        if self._bases and len(present) > FEW_EXPERTS and self.shares_cache:
-            self.drafting = (SHARED,) * len(rows)
-            return
         alone = len(present) == 1 and all(name == present[0] for name in rows)
         merged = self._merge(present) if alone or self._bases else None
         for name, layer in self.layers.items():

@@ -134,12 +134,10 @@ class Decoder:
         if self.drafter is None:
             return nothing
         # A seeded answer must not depend on timing, so its draft length is fixed.
-        fixed = [
-            not self.adaptive_budget or (row.params.seed is not None and row.params.temperature > 0)
-            for row in rows
-        ]
+        fixed = [not self.adaptive_budget or row.reproducible for row in rows]
         limits = [self._limit(row, is_fixed) for row, is_fixed in zip(rows, fixed, strict=True)]
-        free = [row.expert for row, limit, f in zip(rows, limits, fixed, strict=True) if limit and not f]
+        experts = self.drafter.experts_of(rows)
+        free = [expert for expert, limit, f in zip(experts, limits, fixed, strict=True) if limit and not f]
         if free and not self.budget.start(free, len(rows)):
             limits = [limit if f else 0 for limit, f in zip(limits, fixed, strict=True)]
         if not any(limits):

@@ -60,8 +60,8 @@ class BackgroundSelector(Selector):
 
     def assign(self, sequences: list[Sequence]) -> None:
         rows = [s for s in sequences if needs_expert(s)]
-        later = [s for s in rows if s.params.seed is None or s.params.temperature == 0]
-        super().assign([s for s in rows if not any(s is one for one in later)])
+        later = [s for s in rows if not s.reproducible]
+        super().assign([s for s in rows if s.reproducible])
         if later and self.router.domains:
             routed = self._pool.submit(self.router.route, [s.prompt for s in later])
             self._open.append((routed, later))

@@ -1,0 +1,56 @@
+"""One seed gives one answer, alone or in a batch whose experts are too many to be worth their cost."""
+
+from __future__ import annotations
+
+import torch
+
+from moedraft.core import SHARED, SamplingParams
+from moedraft.drafting.drafter import Drafter
+from moedraft.drafting.lora import PREFIX, ExpertBank
+from moedraft.engine.engine import Engine
+
+from random_models import VOCAB, prompts_of, random_model
+from tiny import FixedSelector, NumberTokenizer
+
+EXPERTS = ("a", "b", "c", "d")
+
+
+def engine() -> Engine:
+    draft = random_model("llama", 1)
+    bank = ExpertBank(draft, "tail")
+    torch.manual_seed(7)
+    for name in EXPERTS:
+        tensors = {}
+        for module in sorted(bank.tail):
+            out, inner = bank.layers[module].base_weight().shape
+            tensors[f"{PREFIX}{module}.lora_A.weight"] = torch.randn(4, inner)
+            tensors[f"{PREFIX}{module}.lora_B.weight"] = torch.randn(out, 4)
+        bank.publish(name, bank.read(1, {}, tensors))
+    drafter = Drafter(draft, bank, 4, VOCAB)
+    return Engine(random_model("llama", 0), NumberTokenizer(), drafter, FixedSelector(), max_batch_size=4)
+
+
+def answers(made: Engine, together: bool, seeded: bool = True) -> list[list[int]]:
+    found: dict[str, list[int]] = {}
+    for index, (expert, prompt) in enumerate(zip(EXPERTS, prompts_of(4, 3, 12), strict=True)):
+        params = SamplingParams(temperature=1.0, max_tokens=24, seed=index if seeded else None)
+        made.add(prompt, params, request_id=expert, expert=expert)
+        while made.has_work and not together:
+            found |= {o.request_id: o.token_ids for o in made.step() if o.finish_reason}
+    while made.has_work:
+        found |= {o.request_id: o.token_ids for o in made.step() if o.finish_reason}
+    return [found[expert] for expert in EXPERTS]
+
+
+def test_one_seed_one_answer_whatever_the_batch() -> None:
+    assert answers(engine(), together=True) == answers(engine(), together=False)
+
+
+def test_without_seeds_many_experts_leave_it_to_the_shared_draft() -> None:
+    """The control: the same batch is one that the shortcut is made for."""
+    made = engine()
+    seen: list[list[str]] = []
+    select = made.drafter.bank.select  # type: ignore[union-attr]
+    made.drafter.bank.select = lambda rows: (seen.append(rows), select(rows))[1]  # type: ignore[union-attr]
+    answers(made, together=True, seeded=False)
+    assert [SHARED] * 4 in seen
