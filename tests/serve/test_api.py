@@ -379,6 +379,11 @@ def _leave(found: Served, path: str, row: dict[str, Any]) -> None:
         wait_for(lambda: found.worker.snapshot().running == 3)
 
 
+def _taken(found: Served) -> tuple[int, int]:
+    now = found.worker.snapshot()
+    return now.running, now.waiting
+
+
 def test_too_many_are_told_when_to_come_again(tmp_path: Path) -> None:
     with served(tmp_path, max_waiting=2) as found, found.client() as client:
         slowed(found.system)
@@ -386,9 +391,9 @@ def test_too_many_are_told_when_to_come_again(tmp_path: Path) -> None:
         threads = [
             threading.Thread(target=lambda: client.post("/v1/completions", json=row)) for _ in range(6)
         ]
-        for thread in threads:
+        for number, thread in enumerate(threads, 1):  # one after the other: the queue holds two
             thread.start()
-        wait_for(lambda: found.worker.snapshot().waiting == 2)
+            wait_for(lambda number=number: _taken(found) == (min(number, 4), max(number - 4, 0)))
         for stream in (True, False):
             refused = client.post("/v1/completions", json=body(stream=stream))
             check_error(refused, 429)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import statistics
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -640,9 +641,12 @@ def test_a_busy_hour_is_no_stall(
     system: System, clock: Clock, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """Full slots and a long queue, and every step takes 20 s of the clock's time."""
-    timed, step, alarms = request.getfixturevalue("timed"), system.engine.step, []
+    timed, step = request.getfixturevalue("timed"), system.engine.step
+    alarms: list[bool] = []
+    idle_shares: list[float] = []
 
     def slow() -> list[RequestOutput]:
+        idle_shares.append(timed.snapshot().idle_share)  # since the last step, of 20 s
         clock.offset += 20
         alarms.append(timed.progress_stalled(30))
         return step()
@@ -650,14 +654,13 @@ def test_a_busy_hour_is_no_stall(
     monkeypatch.setattr(system.engine, "step", slow)
 
     async def ask() -> None:
-        tickets = [await timed.submit([i % 40], params(50)) for i in range(50)]
+        tickets = [await timed.submit([i % 40], params(100)) for i in range(50)]
         await asyncio.gather(*(ticket.result() for ticket in tickets))
 
     run(ask())
     assert clock.offset > 3600
-    assert len(alarms) > 180
     assert not any(alarms)
-    assert timed.snapshot().idle_share < 0.05
+    assert statistics.median(idle_shares) < 0.05
 
 
 def test_a_dead_thread_is_a_stall(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
