@@ -45,10 +45,16 @@ class Settings(BaseSettings):
         "refuse", description="truncate keeps the end of the prompt"
     )
     num_speculative_tokens: int = Field(
-        4, ge=0, le=32, description="draft length of seeded sampling; first guess elsewhere"
+        4, ge=0, le=32, description="draft length of seeded sampling, which must not depend on timing"
     )
     max_speculative_tokens: int = Field(8, ge=0, le=32, description="longest draft the budget may choose")
-    adaptive_budget: bool = Field(True, description="False: always num_speculative_tokens")
+    adaptive_budget: bool = Field(
+        True, description="False: always num_speculative_tokens, by the draft model"
+    )
+    draft_source: Literal["auto", "model", "lookup"] = Field(
+        "auto",
+        description="guesses by the draft model, or looked up in the text itself; auto: by row, the better",
+    )
 
     adapter_scope: Literal["tail", "full"] = Field("tail", description="what an expert may touch")
     adapter_rank: int = Field(64, ge=1, le=1024)

@@ -114,8 +114,10 @@ class Sequence:
     accepted_at: list[int] = field(default_factory=list)  # those accepted
     num_drafts: int = 0  # verification steps that had at least one draft token
     num_steps: int = 0  # target forwards spent on this sequence after prefill
-    drafted: int = 0
+    drafted: int = 0  # by the draft model, as are all counts above
     accepted: int = 0
+    looked_up: int = 0  # draft tokens that were looked up in the text instead
+    lookup_accepted: int = 0
     adapter_version: int = 0  # of the expert, at the last draft; 0 is the untrained expert
     finish_reason: FinishReason | None = None
     arrived_at: float = field(default_factory=time.monotonic)
@@ -241,7 +243,7 @@ class UpdateRecord:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """The answer to one request, whole or so far. Rates are None until something was drafted."""
+    """The answer to one request, whole or so far. Rates are the draft model's, None until it drafted."""
 
     request_id: str
     prompt: str
@@ -262,6 +264,8 @@ class RequestOutput:
     time_to_first_token: float | None = None  # seconds since arrival
     drafted_at: list[int] = field(default_factory=list)  # draft tokens by draft position 0, 1, …
     accepted_at: list[int] = field(default_factory=list)
+    num_lookup_tokens: int = 0  # draft tokens that were looked up in the text, apart from those above
+    num_accepted_lookup_tokens: int = 0
     logprobs: list[TokenLogprobs] | None = None  # by token of `token_ids`, where asked for
 
     @property

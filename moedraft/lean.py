@@ -2,13 +2,15 @@
 
 At batch 1 a small model on a CPU spends most of a step calling operations, not computing them: here queries,
 keys and values are one product, gate and up another, a norm's weight is part of the product after it, and
-attention over few queries is two products. A small target's weights are kept in the layouts of `products.py`
+attention over few queries is two products. Rows of different lengths are multiplied without their padding. A
+small target's weights are kept in the layouts of `products.py`
 besides transformers' own. `models.py` compares it with the model's own forward at load time and does without
 it where they differ.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from moedraft.products import SMALL, Product
 
 KNOWN = ("llama", "mistral", "qwen2")  # RMS norms before attention and MLP, rotary halves, SiLU gate, no more
 FEW_QUERIES = 16  # tokens a row up to which plain attention beats the fused kernel on a CPU
+FULL = 0.8  # share of real tokens from which leaving out the padding costs more than it saves
 
 
 def fits(hf: Any) -> bool:
@@ -34,6 +37,33 @@ def fits(hf: Any) -> bool:
     )
 
 
+@dataclass(frozen=True)
+class Packing:
+    """Between padded tokens [B, T, …] and the real ones alone, [N, …]; the same where none is padding."""
+
+    shape: tuple[int, int]
+    real: torch.Tensor | None  # int64 [N], into B · T
+
+    @classmethod
+    def of(cls, token_ids: torch.Tensor, lengths: list[int] | None) -> Packing:
+        batch, width = token_ids.shape
+        if lengths is None or sum(lengths) > FULL * batch * width:
+            return cls((batch, width), None)
+        places = [row * width + i for row, length in enumerate(lengths) for i in range(length)]
+        return cls((batch, width), torch.tensor(places, device=token_ids.device))
+
+    def pack(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.real is None else x.flatten(0, 1)[self.real]
+
+    def pad(self, x: torch.Tensor) -> torch.Tensor:
+        """Padding is 0."""
+        if self.real is None:
+            return x
+        batch, width = self.shape
+        flat = x.new_zeros(batch * width, *x.shape[1:]).index_copy_(0, self.real, x)
+        return flat.view(batch, width, *x.shape[1:])
+
+
 class LeanForward:
     """Callable like `LanguageModel.forward`, on one model.
 
@@ -43,6 +73,7 @@ class LeanForward:
 
     def __init__(self, hf: Any, *, fuse: bool) -> None:
         fuse = fuse and hf.num_parameters() <= SMALL
+        self.ragged = fuse and hf.device.type == "cpu"  # padding costs as much as tokens do
         self.embed = hf.model.embed_tokens
         self.rotary = hf.model.rotary_emb
         self.norm = hf.model.norm
@@ -57,21 +88,24 @@ class LeanForward:
         positions: torch.Tensor,
         mask: torch.Tensor,
         keep: int,
+        lengths: list[int] | None = None,
     ) -> torch.Tensor:
-        """Logits [B, keep or T, V]; mask bool [B, 1, T, length]."""
+        """Logits [B, keep or T, V]; mask bool [B, 1, T, length]; lengths as in `LanguageModel.forward`."""
+        packing = Packing.of(token_ids, lengths)
         hidden = self.embed(token_ids)
-        cos, sin = self.rotary(hidden, positions)
-        cos, sin = cos[:, :, None], sin[:, :, None]
+        turns = self.rotary(hidden, positions)
+        cos, sin = (packing.pack(turn.expand(*token_ids.shape, -1))[..., None, :] for turn in turns)
+        hidden = packing.pack(hidden)
         # One token that sees all there is needs no mask.
         open_mask = None if mask.shape[0] * mask.shape[2] == 1 else mask
         for layer, store in zip(self.layers, cache.layers, strict=True):
-            hidden = layer(hidden, cos, sin, open_mask, store)
+            hidden = layer(hidden, cos, sin, open_mask, store, packing)
         if keep:
-            hidden = hidden[:, -keep:]
+            packing, hidden = Packing((0, 0), None), packing.pad(hidden)[:, -keep:]
         if self.head is not None:
-            return self.head(scaled(hidden, self.norm))
+            return packing.pad(self.head(scaled(hidden, self.norm)))
         logits: torch.Tensor = self.hf.lm_head(normed(hidden, self.norm))
-        return logits
+        return packing.pad(logits)
 
 
 class LeanLayer:
@@ -96,17 +130,16 @@ class LeanLayer:
         sin: torch.Tensor,
         mask: torch.Tensor | None,
         store: SlotLayer,
+        packing: Packing,
     ) -> torch.Tensor:
-        batch, width, _ = hidden.shape
-        joined = self._project(hidden).view(batch, width, -1, self.head_dim)
-        turned = joined[:, :, : -self.kv_heads]  # queries and keys
+        joined = self._project(hidden).view(*hidden.shape[:-1], -1, self.head_dim)
+        turned = joined[..., : -self.kv_heads, :]  # queries and keys
         first, second = turned.chunk(2, dim=-1)
-        turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
-        keys, values = store.update(
-            turned[:, :, self.heads :].transpose(1, 2), joined[:, :, -self.kv_heads :].transpose(1, 2)
-        )
+        turned = packing.pad(turned * cos + torch.cat((-second, first), dim=-1) * sin)
+        fresh = packing.pad(joined[..., -self.kv_heads :, :])
+        keys, values = store.update(turned[:, :, self.heads :].transpose(1, 2), fresh.transpose(1, 2))
         mixed = self._attend(turned[:, :, : self.heads].transpose(1, 2), keys, values, mask)
-        mixed = mixed.transpose(1, 2).reshape(batch, width, -1)
+        mixed = packing.pack(mixed.transpose(1, 2).flatten(2))
         hidden = hidden + (self.out or self.attention.o_proj)(mixed)
         result: torch.Tensor = hidden + (self.down or self.mlp.down_proj)(self._gated(hidden))
         return result

@@ -72,13 +72,25 @@ class LanguageModel:
     def new_cache(self, slots: int) -> SlotCache:
         return SlotCache(self.num_layers, slots)
 
+    @property
+    def ragged(self) -> bool:
+        """Whether `forward` makes use of `lengths`: padding then costs nothing."""
+        return self.lean is not None and self.lean.ragged
+
     def forward(
-        self, cache: SlotCache, first: int, token_ids: torch.Tensor, starts: list[int], keep: int = 0
+        self,
+        cache: SlotCache,
+        first: int,
+        token_ids: torch.Tensor,
+        starts: list[int],
+        keep: int = 0,
+        lengths: list[int] | None = None,
     ) -> torch.Tensor:
         """Logits of the last `keep` positions (0: all), [B, keep or T, V].
 
         token_ids int64 [B, T]; row b is slot `first + b` and its first token stands at `starts[b]`.
-        Positions past the model's context (padding only) are clamped for the embedding.
+        Positions past the model's context (padding only) are clamped for the embedding. lengths: how many
+        tokens of each row count; logits of the others mean nothing.
         """
         positions = cache.at(first, starts, token_ids.shape[1], token_ids.device)
         mask = torch.arange(cache.cursor.length, device=token_ids.device) <= positions[:, None, :, None]
@@ -87,7 +99,7 @@ class LanguageModel:
         if cache.cursor.length > self.max_len:
             positions = positions.clamp(max=self.max_len - 1)
         if self.lean is not None:
-            return self.lean(cache, token_ids, positions, mask, keep)
+            return self.lean(cache, token_ids, positions, mask, keep, lengths if self.ragged else None)
         result: torch.Tensor = self.hf(
             input_ids=token_ids,
             position_ids=positions,

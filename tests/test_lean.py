@@ -73,3 +73,25 @@ def test_a_relative_that_differs_is_noticed() -> None:
     model.lean.layers[1].head_dim = 4
     with pytest.raises(Exception, match="llama"):
         self_check(model)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_padding_is_left_out_and_nothing_else_changes(kind: str) -> None:
+    """Rows of very different lengths: the real tokens' logits, and the keys and values they leave."""
+    model = random_model(kind, 3)
+    model.lean = LeanForward(model.hf, fuse=True)
+    assert model.ragged
+    ids = torch.randint(model.vocab_size, (4, 9), generator=torch.Generator().manual_seed(1))
+    after = ids[:, :3]
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for lengths in (None, [9, 1, 2, 1]):
+        cache = model.new_cache(5)
+        model.forward(cache, 1, ids, [0] * 4)
+        starts = [4, 6, 2, 9]
+        first = model.forward(cache, 1, ids, starts, lengths=lengths)
+        ends = [start + length for start, length in zip(starts, [9, 1, 2, 1], strict=True)]
+        found.append((first, model.forward(cache, 1, after, ends)))
+    (whole, then), (packed, later) = found
+    for row, length in enumerate([9, 1, 2, 1]):
+        torch.testing.assert_close(packed[row, :length], whole[row, :length], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(later, then, rtol=1e-4, atol=1e-5)

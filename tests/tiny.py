@@ -18,6 +18,7 @@ class TinyLM:
     def __init__(self, table: torch.Tensor, max_len: int = 512) -> None:
         self.table = table
         self.vocab_size = table.shape[1]
+        self.ragged = False
         self.max_len = max_len
         self.forwards: list[tuple[int, int]] = []  # (rows, width)
 
@@ -29,7 +30,13 @@ class TinyLM:
         return SlotCache(1, slots)
 
     def forward(
-        self, cache: SlotCache, first: int, token_ids: torch.Tensor, starts: list[int], keep: int = 0
+        self,
+        cache: SlotCache,
+        first: int,
+        token_ids: torch.Tensor,
+        starts: list[int],
+        keep: int = 0,
+        lengths: list[int] | None = None,
     ) -> torch.Tensor:
         self.forwards.append(tuple(token_ids.shape))
         positions = cache.at(first, starts, token_ids.shape[1], token_ids.device)

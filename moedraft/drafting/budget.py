@@ -1,4 +1,4 @@
-"""How many tokens to draft: as long as the next one pays for itself, by measured costs and survival.
+"""How many tokens to draft, and from where: as long as the next one pays for itself, by measured costs.
 
 A draft position's chance to be accepted is estimated from the draft's own confidence, per expert, and
 refitted from what verification shows. Rules look at logits of the prefix and never at which token was
@@ -9,7 +9,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from statistics import fmean, median
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from moedraft.drafting.costs import Floats, RoundCosts
 
 REFIT_EVERY = 100
 RIDGE = 5.0
@@ -60,63 +65,52 @@ class AcceptanceModel:
             self.w, self.b = min(w, 5.0), max(-5.0, min(b, 5.0))
 
 
-class RoundCosts:
-    """Milliseconds of whole rounds, by the number of rows and of drafted tokens.
+@dataclass(frozen=True)
+class Plan:
+    """What a round should draft. Plain decoding: neither."""
 
-    A round is everything between two steps: drafting, verifying, and the bookkeeping around them, which a
-    model of forwards alone would miss. Medians of the last few; between and beyond what was measured, a line.
-    """
-
-    KEPT = 9
-    STEP = 0.15  # the least that a draft token more costs, in plain rounds, before two lengths were measured
-
-    def __init__(self) -> None:
-        self.samples: dict[int, dict[int, deque[float]]] = {}
-
-    def observe(self, rows: int, drafted: int, ms: float) -> None:
-        lengths = self.samples.setdefault(rows, {})
-        lengths.setdefault(drafted, deque(maxlen=self.KEPT)).append(ms)
-
-    def predict(self, rows: int, drafted: int) -> float | None:
-        """None where nothing near was measured. Never falls with the number of drafted tokens."""
-        known = {k: median(values) for k, values in self.samples.get(rows, {}).items()}
-        if drafted == 0 or not any(known):
-            return known.get(0) if drafted == 0 else None
-        lengths = {k: ms for k, ms in known.items() if k}
-        at, base = fmean(lengths), fmean(lengths.values())
-        spread = sum((k - at) ** 2 for k in lengths)
-        plain = known.get(0, base)
-        slope = max(self.STEP * plain, (base - plain) / at)
-        if spread:
-            slope = max(0.0, sum((k - at) * (ms - base) for k, ms in lengths.items()) / spread)
-        return max(base + slope * (drafted - at), 0.1 * base)
+    model: bool = False  # the draft model guesses for rows that look nothing up
+    looking: Mapping[int, int] = field(default_factory=dict)  # rows that take what they looked up: how far
 
 
 class Budget:
-    """Decides, token by token, whether the batch drafts on. Times are in milliseconds."""
+    """Decides, round by round and token by token, what the batch drafts.
 
-    EXPLORE = 24  # after so many plain rounds in a row one drafts all the same, to notice better times
+    ragged: only real tokens cost something in verification; else a row costs as much as the longest one.
+    """
+
+    EXPLORE = 72  # after so many plain rounds in a row some draft all the same, to notice better times
     PATIENCE = 16  # times as many at most, where it was in vain again and again
-    COMPARE = 64  # every so many drafting rounds one is plain, to know what drafting is worth
+    COMPARE = 128  # every so many drafting rounds some are plain, to know what drafting is worth
     SETTLED = 8  # drafting rounds before the first of those
+    TRIES = 3  # rounds of such a change; the first one pays for it and tells nothing
 
-    def __init__(self, longest: int, first_guess: int) -> None:
+    def __init__(self, longest: int, ragged: bool = False) -> None:
         self.longest = longest
-        self.first_guess = first_guess
+        self.ragged = ragged
         self.costs = RoundCosts()
         self.acceptance: dict[str, AcceptanceModel] = {}
-        self._rounds: deque[tuple[int, int, int]] = deque(maxlen=256)  # (rows, drafted, tokens)
+        self._rounds: deque[tuple[int, int, int, int]] = deque(maxlen=256)  # rows, steps, verified, tokens
         self._idle, self._patience = 0, self.EXPLORE
-        self._busy: dict[int, int] = {}  # drafting rounds since the last plain one, by rows
+        self._busy: dict[int, int] = {}  # drafting rounds since the last plain ones, by rows
+        self._plain = 0  # plain rounds in a row
 
     def model(self, expert: str) -> AcceptanceModel:
         return self.acceptance.setdefault(expert, AcceptanceModel())
 
-    def observe(self, rows: int, drafted: int, tokens: int, ms: float) -> None:
-        """A whole round: rows in the batch, draft length (0: plain), tokens emitted by all rows together."""
-        self.costs.observe(rows, drafted, ms)
-        self._busy[rows] = self._busy.get(rows, 0) + 1 if drafted else 0
-        self._rounds.append((rows, drafted, tokens))
+    def observe(self, rows: int, steps: int, verified: int, tokens: int, ms: float) -> None:
+        """A whole round: rows in the batch, steps of the draft model, draft tokens verified, tokens emitted.
+
+        A model's weights that were not used for a while must come from memory first, and a draft cache that
+        fell behind must catch up, so the first round of another kind is not timed.
+        """
+        same = bool(verified) == (not self._plain) or not self._rounds
+        self._plain = 0 if verified else self._plain + 1
+        if same:
+            self.costs.observe(rows, steps, verified, ms)
+        if verified or self._plain >= self.TRIES:
+            self._busy[rows] = self._busy.get(rows, 0) + 1 if verified else 0
+        self._rounds.append((rows, steps, verified, tokens))
 
     @property
     def speedup(self) -> float | None:
@@ -126,57 +120,103 @@ class Budget:
         times (medians), so that a round in which a request came or went counts for nothing.
         """
         plainly = spent = 0.0
-        for rows, drafted, tokens in list(self._rounds):
-            plain, ms = self.costs.predict(rows, 0), self.costs.predict(rows, drafted)
+        for rows, steps, verified, tokens in list(self._rounds):
+            plain, ms = self.costs.measured(rows, 0, 0), self.costs.measured(rows, steps, verified)
             if plain is not None and ms is not None:
                 plainly, spent = plainly + plain * tokens / rows, spent + ms
         return plainly / spent if spent else None
 
-    def start(self, experts: list[str], rows: int) -> bool:
-        """Whether this round of `rows` drafts for `experts`: the best length must beat plain decoding."""
-        if not experts or not self.longest:
-            return False
-        busy = self._busy.get(rows, 0)
-        if busy >= (self.COMPARE if self.costs.predict(rows, 0) is not None else self.SETTLED):
-            return False
-        rates = [self._rate(experts, rows, k) for k in range(self.longest + 1)]
-        plain, best = rates[0], max(rates[1:], key=lambda rate: rate or 0.0)
-        if plain is None or best is None or best > plain:
-            self._idle, self._patience = 0, self.EXPLORE
-            return True
-        self._idle += 1
-        if self._idle <= self._patience:
-            return False
-        self._idle, self._patience = 0, min(2 * self._patience, self.PATIENCE * self.EXPLORE)
-        return True
+    def plan(
+        self, experts: dict[int, str], found: Mapping[int, list[float]], rows: int, least: int = 0
+    ) -> Plan:
+        """What a round of `rows` drafts: the way to the most tokens per time.
 
-    def _rate(self, experts: list[str], rows: int, k: int) -> float | None:
-        """Expected tokens per millisecond when all `experts` draft k, by their mean acceptance alone."""
-        ms = self.costs.predict(rows, k)
-        if ms is None:
-            return None
-        tokens = float(rows - len(experts))
-        for expert in experts:
-            a = min(self.model(expert).mean, 0.99)
-            tokens += (1 - a ** (k + 1)) / (1 - a)
-        return tokens / ms
+        experts: of the rows for which the model could draft. found: of those that have something looked up,
+        the chances that its tokens up to each are accepted. least: tokens that the model drafts in any case.
+        """
+        known = self.costs.measured(rows, 0, 0) is not None
+        compare = self._busy.get(rows, 0) >= (self.COMPARE if known else self.SETTLED)
+        if not self.longest or not (experts or found) or (compare and not least):
+            return Plan()
+        # A row takes what it looked up where that is the better guess; all do where the model is silent.
+        better = {
+            b: chances
+            for b, chances in found.items()
+            if b not in experts or chances[0] >= self.model(experts[b]).mean
+        }
+        others = [expert for b, expert in experts.items() if b not in better]
+        mixed, steps, far = self._best(others, better, rows, least)
+        alone, _, alone_far = self._best([], found, rows, least)
+        if alone > mixed:
+            steps, far = least, alone_far
+        if steps or far:
+            self._idle, self._patience = 0, self.EXPLORE
+            return Plan(steps > 0, far)
+        if self._tired():
+            return Plan(bool(others), {b: len(chances) for b, chances in better.items()})
+        return Plan()
+
+    def _best(
+        self, experts: list[str], found: Mapping[int, list[float]], rows: int, least: int
+    ) -> tuple[float, int, dict[int, int]]:
+        """The most tokens per plain round's time, with so many steps, and so much of what was looked up."""
+        most = self.longest if experts else least
+        steps = np.arange(least, most + 1)[:, None]
+        guessed = self._guessed(experts)[least : most + 1, None]
+        # By how many looked-up tokens are verified: the surest first, or as many of each row.
+        chances = sorted((chance for each in found.values() for chance in each), reverse=True)
+        if self.ragged:
+            brought = np.concatenate([[0.0], np.cumsum(chances)])
+            verified = len(experts) * steps + np.arange(len(brought))
+        else:
+            widths = np.arange(max((len(each) for each in found.values()), default=0) + 1)
+            brought = np.array([sum(sum(each[:width]) for each in found.values()) for width in widths])
+            verified = rows * np.maximum(steps, widths)
+        rates = (rows + guessed + brought) / self.costs.relative(rows, steps, verified)
+        at, last = divmod(int(rates.argmax()), rates.shape[1])
+        if self.ragged:
+            far = {
+                b: sum(chance >= chances[last - 1] for chance in each) for b, each in found.items() if last
+            }
+        else:
+            far = {b: min(last, len(each)) for b, each in found.items()}
+        return float(rates.max()), least + at, {b: count for b, count in far.items() if count}
+
+    def _guessed(self, experts: list[str]) -> Floats:
+        """Tokens that the model's 0 … longest steps bring, by the experts' mean acceptance alone."""
+        means = np.array([min(self.model(expert).mean, 0.99) for expert in experts])
+        powers = means[:, None] ** np.arange(1.0, self.longest + 1)
+        return np.concatenate([[0.0], np.cumsum(powers.sum(axis=0))])
+
+    def _tired(self) -> bool:
+        """Of plain rounds only; times may have changed."""
+        self._idle += 1
+        if self._idle >= self._patience + self.TRIES:
+            self._idle, self._patience = 0, min(2 * self._patience, self.PATIENCE * self.EXPLORE)
+            return True
+        return self._idle > self._patience
 
     def another(
-        self, experts: list[str], survival: list[float], expected: float, drafted: int, rows: int
+        self,
+        experts: list[str],
+        survival: list[float],
+        expected: float,
+        steps: int,
+        rows: int,
+        verified: tuple[int, int] | None = None,
     ) -> bool:
-        """Whether to draft token `drafted + 1` for `experts`, in a batch of `rows`.
+        """Whether to take step `steps + 1` for `experts`, in a batch of `rows`.
 
         survival: per expert's row, the chance that all its tokens so far are accepted. expected: tokens the
-        round emits as it stands, Σ over rows of 1 + Σ survival. Goes on while the next token's gain per
-        millisecond is at least the round's own average.
+        round emits as it stands, Σ over rows of 1 + Σ survival. verified: draft tokens verified without and
+        with that step. Goes on while the step's gain per time is at least the round's own average.
         """
-        if drafted >= self.longest:
+        if steps >= self.longest:
             return False
-        now, then = (self.costs.predict(rows, drafted + extra) for extra in (0, 1))
-        if now is None or then is None:
-            return drafted < self.first_guess
+        without, with_it = verified or (rows * steps, rows * (steps + 1))
+        now, then = self.costs.relative(rows, [steps, steps + 1], [without, with_it]).tolist()
         gain = sum(s * self.model(e).mean for s, e in zip(survival, experts, strict=True))
-        return gain * now >= expected * (then - now)
+        return bool(gain * now >= expected * (then - now))
 
 
 def _sigmoid(x: float) -> float:

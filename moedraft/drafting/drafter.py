@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from moedraft.cache import SlotCache
 from moedraft.core import SHARED, Proposal, Sequence
 from moedraft.drafting.budget import Budget
+from moedraft.drafting.lookup import Match
 from moedraft.kernels import sample_draft
 from moedraft.sampling import SamplingBatch, filter_logits
 
@@ -23,9 +25,17 @@ class CausalModel(Protocol):
 
     @property
     def device(self) -> torch.device: ...
+    @property
+    def ragged(self) -> bool: ...
     def new_cache(self, slots: int) -> SlotCache: ...
     def forward(
-        self, cache: SlotCache, first: int, token_ids: torch.Tensor, starts: list[int], keep: int = 0
+        self,
+        cache: SlotCache,
+        first: int,
+        token_ids: torch.Tensor,
+        starts: list[int],
+        keep: int = 0,
+        lengths: list[int] | None = None,
     ) -> torch.Tensor: ...
 
 
@@ -54,14 +64,54 @@ class NoExperts:
         return 0
 
 
+LAG = 8  # tokens a row's cache may be behind to be fed along with the others
+
+
+@dataclass(frozen=True)
+class Found:
+    """What rows that draft without the model looked up, by row, and its chances to be accepted."""
+
+    matches: Mapping[int, Match] = field(default_factory=dict)
+    survival: Mapping[int, list[float]] = field(default_factory=dict)
+
+    @property
+    def expected(self) -> float:
+        """Tokens that these rows bring beyond one each."""
+        return sum(sum(chances) for chances in self.survival.values())
+
+    @property
+    def width(self) -> int:
+        return max((len(match.tokens) for match in self.matches.values()), default=0)
+
+    @property
+    def count(self) -> int:
+        return sum(len(match.tokens) for match in self.matches.values())
+
+    def cut(self, lengths: Mapping[int, int]) -> Found:
+        """Of these rows, so many tokens."""
+        matches = {b: Match(self.matches[b].length, self.matches[b].tokens[:n]) for b, n in lengths.items()}
+        return Found(matches, {b: self.survival[b][:n] for b, n in lengths.items()})
+
+
+NOTHING = Found()
+
+
 @dataclass(frozen=True)
 class Draft:
     """A proposal with what the budget and the caches need afterwards."""
 
     proposal: Proposal
-    confidences: list[list[float]]  # by row and position: the draft's top-1 mass
+    confidences: list[
+        list[float]
+    ]  # by row and position: the draft's top-1 mass; empty where it was looked up
     steps: int  # draft tokens sampled, padding included
     experts: tuple[str, ...]  # who drafted, by row
+    matches: Mapping[int, Match] = field(default_factory=dict)  # by row
+
+    def verified(self, ragged: bool) -> int:
+        """Draft tokens to verify, with the padding where that costs as much."""
+        rows, width = self.proposal.token_ids.shape
+        return int(self.proposal.lengths.sum()) if ragged else rows * width
 
 
 class Drafter:
@@ -87,16 +137,18 @@ class Drafter:
         limits: list[int],
         fixed: list[bool],
         budget: Budget,
+        found: Found = NOTHING,
     ) -> Draft:
         """Draft for the sequences in slots 0 … B−1, at most `limits[b]` tokens for row b (0: none).
 
         Rows marked `fixed` get exactly their limit, so that a seeded answer does not depend on timing.
+        Rows in `found` draft what they looked up.
         """
         experts = self.experts_of(rows)
-        slack = 1 if min(len(row.token_ids) for row in rows) > 1 else 0  # what `_first` can feed besides
+        reach = min(LAG, *(len(row.token_ids) for row in rows))  # what `_first` can feed
         began = time.perf_counter()
         for row, limit in zip(rows, limits, strict=True):
-            if limit and len(row.token_ids) - 1 - row.draft_cached > slack:
+            if limit and len(row.token_ids) - row.draft_cached > reach:
                 self._catch_up(row)
         self.catch_up_ms = (time.perf_counter() - began) * 1e3
         self.bank.select(experts)
@@ -106,7 +158,7 @@ class Drafter:
         kept: list[torch.Tensor] = []
         confidences: list[list[float]] = [[] for _ in rows]
         survival = dict.fromkeys(free, 1.0)
-        expected = float(len(rows))
+        expected = len(rows) + found.expected
         logits = self._first(rows, limits)
         while True:
             step = len(tokens)
@@ -130,13 +182,18 @@ class Drafter:
                     expected,
                     step + 1,
                     len(rows),
+                    (
+                        verified_of(limits, step + 1, found, budget),
+                        verified_of(limits, step + 2, found, budget),
+                    ),
                 )
             )
             if not on:
                 break
             starts = [len(row.token_ids) + step for row in rows]
             logits = self.model.forward(self.cache, 0, self._feed(drawn[:, None]), starts, keep=1)[:, -1]
-        return self._pack(tokens, kept, confidences, limits, tuple(experts))
+        cut = [row[: min(limit, len(tokens))] for row, limit in zip(confidences, limits, strict=True)]
+        return pack(tokens, kept, cut, tuple(experts), found, self.model.device)
 
     def _draw(
         self, logits: torch.Tensor, sampling: SamplingBatch, positions: list[int]
@@ -150,35 +207,20 @@ class Drafter:
             top = top / torch.where(sampling.temperature > 0, sampling.temperature, 1.0)
         return drawn, (top - lse).exp().tolist()
 
-    def _pack(
-        self,
-        tokens: list[torch.Tensor],
-        kept: list[torch.Tensor],
-        confidences: list[list[float]],
-        limits: list[int],
-        experts: tuple[str, ...],
-    ) -> Draft:
-        steps = len(tokens)
-        token_ids = torch.stack(tokens, dim=1)
-        lengths = torch.tensor([min(limit, steps) for limit in limits], device=token_ids.device)
-        pad = torch.arange(steps, device=token_ids.device) >= lengths[:, None]
-        proposal = Proposal(
-            token_ids=token_ids.masked_fill(pad, -1),
-            logits=torch.stack(kept, dim=1) if kept else None,
-            lengths=lengths,
-        )
-        cut = [row[: min(limit, steps)] for row, limit in zip(confidences, limits, strict=True)]
-        return Draft(proposal, cut, steps, experts)
-
     def _first(self, rows: list[Sequence], limits: list[int]) -> torch.Tensor:
-        """Feed what each row's cache lacks, one or two tokens; logits [B, V] after the last token."""
-        lag = [
-            len(row.token_ids) - row.draft_cached for row, limit in zip(rows, limits, strict=True) if limit
-        ]
-        width = min(2, max(lag), min(len(row.token_ids) for row in rows))
+        """Feed what the caches of drafting rows lack, a few tokens; logits [B, V] after the last token."""
+        lags = [len(row.token_ids) - row.draft_cached for row in rows]
+        width = max(lag for lag, limit in zip(lags, limits, strict=True) if limit)
         ids = torch.tensor([row.token_ids[-width:] for row in rows], device=self.model.device)
         starts = [len(row.token_ids) - width for row in rows]
-        return self.model.forward(self.cache, 0, self._feed(ids), starts, keep=1)[:, -1]
+        began = time.perf_counter()
+        logits = self.model.forward(self.cache, 0, self._feed(ids), starts, keep=1)[:, -1]
+        if width > 2:  # two are an ordinary round's, the others' time is made up for here
+            self.catch_up_ms += (time.perf_counter() - began) * 1e3 * (width - 2) / width
+        for row, lag in zip(rows, lags, strict=True):
+            if lag <= width:  # rows that draft nothing now keep up as well
+                row.draft_cached = len(row.token_ids)
+        return logits
 
     def _catch_up(self, row: Sequence) -> None:
         """Fill the draft's cache for a new row, or one that was decoded without drafting for a while."""
@@ -204,11 +246,45 @@ class Drafter:
         return logits[..., : self.vocab_size]
 
 
-def empty_draft(rows: int, device: torch.device) -> Draft:
-    """Nothing drafted: plain decoding."""
-    proposal = Proposal(
-        token_ids=torch.empty(rows, 0, dtype=torch.int64, device=device),
-        logits=None,
-        lengths=torch.zeros(rows, dtype=torch.int64, device=device),
-    )
-    return Draft(proposal, [[] for _ in range(rows)], 0, (SHARED,) * rows)
+def verified_of(limits: list[int], steps: int, found: Found, budget: Budget) -> int:
+    """Draft tokens to verify after so many steps, with the padding where that costs as much."""
+    if budget.ragged:
+        return found.count + sum(min(limit, steps) for limit in limits)
+    return len(limits) * max(steps, found.width)
+
+
+def pack(
+    tokens: list[torch.Tensor],
+    kept: list[torch.Tensor],
+    confidences: list[list[float]],
+    experts: tuple[str, ...],
+    found: Found,
+    device: torch.device,
+) -> Draft:
+    """One proposal of what the model drew, int64 [B] a step, and of what was looked up.
+
+    kept: the logits [B, V] that each step was drawn from, where some row is sampled. What was looked up is
+    certain, so its row of logits is 0 at the token and −inf elsewhere.
+    """
+    batch, steps = len(confidences), len(tokens)
+    width, matches = max(steps, found.width), found.matches
+    lengths = [len(matches[b].tokens) if b in matches else len(row) for b, row in enumerate(confidences)]
+    token_ids = torch.full((batch, width), -1, dtype=torch.int64, device=device)
+    if tokens:
+        token_ids[:, :steps] = torch.stack(tokens, dim=1)
+    for b, match in matches.items():
+        token_ids[b, : len(match.tokens)] = torch.tensor(match.tokens, dtype=torch.int64, device=device)
+    drafted = torch.tensor(lengths, device=device)
+    token_ids.masked_fill_(torch.arange(width, device=device) >= drafted[:, None], -1)
+    logits = torch.stack(kept, dim=1) if kept else None
+    if logits is not None and matches:
+        logits = torch.nn.functional.pad(logits, (0, 0, 0, width - steps))
+        rows = list(matches)
+        certain = torch.full_like(logits[rows], -torch.inf)
+        logits[rows] = certain.scatter_(2, token_ids[rows].clamp_min(0)[..., None], 0.0)
+    return Draft(Proposal(token_ids, logits, drafted), confidences, steps, experts, matches)
+
+
+def without_model(rows: int, found: Found, device: torch.device) -> Draft:
+    """Only what was looked up: certain, so it needs no logits. Nothing found: plain decoding."""
+    return pack([], [], [[] for _ in range(rows)], (SHARED,) * rows, found, device)

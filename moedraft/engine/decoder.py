@@ -1,17 +1,22 @@
-"""One round for all decoding rows: draft, one target forward, verify. Knows no text and no request's end."""
+"""One round for all decoding rows: draft, one target forward, verify. Knows no text and no request's end.
+
+What a row drafts comes from the draft model, or is looked up in the row's own text, whichever is the better
+guess; the budget weighs them.
+"""
 
 from __future__ import annotations
 
 import math
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from moedraft.core import Sequence, TokenLogprobs, Verdict
 from moedraft.drafting.budget import Budget
-from moedraft.drafting.drafter import CausalModel, Draft, Drafter, empty_draft
+from moedraft.drafting.drafter import CausalModel, Draft, Drafter, Found, without_model
+from moedraft.drafting.lookup import Lookup, Match
 from moedraft.kernels import TARGET_INVALID, verify_chain
 from moedraft.sampling import SamplingBatch, filter_logits
 
@@ -25,8 +30,10 @@ class Round:
 
     tokens: list[int]  # accepted draft tokens and the one after them
     accepted: int
-    confidences: list[float]  # of the row's drafted tokens
+    confidences: list[float]  # of the tokens that the model drafted for the row
+    match: Match | None  # what the row looked up instead
     steps: int  # draft tokens sampled for the whole batch
+    verified: int  # draft tokens verified for the whole batch, with padding where that costs as much
     expert: str  # who drafted
     broken: bool  # the target gave no usable distribution
     logprobs: list[TokenLogprobs]  # by token, where asked for
@@ -46,6 +53,7 @@ class Decoder:
         num_speculative_tokens: int,
         max_speculative_tokens: int,
         adaptive_budget: bool,
+        draft_source: Literal["auto", "model", "lookup"],
         topk: int,
     ) -> None:
         self.target = target
@@ -55,7 +63,9 @@ class Decoder:
         self.num_speculative_tokens = num_speculative_tokens
         self.adaptive_budget = adaptive_budget
         self.topk = topk
-        self.budget = Budget(max_speculative_tokens, num_speculative_tokens)
+        self.draft_source = draft_source
+        self.budget = Budget(max_speculative_tokens, target.ragged)
+        self.lookup = Lookup()
         self.cache = target.new_cache(slots)
         self.verify_seconds = 0.0  # spent in `verify_chain` since the start
         self._sampling: tuple[list[Sequence], SamplingBatch] | None = None
@@ -64,6 +74,10 @@ class Decoder:
     def speedup(self) -> float | None:
         """Of the last rounds against plain decoding, as measured by the plain rounds among them."""
         return self.budget.speedup
+
+    def forget(self, row: Sequence) -> None:
+        """It has ended."""
+        self.lookup.forget(row)
 
     def swap(self, a: int, b: int) -> None:
         """Exchange two slots in both caches."""
@@ -86,7 +100,7 @@ class Decoder:
         """Draft and verify for the rows in slots 0 … B−1."""
         sampling = self._sampling_of(rows)
         draft = self._draft(rows, sampling)
-        logits = self._forward(rows, draft)
+        logits, verified = self._forward(rows, draft), draft.verified(self.budget.ragged)
         filtered = filter_logits(logits, sampling)
         position = torch.tensor([len(row.token_ids) for row in rows], device=logits.device)
         checking = time.perf_counter()
@@ -112,7 +126,9 @@ class Decoder:
                 accepted=count,
                 # A draft that gives NaN is refused by the kernel; its confidence is none.
                 confidences=[0.0 if math.isnan(value) else value for value in draft.confidences[b]],
+                match=draft.matches.get(b),
                 steps=draft.steps,
+                verified=verified,
                 expert=draft.experts[b],
                 broken=bool(status & TARGET_INVALID),
                 logprobs=logprobs_of(rows[b], logits[b], emitted[b]),
@@ -130,35 +146,62 @@ class Decoder:
 
     def _draft(self, rows: list[Sequence], sampling: SamplingBatch) -> Draft:
         """Guess for every row that wants it; nothing where drafting does not pay."""
-        nothing = empty_draft(len(rows), self.target.device)
+        device = self.target.device
         if self.drafter is None:
-            return nothing
-        # A seeded answer must not depend on timing, so its draft length is fixed.
+            return without_model(len(rows), Found(), device)
+        # A seeded answer must not depend on timing, so its draft length is fixed, and the model drafts it.
         fixed = [not self.adaptive_budget or row.reproducible for row in rows]
-        limits = [self._limit(row, is_fixed) for row, is_fixed in zip(rows, fixed, strict=True)]
-        experts = self.drafter.experts_of(rows)
-        free = [expert for expert, limit, f in zip(experts, limits, fixed, strict=True) if limit and not f]
-        if free and not self.budget.start(free, len(rows)):
-            limits = [limit if f else 0 for limit, f in zip(limits, fixed, strict=True)]
+        rooms = [self._room(row) for row in rows]
+        limits = [self._limit(row, room, f) for row, room, f in zip(rows, rooms, fixed, strict=True)]
+        free = [b for b, is_fixed in enumerate(fixed) if not is_fixed]
+        found = self._look_up(rows, {b: min(rooms[b], self.budget.longest) for b in free})
+        names = self.drafter.experts_of(rows)
+        least = max((limit for limit, is_fixed in zip(limits, fixed, strict=True) if is_fixed), default=0)
+        plan = self.budget.plan({b: names[b] for b in free if limits[b]}, found.survival, len(rows), least)
+        found = found.cut(plan.looking)
+        for b in free:
+            limits[b] = 0 if b in found.matches or not plan.model else limits[b]
         if not any(limits):
-            return nothing
-        return self.drafter.propose(rows, sampling, limits, fixed, self.budget)
+            return without_model(len(rows), found, device)
+        return self.drafter.propose(rows, sampling, limits, fixed, self.budget, found)
 
-    def _limit(self, row: Sequence, fixed: bool) -> int:
+    def _look_up(self, rows: list[Sequence], rooms: dict[int, int]) -> Found:
+        """What stands in the rows' own texts, of at most so many tokens."""
+        if self.draft_source == "model":
+            return Found()
+        found = {b: self.lookup.find(rows[b], room) for b, room in rooms.items()}
+        matches = {b: match for b, match in found.items() if match is not None}
+        return Found(matches, {b: self.lookup.survival(rows[b], match) for b, match in matches.items()})
+
+    def observe(self, row: Sequence, one: Round) -> None:
+        """What became of the row's draft; the estimates follow it."""
+        if one.match is not None:
+            self.lookup.observe(row, one.match, one.accepted)
+        elif one.confidences:
+            self.budget.model(one.expert).observe(one.confidences, one.accepted)
+
+    def _room(self, row: Sequence) -> int:
         """The most tokens this row may draft: one less than it may still emit."""
-        if not row.draft or self.drafter is None:
+        if not row.draft:
             return 0
-        longest = self.num_speculative_tokens if fixed else self.budget.longest
-        length = len(row.token_ids)
-        left = min(row.params.max_tokens - row.num_generated, self.max_model_len - length)
+        left = min(row.params.max_tokens - row.num_generated, self.max_model_len - len(row.token_ids))
+        return max(0, left - 1)
+
+    def _limit(self, row: Sequence, room: int, fixed: bool) -> int:
+        """The most tokens that the model may draft for this row."""
+        if self.drafter is None or self.draft_source == "lookup":
+            return 0
         # Past the draft's own context the target goes on alone.
-        return max(0, min(longest, left - 1, self.drafter.model.max_len - length))
+        room = min(room, max(0, self.drafter.model.max_len - len(row.token_ids)))
+        return min(room, self.num_speculative_tokens if fixed else self.budget.longest)
 
     def _forward(self, rows: list[Sequence], draft: Draft) -> torch.Tensor:
         """Target logits [B, K+1, V] after the last token and after each drafted one."""
         last = torch.tensor([row.token_ids[-1:] for row in rows], device=self.target.device)
         ids = torch.cat([last, draft.proposal.token_ids.clamp_min(0)], dim=1)
-        return self.target.forward(self.cache, 0, ids, [len(row.token_ids) - 1 for row in rows])
+        starts = [len(row.token_ids) - 1 for row in rows]
+        lengths = [1 + count for count in draft.proposal.lengths.tolist()] if self.target.ragged else None
+        return self.target.forward(self.cache, 0, ids, starts, lengths=lengths)
 
     def _capture(self, rows: list[Sequence], logits: torch.Tensor, accepted: list[int]) -> None:
         """Keep the target's top-k wherever a token was emitted, for rows that may be learned from."""

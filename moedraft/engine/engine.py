@@ -11,7 +11,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -54,6 +54,7 @@ class Engine:
         num_speculative_tokens: int = 4,
         max_speculative_tokens: int = 8,
         adaptive_budget: bool = True,
+        draft_source: Literal["auto", "model", "lookup"] = "auto",
         topk: int = 16,
         eos_token_ids: frozenset[int] = frozenset(),
     ) -> None:
@@ -71,6 +72,7 @@ class Engine:
             num_speculative_tokens=num_speculative_tokens,
             max_speculative_tokens=max_speculative_tokens,
             adaptive_budget=adaptive_budget,
+            draft_source=draft_source,
             topk=topk,
         )
         self.scheduler = Scheduler(max_batch_size, self.decoder.swap)
@@ -194,7 +196,7 @@ class Engine:
         ms = (time.perf_counter() - began) * 1e3
         if rounds[0].steps and self.drafter is not None:
             ms -= self.drafter.catch_up_ms  # paid once, not by every round
-        self.decoder.budget.observe(len(rows), rounds[0].steps, tokens, ms)
+        self.decoder.budget.observe(len(rows), rounds[0].steps, rounds[0].verified, tokens, ms)
         return outputs
 
     def _advance(self, row: Sequence, one: Round) -> RequestOutput:
@@ -219,6 +221,10 @@ class Engine:
         Of the round's tokens `entered` became part of the answer; what lies behind its end is not counted.
         """
         row.num_steps += 1
+        self.decoder.observe(row, one)
+        if one.match is not None:
+            row.looked_up += len(one.match.tokens)
+            row.lookup_accepted += min(one.accepted, entered)
         if not one.confidences or self.drafter is None:
             return
         count_drafted(row, len(one.confidences), min(one.accepted, entered))
@@ -227,7 +233,6 @@ class Engine:
             row.adapter_version = self.drafter.bank.version(row.expert)
         if one.accepted < min(entered, len(one.confidences)):
             row.rejected.append(row.num_generated + one.accepted)
-        self.decoder.budget.model(one.expert).observe(one.confidences, one.accepted)
 
     def _finish(self, row: Sequence, reason: FinishReason, *, at_stop: bool = False) -> RequestOutput:
         held_stop = not at_stop and self.texts[row.request_id].flush()
@@ -238,6 +243,7 @@ class Engine:
         if self.drafter is not None and len(row.token_ids) > self.drafter.model.max_len:
             row.captured = []  # longer than the draft can read, so nothing it could learn from
         self.scheduler.remove(row)
+        self.decoder.forget(row)
         output = self._output(row)
         del self.sequences[row.request_id], self.texts[row.request_id]
         for sink in self.sinks:

@@ -1,13 +1,15 @@
-"""The draft budget: estimates that follow what verification shows, costs that never fall with width."""
+"""The draft budget: estimates that follow what verification shows, plans near the best there is."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
+from collections.abc import Mapping
 
 import pytest
 
-from moedraft.drafting.budget import AcceptanceModel, Budget, RoundCosts
+from moedraft.drafting.budget import AcceptanceModel, Budget, Plan
 
 
 def test_acceptance_model_learns_the_true_curve() -> None:
@@ -37,34 +39,14 @@ def test_a_falling_curve_is_refused() -> None:
     assert model.w >= 0
 
 
-def test_costs_are_medians_and_filled_in_by_a_line() -> None:
-    table = RoundCosts()
-    assert table.predict(1, 0) is None
-    for ms in (10.0, 11.0, 500.0):
-        table.observe(1, 0, ms)
-    assert table.predict(1, 0) == 11.0
-    assert table.predict(1, 2) is None  # nothing known about drafting yet
-    table.observe(1, 2, 14.0)
-    assert table.predict(1, 2) == 14.0
-    assert table.predict(1, 3) == pytest.approx(14.0 + 0.15 * 11.0)
-    table.observe(4, 0, 10.0)
-    table.observe(4, 4, 50.0)  # dear: as dear for each token more
-    assert table.predict(4, 5) == pytest.approx(60.0)
-    table.observe(1, 6, 22.0)
-    assert table.predict(1, 4) == pytest.approx(18.0)
-    assert table.predict(2, 1) is None
-
-
-def test_a_round_never_gets_cheaper_by_drafting_more() -> None:
-    table = RoundCosts()
-    table.observe(1, 2, 14.0)
-    table.observe(1, 6, 9.0)  # noise
-    predicted = [table.predict(1, k) or 0.0 for k in range(1, 9)]
-    assert predicted == sorted(predicted)
-
-
-def costs(budget: Budget, draft: float, verify: float, slope: float) -> None:
-    budget.costs.predict = lambda rows, k: verify + slope * (k + 1) + draft * k  # type: ignore[method-assign]
+def plain_first(budget: Budget, begin: float, step: float, wide: float, rows: int = 1) -> None:
+    """Rounds that were measured: a plain one of 10 ms, and what each thing more costs in plain rounds."""
+    budget.costs.observe(rows, 0, 0, 10.0)
+    for steps in range(9):
+        for width in range(max(steps, 1), 9):
+            extra = (begin + step * steps if steps else 0.0) + wide * width
+            for _ in range(9):
+                budget.costs.observe(rows, steps, rows * width, 10.0 * (1 + extra))
 
 
 def drafted(budget: Budget, acceptance: float) -> int:
@@ -78,73 +60,75 @@ def drafted(budget: Budget, acceptance: float) -> int:
 
 
 def test_drafts_longer_when_it_is_cheap_and_good() -> None:
-    budget = Budget(16, 4)
-    costs(budget, draft=1.0, verify=10.0, slope=0.1)
+    budget = Budget(8)
+    plain_first(budget, 0.0, 0.1, 0.01)
     lengths = [drafted(budget, a) for a in (0.3, 0.6, 0.8, 0.95)]
     assert lengths == sorted(lengths)
-    assert lengths[0] <= 3 < 8 <= lengths[-1] <= 16
-    costs(budget, draft=8.0, verify=10.0, slope=0.1)
-    assert drafted(budget, 0.8) < lengths[2]
+    assert lengths[0] <= 3 < 7 <= lengths[-1] <= 8
+    dear = Budget(8)
+    plain_first(dear, 0.0, 0.8, 0.01)
+    assert drafted(dear, 0.8) < lengths[2]
 
 
 def test_the_choice_is_close_to_the_best_length() -> None:
     """Against brute force over all lengths, for a grid of costs and acceptance rates."""
     for a in (0.4, 0.6, 0.75, 0.9):
-        for draft in (0.5, 1.5, 3.0):
-            budget = Budget(16, 4)
-            costs(budget, draft=draft, verify=10.0, slope=0.4)
+        for step in (0.05, 0.15, 0.3):
+            budget = Budget(8)
+            plain_first(budget, 0.1, step, 0.04)
 
-            def rate(k: int, a: float = a, draft: float = draft) -> float:
-                return (1 - a ** (k + 1)) / (1 - a) / (k * draft + 10.0 + 0.4 * (k + 1))
+            def rate(k: int, a: float = a, step: float = step) -> float:
+                return (1 - a ** (k + 1)) / (1 - a) / (1.1 + k * (step + 0.04))
 
-            best = max(rate(k) for k in range(1, 17))
+            best = max(rate(k) for k in range(1, 9))
             assert rate(drafted(budget, a)) > 0.97 * best
 
 
 def test_no_draft_when_it_does_not_pay_but_now_and_then_one() -> None:
-    budget = Budget(8, 4)
-    costs(budget, draft=30.0, verify=10.0, slope=5.0)
+    budget = Budget(8)
+    plain_first(budget, 1.0, 3.0, 0.5)
     budget.model("x").mean = 0.2
-    decisions = [budget.start(["x"], 1) for _ in range(100)]
+    decisions = [budget.plan({0: "x"}, {}, 1).model for _ in range(100)]
     assert 2 <= sum(decisions) <= 4
-    assert sum(budget.start(["x"], 1) for _ in range(2000)) <= 10  # in vain again and again: rarer
-    assert not Budget(0, 0).start(["x"], 1)
-    assert not budget.start([], 1)
+    later = sum(budget.plan({0: "x"}, {}, 1).model for _ in range(2000))
+    assert later <= 12  # in vain again and again: rarer
+    assert budget.plan({}, {}, 1) == Plan()
+    assert Budget(0).plan({0: "x"}, {0: [0.9]}, 1) == Plan()
 
 
 def test_first_steps_draft_before_anything_is_measured() -> None:
-    budget = Budget(8, 4)
-    assert budget.start(["x"], 1)
-    assert budget.another(["x"], [0.5], 1.5, 1, 1)
-    assert not budget.another(["x"], [0.5], 1.5, 4, 1)
-    assert not budget.another(["x"], [0.5], 1.5, 8, 1)
+    budget = Budget(8)
+    assert budget.plan({0: "x"}, {}, 1).model
+    assert budget.another(["x"], [0.6], 1.6, 1, 1)
+    assert not budget.another(["x"], [0.05], 2.0, 2, 1)
+    assert not budget.another(["x"], [1.0], 9.0, 8, 1)
 
 
 def test_now_and_then_a_plain_round_tells_what_drafting_is_worth() -> None:
     """Rounds of 5 ms plain and 8 ms drafted with 2 tokens: 1.25 times as fast."""
-    budget = Budget(8, 4)
+    budget = Budget(8)
     budget.model("x").mean = 0.6
     assert budget.speedup is None
     plain = 0
     for _ in range(400):
-        if budget.start(["x"], 1):
-            budget.observe(1, 3, 2, 8.0)
+        if budget.plan({0: "x"}, {}, 1).model:
+            budget.observe(1, 3, 3, 2, 8.0)
         else:
             plain += 1
-            budget.observe(1, 0, 1, 5.0)
-    assert 4 <= plain <= 12
+            budget.observe(1, 0, 0, 1, 5.0)
+    assert 6 <= plain <= 15
     assert budget.speedup == pytest.approx(1.25, abs=0.02)
 
 
 def test_never_slower_than_plain_for_long() -> None:
     """Whole rounds are what counts: drafting that brings 1.5 tokens for twice the time is given up."""
-    budget = Budget(8, 4)
+    budget = Budget(8)
     budget.model("x").mean = 0.34
     spent = 0.0
     tokens = 0
     for _ in range(2000):
-        drafts = budget.start(["x"], 1)
-        budget.observe(1, 3 if drafts else 0, 2 if drafts else 1, 12.0 if drafts else 5.0)
+        drafts = budget.plan({0: "x"}, {}, 1).model
+        budget.observe(1, 3 if drafts else 0, 3 if drafts else 0, 2 if drafts else 1, 12.0 if drafts else 5.0)
         spent, tokens = spent + (12.0 if drafts else 5.0), tokens + (2 if drafts else 1)
     assert spent / tokens < 1.03 * 5.0
     assert budget.speedup is not None
@@ -152,9 +136,101 @@ def test_never_slower_than_plain_for_long() -> None:
 
 
 def test_one_batch_may_mix_rows_that_draft_with_rows_that_do_not() -> None:
-    budget = Budget(8, 4)
-    costs(budget, draft=1.0, verify=10.0, slope=0.0)
+    budget = Budget(8)
+    plain_first(budget, 0.0, 0.2, 0.0, rows=8)
     budget.model("x").mean = 0.7
-    assert budget.start(["x"] * 8, 8)
-    costs(budget, draft=4.0, verify=10.0, slope=0.0)
-    assert not budget.start(["x"], 8)  # one row's tokens do not pay for eight rows' draft
+    assert budget.plan(dict.fromkeys(range(8), "x"), {}, 8).model
+    assert not budget.plan({0: "x"}, {}, 8).model  # one row's tokens do not pay for eight rows' draft
+
+
+# -- what was looked up -----------------------------------------------------------------------------
+
+
+ragged = pytest.mark.parametrize("ragged", [False, True], ids=["padded", "ragged"])
+
+
+@ragged
+def test_a_row_takes_the_better_guess(ragged: bool) -> None:
+    budget = Budget(4, ragged)
+    plain_first(budget, 0.0, 0.05, 0.02, rows=2)
+    budget.model("x").mean = 0.6
+    sure, doubtful = [0.9, 0.8, 0.7, 0.6], [0.1, 0.01]
+    plan = budget.plan({0: "x", 1: "x"}, {0: sure, 1: doubtful}, 2)
+    assert plan == Plan(True, {0: 4})
+
+
+@ragged
+def test_where_the_model_does_not_pay_a_doubtful_guess_still_does(ragged: bool) -> None:
+    budget = Budget(4, ragged)
+    plain_first(budget, 2.0, 1.0, 0.02, rows=2)
+    budget.model("x").mean = 0.6
+    plan = budget.plan({0: "x", 1: "x"}, {1: [0.3, 0.1]}, 2)
+    assert not plan.model
+    assert plan.looking in ({1: 1}, {1: 2})
+
+
+@ragged
+def test_a_guess_that_costs_more_than_it_brings_is_left(ragged: bool) -> None:
+    budget = Budget(4, ragged)
+    plain_first(budget, 2.0, 1.0, 0.5, rows=8)
+    chance = 0.3 if not ragged else 0.05
+    assert budget.plan({}, {3: [chance, 0.01]}, 8) == Plan()
+
+
+def test_without_padding_each_row_goes_as_far_as_it_pays() -> None:
+    budget = Budget(4, ragged=True)
+    plain_first(budget, 2.0, 1.0, 0.5, rows=2)
+    assert budget.plan({}, {0: [0.9, 0.8, 0.7, 0.1], 1: [0.35, 0.1]}, 2) == Plan(False, {0: 3})
+
+
+@ragged
+def test_a_round_that_must_draft_takes_the_others_along(ragged: bool) -> None:
+    """A seeded row drafts four tokens in any case; the rest pays nothing for the model any more."""
+    budget = Budget(8, ragged)
+    plain_first(budget, 2.0, 1.0, 0.1, rows=2)
+    assert not budget.plan({1: "x"}, {}, 2).model
+    assert budget.plan({1: "x"}, {}, 2, least=4).model
+
+
+@ragged
+def test_the_plan_is_close_to_the_best_of_all(ragged: bool) -> None:
+    """Against brute force over what each row looks up, and every number of steps."""
+    rng = random.Random(1)
+    for _ in range(30):
+        budget = Budget(4, ragged)
+        slopes = rng.uniform(0, 0.3), rng.uniform(0.02, 0.2), rng.uniform(0.01, 0.15)
+        plain_first(budget, *slopes, rows=3)
+        budget.model("x").mean = a = rng.uniform(0.3, 0.9)
+        found = {b: _chances(rng) for b in range(3) if rng.random() < 0.7}
+        args = (slopes, a, found, ragged)
+        choices = [range(len(found.get(b, ())) + 1) for b in range(3)]
+        best = max(
+            _rate(*args, dict(enumerate(far)), steps)
+            for far in itertools.product(*choices)
+            for steps in range(5)
+        )
+        plan = budget.plan(dict.fromkeys(range(3), "x"), found, 3)
+        reached = max(_rate(*args, plan.looking, k) for k in (range(1, 5) if plan.model else range(1)))
+        assert reached > 0.93 * best
+
+
+def _chances(rng: random.Random) -> list[float]:
+    start = rng.uniform(0.2, 0.95)
+    return [start ** (i + 1) for i in range(rng.randint(1, 4))]
+
+
+def _rate(
+    slopes: tuple[float, float, float],
+    a: float,
+    found: dict[int, list[float]],
+    ragged: bool,
+    far: Mapping[int, int],
+    steps: int,
+) -> float:
+    """Tokens of a round of three rows per plain round's time; rows that look nothing up use the model."""
+    begin, step, wide = slopes
+    lengths = [far.get(b, 0) or steps for b in range(3)]
+    tokens = 3.0 + sum(sum(found[b][:count]) for b, count in far.items() if count)
+    tokens += sum(sum(a**k for k in range(1, steps + 1)) for b in range(3) if not far.get(b, 0))
+    verified = sum(lengths) / 3 if ragged else max(lengths)
+    return tokens / (1 + (begin + step * steps if steps else 0.0) + wide * verified)

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,18 +22,20 @@ from tiny import FixedSelector, NumberTokenizer, TinyLM, random_table
 
 VOCAB = 8
 PROMPT = [3, 1]
+REPEATING = [3, 1, 7, 3, 1]  # 7 is the likeliest token after 3, 1
 LENGTH = 4
 RUNS = 6000
+STRANGER = TinyLM(random_table(VOCAB, 5))  # a draft that knows nothing of the target
 
 
-def exact(target: TinyLM, params: SamplingParams) -> dict[tuple[int, ...], float]:
+def exact(target: TinyLM, params: SamplingParams, prompt: list[int] = PROMPT) -> dict[tuple[int, ...], float]:
     """Probability of every answer of LENGTH tokens."""
     batch = SamplingBatch.of([params], [0], torch.device("cpu"))
     answers = {(): 1.0}
     for _ in range(LENGTH):
         grown = {}
         for answer, mass in answers.items():
-            logits = filter_logits(target.logits_after([*PROMPT, *answer])[None], batch)
+            logits = filter_logits(target.logits_after([*prompt, *answer])[None], batch)
             for token, p in enumerate((logits / params.temperature).softmax(-1)[0].tolist()):
                 if p > 0:
                     grown[(*answer, token)] = mass * p
@@ -41,7 +44,13 @@ def exact(target: TinyLM, params: SamplingParams) -> dict[tuple[int, ...], float
 
 
 def sample(
-    target: TinyLM, draft: TinyLM, params: SamplingParams, adaptive: bool = False
+    target: TinyLM,
+    draft: TinyLM,
+    params: SamplingParams,
+    adaptive: bool = False,
+    *,
+    source: str = "model",
+    prompt: list[int] = PROMPT,
 ) -> list[tuple[int, ...]]:
     engine = Engine(
         target,
@@ -51,17 +60,21 @@ def sample(
         max_batch_size=64,
         num_speculative_tokens=3,
         adaptive_budget=adaptive,
+        draft_source=source,  # type: ignore[arg-type]
     )
     # Fixed costs, as of a target ten times the draft: the budget's choices then depend on confidence alone.
-    engine.decoder.budget.costs.predict = lambda rows, drafted: 10.0 + drafted  # type: ignore[method-assign]
+    slopes = np.array([0.0, 0.1, 0.01])
+    engine.decoder.budget.costs.slopes = lambda rows: slopes  # type: ignore[method-assign]
     each = [
         SamplingParams(
             params.temperature, params.top_k, params.top_p, LENGTH, seed=None if adaptive else 1000 + i
         )
         for i in range(RUNS)
     ]
-    outputs = engine.generate([PROMPT] * RUNS, each)
-    assert sum(o.num_draft_tokens for o in outputs) > RUNS  # speculation took place
+    outputs = engine.generate([prompt] * RUNS, each)
+    least = RUNS if source == "model" else RUNS / 10  # speculation of each kind took place
+    assert source == "lookup" or sum(o.num_draft_tokens for o in outputs) > least
+    assert source == "model" or sum(o.num_lookup_tokens for o in outputs) > least
     return [tuple(o.token_ids) for o in outputs]
 
 
@@ -134,6 +147,29 @@ def test_adaptive_budget_keeps_it_exact(models: tuple[TinyLM, TinyLM]) -> None:
     params = SamplingParams(1.0)
     answers = sample(*models, params, adaptive=True)
     assert min(p_values(answers, exact(models[0], params))) > 1e-4
+
+
+@pytest.mark.parametrize("source", ["auto", "lookup"])
+def test_what_is_looked_up_keeps_it_exact(models: tuple[TinyLM, TinyLM], source: str) -> None:
+    """Certain guesses, alone and beside rows that the model drafts for."""
+    params = SamplingParams(1.0)
+    answers = sample(models[0], STRANGER, params, adaptive=True, source=source, prompt=REPEATING)
+    assert min(p_values(answers, exact(models[0], params, REPEATING))) > 1e-4
+
+
+def test_negative_control_certain_guesses(
+    models: tuple[TinyLM, TinyLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A guess that was certain, verified as if it had been drawn evenly, is caught."""
+    real = decoder_module.verify_chain
+
+    def verify(target, draft, logits, **kw):  # type: ignore[no-untyped-def]
+        return real(target, draft, None if logits is None else logits.nan_to_num(neginf=0.0), **kw)
+
+    monkeypatch.setattr(decoder_module, "verify_chain", verify)
+    params = SamplingParams(1.0)
+    answers = sample(models[0], STRANGER, params, adaptive=True, source="auto", prompt=REPEATING)
+    assert min(p_values(answers, exact(models[0], params, REPEATING))) < 1e-6
 
 
 def _wrong_draft_distribution(real: Callable) -> Callable:

@@ -85,7 +85,7 @@ def listening(server: Server) -> Iterator[str]:
             assert not thread.is_alive()
 
 
-def wait_for(true: Callable[[], object], seconds: float = 10.0) -> None:
+def wait_for(true: Callable[[], object], seconds: float = 30.0) -> None:
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end, "it did not come true in time"

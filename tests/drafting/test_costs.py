@@ -1,0 +1,71 @@
+"""What rounds cost: medians, a line through them, and a guess before anything is measured."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from moedraft.drafting.costs import PLAIN, PRIOR, RoundCosts, shape_of
+
+
+def test_a_shape_is_known_by_its_median() -> None:
+    costs = RoundCosts()
+    assert costs.measured(1, 0, 0) is None
+    for ms in (10.0, 11.0, 500.0):
+        costs.observe(1, 0, 0, ms)
+    assert costs.measured(1, 0, 0) == 11.0
+    assert costs.measured(2, 0, 0) is None
+
+
+def test_before_anything_is_measured_there_is_a_guess() -> None:
+    begin, step, wide = PRIOR
+    assert RoundCosts().relative(4, 2, 12) == pytest.approx(1 + begin + 2 * step + 3 * wide)
+    assert RoundCosts().relative(4, 0, 0) == 1.0
+
+
+def test_the_line_follows_what_is_measured() -> None:
+    costs = RoundCosts()
+    costs.observe(4, 0, 0, 10.0)
+    for steps, width in [(0, 1), (0, 4), (1, 1), (2, 4), (4, 4), (8, 8)]:
+        ms = 10.0 * (1 + (0.5 + 0.2 * steps if steps else 0.0) + 0.03 * width)
+        for _ in range(8):
+            costs.observe(4, steps, 4 * width, ms)
+    assert costs.relative(4, 3, 20) == pytest.approx(1 + 0.5 + 0.6 + 0.15, rel=0.15)
+    assert costs.relative(4, 0, 24) == pytest.approx(1.18, rel=0.1)
+    # Another number of rows of which only plain rounds are known takes after it.
+    costs.observe(5, 0, 0, 12.0)
+    assert costs.relative(5, 3, 25) == pytest.approx(costs.relative(4, 3, 20), rel=0.1)
+
+
+def test_a_round_never_gets_cheaper_by_drafting_more() -> None:
+    costs = RoundCosts()
+    costs.observe(1, 0, 0, 10.0)
+    costs.observe(1, 2, 2, 14.0)
+    costs.observe(1, 6, 6, 5.0)  # noise
+    predicted = [costs.relative(1, k, k) for k in range(9)]
+    assert predicted == sorted(predicted)
+    assert min(predicted) == 1.0
+
+
+def test_many_shapes_at_once() -> None:
+    costs = RoundCosts()
+    costs.observe(2, 0, 0, 10.0)
+    costs.observe(2, 3, 10, 21.0)
+    steps, verified = np.arange(5)[:, None], np.arange(9)
+    expected = [[float(costs.relative(2, int(s), int(v))) for v in verified] for s in steps[:, 0]]
+    np.testing.assert_allclose(costs.relative(2, steps, verified), expected)
+
+
+def test_a_little_drafting_is_not_taken_for_none() -> None:
+    assert shape_of(8, 0, 0) == PLAIN
+    assert shape_of(8, 0, 1) == (0, 0.5)
+    assert shape_of(8, 1, 8) == (1, 1.0)
+    assert shape_of(8, 2, 27) == (2, 3.5)
+
+
+def test_old_times_are_forgotten() -> None:
+    costs = RoundCosts()
+    costs.observe(1, 0, 0, 10.0)
+    for ms in [100.0] * 20 + [15.0] * 20:
+        costs.observe(1, 1, 1, ms)
+    assert costs.relative(1, 1, 1) < 2

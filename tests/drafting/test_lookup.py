@@ -1,0 +1,93 @@
+"""Guesses out of the text itself: the longest match, the newest of several, and what they are worth."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from moedraft.core import SamplingParams, Sequence
+from moedraft.drafting import lookup
+from moedraft.drafting.lookup import LONGEST, SHORTEST, Lookup, Match, MatchAcceptance, SuffixIndex
+
+
+def brute(tokens: list[int], count: int) -> Match | None:
+    """The same by looking everywhere."""
+    end, best, where = len(tokens) - 1, 0, -1
+    for at in range(end - 1, 0, -1):
+        length = 0
+        while length < LONGEST and at - length >= 0 and tokens[at - length] == tokens[end - length]:
+            length += 1
+        if length >= SHORTEST and length > best:
+            best, where = length, at
+    if not best:
+        return None
+    grown = list(tokens)
+    for i in range(count):
+        grown.append(grown[where + 1 + i])
+    return Match(best, grown[len(tokens) :])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_it_finds_what_looking_everywhere_finds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookup, "CANDIDATES", 10_000)
+    rng = random.Random(seed)
+    tokens = [rng.randrange(4) for _ in range(rng.randrange(1, 6))]
+    index = SuffixIndex(len(tokens))
+    for _ in range(80):
+        assert index.find(tokens, 5) == brute(tokens, 5)
+        tokens += [rng.randrange(4) for _ in range(rng.randrange(1, 4))]
+
+
+def test_nothing_is_found_in_a_text_without_repetition() -> None:
+    assert SuffixIndex(50).find(list(range(50)), 4) is None
+    assert SuffixIndex(1).find([7], 4) is None
+
+
+def test_a_loop_is_guessed_beyond_its_end() -> None:
+    assert SuffixIndex(6).find([1, 2, 3, 1, 2, 3], 5) == Match(3, [1, 2, 3, 1, 2])
+    assert SuffixIndex(4).find([9, 9, 9, 9], 3) == Match(3, [9, 9, 9])
+
+
+def test_few_candidates_are_compared_and_only_the_near_past() -> None:
+    """A text of one pair over and over costs no more than any other; what stands far back is not searched."""
+    far = [1, 2, 3, 4] + [5] * lookup.REACH + [1, 2]
+    assert SuffixIndex(len(far)).find(far, 2) is None
+    near = [1, 2, 3, 4] + [5] * (lookup.REACH - 6) + [1, 2]
+    assert SuffixIndex(len(near)).find(near, 2) == Match(2, [3, 4])
+
+
+def test_worth_follows_what_verification_shows() -> None:
+    rng = random.Random(0)
+    worth = MatchAcceptance()
+    before = worth.survival(2, 4)
+    assert before == sorted(before, reverse=True)
+    for _ in range(400):
+        worth.observe(2, 3, 3 if rng.random() < 0.2 else 0)
+    chances = worth.survival(2, 3)
+    assert chances[0] == pytest.approx(0.2, abs=0.12)
+    assert worth.survival(LONGEST, 1)[0] == pytest.approx(LONGEST / (LONGEST + 1))  # never seen
+    worth.observe(2, 1, 1)
+    assert len(worth.survival(LONGEST, 6)) == 6
+
+
+def test_greedy_and_sampled_rows_are_judged_apart() -> None:
+    found = Lookup()
+    greedy = Sequence("g", [1, 2, 3, 1, 2], 5, SamplingParams(), 0)
+    sampled = Sequence("s", [1, 2, 3, 1, 2], 5, SamplingParams(temperature=1.0), 0)
+    match = found.find(greedy, 2)
+    assert match == found.find(sampled, 2) == Match(2, [3, 1])
+    before = found.survival(greedy, match)
+    for _ in range(50):
+        found.observe(sampled, match, 0)
+    assert found.survival(greedy, match) == before
+    assert found.survival(sampled, match)[0] < 0.2
+
+
+def test_an_id_may_be_used_again() -> None:
+    found = Lookup()
+    found.find(Sequence("a", [1, 2, 3, 1, 2], 5, SamplingParams(), 0), 2)
+    found.forget(Sequence("a", [1, 2], 2, SamplingParams(), 0))
+    again = Sequence("a", [4, 5, 6, 4, 5], 5, SamplingParams(), 0)
+    assert found.find(again, 1) == Match(2, [6])
+    assert found.find(again, 0) is None
