@@ -203,6 +203,8 @@ def summary(output: RequestOutput) -> str:
     if output.mean_acceptance_length is not None:
         parts.append(f"{rate(output.draft_acceptance_rate)} accepted")
         parts.append(f"{output.mean_acceptance_length:.2f} tokens a check")
+    if output.num_accepted_lookup_tokens:
+        parts.append(f"{output.num_accepted_lookup_tokens} looked up")
     parts.append(f"{len(output.token_ids)} tokens, {output.tokens_per_second:.0f} a second")
     return " · ".join(parts)
 
@@ -219,5 +221,7 @@ def output_data(output: RequestOutput) -> dict[str, Any]:
         "num_drafts": output.num_drafts,
         "num_draft_tokens": output.num_draft_tokens,
         "num_accepted_tokens": output.num_accepted_tokens,
+        "num_lookup_tokens": output.num_lookup_tokens,
+        "num_accepted_lookup_tokens": output.num_accepted_lookup_tokens,
         "tokens_per_second": output.tokens_per_second,
     }

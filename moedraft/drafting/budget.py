@@ -79,8 +79,8 @@ class Budget:
     ragged: only real tokens cost something in verification; else a row costs as much as the longest one.
     """
 
-    EXPLORE = 72  # after so many plain rounds in a row some draft all the same, to notice better times
-    PATIENCE = 16  # times as many at most, where it was in vain again and again
+    EXPLORE = 72  # after so many rounds in a row without the model some use it, to notice better times
+    PATIENCE = 4  # times as many at most, where it was in vain again and again
     COMPARE = 128  # every so many drafting rounds some are plain, to know what drafting is worth
     SETTLED = 8  # drafting rounds before the first of those
     TRIES = 3  # rounds of such a change; the first one pays for it and tells nothing
@@ -149,12 +149,15 @@ class Budget:
         alone, _, alone_far = self._best([], found, rows, least)
         if alone > mixed:
             steps, far = least, alone_far
-        if steps or far:
+        if steps:
             self._idle, self._patience = 0, self.EXPLORE
-            return Plan(steps > 0, far)
-        if self._tired():
-            return Plan(bool(others), {b: len(chances) for b, chances in better.items()})
-        return Plan()
+            return Plan(True, far)
+        if experts and self._tired():
+            _, _, far = self._best(others or list(experts.values()), better if others else {}, rows, 1)
+            return Plan(True, far)
+        if not experts and not far and self._tired():
+            return Plan(False, {b: len(chances) for b, chances in found.items()})
+        return Plan(False, far)
 
     def _best(
         self, experts: list[str], found: Mapping[int, list[float]], rows: int, least: int
@@ -189,7 +192,7 @@ class Budget:
         return np.concatenate([[0.0], np.cumsum(powers.sum(axis=0))])
 
     def _tired(self) -> bool:
-        """Of plain rounds only; times may have changed."""
+        """Of doing without; times may have changed, or the model may have learned."""
         self._idle += 1
         if self._idle >= self._patience + self.TRIES:
             self._idle, self._patience = 0, min(2 * self._patience, self.PATIENCE * self.EXPLORE)

@@ -27,7 +27,7 @@ from moedraft.core import (
 from moedraft.drafting.drafter import CausalModel, Drafter
 from moedraft.engine.decoder import Decoder, Round
 from moedraft.engine.detokenizer import Detokenizer
-from moedraft.engine.outputs import count_drafted, cut, output_of
+from moedraft.engine.outputs import count_round, cut, output_of
 from moedraft.engine.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -216,18 +216,11 @@ class Engine:
         return self._finish(row, reason, at_stop=stopped is not None) if reason else self._output(row)
 
     def _count(self, row: Sequence, one: Round, entered: int) -> None:
-        """The sequence's statistics, its draft cache, and what the budget learns from the row.
-
-        Of the round's tokens `entered` became part of the answer; what lies behind its end is not counted.
-        """
-        row.num_steps += 1
+        """The sequence's statistics, its draft cache, and what the budget learns from the row."""
+        count_round(row, one, entered)
         self.decoder.observe(row, one)
-        if one.match is not None:
-            row.looked_up += len(one.match.tokens)
-            row.lookup_accepted += min(one.accepted, entered)
         if not one.confidences or self.drafter is None:
             return
-        count_drafted(row, len(one.confidences), min(one.accepted, entered))
         row.draft_cached = len(row.token_ids) + min(one.accepted, one.steps - 1)
         if one.expert == row.expert:
             row.adapter_version = self.drafter.bank.version(row.expert)

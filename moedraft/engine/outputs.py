@@ -6,6 +6,7 @@ import time
 from itertools import zip_longest
 
 from moedraft.core import FinishReason, RequestOutput, Sequence
+from moedraft.engine.decoder import Round
 
 
 def cut(
@@ -19,7 +20,18 @@ def cut(
     return tokens[:room], "length" if len(tokens) >= room else None
 
 
-def count_drafted(row: Sequence, drafted: int, accepted: int) -> None:
+def count_round(row: Sequence, one: Round, entered: int) -> None:
+    """The row's statistics. Only the first `entered` of the round's tokens became part of the answer."""
+    row.num_steps += 1
+    accepted = min(one.accepted, entered)
+    if one.match is not None:
+        row.looked_up += len(one.match.tokens)
+        row.lookup_accepted += accepted
+    elif one.confidences:
+        _count_drafted(row, len(one.confidences), accepted)
+
+
+def _count_drafted(row: Sequence, drafted: int, accepted: int) -> None:
     """One verification of `drafted` tokens, of which the first `accepted` became part of the answer."""
     row.num_drafts += 1
     row.drafted += drafted

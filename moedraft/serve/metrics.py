@@ -39,9 +39,13 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._model_name = model_name
         spec = "moedraft_spec_decode_num"
-        self._drafts = self._counter(f"{spec}_drafts", "Verification steps with a draft", EXPERT)
-        self._drafted = self._counter(f"{spec}_draft_tokens", "Draft tokens proposed", EXPERT)
-        self._accepted = self._counter(f"{spec}_accepted_tokens", "Draft tokens accepted", EXPERT)
+        self._drafts = self._counter(f"{spec}_drafts", "Verification steps with a model's draft", EXPERT)
+        self._drafted = self._counter(f"{spec}_draft_tokens", "Draft tokens by the model", EXPERT)
+        self._accepted = self._counter(f"{spec}_accepted_tokens", "Of those, accepted", EXPERT)
+        self._looked_up = self._counter(
+            f"{spec}_lookup_tokens", "Draft tokens looked up in the text, apart from the model's", EXPERT
+        )
+        self._lookup_accepted = self._counter(f"{spec}_accepted_lookup_tokens", "Of those, accepted", EXPERT)
         self._accepted_at = self._counter(
             f"{spec}_accepted_tokens_per_pos", "Draft tokens accepted, by position", (*EXPERT, "position")
         )
@@ -68,6 +72,8 @@ class Metrics:
         self._drafts.labels(*labels).inc(sequence.num_drafts)
         self._drafted.labels(*labels).inc(sequence.drafted)
         self._accepted.labels(*labels).inc(sequence.accepted)
+        self._looked_up.labels(*labels).inc(sequence.looked_up)
+        self._lookup_accepted.labels(*labels).inc(sequence.lookup_accepted)
         for position, count in enumerate(sequence.accepted_at):
             self._accepted_at.labels(*labels, position).inc(count)
         self._time(sequence)

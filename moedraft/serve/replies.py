@@ -23,6 +23,8 @@ class Speculative(TypedDict):
     num_drafts: int
     num_draft_tokens: int
     num_accepted_tokens: int
+    num_lookup_tokens: int
+    num_accepted_lookup_tokens: int
     expert: str | None
     adapter_version: int | None
 
@@ -185,6 +187,8 @@ def metrics_of(outputs: Sequence[RequestOutput]) -> Metrics:
             "num_drafts": drafts,
             "num_draft_tokens": drafted,
             "num_accepted_tokens": accepted,
+            "num_lookup_tokens": sum(output.num_lookup_tokens for output in outputs),
+            "num_accepted_lookup_tokens": sum(output.num_accepted_lookup_tokens for output in outputs),
             "expert": expert,
             "adapter_version": version,
         }

@@ -91,7 +91,7 @@ def test_no_draft_when_it_does_not_pay_but_now_and_then_one() -> None:
     decisions = [budget.plan({0: "x"}, {}, 1).model for _ in range(100)]
     assert 2 <= sum(decisions) <= 4
     later = sum(budget.plan({0: "x"}, {}, 1).model for _ in range(2000))
-    assert later <= 12  # in vain again and again: rarer
+    assert later <= 27  # in vain again and again: rarer
     assert budget.plan({}, {}, 1) == Plan()
     assert Budget(0).plan({0: "x"}, {0: [0.9]}, 1) == Plan()
 
@@ -144,6 +144,24 @@ def test_one_batch_may_mix_rows_that_draft_with_rows_that_do_not() -> None:
 
 
 # -- what was looked up -----------------------------------------------------------------------------
+
+
+def test_the_model_is_tried_now_and_then_where_looking_up_suffices() -> None:
+    """Else nobody would notice that it has learned."""
+    budget = Budget(4, ragged=True)
+    plain_first(budget, 0.3, 0.2, 0.02, rows=2)
+    budget.model("x").mean = 0.2
+    found = {0: [0.9, 0.8], 1: [0.9, 0.8]}
+    plans = []
+    for _ in range(2000):
+        plan = budget.plan({0: "x", 1: "x"}, found, 2)
+        ms = 15.2 if plan.model else 10.2 if plan.looking else 10.0
+        budget.observe(2, int(plan.model), 2 if plan.looking or plan.model else 0, 3, ms)
+        plans.append(plan)
+    tried = [plan for plan in plans if plan.model]
+    assert 8 <= len(tried) <= 60
+    budget.model("x").mean = 0.99
+    assert budget.plan({0: "x", 1: "x"}, {0: [0.3], 1: [0.3]}, 2).model
 
 
 ragged = pytest.mark.parametrize("ragged", [False, True], ids=["padded", "ragged"])
