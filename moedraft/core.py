@@ -264,6 +264,7 @@ class RequestOutput:
     time_to_first_token: float | None = None  # seconds since arrival
     drafted_at: list[int] = field(default_factory=list)  # draft tokens by draft position 0, 1, …
     accepted_at: list[int] = field(default_factory=list)
+    num_steps: int = 0  # target forwards spent on the answer
     num_lookup_tokens: int = 0  # draft tokens that were looked up in the text, apart from those above
     num_accepted_lookup_tokens: int = 0
     logprobs: list[TokenLogprobs] | None = None  # by token of `token_ids`, where asked for

@@ -26,7 +26,7 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 def bench(found: dict[str, Any]) -> str:
     rows = []
     for name, one in found["systems"].items():
-        length, theory = one["mean_acceptance_length"], one["theoretical_speedup"]
+        length, theory = one["tokens_per_step"], one["theoretical_speedup"]
         rows.append(
             [
                 name,
@@ -37,7 +37,7 @@ def bench(found: dict[str, Any]) -> str:
                 "yes" if one["same_answers"] else "no",
             ]
         )
-    head = ["system", "tokens/s", "× transformers", "tokens per check", "theory", "same answers"]
+    head = ["system", "tokens/s", "× transformers", "tokens per step", "theory", "same answers"]
     note = (
         f"{found['prompts']} prompts, device {found['device']}, {found['threads']} threads; a draft step "
         f"costs {found['cost_ratio']:.2f} target steps, verification {found['verify_share']:.1%} of a step."

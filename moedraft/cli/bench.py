@@ -42,7 +42,7 @@ def bench(
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare at batch 1: transformers plain and assisted, ours plain, with the generic draft, with experts.
+    """Compare at batch 1: transformers, assisted and with prompt lookup; ours plain, with a draft, with both.
 
     The experts are those of the home; after `moedraft demo` they have learned from its stream.
     """
@@ -65,11 +65,11 @@ def bench(
         emit(found)
         return
     table = Table(title=f"Batch 1, {len(queries)} prompts, {rounds} rounds, taking turns")
-    for name in ("system", "tokens/s", "x transformers", "theory", "tokens per check", "same answers"):
+    for name in ("system", "tokens/s", "x transformers", "theory", "tokens per step", "same answers"):
         table.add_column(name, justify="left" if name == "system" else "right", no_wrap=name == "system")
     for name, one in found["systems"].items():
         theory = "" if one["theoretical_speedup"] is None else f"{one['theoretical_speedup']:.2f}"
-        length = "" if one["mean_acceptance_length"] is None else f"{one['mean_acceptance_length']:.2f}"
+        length = "" if one["tokens_per_step"] is None else f"{one['tokens_per_step']:.2f}"
         row = (f"{one['tokens_per_second']:.1f}", f"{one['ratio']:.2f}", theory, length)
         table.add_row(name, *row, "yes" if one["same_answers"] else "NO")
     Console(highlight=False).print(table)

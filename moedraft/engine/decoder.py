@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from moedraft.routing.selector import ExpertSelector
 
 
+DraftSource = Literal["auto", "model", "lookup"]
+
+
 @dataclass(frozen=True)
 class Round:
     """What one row got out of a round."""
@@ -53,7 +56,7 @@ class Decoder:
         num_speculative_tokens: int,
         max_speculative_tokens: int,
         adaptive_budget: bool,
-        draft_source: Literal["auto", "model", "lookup"],
+        draft_source: DraftSource,
         topk: int,
     ) -> None:
         self.target = target
@@ -208,12 +211,12 @@ class Decoder:
         wanted = [b for b, row in enumerate(rows) if row.capture]
         if not wanted:
             return
-        chosen = logits[wanted].float()
+        counts = [accepted[b] + 1 for b in wanted]
+        chosen = torch.cat([logits[b, :count] for b, count in zip(wanted, counts, strict=True)]).float()
         values, ids = chosen.topk(min(self.topk, chosen.shape[-1]), dim=-1)
-        logprobs = values - chosen.logsumexp(-1, keepdim=True)
-        for i, b in enumerate(wanted):
-            count = accepted[b] + 1
-            rows[b].captured.append((ids[i, :count].cpu(), logprobs[i, :count].cpu()))
+        logprobs = (values - chosen.logsumexp(-1, keepdim=True)).cpu()
+        for b, own, each in zip(wanted, ids.cpu().split(counts), logprobs.split(counts), strict=True):
+            rows[b].captured.append((own.clone(), each.clone()))  # else each keeps the whole round's
 
 
 def logprobs_of(row: Sequence, logits: torch.Tensor, tokens: list[int]) -> list[TokenLogprobs]:

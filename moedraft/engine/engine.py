@@ -6,12 +6,13 @@ through `refresh`; both are put in by `build`.
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,7 +26,7 @@ from moedraft.core import (
     check_request,
 )
 from moedraft.drafting.drafter import CausalModel, Drafter
-from moedraft.engine.decoder import Decoder, Round
+from moedraft.engine.decoder import Decoder, DraftSource, Round
 from moedraft.engine.detokenizer import Detokenizer
 from moedraft.engine.outputs import count_round, cut, output_of
 from moedraft.engine.scheduler import Scheduler
@@ -54,7 +55,7 @@ class Engine:
         num_speculative_tokens: int = 4,
         max_speculative_tokens: int = 8,
         adaptive_budget: bool = True,
-        draft_source: Literal["auto", "model", "lookup"] = "auto",
+        draft_source: DraftSource = "auto",
         topk: int = 16,
         eos_token_ids: frozenset[int] = frozenset(),
     ) -> None:
@@ -84,6 +85,7 @@ class Engine:
         self.knows: Callable[[str], bool] = lambda expert: True  # whether there is such an expert
         self.closers: list[Callable[[], None]] = []
         self.step_seconds = 0.0  # spent in `step` since the start
+        self._round_ended = math.inf  # when the last round did, unless a prompt was read since
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -135,12 +137,9 @@ class Engine:
         return bool(self.sequences)
 
     def _tokenise(self, prompt: str | list[int]) -> list[int]:
-        if isinstance(prompt, str):
-            if not prompt.strip():
-                raise InvalidRequest("the prompt is empty.")
-            ids = list(self.tokenizer(prompt)["input_ids"])
-        else:
-            ids = list(prompt)
+        if isinstance(prompt, str) and not prompt.strip():
+            raise InvalidRequest("the prompt is empty.")
+        ids = list(self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt)
         if not ids or not all(0 <= token < self.target.vocab_size for token in ids):
             raise InvalidRequest("the prompt is empty or has token ids outside the vocabulary.")
         room = self.max_model_len - 1
@@ -162,6 +161,8 @@ class Engine:
         if new:
             self.selector.assign(new)
         self._settle()
+        if new or self.scheduler.reading:
+            self._round_ended = math.inf
         self._read_prompts()
         outputs = self._decode() if self.scheduler.num_ready else []
         self._deliver(outputs)
@@ -193,7 +194,10 @@ class Engine:
         rounds = self.decoder.round(rows)
         outputs = [self._advance(row, one) for row, one in zip(rows, rounds, strict=True)]
         tokens = sum(len(row.token_ids) for row in rows) - before
-        ms = (time.perf_counter() - began) * 1e3
+        spent = time.perf_counter() - began
+        # What lies between two rounds is saved with every round that drafting saves, so it counts as well.
+        ms = (spent + min(max(0.0, began - self._round_ended), spent)) * 1e3
+        self._round_ended = began + spent
         if rounds[0].steps and self.drafter is not None:
             ms -= self.drafter.catch_up_ms  # paid once, not by every round
         self.decoder.budget.observe(len(rows), rounds[0].steps, rounds[0].verified, tokens, ms)
@@ -308,8 +312,8 @@ class Engine:
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
-            if output.request_id in self.boxes:
-                self.boxes[output.request_id].append(output)
+            if (box := self.boxes.get(output.request_id)) is not None:
+                box.append(output)
 
     def _add_all(
         self, prompts: Any, params: Any, expert: str | None, draft: bool, learn: bool

@@ -68,6 +68,7 @@ def output_of(row: Sequence, delta: str) -> RequestOutput:
         time_to_first_token=None if first is None else first - row.arrived_at,
         drafted_at=list(row.drafted_at),
         accepted_at=list(row.accepted_at),
+        num_steps=row.num_steps,
         num_lookup_tokens=row.looked_up,
         num_accepted_lookup_tokens=row.lookup_accepted,
         logprobs=list(row.logprobs) if row.params.logprobs is not None else None,

@@ -11,8 +11,17 @@ import torch
 
 from moedraft.core import SHARED, RequestOutput, SamplingParams
 from moedraft.engine.build import System
+from moedraft.engine.decoder import DraftSource
 from moedraft.models import load_model
-from moedraft.showcase.measure import compare, step_costs, theoretical_speedup, transformers_runner, warm_up
+from moedraft.showcase.measure import (
+    compare,
+    drafting_by,
+    step_costs,
+    theoretical_speedup,
+    tokens_per_step,
+    transformers_runner,
+    warm_up,
+)
 from moedraft.showcase.shipped import Query
 
 BASELINE = "transformers generate"
@@ -23,10 +32,11 @@ def run(system: System, queries: list[Query], rounds: int, advance: Callable[[in
     warm_up(system)
     outputs: dict[str, list[RequestOutput]] = {}
 
-    def ours(name: str, **options: Any) -> Callable[[str, int], list[int]]:
+    def ours(name: str, source: DraftSource = "auto", **options: Any) -> Callable[[str, int], list[int]]:
         def answer(prompt: str, max_tokens: int) -> list[int]:
             params = SamplingParams(max_tokens=max_tokens)
-            [output] = system.engine.generate(prompt, params, **options)
+            with drafting_by(system, source):
+                [output] = system.engine.generate(prompt, params, **options)
             outputs.setdefault(name, []).append(output)
             return output.token_ids
 
@@ -37,10 +47,13 @@ def run(system: System, queries: list[Query], rounds: int, advance: Callable[[in
     assistant = load_model(settings.draft, "draft", settings.device, settings.dtype)
     runners = {
         BASELINE: transformers_runner(system.target),
-        "transformers assisted": transformers_runner(system.target, assistant),
+        "transformers assisted": transformers_runner(system.target, assistant_model=assistant.hf),
+        "transformers prompt lookup": transformers_runner(system.target, prompt_lookup_num_tokens=8),
         "moedraft plain": ours("moedraft plain", draft=False),
-        "moedraft generic draft": base_only(system, ours("moedraft generic draft", expert=SHARED)),
-        "moedraft experts": ours("moedraft experts"),
+        "moedraft generic draft": base_only(system, ours("moedraft generic draft", "model", expert=SHARED)),
+        "moedraft experts": ours("moedraft experts", "model"),
+        "moedraft lookup": ours("moedraft lookup", "lookup"),
+        "moedraft experts + lookup": ours("moedraft experts + lookup"),
     }
     for runner in runners.values():
         runner(queries[0].prompt, 16)
@@ -84,18 +97,19 @@ def run(system: System, queries: list[Query], rounds: int, advance: Callable[[in
 
 
 def speculation(outputs: list[RequestOutput], cost_ratio: float) -> dict[str, float | None]:
-    """Acceptance of a run, and the speed-up that theory gives for it."""
+    """Tokens per target step; acceptance and the speed-up in theory where a model alone drafted."""
+    length = round(tokens_per_step(outputs), 3) if outputs else None
     drafts = sum(output.num_drafts for output in outputs)
-    if not drafts:
-        return {"draft_acceptance_rate": None, "mean_acceptance_length": None, "theoretical_speedup": None}
+    if not drafts or any(output.num_lookup_tokens for output in outputs):
+        return {"tokens_per_step": length, "draft_acceptance_rate": None, "theoretical_speedup": None}
     drafted = sum(output.num_draft_tokens for output in outputs)
     accepted = sum(output.num_accepted_tokens for output in outputs)
     # Per-token acceptance α: accepted over verified, the first refused token of a draft being the last one.
     refused = sum(output.num_rejections for output in outputs)
     alpha = accepted / (accepted + refused)
     return {
+        "tokens_per_step": length,
         "draft_acceptance_rate": round(accepted / drafted, 4),
-        "mean_acceptance_length": round(1 + accepted / drafts, 3),
         "theoretical_speedup": round(theoretical_speedup(alpha, drafted / drafts, cost_ratio), 3),
     }
 

@@ -10,10 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from moedraft.distill.build import build_loop
+from moedraft.distill.loop import DistillLoop
 from moedraft.engine.admin import register_all
 from moedraft.engine.build import System
 from moedraft.showcase import shipped
-from moedraft.showcase.measure import Served, by_domain, greedy_acceptance, serve, warm_up
+from moedraft.showcase.measure import (
+    Served,
+    by_domain,
+    drafting_by,
+    greedy_acceptance,
+    serve,
+    warm_up,
+)
 from moedraft.showcase.report import Point, Result, Row, draw, write_html
 from moedraft.showcase.shipped import Query
 from moedraft.showcase.stream import ExpertView, rate, serve_and_learn
@@ -54,8 +62,8 @@ class Demo:
             "stream": f"{len(self.stream)} requests, {len(self.updates)} updates in {seconds:.0f} s",
             "answers equal plain decoding, token for token": "yes" if equal else "NO",
             "batch": f"{self.system.settings.max_batch_size} sequences at once",
-            "tokens per verification": f"{static.mean_acceptance_length or 0:.2f} with the generic draft, "
-            f"{learned.mean_acceptance_length or 0:.2f} with the experts",
+            "tokens per target step": f"{static.tokens_per_step:.2f} with the generic draft, "
+            f"{learned.tokens_per_step:.2f} with the experts",
         }
         speed = {
             "plain decoding": (plain.tokens + again.tokens) / (plain.seconds + again.seconds),
@@ -77,12 +85,14 @@ class Demo:
         return by_domain(self.heldout, greedy_acceptance(self.system, prompts, answers, experts))
 
     def _serve_and_learn(self) -> float:
+        """The model drafts alone, so that experts are seen at all tokens and not at the hard ones only."""
         loop = build_loop(self.system.settings, self.system.store)
         began = time.monotonic()
+        with drafting_by(self.system, "model"):
+            self._follow(loop, lambda: time.monotonic() - began < self.seconds)
+        return time.monotonic() - began
 
-        def may_train() -> bool:
-            return time.monotonic() - began < self.seconds
-
+    def _follow(self, loop: DistillLoop, may_train: Callable[[], bool]) -> None:
         for event in serve_and_learn(self.system, loop, self.stream, may_train=may_train):
             if event.output is not None:
                 view = self.views.setdefault(event.output.expert, ExpertView())
@@ -95,7 +105,6 @@ class Demo:
                 view.version = event.update.version.version
                 self.updates.append(len(self.points))
             self.on_event(self)
-        return time.monotonic() - began
 
     def table(self) -> list[tuple[str, int, float | None, float | None, int, int]]:
         """Rows of (expert, requests, acceptance at the start, acceptance now, replay size, version)."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from moedraft.core import SHARED, RequestOutput, SamplingParams
 from moedraft.engine.build import System
+from moedraft.engine.decoder import DraftSource
 from moedraft.showcase.shipped import Query
 
 
@@ -31,15 +33,24 @@ class Served:
         return self.tokens / self.seconds
 
     @property
-    def mean_acceptance_length(self) -> float | None:
-        """Tokens per verification, bonus token included; over all steps that had a draft."""
-        drafts = sum(output.num_drafts for output in self.outputs)
-        return 1 + sum(output.num_accepted_tokens for output in self.outputs) / drafts if drafts else None
+    def tokens_per_step(self) -> float:
+        """Tokens per target forward, 1 in plain decoding."""
+        return tokens_per_step(self.outputs)
 
-    @property
-    def draft_acceptance_rate(self) -> float | None:
-        drafted = sum(output.num_draft_tokens for output in self.outputs)
-        return sum(output.num_accepted_tokens for output in self.outputs) / drafted if drafted else None
+
+def tokens_per_step(outputs: list[RequestOutput]) -> float:
+    return sum(len(output.token_ids) for output in outputs) / max(1, sum(o.num_steps for o in outputs))
+
+
+@contextmanager
+def drafting_by(system: System, source: DraftSource) -> Iterator[None]:
+    """Where the engine's drafts come from, for a while."""
+    decoder = system.engine.decoder
+    before, decoder.draft_source = decoder.draft_source, source
+    try:
+        yield
+    finally:
+        decoder.draft_source = before
 
 
 def serve(system: System, queries: list[Query], *, draft: bool = True, expert: str | None = None) -> Served:
@@ -122,20 +133,19 @@ def engine_runner(
     return run
 
 
-def transformers_runner(target: Any, assistant: Any | None = None) -> Callable[[str, int], list[int]]:
-    """transformers' own `generate`, greedy, optionally assisted by a draft model (their own schedule)."""
+def transformers_runner(target: Any, **options: Any) -> Callable[[str, int], list[int]]:
+    """transformers' own `generate`, greedy; assisted with `assistant_model`, `prompt_lookup_num_tokens` …"""
 
     def run(prompt: str, max_tokens: int) -> list[int]:
         ids = target.tokenizer(prompt, return_tensors="pt")["input_ids"].to(target.device)
         eos = sorted(target.eos_token_ids)
-        extra = {"assistant_model": assistant.hf} if assistant is not None else {}
         out = target.hf.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=max_tokens,
             do_sample=False,
             pad_token_id=eos[0] if eos else 0,
-            **extra,
+            **options,
         )
         answer: list[int] = out[0, ids.shape[1] :].tolist()
         return answer
