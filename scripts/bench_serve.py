@@ -1,10 +1,13 @@
 #!/usr/bin/env python3
-"""What the server gives its users: plain decoding, a generic draft, experts, and experts that learn.
+"""What the server gives its users: plain decoding, lookup, a generic draft, experts, experts that learn.
+
+All but the first look drafts up in the text as well; `lookup` does nothing else, so that what a draft model
+adds can be told apart.
 
     moedraft demo --home H                          # experts to measure with
     python scripts/bench_serve.py --home H --out results/serve.json
 
-Four servers run side by side on copies of the home and take turns, load by load, so that noise hits all
+Five servers run side by side on copies of the home and take turns, load by load, so that noise hits all
 alike; only the one whose turn it is gets requests, and only then may its trainer learn. The loads are a
 mixed-language trace of shipped prompts:
 
@@ -43,7 +46,8 @@ from moedraft.showcase import shipped
 
 SYSTEMS: dict[str, dict[str, str]] = {
     "plain": {"MOEDRAFT_NUM_SPECULATIVE_TOKENS": "0", "MOEDRAFT_MAX_SPECULATIVE_TOKENS": "0"},
-    "generic draft": {},  # on an empty home
+    "lookup": {"MOEDRAFT_DRAFT_SOURCE": "lookup"},  # on an empty home, as is the next
+    "generic draft": {},
     "experts": {},
     "experts + learning": {},
 }
@@ -262,7 +266,7 @@ def main() -> None:
         servers = {}
         for name in SYSTEMS:
             home = Path(folder) / name.replace(" ", "-")
-            home.mkdir() if name in (BASE, "generic draft") else shutil.copytree(args.home, home)
+            shutil.copytree(args.home, home) if name.startswith("experts") else home.mkdir()
             servers[name] = stack.enter_context(running(name, home, args))
         for server in servers.values():
             server.learn(False)

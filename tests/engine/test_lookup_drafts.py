@@ -1,0 +1,96 @@
+"""Drafts that are looked up in the text: same answers, fewer steps, and counted apart from the model's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moedraft.core import SamplingParams
+from moedraft.drafting.drafter import Drafter, NoExperts
+from moedraft.engine.decoder import DraftSource
+from moedraft.engine.engine import Engine
+
+from tiny import FixedSelector, NumberTokenizer, TinyLM, random_table
+
+VOCAB = 24
+SOURCES: tuple[DraftSource, ...] = ("auto", "model", "lookup")
+
+
+def looping() -> TinyLM:
+    """After token i comes i + 1, then from the start again: greedy text repeats itself."""
+    table = torch.zeros(VOCAB, VOCAB).double()
+    table[torch.arange(VOCAB), (torch.arange(VOCAB) + 1) % 7] = 20.0
+    return TinyLM(table + 0.01 * random_table(VOCAB, 3))
+
+
+def engine(source: DraftSource = "auto", *, target: TinyLM | None = None, longest: int = 8) -> Engine:
+    return Engine(
+        target or looping(),
+        NumberTokenizer(),
+        Drafter(TinyLM(random_table(VOCAB, 9)), NoExperts(), 4, VOCAB),
+        FixedSelector(),
+        max_batch_size=4,
+        max_speculative_tokens=longest,
+        draft_source=source,
+    )
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_same_answers_from_wherever_drafts_come(source: DraftSource) -> None:
+    prompts = [[1, 2, 3], [5], [9, 4, 9, 4, 9], [2, 3, 2, 3], [6, 0, 1]]
+    params = [SamplingParams(max_tokens=20 + 9 * i) for i in range(5)]
+    for target in (looping(), TinyLM(random_table(VOCAB, 1))):
+        plain = engine(target=target).generate(prompts, params, draft=False)
+        fast = engine(source, target=target).generate(prompts, params)
+        assert [o.token_ids for o in fast] == [o.token_ids for o in plain]
+
+
+def test_a_text_that_repeats_itself_takes_few_steps() -> None:
+    [output] = engine("lookup").generate([[1, 2]], SamplingParams(max_tokens=60))
+    assert output.num_accepted_lookup_tokens > 20
+    assert output.num_steps < 40
+    assert output.num_draft_tokens == output.num_drafts == 0
+    assert output.draft_acceptance_rate is None
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_token_is_accounted_for(source: DraftSource) -> None:
+    """Each step gives one token and what it accepted of the draft; the last one may be cut short."""
+    one = engine(source)
+    for output in one.generate([[1, 2], [3, 4, 3, 4], [8]], SamplingParams(max_tokens=40)):
+        guessed = output.num_accepted_tokens + output.num_accepted_lookup_tokens
+        assert output.num_steps + guessed in (40, 41)
+        assert output.num_accepted_tokens <= output.num_draft_tokens
+        assert output.num_accepted_lookup_tokens <= output.num_lookup_tokens
+        assert source != "model" or output.num_lookup_tokens == 0
+        assert source != "lookup" or output.num_draft_tokens == 0
+    assert not one.decoder.lookup._indices  # nothing is kept of what has ended
+
+
+def test_plain_decoding_looks_nothing_up() -> None:
+    [output] = engine(longest=0).generate([[1, 2]], SamplingParams(max_tokens=30))
+    assert (output.num_steps, output.num_lookup_tokens, output.num_draft_tokens) == (30, 0, 0)
+    [output] = engine().generate([[1, 2]], SamplingParams(max_tokens=30), draft=False)
+    assert (output.num_steps, output.num_lookup_tokens, output.num_draft_tokens) == (30, 0, 0)
+
+
+def test_a_seeded_answer_comes_from_the_model_alone() -> None:
+    """What a lookup is worth depends on what was served before, and a seed must fix the answer."""
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=40)
+    alone = engine().generate([[1, 2, 1, 2]], params)[0]
+    assert alone.num_lookup_tokens == 0 < alone.num_draft_tokens
+    busy = engine()
+    busy.generate([[1, 2]] * 6, SamplingParams(max_tokens=60))
+    beside = busy.generate([[1, 2, 1, 2], [1, 2], [3]], [params, *[SamplingParams(max_tokens=60)] * 2])
+    assert beside[0].token_ids == alone.token_ids
+    assert beside[0].num_lookup_tokens == 0
+    assert engine("lookup").generate([[1, 2, 1, 2]], params)[0].num_draft_tokens == 0
+
+
+def test_an_answer_never_grows_beyond_its_length() -> None:
+    one = engine("lookup")
+    one.max_model_len = one.decoder.max_model_len = 32
+    [output] = one.generate([[1, 2, 1, 2, 1, 2]], SamplingParams(max_tokens=100))
+    assert (output.finish_reason, len(output.token_ids)) == ("length", 26)
+    [output] = one.generate([[1, 2, 1, 2, 1, 2]], SamplingParams(max_tokens=3))
+    assert len(output.token_ids) == 3
