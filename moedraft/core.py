@@ -25,6 +25,14 @@ class InvalidRequest(MoedraftError):
     """A prompt, parameter, name or file that cannot be accepted. Nothing was changed."""
 
 
+class UnknownName(InvalidRequest):
+    """No domain, expert or version of that name."""
+
+
+class PromptTooLong(InvalidRequest):
+    """More tokens than the context, or the server, takes."""
+
+
 class UnsupportedModel(MoedraftError):
     """A model whose layout the engine would run wrongly, or a pair that does not fit together."""
 

@@ -15,6 +15,7 @@ from moedraft.cli.doctor import doctor
 from moedraft.cli.domain import app as domain_app
 from moedraft.cli.generate import generate
 from moedraft.cli.key import app as key_app
+from moedraft.cli.learning import app as learning_app
 from moedraft.cli.replay import app as replay_app
 from moedraft.cli.route import route
 from moedraft.cli.serve import dashboard, serve
@@ -56,6 +57,7 @@ def root(
 app.add_typer(domain_app, name="domain")
 app.add_typer(adapter_app, name="adapter")
 app.add_typer(replay_app, name="replay")
+app.add_typer(learning_app, name="learning")
 app.add_typer(key_app, name="key")
 for _command in (serve, dashboard, route, generate, distill, stats, doctor):
     app.command()(_command)

@@ -20,6 +20,7 @@ from moedraft.core import (
     SHARED,
     FinishReason,
     InvalidRequest,
+    PromptTooLong,
     RequestOutput,
     SamplingParams,
     Sequence,
@@ -125,8 +126,7 @@ class Engine:
     @torch.inference_mode()  # the caches are tensors of `step`'s inference mode, and a slot may be swapped
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request at once and free its slot; None when there is no such request."""
-        sequence = self.sequences.get(request_id)
-        if sequence is None:
+        if (sequence := self.sequences.get(request_id)) is None:
             return None
         output = self._finish(sequence, "abort")
         self._deliver([output])
@@ -144,7 +144,7 @@ class Engine:
             raise InvalidRequest("the prompt is empty or has token ids outside the vocabulary.")
         room = self.max_model_len - 1
         if len(ids) > room and not self.truncate_prompts:
-            raise InvalidRequest(
+            raise PromptTooLong(
                 f"the prompt has {len(ids)} tokens and the context takes {room}; "
                 "shorten it or set long_prompts to 'truncate'."
             )

@@ -12,7 +12,7 @@ from fastapi.exceptions import HTTPException, RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from moedraft.core import InvalidRequest, MoedraftError, StorageError
+from moedraft.core import InvalidRequest, MoedraftError, PromptTooLong, StorageError, UnknownName
 from moedraft.serve.worker import Draining, Overloaded
 
 CLIENT_GONE = 499  # never seen by anybody: for the log and the metrics
@@ -74,6 +74,8 @@ def api_error(error: Exception) -> ApiError:
         return ApiError(503, str(error), code="shutting_down", headers={"retry-after": "5"})
     if isinstance(error, StorageError):  # its sentence names the home
         return ApiError(503, "The server's storage cannot be used now.", code="storage_unavailable")
+    if isinstance(error, UnknownName):
+        return ApiError(404, _sentence(str(error)), code="not_found")
     if isinstance(error, MoedraftError):
         return ApiError(400, _sentence(str(error)), code=_code(error))
     if isinstance(error, RequestValidationError):
@@ -99,6 +101,8 @@ def _sentence(text: str) -> str:
 
 
 def _code(error: MoedraftError) -> str | None:
+    if isinstance(error, PromptTooLong):
+        return "context_length_exceeded"
     return "invalid_value" if isinstance(error, InvalidRequest) else None
 
 

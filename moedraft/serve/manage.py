@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moedraft.core import DOMAIN_NAME, SHARED, AdapterVersion, Domain, InvalidRequest
+from moedraft.core import DOMAIN_NAME, SHARED, AdapterVersion, Domain, UnknownName
 from moedraft.storage.store import Store
 
 Data = dict[str, Any]
@@ -76,7 +76,7 @@ def check_expert(store: Store, name: str) -> None:
 
 def find_domain(store: Store, name: str) -> Domain:
     if not DOMAIN_NAME.fullmatch(name):
-        raise InvalidRequest("there is no domain of that name: it is no slug.")
+        raise UnknownName("there is no domain of that name: it is no slug.")
     return store.registry.domain(name)
 
 

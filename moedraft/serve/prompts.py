@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from moedraft.core import InvalidRequest
+from moedraft.core import InvalidRequest, PromptTooLong
 from moedraft.serve.schema import Message
 
 
@@ -33,7 +33,7 @@ class Prompts:
         else:
             count = 0 if isinstance(prompt, str) else len(prompt)
         if count > self._limit:
-            raise InvalidRequest(f"the prompt has {count} tokens; at most {self._limit} are taken.")
+            raise PromptTooLong(f"the prompt has {count} tokens; at most {self._limit} are taken.")
 
     async def chat(self, messages: Sequence[Message]) -> str | list[int]:
         """The prompt of a conversation: by the tokenizer's template, as ids, or else by ours, as text."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, delete, insert, select, update
 
-from moedraft.core import SHARED, AdapterVersion, Domain, InvalidRequest, check_domain_name
+from moedraft.core import SHARED, AdapterVersion, Domain, InvalidRequest, UnknownName, check_domain_name
 from moedraft.storage.db import Home
 from moedraft.storage.tables import adapter_versions, counters, domains, experts, meta, replay
 
@@ -215,8 +215,8 @@ class Registry:
                 connection.execute(insert(meta).values(key=key, value=value))
 
 
-def _unknown(name: str) -> InvalidRequest:
-    return InvalidRequest(f"There is no domain named '{name}'; `moedraft domain list` shows those there are.")
+def _unknown(name: str) -> UnknownName:
+    return UnknownName(f"There is no domain named '{name}'; `moedraft domain list` shows those there are.")
 
 
 def _domain_of(row: Row[Any]) -> Domain:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from moedraft.config import Settings, load_settings
 from moedraft.engine.build import System
 from moedraft.serve.app import create_app
 from moedraft.serve.run import Server
+from moedraft.serve.trainer import TrainerState
 from moedraft.serve.worker import Worker
 
 TARGET = "mini"
@@ -47,6 +48,22 @@ class Served:
     def idle(self) -> bool:
         now = self.worker.snapshot()
         return not now.running and not now.waiting
+
+
+@dataclass
+class FakeSupervisor:
+    """A trainer that does what it is told."""
+
+    now: TrainerState
+
+    def state(self) -> TrainerState:
+        return self.now
+
+    def pause(self) -> None:
+        self.now = replace(self.now, paused=True)
+
+    def resume(self) -> None:
+        self.now = replace(self.now, paused=False)
 
 
 @contextmanager

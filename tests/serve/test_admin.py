@@ -4,33 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from serve_fakes import DOMAINS, WordEmbedder
-from server import TARGET, Served, check_error, served, slowed, wait_for
+from server import TARGET, FakeSupervisor, Served, check_error, served, slowed, wait_for
 
 from moedraft.core import AdapterVersion, ReplayRecord
 from moedraft.serve.trainer import TrainerState
 
 LAW = [f"the court of appeal held that clause {i}" for i in range(9)]
-
-
-@dataclass
-class FakeSupervisor:
-    now: TrainerState
-
-    def state(self) -> TrainerState:
-        return self.now
-
-    def pause(self) -> None:
-        self.now = replace(self.now, paused=True)
-
-    def resume(self) -> None:
-        self.now = replace(self.now, paused=False)
 
 
 @pytest.fixture
@@ -91,8 +76,8 @@ def test_a_domain_that_is_removed_is_gone(client: httpx.Client) -> None:
     assert models(client) == [TARGET, f"{TARGET}:prose"]
     assert expert(complete(client, DOMAINS["code"][0])) != "code"
     check_error(complete(client, "7", f"{TARGET}:code"), 404)
-    check_error(client.get("/admin/domains/code"), 400)
-    check_error(client.delete("/admin/domains/code"), 400)
+    check_error(client.get("/admin/domains/code"), 404)
+    check_error(client.delete("/admin/domains/code"), 404)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +204,8 @@ def test_a_version_without_files_is_not_promoted(client: httpx.Client, found: Se
     ],
 )
 def test_versions_that_are_not_there(client: httpx.Client, path: str, row: dict[str, Any] | None) -> None:
-    check_error(client.post(path, json=row) if row is not None else client.post(path), 400)
+    unknown = 400 if "code" in path else 404
+    check_error(client.post(path, json=row) if row is not None else client.post(path), unknown)
 
 
 # -- learning, replay, routes --------------------------------------------------------------------
@@ -245,7 +231,7 @@ def test_replay_is_purged(client: httpx.Client, found: Served) -> None:
 
     found.system.store.replay.add([record("code"), record("code"), record("prose")])
     assert client.get("/admin/replay").json()["records"] == {"shared": 0, "code": 2, "prose": 1}
-    check_error(client.post("/admin/replay/purge", json={"domain": "law"}), 400)
+    check_error(client.post("/admin/replay/purge", json={"domain": "law"}), 404)
     check_error(client.post("/admin/replay/purge", json={}), 400)
     assert client.post("/admin/replay/purge", json={"domain": "code"}).json()["purged"] == 2
     assert client.post("/admin/replay/purge", json={"domain": None}).json()["purged"] == 1

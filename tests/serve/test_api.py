@@ -255,6 +255,12 @@ def test_a_hostile_field_is_refused(
     check_error(client.post("/v1/completions", json=body(**fields)), status, param)
 
 
+@pytest.mark.parametrize("prompt", ["7 " * 5000, [7] * 5000])
+def test_a_prompt_too_long_is_named_as_openai_does(client: httpx.Client, prompt: object) -> None:
+    answer = client.post("/v1/completions", json=body(prompt=prompt))
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
 DEEP = b'{"model": "mini", "prompt": ' + b"[" * 10_000 + b"]" * 10_000 + b"}"
 BODIES: list[tuple[str, bytes]] = [
     ("nothing", b""),

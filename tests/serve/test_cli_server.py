@@ -11,14 +11,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from serve_fakes import WordEmbedder, tiny_system
-from server import TARGET, Served, check_error, events, listening, served, wait_for
+from server import TARGET, FakeSupervisor, Served, check_error, events, listening, served, wait_for
 
 from moedraft.cli import main
 from moedraft.config import load_settings
@@ -26,6 +26,7 @@ from moedraft.core import InvalidRequest
 from moedraft.serve.app import create_app
 from moedraft.serve.keys import KeyFile, new_key, write_private
 from moedraft.serve.run import SERVER_FILE, Server, serve, url_of
+from moedraft.serve.trainer import TrainerState
 from moedraft.serve.worker import Worker
 
 LAW = [f"the court of appeal held that clause {i}" for i in range(9)]
@@ -120,6 +121,24 @@ def test_the_server_says_what_was_wrong(run: Run, found: Served, home: Path, law
     warm = run("domain", "register", "law", "--examples", law, "--warm-start", 8, "--home", home)
     assert warm.code == 2
     assert "--warm-start" in warm.err
+
+
+def test_learning_is_held_from_the_command_line(
+    run: Run, found: Served, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "without learning" in run("learning", "show", "--home", home).out
+    refused = run("learning", "pause", "--home", home)
+    assert refused.code == 2
+    assert "without learning" in refused.err
+    nobody = run("learning", "resume", "--home", tmp_path / "other")
+    assert nobody.code == 2
+    assert "No server runs" in nobody.err
+    supervisor = FakeSupervisor(TrainerState(status="waiting"))
+    monkeypatch.setattr(found.app.state, "context", replace(found.app.state.context, supervisor=supervisor))
+    assert run("learning", "pause", "--home", home, "--json").data["paused"] is True
+    assert supervisor.now.paused
+    assert "Learning is paused, waiting" in run("learning", "show", "--home", home).out
+    assert run("learning", "resume", "--home", home, "--json").data["paused"] is False
 
 
 def test_a_server_elsewhere(

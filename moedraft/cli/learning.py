@@ -1,0 +1,57 @@
+"""`moedraft learning`: what a server's trainer does; hold it, let it go on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from moedraft.cli.common import HomeOption, JsonOption, emit, say, settings_for
+from moedraft.cli.remote import Remote, ServerOption, owner_of
+from moedraft.core import InvalidRequest
+
+app = typer.Typer(help="A running server's learning: show, pause, resume.")
+
+
+@app.command()
+def show(
+    ctx: typer.Context, home: HomeOption = None, server: ServerOption = None, as_json: JsonOption = False
+) -> None:
+    """Show what the trainer does now, and why it waits."""
+    _print(_server(ctx, home, server).get("admin", "learning"), as_json)
+
+
+@app.command()
+def pause(
+    ctx: typer.Context, home: HomeOption = None, server: ServerOption = None, as_json: JsonOption = False
+) -> None:
+    """Begin no update, and let one that is running wait, until `resume`. Requests are kept meanwhile."""
+    _print(_server(ctx, home, server).post("admin", "learning", "pause"), as_json)
+
+
+@app.command()
+def resume(
+    ctx: typer.Context, home: HomeOption = None, server: ServerOption = None, as_json: JsonOption = False
+) -> None:
+    """Learn again."""
+    _print(_server(ctx, home, server).post("admin", "learning", "resume"), as_json)
+
+
+def _server(ctx: typer.Context, home: Any, server: str | None) -> Remote:
+    remote = owner_of(settings_for(ctx, home=home), server)
+    if remote is None:
+        raise InvalidRequest(
+            "No server runs on this home; without one, learning happens in `moedraft distill` only."
+        )
+    return remote
+
+
+def _print(state: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        emit(state)
+    elif not state["enabled"]:
+        say("This server runs without learning.")
+    else:
+        why = f" ({state['waits']})" if state["waits"] else ""
+        held = "paused, " if state["paused"] else ""
+        say(f"Learning is {held}{state['status']}{why}; {state['updates']} updates since the server's start.")
