@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure the router: accuracy (as it comes and reworded), prompts of no domain, speed. Writes JSON.
+"""Measure the router: accuracy (plain and reworded), prompts of no domain, first stage, speed. Writes JSON.
 
     python scripts/bench_router.py --data ../shared/data --out results/router.json
 
@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -58,17 +58,22 @@ REWORDINGS: dict[str, Callable[[str], str]] = {
 
 
 class Memory:
-    """An embedder that embeds each text once, so that one run can route the same prompts many times."""
+    """An embedder that embeds each text once, so that one run can route the same prompts many times.
+
+    `asked` holds the texts it was asked for since its user last cleared it.
+    """
 
     def __init__(self, embedder: Embedder) -> None:
         self.embedder = embedder
         self.vectors: dict[str, Floats] = {}
+        self.asked: set[str] = set()
 
     @property
     def id(self) -> str:
         return self.embedder.id
 
     def embed(self, texts: Any) -> Floats:
+        self.asked.update(texts)
         missing = [text for text in dict.fromkeys(texts) if text not in self.vectors]
         if missing:
             self.vectors.update(zip(missing, self.embedder.embed(missing), strict=True))
@@ -88,11 +93,16 @@ def _rows(file: Path) -> list[str]:
         return [json.loads(line)["prompt"] for line in lines]
 
 
-def fitted(embedder: TextEmbedder, examples: dict[str, list[str]], threshold: float) -> Router:
+class Fitted(NamedTuple):
+    router: Router
+    full: Router  # the same without its first stage
+
+
+def fitted(embedder: TextEmbedder, examples: dict[str, list[str]], threshold: float) -> Fitted:
     with tempfile.TemporaryDirectory() as folder:
         router = Router(embedder, Path(folder), threshold)
         router.fit(examples)
-        return router
+        return Fitted(router, Router(embedder, Path(folder), threshold, first_stage=False))
 
 
 def accuracy(router: Router, tests: dict[str, list[str]]) -> dict[str, Any]:
@@ -140,17 +150,40 @@ def calibration(router: Router, tests: dict[str, list[str]]) -> float:
     return round(float(sum(gaps)), 4)
 
 
+def first_stage(memory: Memory, routers: Fitted, groups: dict[str, list[str]]) -> dict[str, Any]:
+    """Of each group: the share of prompts not embedded, and how often they go where the full model says."""
+    result = {}
+    for name, texts in groups.items():
+        memory.asked.clear()
+        routes = routers.router.route(texts)
+        decided = np.array([text not in memory.asked for text in texts])
+        same = np.array(
+            [a.domain == b.domain for a, b in zip(routes, routers.full.route(texts), strict=True)]
+        )
+        result[name] = {
+            "prompts": len(texts),
+            "decided": round(float(decided.mean()), 4),
+            "agreement": round(float(same.mean()), 4),
+            "agreement_of_decided": round(float(same[decided].mean()), 4) if decided.any() else None,
+        }
+    return result
+
+
 def strangers(
     embedder: TextEmbedder, fit: dict[str, list[str]], tests: dict[str, list[str]], threshold: float
 ) -> dict[str, Any]:
     """Leave each domain out: how many of its prompts go to `shared`, how many of the others'."""
-    refused, lost = {}, {}
+    refused, by_full, lost = {}, {}, {}
     for left_out in fit:
-        router = fitted(embedder, {d: texts for d, texts in fit.items() if d != left_out}, threshold)
-        refused[left_out] = _shared(router, tests[left_out])
+        router, full = fitted(embedder, {d: texts for d, texts in fit.items() if d != left_out}, threshold)
+        refused[left_out], by_full[left_out] = (
+            _shared(router, tests[left_out]),
+            _shared(full, tests[left_out]),
+        )
         lost[left_out] = _shared(router, [t for d in tests if d != left_out for t in tests[d][:20]])
     return {
         "left_out_to_shared": round(float(np.mean(list(refused.values()))), 4),
+        "left_out_to_shared_full_model": round(float(np.mean(list(by_full.values()))), 4),
         "others_to_shared": round(float(np.mean(list(lost.values()))), 4),
         "left_out_by_domain": {d: round(v, 3) for d, v in refused.items()},
     }
@@ -161,16 +194,19 @@ def few_domains(
 ) -> dict[str, Any]:
     """The same with only 1, 2, 3 … domains registered, averaged over choices of neighbours in the list."""
     names, result = list(fit), {}
-    for count in (1, 2, 3, 5, 8):
-        own, other = [], []
+    for count in (1, 2, 3, 5, 8, 10):
+        own, other, by_full = [], [], []
         for start in range(len(names)):
             chosen = [names[(start + 4 * i) % len(names)] for i in range(count)]
-            router = fitted(embedder, {d: fit[d] for d in chosen}, threshold)
+            router, full = fitted(embedder, {d: fit[d] for d in chosen}, threshold)
+            strange = [t for d in names if d not in chosen for t in tests[d][:5]]
             own.append(np.mean([r.domain == d for d in chosen for r in router.route(tests[d][:20])]))
-            other.append(_shared(router, [t for d in names if d not in chosen for t in tests[d][:5]]))
+            other.append(_shared(router, strange))
+            by_full.append(_shared(full, strange))
         result[count] = {
             "own_right": round(float(np.mean(own)), 3),
             "others_to_shared": round(float(np.mean(other)), 3),
+            "others_to_shared_full_model": round(float(np.mean(by_full)), 3),
         }
     return result
 
@@ -193,12 +229,26 @@ def speed(
         cpu = time.process_time()
         eight = [_seconds(lambda b=b: router.route(b)) / 8 for b in batches]  # type: ignore[misc]
         cpu = (time.process_time() - cpu) / (8 * len(batches))
-        alone = [_seconds(lambda p=p: router.route([p])) for p in prompts[:40]]  # type: ignore[misc]
+        cpu_alone = time.process_time()
+        alone = [_seconds(lambda p=p: router.route([p])) for p in prompts]  # type: ignore[misc]
+        cpu_alone = (time.process_time() - cpu_alone) / len(prompts)
+        full = Router(embedder, Path(folder), threshold, first_stage=False)
+        eight_full = [_seconds(lambda b=b: full.route(b)) / 8 for b in batches]  # type: ignore[misc]
+        cpu_full = time.process_time()
+        alone_full = [_seconds(lambda p=p: full.route([p])) for p in prompts]  # type: ignore[misc]
+        cpu_full = (time.process_time() - cpu_full) / len(prompts)
     return {
         "ms_per_prompt_batch_8_median": round(1e3 * float(np.median(eight)), 2),
         "ms_per_prompt_batch_8_best": round(1e3 * min(eight), 2),
         "cpu_ms_per_prompt_batch_8": round(1e3 * cpu, 2),
+        "ms_per_prompt_batch_8_median_full_model": round(1e3 * float(np.median(eight_full)), 2),
         "ms_per_prompt_alone_median": round(1e3 * float(np.median(alone)), 2),
+        "ms_per_prompt_alone_mean": round(1e3 * float(np.mean(alone)), 2),
+        "cpu_ms_per_prompt_alone": round(1e3 * cpu_alone, 2),
+        "cpu_ms_per_prompt_alone_full_model": round(1e3 * cpu_full, 2),
+        "ms_per_prompt_alone_p95": round(1e3 * float(np.percentile(alone, 95)), 2),
+        "ms_per_prompt_alone_fastest_tenth": round(1e3 * float(np.percentile(alone, 10)), 2),
+        "ms_per_prompt_alone_median_full_model": round(1e3 * float(np.median(alone_full)), 2),
         "fit_seconds_first": round(first, 2),
         "fit_seconds_one_domain_added": round(added, 2),
     }
@@ -217,25 +267,34 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     tests = {d: stream[d][: args.test] for d in fit}
     external = read_prompts(args.data / "external")
     embedder = Embedder(args.embedder)
-    mixed = rng.sample([t for texts in tests.values() for t in texts], 128)
+    mixed = rng.sample([t for texts in tests.values() for t in texts], 256)
     result: dict[str, Any] = {"settings": {**vars(args), "data": args.data.name, "out": args.out.name}}
     result["settings"] |= {"threads": torch.get_num_threads(), "load_average": round(os.getloadavg()[0], 1)}
     result["speed"] = speed(embedder, fit, mixed, args.threshold)
     memory = Memory(embedder)
-    router = fitted(memory, fit, args.threshold)
+    routers = fitted(memory, fit, args.threshold)
+    router = routers.router
     result["plain"] = accuracy(router, tests)
     result["features"] = ablation(memory, fit, tests)
     result["calibration_error"] = calibration(router, tests)
+    result["calibration_error_full_model"] = calibration(routers.full, tests)
     short = {d: texts[: args.reworded] for d, texts in tests.items()}
+    groups = {"plain": [t for texts in tests.values() for t in texts], "timed": mixed} | external
     for name, reword in REWORDINGS.items():
-        result.setdefault("reworded", {})[name] = accuracy(
-            router, {d: [reword(t) for t in short[d]] for d in short}
-        )
+        reworded = {d: [reword(t) for t in short[d]] for d in short}
+        result.setdefault("reworded", {})[name] = accuracy(router, reworded)
+        groups[name] = [t for texts in reworded.values() for t in texts]
+    result["first_stage"] = first_stage(memory, routers, groups)
     result["leave_one_domain_out"] = strangers(memory, fit, tests, args.threshold)
     result["few_domains"] = few_domains(memory, fit, tests, args.threshold)
     special = fitted(memory, {d: t for d, t in fit.items() if d not in GENERAL}, args.threshold)
     result["external_to_shared"] = {
-        name: {"all_domains": _shared(router, texts), "without_general_domains": _shared(special, texts)}
+        name: {
+            "all_domains": _shared(router, texts),
+            "all_domains_full_model": _shared(routers.full, texts),
+            "without_general_domains": _shared(special.router, texts),
+            "without_general_domains_full_model": _shared(special.full, texts),
+        }
         for name, texts in external.items()
     }
     return result
@@ -262,7 +321,8 @@ def main() -> None:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     summary = {k: v for k, v in result["plain"].items() if k != "by_domain"}
-    print(json.dumps({"plain": summary, "speed": result["speed"]}))
+    stage = result["first_stage"]["plain"]
+    print(json.dumps({"plain": summary, "first_stage": stage, "speed": result["speed"]}))
     print(f"written to {args.out}")
 
 

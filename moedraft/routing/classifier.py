@@ -1,4 +1,4 @@
-"""Which domain a prompt belongs to: `Router`, over a `RouterModel` and an embedder's vectors.
+"""Which domain a prompt belongs to: `Router`, over a `TwoStage` model and an embedder's vectors.
 
 Knows domains as names with example prompts; knows no expert, no engine and no database.
 """
@@ -19,15 +19,16 @@ from moedraft.routing.embedder import (
     EmbeddingCache,
     Floats,
     TextEmbedder,
+    char_ngrams,
     features,
     read_tensors,
     write_tensors,
 )
-from moedraft.routing.model import RouterModel
+from moedraft.routing.stages import TwoStage
 
-__all__ = ["Embedder", "Route", "Router", "RouterModel", "TextEmbedder"]
+__all__ = ["Embedder", "Route", "Router", "TextEmbedder"]
 
-ROUTER_VERSION = 1
+ROUTER_VERSION = 2  # 1 had no first stage
 ROUTER_FILE = "router.safetensors"
 CACHE_FILE = "embeddings.safetensors"
 MAX_EXAMPLES = 128  # per domain; more make every refit slower and the router hardly better
@@ -50,14 +51,20 @@ class Router:
 
     The folder holds derived data only. Where it is missing, damaged, of another version or made by another
     embedder the router is empty, and everything goes to `shared` until it is fitted again.
+
+    Most prompts of well-known domains are told by their n-grams and not embedded (see `TwoStage`). Without
+    `first_stage` every prompt is: many times slower, and there to compare with.
     """
 
-    def __init__(self, embedder: TextEmbedder, folder: Path, threshold: float = 0.35) -> None:
+    def __init__(
+        self, embedder: TextEmbedder, folder: Path, threshold: float = 0.35, *, first_stage: bool = True
+    ) -> None:
         self.embedder = embedder
         self.folder = folder
         self.threshold = threshold
+        self.first_stage = first_stage
         self._cache = EmbeddingCache(embedder, folder / CACHE_FILE)
-        self._model: RouterModel | None = None
+        self._model: TwoStage | None = None
         self._fitted_on = ""
         self.load_or_empty()
 
@@ -80,9 +87,9 @@ class Router:
             if len(texts) < 2:
                 raise InvalidRequest(f"domain {name!r} needs at least two example prompts.")
         chosen = {name: _spread(texts) for name, texts in examples.items()}
-        model = RouterModel.fit(*self._features_of(chosen)) if examples else None
+        model = TwoStage.fit(*self._features_of(chosen)) if examples else None
         self._save(model, _digest(examples))
-        self._model, self._fitted_on = model, _digest(examples)
+        self._model, self._fitted_on = self._deciding(model), _digest(examples)
 
     def route(self, texts: Sequence[str]) -> list[Route]:
         """One Route per text, in order. Without a domain, or for a blank text, `shared`, nothing embedded."""
@@ -100,15 +107,21 @@ class Router:
         model = self._model  # the same throughout, whatever is fitted meanwhile
         if model is None:
             return (), np.zeros((len(texts), 0), dtype=np.float32)
-        return model.names, model.probabilities(features(self.embedder.embed(texts), texts))
+        embed = self.embedder.embed
+        return model.names, model.probabilities(
+            char_ngrams(texts), lambda rows: embed([texts[row] for row in rows])
+        )
 
     def load_or_empty(self) -> None:
         """Take what the folder holds; become empty where it holds nothing usable."""
         tensors, metadata = read_tensors(self.folder / ROUTER_FILE) or ({}, {})
         ours = metadata.get("version") == str(ROUTER_VERSION) and metadata.get("embedder") == self.embedder.id
-        model = RouterModel.unpack(tensors, metadata) if ours else None
+        model = TwoStage.unpack(tensors, metadata) if ours else None
         self._fitted_on = metadata.get("examples", "") if model else ""
-        self._model = model  # in one go: others ask for `domains` meanwhile
+        self._model = self._deciding(model)  # in one go: others ask for `domains` meanwhile
+
+    def _deciding(self, model: TwoStage | None) -> TwoStage | None:
+        return model.deciding(self.threshold) if model and self.first_stage else model
 
     def _features_of(self, examples: Mapping[str, Sequence[str]]) -> tuple[dict[str, Floats], int]:
         """{name: [n, d + n-grams]} in the order of names, and d."""
@@ -119,7 +132,7 @@ class Router:
         rows = np.split(features(embeddings, texts), ends[:-1])
         return dict(zip(names, rows, strict=True)), embeddings.shape[1]
 
-    def _save(self, model: RouterModel | None, digest: str) -> None:
+    def _save(self, model: TwoStage | None, digest: str) -> None:
         origin = {"version": str(ROUTER_VERSION), "embedder": self.embedder.id, "examples": digest}
         tensors, metadata = model.pack() if model else ({}, {})
         write_tensors(self.folder / ROUTER_FILE, tensors, origin | metadata)

@@ -33,6 +33,9 @@ HEAD_BYTES, TAIL_BYTES = 50, 90  # a long prompt is read at both ends: greetings
 NGRAM_CHARS = 400  # from each end
 NGRAM_FEATURES = 1024
 EXCERPT_VERSION = 1  # part of an embedder's id: raise it whenever the cutting above changes
+COUNTER = HashingVectorizer(  # keeps nothing between calls
+    analyzer="char_wb", ngram_range=(1, 3), n_features=NGRAM_FEATURES, norm=None, alternate_sign=False
+)
 
 
 class TextEmbedder(Protocol):
@@ -142,16 +145,18 @@ def excerpt(text: str) -> str:
 
 def char_ngrams(texts: Sequence[str]) -> Floats:
     """Hashed counts of 1- to 3-grams inside words, log-damped, unit length: [len(texts), NGRAM_FEATURES]."""
-    vectorizer = HashingVectorizer(
-        analyzer="char_wb", ngram_range=(1, 3), n_features=NGRAM_FEATURES, norm=None, alternate_sign=False
-    )
-    counts = vectorizer.transform([_ends(text) for text in texts]).toarray()
+    counts = COUNTER.transform([_ends(text) for text in texts]).toarray()
     return unit(np.log1p(counts).astype(np.float32))
 
 
 def features(embeddings: Floats, texts: Sequence[str]) -> Floats:
-    """Embeddings [n, d] beside n-grams of the same texts, with equal weight: [n, d + NGRAM_FEATURES]."""
-    return unit(np.hstack([embeddings, char_ngrams(texts)]))
+    """Embeddings [n, d] beside n-grams of the same texts: [n, d + NGRAM_FEATURES]."""
+    return join(embeddings, char_ngrams(texts))
+
+
+def join(embeddings: Floats, ngrams: Floats) -> Floats:
+    """Both parts of the features beside each other, with equal weight: [n, d], [n, g] → [n, d + g]."""
+    return unit(np.hstack([embeddings, ngrams]))
 
 
 def unit(rows: Floats) -> Floats:

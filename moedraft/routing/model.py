@@ -12,6 +12,8 @@ it knows and so is sure of itself on prompts of none:
 With fewer than three domains there is nothing to leave out: P(known) then rests on the two similarities
 alone, and is 1/2 for a prompt as far off as the worst twentieth of the left-out examples. With one domain
 a classifier cannot be fitted at all, and the domain's probability is P(known).
+
+The same model serves n-grams alone (`split` 0): the similarity of the part that is not there is always 0.
 """
 
 from __future__ import annotations
@@ -52,16 +54,26 @@ class RouterModel:
     @classmethod
     def fit(cls, rows: Mapping[str, Floats], split: int) -> RouterModel:
         """From {name: features [n, F] with n >= 2}, at least one domain. Deterministic."""
+        return cls.fit_and_try(rows, split)[0]
+
+    @classmethod
+    def fit_and_try(cls, rows: Mapping[str, Floats], split: int) -> tuple[RouterModel, Floats]:
+        """Also [m, D]: what it says of examples when they, or their whole domains, are left out.
+
+        Which examples these are, and their order, depend on the numbers of domains and examples alone, so
+        that models of different features can be compared row by row. None with fewer than three domains.
+        """
         names = tuple(rows)
         x = np.vstack([rows[name] for name in names])
         y = np.repeat(np.arange(len(names)), [len(rows[name]) for name in names])
         model = _fit_base(names, x, y, split)
         if len(names) < 3:
-            return replace(model, head=_distance_head(model, x, y))
+            return replace(model, head=_distance_head(model, x, y)), np.zeros((0, len(names)), np.float32)
         held_out = [_held_out(names, x, y, split, fold) for fold in range(min(FOLDS, len(names)))]
         figures = np.vstack([part.figures for part in held_out])
         known = np.concatenate([part.known for part in held_out])
-        return replace(model, head=_known_head(figures, known), temperature=_temperature(held_out))
+        model = replace(model, head=_known_head(figures, known), temperature=_temperature(held_out))
+        return model, np.vstack([_opinions(model, part) for part in held_out])
 
     def logits(self, x: Floats) -> Floats:
         """[n, F] → [n, D], uncalibrated: their softmax is scikit-learn's predict_proba."""
@@ -79,11 +91,17 @@ class RouterModel:
 
     def known(self, x: Floats) -> Floats:
         """[n, F] → [n]: the probability that a prompt belongs to any of the domains."""
-        return _sigmoid(self.figures(x) @ self.head[:-1] + self.head[-1])
+        return self._known(self.figures(x))
 
     def probabilities(self, x: Floats) -> Floats:
         """[n, F] → [n, D], calibrated; what a row lacks to 1 is the probability of none."""
-        return _softmax(self.logits(x) / self.temperature) * self.known(x)[:, None]
+        return self._calibrated(self.logits(x), self.figures(x))
+
+    def _known(self, figures: Floats) -> Floats:
+        return _sigmoid(figures @ self.head[:-1] + self.head[-1])
+
+    def _calibrated(self, logits: Floats, figures: Floats) -> Floats:
+        return _softmax(logits / self.temperature) * self._known(figures)[:, None]
 
     def pack(self) -> tuple[dict[str, Floats], dict[str, str]]:
         """Tensors and text, as safetensors keeps them."""
@@ -114,9 +132,10 @@ class _HeldOut:
     """What a model says of examples it was not fitted on, some of them of domains it does not know."""
 
     figures: Floats  # [n, 4]
-    known: NDArray[np.bool_]  # [n]
-    logits: Floats  # [sum(known), D']
-    labels: Labels  # [sum(known)], into D'
+    logits: Floats  # [n, D']
+    classes: Labels  # [D']: which of all D domains the model knows
+    labels: Labels  # [n], into D
+    known: NDArray[np.bool_]  # [n]: is the label among the classes?
 
 
 def _fit_base(names: tuple[str, ...], x: Floats, y: Labels, split: int) -> RouterModel:
@@ -135,7 +154,7 @@ def _fit_linear(x: Floats, y: Labels, num_classes: int) -> tuple[Floats, Floats]
     weight, bias = fitted.coef_, fitted.intercept_
     if num_classes == 2:  # scikit-learn keeps one row, the second class against the first
         weight, bias = np.vstack([-weight, weight]) / 2, np.hstack([-bias, bias]) / 2
-    return weight.astype(np.float32), bias.astype(np.float32)
+    return weight.astype(np.float32, order="C"), bias.astype(np.float32)  # the order it is kept in
 
 
 def new_classifier() -> Any:
@@ -175,18 +194,22 @@ def _held_out(names: tuple[str, ...], x: Floats, y: Labels, split: int, fold: in
     rest = ~kept
     classes, labels = np.unique(y[kept], return_inverse=True)
     model = _fit_base(tuple(names[label] for label in classes), x[kept], labels, split)
-    known = ~stranger[rest]
-    inside = rest & ~stranger
-    return _HeldOut(
-        model.figures(x[rest]), known, model.logits(x[inside]), np.searchsorted(classes, y[inside])
-    )
+    return _HeldOut(model.figures(x[rest]), model.logits(x[rest]), classes, y[rest], ~stranger[rest])
+
+
+def _opinions(model: RouterModel, part: _HeldOut) -> Floats:
+    """[n, D]: probabilities of the examples left out, calibrated as `model` is; 0 for a domain left out."""
+    rows = np.zeros((len(part.logits), len(model.names)), dtype=np.float32)
+    rows[:, part.classes] = model._calibrated(part.logits, part.figures)
+    return rows
 
 
 def _temperature(parts: list[_HeldOut]) -> float:
     """The one that makes held-out examples most likely."""
+    inside = [(p.logits[p.known], np.searchsorted(p.classes, p.labels[p.known])) for p in parts]
 
     def loss(temperature: float) -> float:
-        rows = [_log_softmax(p.logits / temperature)[np.arange(len(p.labels)), p.labels] for p in parts]
+        rows = [_log_softmax(logits / temperature)[np.arange(len(y)), y] for logits, y in inside]
         return -float(np.concatenate(rows).mean())
 
     return float(min(TEMPERATURES, key=loss))

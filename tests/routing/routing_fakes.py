@@ -46,3 +46,14 @@ def prompts(domain: str, count: int, seed: int = 0) -> list[str]:
     """Different prompts of six words of the domain's topic."""
     rng = np.random.default_rng([seed, *domain.encode()])
     return [" ".join(rng.permutation(TOPICS[domain])[:6]) for _ in range(count)]
+
+
+def distinct(domains: int, count: int, seed: int = 0) -> dict[str, list[str]]:
+    """Prompts of domains with letters of their own, which n-grams alone tell apart."""
+    rng = np.random.default_rng(seed)
+    return {f"d{i:02}": [_text(rng, 0x4E00 + 100 * i) for _ in range(count)] for i in range(domains)}
+
+
+def _text(rng: np.random.Generator, first: int) -> str:
+    letters = rng.integers(first, first + 12, size=(8, 5))
+    return " ".join("".join(map(chr, word)) for word in letters)

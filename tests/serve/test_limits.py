@@ -70,8 +70,8 @@ def answer_of(raw: bytes) -> tuple[int, dict[str, str], Any]:
         ("POST", "/v1/completions", 415),
         ("GET", "/v1/models/%00%ff%c3%28", 404),
         ("GET", "/admin/domains/%2e%2e%2fetc", 404),
-        ("GET", "/admin/domains/%2e%2e", 400),
-        ("GET", "/admin/adapters?name=%ff", 400),
+        ("GET", "/admin/domains/%2e%2e", 404),
+        ("GET", "/admin/adapters?name=%ff", 404),
     ],
 )
 def test_errors_have_one_shape(client: httpx.Client, method: str, path: str, status: int) -> None:
