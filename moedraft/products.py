@@ -4,9 +4,15 @@ Decoding multiplies one row, verification a handful, and each weight is read onc
 cache: what counts is how fast it streams. For one or two rows a weight stored input-major streams two to
 three times as fast as PyTorch's usual layout; for more, oneDNN's own blocked layout takes hardly longer than
 one row. Both copies are kept, for small models only. Float32 everywhere: no precision is given up.
+
+oneDNN generates code for each pair of shape and number of rows, half a megabyte, and keeps it. A server
+sees any number of rows: it is rounded, many rows go the usual way, and what oneDNN keeps is bounded.
 """
 
 from __future__ import annotations
+
+import os
+from functools import cache
 
 import torch
 from torch.nn.functional import linear
@@ -14,6 +20,10 @@ from torch.nn.functional import linear
 SMALL = 50_000_000  # weights of a model up to which the memory for second copies is well spent
 FEW = 2  # rows up to which the input-major copy is faster
 TYPICAL = 5  # rows that the blocked copy is laid out for
+MANY = 128  # rows from which on arithmetic decides, not reading, and PyTorch's usual product is as fast
+# Entries of oneDNN's cache, and of PyTorch's own in front of it, which saves no time. The shipped pair has
+# nine shapes, and what is generated again takes about half a millisecond.
+KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "192", "LRU_CACHE_CAPACITY": "16"}
 
 
 def pays(weight: torch.Tensor) -> bool:
@@ -26,6 +36,7 @@ class Product:
     """x → x Wᵀ + bias, for a weight [out, in] that does not change any more; `small`: its model is."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, small: bool) -> None:
+        bound_caches()
         self.weight, self.bias = weight, bias
         self.blocked: torch.Tensor | None = None
         if small and pays(weight):
@@ -34,9 +45,9 @@ class Product:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in] → [..., out]"""
-        if self.blocked is None or x.numel() <= FEW * x.shape[-1]:
-            return linear(x, self.weight, self.bias)
         rows = x.numel() // x.shape[-1]
+        if self.blocked is None or not FEW < rows <= MANY:
+            return linear(x, self.weight, self.bias)
         padded = rounded(rows)
         if padded == rows:
             return self._blocked(x)
@@ -46,6 +57,17 @@ class Product:
     def _blocked(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.blocked, self.bias, "none", [], "")
         return y
+
+
+@cache
+def bound_caches() -> None:
+    """Let oneDNN keep less generated code than the 1024 entries of its two caches, unless the user says so.
+
+    The router's embedder fills them too, which multiplies another number of tokens for nearly every prompt.
+    oneDNN reads these variables once, when it is first used: this comes before the first weight is laid out.
+    """
+    for name, entries in KEPT.items():
+        os.environ.setdefault(name, entries)
 
 
 def rounded(rows: int) -> int:

@@ -26,6 +26,7 @@ FLOORS = {
     "moedraft.models": 1,
     "moedraft.cache": 1,
     "moedraft.lean": 1,
+    "moedraft.memory": 1,
     "moedraft.products": 1,
     "moedraft.storage": 1,
     "moedraft.routing": 2,

@@ -215,7 +215,8 @@ class Decoder:
         chosen = torch.cat([logits[b, :count] for b, count in zip(wanted, counts, strict=True)]).float()
         values, ids = chosen.topk(min(self.topk, chosen.shape[-1]), dim=-1)
         logprobs = (values - chosen.logsumexp(-1, keepdim=True)).cpu()
-        for b, own, each in zip(wanted, ids.cpu().split(counts), logprobs.split(counts), strict=True):
+        pieces = zip(wanted, torch.split(ids.cpu(), counts), torch.split(logprobs, counts), strict=True)
+        for b, own, each in pieces:
             rows[b].captured.append((own.clone(), each.clone()))  # else each keeps the whole round's
 
 

@@ -16,6 +16,7 @@ import torch
 
 from moedraft.core import SHARED, CorruptAdapter, ReplayRecord, RequestStats, Sequence, StorageError
 from moedraft.drafting.lora import ExpertBank
+from moedraft.memory import return_free_memory
 from moedraft.storage.store import Store
 
 log = logging.getLogger(__name__)
@@ -131,6 +132,7 @@ class AdapterLoader:
                     if sequence.expert in stale or SHARED in stale:
                         sequence.draft_cached = 0
                 self.generation = self.store.registry.generation()
+                return_free_memory()
         except StorageError as error:
             log.warning("Adapters were not refreshed: %s", error)
 

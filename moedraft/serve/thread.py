@@ -22,6 +22,7 @@ import torch
 
 from moedraft.core import FinishReason, RequestOutput, SamplingParams
 from moedraft.engine.engine import Engine
+from moedraft.memory import return_large_blocks
 from moedraft.serve.meter import Meter
 from moedraft.serve.ticket import Channel, Draining, Overloaded
 
@@ -154,6 +155,7 @@ class EngineThread(threading.Thread):
     # -- the thread itself -----------------------------------------------------------------------
 
     def run(self) -> None:
+        return_large_blocks()
         try:
             while not self._ending:
                 self._do_jobs()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import itertools
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -19,6 +22,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from load_tools import (
     Outside,
     Row,
@@ -38,6 +42,7 @@ from server import QUIET, TARGET, Served, listening, served, wait_for
 from moedraft.config import load_settings
 from moedraft.core import RequestOutput, Sequence
 from moedraft.engine.build import System, build
+from moedraft.products import KEPT, pays
 from moedraft.serve.app import create_app
 from moedraft.serve.run import Server
 from moedraft.serve.thread import EngineThread
@@ -266,6 +271,100 @@ def test_a_thousand_leave_the_shipped_pair(tmp_path: Path, capsys: pytest.Captur
     assert drift < 0.01
     assert after[1] <= before[1] + 2  # the store's connections come and go
     assert after[2] <= before[2] + 1
+
+
+# -- memory that a process keeps ------------------------------------------------------------------
+
+# Multiplies 300 numbers of rows; prints the MB that stay allocated.
+ROWS = """
+import ctypes, torch
+from moedraft.products import Product
+
+class Mallinfo(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in "arena o s h hblkhd u f uordblks fordblks k".split()]
+
+def used():
+    info = mallinfo()
+    return (info.uordblks + info.hblkhd) / 1e6
+
+mallinfo = ctypes.CDLL(None).mallinfo2
+mallinfo.restype = Mallinfo
+torch.set_num_threads(1)
+with torch.inference_mode():
+    product, x = Product(torch.randn(64, 64), small=True), torch.randn(400, 64)
+    product._blocked(x[:3])
+    before = used()
+    for rows in range(4, 304):
+        product._blocked(x[:rows])
+print(used() - before)
+"""
+# Frees 8 MB and takes 5; prints whether the 5 MB have a mapping of their own.
+BLOCKS = """
+import ctypes, sys
+from moedraft.memory import return_large_blocks
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.malloc.argtypes = [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+if sys.argv[1] == "return":
+    assert return_large_blocks()
+libc.free(libc.malloc(8_000_000))
+address = libc.malloc(5_000_000)
+print(int(ctypes.c_size_t.from_address(address - 8).value & 2))  # glibc: IS_MMAPPED, before the block
+"""
+# Leaves 50 MB of holes; prints the MB of them that are still resident.
+HOLES = """
+import ctypes, sys
+from moedraft.memory import return_free_memory
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.malloc.argtypes = [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 / 1e6
+
+before = resident()
+blocks = [libc.malloc(50_000) for _ in range(1000)]
+for block in blocks:
+    ctypes.memset(block, 1, 50_000)
+for block in blocks[:-1]:  # the last one keeps the heap's top
+    libc.free(block)
+if sys.argv[1] == "return":
+    return_free_memory()
+print(resident() - before)
+"""
+glibc = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="asks glibc")
+
+
+def told(program: str, *arguments: str, **environment: str) -> float:
+    """What a program of its own process prints, without the limits that this process has set."""
+    kept = {name: value for name, value in os.environ.items() if name not in KEPT}
+    command = [sys.executable, "-c", program, *arguments]
+    result = subprocess.run(command, env={**kept, **environment}, capture_output=True, text=True, check=True)
+    return float(result.stdout)
+
+
+@glibc
+@pytest.mark.skipif(not pays(torch.zeros(1)), reason="no blocked products here")
+def test_generated_code_is_bounded() -> None:
+    """The control is a user who wants the 1024 entries."""
+    ours, everything = told(ROWS), told(ROWS, **dict.fromkeys(KEPT, "1024"))
+    print(f"{ours:.1f} MB, with oneDNN's own bound {everything:.1f} MB")
+    assert ours < 0.6 * everything
+
+
+@glibc
+def test_large_blocks_go_back_to_the_system() -> None:
+    assert told(BLOCKS, "return")
+    assert not told(BLOCKS, "leave")
+
+
+@glibc
+def test_holes_go_back_to_the_system() -> None:
+    assert told(HOLES, "return") < 10
+    assert told(HOLES, "leave") > 40
 
 
 # -- an engine that stands still -----------------------------------------------------------------
