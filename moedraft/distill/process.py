@@ -16,6 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -281,6 +282,8 @@ def main() -> int:
 def step_back() -> None:
     """The lowest priority, one thread, and the first to go when memory runs out."""
     os.nice(19)
+    with suppress(AttributeError, OSError):  # Linux: only where nobody else wants the core
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     torch.set_num_threads(1)
     try:
         Path("/proc/self/oom_score_adj").write_bytes(FIRST_TO_DIE)

@@ -79,7 +79,7 @@ class Budget:
     ragged: only real tokens cost something in verification; else a row costs as much as the longest one.
     """
 
-    EXPLORE = 72  # after so many rounds in a row without the model some use it, to notice better times
+    EXPLORE = 128  # after so many rounds in a row without the model some use it, to notice better times
     PATIENCE = 4  # times as many at most, where it was in vain again and again
     COMPARE = 128  # every so many drafting rounds some are plain, to know what drafting is worth
     SETTLED = 8  # drafting rounds before the first of those

@@ -134,7 +134,7 @@ class Worker:
             slots=engine.slots,
             steps=engine.steps,
             last_step_at=engine.last_step_at,
-            idle_share=self._idle_share(now),
+            idle_share=self._idle_share(now, IDLE_WINDOW),
             tokens_total=engine.tokens,
             tokens_per_second=engine.meter.tokens_per_second(now),
             speedup=engine.speedup,
@@ -153,10 +153,10 @@ class Worker:
         alive = self._engine.is_alive() and not self._engine.closed
         return not alive or (since is not None and now - since > threshold)
 
-    def _idle_share(self, now: float) -> float:
+    def _idle_share(self, now: float, window: float) -> float:
         since = self._engine.occupied_since
-        going_on = 0.0 if since is None else min(now - since, IDLE_WINDOW) / IDLE_WINDOW
-        return max(0.0, 1.0 - self._engine.meter.busy_share(now, IDLE_WINDOW) - going_on)
+        going_on = 0.0 if since is None else min(now - since, window) / window
+        return max(0.0, 1.0 - self._engine.meter.busy_share(now, window) - going_on)
 
     async def _until_empty(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
@@ -169,7 +169,9 @@ class Worker:
         known_at = -math.inf
         while not self._quit.wait(LOAD_SECONDS):
             now = self.snapshot()
-            idle, waiting = round(now.idle_share, 2), now.waiting
+            # The trainer makes way at the first busy second, and comes back when several were calm.
+            latest = self._idle_share(self._clock(), LOAD_SECONDS)
+            idle, waiting = round(min(now.idle_share, latest), 2), now.waiting
             if (idle, waiting) == known and time.monotonic() - known_at < LOAD_STALE:
                 continue
             try:
