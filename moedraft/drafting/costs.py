@@ -14,6 +14,7 @@ Shape = tuple[int, float]  # steps of the draft model, draft tokens verified per
 PLAIN: Shape = (0, 0.0)
 KEPT = 9
 REFIT_EVERY = 8
+FORGOTTEN = 400  # rounds of as many rows after which a shape's times are too old
 # In plain rounds: that the model drafts at all, each of its steps, each token verified per row. As measured
 # with the embedded pair; a GPU has less of the last. Weighs as much as PRIOR_WEIGHT well-known shapes.
 PRIOR = np.array([0.15, 0.12, 0.12])
@@ -33,18 +34,25 @@ class RoundCosts:
     def __init__(self) -> None:
         self.samples: dict[int, dict[Shape, deque[float]]] = {}
         self._slopes: dict[int, Floats] = {}
-        self._new: dict[int, int] = {}
+        self._rounds: dict[int, int] = {}  # by rows
+        self._seen: dict[tuple[int, Shape], int] = {}  # the last round of a shape
 
     def observe(self, rows: int, steps: int, verified: int, ms: float) -> None:
         """verified: draft tokens, padding included where that costs as much."""
         shape = shape_of(rows, steps, verified)
         shapes = self.samples.setdefault(rows, {})
-        known = shape in shapes
+        new = shape not in shapes
         shapes.setdefault(shape, deque(maxlen=KEPT)).append(ms)
-        self._new[rows] = self._new.get(rows, 0) + 1
-        if not known or self._new[rows] >= REFIT_EVERY:
-            self._new[rows] = 0
+        now = self._rounds[rows] = self._rounds.get(rows, 0) + 1
+        self._seen[rows, shape] = now
+        if new or now % REFIT_EVERY == 0:
+            self._forget(rows, now - FORGOTTEN)
             self._slopes.pop(rows, None)
+
+    def _forget(self, rows: int, before: int) -> None:
+        """Shapes not seen since: a bad moment must not keep a length from ever being tried again."""
+        for shape in [one for one in self.samples[rows] if self._seen[rows, one] < before]:
+            del self.samples[rows][shape], self._seen[rows, shape]
 
     def measured(self, rows: int, steps: int, verified: int) -> float | None:
         """Median of the last such rounds; None where there was none."""

@@ -88,7 +88,7 @@ def test_no_draft_when_it_does_not_pay_but_now_and_then_one() -> None:
     budget = Budget(8)
     plain_first(budget, 1.0, 3.0, 0.5)
     budget.model("x").mean = 0.2
-    decisions = [budget.plan({0: "x"}, {}, 1).model for _ in range(100)]
+    decisions = [budget.plan({0: "x"}, {}, 1).model for _ in range(200)]
     assert 2 <= sum(decisions) <= 4
     later = sum(budget.plan({0: "x"}, {}, 1).model for _ in range(2000))
     assert later <= 27  # in vain again and again: rarer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moedraft.drafting.costs import PLAIN, PRIOR, RoundCosts, shape_of
+from moedraft.drafting.costs import FORGOTTEN, PLAIN, PRIOR, RoundCosts, shape_of
 
 
 def test_a_shape_is_known_by_its_median() -> None:
@@ -61,6 +61,20 @@ def test_a_little_drafting_is_not_taken_for_none() -> None:
     assert shape_of(8, 0, 1) == (0, 0.5)
     assert shape_of(8, 1, 8) == (1, 1.0)
     assert shape_of(8, 2, 27) == (2, 3.5)
+
+
+def test_a_shape_not_seen_for_long_is_forgotten() -> None:
+    """Four slow rounds in a bad moment; then plain ones only, for nobody drafts at such a price."""
+    costs = RoundCosts()
+    for ms in (40.0, 45.0, 50.0, 40.0):
+        costs.observe(1, 4, 4, ms)
+    costs.observe(1, 0, 0, 5.0)
+    dear = float(costs.relative(1, 2, 2))
+    for _ in range(FORGOTTEN + 20):
+        costs.observe(1, 0, 0, 5.0)
+    assert dear > 2
+    assert float(costs.relative(1, 2, 2)) == pytest.approx(float(1 + PRIOR @ [1, 2, 2]))
+    assert costs.measured(1, 4, 4) is None
 
 
 def test_old_times_are_forgotten() -> None:
