@@ -28,7 +28,12 @@ class Rig:
         draft = random_model(kind, 1, layers=2)
         self.bank = ExpertBank(draft, scope)
         self.engine = Engine(
-            self.target, NumberTokenizer(), Drafter(draft, self.bank, 8, VOCAB), FixedSelector(), topk=12
+            self.target,
+            NumberTokenizer(),
+            Drafter(draft, self.bank, 8, VOCAB),
+            FixedSelector(),
+            topk=12,
+            adaptive_budget=False,  # rates are compared at one draft length
         )
         self.loader = AdapterLoader(self.store, self.bank)
         self.engine.refresh = lambda: self.loader.refresh(self.engine.sequences.values(), now=True)
