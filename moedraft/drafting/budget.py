@@ -94,6 +94,7 @@ class Budget:
         self._idle, self._patience = 0, self.EXPLORE
         self._busy: dict[int, int] = {}  # drafting rounds since the last plain ones, by rows
         self._plain = 0  # plain rounds in a row
+        self._comparing = 0  # plain rounds still to come of a comparison
 
     def model(self, expert: str) -> AcceptanceModel:
         return self.acceptance.setdefault(expert, AcceptanceModel())
@@ -108,8 +109,10 @@ class Budget:
         self._plain = 0 if verified else self._plain + 1
         if same:
             self.costs.observe(rows, steps, verified, ms)
-        if verified or self._plain >= self.TRIES:
-            self._busy[rows] = self._busy.get(rows, 0) + 1 if verified else 0
+        if verified:
+            self._busy[rows] = self._busy.get(rows, 0) + 1
+        elif self._plain >= self.TRIES:
+            self._busy[rows] = 0
         self._rounds.append((rows, steps, verified, tokens))
 
     @property
@@ -134,10 +137,9 @@ class Budget:
         experts: of the rows for which the model could draft. found: of those that have something looked up,
         the chances that its tokens up to each are accepted. least: tokens that the model drafts in any case.
         """
-        known = self.costs.measured(rows, 0, 0) is not None
-        compare = self._busy.get(rows, 0) >= (self.COMPARE if known else self.SETTLED)
-        if not self.longest or not (experts or found) or (compare and not least):
+        if not self.longest or not (experts or found) or (not least and self._compares(rows)):
             return Plan()
+        least = min(least, self.longest)  # the steps after that bring nothing to rows that need not draft
         # A row takes what it looked up where that is the better guess; all do where the model is silent.
         better = {
             b: chances
@@ -158,6 +160,15 @@ class Budget:
         if not experts and not far and self._tired():
             return Plan(False, {b: len(chances) for b, chances in found.items()})
         return Plan(False, far)
+
+    def _compares(self, rows: int) -> bool:
+        """Whether this round is plain only to be timed. Once begun, it goes on though rows come and go."""
+        known = self.costs.measured(rows, 0, 0) is not None
+        if not self._comparing and self._busy.get(rows, 0) >= (self.COMPARE if known else self.SETTLED):
+            self._comparing, self._busy[rows] = self.TRIES, 0
+        due = self._comparing > 0
+        self._comparing = max(0, self._comparing - 1)
+        return due
 
     def _best(
         self, experts: list[str], found: Mapping[int, list[float]], rows: int, least: int
@@ -206,7 +217,7 @@ class Budget:
         expected: float,
         steps: int,
         rows: int,
-        verified: tuple[int, int] | None = None,
+        verified: tuple[int, int],
     ) -> bool:
         """Whether to take step `steps + 1` for `experts`, in a batch of `rows`.
 
@@ -216,8 +227,7 @@ class Budget:
         """
         if steps >= self.longest:
             return False
-        without, with_it = verified or (rows * steps, rows * (steps + 1))
-        now, then = self.costs.relative(rows, [steps, steps + 1], [without, with_it]).tolist()
+        now, then = self.costs.relative(rows, [steps, steps + 1], verified).tolist()
         gain = sum(s * self.model(e).mean for s, e in zip(survival, experts, strict=True))
         return bool(gain * now >= expected * (then - now))
 

@@ -101,9 +101,7 @@ class Draft:
     """A proposal with what the budget and the caches need afterwards."""
 
     proposal: Proposal
-    confidences: list[
-        list[float]
-    ]  # by row and position: the draft's top-1 mass; empty where it was looked up
+    confidences: list[list[float]]  # by row and position: the draft's top-1 mass; none of what was looked up
     steps: int  # draft tokens sampled, padding included
     experts: tuple[str, ...]  # who drafted, by row
     matches: Mapping[int, Match] = field(default_factory=dict)  # by row

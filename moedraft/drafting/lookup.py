@@ -95,10 +95,12 @@ class Lookup:
 
     def find(self, row: Sequence, count: int) -> Match | None:
         """At most `count` tokens to follow the row's text."""
+        if not count:
+            return None
         index = self._indices.get(row.request_id)
         if index is None:
             index = self._indices[row.request_id] = SuffixIndex(len(row.token_ids))
-        return index.find(row.token_ids, count) if count else None
+        return index.find(row.token_ids, count)
 
     def survival(self, row: Sequence, match: Match) -> list[float]:
         """Chances that the match's tokens up to each are accepted."""

@@ -52,7 +52,7 @@ def plain_first(budget: Budget, begin: float, step: float, wide: float, rows: in
 def drafted(budget: Budget, acceptance: float) -> int:
     budget.model("x").mean = acceptance
     survival, expected, count = acceptance, 1 + acceptance, 1
-    while budget.another(["x"], [survival], expected, count, 1):
+    while budget.another(["x"], [survival], expected, count, 1, (count, count + 1)):
         count += 1
         survival *= acceptance
         expected += survival
@@ -99,9 +99,9 @@ def test_no_draft_when_it_does_not_pay_but_now_and_then_one() -> None:
 def test_first_steps_draft_before_anything_is_measured() -> None:
     budget = Budget(8)
     assert budget.plan({0: "x"}, {}, 1).model
-    assert budget.another(["x"], [0.6], 1.6, 1, 1)
-    assert not budget.another(["x"], [0.05], 2.0, 2, 1)
-    assert not budget.another(["x"], [1.0], 9.0, 8, 1)
+    assert budget.another(["x"], [0.6], 1.6, 1, 1, (1, 2))
+    assert not budget.another(["x"], [0.05], 2.0, 2, 1, (2, 3))
+    assert not budget.another(["x"], [1.0], 9.0, 8, 1, (8, 9))
 
 
 def test_now_and_then_a_plain_round_tells_what_drafting_is_worth() -> None:
@@ -118,6 +118,19 @@ def test_now_and_then_a_plain_round_tells_what_drafting_is_worth() -> None:
             budget.observe(1, 0, 0, 1, 5.0)
     assert 6 <= plain <= 15
     assert budget.speedup == pytest.approx(1.25, abs=0.02)
+
+
+def test_a_comparison_is_not_drawn_out_by_rows_that_come_and_go() -> None:
+    """Seven and eight rows by turns: three plain rounds when the one is due, and not half of all."""
+    budget = Budget(8)
+    budget.model("x").mean = 0.8
+    plain = 0
+    for number in range(600):
+        rows = 7 + number % 2
+        drafts = budget.plan(dict.fromkeys(range(rows), "x"), {}, rows).model
+        budget.observe(rows, int(drafts), rows * drafts, rows + rows * drafts, 10.0 + 3 * drafts)
+        plain += not drafts
+    assert 6 <= plain <= 40
 
 
 def test_never_slower_than_plain_for_long() -> None:
@@ -208,6 +221,15 @@ def test_a_round_that_must_draft_takes_the_others_along(ragged: bool) -> None:
     plain_first(budget, 2.0, 1.0, 0.1, rows=2)
     assert not budget.plan({1: "x"}, {}, 2).model
     assert budget.plan({1: "x"}, {}, 2, least=4).model
+
+
+@ragged
+@pytest.mark.parametrize("experts", [{}, {1: "x"}])
+def test_a_seeded_row_may_draft_further_than_the_others(ragged: bool, experts: dict[int, str]) -> None:
+    """Its length is `num_speculative_tokens`, which may be more than `max_speculative_tokens`."""
+    for found in ({}, {1: [0.9, 0.8]}):
+        plan = Budget(4, ragged).plan(experts, found, 2, least=9)
+        assert set(plan.looking) <= set(found)
 
 
 @ragged

@@ -94,3 +94,14 @@ def test_an_answer_never_grows_beyond_its_length() -> None:
     assert (output.finish_reason, len(output.token_ids)) == ("length", 26)
     [output] = one.generate([[1, 2, 1, 2, 1, 2]], SamplingParams(max_tokens=3))
     assert len(output.token_ids) == 3
+
+
+def test_seeded_rows_may_draft_further_than_the_budget_lets_others() -> None:
+    one = engine(longest=4)
+    one.decoder.num_speculative_tokens = 9
+    seeded = SamplingParams(temperature=1.0, seed=1, max_tokens=30)
+    outputs = one.generate([[1, 2, 1, 2], [3, 4, 3, 4], [5]], [seeded, *[SamplingParams(max_tokens=40)] * 2])
+    assert [len(output.token_ids) for output in outputs] == [30, 40, 40]
+    alone = engine(longest=4)
+    alone.decoder.num_speculative_tokens = 9
+    assert alone.generate([[1, 2, 1, 2]], seeded)[0].token_ids == outputs[0].token_ids

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,31 +18,22 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 from serve_fakes import WordEmbedder
-from server import TARGET, Served, served, wait_for
+from server import TARGET, FakeSupervisor, Served, served, wait_for
 
 from moedraft.serve.trainer import TrainerState
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 
 
-class FakeSupervisor:
-    now = TrainerState(status="waiting")
-
-    def state(self) -> TrainerState:
-        return self.now
-
-    def pause(self) -> None:
-        self.now = replace(self.now, paused=True)
-
-    def resume(self) -> None:
-        self.now = replace(self.now, paused=False)
-
-
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("moedraft.engine.build.Embedder", lambda source: WordEmbedder())
-        options = {"supervisor": FakeSupervisor(), "max_output_tokens": 32, "max_n": 4}
+        options = {
+            "supervisor": FakeSupervisor(TrainerState(status="waiting")),
+            "max_output_tokens": 32,
+            "max_n": 4,
+        }
         with served(tmp_path_factory.mktemp("tiny"), **options) as found:
             yield found
 
