@@ -232,6 +232,8 @@ class RequestStats:
     time_to_first_token: float | None = None  # seconds since arrival
     drafted_at: list[int] = field(default_factory=list)  # draft tokens by draft position
     accepted_at: list[int] = field(default_factory=list)
+    num_lookup_tokens: int = 0  # drafted from the text instead of by the model
+    num_accepted_lookup_tokens: int = 0
 
 
 @dataclass(frozen=True)

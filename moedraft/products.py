@@ -15,7 +15,8 @@ import os
 from functools import cache
 
 import torch
-from torch.nn.functional import linear
+from torch import nn
+from torch.nn.functional import linear, pad
 
 SMALL = 50_000_000  # weights of a model up to which the memory for second copies is well spent
 FEW = 2  # rows up to which the input-major copy is faster
@@ -28,8 +29,20 @@ KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "192", "LRU_CACHE_CAPACITY": "16"}
 
 def pays(weight: torch.Tensor) -> bool:
     """Whether a second layout can help: float32 on a CPU whose PyTorch has oneDNN's blocked products."""
+    return packs(weight) and weight.dtype == torch.float32
+
+
+def packs(weight: torch.Tensor) -> bool:
+    """Whether oneDNN can lay `weight` out: on a CPU, in a precision that the CPU multiplies."""
     known = torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    return known and weight.device.type == "cpu" and weight.dtype == torch.float32
+    precise = weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and multiplies_bfloat16())
+    return known and weight.device.type == "cpu" and precise
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether the CPU does so itself; others only imitate it, slowly."""
+    known = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
+    return known is not None and bool(known())
 
 
 class Product:
@@ -48,15 +61,48 @@ class Product:
         rows = x.numel() // x.shape[-1]
         if self.blocked is None or not FEW < rows <= MANY:
             return linear(x, self.weight, self.bias)
-        padded = rounded(rows)
-        if padded == rows:
-            return self._blocked(x)
-        flat = torch.nn.functional.pad(x.reshape(rows, -1), (0, 0, 0, padded - rows))
-        return self._blocked(flat)[:rows].view(*x.shape[:-1], -1)
+        return rounded_product(x, self.blocked, self.bias)
 
-    def _blocked(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.blocked, self.bias, "none", [], "")
+
+class PackedLinear(nn.Module):
+    """An nn.Linear on a CPU whose weight is laid out once, not again for every product. It only multiplies.
+
+    Any number of rows goes this way, rounded, so that few kernels are ever generated.
+    """
+
+    def __init__(self, layer: nn.Linear, rows: int) -> None:
+        super().__init__()
+        bound_caches()
+        self.bias = layer.bias
+        self.blocked = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach().contiguous(), rows)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in] → [..., out]"""
+        return rounded_product(x, self.blocked, self.bias)
+
+
+def pack_layers(model: nn.Module, rows: int) -> None:
+    """Turn every nn.Linear inside `model` into a PackedLinear, laid out for about `rows` rows, where it can.
+
+    For models on a CPU in float32 or bfloat16 that are not trained and not saved any more.
+    """
+    for name, layer in model.named_children():
+        if type(layer) is nn.Linear and packs(layer.weight):
+            setattr(model, name, PackedLinear(layer, rows))
+        else:
+            pack_layers(layer, rows)
+
+
+def rounded_product(x: torch.Tensor, blocked: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [..., in] by a weight in oneDNN's layout → [..., out]; rows are padded up to `rounded`."""
+    rows = x.numel() // x.shape[-1]
+    padded = rounded(rows)
+    if padded == rows:
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, blocked, bias, "none", [], "")
         return y
+    flat = pad(x.reshape(rows, -1), (0, 0, 0, padded - rows))
+    y = torch.ops.mkldnn._linear_pointwise(flat, blocked, bias, "none", [], "")
+    return y[:rows].view(*x.shape[:-1], -1)
 
 
 @cache

@@ -24,12 +24,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+import moedraft
 from moedraft.core import SHARED
 from moedraft.routing.classifier import Embedder, Router, TextEmbedder
 from moedraft.routing.embedder import Floats, char_ngrams, features
 from moedraft.routing.model import new_classifier
 
 GENERAL = {"general_en", "textbook_en"}  # what most external prompts belong to, if to anything
+STEPS = 32  # of the target between two prompts, the reading of a short one among them
 GREETING = (
     "Hello! I hope you are having a wonderful day. I have been thinking about something for a while and "
     "would be really glad if you could give me a good answer to it. "
@@ -254,6 +256,39 @@ def speed(
     }
 
 
+def in_target_steps(
+    embedder: Embedder, fit: dict[str, list[str]], prompts: list[str], threshold: float
+) -> dict[str, float]:
+    """What routing costs beside decoding: prompts routed between plain steps of the shipped target, in turns.
+
+    Either finds the other's weights in the cache instead of its own, as in a server. Ratios are of medians.
+    """
+    params = moedraft.SamplingParams(max_tokens=STEPS, ignore_eos=True)
+    with tempfile.TemporaryDirectory() as folder:
+        engine = moedraft.load(home=Path(folder) / "home", max_speculative_tokens=0)
+        routers = [Router(embedder, Path(folder), threshold, first_stage=stage) for stage in (True, False)]
+        routers[0].fit(fit)
+        routers[1].load_or_empty()
+        steps, times = list[float](), dict[str, list[float]]()
+        for start in range(0, len(prompts) - 7, 8):
+            batch = prompts[start : start + 8]
+            work = {
+                "alone": lambda b=batch: routers[0].route(b[:1]),
+                "alone_full_model": lambda b=batch: routers[1].route(b[:1]),
+                "batch_8": lambda b=batch: routers[0].route(b),
+                "batch_8_full_model": lambda b=batch: routers[1].route(b),
+            }
+            for name, action in work.items():
+                steps.append(_seconds(lambda p=batch[0]: engine.generate([p[:40]], params)) / STEPS)  # type: ignore[misc]
+                times.setdefault(name, []).append(_seconds(action) / (8 if "8" in name else 1))
+    step = float(np.median(steps))
+    result = {"target_step_ms": round(1e3 * step, 2)}
+    for name, seconds in times.items():
+        result[f"steps_per_prompt_{name}_median"] = round(float(np.median(seconds)) / step, 2)
+        result[f"steps_per_prompt_{name}_mean"] = round(float(np.mean(seconds)) / step, 2)
+    return result
+
+
 def _seconds(action: Callable[[], object]) -> float:
     began = time.perf_counter()
     action()
@@ -271,6 +306,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {"settings": {**vars(args), "data": args.data.name, "out": args.out.name}}
     result["settings"] |= {"threads": torch.get_num_threads(), "load_average": round(os.getloadavg()[0], 1)}
     result["speed"] = speed(embedder, fit, mixed, args.threshold)
+    result["in_target_steps"] = in_target_steps(embedder, fit, mixed, args.threshold)
     memory = Memory(embedder)
     routers = fitted(memory, fit, args.threshold)
     router = routers.router
@@ -323,6 +359,7 @@ def main() -> None:
     summary = {k: v for k, v in result["plain"].items() if k != "by_domain"}
     stage = result["first_stage"]["plain"]
     print(json.dumps({"plain": summary, "first_stage": stage, "speed": result["speed"]}))
+    print(json.dumps(result["in_target_steps"]))
     print(f"written to {args.out}")
 
 

@@ -74,22 +74,23 @@ def learning(found: dict[str, Any]) -> str:
 
 
 def router(found: dict[str, Any]) -> str:
-    speed, plain = found["speed"], found["plain"]
+    speed, plain, beside = found["speed"], found["plain"], found["in_target_steps"]
+
+    def steps(name: str) -> str:
+        some, every = (beside[f"steps_per_prompt_{name}{kind}_mean"] for kind in ("", "_full_model"))
+        return f"{some:.2f} ({every:.2f})"
+
     rows = [
         ["to its own domain", f"{plain['routed_right']:.1%}"],
         ["to the shared draft", f"{plain['routed_shared']:.1%}"],
         ["most likely domain right", f"{plain['best_domain_right']:.1%}"],
         ["told by n-grams alone, not embedded", f"{found['first_stage']['plain']['decided']:.0%}"],
         ["of these as the full model says", f"{found['first_stage']['plain']['agreement_of_decided']:.1%}"],
-        ["ms per prompt alone, mean (all embedded)", both(speed, "cpu_ms_per_prompt_alone")],
-        ["ms per prompt, batch 8, median (all embedded)", both(speed, "ms_per_prompt_batch_8_median")],
+        ["a prompt alone, target steps (if embedded)", steps("alone")],
+        ["a prompt among eight, target steps (if all are embedded)", steps("batch_8")],
         ["refit after one more domain, s", f"{speed['fit_seconds_one_domain_added']:.1f}"],
     ]
     return table(["unseen real prompts", ""], rows)
-
-
-def both(speed: dict[str, float], name: str) -> str:
-    return f"{speed[name]:.1f} ({speed[f'{name}_full_model']:.1f})"
 
 
 def serving(found: dict[str, Any]) -> str:

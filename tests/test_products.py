@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import linear
 
-from moedraft.products import Product, pays, rounded
+from moedraft.products import PackedLinear, Product, multiplies_bfloat16, pack_layers, pays, rounded
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 9, 16, 17, 40, 301])
@@ -43,3 +44,30 @@ def test_few_row_counts_are_ever_used() -> None:
     assert len(used) <= 42
     assert all(rows <= rounded(rows) <= 1.25 * rows for rows in range(3, 4097))
     assert [rounded(rows) for rows in (3, 4, 5, 6, 7, 8)] == [3, 4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("rows", [1, 7, 9, 130])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_packed_layers_give_the_same(rows: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(40, 16, bias=False))
+    model = nn.Sequential(nn.Linear(24, 40), nn.GELU(), inner).to(dtype)
+    x = torch.randn(2, rows, 24, dtype=dtype)
+    before = model(x)
+    pack_layers(model, 32)
+    packed = [isinstance(layer, PackedLinear) for layer in (model[0], inner[0])]
+    assert packed == [pays(torch.ones(1)) and (dtype == torch.float32 or multiplies_bfloat16())] * 2
+    torch.testing.assert_close(model(x), before)
+
+
+def test_layers_that_cannot_be_packed_stay() -> None:
+    """Those of other precisions, and subclasses, which may do more than multiply."""
+
+    class Louder(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    model = nn.Sequential(nn.Linear(8, 8).double(), Louder(8, 8))
+    pack_layers(model, 32)
+    assert [type(layer) for layer in model] == [nn.Linear, Louder]

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from moedraft.storage.store import Store
 
 COLUMNS = (
-    *("expert", "requests", "tokens", "acceptance", "recent", "first", "length", "replay"),
+    *("expert", "requests", "tokens", "acceptance", "recent", "first", "length", "per step", "replay"),
     *("updates", "version"),
 )
 MEASURED = (
@@ -39,6 +39,7 @@ MEASURED = (
     "recent_acceptance_rate",
     "first_acceptance_rate",
     "mean_acceptance_length",
+    "tokens_per_step",
 )
 
 
@@ -175,6 +176,8 @@ def _expert(store: Store, name: str, served: ExpertStats | None, replay_size: in
         "requests": served.requests if served else 0,
         "tokens": served.tokens if served else 0,
         **{key: getattr(served, key) if served else None for key in MEASURED},
+        "lookup_tokens": served.lookup_tokens if served else 0,
+        "accepted_lookup_tokens": served.accepted_lookup_tokens if served else 0,
         "replay_size": replay_size,
         "updates": store.registry.updates(name),
         "version": live.version if live else 0,

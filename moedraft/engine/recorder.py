@@ -107,6 +107,8 @@ def request_stats(sequence: Sequence) -> RequestStats:
         time_to_first_token=sequence.first_token_at and sequence.first_token_at - sequence.arrived_at,
         drafted_at=list(sequence.drafted_at),
         accepted_at=list(sequence.accepted_at),
+        num_lookup_tokens=sequence.looked_up,
+        num_accepted_lookup_tokens=sequence.lookup_accepted,
     )
 
 

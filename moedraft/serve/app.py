@@ -12,7 +12,7 @@ from moedraft.serve.auth import ACCESS, Authority, Guard, is_loopback
 from moedraft.serve.context import ServerContext
 from moedraft.serve.jobs import target_name
 from moedraft.serve.keys import Key, KeyFile, Keyring
-from moedraft.serve.limits import BodyLimit, Envelope
+from moedraft.serve.limits import Admission, BodyLimit, Envelope
 from moedraft.serve.login import login_router
 from moedraft.serve.metrics import Metrics
 from moedraft.serve.prompts import Prompts
@@ -49,6 +49,7 @@ def create_app(
         dashboard.mount(app, context)
     # the last one added is the outermost
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, seconds=settings.body_timeout)
+    app.add_middleware(Admission, check_room=worker.check_room)
     app.add_middleware(Guard, authority=authority)
     app.add_middleware(Envelope, observe=lambda path, status: metrics.answered(kind_of(path), status))
     return app

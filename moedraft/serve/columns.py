@@ -30,6 +30,7 @@ NUMBERS = (
     "num_drafts",
     "num_draft_tokens",
     "num_accepted_tokens",
+    "num_accepted_lookup_tokens",
     "seconds",
     "confidence",
     "time_to_first_token",

@@ -22,6 +22,7 @@ ACCEPTANCE = (
     Column("accepted_tokens", "accepted", "count"),
     Column("acceptance_rate", "acceptance", "share"),
 )
+SOURCES = {"draft": "draft model", "text": "found in the text", "target": "target itself"}
 _DRAFTED = ("num_draft_tokens", "num_accepted_tokens")
 
 
@@ -49,6 +50,20 @@ def throughput(requests: Requests, grid: Grid) -> Table:
         Column("tokens_per_second", "tokens/s", "number"),
     ]
     return _steps("throughput", grid, columns, rows)
+
+
+def sources(requests: Requests, grid: Grid) -> Table:
+    """By step, where the tokens of the answers come from: guessed by the draft model, found in the text
+    itself, or said by the target alone, which adds one in each of its own steps."""
+    steps = grid.steps(requests["created_at"])
+    names = ["num_tokens", "num_accepted_tokens", "num_accepted_lookup_tokens"]
+    rows = list[Row]()
+    for tokens, guessed, found in requests.sums(steps, grid.count, names).tolist():
+        parts = (guessed, found, tokens - guessed - found)
+        rows.append((*parts, *(ratio(part, tokens) for part in parts)))
+    counts = [Column(f"from_{key}", f"{label}, tokens", "count") for key, label in SOURCES.items()]
+    shares = [Column(f"{key}_share", label, "share") for key, label in SOURCES.items()]
+    return _steps("sources", grid, [*counts, *shares], rows)
 
 
 def acceptance(requests: Requests, grid: Grid) -> Table:

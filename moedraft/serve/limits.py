@@ -1,5 +1,6 @@
 """ASGI layers around everything: `Envelope` gives each response its id and a log line, and answers what
-nobody caught; `BodyLimit` reads bodies, as large and as slow as is allowed.
+nobody caught; `Admission` turns away what there is no room for; `BodyLimit` reads bodies, as large and as
+slow as is allowed.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from moedraft.core import MoedraftError
 from moedraft.serve.errors import CLIENT_GONE, ApiError, api_error
 from moedraft.serve.log import get_logger, log_failure
 
@@ -83,6 +85,25 @@ class Envelope:
 
 class _Cut(Exception):
     """Ends a response in the middle; what was wrong stands in the log already."""
+
+
+class Admission:
+    """Refuses what asks for answers while there is no room for any, before its body is read and understood.
+
+    `check_room` raises then. Ten times too many requests cost little so, and take little from those inside.
+    """
+
+    def __init__(self, app: ASGIApp, check_room: Callable[[], None]) -> None:
+        self.app, self.check_room = app, check_room
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"].startswith("/v1/"):
+            try:
+                self.check_room()
+            except MoedraftError as error:
+                await api_error(error).response()(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
 
 
 class BodyLimit:

@@ -39,6 +39,7 @@ class Overview:
     mean_acceptance_length: float | None
     time_to_first_token: float | None  # median, seconds
     throughput: Table
+    sources: Table  # of the tokens, over time
     by_expert: Table  # acceptance over time, one column an expert
     by_figures: Table  # one row an expert
     experts: tuple[Expert, ...]
@@ -166,6 +167,7 @@ class Observer:
             mean_acceptance_length=requests.mean_acceptance_length,
             time_to_first_token=float(np.median(waited)) if len(waited) else None,
             throughput=figures.throughput(requests, grid),
+            sources=figures.sources(requests, grid),
             by_expert=figures.acceptance_by_expert(requests, grid, [e.name for e in experts if e.requests]),
             by_figures=_figures_table(experts),
             experts=experts,

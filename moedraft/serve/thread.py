@@ -106,13 +106,17 @@ class EngineThread(threading.Thread):
         """
         job = Job(lambda: self._add(channel, prompt, params, options))
         with self._lock:
-            if self.draining or self.closed:
-                raise Draining
-            if self.open >= self.slots + max_waiting:
-                raise Overloaded(self._retry_after())
+            self.check_room(max_waiting)
             self.open += 1
             self._inbox.put(job)
         return job.future
+
+    def check_room(self, max_waiting: int) -> None:
+        """Raises what `add` would raise now."""
+        if self.draining or self.closed:
+            raise Draining
+        if self.open >= self.slots + max_waiting:
+            raise Overloaded(self._retry_after())
 
     def do(self, work: Callable[[], T]) -> Future[T]:
         """Have `work` done between two steps. Raises Draining."""

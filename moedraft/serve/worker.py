@@ -102,6 +102,10 @@ class Worker:
             raise
         return ticket
 
+    def check_room(self) -> None:
+        """Raises Overloaded or Draining where `submit` would now, whatever the request."""
+        self._engine.check_room(self.max_waiting)
+
     async def call(self, work: Callable[[System], T]) -> T:
         """Run `work(system)` between two steps; its result, or what it raises. Nobody decodes meanwhile.
 

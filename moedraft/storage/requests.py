@@ -31,11 +31,18 @@ class ExpertStats:
     acceptance_rate: float | None  # all time
     recent_acceptance_rate: float | None  # last 50 requests that drafted
     first_acceptance_rate: float | None  # first 20 requests that drafted
+    lookup_tokens: int = 0  # drafted from the text instead of by the model
+    accepted_lookup_tokens: int = 0
 
     @property
     def mean_acceptance_length(self) -> float | None:
         """Emitted tokens per verification with a draft, the bonus token included."""
         return 1 + self.accepted_tokens / self.drafts if self.drafts else None
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Tokens of answers per step of the target: 1 is plain decoding."""
+        return self.tokens / self.steps if self.steps else None
 
 
 class RequestLog:
@@ -106,6 +113,8 @@ def _add_to_totals(connection: Connection, expert: str, stats: list[RequestStats
         "draft_tokens": sum(one.num_draft_tokens for one in stats),
         "accepted_tokens": sum(one.num_accepted_tokens for one in stats),
         "seconds": sum(one.seconds for one in stats),
+        "lookup_tokens": sum(one.num_lookup_tokens for one in stats),
+        "accepted_lookup_tokens": sum(one.num_accepted_lookup_tokens for one in stats),
         "first_requests": len(first),
         "first_draft_tokens": sum(one.num_draft_tokens for one in first),
         "first_accepted_tokens": sum(one.num_accepted_tokens for one in first),
@@ -135,6 +144,8 @@ def _summary(connection: Connection, totals: Any) -> ExpertStats:
         acceptance_rate=_rate(totals.accepted_tokens, totals.draft_tokens),
         recent_acceptance_rate=_rate(sum(row[0] for row in rows), sum(row[1] for row in rows)),
         first_acceptance_rate=_rate(totals.first_accepted_tokens, totals.first_draft_tokens),
+        lookup_tokens=totals.lookup_tokens,
+        accepted_lookup_tokens=totals.accepted_lookup_tokens,
     )
 
 

@@ -113,6 +113,8 @@ requests = Table(
     Column("time_to_first_token", Float),
     Column("drafted_at", JSON, nullable=False, server_default="[]"),
     Column("accepted_at", JSON, nullable=False, server_default="[]"),
+    Column("num_lookup_tokens", Integer, nullable=False, server_default="0"),
+    Column("num_accepted_lookup_tokens", Integer, nullable=False, server_default="0"),
     sqlite_autoincrement=True,
 )
 Index("requests_by_expert", requests.c.expert, requests.c.id)
@@ -149,4 +151,6 @@ request_totals = Table(
     Column("first_requests", Integer, nullable=False),
     Column("first_draft_tokens", Integer, nullable=False),
     Column("first_accepted_tokens", Integer, nullable=False),
+    Column("lookup_tokens", Integer, nullable=False, server_default="0"),
+    Column("accepted_lookup_tokens", Integer, nullable=False, server_default="0"),
 )

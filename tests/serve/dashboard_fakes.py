@@ -118,6 +118,7 @@ def invented(expert: str, at: float, level: float, rng: random.Random, version: 
             if rng.random() > level * (0.985**place):
                 break
             accepted[place] += 1
+    found = rng.randint(0, 12)
     pinned = rng.random() < 0.1
     sure = rng.betavariate(2, 6) * 0.5 if expert == SHARED else 0.35 + 0.65 * rng.betavariate(5, 1.4)
     return RequestStats(
@@ -126,7 +127,7 @@ def invented(expert: str, at: float, level: float, rng: random.Random, version: 
         adapter_version=version,
         lang=rng.choice(LANGS.get(expert, ["latin"])),
         num_prompt_tokens=rng.randint(8, 200),
-        num_tokens=drafts + sum(accepted),
+        num_tokens=drafts + sum(accepted) + found,
         num_steps=drafts + 1,
         num_drafts=drafts,
         num_draft_tokens=sum(drafted),
@@ -138,6 +139,8 @@ def invented(expert: str, at: float, level: float, rng: random.Random, version: 
         time_to_first_token=rng.lognormvariate(-2.6, 0.4),
         drafted_at=drafted,
         accepted_at=accepted,
+        num_lookup_tokens=2 * found,
+        num_accepted_lookup_tokens=found,
     )
 
 

@@ -404,11 +404,24 @@ def test_too_many_are_told_when_to_come_again(tmp_path: Path) -> None:
             refused = client.post("/v1/completions", json=body(stream=stream))
             check_error(refused, 429)
             assert int(refused.headers["retry-after"]) >= 1
-        assert client.get("/ready").status_code == 200
+        check_error(client.post("/v1/chat/completions", content=b"not even JSON"), 429)
+        _refused_unread(found)
+        for path in ("/ready", "/v1/models"):
+            assert client.get(path).status_code == 200
         found.system.engine.refresh = lambda: None
         for thread in threads:
             thread.join(10)
         assert found.idle()
+
+
+def _refused_unread(found: Served) -> None:
+    """The answer comes before the body does; what comes of the body later disturbs nobody."""
+    head = "POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+    with socket.create_connection(found.address, timeout=5) as connection:
+        connection.sendall(f"{head}content-length: 100\r\n\r\n".encode())
+        assert connection.recv(65536).startswith(b"HTTP/1.1 429 ")
+        connection.sendall(b"x" * 100 + b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
 
 
 def test_a_request_that_takes_too_long_is_ended(tmp_path: Path) -> None:

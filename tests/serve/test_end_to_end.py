@@ -512,6 +512,17 @@ def check_throughput(stage: Stage, table: list[Row]) -> None:
         assert row is table[-1] or row["tokens_per_second"] == tokens / width
 
 
+def check_sources(stage: Stage, table: list[Row]) -> None:
+    for row, own in by_step(stage.rows, table):
+        tokens = sum(one.num_tokens for one in own)
+        found = sum(one.num_accepted_lookup_tokens for one in own)
+        parts = {"draft": accepted(own), "text": found, "target": tokens - accepted(own) - found}
+        assert {name: row[f"from_{name}"] for name in parts} == parts
+        assert {name: row[f"{name}_share"] for name in parts} == {
+            name: ratio(part, tokens) for name, part in parts.items()
+        }
+
+
 def check_acceptance_by_expert(stage: Stage, table: list[Row]) -> None:
     for row, own in by_step(stage.rows, table):
         assert row.pop("at")
@@ -565,6 +576,7 @@ def test_overview(stage: Stage, tabs: Tabs, client: httpx.Client) -> None:
     expect(tabs.page("").get_by_text(f"{tokens} tokens, all time.")).to_be_visible()
     check_throughput(stage, seen.panels["throughput"][::-1])
     check_acceptance_by_expert(stage, seen.panels["acceptance_by_expert"][::-1])
+    check_sources(stage, seen.panels["sources"][::-1])
     legend = {name: percent(stage.acceptance(expert=name)) for name in EXPERTS}
     assert seen.legends["acceptance_by_expert"] == {"all experts": percent(stage.acceptance()), **legend}
 
@@ -730,13 +742,14 @@ def test_learning(stage: Stage, tabs: Tabs, client: httpx.Client) -> None:
 Check = Callable[[Stage, list[Row]], None]
 MOVING: dict[str, Check] = {  # tables whose steps go with the clock
     "throughput": check_throughput,
+    "sources": check_sources,
     "acceptance_by_expert": check_acceptance_by_expert,
     "acceptance": lambda stage, table: check_acceptance(stage, table, "python"),
     "shares": check_shares,
     "unknown": check_unknown,
 }
 FILES = {
-    "overview": ("throughput", "acceptance_by_expert", "experts"),
+    "overview": ("throughput", "sources", "acceptance_by_expert", "experts"),
     "experts": ("acceptance", "by_position", "by_language", "versions"),
     "router": ("confidences", "shares", "unknown"),
     "learning": ("updates", "updates_by_expert"),

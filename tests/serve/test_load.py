@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -243,9 +243,9 @@ async def each_alone(server: Outside, row: Row) -> None:
 # -- ten times too much --------------------------------------------------------------------------
 
 
-async def full_batch(address: Address, rows: list[Row], slots: int, seconds: float) -> list[Reply]:
+async def full_batch(address: Address, turns: Iterator[Row], slots: int, seconds: float) -> list[Reply]:
     """As many clients as slots, each asking again at once: all slots taken, nobody waits."""
-    replies, turns = [], itertools.cycle(rows)
+    replies = []
     end = time.monotonic() + seconds
 
     async def client() -> None:
@@ -256,9 +256,9 @@ async def full_batch(address: Address, rows: list[Row], slots: int, seconds: flo
     return replies
 
 
-async def arrivals(address: Address, rows: list[Row], rate: float, seconds: float) -> list[Reply]:
+async def arrivals(address: Address, turns: Iterator[Row], rate: float, seconds: float) -> list[Reply]:
     """Open loop: requests at random times, `rate` a second, however the server fares."""
-    random, turns = Random(0), itertools.cycle(rows)
+    random = Random(0)
     async with asyncio.TaskGroup() as group:
         tasks, at = [], time.monotonic()
         end = at + seconds
@@ -308,13 +308,14 @@ class Overload:
 
 
 def overload(address: Address, rows: list[Row], slots: int, seconds: float, windows: int) -> Overload:
-    """Calm and rush in turns, so that whatever else the machine does meets both."""
+    """Calm and rush in turns, so that whatever else the machine does meets both; both go through all rows."""
     found = Overload([], [])
+    calm_turns, rush_turns = itertools.cycle(rows), itertools.cycle(rows)
     for _ in range(windows):
-        calm = run(full_batch(address, rows, slots, seconds))
+        calm = run(full_batch(address, calm_turns, slots, seconds))
         rate = 10 * len(calm) / (max(one.ended for one in calm) - min(one.sent for one in calm))
         found.calm += calm
-        found.rush += run(arrivals(address, rows, rate, seconds), 120)
+        found.rush += run(arrivals(address, rush_turns, rate, seconds), 120)
     return found
 
 
@@ -334,7 +335,7 @@ def test_ten_times_too_much_is_refused_at_once(tmp_path: Path) -> None:
 def test_ten_times_too_much_for_the_shipped_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{**row, "model": TARGET, "ignore_eos": True} for row in queries(96, 48)]
     with outside(tmp_path / "home", "--no-learning", dashboard=False, max_waiting=8) as server:
-        run(full_batch(server.address, rows, 8, 5))
+        run(full_batch(server.address, itertools.cycle(rows), 8, 5))
         result = overload(server.address, rows, 8, 10, 3)
     with capsys.disabled():
         print(f"\n{result}")

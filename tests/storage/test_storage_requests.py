@@ -11,9 +11,10 @@ def test_sums_and_rates(home: Home) -> None:
     log.add([])
     assert log.summary() == {}
     log.add([stats(accepted=2), stats("shared", drafted=0, accepted=0)])
-    log.add([stats(accepted=8, seconds=1.5)])
+    log.add([stats(accepted=8, seconds=1.5, num_lookup_tokens=6, num_accepted_lookup_tokens=4)])
     summary = log.summary()
-    assert summary["sql"] == ExpertStats("sql", 2, 16, 8, 4, 20, 10, 2.0, 0.5, 0.5, 0.5)
+    assert summary["sql"] == ExpertStats("sql", 2, 16, 8, 4, 20, 10, 2.0, 0.5, 0.5, 0.5, 6, 4)
+    assert summary["sql"].tokens_per_step == 16 / 8
     assert summary["sql"].mean_acceptance_length == 1 + 10 / 4
     assert summary["shared"] == ExpertStats("shared", 1, 8, 4, 0, 0, 0, 0.5, None, None, None)
     assert summary["shared"].mean_acceptance_length is None

@@ -26,6 +26,7 @@ def _closely(observer: Observer, span: Span, expert: str) -> ExpertView:
 
 FILES: dict[str, Find] = {
     "throughput": lambda observer, span, _: observer.overview(span).throughput,
+    "sources": lambda observer, span, _: observer.overview(span).sources,
     "acceptance_by_expert": lambda observer, span, _: observer.overview(span).by_expert,
     "experts": lambda observer, span, _: observer.overview(span).by_figures,
     "acceptance": lambda observer, span, expert: _closely(observer, span, expert).acceptance,

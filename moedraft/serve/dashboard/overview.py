@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from nicegui import ui
 
 from moedraft.core import SHARED
+from moedraft.serve.columns import ratio
 from moedraft.serve.dashboard import charts
 from moedraft.serve.dashboard.looking import Look
 from moedraft.serve.dashboard.markup import (
@@ -36,6 +37,9 @@ from moedraft.serve.observe import Expert, Overview
 if TYPE_CHECKING:
     from moedraft.serve.trainer import TrainerState
     from moedraft.serve.worker import Snapshot
+
+
+SOURCE_PAINTS = ("var(--accent)", "var(--hue-1)", "var(--hue-shared)")  # of draft, text and target
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,14 @@ def _build(look: Look) -> Callable[[View], None]:
             wide=True,
             height=280,
         )
+        sources = Panel(
+            look,
+            "sources",
+            "Where tokens come from",
+            "Drafted by the model, drafted from the text so far, or one for each step of the target.",
+            "No answer was finished in this time.",
+            wide=True,
+        )
         table = NumbersPanel(
             look,
             "experts",
@@ -97,6 +109,7 @@ def _build(look: Look) -> Callable[[View], None]:
             some=seen.requests > 0,
         )
         _show_acceptance(accepted, seen)
+        _show_sources(sources, seen)
         table.show(seen.by_figures, _experts(look, seen.experts))
         state.show(_state(view))
 
@@ -165,6 +178,23 @@ def _show_acceptance(panel: Panel, seen: Overview) -> None:
             for name in (c.label for c in columns)
         ],
         some=seen.acceptance is not None,
+    )
+
+
+def _show_sources(panel: Panel, seen: Overview) -> None:
+    table = seen.sources
+    counts, shares = table.columns[1:4], table.columns[4:]
+    paints = dict(zip((c.label for c in shares), SOURCE_PAINTS, strict=True))
+    totals = [sum(int(n or 0) for n in table.column(column.key)) for column in counts]
+    every = sum(totals)
+    panel.show(
+        table,
+        lambda: charts.stacked(table, shares, paints),
+        [
+            (name, paint, share(ratio(total, every)))
+            for (name, paint), total in zip(paints.items(), totals, strict=True)
+        ],
+        some=every > 0,
     )
 
 
