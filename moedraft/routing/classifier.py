@@ -76,6 +76,11 @@ class Router:
         """Was the router fitted on exactly these examples, by this embedder?"""
         return self._fitted_on == _digest(examples) if examples else not self.domains
 
+    def warm_up(self) -> None:
+        """Load the embedder now, if prompts may need it: it takes seconds, which nobody should wait for."""
+        if self._model is not None:
+            self.embedder.embed(["ready"])
+
     def fit(self, examples: Mapping[str, Sequence[str]]) -> None:
         """Learn the domains from {name: prompts}, replacing all before; {} forgets them.
 

@@ -72,6 +72,8 @@ class Envelope:
 
     def _tell(self, scope: Scope, status: int, request_id: str, seconds: float) -> None:
         self.observe(scope["path"], status)
+        if status == 429:  # thousands of lines would take time from those who are served; the metrics count
+            return
         self.log.info(
             "request",
             request_id=request_id,

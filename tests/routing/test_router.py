@@ -25,6 +25,7 @@ def test_without_domains_everything_is_shared_and_nothing_is_embedded(
     assert [r.domain for r in router.route(["one", "two"])] == [SHARED, SHARED]
     assert router.route(["one"])[0].probabilities == {SHARED: 1.0}
     assert router.probabilities(["one"])[1].shape == (1, 0)
+    router.warm_up()  # there is nothing to be ready for
     assert embedder.embedded == []
     assert not (tmp_path / "router").exists()
 
@@ -94,6 +95,9 @@ def test_refit_embeds_only_new_examples(
     assert "sql" not in router.domains
     router.fit(examples | {"sql": prompts("sql", 16)})
     assert embedder.embedded, "what no domain uses is not kept"
+    embedder.embedded.clear()
+    router.warm_up()
+    assert len(embedder.embedded) == 1
 
 
 def test_the_same_examples_in_another_order_give_the_same_router(
