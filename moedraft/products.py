@@ -5,8 +5,9 @@ cache: what counts is how fast it streams. For one or two rows a weight stored i
 three times as fast as PyTorch's usual layout; for more, oneDNN's own blocked layout takes hardly longer than
 one row. Both copies are kept, for small models only. Float32 everywhere: no precision is given up.
 
-oneDNN generates code for each pair of shape and number of rows, half a megabyte, and keeps it. A server
-sees any number of rows: it is rounded, many rows go the usual way, and what oneDNN keeps is bounded.
+oneDNN generates code for each pair of shape and number of rows, half a megabyte in a millisecond or two, and
+keeps it. A server sees any number of rows: it is rounded, many rows go the usual way, what oneDNN keeps is
+bounded, and what a model needs can be generated before it serves.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ FEW = 2  # rows up to which the input-major copy is faster
 TYPICAL = 5  # rows that the blocked copy is laid out for
 MANY = 128  # rows from which on arithmetic decides, not reading, and PyTorch's usual product is as fast
 # Entries of oneDNN's cache, and of PyTorch's own in front of it, which saves no time. The shipped pair has
-# nine shapes, and what is generated again takes about half a millisecond.
+# nine shapes, and each needs at most sixteen.
 KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "192", "LRU_CACHE_CAPACITY": "16"}
+SHAPES: dict[tuple[int, int, bool], bool] = {}  # out, in, biased: is the code for it generated?
 
 
 def pays(weight: torch.Tensor) -> bool:
@@ -55,6 +57,7 @@ class Product:
         if small and pays(weight):
             self.weight = weight.t().contiguous().t()
             self.blocked = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), TYPICAL)
+            expect(weight, bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in] → [..., out]"""
@@ -116,6 +119,28 @@ def bound_caches() -> None:
         os.environ.setdefault(name, entries)
 
 
+def expect(weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Products of this shape, a small model's, are made or will be."""
+    if pays(weight):
+        SHAPES.setdefault((weight.shape[0], weight.shape[1], bias is not None), False)
+
+
+@torch.inference_mode()
+def generate_ahead() -> int:
+    """Have oneDNN generate all that the expected products need; returns for how many shapes that was new.
+
+    What is generated depends on the number of threads, which must be set before.
+    """
+    new = [shape for shape, generated in SHAPES.items() if not generated]
+    for out, inner, biased in new:
+        weight, bias = torch.zeros(out, inner), torch.zeros(out) if biased else None
+        blocked = torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL)
+        for rows in sorted({rounded(rows) for rows in range(FEW + 1, MANY + 1)}):
+            rounded_product(torch.zeros(rows, inner), blocked, bias)
+        SHAPES[out, inner, biased] = True
+    return len(new)
+
+
 def rounded(rows: int) -> int:
-    """Up to one of four counts in each octave: oneDNN keeps generated code for every count it has seen."""
-    return rows + -rows % (1 << max(0, rows.bit_length() - 3))
+    """Up to one of four counts in each octave, of two above sixteen: each has generated code of its own."""
+    return rows + -rows % (1 << max(0, rows.bit_length() - (3 if rows <= 16 else 2)))

@@ -7,7 +7,15 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from moedraft.products import PackedLinear, Product, multiplies_bfloat16, pack_layers, pays, rounded
+from moedraft.products import (
+    PackedLinear,
+    Product,
+    generate_ahead,
+    multiplies_bfloat16,
+    pack_layers,
+    pays,
+    rounded,
+)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 9, 16, 17, 40, 301])
@@ -41,9 +49,22 @@ def test_a_pytorch_without_blocked_products_still_multiplies(monkeypatch: pytest
 def test_few_row_counts_are_ever_used() -> None:
     """Each costs memory for good; a served prompt may have any length."""
     used = {rounded(rows) for rows in range(3, 4097)}
-    assert len(used) <= 42
-    assert all(rows <= rounded(rows) <= 1.25 * rows for rows in range(3, 4097))
+    assert len(used) <= 26
+    assert all(rows <= rounded(rows) <= (1.25 if rows <= 16 else 1.5) * rows for rows in range(3, 4097))
     assert [rounded(rows) for rows in (3, 4, 5, 6, 7, 8)] == [3, 4, 5, 6, 7, 8]
+    assert [rounded(rows) for rows in (15, 16, 17, 24, 25, 33, 49)] == [16, 16, 24, 24, 32, 48, 64]
+
+
+@pytest.mark.skipif(not pays(torch.ones(1)), reason="no blocked products here")
+def test_code_is_generated_once_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moedraft.products.SHAPES", {})
+    for bias in (None, torch.zeros(8), torch.ones(8)):
+        Product(torch.randn(8, 4), bias, small=True)
+    Product(torch.randn(9, 4), small=False)
+    assert generate_ahead() == 2
+    assert generate_ahead() == 0
+    Product(torch.randn(4, 8), small=True)
+    assert generate_ahead() == 1
 
 
 @pytest.mark.parametrize("rows", [1, 7, 9, 130])

@@ -22,7 +22,7 @@ from torch import nn
 
 from moedraft.core import SHARED, CorruptAdapter, UnsupportedModel
 from moedraft.models import LanguageModel
-from moedraft.products import SMALL, Product
+from moedraft.products import SMALL, Product, expect
 
 # Anything that makes keys or values, alone or fused with queries; a tail expert must not touch it.
 MAKES_KV = re.compile(r"(^|_)(k|v|kv|qkv)(_|$)|key|value|c_attn|Wqkv|kv_[ab]_proj")
@@ -101,6 +101,8 @@ class LoRALinear(nn.Module):
         self.groups: list[tuple[torch.Tensor, Product]] = []  # rows of the batch and what they go through
         self.blocks: Delta | None = None  # A [R, in], B [out, R] of all experts in the batch
         self.mask: torch.Tensor | None = None  # [B, 1, R]
+        if small:
+            expect(self.base_weight(), base.bias)  # type: ignore[arg-type]
 
     def base_weight(self) -> torch.Tensor:
         """[out, in]"""

@@ -22,7 +22,7 @@ import torch
 
 from moedraft.core import FinishReason, RequestOutput, SamplingParams
 from moedraft.engine.engine import Engine
-from moedraft.memory import return_large_blocks
+from moedraft.memory import return_free_memory, return_large_blocks
 from moedraft.serve.meter import Meter
 from moedraft.serve.ticket import Channel, Draining, Overloaded
 
@@ -77,6 +77,7 @@ class EngineThread(threading.Thread):
         self._box: deque[RequestOutput] = deque()  # their outputs, whoever steps
         self._failures = 0  # in a row
         self._request_seconds = 1.0  # running mean
+        self._trimmed_at = 0  # steps done when free memory was last given back
         self._ending = False
 
     @property
@@ -178,9 +179,16 @@ class EngineThread(threading.Thread):
             try:
                 job = self._inbox.get(block=wait, timeout=REFRESH_SECONDS)
             except queue.Empty:
-                job = self._engine.refresh
+                job = self._rest
             wait = False
             self._occupied(job)
+
+    def _rest(self) -> None:
+        """A second without work: look for new adapters, give back what the requests left behind."""
+        self._engine.refresh()
+        if self._trimmed_at != self.steps:
+            return_free_memory()
+            self._trimmed_at = self.steps
 
     def _occupied(self, work: Callable[[], None]) -> None:
         """Do `work`, pass on the outputs, and keep account of time and tokens."""
@@ -288,7 +296,7 @@ class EngineThread(threading.Thread):
             scheduler.running.clear()
             scheduler.num_ready = 0
         scheduler.waiting = deque(one for one in scheduler.waiting if one.request_id in kept)
-        outputs = [replace(one, finish_reason=as_error(one.finish_reason)) for one in self._box]
+        outputs = [replace(o, finish_reason="error") if o.finish_reason == "abort" else o for o in self._box]
         self._box.clear()
         self._box.extend(outputs)
         self._end_lost()
@@ -338,7 +346,3 @@ class EngineThread(threading.Thread):
 def wake_all(channels: list[Channel]) -> None:
     for channel in channels:
         channel.wake()
-
-
-def as_error(reason: FinishReason | None) -> FinishReason | None:
-    return "error" if reason == "abort" else reason

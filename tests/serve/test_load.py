@@ -179,7 +179,7 @@ def test_the_witness_sees_a_swap_within_a_step(tmp_path: Path, monkeypatch: pyte
 
 @dataclass(frozen=True)
 class Figures:
-    """A server process at one moment."""
+    """A server process at rest, when its engine has given back free memory."""
 
     rss: float  # MB
     files: int
@@ -187,6 +187,7 @@ class Figures:
 
     @classmethod
     def of(cls, server: Outside) -> Figures:
+        time.sleep(2.5)
         return cls(server.rss, server.files, server.threads)
 
 
