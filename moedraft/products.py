@@ -129,8 +129,9 @@ def expect(weight: torch.Tensor, bias: torch.Tensor | None) -> None:
 def generate_ahead() -> int:
     """Have oneDNN generate all that the expected products need; returns for how many shapes that was new.
 
-    What is generated depends on the number of threads, which must be set before.
+    To be called by the thread that multiplies.
     """
+    torch.get_num_threads()  # a thread takes over what was set when it is first asked; code depends on it
     new = [shape for shape, generated in SHAPES.items() if not generated]
     for out, inner, biased in new:
         weight, bias = torch.zeros(out, inner), torch.zeros(out) if biased else None

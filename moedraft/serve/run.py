@@ -18,7 +18,6 @@ from moedraft.config import Settings
 from moedraft.core import InvalidRequest
 from moedraft.engine.build import System, build
 from moedraft.memory import keep_what_is_loaded
-from moedraft.products import generate_ahead
 from moedraft.serve import log
 from moedraft.serve.app import create_app
 from moedraft.serve.auth import is_loopback
@@ -54,7 +53,6 @@ def serve(settings: Settings, announce: Callable[[str], None] = lambda url: None
         app = create_app(worker, supervisor, settings, own_key)
         url = url_of(listener, settings.host)
         system.router.warm_up()
-        generate_ahead()
         keep_what_is_loaded()
         stack.enter_context(_found(settings.home, url, own_key, secret))
         Server(app, worker, settings, lambda: announce(url)).run(sockets=[listener])

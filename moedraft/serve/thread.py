@@ -23,6 +23,7 @@ import torch
 from moedraft.core import FinishReason, RequestOutput, SamplingParams
 from moedraft.engine.engine import Engine
 from moedraft.memory import return_free_memory, return_large_blocks
+from moedraft.products import generate_ahead
 from moedraft.serve.meter import Meter
 from moedraft.serve.ticket import Channel, Draining, Overloaded
 
@@ -162,6 +163,7 @@ class EngineThread(threading.Thread):
     def run(self) -> None:
         return_large_blocks()
         try:
+            generate_ahead()
             while not self._ending:
                 self._do_jobs()
                 if self._engine.has_work:
