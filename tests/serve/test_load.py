@@ -235,10 +235,15 @@ def test_memory_is_flat_over_a_thousand_swaps(tmp_path: Path, capsys: pytest.Cap
     assert after.threads <= before.threads + 2
 
 
+STRANGE = ("∮∮∮ ∎∎∎", "Καλημέρα κόσμε", "qqq zzz xxx jjj")  # fit no domain: the shared draft's
+
+
 async def each_alone(server: Outside, row: Row) -> None:
     """Every expert drafts once for a batch of its own, and so has its merged weights in memory."""
     for name in DOMAINS:
         assert (await ask(server.address, {**row, "model": f"{TARGET}:{name}"})).ok
+    for prompt in STRANGE:
+        assert (await ask(server.address, {**row, "prompt": prompt})).ok
 
 
 # -- ten times too much --------------------------------------------------------------------------
