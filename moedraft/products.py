@@ -3,7 +3,7 @@
 Decoding multiplies one row, verification a handful, and each weight is read once and then falls out of the
 cache: what counts is how fast it streams. For one or two rows a weight stored input-major streams two to
 three times as fast as PyTorch's usual layout; for more, oneDNN's own blocked layout takes hardly longer than
-one row. Both copies are kept, for small models only. Float32 everywhere: no precision is given up.
+one row. Both copies are kept, for small models only. A product keeps its weight's precision.
 
 oneDNN generates code for each pair of shape and number of rows, half a megabyte in a millisecond or two, and
 keeps it. A server sees any number of rows: it is rounded, many rows go the usual way, what oneDNN keeps is

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -229,15 +230,15 @@ def speed(
         added = _seconds(lambda: router.fit(fit))
         batches = [prompts[i : i + 8] for i in range(0, len(prompts) - 7, 8)]
         cpu = time.process_time()
-        eight = [_seconds(lambda b=b: router.route(b)) / 8 for b in batches]  # type: ignore[misc]
+        eight = [_seconds(partial(router.route, b)) / 8 for b in batches]
         cpu = (time.process_time() - cpu) / (8 * len(batches))
         cpu_alone = time.process_time()
-        alone = [_seconds(lambda p=p: router.route([p])) for p in prompts]  # type: ignore[misc]
+        alone = [_seconds(partial(router.route, [p])) for p in prompts]
         cpu_alone = (time.process_time() - cpu_alone) / len(prompts)
         full = Router(embedder, Path(folder), threshold, first_stage=False)
-        eight_full = [_seconds(lambda b=b: full.route(b)) / 8 for b in batches]  # type: ignore[misc]
+        eight_full = [_seconds(partial(full.route, b)) / 8 for b in batches]
         cpu_full = time.process_time()
-        alone_full = [_seconds(lambda p=p: full.route([p])) for p in prompts]  # type: ignore[misc]
+        alone_full = [_seconds(partial(full.route, [p])) for p in prompts]
         cpu_full = (time.process_time() - cpu_full) / len(prompts)
     return {
         "ms_per_prompt_batch_8_median": round(1e3 * float(np.median(eight)), 2),
@@ -261,26 +262,25 @@ def in_target_steps(
 ) -> dict[str, float]:
     """What routing costs beside decoding: prompts routed between plain steps of the shipped target, in turns.
 
-    Either finds the other's weights in the cache instead of its own, as in a server. Ratios are of medians.
+    Either finds the other's weights in the cache instead of its own, as in a server. One step is the median.
     """
     params = moedraft.SamplingParams(max_tokens=STEPS, ignore_eos=True)
-    with tempfile.TemporaryDirectory() as folder:
-        engine = moedraft.load(home=Path(folder) / "home", max_speculative_tokens=0)
-        routers = [Router(embedder, Path(folder), threshold, first_stage=stage) for stage in (True, False)]
-        routers[0].fit(fit)
-        routers[1].load_or_empty()
-        steps, times = list[float](), dict[str, list[float]]()
+    steps, times = list[float](), dict[str, list[float]]()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        moedraft.load(home=Path(folder) / "home", max_speculative_tokens=0) as engine,
+    ):
+        router = Router(embedder, Path(folder), threshold)
+        router.fit(fit)
+        full = Router(embedder, Path(folder), threshold, first_stage=False)
+        full.load_or_empty()
+        kinds = {"alone": (router, 1), "alone_full_model": (full, 1)}
+        kinds |= {"batch_8": (router, 8), "batch_8_full_model": (full, 8)}
         for start in range(0, len(prompts) - 7, 8):
-            batch = prompts[start : start + 8]
-            work = {
-                "alone": lambda b=batch: routers[0].route(b[:1]),
-                "alone_full_model": lambda b=batch: routers[1].route(b[:1]),
-                "batch_8": lambda b=batch: routers[0].route(b),
-                "batch_8_full_model": lambda b=batch: routers[1].route(b),
-            }
-            for name, action in work.items():
-                steps.append(_seconds(lambda p=batch[0]: engine.generate([p[:40]], params)) / STEPS)  # type: ignore[misc]
-                times.setdefault(name, []).append(_seconds(action) / (8 if "8" in name else 1))
+            for name, (used, count) in kinds.items():
+                short, batch = prompts[start][:40], prompts[start : start + count]
+                steps.append(_seconds(partial(engine.generate, [short], params)) / STEPS)
+                times.setdefault(name, []).append(_seconds(partial(used.route, batch)) / count)
     step = float(np.median(steps))
     result = {"target_step_ms": round(1e3 * step, 2)}
     for name, seconds in times.items():

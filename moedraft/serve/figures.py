@@ -53,8 +53,10 @@ def throughput(requests: Requests, grid: Grid) -> Table:
 
 
 def sources(requests: Requests, grid: Grid) -> Table:
-    """By step, where the tokens of the answers come from: guessed by the draft model, found in the text
-    itself, or said by the target alone, which adds one in each of its own steps."""
+    """Where the answers' tokens come from, by step: guessed by the draft, found in the text, or neither.
+
+    What is neither the target said itself, which adds one token in each of its steps.
+    """
     steps = grid.steps(requests["created_at"])
     names = ["num_tokens", "num_accepted_tokens", "num_accepted_lookup_tokens"]
     rows = list[Row]()
