@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,19 +32,27 @@ class CountingEmbedder(WordEmbedder):
         return super().embed(texts)
 
 
-@pytest.fixture
-def counting() -> CountingEmbedder:
-    return CountingEmbedder()
-
-
-@pytest.fixture
-def router(tmp_path: Path, counting: CountingEmbedder) -> Router:
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory: pytest.TempPathFactory) -> Router:
     """Ten domains that n-grams tell apart, and two that hold each other's words."""
-    made = Router(counting, tmp_path)
+    made = Router(CountingEmbedder(), tmp_path_factory.mktemp("router"))
     mixed = [f"{a} {b}" for a, b in zip(prompts("sql", 24), prompts("python", 24), strict=True)]
     made.fit(distinct(10, 24) | {"mixed": mixed, "sql": prompts("sql", 24, seed=5)})
-    counting.batches.clear()
     return made
+
+
+@pytest.fixture
+def router(fitted: Router) -> Router:
+    """Not to be fitted again: all tests share it."""
+    return fitted
+
+
+@pytest.fixture
+def counting(fitted: Router) -> CountingEmbedder:
+    """The router's."""
+    assert isinstance(fitted.embedder, CountingEmbedder)
+    fitted.embedder.batches.clear()
+    return fitted.embedder
 
 
 def own(domain: str, count: int = 4) -> list[str]:
@@ -73,9 +82,9 @@ def test_unsure_prompts_are_embedded_in_one_batch_and_the_order_stays(
 
 
 def test_undecided_prompts_are_routed_as_by_the_full_model(
-    router: Router, counting: CountingEmbedder, tmp_path: Path
+    router: Router, counting: CountingEmbedder
 ) -> None:
-    full = Router(counting, tmp_path, first_stage=False)
+    full = Router(counting, router.folder, first_stage=False)
     unsure = [STRANGE, "select table method loop", "rows join tuple class"]
     assert router.route(unsure) == full.route(unsure)
     for mixed, alone in zip(router.route([*own("d03"), *unsure])[-3:], full.route(unsure), strict=True):
@@ -114,18 +123,18 @@ def test_both_stages_come_back_from_the_file(router: Router, counting: CountingE
 
 @pytest.mark.parametrize("version", ["1", "0", ""])
 def test_a_file_of_an_old_version_is_fitted_again(
-    router: Router, counting: CountingEmbedder, version: str
+    router: Router, counting: CountingEmbedder, tmp_path: Path, version: str
 ) -> None:
-    file = router.folder / ROUTER_FILE
+    file = shutil.copy(router.folder / ROUTER_FILE, tmp_path / ROUTER_FILE)
     contents = read_tensors(file)
     assert contents is not None
     write_tensors(file, contents[0], contents[1] | {"version": version})
-    old = Router(counting, router.folder)
+    old = Router(counting, tmp_path)
     assert old.domains == ()
     assert not old.matches(distinct(10, 24))
     old.fit(distinct(10, 24))
     assert old.route(own("d04"))[0].domain == "d04"
-    assert Router(counting, router.folder).matches(distinct(10, 24))
+    assert Router(counting, tmp_path).matches(distinct(10, 24))
 
 
 @pytest.fixture(scope="module")
