@@ -35,7 +35,9 @@ class Child:
             stderr=subprocess.PIPE,
             bufsize=0,
             env=dict(environment),
-            start_new_session=True,  # Ctrl-C in the terminal is the server's business
+            # Ctrl-C in the terminal is the server's business. No session of its own: Linux shares the cores
+            # out by session first, and by priority only within one.
+            process_group=0,
         )
         self.silent = False  # its stdout is closed
         self.errors: deque[str] = deque(maxlen=KEPT_LINES)  # the last lines of its stderr

@@ -179,6 +179,15 @@ def test_a_child_that_has_ended_cannot_be_written_to(child: Callable[[str], Chil
         one.send(b"x\n")
 
 
+def test_ctrl_c_does_not_reach_it_and_its_priority_counts_against_ours(
+    child: Callable[[str], Child],
+) -> None:
+    """Linux shares the cores out among sessions before it looks at priorities."""
+    one = child("time.sleep(1000)")
+    assert os.getpgid(one.process.pid) != os.getpgid(0)
+    assert os.getsid(one.process.pid) == os.getsid(0)
+
+
 def test_a_line_without_an_end_is_given_up(child: Callable[[str], Child]) -> None:
     one = child("while True: os.write(1, b'x' * 65536)")
     with pytest.raises(ChildFailed, match="without an end"):
