@@ -221,9 +221,12 @@ class Drafter:
         return logits
 
     def _catch_up(self, row: Sequence) -> None:
-        """Fill the draft's cache for a new row, or one that was decoded without drafting for a while."""
+        """Fill the draft's cache for a new row, or one that was decoded without drafting for a while.
+
+        Where the cache is the same whichever expert is on, none has to be made ready for that.
+        """
         end = len(row.token_ids) - 1
-        self.bank.select([row.expert])
+        self.bank.select([SHARED if self.bank.shares_cache else row.expert])
         while row.draft_cached < end:
             piece = row.token_ids[row.draft_cached : min(row.draft_cached + self.chunk, end)]
             ids = torch.tensor([piece], device=self.model.device)

@@ -6,11 +6,14 @@ import pytest
 import torch
 import transformers
 
-from moedraft.core import SHARED, CorruptAdapter, UnsupportedModel
+from moedraft.core import SHARED, CorruptAdapter, SamplingParams, UnsupportedModel
+from moedraft.drafting.drafter import Drafter
 from moedraft.drafting.lora import PREFIX, Adapter, ExpertBank, LoRALinear, adaptable, keeps_cache
+from moedraft.engine.engine import Engine
 from moedraft.models import LanguageModel
 
-from random_models import random_model
+from random_models import VOCAB, random_model
+from tiny import FixedSelector, NumberTokenizer
 
 
 def state(bank: ExpertBank, names: list[str], rank: int = 4) -> dict[str, torch.Tensor]:
@@ -136,6 +139,21 @@ def test_many_experts_in_a_small_batch_leave_it_to_the_shared_draft(
     assert (logits(names, "full") - logits([SHARED] * 4, "full")).abs().max() > 0.01  # they own the cache
     monkeypatch.setattr("moedraft.drafting.lora.SMALL", 1000)  # where mixing is cheap by comparison
     assert (logits(names) - logits([SHARED] * 4)).abs().max() > 0.01
+
+
+def test_filling_a_cache_that_all_share_makes_no_expert_ready() -> None:
+    """Merging one takes longer than a step of a small target."""
+    model = random_model("llama", 1)
+    bank = ExpertBank(model)
+    drafter = Drafter(model, bank, 4, VOCAB)
+    one = Engine(random_model("llama", 0), NumberTokenizer(), drafter, FixedSelector(), adaptive_budget=False)
+    one.knows = lambda expert: True
+    for name in "abc":
+        bank.publish(name, bank.read(1, {}, state(bank, sorted(bank.tail))))
+        one.add([*range(1, 30)], SamplingParams(max_tokens=9), expert=name)
+    one.step()
+    assert all(row.num_drafts for row in one.sequences.values())
+    assert not bank.merged
 
 
 def test_merged_weights_stay_within_their_budget() -> None:
