@@ -40,7 +40,7 @@ class Settings(BaseSettings):
 
     max_batch_size: int = Field(8, ge=1, le=1024, description="sequences decoded at once")
     max_model_len: int | None = Field(None, ge=2, description="tokens; default: what the target allows")
-    prefill_chunk: int = Field(512, ge=1, description="prompt tokens of one row in one forward")
+    prefill_chunk: int = Field(512, ge=1, description="prompt tokens read in one step, of all rows")
     long_prompts: Literal["refuse", "truncate"] = Field(
         "refuse", description="truncate keeps the end of the prompt"
     )

@@ -88,16 +88,17 @@ class Decoder:
         if self.drafter is not None:
             self.drafter.cache.swap(a, b)
 
-    def read(self, rows: list[Sequence], width: int) -> None:
-        """Fill the target's cache with up to `width` prompt tokens of each row, in one padded forward.
+    def read(self, pieces: list[tuple[Sequence, int]]) -> None:
+        """Fill the target's cache with so many more prompt tokens of each row, in one forward.
 
-        The rows stand in neighbouring slots. All but the last prompt token are read; that one is fed when
-        decoding begins.
+        The rows stand in neighbouring slots, first to last.
         """
-        pieces = [row.token_ids[row.target_cached : row.target_cached + width] for row in rows]
-        padded = [piece + [0] * (width - len(piece)) for piece in pieces]
-        ids = torch.tensor(padded, device=self.target.device)
-        self.target.forward(self.cache, rows[0].slot, ids, [row.target_cached for row in rows], keep=1)
+        lengths = [count for _, count in pieces]
+        width = max(lengths)
+        texts = [row.token_ids[row.target_cached :][:count] for row, count in pieces]
+        ids = torch.tensor([text + [0] * (width - len(text)) for text in texts], device=self.target.device)
+        starts = [row.target_cached for row, _ in pieces]
+        self.target.forward(self.cache, pieces[0][0].slot, ids, starts, keep=1, lengths=lengths)
 
     def round(self, rows: list[Sequence]) -> list[Round]:
         """Draft and verify for the rows in slots 0 … B−1."""

@@ -176,14 +176,12 @@ class Engine:
                 sequence.draft_cached = 0
 
     def _read_prompts(self) -> None:
-        """One chunk of every prompt that is still being read."""
-        reading = self.scheduler.reading
-        rest = [s.num_prompt_tokens - 1 - s.target_cached for s in reading]
-        width = min(max(rest, default=0), self.prefill_chunk)
-        if width:
-            self.decoder.read(reading, width)
-        for sequence, left in zip(reading, rest, strict=True):
-            sequence.target_cached += min(left, width)
+        """The next piece of the prompts that are still being read."""
+        pieces = self.scheduler.pieces(self.prefill_chunk)
+        if any(count for _, count in pieces):
+            self.decoder.read(pieces)
+        for sequence, count in pieces:
+            sequence.target_cached += count
             if sequence.target_cached == sequence.num_prompt_tokens - 1:
                 self.scheduler.mark_ready(sequence)
 

@@ -40,6 +40,19 @@ class Scheduler:
             new.append(sequence)
         return new
 
+    def pieces(self, most: int) -> list[tuple[Sequence, int]]:
+        """How many tokens of each prompt to read now, about `most` in all; what one leaves others get.
+
+        At least one of each that is not done: a long prompt waits for nobody, and nobody for it. The last
+        token of a prompt is not read: it is fed when decoding begins.
+        """
+        rests = [one.num_prompt_tokens - 1 - one.target_cached for one in self.reading]
+        counts = list(rests)
+        for place, index in enumerate(sorted(range(len(rests)), key=rests.__getitem__)):
+            counts[index] = min(rests[index], max(1, most // (len(rests) - place)))
+            most -= counts[index]
+        return list(zip(self.reading, counts, strict=True))
+
     def mark_ready(self, sequence: Sequence) -> None:
         """Its prompt is read: from now on it decodes."""
         self._exchange(sequence.slot, self.num_ready)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moedraft.core import InvalidRequest, RequestOutput, SamplingParams
+from moedraft.core import InvalidRequest, RequestOutput, SamplingParams, Sequence
 from moedraft.drafting.drafter import Drafter, NoExperts
 from moedraft.engine.engine import Engine
 
@@ -185,6 +185,33 @@ def test_prompts_are_read_beside_decoding() -> None:
         steps += 1
     assert steps <= 3
     assert len(finish(one)) == 1
+
+
+@pytest.mark.parametrize(
+    ("lengths", "chunk", "expected"),
+    [
+        ([21], 8, [[8], [8], [4]]),
+        ([21, 1, 4, 11], 9, [[3, 3, 3, 0], [5, 4], [6, 3], [6]]),  # what short ones leave, long ones get
+        ([4, 4, 4, 4], 2, [[1, 1, 1, 1]] * 3),
+        ([1, 1], 8, []),
+    ],
+)
+def test_prompts_that_come_together_share_a_chunk(
+    monkeypatch: pytest.MonkeyPatch, lengths: list[int], chunk: int, expected: list[list[int]]
+) -> None:
+    """Many long prompts hold a step up no longer than one does, and none waits for another."""
+    one = engine(max_len=512, prefill_chunk=chunk)
+    read, pieces = one.decoder.read, list[list[int]]()
+
+    def noted(rows: list[tuple[Sequence, int]]) -> None:
+        pieces.append(sorted((count for _, count in rows), reverse=True))
+        read(rows)
+
+    monkeypatch.setattr(one.decoder, "read", noted)
+    for length in lengths:
+        one.add([3] * length, SamplingParams(max_tokens=1))
+    assert len(finish(one)) == len(lengths)
+    assert pieces == expected
 
 
 def test_fixed_length_without_adaptive_budget() -> None:
