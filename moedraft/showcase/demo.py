@@ -35,8 +35,8 @@ class Demo:
     seconds: float
     on_phase: Callable[[str], None] = lambda _: None
     on_event: Callable[[Demo], None] = lambda _: None
-    stream: list[Query] = field(default_factory=shipped.traffic)
-    heldout: list[Query] = field(default_factory=shipped.heldout)
+    stream: list[Query] = field(default_factory=lambda: shipped.traffic())
+    heldout: list[Query] = field(default_factory=lambda: shipped.heldout())
     views: dict[str, ExpertView] = field(default_factory=dict)
     points: list[Point] = field(default_factory=list)
     updates: list[int] = field(default_factory=list)

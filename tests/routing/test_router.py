@@ -204,7 +204,6 @@ def test_fifteen_domains_are_refitted_in_seconds(tmp_path: Path) -> None:
         for i in range(15)
     }
     router = Router(WordEmbedder(size=384), tmp_path)
-    router.fit(many)
     began = time.monotonic()
     router.fit(many)
-    assert time.monotonic() - began < 20  # about one second on an idle machine
+    assert time.monotonic() - began < 20  # about five seconds on an idle machine

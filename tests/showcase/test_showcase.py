@@ -51,7 +51,6 @@ def system(tmp_path: Path) -> Iterator[System]:
 def test_demo_is_lossless_learns_and_reports(small: None, system: System, tmp_path: Path) -> None:
     phases, events = [], []
     demo = Demo(system, 60.0, phases.append, lambda d: events.append(len(d.points)))
-    demo.stream, demo.heldout = shipped.traffic(), shipped.heldout()
     result, equal = demo.run()
     assert equal
     assert len(phases) == 6
