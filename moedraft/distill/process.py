@@ -7,10 +7,12 @@ stdin does. Whatever happens to it, serving goes on.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import queue
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -54,6 +56,7 @@ HEARTBEAT = 1.0  # s between two messages at least, while this process is awake
 LONGEST_REST = 60.0  # s after updates that failed
 GRACE = 2.0  # s to end by itself once the server is gone
 FIRST_TO_DIE = b"800"  # of 1000, when memory runs out
+PR_SET_PDEATHSIG = 1
 
 log = logging.getLogger(__name__)
 
@@ -280,8 +283,14 @@ def main() -> int:
 
 
 def step_back() -> None:
-    """The lowest priority, one thread, and the first to go when memory runs out."""
+    """The lowest priority, one thread, and the first to go: when memory runs out, or the server is gone.
+
+    The server may have stopped this process when it dies; then nobody would tell it to go on. Linux ends it,
+    and elsewhere the system does so as its process group has lost its last parent.
+    """
     os.nice(19)
+    if (prctl := getattr(ctypes.CDLL(None), "prctl", None)) is not None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     with suppress(AttributeError, OSError):  # Linux: only where nobody else wants the core
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     torch.set_num_threads(1)

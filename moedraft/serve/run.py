@@ -16,7 +16,7 @@ from fastapi import FastAPI
 
 from moedraft.config import Settings
 from moedraft.core import InvalidRequest
-from moedraft.engine.build import System, build
+from moedraft.engine.build import build
 from moedraft.memory import keep_what_is_loaded
 from moedraft.serve import log
 from moedraft.serve.app import create_app
@@ -48,7 +48,7 @@ def serve(settings: Settings, announce: Callable[[str], None] = lambda url: None
         worker = Worker(system, max_waiting=settings.max_waiting)
         stack.callback(worker.stop)
         worker.start()
-        supervisor = _supervised(settings, system, stack)
+        supervisor = _supervised(settings, worker, stack)
         own_key, secret = new_key(["admin"], "command line")
         app = create_app(worker, supervisor, settings, own_key)
         url = url_of(listener, settings.host)
@@ -167,10 +167,16 @@ def _found(home: Path, url: str, own_key: Key, secret: str) -> Iterator[None]:
             path.unlink()
 
 
-def _supervised(settings: Settings, system: System, stack: ExitStack) -> TrainerSupervisor | None:
+def _supervised(settings: Settings, worker: Worker, stack: ExitStack) -> TrainerSupervisor | None:
     if not settings.learning:
         return None
-    supervisor = TrainerSupervisor(settings, system.store, base_hash=system.bank.base_hash)
+    supervisor = TrainerSupervisor(
+        settings,
+        worker.system.store,
+        base_hash=worker.system.bank.base_hash,
+        busy=lambda: worker.busy,
+        on_publish=worker.refresh,
+    )
     stack.callback(supervisor.stop)
     supervisor.start()
     return supervisor

@@ -1,7 +1,8 @@
 """Starts the trainer process, watches it, and publishes what it has learned.
 
 One thread does all of it. A trainer that crashes, hangs or talks rubbish is killed and started again, later
-each time; serving never waits for it. Knows no engine: results meet it in the store.
+each time; serving never waits for it, and while there is something to serve it is held in mid-step. Knows no
+engine: results meet it in the store.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from moedraft.distill.messages import (
 )
 from moedraft.distill.publish import HomeOutlet
 from moedraft.serve.child import Child, ChildFailed
+from moedraft.serve.hold import Hold
 from moedraft.storage.adapters import CONFIG, WEIGHTS
 from moedraft.storage.store import Store
 
@@ -46,6 +48,7 @@ PAUSED = "learning_paused"  # meta key, there while learning is paused
 MAX_RUBBISH = 100  # lines of one trainer that make no sense
 BREATH = 0.01  # s between two reads: a trainer that talks all the time gets no whole core of ours
 LOOK_SECONDS = 0.2
+WATCH_SECONDS = 0.02  # between two looks while it trains: so long it is in the way of a request that comes
 GRACE = 3.0  # s for a trainer to end by itself
 
 log = logging.getLogger(__name__)
@@ -57,6 +60,7 @@ class TrainerState:
 
     status: str = "not started"
     waits: str | None = None  # why it does not learn just now
+    held: bool = False  # in mid-step, while requests are being served
     expert: str | None = None  # whose update is running
     step: int = 0  # optimiser steps done, of `steps`
     steps: int = 0
@@ -67,12 +71,18 @@ class TrainerState:
     updates: int = 0  # published since the server started
     last_error: str | None = None  # of the process or of an update
 
+    @property
+    def trains(self) -> bool:
+        """An update is running and does not wait of its own accord."""
+        return self.expert is not None and self.waits is None
+
 
 class TrainerSupervisor:
     """Keeps one trainer process alive over an open, writable store. `start` it, `stop` it.
 
-    `base_hash`: of the draft base that serves; updates of another are refused. `backoff`: shortest and
-    longest pause before a restart; it starts anew after `healthy` seconds of life.
+    `base_hash`: of the draft base that serves; updates of another are refused. `busy`: whether requests are
+    being served; `on_publish` is called after each new version, from the supervisor's thread. `backoff`:
+    shortest and longest pause before a restart; it starts anew after `healthy` seconds of life.
     """
 
     def __init__(
@@ -81,11 +91,14 @@ class TrainerSupervisor:
         store: Store,
         *,
         base_hash: str | None = None,
+        busy: Callable[[], bool] = lambda: False,
+        on_publish: Callable[[], None] = lambda: None,
         command: Sequence[str] = COMMAND,
         backoff: tuple[float, float] = (1.0, 60.0),
         healthy: float = 60.0,
     ) -> None:
         self._settings, self._store, self._base_hash = settings, store, base_hash
+        self._busy, self._on_publish = busy, on_publish
         self._command, self._backoff, self._healthy = command, backoff, healthy
         self._outlet = HomeOutlet(store)
         self._state = TrainerState(paused=store.registry.get_meta(PAUSED) is not None)
@@ -129,7 +142,7 @@ class TrainerSupervisor:
         while not self._quit.is_set():
             began = time.monotonic()
             error = self._live()
-            self._set(pid=None, expert=None, step=0, steps=0, loss=None, waits=None)
+            self._set(pid=None, expert=None, step=0, steps=0, loss=None, waits=None, held=False)
             if self._quit.is_set():
                 break
             if time.monotonic() - began >= self._healthy:
@@ -149,26 +162,33 @@ class TrainerSupervisor:
         except OSError as error:
             return f"it cannot be started: {error}"
         self._set(pid=child.process.pid, status="starting")
+        hold = Hold(child, self._busy)
         grace, fault = GRACE, ""
         try:
-            self._talk(child)
+            self._talk(child, hold)
         except ChildFailed as error:
             grace, fault = 0.0, str(error)
         except Exception as error:
             log.exception("The trainer's supervisor failed.")
             grace, fault = 0.0, f"{type(error).__name__}: {error}"
         finally:
+            hold.release()
             child.close(grace)
         return fault or child.why_ended()
 
-    def _talk(self, child: Child) -> None:
+    def _talk(self, child: Child, hold: Hold) -> None:
         """Until it has ended or the server stops. Raises ChildFailed."""
         conversation = Conversation(child, self._settings.trainer_timeout)
         paused = self._state.paused
         conversation.send(Begin(settings=self._settings.model_dump(mode="json"), paused=paused))
         while not self._quit.is_set():
-            for message in conversation.hear():
-                self._answer(conversation, message)
+            for message in conversation.hear(WATCH_SECONDS if self._state.trains else LOOK_SECONDS):
+                self._answer(conversation, message, hold)
+            hold.turn(self._state.trains)
+            if hold.held:
+                conversation.excuse()
+            if hold.held != self._state.held:
+                self._set(held=hold.held)
             if paused != self._state.paused:
                 paused = self._state.paused
                 conversation.send(Pause() if paused else Resume())
@@ -176,12 +196,12 @@ class TrainerSupervisor:
                 return
             self._quit.wait(BREATH)
 
-    def _answer(self, conversation: Conversation, message: State | Publish | Learned) -> None:
+    def _answer(self, conversation: Conversation, message: State | Publish | Learned, hold: Hold) -> None:
         if isinstance(message, State):
             self._show(message)
             return
         try:
-            reply = self._publish(message) if isinstance(message, Publish) else self._note(message)
+            reply = self._publish(message) if isinstance(message, Publish) else self._note(message, hold)
         except MoedraftError as error:
             if str(error) != self._state.last_error:
                 log.warning("An update of %s was refused: %s", message.expert, error)
@@ -212,10 +232,15 @@ class TrainerSupervisor:
             extra={"rank": message.rank, "modules": message.modules},
         )
         self._set(updates=self._state.updates + 1)
+        self._on_publish()
         return Published(version=version)
 
-    def _note(self, message: Learned) -> Message:
-        self._outlet.learned(message.expert, message.last_id, message.update)
+    def _note(self, message: Learned, hold: Hold) -> Message:
+        update, held = message.update, hold.seconds
+        hold.seconds = 0.0
+        if update is not None:
+            update = replace(update, seconds=max(0.0, update.seconds - held))  # it cannot know of that
+        self._outlet.learned(message.expert, message.last_id, update)
         return Noted()
 
 
@@ -231,10 +256,14 @@ class Conversation:
 
     def send(self, message: Message) -> None:
         self.child.send(message.line())
-        self._last = time.monotonic()  # it had to wait for this
+        self.excuse()  # it had to wait for this
 
-    def hear(self) -> list[State | Publish | Learned]:
-        lines = self.child.read(LOOK_SECONDS)
+    def excuse(self) -> None:
+        """Its silence up to now is none of its own."""
+        self._last = time.monotonic()
+
+    def hear(self, seconds: float) -> list[State | Publish | Learned]:
+        lines = self.child.read(seconds)
         self.heard = len(lines)
         messages = [message for line in lines if (message := self._understood(line)) is not None]
         if messages:

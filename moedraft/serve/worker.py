@@ -9,6 +9,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -125,6 +126,16 @@ class Worker:
             self._engine.abort_all()
             await self._until_empty(1.0)  # a step that hangs must not hold up the shutdown
         return left
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests are being served, or wait."""
+        return self._engine.open > 0
+
+    def refresh(self) -> None:
+        """Have new adapter versions loaded between two steps, at once where nobody is served."""
+        with suppress(Draining):
+            self._engine.do(self.system.refresh)
 
     def abort_all(self) -> None:
         """End all requests between two steps."""

@@ -95,6 +95,16 @@ elif mode == "deaf":
 elif mode == "talks":
     while True:
         state(step=1)
+elif mode == "trains":  # an update of so many steps, of a hundredth of a second each
+    for step in range(int(arguments[0])):
+        state("training code", expert="code", step=step, steps=int(arguments[0]))
+        time.sleep(0.01)
+    record = {"expert": "code", "version": 1, "records": 8, "steps": 1, "loss": 1.0, "seconds": 100.0}
+    record |= {"acceptance_before": None, "acceptance_after": None}
+    say(type="learned", expert="code", last_id=7, update=record)
+    hear()
+    state(waits="nothing to do")
+    hear()
 elif mode == "update":
     answers = [publish(arguments[0], **options) for options in map(json.loads, arguments[1:])]
     say(type="learned", expert="code", last_id=7, update=None)

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -374,6 +375,82 @@ def test_serving_goes_on_beside_a_trainer_that_keeps_dying(tmp_path: Path) -> No
     system.close()
 
 
+# -- while requests are served -------------------------------------------------------------------
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def test_it_is_held_in_mid_step_while_requests_are_served(
+    supervise: Supervise, store: Store, impatient: Settings
+) -> None:
+    """Its silence meanwhile is no fault, and the time is not counted as time spent."""
+    busy = threading.Event()
+    one = supervise("trains", 100, settings=impatient, busy=busy.is_set)
+    until(lambda: one.state().step > 3)
+    pid = one.state().pid
+    assert pid is not None
+    busy.set()
+    until(lambda: one.state().held)
+    assert is_stopped(pid)
+    step = until(lambda: one.state().step)
+    time.sleep(2 * impatient.trainer_timeout)
+    assert one.state().step <= step + 1
+    assert (one.state().held, one.state().restarts) == (True, 0)
+    busy.clear()
+    until(lambda: one.state().waits == "nothing to do")
+    assert (one.state().held, one.state().pid, one.state().restarts) == (False, pid, 0)
+    [update] = store.updates.recent("code")
+    assert 90 < update.seconds < 100 - 2 * impatient.trainer_timeout
+
+
+def test_one_that_waits_is_left_to_itself(supervise: Supervise) -> None:
+    one = supervise("polite", busy=lambda: True)
+    until(lambda: one.state().waits == "nothing to do")
+    time.sleep(0.2)
+    assert not one.state().held
+    assert not is_stopped(one.state().pid or 0)
+
+
+def test_it_is_not_held_for_ever(supervise: Supervise, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has to see the load for itself, and to end its reading of the store."""
+    monkeypatch.setattr("moedraft.serve.hold.LONGEST", 0.2)
+    one = supervise("trains", 30, busy=lambda: True)
+    until(lambda: one.state().held)
+    until(lambda: one.state().waits == "nothing to do")
+    assert one.state().restarts == 0
+
+
+def test_a_server_that_stops_does_not_wait_for_a_held_trainer(supervise: Supervise) -> None:
+    one = supervise("trains", 1000, busy=lambda: True)
+    until(lambda: one.state().held)
+    began = time.monotonic()
+    one.stop()
+    assert time.monotonic() - began < 2
+
+
+def test_a_held_trainer_dies_with_its_server() -> None:
+    """Even with one that is killed on the spot."""
+    trainer = (
+        "import os, time; from moedraft.distill.process import step_back; "
+        "step_back(); print(os.getpid(), flush=True); time.sleep(1000)"
+    )
+    server = (
+        "import os, signal, sys; from moedraft.serve.child import Child\n"
+        f"one = Child([sys.executable, '-c', {trainer!r}], os.environ)\n"
+        "while not (lines := one.read(1)): pass\n"
+        "one.process.send_signal(signal.SIGSTOP); print(lines[0].decode(), flush=True)\n"
+        "signal.pause()"
+    )
+    with subprocess.Popen([sys.executable, "-c", server], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        until(lambda: is_stopped(pid))
+        process.kill()
+    until(lambda: is_gone(pid) or Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z")
+
+
 # -- what it publishes ---------------------------------------------------------------------------
 
 
@@ -390,12 +467,20 @@ def write_adapter(folder: Path, value: float) -> Path:
 
 
 def answers(supervise: Supervise, store: Store, adapter: Path | str, *updates: dict[str, Any]) -> list[Any]:
-    one = supervise("update", adapter, *map(json.dumps, updates), base_hash="tiny")
+    seen: list[AdapterVersion | None] = []
+    one = supervise(
+        "update",
+        adapter,
+        *map(json.dumps, updates),
+        base_hash="tiny",
+        on_publish=lambda: seen.append(store.registry.live("code")),
+    )
     file = store.home.path / "answers.json"
     until(lambda: one.state().status == "done" or one.state().restarts)
     assert one.state().restarts == 0, one.state().last_error
     found: list[Any] = json.loads(file.read_text())
     one.stop()
+    assert len(seen) == [answer["type"] for answer in found].count("published"), "told once for each"
     return found
 
 

@@ -48,8 +48,9 @@ def trainer_state(now: TrainerState | None) -> State:
     if now.expert:
         done = f", step {now.step} of {now.steps}" if now.steps else ""
         loss = f", loss {now.loss:.2f}" if now.loss is not None else ""
-        if now.waits:
-            return State("Yielding", "busy", f"In the middle of {now.expert}{done}: {sentence(now.waits)}")
+        if now.waits or now.held:
+            reason = sentence(now.waits or "requests are being served")
+            return State("Yielding", "busy", f"In the middle of {now.expert}{done}: {reason}")
         return State("Training", "good", f"Updating the adapter of {now.expert}{done}{loss}.")
     if now.waits:
         return State("Waiting", "busy", sentence(now.waits))
