@@ -14,18 +14,17 @@ from __future__ import annotations
 import math
 import re
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from moedraft.core import SHARED, CorruptAdapter, UnsupportedModel
+from moedraft.core import SHARED, CorruptAdapter
+from moedraft.drafting.modules import adaptable, keeps_cache
 from moedraft.models import LanguageModel
 from moedraft.products import SMALL, Product, expect
 
-# Anything that makes keys or values, alone or fused with queries; a tail expert must not touch it.
-MAKES_KV = re.compile(r"(^|_)(k|v|kv|qkv)(_|$)|key|value|c_attn|Wqkv|kv_[ab]_proj")
 FEW_EXPERTS = 2  # in one batch of a small model on a CPU; with more of them the shared draft serves all
 PREFIX, LORA_A, LORA_B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 
@@ -40,53 +39,14 @@ class Adapter:
     deltas: Mapping[str, Delta]  # by module name
 
 
-def adaptable(draft: LanguageModel, scope: str) -> list[str]:
-    """Names of the linear layers that an adapter of this scope covers; the output layer is the last.
+@dataclass(frozen=True)
+class Prepared:
+    """New versions by expert (None: the zero adapter), with what was computed for them ahead of their use."""
 
-    "full": every one. "tail": those after which no key or value is made, so that the cache of the draft
-    is the same whichever expert is on. Left out in both: routers and token-routed experts of an MoE, whose
-    rows are permuted, so that nobody can tell whose they are. Raises UnsupportedModel where the architecture
-    offers none.
-    """
-    names = []
-    for prefix, layer in _decoder_layers(draft):
-        routed = tuple(f"{name}." for name, module in layer.named_modules() if _routes(name, module))
-        names += [
-            f"{prefix}.{name}"
-            for name, module in layer.named_modules()
-            if _is_linear(module)
-            and not name.startswith(routed)
-            and name.rpartition(".")[2] not in ("gate", "router")
-        ]
-    head = draft.hf.get_output_embeddings()
-    output = [name for name, module in draft.hf.named_modules() if module is head and _is_linear(module)]
-    if not names or not output:
-        raise UnsupportedModel(f"{draft.name}: no linear layers found that a draft expert could adapt.")
-    names.append(output[0])
-    return names if scope == "full" else [n for n in names if keeps_cache(n, draft.num_layers)]
-
-
-def keeps_cache(name: str, num_layers: int) -> bool:
-    """Whether adapting this module leaves every key and value of the draft as it is."""
-    layer = re.search(r"\.(\d+)\.", name)
-    last = layer is None or int(layer[1]) == num_layers - 1
-    return last and not MAKES_KV.search(name.rpartition(".")[2])
-
-
-def _decoder_layers(draft: LanguageModel) -> list[tuple[str, nn.Module]]:
-    for name, module in draft.hf.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == draft.num_layers:
-            return [(f"{name}.{i}", layer) for i, layer in enumerate(module)]
-    raise UnsupportedModel(f"{draft.name}: its decoder layers were not found.")
-
-
-def _routes(name: str, module: nn.Module) -> bool:
-    """Whether tokens are dealt out to what lies below this module of a decoder layer."""
-    return isinstance(module, nn.ModuleList) or name.rpartition(".")[2] in ("experts", "router")
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    changes: Mapping[str, Adapter | None]
+    weights: dict[str, torch.Tensor]  # base and shared adapter, by module
+    products: dict[str, Product]  # of these
+    merged: dict[str, tuple[Adapter, dict[str, Product]]]  # by expert
 
 
 class LoRALinear(nn.Module):
@@ -169,24 +129,51 @@ class ExpertBank:
 
         Returns whether keys and values change, so that draft caches filled before are stale.
         """
-        before = self.shared if expert == SHARED else self.experts.get(expert)
-        touched = {name for a in (before, adapter) if a for name in a.deltas}
-        if expert == SHARED:
-            self.shared = adapter
-            deltas = adapter.deltas if adapter else {}
-            self._shared_weights = {
-                name: self.layers[name].base_weight() + b @ a for name, (a, b) in deltas.items()
-            }
-            merged = self._shared_weights.items()
-            self._shared_products = {name: self.layers[name].with_weight(weight) for name, weight in merged}
-            self.merged.clear()
-        elif adapter is None:
-            self.experts.pop(expert, None)
-        else:
-            self.experts[expert] = adapter
-        self.merged.pop(expert, None)
+        return expert in self.take(self.prepare({expert: adapter}))
+
+    def prepare(self, changes: Mapping[str, Adapter | None], recent: Sequence[str] = ()) -> Prepared:
+        """What takes long about new versions; in any thread, while others draft, but by one at a time.
+
+        Experts in `recent` are made ready for batches of their own.
+        """
+        weights, products = self._shared_weights, self._shared_products
+        if SHARED in changes:
+            shared = changes[SHARED]
+            deltas = shared.deltas if shared else {}
+            weights = {name: self.layers[name].base_weight() + b @ a for name, (a, b) in deltas.items()}
+            products = {name: self.layers[name].with_weight(weight) for name, weight in weights.items()}
+        again = [name for name in recent if SHARED in changes or name in changes]
+        adapters = {name: changes.get(name, self.experts.get(name)) for name in again}
+        merged = {name: (a, self._merged(a, weights)) for name, a in adapters.items() if a is not None}
+        return Prepared(changes, weights, products, merged)
+
+    def take(self, prepared: Prepared) -> set[str]:
+        """Use these versions from the next forward on; those of them that change keys and values."""
+        stale = set()
+        for expert, adapter in prepared.changes.items():
+            before = self.shared if expert == SHARED else self.experts.get(expert)
+            touched = {name for a in (before, adapter) if a for name in a.deltas}
+            if not touched <= self.tail:
+                stale.add(expert)
+            if expert == SHARED:
+                self.shared = adapter
+                self._shared_weights, self._shared_products = prepared.weights, prepared.products
+                self.merged.clear()
+            elif adapter is None:
+                self.experts.pop(expert, None)
+            else:
+                self.experts[expert] = adapter
+            self.merged.pop(expert, None)
+        for expert, (merged_of, products) in prepared.merged.items():
+            if self.experts.get(expert) is merged_of and prepared.weights is self._shared_weights:
+                self.merged[expert] = products
         self.selected = None
-        return not touched <= self.tail
+        return stale
+
+    @property
+    def recent(self) -> list[str]:
+        """Experts that drafted alone lately."""
+        return list(self.merged)[-FEW_EXPERTS:]
 
     def read(
         self, version: int, config: Mapping[str, object], tensors: Mapping[str, torch.Tensor]
@@ -294,10 +281,7 @@ class ExpertBank:
             return None
         for expert in present:
             if expert not in self.merged:
-                self.merged[expert] = {
-                    name: self.layers[name].with_weight(self._weight(name) + b @ a)
-                    for name, (a, b) in self.experts[expert].deltas.items()
-                }
+                self.merged[expert] = self._merged(self.experts[expert], self._shared_weights)
             self.merged.move_to_end(expert)
         while sum(self._size(expert) for expert in self.merged) > self.merged_budget:
             self.merged.popitem(last=False)
@@ -309,10 +293,12 @@ class ExpertBank:
         copies = 2 if self._bases else 1
         return copies * sum(b.shape[0] * a.shape[1] * a.element_size() for a, b in deltas)
 
-    def _weight(self, name: str) -> torch.Tensor:
-        """Base and shared adapter."""
-        known = self._shared_weights.get(name)
-        return self.layers[name].base_weight() if known is None else known
+    def _merged(self, adapter: Adapter, weights: Mapping[str, torch.Tensor]) -> dict[str, Product]:
+        """Its layers with base, shared adapter (`weights`, where it has the layer) and itself in one."""
+        return {
+            name: self.layers[name].with_weight(weights.get(name, self.layers[name].base_weight()) + b @ a)
+            for name, (a, b) in adapter.deltas.items()
+        }
 
 
 def scaling(config: Mapping[str, object], name: str, rank: int) -> float:

@@ -15,7 +15,8 @@ from moedraft.core import SHARED
 from moedraft.drafting.drafter import Drafter
 from moedraft.drafting.lora import ExpertBank
 from moedraft.engine.engine import Engine
-from moedraft.engine.recorder import AdapterLoader, Recorder
+from moedraft.engine.loader import AdapterLoader
+from moedraft.engine.recorder import Recorder
 from moedraft.models import LanguageModel, check_pair, load_model
 from moedraft.routing.classifier import Embedder, Router
 from moedraft.routing.selector import BackgroundSelector
@@ -123,7 +124,7 @@ def assemble(settings: Settings, store: Store, target: LanguageModel, draft: Lan
     engine.refresh = lambda: loader.refresh(engine.sequences.values())
     engine.sinks.append(recorder)
     engine.knows = lambda expert: expert == SHARED or expert in router.domains
-    engine.closers += [selector.close, store.close]
+    engine.closers += [selector.close, loader.close, store.close]
     loader.refresh([], now=True)
     return System(settings, store, router, target, draft, bank, loader, recorder, engine)
 

@@ -1,4 +1,4 @@
-"""Between engine and storage: finished requests go out, live adapter versions come in.
+"""What becomes of finished requests: statistics and replay records go into storage.
 
 A full disk never stops serving: learning pauses, the reason stands in `status`, and it goes on by itself
 when a write succeeds again.
@@ -10,18 +10,14 @@ import logging
 import time
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable
 
 import torch
 
-from moedraft.core import SHARED, CorruptAdapter, ReplayRecord, RequestStats, Sequence, StorageError
-from moedraft.drafting.lora import ExpertBank
-from moedraft.memory import return_free_memory
+from moedraft.core import ReplayRecord, RequestStats, Sequence, StorageError
 from moedraft.storage.store import Store
 
 log = logging.getLogger(__name__)
 
-POLL_SECONDS = 0.5
 SCRIPTS = {
     "LATIN": "latin",
     "CYRILLIC": "cyrillic",
@@ -110,58 +106,3 @@ def request_stats(sequence: Sequence) -> RequestStats:
         num_lookup_tokens=sequence.looked_up,
         num_accepted_lookup_tokens=sequence.lookup_accepted,
     )
-
-
-class AdapterLoader:
-    """Brings the bank in line with the live versions in storage. Called between two steps."""
-
-    def __init__(self, store: Store, bank: ExpertBank) -> None:
-        self.store, self.bank = store, bank
-        self.generation = -1
-        self.refused: set[tuple[str, int]] = set()
-        self._next_poll = 0.0
-
-    def refresh(self, running: Iterable[Sequence], *, now: bool = False) -> None:
-        """Load what has changed; sequences whose draft cache became stale re-fill it. Never raises."""
-        if not now and time.monotonic() < self._next_poll:
-            return
-        self._next_poll = time.monotonic() + POLL_SECONDS
-        try:
-            generation = self.store.registry.generation()
-            if generation != self.generation:
-                stale = {name for name in self._names() if self._bring_up(name)}
-                for sequence in running:
-                    if sequence.expert in stale or SHARED in stale:
-                        sequence.draft_cached = 0
-                self.generation = self.store.registry.generation()
-                return_free_memory()
-        except StorageError as error:
-            log.warning("Adapters were not refreshed: %s", error)
-
-    def _names(self) -> list[str]:
-        registered = [domain.name for domain in self.store.registry.domains()]
-        return [SHARED, *registered, *(set(self.bank.experts) - set(registered))]
-
-    def _bring_up(self, name: str) -> bool:
-        """Publish the live version of `name`; True if keys and values of running sequences are stale.
-
-        A version that the bank refuses is rolled back where the home is writable, as a corrupt one is, and
-        its nearest ancestor that fits is taken.
-        """
-        for version in self.store.registry.lineage(name, self.bank.base_hash):
-            if (name, version.version) in self.refused:
-                continue
-            if version.version == self.bank.version(name):
-                return False
-            try:
-                found = self.store.adapters.load(version, self.bank.base_hash)
-                adapter = self.bank.read(version.version, found.config, found.tensors)
-            except CorruptAdapter as error:
-                log.warning("%s version %d: %s An older version serves.", name, version.version, error)
-                self.refused.add((name, version.version))
-                self.store.adapters.reject(version)
-            except StorageError as error:
-                log.warning("%s An older version serves.", error)
-            else:
-                return self.bank.publish(name, adapter)
-        return self.bank.version(name) > 0 and self.bank.publish(name, None)

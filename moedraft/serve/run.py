@@ -175,7 +175,6 @@ def _supervised(settings: Settings, worker: Worker, stack: ExitStack) -> Trainer
         worker.system.store,
         base_hash=worker.system.bank.base_hash,
         busy=lambda: worker.busy,
-        on_publish=worker.refresh,
     )
     stack.callback(supervisor.stop)
     supervisor.start()

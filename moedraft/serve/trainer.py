@@ -81,8 +81,8 @@ class TrainerSupervisor:
     """Keeps one trainer process alive over an open, writable store. `start` it, `stop` it.
 
     `base_hash`: of the draft base that serves; updates of another are refused. `busy`: whether requests are
-    being served; `on_publish` is called after each new version, from the supervisor's thread. `backoff`:
-    shortest and longest pause before a restart; it starts anew after `healthy` seconds of life.
+    being served. `backoff`: shortest and longest pause before a restart; it starts anew after `healthy`
+    seconds of life.
     """
 
     def __init__(
@@ -92,14 +92,13 @@ class TrainerSupervisor:
         *,
         base_hash: str | None = None,
         busy: Callable[[], bool] = lambda: False,
-        on_publish: Callable[[], None] = lambda: None,
         command: Sequence[str] = COMMAND,
         backoff: tuple[float, float] = (1.0, 60.0),
         healthy: float = 60.0,
     ) -> None:
         self._settings, self._store, self._base_hash = settings, store, base_hash
-        self._busy, self._on_publish = busy, on_publish
         self._command, self._backoff, self._healthy = command, backoff, healthy
+        self._busy = busy
         self._outlet = HomeOutlet(store)
         self._state = TrainerState(paused=store.registry.get_meta(PAUSED) is not None)
         self._lock = threading.Lock()  # of `_state`
@@ -232,7 +231,6 @@ class TrainerSupervisor:
             extra={"rank": message.rank, "modules": message.modules},
         )
         self._set(updates=self._state.updates + 1)
-        self._on_publish()
         return Published(version=version)
 
     def _note(self, message: Learned, hold: Hold) -> Message:

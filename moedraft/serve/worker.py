@@ -9,7 +9,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -65,6 +64,7 @@ class Worker:
         self._publisher = threading.Thread(target=self._publish_loads, name="moedraft-load", daemon=True)
 
     def start(self) -> None:
+        self.system.loader.load_beside()
         self._engine.start()
         self._publisher.start()
 
@@ -131,11 +131,6 @@ class Worker:
     def busy(self) -> bool:
         """Whether requests are being served, or wait."""
         return self._engine.open > 0
-
-    def refresh(self) -> None:
-        """Have new adapter versions loaded between two steps, at once where nobody is served."""
-        with suppress(Draining):
-            self._engine.do(self.system.refresh)
 
     def abort_all(self) -> None:
         """End all requests between two steps."""

@@ -10,7 +10,8 @@ from moedraft.distill.trainer import Trainer
 from moedraft.drafting.drafter import Drafter
 from moedraft.drafting.lora import ExpertBank
 from moedraft.engine.engine import Engine
-from moedraft.engine.recorder import AdapterLoader, Recorder
+from moedraft.engine.loader import AdapterLoader
+from moedraft.engine.recorder import Recorder
 from moedraft.storage.store import Store
 
 from random_models import VOCAB, prompts_of, random_model

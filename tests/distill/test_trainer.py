@@ -16,7 +16,7 @@ from moedraft.distill.batches import collate
 from moedraft.distill.loop import DistillLoop
 from moedraft.distill.trainer import Trainer
 from moedraft.drafting.lora import ExpertBank
-from moedraft.engine.recorder import AdapterLoader
+from moedraft.engine.loader import AdapterLoader
 from moedraft.kernels import divergence
 from moedraft.models import LanguageModel
 

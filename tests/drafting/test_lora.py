@@ -8,7 +8,8 @@ import transformers
 
 from moedraft.core import SHARED, CorruptAdapter, SamplingParams, UnsupportedModel
 from moedraft.drafting.drafter import Drafter
-from moedraft.drafting.lora import PREFIX, Adapter, ExpertBank, LoRALinear, adaptable, keeps_cache
+from moedraft.drafting.lora import PREFIX, Adapter, ExpertBank, LoRALinear
+from moedraft.drafting.modules import adaptable, keeps_cache
 from moedraft.engine.engine import Engine
 from moedraft.models import LanguageModel
 

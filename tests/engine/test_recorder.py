@@ -9,7 +9,8 @@ import pytest
 
 from moedraft.core import SHARED, Domain, SamplingParams, Sequence, StorageError
 from moedraft.drafting.lora import ExpertBank
-from moedraft.engine.recorder import AdapterLoader, Recorder, script_of
+from moedraft.engine.loader import AdapterLoader
+from moedraft.engine.recorder import Recorder, script_of
 from moedraft.storage.store import Store
 
 from random_models import random_model

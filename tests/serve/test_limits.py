@@ -104,7 +104,6 @@ def test_a_path_cannot_speak_to_the_terminal_of_the_log(
     caplog.set_level(logging.INFO)
     client.get("/%1b%5b31mred%0d%0aforged")
 
-
     def shown() -> list[str]:
         return [record.msg["path"] for record in caplog.records if isinstance(record.msg, dict)]
 

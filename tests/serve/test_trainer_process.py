@@ -467,20 +467,12 @@ def write_adapter(folder: Path, value: float) -> Path:
 
 
 def answers(supervise: Supervise, store: Store, adapter: Path | str, *updates: dict[str, Any]) -> list[Any]:
-    seen: list[AdapterVersion | None] = []
-    one = supervise(
-        "update",
-        adapter,
-        *map(json.dumps, updates),
-        base_hash="tiny",
-        on_publish=lambda: seen.append(store.registry.live("code")),
-    )
+    one = supervise("update", adapter, *map(json.dumps, updates), base_hash="tiny")
     file = store.home.path / "answers.json"
     until(lambda: one.state().status == "done" or one.state().restarts)
     assert one.state().restarts == 0, one.state().last_error
     found: list[Any] = json.loads(file.read_text())
     one.stop()
-    assert len(seen) == [answer["type"] for answer in found].count("published"), "told once for each"
     return found
 
 

@@ -461,22 +461,6 @@ def test_calls_run_on_the_engines_thread_between_steps(worker: Worker) -> None:
     run(ask())
 
 
-def test_an_idle_engine_loads_new_versions_at_once(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded, threads = threading.Event(), list[str]()
-
-    def refresh(*_: Any, now: bool) -> None:
-        threads.append(threading.current_thread().name)
-        loaded.set()
-
-    monkeypatch.setattr(worker.system.loader, "refresh", refresh)
-    worker.refresh()
-    assert loaded.wait(0.5), "it did not wait for its next look"
-    assert not worker.busy
-    worker.stop()
-    worker.refresh()
-    assert threads == ["moedraft-engine"]
-
-
 def test_a_call_that_steps_the_engine_loses_no_output(worker: Worker) -> None:
     async def ask() -> None:
         tickets = [await worker.submit([i], params(30)) for i in range(3)]
