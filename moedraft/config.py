@@ -97,7 +97,7 @@ class Settings(BaseSettings):
         120, gt=0, description="seconds of silence after which the trainer is killed"
     )
     train_idle_share: float = Field(
-        0.5, ge=0, le=1, description="share of idle time from which there is room to train"
+        0.5, ge=0, le=1, description="share of idle time from which there is room to train; 0: always"
     )
     train_max_waiting: int = Field(0, ge=0, description="requests in the queue up to which there is room")
 

@@ -174,7 +174,7 @@ def _supervised(settings: Settings, worker: Worker, stack: ExitStack) -> Trainer
         settings,
         worker.system.store,
         base_hash=worker.system.bank.base_hash,
-        busy=lambda: worker.busy,
+        busy=lambda: worker.busy and settings.train_idle_share > 0,  # 0: it trains come what may
     )
     stack.callback(supervisor.stop)
     supervisor.start()
