@@ -257,7 +257,7 @@ def test_a_thousand_leave_the_shipped_pair(tmp_path: Path, capsys: pytest.Captur
             time.sleep(2.5)  # an engine at rest gives back free memory
             return server.rss, server.files, server.threads
 
-        run(many_leave(server, 4000, Counter()), 500)  # what is bounded fills: code, caches, heaps
+        run(many_leave(server, 400, Counter()), 500)  # what is bounded fills: code, caches, heaps
         before = settled()
         run(many_leave(server, 1000, left), 500)
         after = settled()
