@@ -23,10 +23,10 @@ SMALL = 50_000_000  # weights of a model up to which the memory for second copie
 FEW = 2  # rows up to which the input-major copy is faster
 TYPICAL = 5  # rows that the blocked copy is laid out for
 MANY = 128  # rows from which on arithmetic decides, not reading, and PyTorch's usual product is as fast
-# Entries of oneDNN's cache, and of PyTorch's own in front of it, which saves no time. The shipped pair has
-# nine shapes of sixteen row counts each, the embedder three of eighteen, and what is tried while models are
-# loaded comes on top. All must fit: or what was generated ahead is thrown away before it is used.
-KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "320", "LRU_CACHE_CAPACITY": "16"}
+# Entries of oneDNN's cache, and of PyTorch's own in front of it, which saves no time. A product takes two.
+# The shipped pair has nine shapes of sixteen row counts each, the embedder three of ten, and 32 of its
+# activation: all fit, or what was generated ahead would be thrown away before it is used.
+KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "512", "LRU_CACHE_CAPACITY": "16"}
 SHAPES: dict[tuple[int, int, bool], bool] = {}  # out, in, biased: is the code for it generated?
 
 

@@ -119,10 +119,12 @@ def serving(found: dict[str, Any]) -> str:
         "failed",
     ]
     settings = found["settings"]
+    costs = ", ".join(f"{load} {ratio - 1:+.0%}" for load, ratio in found["learning_gap_p99"].items())
     note = (
         f"{settings['requests']} requests of {settings['max_tokens']} tokens a load, "
-        f"{settings['rounds']} rounds, {settings['streams']} slots; "
-        f"open loops at {settings['load']:.0%} of what plain decoding takes."
+        f"{settings['rounds']} rounds ({settings['open_rounds']} of the open loops), "
+        f"{settings['streams']} slots; open loops at {settings['load']:.0%} of what plain decoding takes. "
+        f"What learning makes of the gaps' p99: {costs}."
     )
     return f"{table(head, rows)}\n\n{note}"
 

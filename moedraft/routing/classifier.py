@@ -15,6 +15,9 @@ import numpy as np
 
 from moedraft.core import SHARED, InvalidRequest
 from moedraft.routing.embedder import (
+    FEW,
+    MAX_TOKENS,
+    STEP,
     Embedder,
     EmbeddingCache,
     Floats,
@@ -77,9 +80,14 @@ class Router:
         return self._fitted_on == _digest(examples) if examples else not self.domains
 
     def warm_up(self) -> None:
-        """Load the embedder now, if prompts may need it: it takes seconds, which nobody should wait for."""
+        """Have the embedder load now, if prompts may need it, and read every number and length of texts.
+
+        It takes a second or two, which no request should wait for, and memory that it keeps.
+        """
         if self._model is not None:
-            self.embedder.embed(["ready"])
+            for count in range(1, FEW + 1):
+                for words in range(1, MAX_TOKENS, STEP):
+                    self.embedder.embed(["a " * words] * count)
 
     def fit(self, examples: Mapping[str, Sequence[str]]) -> None:
         """Learn the domains from {name: prompts}, replacing all before; {} forgets them.

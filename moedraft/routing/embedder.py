@@ -32,6 +32,7 @@ CARRIED = "minilm"
 MAX_TOKENS = 32  # what an embedding reads and costs; 40 gained 0.2 points, 28 lost 0.3
 HEAD_BYTES, TAIL_BYTES = 40, 72  # a long prompt is read at both ends: greetings precede questions
 FEW = 8  # texts that are padded to the longest of them; more are sorted into batches
+STEP = 8  # tokens: each length has generated code of its own, so there are few of them
 NGRAM_CHARS = 400  # from each end
 NGRAM_FEATURES = 1024
 EXCERPT_VERSION = 2  # part of an embedder's id: raise it whenever the cutting above changes
@@ -101,10 +102,18 @@ class Embedder:
         plain = model.default_prompt_name is None and model.truncate_dim is None
         if plain and len(texts) <= FEW and self.device == "cpu":
             # What `encode` comes to then, without the two milliseconds that it takes to find out.
-            found: torch.Tensor = model(model.preprocess(texts))["sentence_embedding"]
+            read = {name: padded(ids, STEP) for name, ids in model.preprocess(texts).items()}
+            found: torch.Tensor = model(read)["sentence_embedding"]
             return found.float().numpy()
         options = {"batch_size": self.batch_size, "show_progress_bar": False}
         return np.asarray(model.encode(texts, **options), dtype=np.float32)
+
+
+def padded(ids: Any, step: int) -> Any:
+    """Token ids or a mask [B, T] → [B, T up to a multiple of step], with zeros, which the mask hides."""
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+        return ids
+    return torch.nn.functional.pad(ids, (0, -ids.shape[1] % step))
 
 
 class EmbeddingCache:

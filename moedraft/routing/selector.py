@@ -6,6 +6,8 @@ import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
+import torch
+
 from moedraft.core import Sequence, Verdict
 from moedraft.routing.classifier import Route, Router
 
@@ -55,7 +57,7 @@ class BackgroundSelector(Selector):
 
     def __init__(self, router: Router) -> None:
         super().__init__(router)
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="moedraft-router")
+        self._pool = ThreadPoolExecutor(1, "moedraft-router", initializer=torch.get_num_threads)
         self._open: list[tuple[Future[list[Route]], list[Sequence]]] = []
 
     def assign(self, sequences: list[Sequence]) -> None:

