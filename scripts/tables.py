@@ -119,18 +119,32 @@ def serving(found: dict[str, Any]) -> str:
         "failed",
     ]
     settings = found["settings"]
-    costs = ", ".join(f"{load} {ratio - 1:+.0%}" for load, ratio in found["learning_gap_p99"].items())
     note = (
         f"{settings['requests']} requests of {settings['max_tokens']} tokens a load, "
         f"{settings['rounds']} rounds ({settings['open_rounds']} of the open loops), "
-        f"{settings['streams']} slots; open loops at {settings['load']:.0%} of what plain decoding takes. "
-        f"What learning makes of the gaps' p99: {costs}."
+        f"{settings['streams']} slots; open loops at {settings['load']:.0%} of what plain decoding takes."
     )
     return f"{table(head, rows)}\n\n{note}"
 
 
+def learning_cost(found: dict[str, Any]) -> str:
+    rows = []
+    for load, systems in found["loads"].items():
+        without, with_it = systems["experts"], systems["experts + learning"]
+        row = [load]
+        for what in ("gap_ms", "ttft_ms"):
+            for part in ("p50", "p99"):
+                before, after = without[what][part], with_it[what][part]
+                row.append(f"{before:.0f} → {after:.0f} ({after / before - 1:+.0%})")
+        rows.append([*row, f"{with_it['ratio']:.2f}"])
+    head = ["load", "gap p50, ms", "gap p99", "first token p50", "first token p99", "tokens/s"]
+    rounds = found["settings"]["rounds"]
+    return f"{table(head, rows)}\n\nExperts without → with learning, {rounds} rounds each, in turns."
+
+
 SOURCES = {
     "serving": ("serve.json", serving),
+    "learning_cost": ("serve_learning.json", learning_cost),
     "bench": ("bench.json", bench),
     "learning": ("learning.json", learning),
     "router": ("router.json", router),
