@@ -181,7 +181,8 @@ class TrainerSupervisor:
         paused = self._state.paused
         conversation.send(Begin(settings=self._settings.model_dump(mode="json"), paused=paused))
         while not self._quit.is_set():
-            for message in conversation.hear(WATCH_SECONDS if self._state.trains else LOOK_SECONDS):
+            in_the_way = self._state.trains and not hold.held
+            for message in conversation.hear(WATCH_SECONDS if in_the_way else LOOK_SECONDS):
                 self._answer(conversation, message, hold)
             hold.turn(self._state.trains)
             if hold.held:

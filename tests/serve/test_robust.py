@@ -276,7 +276,7 @@ def test_a_thousand_leave_the_shipped_pair(tmp_path: Path, capsys: pytest.Captur
 
 # -- memory that a process keeps ------------------------------------------------------------------
 
-# Multiplies 300 numbers of rows; prints the MB that stay allocated.
+# Multiplies 600 numbers of rows; prints the MB that stay allocated.
 ROWS = """
 import ctypes, torch
 from moedraft.products import Product
@@ -295,10 +295,10 @@ mallinfo = ctypes.CDLL(None).mallinfo2
 mallinfo.restype = Mallinfo
 torch.set_num_threads(1)
 with torch.inference_mode():
-    product, x = Product(torch.randn(64, 64), small=True), torch.randn(400, 64)
+    product, x = Product(torch.randn(64, 64), small=True), torch.randn(700, 64)
     multiply(3)
     before = used()
-    for rows in range(4, 304):
+    for rows in range(4, 604):
         multiply(rows)
 print(used() - before)
 """
