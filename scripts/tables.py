@@ -183,7 +183,7 @@ def filled(text: str, results: Path) -> str:
             body = render(json.loads(path.read_text())) if path.exists() else MISSING
         return f"<!-- table:{match[1]} -->\n{body}\n<!-- end -->"
 
-    return re.sub(r"<!-- table:(\w+) -->\n.*?\n<!-- end -->", replace, text, flags=re.DOTALL)
+    return re.sub(r"<!-- table:(\w+) -->\n.*?<!-- end -->", replace, text, flags=re.DOTALL)
 
 
 def main() -> None:

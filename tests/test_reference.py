@@ -1,4 +1,4 @@
-"""The reference in docs/ is what the code says."""
+"""The reference in docs/ is what the code says, the tables in README.md what the results say."""
 
 from __future__ import annotations
 
@@ -11,14 +11,24 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.fixture(scope="module")
-def reference() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("reference", ROOT / "scripts" / "reference.py")
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def reference() -> ModuleType:
+    return script("reference")
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    return script("tables")
 
 
 def test_the_reference_is_up_to_date(reference: ModuleType) -> None:
@@ -30,3 +40,18 @@ def test_it_names_settings_metrics_and_routes(reference: ModuleType) -> None:
     text = reference.text()
     for name in ("`max_waiting`", "`moedraft_spec_decode_num_drafts_total`", "`/v1`"):
         assert name in text
+
+
+def test_every_table_stands_in_the_readme_and_is_up_to_date(tables: ModuleType) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for name in (*tables.SOURCES, "kernels"):
+        assert text.count(f"<!-- table:{name} -->") == 1
+    assert tables.filled(text, ROOT / "results") == text, "run `python scripts/tables.py`"
+
+
+def test_an_empty_table_is_filled_and_takes_nothing_with_it(tables: ModuleType, tmp_path: Path) -> None:
+    text = "<!-- table:bench -->\n<!-- end -->\nkept\n<!-- table:router -->\nold\n<!-- end -->\n"
+    filled = tables.filled(text, tmp_path)
+    assert filled.count(tables.MISSING) == 2
+    assert "kept" in filled
+    assert "old" not in filled
