@@ -9,13 +9,13 @@ adds can be told apart.
     python scripts/bench_serve.py --home H --out results/serve_learning.json --systems experts \
         "experts + learning" --rounds 8 --load 0.5    # what learning costs: p99 needs many rounds
 
-Five servers run side by side on copies of the home and take turns, load by load, so that noise hits all
+The servers run side by side on copies of the home and take turns, load by load, so that noise hits all
 alike; only the one whose turn it is gets requests, and only then may its trainer learn. The loads are a
 mixed-language trace of shipped prompts:
 
     streams     so many clients, each sending its next request when the last one is answered
     saturated   the same with four times as many
-    poisson     an open loop: requests come when they come, at `--load` of what plain decoding can take
+    poisson     an open loop: requests come when they come, at `--load` of what the first system takes
     bursty      the same rate in bursts (gamma arrivals, coefficient of variation 2)
 
 Reported per system and load: tokens per second, time to first token, gap between two pieces of a stream

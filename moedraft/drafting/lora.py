@@ -172,7 +172,7 @@ class ExpertBank:
 
     @property
     def recent(self) -> list[str]:
-        """Experts that drafted alone lately."""
+        """Experts whose merged weights were used last."""
         return list(self.merged)[-FEW_EXPERTS:]
 
     def read(
