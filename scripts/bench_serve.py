@@ -6,8 +6,8 @@ adds can be told apart.
 
     moedraft demo --home H                          # experts to measure with
     python scripts/bench_serve.py --home H --out results/serve.json
-    python scripts/bench_serve.py --home H --out results/serve_learning.json --systems experts \
-        "experts + learning" --rounds 8 --load 0.5    # what learning costs: p99 needs many rounds
+    python scripts/bench_serve.py --home H --out results/serve_learning.json --load 0.5 --rounds 24 \
+        --open-rounds 16 --systems experts "experts again" "experts + learning"   # what learning costs
 
 The servers run side by side on copies of the home and take turns, load by load, so that noise hits all
 alike; only the one whose turn it is gets requests, and only then may its trainer learn. The loads are a
@@ -18,9 +18,14 @@ mixed-language trace of shipped prompts:
     poisson     an open loop: requests come when they come, at `--load` of what the first system takes
     bursty      the same rate in bursts (gamma arrivals, coefficient of variation 2)
 
-Reported per system and load: tokens per second, time to first token, gap between two pieces of a stream
-(p50 and p99, milliseconds), failed requests. Ratios are medians over the rounds. Percentiles are of all
-rounds together; of one round's gaps the slowest hundredth is five, so the open loops are run more often.
+Reported per system and load: tokens per second, failed requests, and in milliseconds, p50 and p99: time to
+first token, gap between two pieces of a stream (a piece is what one step gives, one token or several), time
+per token after the first (of one request), latency of whole requests.
+
+Ratios are medians over the rounds. Percentiles are of all rounds together; of one round's gaps the slowest
+hundredth is five. `p99_against_first` is the ratio of a system's p99 to the first's with an interval that
+holds it in 95 of 100 cases, bootstrapped over the rounds. "experts again" is a second server of the same
+kind: how far its ratios are from one is what the machine does, not the system.
 """
 
 from __future__ import annotations
@@ -44,16 +49,21 @@ from statistics import median
 from typing import Any
 
 import httpx
+import numpy as np
+from scipy.stats import bootstrap
 
 from moedraft.showcase import shipped
+from moedraft.storage.store import Store
 
 SYSTEMS: dict[str, dict[str, str]] = {
     "plain": {"MOEDRAFT_NUM_SPECULATIVE_TOKENS": "0", "MOEDRAFT_MAX_SPECULATIVE_TOKENS": "0"},
     "lookup": {"MOEDRAFT_DRAFT_SOURCE": "lookup"},  # on an empty home, as is the next
     "generic draft": {},
     "experts": {},
+    "experts again": {},
     "experts + learning": {},
 }
+TIMES = ("ttft", "gap", "per_token", "latency")
 
 
 @dataclass(frozen=True)
@@ -78,8 +88,7 @@ class Load:
     tokens: int = 0
     seconds: float = 0.0
     failed: int = 0
-    first: list[float] = field(default_factory=list)
-    gaps: list[float] = field(default_factory=list)
+    times: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in TIMES})
 
 
 @contextmanager
@@ -117,8 +126,8 @@ async def ask(client: httpx.AsyncClient, prompt: str, max_tokens: int, load: Loa
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    last = time.perf_counter()
-    started, tokens = False, None
+    last = began = time.perf_counter()
+    first, tokens = None, None
     try:
         async with client.stream("POST", "/v1/completions", json=body) as answer:
             async for line in answer.aiter_lines():
@@ -127,16 +136,19 @@ async def ask(client: httpx.AsyncClient, prompt: str, max_tokens: int, load: Loa
                 chunk = json.loads(line[6:])
                 now = time.perf_counter()
                 if chunk.get("choices") and chunk["choices"][0].get("text"):
-                    (load.gaps if started else load.first).append(now - last)
-                    started, last = True, now
+                    load.times["ttft" if first is None else "gap"].append(now - last)
+                    first, last = first or now, now
                 if chunk.get("usage"):
                     tokens = chunk["usage"]["completion_tokens"]
     except httpx.HTTPError:
         tokens = None
     if tokens is None:
         load.failed += 1
-    else:
-        load.tokens += tokens
+        return
+    load.tokens += tokens
+    load.times["latency"].append(last - began)
+    if first is not None and tokens > 1:
+        load.times["per_token"].append((last - first) / (tokens - 1))
 
 
 async def closed(url: str, prompts: list[tuple[str, int]], streams: int) -> Load:
@@ -217,11 +229,26 @@ def measure(servers: dict[str, Server], args: argparse.Namespace) -> dict[str, d
     return found
 
 
-def percentile(values: list[float], share: float) -> float | None:
-    """In milliseconds."""
-    if not values:
-        return None
-    return round(1e3 * sorted(values)[min(len(values) - 1, int(share * len(values)))], 2)
+def percentile(values: list[float], share: float) -> float:
+    """In milliseconds; nan of nothing."""
+    return round(1e3 * float(np.quantile(values, share, method="higher")), 2) if values else float("nan")
+
+
+def p99_ratio(rounds: list[Load], base: list[Load], name: str) -> dict[str, float]:
+    """Of the times called `name`, all rounds together; rounds that were run in turns are drawn together."""
+
+    def ratio(drawn: np.ndarray[Any, Any]) -> float:
+        one, other = (
+            np.concatenate([loads[i].times[name] for i in drawn.astype(int)]) for loads in (rounds, base)
+        )
+        return float(np.quantile(one, 0.99, method="higher") / np.quantile(other, 0.99, method="higher"))
+
+    numbers = np.arange(len(rounds))
+    if len(rounds) < 2:
+        return {"ratio": round(ratio(numbers), 3)}
+    found = bootstrap((numbers,), ratio, vectorized=False, n_resamples=2000, method="percentile", rng=0)
+    low, high = found.confidence_interval
+    return {"ratio": round(ratio(numbers), 3), "low": round(float(low), 3), "high": round(float(high), 3)}
 
 
 def summary(loads: dict[str, list[Load]]) -> dict[str, Any]:
@@ -230,17 +257,32 @@ def summary(loads: dict[str, list[Load]]) -> dict[str, Any]:
     for name, rounds in loads.items():
         rates = [load.tokens / load.seconds for load in rounds]
         base = [load.tokens / load.seconds for load in loads[first]]
-        starts = [value for load in rounds for value in load.first]
-        gaps = [value for load in rounds for value in load.gaps]
         result[name] = {
             "tokens_per_second": round(median(rates), 2),
             "ratio": round(median(a / b for a, b in zip(rates, base, strict=True)), 3),
-            "ttft_ms": {"p50": percentile(starts, 0.5), "p99": percentile(starts, 0.99)},
-            "gap_ms": {"p50": percentile(gaps, 0.5), "p99": percentile(gaps, 0.99)},
             "failed": sum(load.failed for load in rounds),
             "rounds": [round(rate, 2) for rate in rates],
         }
+        for what in TIMES:
+            values = [value for load in rounds for value in load.times[what]]
+            result[name][f"{what}_ms"] = {"p50": percentile(values, 0.5), "p99": percentile(values, 0.99)}
+        if name != first and all(load.times["latency"] for load in rounds + loads[first]):
+            result[name]["p99_against_first"] = {
+                what: p99_ratio(rounds, loads[first], what) for what in TIMES
+            }
     return result
+
+
+def learned(home: Path, since: float) -> dict[str, Any]:
+    """What the trainer did in `home` from `since` on, seconds since the epoch."""
+    store = Store.open(home, write=False)
+    updates = [one for one in store.updates.recent(limit=10_000) if one.created_at > since]
+    store.close()
+    return {
+        "updates": len(updates),
+        "training_seconds": round(sum(one.seconds for one in updates), 1),
+        "optimiser_steps": sum(one.steps for one in updates),
+    }
 
 
 def arguments() -> argparse.Namespace:
@@ -277,11 +319,14 @@ def main() -> None:
         for server in servers.values():
             server.learn(False)
             asyncio.run(closed(server.url, trace(args.streams, 16, 99), args.streams))  # warm up
+        began = time.time()
         found = measure(servers, args)
+        trainers = {name: learned(one.home, began) for name, one in servers.items() if one.learns}
     settings = {k: v for k, v in vars(args).items() if not isinstance(v, Path)}
     figures = {kind: summary(loads) for kind, loads in found.items()}
     result = {
         "loads": figures,
+        "learned": trainers,
         "settings": settings,
         "machine": platform.machine(),
         "date": time.strftime("%Y-%m-%d"),

@@ -198,6 +198,8 @@ class TrainerSupervisor:
 
     def _answer(self, conversation: Conversation, message: State | Publish | Learned, hold: Hold) -> None:
         if isinstance(message, State):
+            if message.expert is None:
+                hold.seconds = 0.0  # no update runs, so whatever was held is none of the next one
             self._show(message)
             return
         try:

@@ -95,10 +95,13 @@ elif mode == "deaf":
 elif mode == "talks":
     while True:
         state(step=1)
-elif mode == "trains":  # an update of so many steps, of a hundredth of a second each
-    for step in range(int(arguments[0])):
-        state("training code", expert="code", step=step, steps=int(arguments[0]))
-        time.sleep(0.01)
+elif mode == "trains":  # updates of so many steps, of a hundredth of a second each; only the last succeeds
+    for number, steps in enumerate(map(int, arguments)):
+        if number:
+            state(waits="the last update failed", error="out of luck")
+        for step in range(steps):
+            state("training code", expert="code", step=step, steps=steps)
+            time.sleep(0.01)
     record = {"expert": "code", "version": 1, "records": 8, "steps": 1, "loss": 1.0, "seconds": 100.0}
     record |= {"acceptance_before": None, "acceptance_after": None}
     say(type="learned", expert="code", last_id=7, update=record)

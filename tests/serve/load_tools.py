@@ -5,6 +5,8 @@ which version they are, and a way to hold the engine's steps.
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import gc
 import json
 import os
 import signal
@@ -173,6 +175,28 @@ def resident(pid: int | str = "self") -> float:
     """Resident memory of a process, MB."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+MALLINFO = ("arena", "o", "s", "h", "hblkhd", "u", "f", "uordblks", "fordblks", "keep")
+
+
+class Mallinfo(ctypes.Structure):
+    """What glibc's mallinfo2 gives."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in MALLINFO]
+
+
+def in_use() -> list[int]:
+    """Bytes that C code has allocated (0 without glibc) and Python's small objects.
+
+    Of a process that did other things before, where resident memory says more about those.
+    """
+    gc.collect()
+    if (mallinfo := getattr(ctypes.CDLL(None), "mallinfo2", None)) is None:
+        return [0, sys.getallocatedblocks()]
+    mallinfo.restype = Mallinfo
+    found = mallinfo()
+    return [found.uordblks + found.hblkhd, sys.getallocatedblocks()]
 
 
 @contextmanager

@@ -30,11 +30,11 @@ from load_tools import (
     ask,
     connected,
     hang_up,
+    in_use,
     outside,
     read_events,
     read_head,
     request_bytes,
-    resident,
 )
 from serve_fakes import tiny_system
 from server import QUIET, TARGET, Served, listening, served, wait_for
@@ -176,14 +176,14 @@ def test_a_thousand_clients_leave_nothing_behind(tmp_path: Path) -> None:
                 await crowd_leaves(found, steps, stage, stream, reset)
 
         run(rounds(1))
-        before, memory = Traces.of(found), resident()
+        before, memory = Traces.of(found), in_use()
         run(rounds(3), 200)
-        after, grown = Traces.of(found), resident() / memory - 1
+        after, grown = Traces.of(found), [b / a - 1 for a, b in zip(memory, in_use(), strict=True) if a]
         steps.open()
         body = {"model": TARGET, "prompt": PROMPT, "max_tokens": 12}
         assert client.post("/v1/completions", json=body).json()["choices"][0]["finish_reason"] == "length"
         last = sum(type(one) is Sequence for one in gc.get_objects())
-    print(ends, before, f"{grown:+.2%}")
+    print(ends, before, [f"{share:+.2%}" for share in grown])
     assert 4 * len(kinds) * CROWD >= 1000
     assert ends["waiting"] > 100
     assert ends["reading"] > 50
@@ -192,7 +192,7 @@ def test_a_thousand_clients_leave_nothing_behind(tmp_path: Path) -> None:
     assert after == before
     assert last <= 4  # the decoder keeps the rows of its last round
     assert before.opened == before.running == before.waiting == before.connections == before.tasks == 0
-    assert grown < 0.01
+    assert max(grown) < 0.01
 
 
 # -- the same with the shipped pair, in a process of its own -------------------------------------
@@ -250,7 +250,9 @@ def counted(server: Outside) -> Iterator[Callable[[], dict[str, float]]]:
 @pytest.mark.timeout(900)
 def test_a_thousand_leave_the_shipped_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     left: Counter[str] = Counter()
-    with outside(tmp_path / "home", "--no-learning", dashboard=False) as server, counted(server) as figures:
+    # Who leaves in a step is in the queue until its end, and in the first, slow step many leave.
+    limits = {"dashboard": False, "max_waiting": 400}
+    with outside(tmp_path / "home", "--no-learning", **limits) as server, counted(server) as figures:
 
         def settled() -> tuple[float, int, int]:
             wait_for(lambda: not any(v for k, v in figures().items() if "num_requests" in k), 60)

@@ -405,6 +405,19 @@ def test_it_is_held_in_mid_step_while_requests_are_served(
     assert 90 < update.seconds < 100 - 2 * impatient.trainer_timeout
 
 
+def test_time_held_in_an_update_that_failed_is_none_of_the_next(supervise: Supervise, store: Store) -> None:
+    busy = threading.Event()
+    busy.set()
+    one = supervise("trains", 5, 5, busy=busy.is_set)
+    until(lambda: one.state().held)
+    time.sleep(0.5)
+    busy.clear()
+    until(lambda: one.state().waits == "nothing to do")
+    assert one.state().last_error == "out of luck"
+    [update] = store.updates.recent("code")
+    assert update.seconds > 100 - 0.5
+
+
 def test_one_that_waits_is_left_to_itself(supervise: Supervise) -> None:
     one = supervise("polite", busy=lambda: True)
     until(lambda: one.state().waits == "nothing to do")
