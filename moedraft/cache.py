@@ -70,10 +70,15 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
             self.values = torch.nn.functional.pad(self.values, (0, 0, 0, extra))
         self.capacity = capacity
 
-    def swap(self, a: int, b: int) -> None:
+    def swap(self, a: int, b: int, length: int) -> None:
         if self.is_initialized:
             for store in (self.keys, self.values):
-                store[[a, b]] = store[[b, a]]
+                used = store[:, :, :length]
+                used[[a, b]] = used[[b, a]]
+
+    def clear(self, slot: int) -> None:
+        if self.is_initialized:
+            self.keys[slot], self.values[slot] = 0, 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cursor.length, 0
@@ -115,10 +120,19 @@ class SlotCache(Cache):  # type: ignore[misc]
             cursor.positions = torch.tensor(starts, device=device)[:, None] + steps
         return cursor.positions
 
-    def swap(self, a: int, b: int) -> None:
-        """Exchange two slots."""
+    def swap(self, a: int, b: int, length: int) -> None:
+        """Exchange two slots, of which no more than the first `length` positions are used."""
         for layer in self.layers:
-            layer.swap(a, b)
+            layer.swap(a, b, length)
+
+    def clear(self, slot: int) -> None:
+        """Forget what stands in a slot.
+
+        Only needed where it may not be a number: a row looks past its own end where others are longer, with
+        a weight of zero, which a NaN makes NaN.
+        """
+        for layer in self.layers:
+            layer.clear(slot)
 
     def _grow(self, capacity: int) -> None:
         for layer in self.layers:

@@ -124,7 +124,7 @@ def assemble(settings: Settings, store: Store, target: LanguageModel, draft: Lan
     engine.refresh = lambda: loader.refresh(engine.sequences.values())
     engine.sinks.append(recorder)
     engine.knows = lambda expert: expert == SHARED or expert in router.domains
-    engine.closers += [selector.close, loader.close, store.close]
+    engine.closers += [selector.close, loader.close, recorder.close, store.close]
     loader.refresh([], now=True)
     return System(settings, store, router, target, draft, bank, loader, recorder, engine)
 

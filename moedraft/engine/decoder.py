@@ -82,11 +82,21 @@ class Decoder:
         """It has ended."""
         self.lookup.forget(row)
 
-    def swap(self, a: int, b: int) -> None:
-        """Exchange two slots in both caches."""
-        self.cache.swap(a, b)
+    def swap(self, a: int, b: int, length: int) -> None:
+        """Exchange two slots, of texts of at most so many tokens, in both caches.
+
+        What a round has added stands in the caches before it stands in the texts.
+        """
+        length += 1 + max(self.budget.longest, self.num_speculative_tokens)
+        self.cache.swap(a, b, length)
         if self.drafter is not None:
-            self.drafter.cache.swap(a, b)
+            self.drafter.cache.swap(a, b, length)
+
+    def clear(self, slot: int) -> None:
+        """Forget what stands there in both caches: it may be no number, and the next row would suffer."""
+        self.cache.clear(slot)
+        if self.drafter is not None:
+            self.drafter.cache.clear(slot)
 
     def read(self, pieces: list[tuple[Sequence, int]]) -> None:
         """Fill the target's cache with so many more prompt tokens of each row, in one forward.
@@ -123,6 +133,7 @@ class Decoder:
         self.verify_seconds += time.perf_counter() - checking  # the lists are here: the device is done too
         self.selector.observe(rows, verdict)
         self._capture(rows, logits, accepted)
+        self._give_up_broken(rows, draft)
         emitted = [tokens[b][: count + 1] for b, count in enumerate(accepted)]
         return [
             Round(
@@ -139,6 +150,15 @@ class Decoder:
             )
             for b, (count, status) in enumerate(zip(accepted, verdict.status.tolist(), strict=True))
         ]
+
+    def _give_up_broken(self, rows: list[Sequence], draft: Draft) -> None:
+        """Rows whose draft is no number are decoded plainly from now on."""
+        if self.drafter is None:
+            return
+        for row, confidences in zip(rows, draft.confidences, strict=True):
+            if any(map(math.isnan, confidences)):
+                row.draft = False
+                self.drafter.cache.clear(row.slot)
 
     def _sampling_of(self, rows: list[Sequence]) -> SamplingBatch:
         """Of the same rows, not of rows with the same ids: an id may be used again."""

@@ -237,6 +237,8 @@ class Engine:
             self._settle(row)  # what is learned from it must stand under its domain
         if self.drafter is not None and len(row.token_ids) > self.drafter.model.max_len:
             row.captured = []  # longer than the draft can read, so nothing it could learn from
+        if reason in ("abort", "error") and row.slot >= 0:
+            self.decoder.clear(row.slot)
         self.scheduler.remove(row)
         self.decoder.forget(row)
         output = self._output(row)

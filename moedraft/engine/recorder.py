@@ -1,20 +1,27 @@
 """What becomes of finished requests: statistics and replay records go into storage.
 
-A full disk never stops serving: learning pauses, the reason stands in `status`, and it goes on by itself
-when a write succeeds again.
+A full or slow disk never stops serving: learning pauses, the reason stands in `status`, and it goes on by
+itself when a write succeeds again.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import unicodedata
 from collections import Counter
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
 
 import torch
 
 from moedraft.core import ReplayRecord, RequestStats, Sequence, StorageError
 from moedraft.storage.store import Store
+
+GATHER_SECONDS = 0.1  # after the first request to be written: those that end meanwhile share its transaction
+MOST = 1000  # requests that wait to be written, about 30 MB; what comes then is not recorded
+FLUSH_SECONDS = 10.0
 
 log = logging.getLogger(__name__)
 
@@ -31,37 +38,105 @@ SCRIPTS = {
 }
 
 
+@lru_cache(maxsize=4096)
+def _script_of_letter(letter: str) -> str:
+    return SCRIPTS.get(unicodedata.name(letter, "").split(" ")[0], "other")
+
+
 def script_of(text: str) -> str:
     """The writing system of most letters, "other" where none is known. Kana anywhere means Japanese."""
-    letters = [c for c in text[:2000] if c.isalpha()]
-    names = Counter(SCRIPTS.get(unicodedata.name(c, "").split(" ")[0], "other") for c in letters)
-    if names["kana"] > 0.05 * len(letters):
+    names = Counter[str]()
+    for letter, count in Counter(text[:2000]).items():
+        if letter.isalpha():
+            names[_script_of_letter(letter)] += count
+    if names["kana"] > 0.05 * names.total():
         return "kana"
-    return names.most_common(1)[0][0] if names else "other"
+    return names.most_common(1)[0][0] if names.total() else "other"
 
 
 class Recorder:
-    """An engine sink: statistics of every finished request, a replay record of those captured."""
+    """An engine sink: statistics of every finished request, a replay record of those captured.
+
+    After `record_beside` a thread of its own writes them, those of a tenth of a second in one transaction,
+    and the engine waits for no disk. `close` it then.
+    """
 
     def __init__(self, store: Store, target_id: str) -> None:
         self.store = store
         self.target_id = target_id
         self.status = "learning"  # or "paused: <reason>"
+        self._thread: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()  # of `_box` and `_job`
+        self._box: list[Sequence] = []  # ended, not yet written
+        self._job: Future[None] | None = None  # the last one that was to empty it
+        self._hurry = threading.Event()
 
     def __call__(self, sequence: Sequence) -> None:
         if sequence.finish_reason in ("abort", "error") or not sequence.num_generated:
             return
+        if self._thread is None:
+            self._write([sequence])
+            return
+        with self._lock:
+            full = len(self._box) >= MOST
+            if not full:
+                self._box.append(sequence)
+            if len(self._box) == 1:
+                self._job = self._thread.submit(self._write_box)
+        if full:
+            self._pause("the disk is slower than the requests")
+
+    def record_beside(self) -> None:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "moedraft-recorder", initializer=torch.get_num_threads)
+
+    def flush(self) -> None:
+        """Returns when what has ended before is written down, or could not be.
+
+        Raises StorageError where that takes longer than FLUSH_SECONDS.
+        """
+        with self._lock:
+            job = self._job
+        if job is None:
+            return
+        self._hurry.set()
         try:
-            if sequence.captured:
-                self.store.replay.add([replay_record(sequence, self.target_id)])
-            self.store.requests.add([request_stats(sequence)])
-            if self.status != "learning":
-                log.warning("Learning goes on: records can be stored again.")
-            self.status = "learning"
+            job.result(FLUSH_SECONDS)
+        except TimeoutError:
+            raise StorageError(f"The home {self.store.home.path} takes no records; try again.") from None
+        finally:
+            self._hurry.clear()
+
+    def close(self) -> None:
+        """Write what is there, and end the thread. A second call does nothing."""
+        self._hurry.set()
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    def _write_box(self) -> None:
+        self._hurry.wait(GATHER_SECONDS)
+        with self._lock:
+            batch, self._box = self._box, []
+        try:
+            self._write(batch)
+        except Exception:
+            log.exception("%d requests were not recorded.", len(batch))
+
+    def _write(self, batch: list[Sequence]) -> None:
+        try:
+            self.store.replay.add([replay_record(one, self.target_id) for one in batch if one.captured])
+            self.store.requests.add([request_stats(one) for one in batch])
         except StorageError as error:
-            if self.status == "learning":
-                log.warning("Learning is paused: %s", error)
-            self.status = f"paused: {error}"
+            self._pause(str(error))
+            return
+        if self.status != "learning":
+            log.warning("Learning goes on: records can be stored again.")
+        self.status = "learning"
+
+    def _pause(self, reason: str) -> None:
+        if self.status == "learning":
+            log.warning("Learning is paused: %s", reason)
+        self.status = f"paused: {reason}"
 
 
 def replay_record(sequence: Sequence, target_id: str) -> ReplayRecord:
@@ -81,6 +156,7 @@ def replay_record(sequence: Sequence, target_id: str) -> ReplayRecord:
         rejected=[i for i in sequence.rejected if i < count],
         drafted=sequence.drafted,
         accepted=sequence.accepted,
+        created_at=ended_at(sequence),
     )
 
 
@@ -105,4 +181,11 @@ def request_stats(sequence: Sequence) -> RequestStats:
         accepted_at=list(sequence.accepted_at),
         num_lookup_tokens=sequence.looked_up,
         num_accepted_lookup_tokens=sequence.lookup_accepted,
+        created_at=ended_at(sequence),
     )
+
+
+def ended_at(sequence: Sequence) -> float:
+    """Seconds since the epoch; it may be written down later."""
+    now = time.monotonic()
+    return time.time() - (now - (sequence.finished_at or now))

@@ -13,9 +13,9 @@ from moedraft.core import Sequence
 
 
 class Scheduler:
-    """`swap(a, b)` exchanges two slots in all caches."""
+    """`swap(a, b, length)` exchanges two slots in all caches, of texts of at most `length` tokens."""
 
-    def __init__(self, slots: int, swap: Callable[[int, int], None]) -> None:
+    def __init__(self, slots: int, swap: Callable[[int, int, int], None]) -> None:
         self.slots = slots
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # index = slot
@@ -73,7 +73,7 @@ class Scheduler:
     def _exchange(self, a: int, b: int) -> None:
         if a == b:
             return
-        self._swap(a, b)
         first, second = self.running[a], self.running[b]
+        self._swap(a, b, max(len(first.token_ids), len(second.token_ids)))
         first.slot, second.slot = b, a
         self.running[a], self.running[b] = second, first

@@ -81,6 +81,7 @@ async def delete_domain(request: Request, name: Name) -> Data:
 
     def work() -> Data:
         manage.find_domain(context.store, name)
+        context.worker.system.recorder.flush()
         remove_domain(context.store, open_router(context.settings, context.store), name)
         return {"removed": name}
 
@@ -129,13 +130,17 @@ def resume(request: Request) -> Data:
 
 @router.get("/replay")
 def replay(request: Request) -> Data:
-    return {"records": manage.replay(context_of(request).store)}
+    context = context_of(request)
+    context.worker.system.recorder.flush()
+    return {"records": manage.replay(context.store)}
 
 
 @router.post("/replay/purge")
 def purge(request: Request, body: Purge) -> Data:
     """Delete the records of a domain, or all, their bytes overwritten."""
-    return {"domain": body.domain, "purged": manage.purge(context_of(request).store, body.domain)}
+    context = context_of(request)
+    context.worker.system.recorder.flush()  # of what has been answered nothing may come afterwards
+    return {"domain": body.domain, "purged": manage.purge(context.store, body.domain)}
 
 
 @router.post("/route")

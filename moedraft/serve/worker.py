@@ -65,6 +65,7 @@ class Worker:
 
     def start(self) -> None:
         self.system.loader.load_beside()
+        self.system.recorder.record_beside()
         self._engine.start()
         self._publisher.start()
 

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from moedraft.core import SHARED, SamplingParams
+from moedraft.core import SHARED, RequestOutput, SamplingParams
 from moedraft.drafting.drafter import Drafter, NoExperts
 from moedraft.drafting.lora import Adapter, ExpertBank
 from moedraft.engine.engine import Engine
@@ -178,3 +178,63 @@ def test_no_experts_bank() -> None:
     [output] = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=9))
     assert output.token_ids == expected(target, [1, 2, 3], 9)
     assert output.adapter_version == 0
+
+
+# -- rows that are no numbers --------------------------------------------------------------------
+
+NOT_A_NUMBER = VOCAB - 1  # the token whose embedding is none; no model says it
+
+
+def silent(kind: str, seed: int) -> LanguageModel:
+    model = random_model(kind, seed)
+    model.hf.get_output_embeddings().weight[NOT_A_NUMBER] = 0
+    return model
+
+
+def poisoned(kind: str, seed: int) -> LanguageModel:
+    model = silent(kind, seed)
+    model.hf.get_input_embeddings().weight[NOT_A_NUMBER] = torch.nan
+    return model
+
+
+def short_beside_long(engine: Engine) -> list[tuple[list[int], RequestOutput]]:
+    """Prompts without that token, and their outputs; the short ones' slots are read far past their end."""
+    rng, params = random.Random(5), SamplingParams(max_tokens=12)
+    prompts, outputs = {}, list[RequestOutput]()
+    for length in (50, 3, 2, 4):
+        prompt = [rng.randrange(NOT_A_NUMBER) for _ in range(length)]
+        prompts[engine.add(prompt, params)] = prompt
+        outputs += engine.step()  # each is read alone: padding would overwrite what stands in the slot
+    while engine.has_work:
+        outputs += engine.step()
+    return [(prompts[output.request_id], output) for output in outputs if output.finish_reason]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("leaves", [True, False])
+def test_what_a_broken_row_leaves_in_its_slot_harms_nobody(kind: str, leaves: bool) -> None:
+    target, draft = poisoned(kind, 0), silent(kind, 1)
+    engine = engine_of(target, draft, slots=4, prefill_chunk=64)
+    bad = [[NOT_A_NUMBER] * 40] * 4
+    if leaves:  # while its prompt is being read
+        ids = [engine.add(prompt) for prompt in bad]
+        engine.step()
+        assert [engine.abort(one).finish_reason for one in ids] == ["abort"] * 4  # type: ignore[union-attr]
+    else:
+        assert {output.finish_reason for output in engine.generate(bad)} == {"error"}
+    for prompt, output in short_beside_long(engine):
+        assert output.token_ids == expected(target, prompt, 12)
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_what_a_broken_draft_leaves_in_its_slot_spoils_no_other_draft(adaptive: bool) -> None:
+    target, draft = silent("llama", 0), poisoned("llama", 0)
+    engine = engine_of(target, draft, slots=4, adaptive_budget=adaptive)
+    bad = [[NOT_A_NUMBER] * 40] * 4
+    for output in engine.generate(bad, SamplingParams(max_tokens=12)):
+        assert output.token_ids == expected(target, bad[0], 12)
+        assert output.num_accepted_tokens == 0
+    engine.decoder.budget.acceptance.clear()  # it has learned that this draft is worth nothing
+    outputs = [output for _, output in short_beside_long(engine)]
+    assert len(outputs) == 4
+    assert sum(o.num_accepted_tokens for o in outputs) == sum(o.num_draft_tokens for o in outputs) > 0

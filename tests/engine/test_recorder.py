@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -47,6 +50,96 @@ def test_aborted_and_empty_requests_leave_nothing(tmp_path: Path) -> None:
     recorder(sequence("length", 3))
     assert store.requests.summary()[SHARED].tokens == 3
     store.close()
+
+
+# -- beside the engine ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    store = Store.open(tmp_path / "home")
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def beside(store: Store) -> Iterator[Recorder]:
+    recorder = Recorder(store, "t")
+    recorder.record_beside()
+    yield recorder
+    recorder.close()
+
+
+def recorded(store: Store) -> int:
+    return store.requests.summary()[SHARED].requests if store.requests.summary() else 0
+
+
+def test_the_engine_waits_for_no_disk(
+    store: Store, beside: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moedraft.engine.recorder.FLUSH_SECONDS", 0.1)
+    began = time.monotonic()
+    with store.home.write():  # as long as another thread writes
+        for _ in range(3):
+            beside(sequence("length", 3))
+        assert time.monotonic() - began < 0.1
+        with pytest.raises(StorageError, match="takes no records"):
+            beside.flush()
+    monkeypatch.setattr("moedraft.engine.recorder.FLUSH_SECONDS", 10)
+    beside.flush()
+    assert recorded(store) == 3
+
+
+def test_those_that_end_together_are_written_together(
+    store: Store, beside: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    add = store.requests.add
+    monkeypatch.setattr(store.requests, "add", lambda stats: (sizes.append(len(stats)), add(stats)))
+    for count in (5, 1):
+        for _ in range(count):
+            beside(sequence("length", 3))
+        beside.flush()
+    assert sizes == [5, 1]
+    beside.flush()  # with nothing to write
+    assert recorded(store) == 6
+
+
+def test_what_waits_is_bounded_and_learning_goes_on_by_itself(
+    store: Store, beside: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moedraft.engine.recorder.MOST", 4)
+    with store.home.write():
+        for _ in range(50):
+            beside(sequence("length", 3))
+        assert beside.status == "paused: the disk is slower than the requests"
+    beside.flush()
+    assert beside.status == "learning"
+    assert recorded(store) <= 8
+
+
+def test_at_the_end_everything_is_written(store: Store) -> None:
+    recorder = Recorder(store, "t")
+    recorder.record_beside()
+    for _ in range(3):
+        recorder(sequence("length", 3))
+    recorder.close()
+    recorder.close()
+    assert recorded(store) == 3
+    assert not any("recorder" in thread.name for thread in threading.enumerate())
+
+
+def test_a_fault_of_ours_ends_no_thread(
+    store: Store, beside: Recorder, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = sequence("length", 3)
+    broken.captured = [None]  # type: ignore[list-item]
+    beside(broken)
+    beside.flush()
+    assert "1 requests were not recorded" in caplog.text
+    beside(sequence("length", 3))
+    beside.flush()
+    assert recorded(store) == 1
 
 
 def test_a_failing_home_never_raises_into_the_engine(

@@ -238,6 +238,20 @@ def test_replay_is_purged(client: httpx.Client, found: Served) -> None:
     assert found.system.store.replay.count() == 0
 
 
+def test_what_was_answered_before_a_purge_or_a_removal_is_not_kept_after(
+    client: httpx.Client, found: Served
+) -> None:
+    """Though it is written down a moment after the answer."""
+    row = {"model": f"{TARGET}:code", "prompt": "1 2 3", "max_tokens": 4}
+    for _ in range(2):
+        assert client.post("/v1/completions", json=row).status_code == 200
+    assert client.post("/admin/replay/purge", json={"domain": "code"}).json()["purged"] == 2
+    assert client.post("/v1/completions", json=row).status_code == 200
+    assert client.delete("/admin/domains/code").status_code == 200
+    found.system.recorder.flush()
+    assert found.system.store.replay.count() == 0
+
+
 def test_a_text_is_routed(client: httpx.Client, found: Served) -> None:
     slowed(found.system, 0.0)
     texts = [DOMAINS["code"][0], DOMAINS["prose"][0], "zzz"]

@@ -496,6 +496,7 @@ def test_ready_tells_a_frozen_step(tmp_path: Path) -> None:
 def test_what_is_kept_to_learn_from(tmp_path: Path, capture: bool, store: bool | None, kept: int) -> None:
     with served(tmp_path, capture=capture) as found, found.client() as client:
         complete(client, store=store)
+        found.system.recorder.flush()
         assert found.system.store.replay.count() == kept
 
 
@@ -518,6 +519,7 @@ def test_metrics_count_what_was_served(tmp_path: Path) -> None:
     with served(tmp_path) as found, found.client() as client:
         answers = [complete(client, prompt="def function number 3", max_tokens=8) for _ in range(3)]
         text = client.get("/metrics").text
+        found.system.recorder.flush()
         stored = found.system.store.requests.summary()["code"]
     spec = [answer["metrics"]["speculative_decoding"] for answer in answers]
     labels = 'expert="code",lang="latin",model_name="mini"'

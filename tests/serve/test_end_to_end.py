@@ -295,6 +295,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
             with ThreadPoolExecutor(4) as pool:
                 for place, phase in enumerate(script()):
                     told += pool.map(lambda one: ask(client, *one), phase)
+                    system.recorder.flush()
                     if place < PHASES - 1:
                         updates.append(teach(system, supervisor, place + 1))
             wait_for(found.idle)
