@@ -73,8 +73,10 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     def swap(self, a: int, b: int, length: int) -> None:
         if self.is_initialized:
             for store in (self.keys, self.values):
-                used = store[:, :, :length]
-                used[[a, b]] = used[[b, a]]
+                first, second = store[a, :, :length], store[b, :, :length]
+                kept = first.clone()
+                first.copy_(second)
+                second.copy_(kept)
 
     def clear(self, slot: int) -> None:
         if self.is_initialized:

@@ -6,8 +6,8 @@ adds can be told apart.
 
     moedraft demo --home H                          # experts to measure with
     python scripts/bench_serve.py --home H --out results/serve.json
-    python scripts/bench_serve.py --home H --out results/serve_learning.json --load 0.5 --rounds 24 \
-        --open-rounds 16 --systems experts "experts again" "experts + learning"   # what learning costs
+    python scripts/bench_serve.py --home H --out results/serve_learning.json --load 0.4 --instances 3 \
+        --rounds 15 --open-rounds 12 --systems experts "experts again" "experts + learning"
 
 The servers run side by side on copies of the home and take turns, load by load, so that noise hits all
 alike; only the one whose turn it is gets requests, and only then may its trainer learn. The loads are a
@@ -24,14 +24,17 @@ per token after the first (of one request), latency of whole requests.
 
 Ratios are medians over the rounds. Percentiles are of all rounds together; of one round's gaps the slowest
 hundredth is five. `p99_against_first` is the ratio of a system's p99 to the first's with an interval that
-holds it in 95 of 100 cases, bootstrapped over the rounds. "experts again" is a second server of the same
-kind: how far its ratios are from one is what the machine does, not the system.
+holds it in 95 of 100 cases, bootstrapped over the rounds. Two servers of the same kind differ by up to a
+twentieth for as long as they live (where their weights happen to lie); `--instances` starts several of each,
+used in turns. "experts again" is of the same kind as "experts": how far its ratios are from one is what the
+machine does, not the system. What learning costs is measured with both (the second line above).
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import platform
@@ -197,8 +200,8 @@ def trace(count: int, max_tokens: int, seed: int) -> list[tuple[str, int]]:
     return [(queries[i % len(queries)].prompt, max_tokens) for i in range(count)]
 
 
-def measure(servers: dict[str, Server], args: argparse.Namespace) -> dict[str, dict[str, list[Load]]]:
-    """Loads by kind and system, a list of rounds each."""
+def measure(servers: dict[str, list[Server]], args: argparse.Namespace) -> dict[str, dict[str, list[Load]]]:
+    """Loads by kind and system, a list of rounds each; each round uses one server of each system."""
     rounds = {"streams": args.rounds, "saturated": args.rounds}
     rounds |= {"poisson": args.open_rounds, "bursty": args.open_rounds}
     found: dict[str, dict[str, list[Load]]] = {kind: {name: [] for name in servers} for kind in rounds}
@@ -207,7 +210,7 @@ def measure(servers: dict[str, Server], args: argparse.Namespace) -> dict[str, d
         for kind in (kind for kind, count in rounds.items() if number < count):
             prompts = trace(args.requests, args.max_tokens, args.seed + number)
             for name in names[number % len(names) :] + names[: number % len(names)]:
-                server = servers[name]
+                server = servers[name][number % args.instances]
                 server.learn(True)
                 if kind in ("streams", "saturated"):
                     streams = args.streams * (4 if kind == "saturated" else 1)
@@ -296,6 +299,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--streams", type=int, default=8, help="also the largest batch")
     parser.add_argument("--requests", type=int, default=48, help="of one load")
     parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--instances", type=int, default=1, help="servers of each system")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--open-rounds", type=int, default=8, help="of the open loops")
     parser.add_argument(
@@ -311,17 +315,18 @@ def main() -> None:
     if not (args.home / "moedraft.db").is_file():
         raise SystemExit(f"bench_serve: no home at {args.home}; make one with `moedraft demo --home DIR`.")
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        servers = {}
-        for name in args.systems:
-            home = Path(folder) / name.replace(" ", "-")
+        servers: dict[str, list[Server]] = {name: [] for name in args.systems}
+        for name, number in itertools.product(args.systems, range(args.instances)):
+            home = Path(folder) / f"{name.replace(' ', '-')}-{number}"
             shutil.copytree(args.home, home) if name.startswith("experts") else home.mkdir()
-            servers[name] = stack.enter_context(running(name, home, args))
-        for server in servers.values():
+            servers[name].append(stack.enter_context(running(name, home, args)))
+        for server in itertools.chain(*servers.values()):
             server.learn(False)
             asyncio.run(closed(server.url, trace(args.streams, 16, 99), args.streams))  # warm up
         began = time.time()
         found = measure(servers, args)
-        trainers = {name: learned(one.home, began) for name, one in servers.items() if one.learns}
+        learners = [one for several in servers.values() for one in several if one.learns]
+        trainers = [learned(one.home, began) for one in learners]
     settings = {k: v for k, v in vars(args).items() if not isinstance(v, Path)}
     figures = {kind: summary(loads) for kind, loads in found.items()}
     result = {

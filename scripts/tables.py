@@ -127,19 +127,36 @@ def serving(found: dict[str, Any]) -> str:
     return f"{table(head, rows)}\n\n{note}"
 
 
+TIMES = {"gap": "gap between pieces", "per_token": "per token", "ttft": "first token"}
+
+
 def learning_cost(found: dict[str, Any]) -> str:
+    def ratio(system: dict[str, Any], what: str) -> str:
+        one = system["p99_against_first"][what]
+        return f"{one['ratio']:.2f} ({one['low']:.2f} to {one['high']:.2f})"
+
     rows = []
     for load, systems in found["loads"].items():
-        without, with_it = systems["experts"], systems["experts + learning"]
-        row = [load]
-        for what in ("gap_ms", "ttft_ms"):
-            for part in ("p50", "p99"):
-                before, after = without[what][part], with_it[what][part]
-                row.append(f"{before:.0f} → {after:.0f} ({after / before - 1:+.0%})")
-        rows.append([*row, f"{with_it['ratio']:.2f}"])
-    head = ["load", "gap p50, ms", "gap p99", "first token p50", "first token p99", "tokens/s"]
-    rounds = found["settings"]["rounds"]
-    return f"{table(head, rows)}\n\nExperts without → with learning, {rounds} rounds each, in turns."
+        without, control, with_it = (
+            systems[name] for name in ("experts", "experts again", "experts + learning")
+        )
+        for what, name in TIMES.items():
+            before, after = (one[f"{what}_ms"]["p99"] for one in (without, with_it))
+            rows.append(
+                [load, name, f"{before:.0f} → {after:.0f}", ratio(with_it, what), ratio(control, what)]
+            )
+        rates = (without["tokens_per_second"], with_it["tokens_per_second"])
+        shares = (f"{one['ratio']:.2f}" for one in (with_it, control))
+        rows.append([load, "tokens/s", "{:.0f} → {:.0f}".format(*rates), *shares])
+    settings, updates = found["settings"], sum(one["updates"] for one in found["learned"])
+    note = (
+        f"p99 in ms (tokens/s: median): experts without → with learning, the ratio with its 95 % interval, and "
+        f"the ratio of two sets of servers without learning. {settings['rounds']} rounds "
+        f"({settings['open_rounds']} of the open loops, at {settings['load']:.0%} of capacity), "
+        f"{settings['instances']} servers of each kind, all in turns; {updates} updates meanwhile."
+    )
+    head = ["load", "", "without → with", "ratio", "control"]
+    return f"{table(head, rows)}\n\n{note}"
 
 
 SOURCES = {
