@@ -150,8 +150,8 @@ def learning_cost(found: dict[str, Any]) -> str:
         rows.append([load, "tokens/s", "{:.0f} → {:.0f}".format(*rates), *shares])
     settings, updates = found["settings"], sum(one["updates"] for one in found["learned"])
     note = (
-        f"p99 in ms (tokens/s: median): experts without → with learning, the ratio with its 95 % interval, and "
-        f"the ratio of two sets of servers without learning. {settings['rounds']} rounds "
+        "p99 in ms (tokens/s: median of the rounds): experts without → with learning, the ratio with its 95 % "
+        f"interval, and that of two sets of servers without learning. {settings['rounds']} rounds "
         f"({settings['open_rounds']} of the open loops, at {settings['load']:.0%} of capacity), "
         f"{settings['instances']} servers of each kind, all in turns; {updates} updates meanwhile."
     )

@@ -17,7 +17,6 @@ from moedraft.core import Sequence, TokenLogprobs, Verdict
 from moedraft.drafting.budget import Budget
 from moedraft.drafting.drafter import CausalModel, Draft, Drafter, Found, without_model
 from moedraft.drafting.lookup import Lookup, Match
-from moedraft.engine.capture import top_logprobs
 from moedraft.kernels import TARGET_INVALID, verify_chain
 from moedraft.sampling import SamplingBatch, filter_logits
 
@@ -234,9 +233,9 @@ class Decoder:
         if not wanted:
             return
         counts = [accepted[b] + 1 for b in wanted]
-        chosen = torch.cat([logits[b, :count] for b, count in zip(wanted, counts, strict=True)])
-        ids, logprobs = (found.cpu() for found in top_logprobs(chosen, self.topk))
-        pieces = zip(wanted, torch.split(ids, counts), torch.split(logprobs, counts), strict=True)
+        chosen = torch.cat([logits[b, :count] for b, count in zip(wanted, counts, strict=True)]).float()
+        logprobs, ids = chosen.log_softmax(-1).topk(min(self.topk, chosen.shape[-1]), dim=-1)
+        pieces = zip(wanted, torch.split(ids.cpu(), counts), torch.split(logprobs.cpu(), counts), strict=True)
         for b, own, each in pieces:
             rows[b].captured.append((own.clone(), each.clone()))  # else each keeps the whole round's
 
