@@ -150,7 +150,7 @@ def learning_cost(found: dict[str, Any]) -> str:
         rows.append([load, "tokens/s", "{:.0f} → {:.0f}".format(*rates), *shares])
     settings, updates = found["settings"], sum(one["updates"] for one in found["learned"])
     note = (
-        "p99 in ms (tokens/s: median of the rounds): experts without → with learning, the ratio with its 95 % "
+        "p99 in ms (tokens/s: median of the rounds): experts without → with learning, the ratio with its 95% "
         f"interval, and that of two sets of servers without learning. {settings['rounds']} rounds "
         f"({settings['open_rounds']} of the open loops, at {settings['load']:.0%} of capacity), "
         f"{settings['instances']} servers of each kind, all in turns; {updates} updates meanwhile."
