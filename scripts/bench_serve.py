@@ -7,7 +7,7 @@ adds can be told apart.
     moedraft demo --home H                          # experts to measure with
     python scripts/bench_serve.py --home H --out results/serve.json
     python scripts/bench_serve.py --home H --out results/serve_learning.json --load 0.4 --instances 3 \
-        --rounds 15 --open-rounds 12 --systems experts "experts again" "experts + learning"
+        --rounds 15 --open-rounds 12 --requests 32 --systems experts "experts again" "experts + learning"
 
 The servers run side by side on copies of the home and take turns, load by load, so that noise hits all
 alike; only the one whose turn it is gets requests, and only then may its trainer learn. The loads are a
