@@ -293,7 +293,8 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--home", type=Path, required=True, help="a home whose experts have learned")
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    usual = [name for name in SYSTEMS if name != "experts again"]
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=usual)
     parser.add_argument("--target", default="mini")
     parser.add_argument("--draft", default="mini")
     parser.add_argument("--streams", type=int, default=8, help="also the largest batch")
