@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+
+from moedraft.storage.store import Store
 
 torch.set_num_threads(1)  # the models are tiny: a second thread costs more than it gives
 LONG = ("showcase", "kernels", "engine", "routing", "distill", "serve")  # folders, slowest files first
@@ -23,6 +26,14 @@ def _fixed_seeds() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    """Of a new home, open for writing."""
+    store = Store.open(tmp_path / "home")
+    yield store
+    store.close()
 
 
 @pytest.fixture(scope="session")

@@ -78,13 +78,12 @@ class Recorder:
             self._write([sequence])
             return
         with self._lock:
-            full = len(self._box) >= MOST
-            if not full:
+            if len(self._box) < MOST:
                 self._box.append(sequence)
-            if len(self._box) == 1:
-                self._job = self._thread.submit(self._write_box)
-        if full:
-            self._pause("the disk is slower than the requests")
+                if len(self._box) == 1:
+                    self._job = self._thread.submit(self._write_box)
+                return
+        self._pause("the disk is slower than the requests")
 
     def record_beside(self) -> None:
         if self._thread is None:

@@ -41,25 +41,16 @@ def sequence(reason: str, tokens: int) -> Sequence:
     return made
 
 
-def test_aborted_and_empty_requests_leave_nothing(tmp_path: Path) -> None:
-    store = Store.open(tmp_path / "home")
+def test_aborted_and_empty_requests_leave_nothing(store: Store) -> None:
     recorder = Recorder(store, "t")
     for one in (sequence("abort", 3), sequence("error", 3), sequence("stop", 0)):
         recorder(one)
     assert store.requests.summary() == {}
     recorder(sequence("length", 3))
     assert store.requests.summary()[SHARED].tokens == 3
-    store.close()
 
 
 # -- beside the engine ---------------------------------------------------------------------------
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    store = Store.open(tmp_path / "home")
-    yield store
-    store.close()
 
 
 @pytest.fixture

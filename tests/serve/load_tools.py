@@ -5,7 +5,6 @@ which version they are, and a way to hold the engine's steps.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
 import json
 import os
@@ -25,6 +24,7 @@ from statistics import quantiles
 from typing import Any
 
 import torch
+from heap import allocated
 from safetensors.torch import save_file
 from server import wait_for
 
@@ -177,26 +177,13 @@ def resident(pid: int | str = "self") -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
-MALLINFO = ("arena", "o", "s", "h", "hblkhd", "u", "f", "uordblks", "fordblks", "keep")
-
-
-class Mallinfo(ctypes.Structure):
-    """What glibc's mallinfo2 gives."""
-
-    _fields_ = [(name, ctypes.c_size_t) for name in MALLINFO]
-
-
 def in_use() -> list[int]:
     """Bytes that C code has allocated (0 without glibc) and Python's small objects.
 
     Of a process that did other things before, where resident memory says more about those.
     """
     gc.collect()
-    if (mallinfo := getattr(ctypes.CDLL(None), "mallinfo2", None)) is None:
-        return [0, sys.getallocatedblocks()]
-    mallinfo.restype = Mallinfo
-    found = mallinfo()
-    return [found.uordblks + found.hblkhd, sys.getallocatedblocks()]
+    return [allocated(), sys.getallocatedblocks()]
 
 
 @contextmanager

@@ -7,9 +7,7 @@ import io
 import math
 import random
 import time
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from dashboard_fakes import HOSTILE, fill, invented, record
@@ -25,13 +23,6 @@ from moedraft.storage.store import Store
 ALL = SPANS["all"]
 HOUR = SPANS["1h"]
 RNG = random.Random(3)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    store = Store.open(tmp_path / "home")
-    yield store
-    store.close()
 
 
 @pytest.fixture

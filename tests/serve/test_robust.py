@@ -280,29 +280,21 @@ def test_a_thousand_leave_the_shipped_pair(tmp_path: Path, capsys: pytest.Captur
 
 # Multiplies 600 numbers of rows; prints the MB that stay allocated.
 ROWS = """
-import ctypes, torch
+import torch
+from heap import allocated
 from moedraft.products import Product
-
-class Mallinfo(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_size_t) for name in "arena o s h hblkhd u f uordblks fordblks k".split()]
-
-def used():
-    info = mallinfo()
-    return (info.uordblks + info.hblkhd) / 1e6
 
 def multiply(rows):
     torch.ops.mkldnn._linear_pointwise(x[:rows], product.blocked, None, "none", [], "")
 
-mallinfo = ctypes.CDLL(None).mallinfo2
-mallinfo.restype = Mallinfo
 torch.set_num_threads(1)
 with torch.inference_mode():
     product, x = Product(torch.randn(64, 64), small=True), torch.randn(700, 64)
     multiply(3)
-    before = used()
+    before = allocated()
     for rows in range(4, 604):
         multiply(rows)
-print(used() - before)
+print((allocated() - before) / 1e6)
 """
 # Frees 8 MB and takes 5; prints whether the 5 MB have a mapping of their own.
 BLOCKS = """
@@ -359,6 +351,7 @@ glibc = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="
 def told(program: str, *arguments: str, **environment: str) -> float:
     """What a program of its own process prints, without the limits that this process has set."""
     kept = {name: value for name, value in os.environ.items() if name not in KEPT}
+    kept["PYTHONPATH"] = str(Path(__file__).parents[1])  # where `heap` is
     command = [sys.executable, "-c", program, *arguments]
     result = subprocess.run(command, env={**kept, **environment}, capture_output=True, text=True, check=True)
     return float(result.stdout)
