@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from routing_fakes import WordEmbedder, prompts
+from threadpoolctl import threadpool_limits
 
 from moedraft.core import SHARED, InvalidRequest, StorageError
 from moedraft.routing.classifier import CACHE_FILE, MAX_EXAMPLES, ROUTER_FILE, ROUTER_VERSION, Router
@@ -197,6 +198,8 @@ def test_of_many_examples_an_even_share_is_taken(tmp_path: Path, embedder: WordE
 
 
 def test_fifteen_domains_are_refitted_in_seconds(tmp_path: Path) -> None:
+    """Of the processor, so that a busy machine does not count; and threads that wait for each other do not
+    spend more than the work itself."""
     rng = np.random.default_rng(0)
     words = [f"word{i}" for i in range(300)]
     many = {
@@ -204,6 +207,9 @@ def test_fifteen_domains_are_refitted_in_seconds(tmp_path: Path) -> None:
         for i in range(15)
     }
     router = Router(WordEmbedder(size=384), tmp_path)
-    began = time.monotonic()
-    router.fit(many)
-    assert time.monotonic() - began < 20  # about five seconds on an idle machine
+    with threadpool_limits(2, user_api="blas"):
+        began, own = time.process_time(), time.thread_time()
+        router.fit(many)
+        spent, own = time.process_time() - began, time.thread_time() - own
+    assert spent < 10  # about half a second, and eleven with two threads
+    assert spent < 1.5 * own + 0.2
