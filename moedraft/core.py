@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     import torch
+
+    TopK = tuple[torch.Tensor, torch.Tensor]  # token ids int64 [n, k] and log-probabilities float32 [n, k]
 
 SHARED = "shared"  # the arm without an expert: draft base + shared adapter
 MAX_LOGPROBS = 20  # alternatives that may be asked for at each token
@@ -115,7 +118,7 @@ class Sequence:
     target_cached: int = 0  # leading tokens whose keys and values the target's cache holds
     draft_cached: int = 0  # the same for the draft's cache
     text: str = ""  # detokenised answer so far
-    captured: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # top-k [n, k] each step
+    captured: list[Callable[[], TopK]] = field(default_factory=list)  # of each step, worked out when called
     rejected: list[int] = field(default_factory=list)  # indices into the answer
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # by answer token, where asked for
     drafted_at: list[int] = field(default_factory=list)  # draft tokens by draft position 0, 1, …

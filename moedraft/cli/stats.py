@@ -153,7 +153,7 @@ def _plot(settings: Settings, span: str, path: Path) -> None:
 
 def engine_of(store: Store | None) -> dict[str, Any] | None:
     """How busy the server of the home was, where it said so within the last seconds."""
-    from moedraft.distill.room import STALE, read_load
+    from moedraft.distill.loop import STALE, read_load
 
     load = read_load(store.registry) if store else None
     if load is None or abs(time.time() - load.at) > STALE:

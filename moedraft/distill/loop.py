@@ -1,5 +1,7 @@
 """When to train, and whom: the adapter whose next update promises the most, out of those that have news.
 
+Beside a server there must be room for it: what the engine says of its load, against what the settings allow.
+
 Promise = measured gain of its recent updates × its share of the traffic. The shared adapter counts all
 traffic, so it goes first on a fresh home; as its gains shrink the experts take over, and an expert whose
 domain is new starts with the same hope as everybody else.
@@ -7,13 +9,16 @@ domain is new starts with the same hope as everybody else.
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
+from moedraft.config import Settings
 from moedraft.core import SHARED, StorageError, UpdateRecord
+from moedraft.storage.registry import Registry
 from moedraft.storage.store import Store
 
 if TYPE_CHECKING:  # so that `news` can be asked for without loading PyTorch's and PEFT's training parts
@@ -23,6 +28,8 @@ log = logging.getLogger(__name__)
 
 HOPE = 0.05  # acceptance an adapter is thought to gain by its first update
 FORGET = 0.5  # weight of the newest measured gain
+LOAD = "load"  # meta key
+STALE = 15.0  # s after which a load says nothing any more
 
 
 @dataclass
@@ -112,3 +119,35 @@ def news(store: Store) -> dict[str, int]:
         used = int(store.registry.get_meta(f"trained:{name}") or 0)
         counts[name] = store.replay.counts_since(None if name == SHARED else name, used)
     return counts
+
+
+@dataclass(frozen=True)
+class Load:
+    idle: float  # share of the last seconds that the engine had nothing to do, 0 … 1
+    waiting: int  # requests without a slot
+    at: float  # time.time()
+
+
+def write_load(registry: Registry, load: Load) -> None:
+    """Raises StorageError."""
+    registry.set_meta(LOAD, json.dumps(asdict(load)), durable=False)
+
+
+def read_load(registry: Registry) -> Load | None:
+    """What was last written, None without any. Raises StorageError."""
+    text = registry.get_meta(LOAD)
+    try:
+        return Load(**json.loads(text)) if text else None
+    except (ValueError, TypeError):
+        return None
+
+
+def why_wait(load: Load | None, settings: Settings, now: float | None = None) -> str | None:
+    """Why an update must not run now; None where there is room."""
+    if load is None or abs((time.time() if now is None else now) - load.at) > STALE:
+        return "no word from the engine"
+    if load.waiting > settings.train_max_waiting:
+        return f"{load.waiting} requests are waiting"
+    if load.idle < settings.train_idle_share:
+        return f"the engine is busy ({load.idle:.0%} idle)"
+    return None

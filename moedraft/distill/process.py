@@ -30,7 +30,7 @@ from safetensors import SafetensorError
 from moedraft.config import Settings, load_settings
 from moedraft.core import AdapterVersion, InvalidRequest, MoedraftError, StorageError, UpdateRecord
 from moedraft.distill.build import build_loop
-from moedraft.distill.loop import DistillLoop
+from moedraft.distill.loop import DistillLoop, read_load, why_wait
 from moedraft.distill.messages import (
     LONGEST,
     TRAINING,
@@ -47,7 +47,6 @@ from moedraft.distill.messages import (
     State,
     from_server,
 )
-from moedraft.distill.room import read_load, why_wait
 from moedraft.storage.db import storage_errors
 from moedraft.storage.store import Store
 

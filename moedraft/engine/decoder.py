@@ -17,6 +17,7 @@ from moedraft.core import Sequence, TokenLogprobs, Verdict
 from moedraft.drafting.budget import Budget
 from moedraft.drafting.drafter import CausalModel, Draft, Drafter, Found, without_model
 from moedraft.drafting.lookup import Lookup, Match
+from moedraft.engine.capture import Capture
 from moedraft.kernels import TARGET_INVALID, verify_chain
 from moedraft.sampling import SamplingBatch, filter_logits
 
@@ -65,7 +66,7 @@ class Decoder:
         self.max_model_len = max_model_len
         self.num_speculative_tokens = num_speculative_tokens
         self.adaptive_budget = adaptive_budget
-        self.topk = topk
+        self.capture = Capture(topk)
         self.draft_source = draft_source
         self.budget = Budget(max_speculative_tokens, target.ragged)
         self.lookup = Lookup()
@@ -233,11 +234,9 @@ class Decoder:
         if not wanted:
             return
         counts = [accepted[b] + 1 for b in wanted]
-        chosen = torch.cat([logits[b, :count] for b, count in zip(wanted, counts, strict=True)]).float()
-        logprobs, ids = chosen.log_softmax(-1).topk(min(self.topk, chosen.shape[-1]), dim=-1)
-        pieces = zip(wanted, torch.split(ids.cpu(), counts), torch.split(logprobs.cpu(), counts), strict=True)
-        for b, own, each in pieces:
-            rows[b].captured.append((own.clone(), each.clone()))  # else each keeps the whole round's
+        chosen = torch.cat([logits[b, :count] for b, count in zip(wanted, counts, strict=True)])
+        for b, top in zip(wanted, self.capture.keep(chosen, counts), strict=True):
+            rows[b].captured.append(top)
 
 
 def logprobs_of(row: Sequence, logits: torch.Tensor, tokens: list[int]) -> list[TokenLogprobs]:

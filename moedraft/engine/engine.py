@@ -84,7 +84,7 @@ class Engine:
         self.sinks: list[Callable[[Sequence], None]] = []
         self.refresh: Callable[[], None] = lambda: None
         self.knows: Callable[[str], bool] = lambda expert: True  # whether there is such an expert
-        self.closers: list[Callable[[], None]] = []
+        self.closers: list[Callable[[], None]] = [self.decoder.capture.close]
         self.step_seconds = 0.0  # spent in `step` since the start
         self._round_ended = math.inf  # when the last round did, unless a prompt was read since
 

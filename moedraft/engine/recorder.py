@@ -141,8 +141,9 @@ class Recorder:
 def replay_record(sequence: Sequence, target_id: str) -> ReplayRecord:
     """Position i of the top-k belongs to answer token i; what was verified past the end is dropped."""
     count = sequence.num_generated
-    ids = torch.cat([ids for ids, _ in sequence.captured])[:count]
-    logprobs = torch.cat([logprobs for _, logprobs in sequence.captured])[:count]
+    captured = [top() for top in sequence.captured]
+    ids = torch.cat([ids for ids, _ in captured])[:count]
+    logprobs = torch.cat([logprobs for _, logprobs in captured])[:count]
     return ReplayRecord(
         domain=sequence.expert,
         expert=sequence.expert,

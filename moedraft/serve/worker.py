@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from moedraft.core import SamplingParams, StorageError
-from moedraft.distill.room import Load, write_load
+from moedraft.distill.loop import Load, write_load
 from moedraft.engine.build import System
 from moedraft.serve.thread import EngineThread
 from moedraft.serve.ticket import Channel, Draining, Overloaded, Ticket
@@ -66,6 +66,7 @@ class Worker:
     def start(self) -> None:
         self.system.loader.load_beside()
         self.system.recorder.record_beside()
+        self.system.engine.decoder.capture.work_beside()
         self._engine.start()
         self._publisher.start()
 

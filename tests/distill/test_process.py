@@ -15,7 +15,7 @@ from distill_rig import Rig
 
 from moedraft.config import load_settings
 from moedraft.core import SHARED, InvalidRequest, StorageError
-from moedraft.distill.loop import DistillLoop
+from moedraft.distill.loop import DistillLoop, Load, read_load, why_wait, write_load
 from moedraft.distill.messages import (
     TRAINING,
     Begin,
@@ -32,7 +32,6 @@ from moedraft.distill.messages import (
 )
 from moedraft.distill.process import Process, Server, ServerOutlet
 from moedraft.distill.publish import HomeOutlet
-from moedraft.distill.room import Load, read_load, why_wait, write_load
 from moedraft.distill.trainer import Trainer
 from moedraft.storage.store import Store
 

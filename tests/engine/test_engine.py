@@ -164,9 +164,10 @@ def test_sinks_see_every_finished_request_once_and_capture_matches() -> None:
     one.generate([[1], [2], [3]], SamplingParams(max_tokens=7), learn=True)
     assert len(seen) == 3
     for sequence in seen:
-        rows = sum(len(ids) for ids, _ in sequence.captured)
+        captured = [top() for top in sequence.captured]
+        rows = sum(len(ids) for ids, _ in captured)
         assert rows >= sequence.num_generated == 7
-        first_ids, first_logprobs = sequence.captured[0]
+        first_ids, first_logprobs = captured[0]
         logits = one.target.logits_after(sequence.token_ids[: sequence.num_prompt_tokens])  # type: ignore[attr-defined]
         assert first_ids[0, 0] == logits.argmax()
         torch.testing.assert_close(

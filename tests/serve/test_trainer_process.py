@@ -32,8 +32,8 @@ from moedraft.core import (
     SamplingParams,
     StorageError,
 )
+from moedraft.distill.loop import Load, write_load
 from moedraft.distill.messages import TRAINING, Begin
-from moedraft.distill.room import Load, write_load
 from moedraft.engine.build import System
 from moedraft.serve.child import Child, ChildFailed
 from moedraft.serve.trainer import COMMAND, TrainerSupervisor, moved_from
