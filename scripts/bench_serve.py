@@ -7,7 +7,7 @@ adds can be told apart.
     moedraft demo --home H                          # experts to measure with
     python scripts/bench_serve.py --home H --out results/serve.json
     python scripts/bench_serve.py --home H --out results/serve_learning.json --load 0.4 --instances 3 \
-        --rounds 24 --open-rounds 16 --requests 32 \
+        --rounds 20 --open-rounds 20 --requests 32 \
         --systems "nothing kept" "nothing kept again" "experts + learning"
 
 The servers run side by side on copies of the home and take turns, load by load, so that noise hits all
@@ -52,7 +52,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import httpx
@@ -184,32 +184,39 @@ def percentile(values: list[float], share: float) -> float:
     return round(1e3 * float(np.quantile(values, share, method="higher")), 2) if values else float("nan")
 
 
-def p99_ratio(rounds: list[Load], base: list[Load], name: str) -> dict[str, float]:
+def p99_ratio(rounds: list[Load], base: list[list[Load]], name: str) -> dict[str, float]:
     """Of the times called `name`, all rounds together; rounds that were run in turns are drawn together."""
 
+    def p99(loads: list[list[Load]], drawn: np.ndarray[Any, Any]) -> float:
+        times = [several[i].times[name] for several in loads for i in drawn.astype(int)]
+        return float(np.quantile(np.concatenate(times), 0.99, method="higher"))
+
     def ratio(drawn: np.ndarray[Any, Any]) -> float:
-        one, other = (
-            np.concatenate([loads[i].times[name] for i in drawn.astype(int)]) for loads in (rounds, base)
-        )
-        return float(np.quantile(one, 0.99, method="higher") / np.quantile(other, 0.99, method="higher"))
+        return p99([rounds], drawn) / p99(base, drawn)
 
     numbers = np.arange(len(rounds))
+    result = {"base_ms": round(1e3 * p99(base, numbers), 2), "ratio": round(ratio(numbers), 3)}
     if len(rounds) < 2:
-        return {"ratio": round(ratio(numbers), 3)}
+        return result
     found = bootstrap((numbers,), ratio, vectorized=False, n_resamples=2000, method="percentile", rng=0)
     low, high = found.confidence_interval
-    return {"ratio": round(ratio(numbers), 3), "low": round(float(low), 3), "high": round(float(high), 3)}
+    return {**result, "low": round(float(low), 3), "high": round(float(high), 3)}
 
 
 def summary(loads: dict[str, list[Load]]) -> dict[str, Any]:
-    """Per system; ratios against the first, plain decoding by default, round by round."""
+    """Per system; ratios against the first, plain decoding by default, round by round.
+
+    Where others are the same as the first, ratios of the rest are against all these together.
+    """
     result, first = {}, next(iter(loads))
+    same = [name for name in loads if SYSTEMS[name] == SYSTEMS[first]]
     for name, rounds in loads.items():
+        base = [loads[other] for other in ([first] if name in same else same)]
         rates = [load.tokens / load.seconds for load in rounds]
-        base = [load.tokens / load.seconds for load in loads[first]]
+        theirs = [mean(load.tokens / load.seconds for load in each) for each in zip(*base, strict=True)]
         result[name] = {
             "tokens_per_second": round(median(rates), 2),
-            "ratio": round(median(a / b for a, b in zip(rates, base, strict=True)), 3),
+            "ratio": round(median(a / b for a, b in zip(rates, theirs, strict=True)), 3),
             "failed": sum(load.failed for load in rounds),
             "tokens_per_piece": round(
                 sum(load.tokens for load in rounds) / max(1, sum(load.pieces for load in rounds)), 3
@@ -220,10 +227,8 @@ def summary(loads: dict[str, list[Load]]) -> dict[str, Any]:
         for what in TIMES:
             values = [value for load in rounds for value in load.times[what]]
             result[name][f"{what}_ms"] = {"p50": percentile(values, 0.5), "p99": percentile(values, 0.99)}
-        if name != first and all(load.times["latency"] for load in rounds + loads[first]):
-            result[name]["p99_against_first"] = {
-                what: p99_ratio(rounds, loads[first], what) for what in TIMES
-            }
+        if name != first and all(load.times["latency"] for load in itertools.chain(rounds, *base)):
+            result[name]["p99_against_first"] = {what: p99_ratio(rounds, base, what) for what in TIMES}
     return result
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+import threading
 import time
 from collections.abc import Callable
 
@@ -15,15 +16,17 @@ STOP, GO = getattr(signal, "SIGSTOP", None), getattr(signal, "SIGCONT", None)  #
 
 
 class Hold:
-    """Over `child`, while `busy()`. `turn` it often; `release` it before the child is to end."""
+    """Over `child`, while `busy()`. `turn` it often; `end` it before the child is to end. For any thread."""
 
     def __init__(self, child: Child, busy: Callable[[], bool]) -> None:
         self.child = child
         self.seconds = 0.0  # held so far, until somebody sets it back
         self._busy = busy
+        self._lock = threading.Lock()
         self._since: float | None = None
         self._busy_at = -math.inf  # when there was work last
         self._done = False  # held long enough for this time
+        self._ended = False
 
     @property
     def held(self) -> bool:
@@ -31,21 +34,36 @@ class Hold:
 
     def turn(self, works: bool) -> None:
         """Hold the child if it works while the other does, let it go if not."""
+        with self._lock:
+            self._turn(works, self._busy())
+
+    def make_way(self, works: bool) -> None:
+        """The other begins to work right now."""
+        with self._lock:
+            self._turn(works, True)
+
+    def end(self) -> None:
+        """Let the child go, and never hold it again."""
+        with self._lock:
+            self._ended = True
+            self._release()
+
+    def _turn(self, works: bool, busy: bool) -> None:
         now = time.monotonic()
-        if self._busy():
+        if busy:
             self._busy_at = now
-        if not (works and STOP) or now - self._busy_at > CALM:
-            self.release()
+        if not (works and STOP) or self._ended or now - self._busy_at > CALM:
+            self._release()
             self._done = False
         elif self._since is None:
             if not self._done:
                 self.child.process.send_signal(STOP)
                 self._since = now
         elif now - self._since > LONGEST:
-            self.release()
+            self._release()
             self._done = True
 
-    def release(self) -> None:
+    def _release(self) -> None:
         if self._since is not None and GO:
             self.child.process.send_signal(GO)
             self.seconds += time.monotonic() - self._since

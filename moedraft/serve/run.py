@@ -176,6 +176,8 @@ def _supervised(settings: Settings, worker: Worker, stack: ExitStack) -> Trainer
         base_hash=worker.system.bank.base_hash,
         busy=lambda: worker.busy and settings.train_idle_share > 0,  # 0: it trains come what may
     )
+    if settings.train_idle_share > 0:
+        worker.make_way = supervisor.make_way
     stack.callback(supervisor.stop)
     supervisor.start()
     return supervisor

@@ -100,6 +100,7 @@ class TrainerSupervisor:
         self._command, self._backoff, self._healthy = command, backoff, healthy
         self._busy = busy
         self._outlet = HomeOutlet(store)
+        self._hold: Hold | None = None  # of the process that lives
         self._state = TrainerState(paused=store.registry.get_meta(PAUSED) is not None)
         self._lock = threading.Lock()  # of `_state`
         self._quit = threading.Event()
@@ -116,6 +117,11 @@ class TrainerSupervisor:
 
     def state(self) -> TrainerState:
         return self._state
+
+    def make_way(self) -> None:
+        """A request has come: a trainer that works is stopped at once. For any thread, and soon done."""
+        if (hold := self._hold) is not None:
+            hold.make_way(self._state.trains)
 
     def pause(self) -> None:
         """Learning stops between two optimiser steps until `resume`, a restart of the server included.
@@ -161,7 +167,7 @@ class TrainerSupervisor:
         except OSError as error:
             return f"it cannot be started: {error}"
         self._set(pid=child.process.pid, status="starting")
-        hold = Hold(child, self._busy)
+        hold = self._hold = Hold(child, self._busy)
         grace, fault = GRACE, ""
         try:
             self._talk(child, hold)
@@ -171,7 +177,7 @@ class TrainerSupervisor:
             log.exception("The trainer's supervisor failed.")
             grace, fault = 0.0, f"{type(error).__name__}: {error}"
         finally:
-            hold.release()
+            hold.end()
             child.close(grace)
         return fault or child.why_ended()
 

@@ -58,6 +58,7 @@ class Worker:
     ) -> None:
         self.system = system
         self.max_waiting = max_waiting
+        self.make_way: Callable[[], None] = lambda: None  # called when the first request comes
         self._clock = clock
         self._engine = EngineThread(system.engine, clock)
         self._quit = threading.Event()
@@ -96,6 +97,8 @@ class Worker:
         """
         channel = Channel(uuid.uuid4().hex, asyncio.get_running_loop())
         options = {"expert": expert, "draft": draft, "capture": capture}
+        if not self.busy:
+            self.make_way()
         taken = self._engine.add(channel, prompt, params, options, self.max_waiting)
         ticket = Ticket(channel, self._engine.cancel)
         try:

@@ -405,6 +405,34 @@ def test_it_is_held_in_mid_step_while_requests_are_served(
     assert 90 < update.seconds < 100 - 2 * impatient.trainer_timeout
 
 
+def test_it_makes_way_at_once(supervise: Supervise, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever hands in a request does not wait for the supervisor to look. When it is calm it goes on."""
+    monkeypatch.setattr("moedraft.serve.hold.CALM", 1.0)
+    one = supervise("trains", 1000)
+    until(lambda: one.state().step > 3)
+    pid = one.state().pid
+    assert pid is not None
+    one.make_way()
+    assert one._hold is not None
+    assert one._hold.held
+    until(lambda: is_stopped(pid), 0.5)
+    until(lambda: not is_stopped(pid))
+    step = one.state().step
+    until(lambda: one.state().step > step + 3)
+    hold = one._hold
+    one.stop()
+    one.make_way()  # there is none any more
+    assert not hold.held
+
+
+def test_making_way_leaves_one_that_waits_alone(supervise: Supervise) -> None:
+    one = supervise("polite")
+    one.make_way()  # maybe before there is a process
+    until(lambda: one.state().waits == "nothing to do")
+    one.make_way()
+    assert not is_stopped(one.state().pid or 0)
+
+
 def test_time_held_in_an_update_that_failed_is_none_of_the_next(supervise: Supervise, store: Store) -> None:
     busy = threading.Event()
     busy.set()

@@ -128,6 +128,22 @@ def test_more_requests_than_slots_all_get_their_own_answer(worker: Worker) -> No
     assert [one.text for one in got] == [one.delta for one in got] == [one.text for one in want]
 
 
+def test_the_first_request_makes_way(gated: Worker, gate: Gate) -> None:
+    """Before it reaches the engine; those that come while others are served do not ask again."""
+    seen: list[int] = []
+    gated.make_way = lambda: seen.append(gated._engine.open)
+
+    async def ask() -> None:
+        tickets = [await submitted(gated, gate, i) for i in range(3)]
+        assert seen == [0]
+        gate.open()
+        await asyncio.gather(*(ticket.result() for ticket in tickets))
+        await (await gated.submit("1", params())).result()
+        assert seen == [0, 0]
+
+    run(ask())
+
+
 def test_a_slow_reader_gets_everything_in_one_piece(worker: Worker) -> None:
     async def ask() -> list[RequestOutput]:
         ticket = await worker.submit("1 2 3", params(60))
