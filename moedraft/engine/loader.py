@@ -45,6 +45,10 @@ class AdapterLoader:
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
 
+    def hurry(self) -> None:
+        """There is something new: the next `refresh` looks, however soon it comes. For any thread."""
+        self._next_poll = 0.0
+
     def refresh(self, running: Iterable[core.Sequence], *, now: bool = False) -> None:
         """Use what has changed; sequences whose draft cache became stale re-fill it. Never raises.
 

@@ -175,6 +175,7 @@ def _supervised(settings: Settings, worker: Worker, stack: ExitStack) -> Trainer
         worker.system.store,
         base_hash=worker.system.bank.base_hash,
         busy=lambda: worker.busy and settings.train_idle_share > 0,  # 0: it trains come what may
+        published=worker.load_new,
     )
     if settings.train_idle_share > 0:
         worker.make_way = supervisor.make_way

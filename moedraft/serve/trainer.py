@@ -81,8 +81,8 @@ class TrainerSupervisor:
     """Keeps one trainer process alive over an open, writable store. `start` it, `stop` it.
 
     `base_hash`: of the draft base that serves; updates of another are refused. `busy`: whether requests are
-    being served. `backoff`: shortest and longest pause before a restart; it starts anew after `healthy`
-    seconds of life.
+    being served. `published`: called after each new version. `backoff`: shortest and longest pause before a
+    restart; it starts anew after `healthy` seconds of life.
     """
 
     def __init__(
@@ -92,13 +92,14 @@ class TrainerSupervisor:
         *,
         base_hash: str | None = None,
         busy: Callable[[], bool] = lambda: False,
+        published: Callable[[], None] = lambda: None,
         command: Sequence[str] = COMMAND,
         backoff: tuple[float, float] = (1.0, 60.0),
         healthy: float = 60.0,
     ) -> None:
         self._settings, self._store, self._base_hash = settings, store, base_hash
         self._command, self._backoff, self._healthy = command, backoff, healthy
-        self._busy = busy
+        self._busy, self._published = busy, published
         self._outlet = HomeOutlet(store)
         self._hold: Hold | None = None  # of the process that lives
         self._state = TrainerState(paused=store.registry.get_meta(PAUSED) is not None)
@@ -240,6 +241,7 @@ class TrainerSupervisor:
             extra={"rank": message.rank, "modules": message.modules},
         )
         self._set(updates=self._state.updates + 1)
+        self._published()
         return Published(version=version)
 
     def _note(self, message: Learned, hold: Hold) -> Message:

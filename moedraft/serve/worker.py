@@ -9,6 +9,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -118,6 +119,12 @@ class Worker:
         Raises Draining after `stop`. Cancelled before its turn, it is not run.
         """
         return await asyncio.wrap_future(self._engine.do(lambda: work(self.system)))
+
+    def load_new(self) -> None:
+        """Versions were published: have them read now, in a quiet moment, not beside the next request."""
+        self.system.loader.hurry()
+        with suppress(Draining):
+            self._engine.do(self.system.engine.refresh)
 
     async def drain(self, timeout: float) -> int:
         """Take nothing new, let what was accepted finish for `timeout` seconds, abort the rest.

@@ -101,6 +101,20 @@ def logits(bank: ExpertBank, expert: str) -> torch.Tensor:
     return found
 
 
+def test_who_knows_of_something_new_is_not_told_to_wait(
+    loader: AdapterLoader, store: Store, bank: ExpertBank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moedraft.engine.loader.POLL_SECONDS", 1000.0)
+    loader.refresh([])
+    made = publish(store, bank, "code")
+    for _ in range(50):
+        loader.refresh([])
+        time.sleep(0.001)
+    assert (bank.version("code"), loader._job) == (0, None)
+    loader.hurry()
+    until(loader, lambda: bank.version("code") == made)
+
+
 def test_the_engine_does_not_wait_for_a_slow_disk(
     loader: AdapterLoader, store: Store, bank: ExpertBank, gate: threading.Event
 ) -> None:

@@ -76,6 +76,6 @@ def tiny_system(home: Path, *, slots: int = 4, max_len: int = 256, **options: An
     engine.sinks.append(recorder)
     engine.knows = lambda expert: expert == SHARED or expert in router.domains
     engine.closers += [recorder.close, store.close]
-    loader = SimpleNamespace(refresh=lambda *_, **__: None, load_beside=lambda: None)
+    loader = SimpleNamespace(refresh=lambda *_, **__: None, load_beside=lambda: None, hurry=lambda: None)
     bank = SimpleNamespace(version=lambda expert: 0, experts={}, base_hash="tiny")
     return System(settings, store, router, target, draft, bank, loader, recorder, engine)  # type: ignore[arg-type]

@@ -507,8 +507,10 @@ def write_adapter(folder: Path, value: float) -> Path:
     return folder
 
 
-def answers(supervise: Supervise, store: Store, adapter: Path | str, *updates: dict[str, Any]) -> list[Any]:
-    one = supervise("update", adapter, *map(json.dumps, updates), base_hash="tiny")
+def answers(
+    supervise: Supervise, store: Store, adapter: Path | str, *updates: dict[str, Any], **options: Any
+) -> list[Any]:
+    one = supervise("update", adapter, *map(json.dumps, updates), base_hash="tiny", **options)
     file = store.home.path / "answers.json"
     until(lambda: one.state().status == "done" or one.state().restarts)
     assert one.state().restarts == 0, one.state().last_error
@@ -518,9 +520,16 @@ def answers(supervise: Supervise, store: Store, adapter: Path | str, *updates: d
 
 
 def test_an_update_becomes_the_live_version(supervise: Supervise, store: Store, adapter: Path) -> None:
+    told: list[int] = []
+    updates: list[dict[str, Any]] = [{}, {"parent": 1, "acceptance": None}, {"expert": SHARED}]
     first, second, shared, noted = answers(
-        supervise, store, adapter, {}, {"parent": 1, "acceptance": None}, {"expert": SHARED}
+        supervise,
+        store,
+        adapter,
+        *updates,
+        published=lambda: told.append(len(store.registry.versions())),
     )
+    assert told == [1, 2, 3]
     assert [one["type"] for one in (first, second, shared, noted)] == ["published"] * 3 + ["noted"]
     live = store.registry.live("code")
     assert live is not None

@@ -649,6 +649,20 @@ def test_an_idle_engine_never_stalls_nor_spins(timed: Worker, clock: Clock) -> N
     assert not timed.progress_stalled(30)
 
 
+def test_new_versions_are_read_at_once(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine without work looks once a second by itself; here it is told."""
+    monkeypatch.setattr("moedraft.serve.thread.REFRESH_SECONDS", 1000.0)
+    worker, said, looked = Worker(system, max_waiting=8), [], threading.Event()
+    system.loader.hurry = lambda: said.append("hurry")  # type: ignore[method-assign]
+    system.engine.refresh = lambda: (said.append("refresh"), looked.set())[1]
+    worker.start()
+    worker.load_new()
+    assert looked.wait(5)
+    assert said == ["hurry", "refresh"]
+    worker.stop()
+    worker.load_new()  # nobody is there any more
+
+
 async def answered(worker: Worker) -> str | None:
     return (await (await worker.submit("1 2", params(5))).result()).finish_reason
 
