@@ -7,7 +7,7 @@ adds can be told apart.
     moedraft demo --home H                          # experts to measure with
     python scripts/bench_serve.py --home H --out results/serve.json
     python scripts/bench_serve.py --home H --out results/serve_learning.json --load 0.4 --instances 3 \
-        --rounds 20 --open-rounds 20 --requests 32 \
+        --rounds 14 --open-rounds 20 --requests 32 \
         --systems "nothing kept" "nothing kept again" "experts + learning"
 
 The servers run side by side on copies of the home and take turns, load by load, so that noise hits all
