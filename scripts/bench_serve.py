@@ -44,6 +44,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -270,6 +271,7 @@ def main() -> None:
     args = arguments()
     if not (args.home / "moedraft.db").is_file():
         raise SystemExit(f"bench_serve: no home at {args.home}; make one with `moedraft demo --home DIR`.")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers end too
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         kinds = {SYSTEMS[name].server: SYSTEMS[name] for name in args.systems}
         servers: dict[str, list[Server]] = {kind: [] for kind in kinds}
