@@ -170,14 +170,15 @@ def _found(home: Path, url: str, own_key: Key, secret: str) -> Iterator[None]:
 def _supervised(settings: Settings, worker: Worker, stack: ExitStack) -> TrainerSupervisor | None:
     if not settings.learning:
         return None
+    steps_aside = settings.train_idle_share > 0  # 0: it trains come what may
     supervisor = TrainerSupervisor(
         settings,
         worker.system.store,
         base_hash=worker.system.bank.base_hash,
-        busy=lambda: worker.busy and settings.train_idle_share > 0,  # 0: it trains come what may
+        busy=lambda: steps_aside and worker.busy,
         published=worker.load_new,
     )
-    if settings.train_idle_share > 0:
+    if steps_aside:
         worker.make_way = supervisor.make_way
     stack.callback(supervisor.stop)
     supervisor.start()

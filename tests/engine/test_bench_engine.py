@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +14,13 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> object:
+def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(SCRIPTS)
     return pytest.importorskip("bench_engine")
 
 
 @pytest.mark.parametrize("accuracy", [0.0, 0.3, 0.9, 1.0])
-def test_the_draft_is_right_so_often(bench, accuracy: float) -> None:  # type: ignore[no-untyped-def]
+def test_the_draft_is_right_so_often(bench: Any, accuracy: float) -> None:
     tokens = torch.randint(128_256, (8, 1000))
     positions = torch.arange(1000).expand(8, -1)
     says = bench.next_tokens(tokens, positions, 128_256, accuracy)
@@ -30,9 +31,7 @@ def test_the_draft_is_right_so_often(bench, accuracy: float) -> None:  # type: i
 
 
 def test_it_runs_and_measures_what_it_was_told(
-    bench,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,  # type: ignore[no-untyped-def]
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = bench.Shape(32, 2, 4, 2, 64, 211)
     monkeypatch.setattr(bench, "PAIRS", {"tiny": (small, small)})

@@ -67,12 +67,9 @@ def test_a_small_vocabulary_and_half_precision() -> None:
 def test_logits_are_let_go_of(capture: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     """At most two batches of them wait, however slow whoever goes through them."""
     monkeypatch.setattr(capture_module, "BATCH_BYTES", 4 * 10 * VOCAB * 4)  # four rounds
-    waiting: list[torch.Tensor] = []
     batches: set[Batch] = set()
     for _ in range(40):
-        rows = logits(10)
-        waiting.append(rows)
-        [top] = capture.keep(rows, [10])
+        [top] = capture.keep(logits(10), [10])
         batches.add(top.func.__self__)  # type: ignore[attr-defined]
         held = sum(len(batch._logits) for batch in batches)
         assert held <= 8
