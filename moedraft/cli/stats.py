@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from time import sleep
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -112,7 +113,7 @@ def _repeat(show: Callable[[], None], every: float) -> None:
     try:
         while True:
             show()
-            time.sleep(every)
+            sleep(every)
     except KeyboardInterrupt:
         return
 

@@ -44,25 +44,22 @@ class AcceptanceModel:
             self._pending += 1
         if self._pending >= REFIT_EVERY:
             self._pending = 0
-            self._newton()
+            self._refit()
 
-    def _newton(self) -> None:
-        """One Newton step on the log-likelihood with a ridge towards (1, 0); a falling curve is refused."""
-        gw, gb = RIDGE * (self.w - 1), RIDGE * self.b
-        hww, hwb, hbb = RIDGE, 0.0, RIDGE
-        for x, hit in self.seen:
-            guess = _sigmoid(self.w * x + self.b)
-            curve = guess * (1 - guess)
-            gw += (guess - hit) * x
-            gb += guess - hit
-            hww += curve * x * x
-            hwb += curve * x
-            hbb += curve
-        determinant = hww * hbb - hwb * hwb
-        w = self.w - (hbb * gw - hwb * gb) / determinant
-        b = self.b - (hww * gb - hwb * gw) / determinant
-        if w >= 0 and math.isfinite(w) and math.isfinite(b):
-            self.w, self.b = min(w, 5.0), max(-5.0, min(b, 5.0))
+    def _refit(self) -> None:
+        """The best of: the curve as it is, a Newton step or a part of one, and a flat curve.
+
+        A draft that is sure of itself and wrong makes the likelihood so flat that a whole step overshoots.
+        """
+        x, hit = np.array(self.seen).T
+        guess = _sigmoids(self.w * x + self.b)
+        curve, miss = guess * (1 - guess), guess - hit
+        slope = np.array([miss @ x + RIDGE * (self.w - 1), miss.sum() + RIDGE * self.b])
+        bend = np.array([[curve @ (x * x), curve @ x], [curve @ x, curve.sum()]]) + RIDGE * np.eye(2)
+        now, step = np.array([self.w, self.b]), np.linalg.solve(bend, slope)
+        curves = [now, np.array([0.0, _logit(hit.mean())]), *(now - step / 2**i for i in range(8))]
+        rising = (np.maximum(one, (0.0, -np.inf)) for one in curves)
+        self.w, self.b = min(rising, key=lambda one: _misfit(x, hit, *one)).tolist()
 
 
 @dataclass(frozen=True)
@@ -234,6 +231,16 @@ class Budget:
 
 def _sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-max(-30.0, min(30.0, x))))
+
+
+def _sigmoids(x: Floats) -> Floats:
+    return 1 / (1 + np.exp(-np.clip(x, -30.0, 30.0)))
+
+
+def _misfit(x: Floats, hit: Floats, w: float, b: float) -> float:
+    """What `hit` says against sigmoid(w · x + b): negative log-likelihood, with a ridge towards (1, 0)."""
+    away = np.where(hit > 0, -1.0, 1.0) * (w * x + b)
+    return float(np.logaddexp(0.0, away).sum() + RIDGE / 2 * ((w - 1) ** 2 + b**2))
 
 
 def _logit(probability: float) -> float:

@@ -80,7 +80,7 @@ def draw(result: Result, path: Path) -> None:
     for number, index in enumerate(result.updates):
         left.axvline(index, color="#d98c3f", linewidth=0.5, alpha=0.4, label=None if number else "update")
     left.set(xlabel="requests served", ylabel="accepted / drafted tokens", ylim=(0, 1), title="The stream")
-    left.legend(loc="lower right", frameon=False)
+    left.legend(loc="lower right", frameon=False, markerscale=3)
     places = range(len(result.rows))
     right.barh(
         [p + 0.2 for p in places], [r.before for r in result.rows], 0.38, color="#b9c6d2", label="before"

@@ -56,7 +56,7 @@ def stop_after(looks: int, monkeypatch: pytest.MonkeyPatch) -> list[float]:
         if len(pauses) == looks:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("moedraft.cli.stats.time.sleep", sleep)
+    monkeypatch.setattr("moedraft.cli.stats.sleep", sleep)  # not that of other threads
     return pauses
 
 

@@ -39,6 +39,30 @@ def test_a_falling_curve_is_refused() -> None:
     assert model.w >= 0
 
 
+@pytest.mark.parametrize(
+    ("confidences", "chances"),
+    [
+        ([1.0], [0.7]),  # always sure of itself
+        ([1.0], [0.0]),
+        ([1e-6], [0.9]),  # never sure, and right
+        ([0.999, 1.0], [0.5, 0.9]),
+        ([1.0, 0.5], [0.3, 0.4]),
+        ([1.0, 0.01], [0.2, 0.9]),  # the wrong way round: one chance for all
+    ],
+)
+def test_a_draft_that_is_wrong_about_itself_is_seen_through(
+    confidences: list[float], chances: list[float]
+) -> None:
+    """Whatever it was believed before."""
+    model, rng, falling = AcceptanceModel(), random.Random(0), chances == [0.2, 0.9]
+    for _ in range(500):
+        model.observe([0.5], int(rng.random() < 0.5))
+    for confidence, chance in [*zip(confidences, chances, strict=True)] * 1000:
+        model.observe([confidence], int(rng.random() < chance))
+    expected = [sum(chances) / 2] * 2 if falling else chances
+    assert [model.predict(confidence) for confidence in confidences] == pytest.approx(expected, abs=0.12)
+
+
 def plain_first(budget: Budget, begin: float, step: float, wide: float, rows: int = 1) -> None:
     """Rounds that were measured: a plain one of 10 ms, and what each thing more costs in plain rounds."""
     budget.costs.observe(rows, 0, 0, 10.0)

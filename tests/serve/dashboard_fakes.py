@@ -236,7 +236,11 @@ def site(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     config = uvicorn.Config(
-        make_app(store, worker, supervisor, clock), port=port, log_level="warning", ws="websockets-sansio"
+        make_app(store, worker, supervisor, clock),
+        port=port,
+        log_config=None,  # the log is this process's, not the page's
+        log_level="warning",
+        ws="websockets-sansio",
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)

