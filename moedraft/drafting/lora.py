@@ -27,6 +27,7 @@ from moedraft.products import SMALL, Product, expect
 
 FEW_EXPERTS = 2  # in one batch of a small model on a CPU; with more of them the shared draft serves all
 PREFIX, LORA_A, LORA_B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}  # that an adapter may have
 
 Delta = tuple[torch.Tensor, torch.Tensor]  # A [r, in], B [out, r] with the scaling folded in
 
@@ -180,7 +181,8 @@ class ExpertBank:
     ) -> Adapter:
         """An `Adapter` from a PEFT configuration and state. Raises CorruptAdapter where it does not fit."""
         deltas: dict[str, Delta] = {}
-        names = {k.removeprefix(PREFIX).removesuffix(LORA_A) for k in tensors if k.endswith(LORA_A)}
+        firsts = [key for key in tensors if key.startswith(PREFIX) and key.endswith(LORA_A)]
+        names = {key.removeprefix(PREFIX).removesuffix(LORA_A) for key in firsts}
         if not names or len(tensors) != 2 * len(names):
             raise CorruptAdapter("the adapter holds something else than pairs of lora_A and lora_B.")
         for name in sorted(names):
@@ -188,11 +190,12 @@ class ExpertBank:
                 raise CorruptAdapter(f"the adapter's module {name!r} does not exist in the draft base.")
             base = self.layers[name].base_weight()
             a, b = tensors[PREFIX + name + LORA_A], tensors.get(PREFIX + name + LORA_B)
-            rank = a.shape[0]
-            if b is None or a.shape != (rank, base.shape[1]) or b.shape != (base.shape[0], rank):
+            if b is None or a.shape[1:] != base.shape[1:] or b.shape != (base.shape[0], len(a)):
                 raise CorruptAdapter(f"the adapter's shapes for {name!r} do not fit the draft base.")
+            if not {a.dtype, b.dtype} <= DTYPES:
+                raise CorruptAdapter(f"the adapter's numbers for {name!r} are {a.dtype} and {b.dtype}.")
             try:
-                scale = scaling(config, name, rank)
+                scale = scaling(config, name, len(a))
             except (
                 ValueError,
                 TypeError,

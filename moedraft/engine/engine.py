@@ -118,8 +118,8 @@ class Engine:
         sequence.prompt = prompt if isinstance(prompt, str) else self.tokenizer.decode(token_ids)
         sequence.expert, sequence.pinned = expert or SHARED, expert is not None
         sequence.draft, sequence.capture = draft and self.drafter is not None, capture
-        self.sequences[request_id] = sequence
-        self.texts[request_id] = Detokenizer(self.tokenizer, params.stop)
+        text = Detokenizer(self.tokenizer, params.stop, token_ids if isinstance(prompt, str) else ())
+        self.sequences[request_id], self.texts[request_id] = sequence, text
         self.scheduler.waiting.append(sequence)
         return request_id
 
@@ -207,7 +207,7 @@ class Engine:
             self._count(row, one, 0)
             return self._finish(row, "error")
         tokens, reason = cut(row, one.tokens, self.max_model_len, self.eos_token_ids)
-        stopped = self.texts[row.request_id].add(tokens)
+        stopped = self.texts[row.request_id].add(tokens[:-1] if reason == "stop" else tokens)  # without EOS
         if stopped is not None:
             tokens, reason = tokens[:stopped], "stop"
         self._count(row, one, len(tokens))
@@ -223,7 +223,7 @@ class Engine:
         self.decoder.observe(row, one)
         if not one.confidences or self.drafter is None:
             return
-        row.draft_cached = len(row.token_ids) + min(one.accepted, one.steps - 1)
+        row.draft_cached += min(one.accepted, one.steps - 1) if row.draft_cached else 0  # 0: a new expert
         if one.expert == row.expert:
             row.adapter_version = self.drafter.bank.version(row.expert)
         if one.accepted < min(entered, len(one.confidences)):

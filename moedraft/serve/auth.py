@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection
 from typing import Literal
-from urllib.parse import quote, urlsplit
+from urllib.parse import SplitResult, quote, urlsplit
 
 from fastapi.responses import RedirectResponse
 from starlette.requests import HTTPConnection
@@ -108,7 +108,7 @@ class Authority:
         if origin is None or origin.rstrip("/").lower() in self._origins:
             return
         host = connection.headers.get("host", "")
-        if urlsplit(origin).netloc.lower() != host.lower() or not host:
+        if not host or _parts(origin).netloc.lower() != host.lower():
             raise ApiError(403, "Requests of other sites are refused.", code="foreign_origin")
 
     def _key(self, connection: HTTPConnection, scope: Access) -> Key:
@@ -132,9 +132,17 @@ class Authority:
 
     def _check_host(self, connection: HTTPConnection) -> None:
         """Without keys a page that has its own name point to this machine must not get through."""
-        host = urlsplit(f"//{connection.headers.get('host', '')}").hostname or ""
+        host = _parts(f"//{connection.headers.get('host', '')}").hostname or ""
         if not is_loopback(host) and host != self._host.lower():
             raise ApiError(403, "Without keys this server is reached by its local name only.")
+
+
+def _parts(url: str) -> SplitResult:
+    """Of what a client sent; nothing where it is no address."""
+    try:
+        return urlsplit(url)
+    except ValueError:
+        return urlsplit("")
 
 
 class Guard:

@@ -61,9 +61,8 @@ def completion_job(request: CompletionRequest, settings: Settings, domains: tupl
     prompts: list[Prompt] = [one for one in several if not isinstance(one, int)]
     if not prompts:
         prompts = [[one for one in several if isinstance(one, int)]]
-    return _job(
-        request, prompts, request.max_tokens or COMPLETION_TOKENS, request.logprobs, settings, domains
-    )
+    usual = min(COMPLETION_TOKENS, settings.max_output_tokens)
+    return _job(request, prompts, request.max_tokens or usual, request.logprobs, settings, domains)
 
 
 def chat_job(request: ChatRequest, prompt: Prompt, settings: Settings, domains: tuple[str, ...]) -> Job:
@@ -101,7 +100,7 @@ def _job(
             top_p=1.0 if request.top_p is None else request.top_p,
             max_tokens=max_tokens,
             stop=tuple(stop),
-            seed=request.seed,
+            seed=None if request.seed is None else request.seed % 2**63,
             ignore_eos=bool(request.ignore_eos),
             logprobs=logprobs,
         ),

@@ -50,7 +50,7 @@ def model(request: Request, name: str) -> ModelCard:
 async def completions(request: Request, body: CompletionRequest) -> Response:
     context = context_of(request)
     job = completion_job(body, context.settings, _domains(context))
-    return await _answer(request, context, Reply(job, context.prompts.token_text))
+    return await _answer(request, context, Reply(job, context.prompts.piece))
 
 
 @router.post("/chat/completions", responses=ANSWERS)
@@ -58,7 +58,7 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     context = context_of(request)
     prompt = await context.prompts.chat(body.messages)
     job = chat_job(body, prompt, context.settings, _domains(context))
-    return await _answer(request, context, ChatReply(job, context.prompts.token_text))
+    return await _answer(request, context, ChatReply(job, context.prompts.piece))
 
 
 def _domains(context: ServerContext) -> tuple[str, ...]:

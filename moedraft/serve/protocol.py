@@ -44,6 +44,8 @@ class PatientProtocol(H11Protocol):
         elif self.conn.their_state is h11.IDLE:
             self._watch("headers")
         else:
+            if self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) < LARGEST_HEAD:
+                self.flow.resume_reading()  # who sends more before the answer has come may still go away
             self._watch_rest()
 
     def on_response_complete(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from codecs import getincrementaldecoder
 from collections.abc import Callable, Sequence
 from typing import Any, NotRequired
 
@@ -11,6 +12,7 @@ from typing_extensions import TypedDict  # pydantic wants this one before Python
 
 from moedraft.core import RequestOutput, TokenLogprobs
 from moedraft.serve.jobs import Job
+from moedraft.serve.prompts import Piece
 
 LOWEST = -9999.0  # what OpenAI says for a probability of zero
 
@@ -52,15 +54,16 @@ class Answer(TypedDict):
 
 
 class Reply:
-    """The answers to one job. `token_text` spells a single token."""
+    """The answers to one job. `piece` spells a single token."""
 
     prefix, kind, piece_kind = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, job: Job, token_text: Callable[[int], str]) -> None:
-        self.job, self._token_text = job, token_text
+    def __init__(self, job: Job, piece: Callable[[int], Piece]) -> None:
+        self.job, self._piece = job, piece
         self._id, self._created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
         self._told = [0] * (job.n * len(job.prompts))  # tokens whose log-probabilities were sent
         self._offsets = [0] * len(self._told)  # letters of those tokens
+        self._letters = [getincrementaldecoder("utf-8")("replace") for _ in self._told]
 
     def whole(self, outputs: Sequence[RequestOutput]) -> Answer:
         choices = [self._choice(i, output) for i, output in enumerate(outputs)]
@@ -111,17 +114,25 @@ class Reply:
     def _logprobs(self, index: int, output: RequestOutput) -> dict[str, Any] | None:
         if self.job.params.logprobs is None:
             return None
-        fresh = self._fresh(index, output)
-        texts, offsets = [self._token_text(token) for token, _ in fresh], []
-        for text in texts:
+        fresh, offsets = self._fresh(index, output), []
+        for token, _ in fresh:
             offsets.append(self._offsets[index])
-            self._offsets[index] += len(text)
+            piece = self._piece(token)
+            if piece.shown:
+                self._offsets[index] += len(self._letters[index].decode(piece.data))
         return {
-            "tokens": texts,
+            "tokens": [self._piece(token).text for token, _ in fresh],
             "token_logprobs": [finite(one.logprob) for _, one in fresh],
-            "top_logprobs": [{self._token_text(i): finite(p) for i, p in one.top} for _, one in fresh],
+            "top_logprobs": [self._top(token, one) for token, one in fresh],
             "text_offset": offsets,
         }
+
+    def _top(self, token: int, one: TokenLogprobs) -> dict[str, float]:
+        """The likeliest tokens and, wherever it stands, `token` itself."""
+        top: dict[str, float] = {}
+        for other, logprob in one.top:
+            top.setdefault(self._piece(other).text, finite(logprob))
+        return {**top, self._piece(token).text: finite(one.logprob)}
 
 
 class ChatReply(Reply):
@@ -158,9 +169,8 @@ class ChatReply(Reply):
         return {"content": content, "refusal": None}
 
     def _spelt(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._token_text(token)
-        whole = "\ufffd" not in text  # else a part of a letter, whose bytes the text does not show
-        return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode()) if whole else None}
+        piece = self._piece(token)
+        return {"token": piece.text, "logprob": finite(logprob), "bytes": list(piece.data)}
 
 
 def _chat_piece(index: int, delta: dict[str, Any], logprobs: Any, reason: str | None) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
+from sse_starlette.sse import AppStatus
 
 from moedraft.config import Settings
 from moedraft.core import InvalidRequest
@@ -65,6 +66,9 @@ def check_address(settings: Settings) -> None:
             f"The address {settings.host} can be reached by others and there is no key; make one with "
             "`moedraft key create`, or serve on 127.0.0.1."
         )
+
+
+AppStatus.enable_automatic_graceful_drain = False  # a stream may say its last words when all else is over
 
 
 class Server(uvicorn.Server):

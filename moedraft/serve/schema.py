@@ -13,6 +13,7 @@ from moedraft.core import HOTTEST, MAX_LOGPROBS
 
 MOST_FIELDS = 64  # of one object; each unknown one would be an error of its own
 NEUTRAL: dict[str, tuple[object, ...]] = {
+    "audio": (None,),
     "best_of": (None, 1),
     "echo": (None, False),
     "frequency_penalty": (None, 0),
@@ -21,14 +22,19 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "logit_bias": (None, {}),
     "metadata": (None, {}),
     "modalities": (None, ["text"]),
+    "moderation": (None,),
     "parallel_tool_calls": (None,),
+    "prediction": (None,),
     "presence_penalty": (None, 0),
+    "prompt_cache_retention": (None,),
+    "reasoning_effort": (None, "none"),
     "response_format": (None, {"type": "text"}),
     "service_tier": (None, "auto", "default"),
     "suffix": (None, ""),
     "tool_choice": (None, "none"),
     "tools": (None, []),
-    "user": (None,),
+    "verbosity": (None, "medium"),
+    "web_search_options": (None,),
 }
 NEUTRAL_OF_MESSAGE: dict[str, tuple[object, ...]] = {
     "annotations": (None, []),
@@ -63,13 +69,16 @@ class Generation(Strict):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0, lt=2**31, description="0 switches it off")
     n: int | None = Field(None, ge=1, lt=2**31, description="answers to each prompt")
-    seed: int | None = Field(None, ge=0, lt=2**63, description="answer i of n uses seed + i")
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="answer i of n uses seed + i")
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
     draft: bool | None = Field(None, description="false: plain decoding, for comparison")
     store: bool | None = Field(None, description="false: nothing of this request is kept to learn from")
+    user: str | None = Field(None, description="taken and not looked at, as the next two")
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
 
     @model_validator(mode="before")
     @classmethod

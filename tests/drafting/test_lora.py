@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import transformers
 
-from moedraft.core import SHARED, CorruptAdapter, SamplingParams, UnsupportedModel
+from moedraft.core import SHARED, CorruptAdapter, SamplingParams, Sequence, UnsupportedModel
 from moedraft.drafting.drafter import Drafter
 from moedraft.drafting.lora import PREFIX, Adapter, ExpertBank, LoRALinear
 from moedraft.drafting.modules import adaptable, keeps_cache
@@ -64,6 +66,33 @@ def test_adapters_that_do_not_fit_are_refused() -> None:
     crooked = {key: value[..., :-1] if "lora_A" in key else value for key, value in good.items()}
     with pytest.raises(CorruptAdapter, match="shapes"):
         bank.read(1, {}, crooked)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda key, value: (key.removeprefix(PREFIX), value), "something else"),
+        (lambda key, value: (key, value.sum() if "lora_A" in key else value), "shapes"),
+        (lambda key, value: (key, value.sum() if "lora_B" in key else value), "shapes"),
+        (lambda key, value: (key, value[0]), "shapes"),
+        (lambda key, value: (key, value[None]), "shapes"),
+        (lambda key, value: (key, value.int()), "int32"),
+        (lambda key, value: (key, value.to(torch.complex64)), "complex64"),
+        (lambda key, value: (key, value.to(torch.float8_e5m2)), "float8"),
+    ],
+)
+def test_odd_tensors_are_corrupt(change: Callable[..., tuple[str, torch.Tensor]], complaint: str) -> None:
+    bank = ExpertBank(random_model("llama", 1))
+    tensors = dict(change(key, value) for key, value in state(bank, ["lm_head"]).items())
+    with pytest.raises(CorruptAdapter, match=complaint):
+        bank.read(1, {}, tensors)
+
+
+def test_of_two_pairs_one_without_the_prefix_is_corrupt() -> None:
+    bank = ExpertBank(random_model("llama", 1))
+    bare = {key.removeprefix(PREFIX): value for key, value in state(bank, [sorted(bank.tail)[-1]]).items()}
+    with pytest.raises(CorruptAdapter, match="something else"):
+        bank.read(1, {}, state(bank, [sorted(bank.tail)[0]]) | bare)
 
 
 @pytest.mark.parametrize(
@@ -155,6 +184,49 @@ def test_filling_a_cache_that_all_share_makes_no_expert_ready() -> None:
     one.step()
     assert all(row.num_drafts for row in one.sequences.values())
     assert not bank.merged
+
+
+class SettlesLate(FixedSelector):
+    """Expert "x" for everyone else is found while somebody's answer ends, in the middle of a round."""
+
+    def __init__(self) -> None:
+        self.rows: list[Sequence] = []
+
+    def assign(self, sequences: list[Sequence]) -> None:
+        self.rows += sequences
+
+    def settle(self, ending: Sequence | None = None) -> list[Sequence]:
+        others = [row for row in self.rows if ending is not None and row is not ending]
+        for row in others:
+            row.expert = "x"
+        return others
+
+
+@pytest.mark.parametrize("scope", ["tail", "full"])
+def test_an_expert_found_in_mid_round_reads_the_keys_of_no_other(scope: str) -> None:
+    """With the tail alone there is nothing to read anew, which is the negative control."""
+    model = random_model("llama", 1)
+    bank = ExpertBank(model, scope)
+    bank.publish("x", bank.read(1, {}, state(bank, sorted(bank.tail) if scope == "tail" else [*bank.layers])))
+    one = Engine(
+        random_model("llama", 0),
+        NumberTokenizer(),
+        Drafter(model, bank, 4, VOCAB),
+        SettlesLate(),
+        adaptive_budget=False,
+        draft_source="model",
+    )
+    one.add([1, 2, 3], SamplingParams(max_tokens=2))
+    stays = one.sequences[one.add([4, 5, 6], SamplingParams(max_tokens=60))]
+    while len(one.sequences) == 2:
+        assert stays.expert == SHARED
+        one.step()
+    assert stays.drafted
+    assert stays.expert == "x"
+    assert (stays.draft_cached == 0) == (scope == "full")
+    one.step()
+    assert len(stays.token_ids) >= stays.draft_cached > 3
+    assert stays.adapter_version == 1
 
 
 def test_merged_weights_stay_within_their_budget() -> None:

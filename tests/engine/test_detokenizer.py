@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from moedraft.engine.detokenizer import Detokenizer
+
+from byte_fallback import WORDS, byte_fallback, spelt
 
 
 class ByteTokenizer:
@@ -27,7 +32,7 @@ def test_multi_byte_characters_appear_whole() -> None:
 def test_an_unfinished_character_is_shown_at_the_end() -> None:
     detokenizer = Detokenizer(ByteTokenizer())
     detokenizer.add(list("ab🙂".encode())[:-1])
-    assert detokenizer.text == ""
+    assert detokenizer.text == "ab"
     detokenizer.flush()
     assert detokenizer.text == "ab\ufffd"
     detokenizer.flush()
@@ -96,3 +101,73 @@ def test_a_held_back_stop_string_is_never_shown() -> None:
     assert detokenizer.add([0, 1]) is None
     assert detokenizer.flush()
     assert detokenizer.text == "ab "
+
+
+# -- a tokenizer that spells what it does not know in bytes, and words with their space -------------
+
+
+@pytest.fixture(scope="module")
+def llama() -> PreTrainedTokenizerFast:
+    return byte_fallback()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 7])
+def test_many_characters_of_bytes_in_a_row(llama: PreTrainedTokenizerFast, size: int) -> None:
+    ids = spelt("a", "🇩🇪🇯🇵🙂🙂🙂日本語", "▁the", "🙂", "x")
+    detokenizer = Detokenizer(llama)
+    for start in range(0, len(ids), size):
+        detokenizer.add(ids[start : start + size])
+        assert "\ufffd" not in detokenizer.text
+        known = llama.decode(ids[: start + size]).rstrip("\ufffd")
+        assert detokenizer.text.startswith(known)  # whole characters are not held back
+    detokenizer.flush()
+    assert detokenizer.text == llama.decode(ids) == "a🇩🇪🇯🇵🙂🙂🙂日本語 the🙂x"
+
+
+def test_any_text_in_any_blocks_is_the_whole_text(llama: PreTrainedTokenizerFast) -> None:
+    random = Random(0)
+    for _ in range(200):
+        ids = spelt(*random.choices([*WORDS[3:], "é", "日", "🙂", "\n", "q"], k=random.randint(1, 30)))
+        detokenizer, at = Detokenizer(llama), 0
+        while at < len(ids):
+            size = random.randint(1, 9)
+            detokenizer.add(ids[at : at + size])
+            at += size
+        detokenizer.flush()
+        assert detokenizer.text == llama.decode(ids)
+
+
+def test_a_broken_byte_breaks_nothing_else(llama: PreTrainedTokenizerFast) -> None:
+    detokenizer = Detokenizer(llama)
+    for token in spelt("🙂é", b"\xff", "▁the", "🙂", b"\xe6"):
+        detokenizer.add([token])
+    assert detokenizer.text == "🙂é\ufffd the🙂"
+    detokenizer.flush()
+    assert detokenizer.text == "🙂é\ufffd the🙂\ufffd"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "text"),
+    [
+        ((), ("▁time", "▁the"), "time the"),
+        (("<s>",), ("▁time",), "time"),
+        (("<s>", "▁a"), ("▁time", "▁the"), " time the"),
+        (("a", "🙂🙂🙂🙂"), ("🙂", "▁the"), "🙂 the"),  # the window begins within a character
+        (("x", b"\xe6\x97"), ("▁the",), "the"),  # ends within one
+        (("x" * 40,), ("x",), "x"),
+    ],
+)
+def test_the_text_goes_on_where_the_prompt_ends(
+    llama: PreTrainedTokenizerFast, prompt: tuple[str, ...], answer: tuple[str, ...], text: str
+) -> None:
+    detokenizer = Detokenizer(llama, prompt=spelt(*prompt))
+    for token in spelt(*answer):
+        detokenizer.add([token])
+    detokenizer.flush()
+    assert detokenizer.text == text
+
+
+def test_a_stop_string_may_begin_with_the_first_space(llama: PreTrainedTokenizerFast) -> None:
+    detokenizer = Detokenizer(llama, (" time",), spelt("▁a"))
+    assert detokenizer.add(spelt("▁time", "▁the")) == 1
+    assert detokenizer.text == ""

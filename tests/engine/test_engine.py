@@ -102,6 +102,7 @@ def test_stop_string_and_eos_end_in_the_middle_of_a_round() -> None:
     [ended] = one.generate([[1, 2]], SamplingParams(max_tokens=40))
     cut = whole.token_ids.index(whole.token_ids[5]) + 1
     assert (ended.finish_reason, ended.token_ids) == ("stop", whole.token_ids[:cut])
+    assert ended.text == NumberTokenizer().decode(ended.token_ids[:-1])  # its end is no text
     [ignored] = one.generate([[1, 2]], SamplingParams(max_tokens=40, ignore_eos=True))
     assert ignored.token_ids == whole.token_ids
 

@@ -144,7 +144,7 @@ def test_the_plain_template() -> None:
     assert plain_chat(said[1:]) == "U"
 
 
-async def _templated(template: str) -> object:
+async def _templated(template: str, role: Any = "user") -> object:
     class Tokenizer:
         chat_template = template
 
@@ -152,15 +152,17 @@ async def _templated(template: str) -> object:
             if template == "refuses":
                 raise ValueError("roles must alternate: " + rows[0]["content"])
             assert options == {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
-            return [len(rows), 7]
+            return [len(rows), len(rows[0]["role"])]
 
-    return await Prompts(Tokenizer(), None).chat([Message(role="user", content="secret")])
+    return await Prompts(Tokenizer(), None).chat([Message(role=role, content="secret")])
 
 
 def test_a_template_of_the_model_wins() -> None:
     import asyncio
 
-    assert asyncio.run(_templated("some")) == [1, 7]
+    assert asyncio.run(_templated("some")) == [1, len("user")]
+    assert asyncio.run(_templated("some", "developer")) == [1, len("system")]
+    assert asyncio.run(_templated("one that knows developer", "developer")) == [1, len("developer")]
     with pytest.raises(Exception, match="refuses these messages") as raised:
         asyncio.run(_templated("refuses"))
     assert "secret" not in str(raised.value)
@@ -216,6 +218,8 @@ HOSTILE: list[tuple[str, dict[str, Any], int, str | None]] = [
     ("temperature of a million", {"temperature": 1e6}, 400, "temperature"),
     ("top_p of 0", {"top_p": 0}, 400, "top_p"),
     ("seed 2^63", {"seed": 2**63}, 400, "seed"),
+    ("seed below -2^63", {"seed": -(2**63) - 1}, 400, "seed"),
+    ("user as a number", {"user": 7}, 400, "user"),
     ("seed with 500 digits", {"seed": 10**500}, 400, "seed"),
     ("empty prompt", {"prompt": ""}, 400, None),
     ("blank prompt", {"prompt": " \n"}, 400, None),
@@ -346,10 +350,23 @@ def test_a_chat_field_is_refused_by_name(client: httpx.Client, fields: dict[str,
 def test_values_that_change_nothing_are_let_pass(client: httpx.Client) -> None:
     fields = {"presence_penalty": 0.0, "best_of": 1, "echo": False, "logit_bias": {}, "user": None}
     assert complete(client, **fields)["choices"] == complete(client)["choices"]
+    fields = {"user": "u-1", "safety_identifier": "s", "prompt_cache_key": "k", "reasoning_effort": None}
+    assert complete(client, **fields)["choices"] == complete(client)["choices"]
     assert (
         client.post("/v1/chat/completions", json=chat(tools=[], response_format={"type": "text"})).status_code
         == 200
     )
+
+
+def test_a_seed_may_be_negative(client: httpx.Client) -> None:
+    one, again, other = (complete(client, temperature=1, seed=seed)["choices"] for seed in (-7, -7, -(2**63)))
+    assert one == again != other
+
+
+def test_a_server_of_short_answers_gives_short_ones(tmp_path: Path) -> None:
+    with served(tmp_path, max_output_tokens=8) as found, found.client() as client:
+        row = {"model": TARGET, "prompt": PROMPT, "ignore_eos": True}
+        assert client.post("/v1/completions", json=row).json()["usage"]["completion_tokens"] == 8
 
 
 def test_nothing_but_json_is_taken(client: httpx.Client) -> None:
@@ -368,21 +385,35 @@ def test_leaving_frees_the_slot(tmp_path: Path) -> None:
         for path, row in (("/v1/completions", body(n=3)), ("/v1/chat/completions", chat(n=3))):
             for stream in (True, False):
                 _leave(found, path, {**row, "max_tokens": 200, "stream": stream})
-                wait_for(found.idle, 2.0)
+                wait_for(found.idle)
         found.system.engine.refresh = lambda: None
         assert complete(client)["choices"][0]["finish_reason"] == "length"
-        aborted = [
-            line for line in client.get("/metrics").text.splitlines() if 'finished_reason="abort"' in line
-        ]
-        assert float(aborted[0].split()[-1]) == 12
+        assert _aborted(client) == 12
 
 
-def _leave(found: Served, path: str, row: dict[str, Any]) -> None:
+@pytest.mark.parametrize("more", [b"\r\n", b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"])
+def test_leaving_after_the_next_request_frees_the_slot(tmp_path: Path, more: bytes) -> None:
+    with served(tmp_path) as found, found.client() as client:
+        slowed(found.system)
+        _leave(found, "/v1/completions", body(n=3, max_tokens=200), more)
+        wait_for(found.idle)
+        found.system.engine.refresh = lambda: None
+        assert _aborted(client) == 3
+
+
+def _aborted(client: httpx.Client) -> float:
+    lines = client.get("/metrics").text.splitlines()
+    (count,) = (line.split()[-1] for line in lines if 'finished_reason="abort"' in line)
+    return float(count)
+
+
+def _leave(found: Served, path: str, row: dict[str, Any], more: bytes = b"") -> None:
     content = json.dumps(row).encode()
     head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
     with socket.create_connection(found.address) as connection:
         connection.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
         wait_for(lambda: found.worker.snapshot().running == 3)
+        connection.sendall(more)
 
 
 def _taken(found: Served) -> tuple[int, int]:
@@ -430,7 +461,7 @@ def test_a_request_that_takes_too_long_is_ended(tmp_path: Path) -> None:
         check_error(client.post("/v1/completions", json=body(max_tokens=200)), 504)
         with client.stream("POST", "/v1/completions", json=body(max_tokens=200, stream=True)) as response:
             assert events(response)[-1]["error"]["code"] == "timeout"
-        wait_for(found.idle, 2.0)
+        wait_for(found.idle)
 
 
 def test_draining_takes_nothing_new_and_finishes_the_rest(tmp_path: Path) -> None:
@@ -457,7 +488,7 @@ def test_a_second_signal_ends_what_runs(tmp_path: Path) -> None:
                 found.server._loop.call_soon_threadsafe(found.server.end)  # type: ignore[union-attr]
             with suppress(httpx.HTTPError, IndexError):  # cut off before it could be said
                 assert events(response)[-1]["error"]["code"] == "aborted"
-        wait_for(found.idle, 3.0)
+        wait_for(found.idle)
 
 
 def test_a_step_that_fails_is_an_error_and_the_server_lives(tmp_path: Path) -> None:

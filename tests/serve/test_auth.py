@@ -276,8 +276,11 @@ def test_without_keys_a_foreign_page_gets_nothing(app: FastAPI, path: str) -> No
         "null",
         "http://127.0.0.1:9999",
         "http://127.0.0.1:8000.evil.example",
+        "http://[",
+        "//[::1",
     ):
         check_error(ask(app, "GET", path, headers={"origin": origin}), 403)
+        check_error(ask(app, "GET", path, headers={"host": "[", "origin": origin}), 403)
     assert ask(app, "GET", path, headers={"origin": LOCAL}).status_code == 200
 
 
@@ -387,7 +390,7 @@ def test_a_cookie_ends_with_its_key(app: FastAPI, keys: KeyFile) -> None:
 
 def test_websockets_of_other_sites_are_refused(app: FastAPI, keys: KeyFile, settings: Settings) -> None:
     path, closed = "/dashboard/_nicegui_ws/socket.io/", {"type": "websocket.close", "code": 1008}
-    for origin in ("https://evil.example", "null"):
+    for origin in ("https://evil.example", "null", "http://["):
         assert websocket(app, path, {"origin": origin}) == closed
     secret = keys.create(["dashboard"])[1]
     cookie = f"{COOKIE}={login(app, secret).cookies[COOKIE]}"
