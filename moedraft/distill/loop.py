@@ -4,7 +4,8 @@ Beside a server there must be room for it: what the engine says of its load, aga
 
 Promise = measured gain of its recent updates × its share of the traffic. The shared adapter counts all
 traffic, so it goes first on a fresh home; as its gains shrink the experts take over, and an expert whose
-domain is new starts with the same hope as everybody else.
+domain is new starts with the same hope as everybody else. Each failure in a row halves the promise, so that
+an adapter whose updates fail for ever goes behind the others.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ from moedraft.storage.registry import Registry
 from moedraft.storage.store import Store
 
 if TYPE_CHECKING:  # so that `news` can be asked for without loading PyTorch's and PEFT's training parts
-    from moedraft.distill.trainer import Trainer, Update
+    from moedraft.distill.trainer import OnStep, Trainer, Update
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +40,7 @@ class DistillLoop:
     store: Store
     every: int = 16  # new records that make an update due
     gains: dict[str, float] = field(default_factory=dict)
+    failures: dict[str, int] = field(default_factory=dict)  # in a row; gone with a success
     updates: int = 0
     waited: float = 0.0  # s of the running update that `on_step` let pass unused; it says so itself
     status: str = "waiting for records"  # or "training <expert>", "paused: <reason>"
@@ -53,7 +54,8 @@ class DistillLoop:
         for name, count in news(self.store).items():
             if count >= self.every:
                 share = 1.0 if name == SHARED else sizes.get(name, 0) / total
-                candidates[name] = max(self.gains.get(name, HOPE), 1e-3) * share * count
+                gain = max(self.gains.get(name, HOPE), 1e-3)
+                candidates[name] = gain * share * count * 0.5 ** self.failures.get(name, 0)
         return max(candidates, key=lambda name: candidates[name]) if candidates else None
 
     def run_once(
@@ -61,7 +63,7 @@ class DistillLoop:
         expert: str | None = None,
         *,
         steps: int | None = None,
-        on_step: Callable[[int, float], None] | None = None,
+        on_step: OnStep | None = None,
     ) -> Update | None:
         """Train `expert`, or whoever is due; None when nobody is or nothing can be stored now."""
         expert = expert or self.due()
@@ -76,20 +78,26 @@ class DistillLoop:
             record = None if update is None else _record(update, time.monotonic() - began - self.waited)
             self.trainer.outlet.learned(expert, last, record)
         except StorageError as error:
-            self.status = f"paused: {error}"
+            self._failed(expert, str(error))
             return None
         except Exception as error:  # whatever goes wrong in learning, serving goes on
             reason = f"{type(error).__name__}: {error}"
             if reason != self.failure:
                 log.exception("Learning is paused.")
-            self.failure, self.status = reason, f"paused: {reason}"
+            self.failure = reason
+            self._failed(expert, reason)
             return None
         self.failure = ""
+        self.failures.pop(expert, None)
         self.status = "waiting for records"
         if update is not None:
             self.updates += 1
             self._learn_gain(update)
         return update
+
+    def _failed(self, expert: str, reason: str) -> None:
+        self.failures[expert] = self.failures.get(expert, 0) + 1
+        self.status = f"paused: {reason}"
 
     def _learn_gain(self, update: Update) -> None:
         if update.acceptance_before is None or update.acceptance_after is None:

@@ -64,11 +64,12 @@ class Learned(Message):
 
 
 class Begin(Message):
-    """The first line: all settings, and whether learning is paused."""
+    """The first line: all settings, whether learning is paused, and whose updates ended the ones before."""
 
     type: Literal["begin"] = "begin"
     settings: dict[str, Any]
     paused: bool = False
+    failures: dict[str, int] = {}  # by expert, in a row
 
 
 class Pause(Message):

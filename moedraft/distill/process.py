@@ -207,8 +207,8 @@ class Process:
         if self.failures:
             self._rest(min(LONGEST_REST, 2.0**self.failures))
 
-    def _between(self, expert: str, step: int, loss: float) -> None:
-        """Between two optimiser steps: say how far it is, and wait where the engine needs the machine."""
+    def _between(self, expert: str, step: int, loss: float | None) -> None:
+        """Between two batches: say how far it is, and wait where the engine needs the machine."""
         steps = self.settings.update_steps
         state = State(status=f"training {expert}", expert=expert, step=step, steps=steps, loss=loss)
         self._say(state)
@@ -259,11 +259,13 @@ class Process:
 
 def work(server: Server) -> None:
     """Everything between the first line and the end of stdin. Raises MoedraftError, SystemExit."""
-    settings = load_settings(**server.begin().settings)
+    begin = server.begin()
+    settings = load_settings(**begin.settings)
     server.send(State(status="loading the draft base"))
     store = Store.open(settings.home, write=False)
     try:
         loop = build_loop(settings, store, ServerOutlet(server, settings.home))
+        loop.failures |= begin.failures
         Process(settings, store, loop, server).run()
     finally:
         store.close()

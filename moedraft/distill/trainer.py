@@ -11,7 +11,7 @@ import copy
 import re
 import warnings
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,11 @@ from moedraft.storage.adapters import LoadedAdapter
 from moedraft.storage.store import TARGET_ID, Store
 
 HELD_OUT_EVERY = 8  # one record in so many is never trained on and measures the update
+MEASURED = 32  # held-out records that one update is measured by, at most
+SAMPLE = 512  # records that one update looks at, at most
 KEPT = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora")  # of a stored configuration
+
+OnStep = Callable[[int, float | None], None]  # optimiser steps done, their mean loss (None before the first)
 
 
 @dataclass(frozen=True)
@@ -87,25 +91,24 @@ class Trainer:
         self.seed = 0
 
     def update(
-        self, expert: str, *, steps: int | None = None, on_step: Callable[[int, float], None] | None = None
+        self, expert: str, *, steps: int | None = None, on_step: OnStep | None = None
     ) -> Update | None:
         """Train `expert` (or SHARED) for `steps` optimiser steps and publish the result as its live version.
 
-        None when there is nothing to learn from. Raises StorageError when it cannot be stored,
-        UnsupportedModel where PEFT covers other modules than the engine does, FloatingPointError where no
-        step was finite; whatever is raised, the next update starts from the live version again.
+        `on_step` is called after every batch, one that only measures too, and while records are read: the
+        sign that this lives. None when there is nothing to learn from. Raises StorageError when it cannot be
+        stored, UnsupportedModel where PEFT covers other modules than the engine does, FloatingPointError
+        where no step was finite; whatever is raised, the next update starts from the live version again.
         """
-        records = self._records(expert)
-        train = [r for r in records if not is_held_out(r)]
+        steps, say = steps or self.steps, on_step or (lambda done, loss: None)
+        train, held_out = self._records(expert, steps, lambda: say(0, None))
         if not train:
             return None
-        held_out = [r for r in records if is_held_out(r)]
-        steps = steps or self.steps
         try:
             self._activate(expert)
-            before = self._acceptance(held_out)
-            loss = self._train(expert, train, steps, on_step)
-            after = self._acceptance(held_out)
+            before = self._acceptance(held_out, lambda: say(0, None))
+            loss = self._train(expert, train, steps, say)
+            after = self._acceptance(held_out, lambda: say(steps, loss))
             version = self._publish(expert, after)
         except BaseException:
             self._forget(expert)
@@ -114,34 +117,56 @@ class Trainer:
 
     # -- data ------------------------------------------------------------------------------------
 
-    def _records(self, expert: str) -> list[ReplayRecord]:
-        """Enough for a few passes; the shared adapter learns from all domains in equal shares."""
-        wanted = 512
+    def _records(
+        self, expert: str, steps: int, on_record: Callable[[], None]
+    ) -> tuple[list[ReplayRecord], list[ReplayRecord]]:
+        """Those to train on and those to measure by, each no more than `steps` batches take.
+
+        The shared adapter learns from all domains in equal shares.
+        """
+        train: list[ReplayRecord] = []
+        held_out: list[ReplayRecord] = []
+        room = {False: steps * self.tokens_per_step, True: steps * self.tokens_per_step}  # tokens
+        for record in self._sample(expert):
+            on_record()
+            measures = is_held_out(record)
+            if record.topk_ids and room[measures] > 0:
+                (held_out if measures else train).append(record)
+                room[measures] -= self._length(record)
+            if len(held_out) == MEASURED:
+                room[True] = 0
+            if max(room.values()) <= 0:
+                break
+        return train, held_out
+
+    def _sample(self, expert: str) -> Iterator[ReplayRecord]:
         self.seed += 1
-        if expert == SHARED:
-            records = self.replay.sample_stratified(wanted, self.seed)
-        else:
-            records = self.replay.sample(expert, wanted, self.seed)
         target = self.registry.get_meta(TARGET_ID)  # another target's tokens teach nothing
-        return [r for r in records if r.topk_ids and target in (None, r.target_id)]
+        if expert == SHARED:
+            return self.replay.sample_stratified(SAMPLE, self.seed, target)
+        return self.replay.sample(expert, SAMPLE, self.seed, target)
 
     def _batches(self, records: list[ReplayRecord], steps: int) -> list[list[ReplayRecord]]:
-        """`steps` batches of at most `tokens_per_step` padded tokens, pass after pass in a new order."""
+        """`steps` batches, pass after pass in a new order."""
         generator = torch.Generator().manual_seed(self.seed)
         batches: list[list[ReplayRecord]] = []
-        current: list[ReplayRecord] = []
-        longest = 0
         while len(batches) < steps:
-            for index in torch.randperm(len(records), generator=generator).tolist():
-                size = self._length(records[index])
-                if current and max(longest, size) * (len(current) + 1) > self.tokens_per_step:
-                    batches.append(current)
-                    current, longest = [], 0
-                current.append(records[index])
-                longest = max(longest, size)
-            batches.append(current)
-            current, longest = [], 0
+            order = torch.randperm(len(records), generator=generator).tolist()
+            batches += self._grouped([records[index] for index in order])
         return batches[:steps]
+
+    def _grouped(self, records: list[ReplayRecord]) -> list[list[ReplayRecord]]:
+        """In their order, in batches of at most `tokens_per_step` padded tokens."""
+        batches: list[list[ReplayRecord]] = []
+        longest = 0
+        for record in records:
+            longest = max(longest, self._length(record))
+            if batches and longest * (len(batches[-1]) + 1) <= self.tokens_per_step:
+                batches[-1].append(record)
+            else:
+                batches.append([record])
+                longest = self._length(record)
+        return batches
 
     def _length(self, record: ReplayRecord) -> int:
         context = min(record.num_prompt_tokens, MAX_CONTEXT)
@@ -208,13 +233,7 @@ class Trainer:
             raise UnsupportedModel(f"{self.draft.name}: PEFT and the engine do not agree on {other}.")
         return state
 
-    def _train(
-        self,
-        expert: str,
-        records: list[ReplayRecord],
-        steps: int,
-        on_step: Callable[[int, float], None] | None,
-    ) -> float:
+    def _train(self, expert: str, records: list[ReplayRecord], steps: int, on_step: OnStep) -> float:
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         optimiser = self.optimisers.setdefault(
             expert, torch.optim.AdamW(parameters, lr=self.learning_rate, weight_decay=0.0)
@@ -234,8 +253,7 @@ class Trainer:
                 optimiser.step()
                 total, done = total + loss.item(), done + 1
             optimiser.zero_grad(set_to_none=True)
-            if on_step:
-                on_step(number, total / max(done, 1))
+            on_step(number, total / max(done, 1))
         if not done:
             raise FloatingPointError(f"no step of the update of {expert!r} had a finite loss.")
         return total / done
@@ -253,15 +271,15 @@ class Trainer:
         return logits
 
     @torch.no_grad()
-    def _acceptance(self, records: list[ReplayRecord]) -> float | None:
+    def _acceptance(self, records: list[ReplayRecord], on_batch: Callable[[], None]) -> float | None:
         """Share of held-out answer tokens where draft and target have the same most likely token."""
         hits = total = 0
-        for start in range(0, min(len(records), 32), 8):
-            part = records[start : start + 8]
-            batch = collate(part, self.draft.device, self.tokens_per_step, self.draft.vocab_size)
+        for chosen in self._grouped(sorted(records, key=self._length)):
+            batch = collate(chosen, self.draft.device, self.tokens_per_step, self.draft.vocab_size)
             best = self._logits(batch).argmax(-1)
             hits += int((best == batch.topk_ids[:, 0]).sum())
             total += best.numel()
+            on_batch()
         return hits / total if total else None
 
     def _publish(self, expert: str, acceptance: float | None) -> AdapterVersion:

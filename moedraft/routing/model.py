@@ -117,7 +117,7 @@ class RouterModel:
             arrays = {name: np.asarray(tensors[name], dtype=np.float32) for name in _TENSORS}
             names, temperature = tuple(scalars["names"]), float(scalars["temperature"])
             model = cls(names=names, temperature=temperature, split=int(scalars["split"]), **arrays)
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, RecursionError):  # the last: nested too deeply
             return None
         d, f = len(model.names), model.weight.shape[-1]
         shapes = {"weight": (d, f), "bias": (d,), "centroids": (d, f), "typical": (d, 4), "head": (5,)}

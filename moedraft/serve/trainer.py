@@ -13,6 +13,7 @@ import shutil
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -102,6 +103,7 @@ class TrainerSupervisor:
         self._busy, self._published = busy, published
         self._outlet = HomeOutlet(store)
         self._hold: Hold | None = None  # of the process that lives
+        self._deadly: Counter[str] = Counter()  # experts in whose updates a process ended, in a row
         self._state = TrainerState(paused=store.registry.get_meta(PAUSED) is not None)
         self._lock = threading.Lock()  # of `_state`
         self._quit = threading.Event()
@@ -148,6 +150,7 @@ class TrainerSupervisor:
         while not self._quit.is_set():
             began = time.monotonic()
             error = self._live()
+            self._deadly.update([self._state.expert] if self._state.expert else [])
             self._set(pid=None, expert=None, step=0, steps=0, loss=None, waits=None, held=False)
             if self._quit.is_set():
                 break
@@ -186,7 +189,8 @@ class TrainerSupervisor:
         """Until it has ended or the server stops. Raises ChildFailed."""
         conversation = Conversation(child, self._settings.trainer_timeout)
         paused = self._state.paused
-        conversation.send(Begin(settings=self._settings.model_dump(mode="json"), paused=paused))
+        settings, failures = self._settings.model_dump(mode="json"), dict(self._deadly)
+        conversation.send(Begin(settings=settings, paused=paused, failures=failures))
         while not self._quit.is_set():
             in_the_way = self._state.trains and not hold.held
             for message in conversation.hear(WATCH_SECONDS if in_the_way else LOOK_SECONDS):
@@ -250,6 +254,7 @@ class TrainerSupervisor:
         if update is not None:
             update = replace(update, seconds=max(0.0, update.seconds - held))  # it cannot know of that
         self._outlet.learned(message.expert, message.last_id, update)
+        self._deadly.pop(message.expert, None)
         return Noted()
 
 

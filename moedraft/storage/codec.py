@@ -34,6 +34,8 @@ class DamagedPayload(Exception):
 
 def encode(record: ReplayRecord) -> bytes:
     """Raises InvalidRequest where the shapes do not fit together or a log-probability is no number."""
+    if record.num_prompt_tokens < 1:
+        raise InvalidRequest("a replay record needs a prompt of at least one token.")
     answer = len(record.token_ids) - record.num_prompt_tokens
     ids = _matrix(record.topk_ids, answer, "i4")
     logprobs = _matrix(record.topk_logprobs, answer, "f4")
@@ -46,8 +48,11 @@ def encode(record: ReplayRecord) -> bytes:
     return HEADER.pack(*head) + body
 
 
-def decode(payload: bytes) -> Payload:
-    """What `encode` was given; log-probabilities to float16 precision. Raises DamagedPayload."""
+def decode(payload: bytes, num_prompt_tokens: int) -> Payload:
+    """What `encode` was given; log-probabilities to float16 precision. Raises DamagedPayload.
+
+    `num_prompt_tokens` is kept beside the payload and no part of its checksum.
+    """
     if len(payload) < HEADER.size:
         raise DamagedPayload("it is too short")
     version, k, n_tokens, answer, n_rejected, checksum = HEADER.unpack_from(payload)
@@ -56,6 +61,8 @@ def decode(payload: bytes) -> Payload:
         raise DamagedPayload(f"format {version} is unknown")
     if len(body) != 4 * (n_tokens + n_rejected) + 6 * answer * k or zlib.crc32(body) != checksum:
         raise DamagedPayload("its bytes have changed")
+    if not 1 <= num_prompt_tokens == n_tokens - answer:
+        raise DamagedPayload(f"it has no room for a prompt of {num_prompt_tokens} tokens")
     tokens, rejected, ids = np.split(
         np.frombuffer(body, "<i4", n_tokens + n_rejected + answer * k), [n_tokens, n_tokens + n_rejected]
     )

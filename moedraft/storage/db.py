@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import sqlite3
 import threading
@@ -251,8 +252,14 @@ def _engine(database: Path, *, write: bool) -> Engine:
             connection.execute("PRAGMA secure_delete = ON")  # what is purged is overwritten
         return connection
 
+    def read_json(text: str | bytes) -> Any:
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError) as error:  # the latter: nested too deeply
+            raise StorageError(f"The database {database} is damaged: {error}.") from error
+
     pool: type[Pool] = StaticPool if write else QueuePool
-    engine = create_engine("sqlite://", creator=connect, poolclass=pool)
+    engine = create_engine("sqlite://", creator=connect, poolclass=pool, json_deserializer=read_json)
     begin = "BEGIN IMMEDIATE" if write else "BEGIN"
     event.listen(engine, "begin", lambda connection: connection.exec_driver_sql(begin))
     return engine

@@ -7,7 +7,15 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, delete, insert, select, update
 
-from moedraft.core import SHARED, AdapterVersion, Domain, InvalidRequest, UnknownName, check_domain_name
+from moedraft.core import (
+    SHARED,
+    AdapterVersion,
+    Domain,
+    InvalidRequest,
+    StorageError,
+    UnknownName,
+    check_domain_name,
+)
 from moedraft.storage.db import Home
 from moedraft.storage.tables import adapter_versions, counters, domains, experts, meta, replay
 
@@ -220,7 +228,10 @@ def _unknown(name: str) -> UnknownName:
 
 
 def _domain_of(row: Row[Any]) -> Domain:
-    return Domain(row.name, row.description, tuple(row.examples), row.created_at)
+    examples = row.examples
+    if not isinstance(examples, list) or not all(isinstance(example, str) for example in examples):
+        raise StorageError(f"The examples of domain '{row.name}' are damaged; remove it and add it again.")
+    return Domain(row.name, row.description, tuple(examples), row.created_at)
 
 
 def _exists(connection: Connection, name: str) -> bool:
@@ -249,12 +260,15 @@ def _live(connection: Connection, domain: str) -> AdapterVersion | None:
 
 
 def _ancestors(connection: Connection, version: AdapterVersion) -> list[AdapterVersion]:
+    """Those that were not rolled back, nearest first; a damaged row, of a parent no older, ends the line."""
     found = []
-    parent = _find(connection, version.domain, version.parent)
-    while parent is not None:
+    while version.parent < version.version:
+        parent = _find(connection, version.domain, version.parent)
+        if parent is None:
+            break
         if parent.state != "rolled_back":
             found.append(parent)
-        parent = _find(connection, parent.domain, parent.parent)
+        version = parent
     return found
 
 

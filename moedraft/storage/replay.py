@@ -7,7 +7,7 @@ The shared adapter has no second copy: its buffer is the records of all domains,
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from random import Random
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from moedraft.storage.db import Home
 from moedraft.storage.tables import domains, replay
 
 Policy = Literal["fifo", "reservoir", "hardest"]
-CHUNK = 500  # rows fetched by id in one query
+CHUNK = 32  # rows of a sample that are in memory at once
 
 log = logging.getLogger(__name__)
 
@@ -83,25 +83,26 @@ class ReplayBuffer:
             query = query.where(replay.c.id >= min_id)
         with self._home.read() as connection:
             rows = connection.execute(query.limit(limit)).all()
-        return _decoded(rows)
+        return list(_decoded(rows))
 
-    def sample(self, domain: str | None, n: int, seed: int) -> list[ReplayRecord]:
-        """`n` different records of `domain` (None: of all), uniformly; all of them where there are fewer."""
-        with self._home.read() as connection:
-            ids = list(connection.scalars(_of(select(replay.c.id), domain).order_by(replay.c.id)))
-            rows = _fetch(connection, Random(seed).sample(ids, min(n, len(ids))))
-        return _decoded(rows)
+    def sample(
+        self, domain: str | None, n: int, seed: int, target_id: str | None = None
+    ) -> Iterator[ReplayRecord]:
+        """`n` different records of `domain` (None: of all), uniformly; all of them where there are fewer.
 
-    def sample_stratified(self, n: int, seed: int) -> list[ReplayRecord]:
-        """`n` different records, an equal share per domain; what a small one lacks the others give."""
+        With `target_id` only what that target said counts. Read as it is used: take no more than needed.
+        """
+        ids = [number for numbers in self._ids_by_domain(domain, target_id).values() for number in numbers]
+        return self._fetched(Random(seed).sample(ids, min(n, len(ids))))
+
+    def sample_stratified(self, n: int, seed: int, target_id: str | None = None) -> Iterator[ReplayRecord]:
+        """As `sample` of all, an equal share per domain; what a small one lacks the others give."""
         random, chosen = Random(seed), list[int]()
-        with self._home.read() as connection:
-            ids = _ids_by_domain(connection)
-            for domain, share in _even_shares({name: len(ids[name]) for name in ids}, n).items():
-                chosen += random.sample(ids[domain], share)
-            random.shuffle(chosen)
-            rows = _fetch(connection, chosen)
-        return _decoded(rows)
+        ids = self._ids_by_domain(None, target_id)
+        for domain, share in _even_shares({name: len(ids[name]) for name in ids}, n).items():
+            chosen += random.sample(ids[domain], share)
+        random.shuffle(chosen)
+        return self._fetched(chosen)
 
     def count(self, domain: str | None = None) -> int:
         with self._home.read() as connection:
@@ -132,6 +133,25 @@ class ReplayBuffer:
         self._home.checkpoint()  # until then the journal holds them still
         return count
 
+    def _ids_by_domain(self, domain: str | None, target_id: str | None) -> dict[str, list[int]]:
+        query = _of(select(replay.c.domain, replay.c.id), domain).order_by(replay.c.id)
+        if target_id is not None:
+            query = query.where(replay.c.target_id == target_id)
+        ids: dict[str, list[int]] = {}
+        with self._home.read() as connection:
+            for name, number in connection.execute(query):
+                ids.setdefault(name, []).append(number)
+        return ids
+
+    def _fetched(self, ids: list[int]) -> Iterator[ReplayRecord]:
+        """The records of `ids`, in that order; one that was evicted meanwhile is left out."""
+        for start in range(0, len(ids), CHUNK):
+            chunk = ids[start : start + CHUNK]
+            with self._home.read() as connection:
+                rows = connection.execute(select(replay).where(replay.c.id.in_(chunk))).all()
+            found = {row.id: row for row in rows}
+            yield from _decoded(found[number] for number in chunk if number in found)
+
     def _row(self, record: ReplayRecord) -> dict[str, Any]:
         return {
             "domain": record.domain,
@@ -158,13 +178,6 @@ def _of(query: Select[Any], domain: str | None) -> Select[Any]:
     return query if domain is None else query.where(replay.c.domain == domain)
 
 
-def _ids_by_domain(connection: Connection) -> dict[str, list[int]]:
-    ids: dict[str, list[int]] = {}
-    for domain, number in connection.execute(select(replay.c.domain, replay.c.id).order_by(replay.c.id)):
-        ids.setdefault(domain, []).append(number)
-    return ids
-
-
 def _even_shares(sizes: dict[str, int], n: int) -> dict[str, int]:
     """How many of `n` each gives: the same number, or all it has where that is less."""
     shares, left = dict[str, int](), n
@@ -174,35 +187,22 @@ def _even_shares(sizes: dict[str, int], n: int) -> dict[str, int]:
     return shares
 
 
-def _fetch(connection: Connection, ids: list[int]) -> list[Row[Any]]:
-    """The rows of `ids`, in that order."""
-    found: dict[int, Row[Any]] = {}
-    for start in range(0, len(ids), CHUNK):
-        query = select(replay).where(replay.c.id.in_(ids[start : start + CHUNK]))
-        found |= {row.id: row for row in connection.execute(query)}
-    return [found[number] for number in ids]
-
-
-def _decoded(rows: Iterable[Row[Any]]) -> list[ReplayRecord]:
+def _decoded(rows: Iterable[Row[Any]]) -> Iterator[ReplayRecord]:
     """Records of `rows`; a damaged one is left out and logged."""
-    records = []
     for row in rows:
         try:
-            payload = decode(row.payload)
+            payload = decode(row.payload, row.num_prompt_tokens)
         except DamagedPayload as error:
             log.warning("replay record %d of '%s' is damaged and skipped: %s", row.id, row.domain, error)
             continue
-        records.append(
-            ReplayRecord(
-                domain=row.domain,
-                expert=row.expert,
-                adapter_version=row.adapter_version,
-                target_id=row.target_id,
-                num_prompt_tokens=row.num_prompt_tokens,
-                drafted=row.drafted,
-                accepted=row.accepted,
-                created_at=row.created_at,
-                **payload._asdict(),
-            )
+        yield ReplayRecord(
+            domain=row.domain,
+            expert=row.expert,
+            adapter_version=row.adapter_version,
+            target_id=row.target_id,
+            num_prompt_tokens=row.num_prompt_tokens,
+            drafted=row.drafted,
+            accepted=row.accepted,
+            created_at=row.created_at,
+            **payload._asdict(),
         )
-    return records

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moedraft.core import SHARED, Domain, SamplingParams
+from moedraft.core import SHARED, Domain, ReplayRecord, SamplingParams
 from moedraft.distill.loop import DistillLoop
 from moedraft.distill.trainer import Trainer
 from moedraft.drafting.drafter import Drafter
@@ -16,6 +16,24 @@ from moedraft.storage.store import Store
 
 from random_models import VOCAB, prompts_of, random_model
 from tiny import FixedSelector, NumberTokenizer
+
+
+def record(number: int, domain: str = "code", target_id: str = "tiny") -> ReplayRecord:
+    """Ten prompt tokens that tell `number`, six answer tokens, top-2."""
+    digits = [int(digit) for digit in f"{number:010d}"]
+    return ReplayRecord(
+        domain=domain,
+        expert=domain,
+        adapter_version=0,
+        target_id=target_id,
+        token_ids=[*digits, 1, 2, 3, 4, 5, 6],
+        num_prompt_tokens=10,
+        topk_ids=[[token, 0] for token in range(1, 7)],
+        topk_logprobs=[[-0.5, -2.0]] * 6,
+        rejected=[],
+        drafted=4,
+        accepted=2,
+    )
 
 
 class Rig:

@@ -268,6 +268,16 @@ def test_records_that_teach_nothing_are_noted_all_the_same(parent: Parent) -> No
     assert (learned.expert, learned.last_id, learned.update) == (SHARED, 20, None)
 
 
+def test_measuring_is_a_sign_of_life_too(parent: Parent, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moedraft.distill.process.HEARTBEAT", 0.0)
+    parent.load()
+    begin(parent)
+    parent.hear_until(is_learned)
+    said = [(state.step, state.loss is None) for state in parent.states() if state.expert == SHARED]
+    assert said.count((0, True)) > 20  # the records, and the measurement before
+    assert said.count((3, False)) > 1  # the last step, and the measurement after
+
+
 @pytest.mark.parametrize("when", ["begin", "waiting", "training", "publishing"])
 def test_it_ends_when_the_server_is_gone(parent: Parent, when: str) -> None:
     parent.load(waiting=int(when == "waiting"))

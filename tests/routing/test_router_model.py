@@ -103,3 +103,4 @@ def test_damaged_contents_are_refused() -> None:
     assert RouterModel.unpack({k: v for k, v in tensors.items() if k != "head"}, text) is None
     assert RouterModel.unpack(tensors, {}) is None
     assert RouterModel.unpack(tensors, {"model": "{"}) is None
+    assert RouterModel.unpack(tensors, {"model": "[" * 100_000}) is None

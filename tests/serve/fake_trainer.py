@@ -46,6 +46,9 @@ elif mode == "crash":
     state("about to fail")
     print("Traceback …", "RuntimeError: out of luck", sep="\n", file=sys.stderr)
     sys.exit(3)
+elif mode == "deadly":  # an update of `code` kills it, and is told what it killed before
+    state("training code", expert="code", step=1, steps=2, error=str(begin["failures"]))
+    hear() if begin["failures"].get("code", 0) > 1 else os.kill(os.getpid(), signal.SIGKILL)
 elif mode == "killed":
     state()
     os.kill(os.getpid(), signal.SIGKILL)

@@ -283,6 +283,12 @@ def test_a_bad_trainer_is_ended_and_started_again(supervise: Supervise, mode: st
     assert words in (one.state().last_error or "")
 
 
+def test_the_next_trainer_is_told_whose_update_killed_the_last_ones(supervise: Supervise) -> None:
+    one = supervise("deadly")
+    until(lambda: one.state().restarts == 2 and one.state().step == 1)
+    assert one.state().last_error == "{'code': 2}"
+
+
 @pytest.mark.parametrize("mode", ["silent", "frozen", "stubborn"])
 def test_a_trainer_that_hangs_is_killed(supervise: Supervise, impatient: Settings, mode: str) -> None:
     one = supervise(mode, settings=impatient)
@@ -409,9 +415,10 @@ def test_it_is_held_in_mid_step_while_requests_are_served(
     busy.set()
     until(lambda: one.state().held)
     assert is_stopped(pid)
-    step = until(lambda: one.state().step)
     time.sleep(2 * impatient.trainer_timeout)
-    assert one.state().step <= step + 1
+    step = one.state().step  # all that it said before is heard
+    time.sleep(0.2)
+    assert one.state().step == step < 100
     assert (one.state().held, one.state().restarts) == (True, 0)
     busy.clear()
     until(lambda: one.state().waits == "nothing to do")

@@ -16,7 +16,7 @@ tokens = st.integers(0, 2**31 - 1)
 
 
 def test_ids_come_back_exactly() -> None:
-    found = decode(encode(record()))
+    found = decode(encode(record()), 2)
     assert found.token_ids == record().token_ids
     assert found.topk_ids == record().topk_ids
     assert found.rejected == record().rejected
@@ -32,14 +32,14 @@ def test_any_shape(prompt: list[int], answer: int, k: int, data: st.DataObject) 
     ids, logprobs = matrix(tokens), matrix(st.floats(-60000, 0, width=32))
     generated = data.draw(st.lists(tokens, min_size=answer, max_size=answer))
     shape = {"token_ids": prompt + generated, "num_prompt_tokens": len(prompt), "rejected": []}
-    found = decode(encode(record(**shape, topk_ids=ids, topk_logprobs=logprobs)))
+    found = decode(encode(record(**shape, topk_ids=ids, topk_logprobs=logprobs)), len(prompt))
     assert (found.token_ids, found.topk_ids) == (prompt + generated, ids)
     np.testing.assert_allclose(found.topk_logprobs, logprobs, rtol=2**-11, atol=2**-24)
 
 
 def test_extreme_logprobs() -> None:
     low = [[-1e9, -math.inf], [-7e4, -1e-9], [0.0, -3e38]]
-    found = decode(encode(record(topk_logprobs=low))).topk_logprobs
+    found = decode(encode(record(topk_logprobs=low)), 2).topk_logprobs
     assert found == [[-65504.0, -math.inf], [-65504.0, 0.0], [0.0, -65504.0]]
 
 
@@ -59,6 +59,7 @@ def test_a_usual_record_is_small() -> None:
         {"topk_ids": [[1], [2], [3]]},
         {"topk_logprobs": [[-1.0, -1.0], [-1.0, math.nan], [-1.0, -1.0]]},
         {"num_prompt_tokens": 6},
+        {"num_prompt_tokens": 0, "topk_ids": [[1]] * 5, "topk_logprobs": [[-1.0]] * 5},
     ],
 )
 def test_shapes_that_do_not_fit(changes: dict[str, object]) -> None:
@@ -74,15 +75,30 @@ def test_every_flipped_bit_is_seen() -> None:
         if position == 1:
             continue  # the header's pad byte carries nothing
         with pytest.raises(DamagedPayload):
-            decode(bytes(bad))
+            decode(bytes(bad), 2)
 
 
 @pytest.mark.parametrize("length", [0, 5, HEADER.size, HEADER.size + 1])
 def test_truncated(length: int) -> None:
     with pytest.raises(DamagedPayload):
-        decode(encode(record())[:length])
+        decode(encode(record())[:length], 2)
 
 
 def test_a_format_of_the_future() -> None:
     with pytest.raises(DamagedPayload, match="format 2 is unknown"):
-        decode(b"\x02" + encode(record())[1:])
+        decode(b"\x02" + encode(record())[1:], 2)
+
+
+@pytest.mark.parametrize("prompt", [-1, 0, 1, 3, 5, 2**40])
+def test_a_prompt_of_another_length_is_seen(prompt: int) -> None:
+    with pytest.raises(DamagedPayload, match=f"a prompt of {prompt} tokens"):
+        decode(encode(record()), prompt)
+
+
+def test_an_answer_that_is_longer_than_all_tokens_is_seen() -> None:
+    """Its rows are empty, so the length of the bytes says nothing: they would fill the memory."""
+    empty = encode(record(topk_ids=[[]] * 3, topk_logprobs=[[]] * 3))
+    version, k, n_tokens, _, n_rejected, checksum = HEADER.unpack_from(empty)
+    bad = HEADER.pack(version, k, n_tokens, 2**32 - 1, n_rejected, checksum) + empty[HEADER.size :]
+    with pytest.raises(DamagedPayload):
+        decode(bad, n_tokens - (2**32 - 1))

@@ -3,10 +3,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from sqlalchemy import text, update
 from storage_fakes import BASE, domain, record, stats
 
-from moedraft.core import SHARED, AdapterVersion, InvalidRequest
+from moedraft.core import SHARED, AdapterVersion, InvalidRequest, StorageError
 from moedraft.storage import Home, Registry, ReplayBuffer, RequestLog
+from moedraft.storage.tables import adapter_versions
 
 
 def version(number: int, parent: int = 0, name: str = "sql", state: str = "live") -> AdapterVersion:
@@ -141,6 +143,16 @@ def test_rolling_back_passes_over_what_was_rolled_back(chain: Registry) -> None:
         chain.reject("sql", 9)
 
 
+@pytest.mark.parametrize("parent", [2, 3], ids=["itself", "a circle"])
+def test_a_line_of_descent_that_goes_in_circles_ends(home: Home, chain: Registry, parent: int) -> None:
+    with home.write() as connection:
+        second = (adapter_versions.c.domain == "sql") & (adapter_versions.c.version == 2)
+        connection.execute(update(adapter_versions).where(second).values(parent=parent))
+    assert [v.version for v in chain.lineage("sql")] == [3, 2]
+    chain.rollback("sql")
+    assert chain.rollback("sql") is None
+
+
 def test_forgetting_versions(chain: Registry) -> None:
     generation = chain.generation()
     chain.forget_versions("sql", [1])
@@ -173,3 +185,13 @@ def test_a_second_registry_sees_the_same_generation(home: Home, registry: Regist
     assert other.generation() == registry.generation() == 1
     other.add_domain(domain("python"))
     assert other.generation() == registry.generation() == 2
+
+
+@pytest.mark.parametrize("damage", ["{", "[" * 100_000, "7", "null", '"text"', "[1]", '{"a": 1}', "x'ff'"])
+def test_examples_that_are_damaged(home: Home, registry: Registry, damage: str) -> None:
+    value = damage if damage.startswith("x'") else f"'{damage}'"
+    with home.write() as connection:
+        connection.execute(text(f"UPDATE domains SET examples = {value}"))
+    for use in (registry.domains, lambda: registry.domain("sql")):
+        with pytest.raises(StorageError, match="damaged"):
+            use()

@@ -140,22 +140,26 @@ def test_settings_that_mean_nothing(home: Home, capacity: int, policy: Policy) -
 
 
 def test_samples(mixed: ReplayBuffer) -> None:
-    sample = first_tokens(mixed.sample("sql", 30, seed=5))
+    def drawn(name: str | None, n: int, seed: int) -> list[int]:
+        return first_tokens(list(mixed.sample(name, n, seed)))
+
+    sample = drawn("sql", 30, 5)
     assert len(set(sample)) == 30
     assert max(sample) < 100
-    assert sample == first_tokens(mixed.sample("sql", 30, seed=5))
-    assert sample != first_tokens(mixed.sample("sql", 30, seed=6))
+    assert sample == drawn("sql", 30, 5)
+    assert sample != drawn("sql", 30, 6)
     assert sample != sorted(sample)
-    assert sorted(first_tokens(mixed.sample("python", 99, seed=0))) == list(range(100, 120))
-    assert len(mixed.sample(None, 124, seed=0)) == 124
-    assert mixed.sample("nothing", 3, seed=0) == []
+    assert sorted(drawn("python", 99, 0)) == list(range(100, 120))
+    assert len(drawn(None, 124, 0)) == 124
+    assert drawn("nothing", 3, 0) == []
 
 
 def test_a_sample_larger_than_one_query(home: Home) -> None:
     replay = ReplayBuffer(home, 10_000)
     replay.add([record(token=n) for n in range(CHUNK + 20)])
-    assert sorted(first_tokens(replay.sample("sql", CHUNK + 10, seed=1)))[0] < CHUNK
-    assert len(replay.sample("sql", CHUNK + 10, seed=1)) == CHUNK + 10
+    sample = first_tokens(list(replay.sample("sql", CHUNK + 10, seed=1)))
+    assert min(sample) < CHUNK
+    assert len(set(sample)) == CHUNK + 10
 
 
 @pytest.mark.parametrize(
@@ -171,11 +175,11 @@ def test_a_sample_larger_than_one_query(home: Home) -> None:
     ],
 )
 def test_stratified_shares(mixed: ReplayBuffer, n: int, shares: tuple[int, int, int]) -> None:
-    sample = mixed.sample_stratified(n, seed=2)
+    sample = list(mixed.sample_stratified(n, seed=2))
     names = [one.domain for one in sample]
     assert (names.count("sql"), names.count("python"), names.count(SHARED)) == shares
     assert len(set(first_tokens(sample))) == len(sample)
-    assert sample == mixed.sample_stratified(n, seed=2)
+    assert sample == list(mixed.sample_stratified(n, seed=2))
 
 
 def test_stratified_is_shuffled_and_may_be_empty(mixed: ReplayBuffer) -> None:
@@ -183,7 +187,29 @@ def test_stratified_is_shuffled_and_may_be_empty(mixed: ReplayBuffer) -> None:
     assert names != sorted(names)
     assert names != sorted(names, reverse=True)
     mixed.purge()
-    assert mixed.sample_stratified(4, seed=1) == []
+    assert list(mixed.sample_stratified(4, seed=1)) == []
+
+
+def test_a_sample_of_one_target(mixed: ReplayBuffer) -> None:
+    """The few records of the present target are all drawn, however many there are of a former one."""
+    mixed.add([record(token=300 + n, target_id="new") for n in range(6)])
+    mixed.add([record("python", token=400 + n, target_id="new") for n in range(2)])
+    sql, python = list(range(300, 306)), [400, 401]
+    assert sorted(first_tokens(list(mixed.sample("sql", 10, 1, "new")))) == sql
+    assert sorted(first_tokens(list(mixed.sample_stratified(10, 1, "new")))) == sql + python
+    assert len(list(mixed.sample(None, 5, 1, "new"))) == 5
+    assert {one.target_id for one in mixed.sample_stratified(10, 1, "tiny")} == {"tiny"}
+    assert list(mixed.sample_stratified(10, 1, "other")) == []
+
+
+def test_a_sample_is_read_as_it_is_used(home: Home, mixed: ReplayBuffer) -> None:
+    """What went meanwhile is left out, and nothing is held open."""
+    sample = mixed.sample_stratified(124, seed=1)
+    first = next(sample)
+    mixed.purge("sql")
+    rest = first_tokens(list(sample))
+    assert len(rest) <= CHUNK - 1 + 24
+    assert {*range(100, 120), *range(200, 204)} <= {first.token_ids[0], *rest}
 
 
 def test_purging(mixed: ReplayBuffer) -> None:
@@ -203,5 +229,15 @@ def test_a_damaged_record_is_skipped(
         connection.execute(update(table).where(table.c.id == 2).values(payload=b"nonsense"))
     with caplog.at_level(logging.WARNING):
         assert first_tokens(mixed.records("sql", newest_first=False, limit=3)) == [0, 2]
-        assert len(mixed.sample("sql", 100, seed=1)) == 99
+        assert len(list(mixed.sample("sql", 100, seed=1))) == 99
+    assert "replay record 2 of 'sql' is damaged and skipped" in caplog.text
+
+
+def test_a_prompt_that_does_not_end_where_the_answer_begins_is_damage(
+    home: Home, mixed: ReplayBuffer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with home.write() as connection:
+        connection.execute(update(table).where(table.c.id == 2).values(num_prompt_tokens=4))
+    with caplog.at_level(logging.WARNING):
+        assert first_tokens(mixed.records("sql", newest_first=False, limit=3)) == [0, 2]
     assert "replay record 2 of 'sql' is damaged and skipped" in caplog.text
