@@ -11,6 +11,7 @@ import threading
 import time
 import unicodedata
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 
@@ -20,7 +21,12 @@ from moedraft.core import ReplayRecord, RequestStats, Sequence, StorageError
 from moedraft.storage.store import Store
 
 GATHER_SECONDS = 0.1  # after the first request to be written: those that end meanwhile share its transaction
-MOST = 1000  # requests that wait to be written, about 30 MB; what comes then is not recorded
+MOST = 1000  # requests that wait to be written, about 30 MB as a rule; what comes then is not recorded
+MOST_BYTES = 100_000_000  # that these keep, or one alone; while it is written it takes some six times as much
+NUMBER_BYTES = 36  # of a token id in a list
+TOPK_BYTES = 12  # of each of a token's k alternatives, as tensors
+LOGPROB_BYTES = 120  # of each alternative that was asked for with the answer
+MOST_TOPK = 256  # what k is taken to be before the first record tells
 FLUSH_SECONDS = 10.0
 
 log = logging.getLogger(__name__)
@@ -68,6 +74,8 @@ class Recorder:
         self._thread: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()  # of `_box` and `_job`
         self._box: list[Sequence] = []  # ended, not yet written
+        self._bytes = 0  # of these, about
+        self._topk = MOST_TOPK
         self._job: Future[None] | None = None  # the last one that was to empty it
         self._hurry = threading.Event()
 
@@ -77,13 +85,21 @@ class Recorder:
         if self._thread is None:
             self._write([sequence])
             return
+        size = self._size(sequence)
         with self._lock:
-            if len(self._box) < MOST:
+            if not self._box or (len(self._box) < MOST and self._bytes + size <= MOST_BYTES):
                 self._box.append(sequence)
+                self._bytes += size
                 if len(self._box) == 1:
                     self._job = self._thread.submit(self._write_box)
                 return
         self._pause("the disk is slower than the requests")
+
+    def _size(self, sequence: Sequence) -> int:
+        """About how many bytes it keeps from being freed."""
+        alternatives = len(sequence.logprobs) * (1 + (sequence.params.logprobs or 0))
+        size = NUMBER_BYTES * len(sequence.token_ids) + LOGPROB_BYTES * alternatives
+        return size + (TOPK_BYTES * self._topk * sequence.num_generated if sequence.captured else 0)
 
     def record_beside(self) -> None:
         if self._thread is None:
@@ -115,27 +131,56 @@ class Recorder:
     def _write_box(self) -> None:
         self._hurry.wait(GATHER_SECONDS)
         with self._lock:
-            batch, self._box = self._box, []
-        try:
-            self._write(batch)
-        except Exception:
-            log.exception("%d requests were not recorded.", len(batch))
+            batch, self._box, self._bytes = self._box, [], 0
+        self._write(batch)
 
     def _write(self, batch: list[Sequence]) -> None:
+        """Never raises. What cannot be made of one request costs the others nothing."""
+        captured = [one for one in batch if one.captured]
         try:
-            self.store.replay.add([replay_record(one, self.target_id) for one in batch if one.captured])
-            self.store.requests.add([request_stats(one) for one in batch])
+            lost = add_all(self._add_records, captured)
+            uncounted = add_all(self._add_stats, batch)
         except StorageError as error:
             self._pause(str(error))
+            return
+        if faults := lost + uncounted:
+            log.error("%d records could not be made.", len(faults), exc_info=faults[0])
+        if len(lost) == len(captured) > 0 or len(uncounted) == len(batch):
+            self._pause(f"records cannot be made ({type(faults[0]).__name__})")
             return
         if self.status != "learning":
             log.warning("Learning goes on: records can be stored again.")
         self.status = "learning"
 
+    def _add_records(self, batch: list[Sequence]) -> None:
+        records = [replay_record(one, self.target_id) for one in batch]
+        self._topk = len(records[0].topk_ids[0])
+        self.store.replay.add(records)
+
+    def _add_stats(self, batch: list[Sequence]) -> None:
+        self.store.requests.add([request_stats(one) for one in batch])
+
     def _pause(self, reason: str) -> None:
         if self.status == "learning":
             log.warning("Learning is paused: %s", reason)
         self.status = f"paused: {reason}"
+
+
+def add_all(add: Callable[[list[Sequence]], None], batch: list[Sequence]) -> list[Exception]:
+    """All in one transaction or, where one of them spoils it, each in its own; what was wrong with which.
+
+    Raises StorageError.
+    """
+    try:
+        if batch:
+            add(batch)
+    except StorageError:
+        raise
+    except Exception as error:
+        if len(batch) == 1:
+            return [error]
+        return [fault for one in batch for fault in add_all(add, [one])]
+    return []
 
 
 def replay_record(sequence: Sequence, target_id: str) -> ReplayRecord:

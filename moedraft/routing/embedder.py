@@ -12,6 +12,7 @@ import hashlib
 import importlib.metadata
 import io
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -68,7 +69,8 @@ class Embedder:
         self.max_tokens = max_tokens
         self.device = device
         self.batch_size = batch_size
-        self._model: Any = None
+        self._model: Any = None  # ready for use
+        self._loading = threading.Lock()  # the engine's thread and the router's may both be the first
 
     @property
     def id(self) -> str:
@@ -87,14 +89,19 @@ class Embedder:
     @torch.inference_mode()
     def embed(self, texts: Sequence[str]) -> Floats:
         """Unit vectors, float32 [len(texts), d]. Raises InvalidRequest where the model cannot be loaded."""
-        if self._model is None:
-            self._model = _load(self.source, self.device, self.max_tokens)
-            if self.half:
-                self._model.to(torch.bfloat16)
-            pack_layers(self._model, self.max_tokens)
+        with self._loading:
+            if self._model is None:
+                self._model = self._ready()
         if not texts:
             return np.zeros((0, 0), dtype=np.float32)
         return unit(self._encode([excerpt(text) for text in texts]))
+
+    def _ready(self) -> Any:
+        model = _load(self.source, self.device, self.max_tokens)
+        if self.half:
+            model.to(torch.bfloat16)
+        pack_layers(model, self.max_tokens)
+        return model
 
     def _encode(self, texts: list[str]) -> Floats:
         """Vectors of any length, float32 [len(texts), d]."""

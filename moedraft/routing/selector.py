@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
@@ -34,10 +35,10 @@ class Selector:
         self.router = router
 
     def assign(self, sequences: list[Sequence]) -> None:
-        """One batch through the router."""
+        """One batch through the router. Where that fails the shared draft keeps it."""
         rows = [s for s in sequences if needs_expert(s)]
         if rows:
-            send(rows, self.router.route([s.prompt for s in rows]))
+            send(rows, lambda: self.router.route([s.prompt for s in rows]))
 
     def settle(self, ending: Sequence | None = None) -> list[Sequence]:
         """Nothing is ever open."""
@@ -74,11 +75,7 @@ class BackgroundSelector(Selector):
         for routed, rows in list(self._open):
             if routed.done() or any(row is ending for row in rows):
                 self._open.remove((routed, rows))
-                try:
-                    send(rows, routed.result())
-                    settled += rows
-                except Exception:
-                    log.exception("Prompts could not be routed; the shared draft serves them.")
+                settled += send(rows, routed.result)
         return settled
 
     def close(self) -> None:
@@ -90,6 +87,12 @@ def needs_expert(sequence: Sequence) -> bool:
     return not sequence.pinned and (sequence.draft or sequence.capture)
 
 
-def send(rows: list[Sequence], routes: list[Route]) -> None:
-    for sequence, route in zip(rows, routes, strict=True):
-        sequence.expert, sequence.confidence = route.domain, route.confidence
+def send(rows: list[Sequence], find: Callable[[], list[Route]]) -> list[Sequence]:
+    """The rows, with the experts that were found. Never raises: none where they could not be."""
+    try:
+        for sequence, route in zip(rows, find(), strict=True):
+            sequence.expert, sequence.confidence = route.domain, route.confidence
+    except Exception:
+        log.exception("Prompts could not be routed; the shared draft serves them.")
+        return []
+    return rows

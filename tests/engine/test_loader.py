@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
 from moedraft.core import SHARED, AdapterVersion, Domain, StorageError
 from moedraft.distill.publish import HomeOutlet
@@ -197,3 +201,191 @@ def test_a_failing_store_is_asked_again(
             time.sleep(0.002)
     assert bank.version("code") == 0
     until(loader, lambda: bank.version("code") == made)
+
+
+# -- what goes wrong -----------------------------------------------------------------------------
+
+
+def spoil(store: Store, bank: ExpertBank, name: str, version: int, weights: bytes) -> None:
+    """Other weights in the place of a version's, with a manifest that says that they are right."""
+    folder = store.adapters.folder(name, version)
+    (folder / "adapter_model.safetensors").write_bytes(weights)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"]["adapter_model.safetensors"] = hashlib.sha256(weights).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def odd_type() -> bytes:
+    """A file that is right, of a type that safetensors has no tensors for."""
+    names = [f"{PREFIX}lm_head.lora_{letter}.weight" for letter in "AB"]
+    places = [{"dtype": "F8_E8M0", "shape": [4], "data_offsets": [4 * i, 4 * i + 4]} for i in range(2)]
+    header = json.dumps(dict(zip(names, places, strict=True))).encode()
+    return len(header).to_bytes(8, "little") + header + bytes(8)
+
+
+def pair(a: torch.Tensor, b: torch.Tensor, prefix: str = PREFIX) -> bytes:
+    return save({f"{prefix}lm_head.lora_A.weight": a, f"{prefix}lm_head.lora_B.weight": b})
+
+
+BAD = {
+    "a type that safetensors does not know": odd_type(),
+    "a type that torch hardly knows": pair(torch.ones(4, 32).to(torch.float8_e4m3fn), torch.ones(VOCAB, 4)),
+    "no prefix": pair(torch.ones(4, 32), torch.ones(VOCAB, 4), ""),
+    "no dimensions": pair(torch.tensor(1.0), torch.tensor(1.0)),
+}
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("weights", BAD.values(), ids=BAD)
+def test_a_version_that_does_not_fit_is_refused_and_the_older_one_serves(
+    store: Store, bank: ExpertBank, weights: bytes, beside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moedraft.engine.loader.POLL_SECONDS", 0.0)
+    older, newer = publish(store, bank, "code"), publish(store, bank, "code")
+    only, other = publish(store, bank, SHARED), publish(store, bank, "prose")
+    spoil(store, bank, "code", newer, weights)
+    spoil(store, bank, SHARED, only, weights)
+    loader = AdapterLoader(store, bank)
+    if beside:
+        loader.load_beside()
+    until(loader, lambda: bank.version("prose") == other)
+    assert (bank.version("code"), bank.version(SHARED)) == (older, 0)
+    assert loader.refused == {("code", newer), (SHARED, only)}
+    live = store.registry.live("code")
+    assert live is not None
+    assert (live.version, store.registry.live(SHARED)) == (older, None)
+    loader.close()
+
+
+def no_memory(*_: object) -> None:
+    raise MemoryError
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("fault", [MemoryError, torch.OutOfMemoryError, TypeError])
+def test_without_memory_the_old_ones_serve_until_there_is_some(
+    store: Store,
+    bank: ExpertBank,
+    beside: bool,
+    fault: type[Exception],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A fault of ours is no other: it ends no step either."""
+    monkeypatch.setattr("moedraft.engine.loader.POLL_SECONDS", 0.0)
+    tries: list[object] = []
+
+    def fails(*_: object) -> None:
+        tries.append(None)
+        raise fault
+
+    loader = AdapterLoader(store, bank)
+    if beside:
+        loader.load_beside()
+    older = publish(store, bank, "code")
+    until(loader, lambda: bank.version("code") == older)
+    newer = publish(store, bank, "code")
+    with monkeypatch.context() as patch:
+        patch.setattr(bank, "prepare", fails)
+        until(loader, lambda: len(tries) > 3)
+        loader.refresh([], now=True)
+    assert bank.version("code") == older
+    assert caplog.text.count(f"Adapters were not refreshed ({fault.__name__})") == 1
+    until(loader, lambda: bank.version("code") == newer)
+    assert not loader.refused
+    with monkeypatch.context() as patch:
+        patch.setattr(bank, "prepare", fails)
+        publish(store, bank, "code")
+        loader.refresh([], now=True)
+    assert caplog.text.count(f"Adapters were not refreshed ({fault.__name__})") == 2, "it is another time"
+    loader.close()
+
+
+@pytest.mark.parametrize("fault", [MemoryError, StorageError])
+def test_a_version_that_cannot_be_read_now_is_tried_again(
+    store: Store,
+    bank: ExpertBank,
+    fault: type[Exception],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Too many open files, say. Meanwhile its ancestor serves, and nobody else waits."""
+    monkeypatch.setattr("moedraft.engine.loader.POLL_SECONDS", 0.0)
+    older, newer = publish(store, bank, "code"), publish(store, bank, "code")
+    other = publish(store, bank, "prose")
+    load, loader = store.adapters.load, AdapterLoader(store, bank)
+
+    def fails(version: AdapterVersion, base_hash: str | None = None) -> object:
+        if (version.domain, version.version) == ("code", newer):
+            raise fault("not now")
+        return load(version, base_hash)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store.adapters, "load", fails)
+        for _ in range(3):
+            loader.refresh([])
+        assert (bank.version("code"), bank.version("prose")) == (older, other)
+    assert caplog.text.count(f"code version {newer} could not be read") == 1
+    loader.refresh([])
+    assert bank.version("code") == newer
+    assert not loader.refused
+    monkeypatch.setattr(loader, "_load", no_memory)
+    loader.refresh([])
+    assert caplog.text.count("Adapters were not refreshed") == 0, "there is nothing to do any more"
+
+
+def test_now_is_now_even_where_loading_beside_failed(
+    loader: AdapterLoader,
+    store: Store,
+    bank: ExpertBank,
+    gate: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, prepare = publish(store, bank, "code"), bank.prepare
+
+    def fails_beside(*given: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            raise MemoryError
+        return prepare(*given)
+
+    monkeypatch.setattr(bank, "prepare", fails_beside)
+    loader.refresh([])
+    gate.set()
+    loader.refresh([], now=True)
+    assert bank.version("code") == made
+
+
+def test_what_fails_again_and_again_is_tried_ever_less_often(
+    store: Store, bank: ExpertBank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, tries = SimpleNamespace(now=0.0), list[float]()
+
+    def fails(*_: object) -> None:
+        tries.append(clock.now)
+        raise MemoryError
+
+    monkeypatch.setattr("moedraft.engine.loader.time", SimpleNamespace(monotonic=lambda: clock.now))
+    loader = AdapterLoader(store, bank)
+    loader.refresh([])
+    made = publish(store, bank, "code")
+
+    def until_later(seconds: float) -> None:
+        for _ in range(int(seconds / 0.25)):
+            clock.now += 0.25
+            loader.refresh([])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bank, "prepare", fails)
+        until_later(600)
+        pauses = [b - a for a, b in pairwise(tries)]
+        assert pauses[:4] == [0.5, 1.0, 2.0, 4.0]
+        assert max(pauses) == pauses[-1] <= 60
+        before = len(tries)
+        loader.hurry()
+        loader.refresh([])
+        assert len(tries) == before + 1, "somebody knows of something new"
+    until_later(60)
+    assert bank.version("code") == made
+    made = publish(store, bank, "code")
+    until_later(0.75)
+    assert bank.version("code") == made, "all is well again"

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from moedraft.core import SHARED, Domain, SamplingParams, Sequence, StorageError
+from moedraft.core import SHARED, Domain, SamplingParams, Sequence, StorageError, TokenLogprobs
 from moedraft.drafting.lora import ExpertBank
 from moedraft.engine.loader import AdapterLoader
 from moedraft.engine.recorder import Recorder, script_of
@@ -120,17 +121,91 @@ def test_at_the_end_everything_is_written(store: Store) -> None:
     assert not any("recorder" in thread.name for thread in threading.enumerate())
 
 
-def test_a_fault_of_ours_ends_no_thread(
-    store: Store, beside: Recorder, caplog: pytest.LogCaptureFixture
+def captured(tokens: int, k: int = 4) -> Sequence:
+    made = sequence("length", tokens)
+    made.captured = [lambda: (torch.ones(tokens, k, dtype=torch.int64), torch.zeros(tokens, k))]
+    return made
+
+
+def broken() -> Sequence:
+    made = sequence("length", 3)
+    made.captured = [None]  # type: ignore[list-item]
+    return made
+
+
+def test_what_waits_is_bounded_by_its_size_too(
+    store: Store, beside: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broken = sequence("length", 3)
-    broken.captured = [None]  # type: ignore[list-item]
-    beside(broken)
+    beside(captured(3))
+    beside.flush()  # how many alternatives there are is known now
+    monkeypatch.setattr("moedraft.engine.recorder.MOST_BYTES", 100_000)
+    with store.home.write():
+        for _ in range(50):
+            beside(captured(300))  # 25 kB
+        assert beside.status == "paused: the disk is slower than the requests"
     beside.flush()
-    assert "1 requests were not recorded" in caplog.text
-    beside(sequence("length", 3))
+    assert beside.status == "learning"
+    assert 1 + 3 <= store.replay.count() <= 1 + 6, "three are being written, three wait"
+    beside(captured(50_000))  # alone it may be larger
     beside.flush()
-    assert recorded(store) == 1
+    assert store.replay.records(limit=1)[0].token_ids[-1] == 49_999
+
+
+def test_a_request_with_logprobs_weighs_more() -> None:
+    recorder, plain, asked = Recorder(None, "t"), captured(100), captured(100)  # type: ignore[arg-type]
+    asked.params = SamplingParams(logprobs=20)
+    asked.logprobs = [TokenLogprobs(0.0, ((1, 0.0),) * 20)] * 100
+    assert recorder._size(asked) > 3 * recorder._size(sequence("length", 100))
+    assert recorder._size(asked) > recorder._size(plain) > recorder._size(sequence("length", 100))
+
+
+@pytest.mark.parametrize("malformed", [False, True])
+def test_a_record_that_cannot_be_made_costs_no_other(
+    store: Store, beside: Recorder, caplog: pytest.LogCaptureFixture, malformed: bool
+) -> None:
+    bad = broken()
+    if malformed:  # which storage notices
+        bad.captured = captured(2).captured
+    for one in (captured(3), bad, captured(3)):
+        beside(one)
+    beside.flush()
+    assert (store.replay.count(), recorded(store)) == (2, 3)
+    assert "1 records could not be made" in caplog.text
+    assert beside.status == "learning"
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_where_nothing_can_be_recorded_the_status_says_so(
+    store: Store, caplog: pytest.LogCaptureFixture, threaded: bool
+) -> None:
+    recorder = Recorder(store, "t")
+    if threaded:
+        recorder.record_beside()
+    recorder(broken())
+    recorder.flush()
+    assert recorder.status == "paused: records cannot be made (TypeError)"
+    assert "1 records could not be made" in caplog.text
+    recorder(captured(3))
+    recorder.flush()
+    assert recorder.status == "learning"
+    assert store.replay.count() == 1
+    recorder.close()
+
+
+def test_a_fault_of_storage_is_no_end_either(
+    store: Store, beside: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(stats: object) -> None:
+        raise RuntimeError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store.requests, "add", fails)
+        beside(captured(3))
+        beside.flush()
+        assert beside.status == "paused: records cannot be made (RuntimeError)"
+    beside(captured(3))
+    beside.flush()
+    assert (beside.status, recorded(store), store.replay.count()) == ("learning", 1, 2)
 
 
 def test_a_failing_home_never_raises_into_the_engine(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import lzma
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,15 @@ from routing_fakes import WordEmbedder
 from moedraft.core import SHARED, InvalidRequest
 from moedraft.routing import embedder as module
 from moedraft.routing.classifier import Router
-from moedraft.routing.embedder import Embedder, EmbeddingCache, char_ngrams, excerpt, features, read_tensors
+from moedraft.routing.embedder import (
+    Embedder,
+    EmbeddingCache,
+    Floats,
+    char_ngrams,
+    excerpt,
+    features,
+    read_tensors,
+)
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +105,63 @@ def test_a_folder_without_a_model_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "modules.json").write_text("[{")
     with pytest.raises(InvalidRequest, match="cannot be loaded"):
         Embedder(str(tmp_path)).embed(["one"])
+
+
+class SlowModel:
+    """Takes its time on every step of becoming ready, and fails the first time where it is told to."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.fails = fails
+        self.steps: list[str] = []
+
+    def to(self, dtype: torch.dtype) -> None:
+        time.sleep(0.05)
+        if self.fails:
+            raise MemoryError
+        self.steps.append("half")
+
+    def packed(self) -> None:
+        time.sleep(0.05)
+        self.steps.append("packed")
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> list[SlowModel]:
+    """All that were loaded. Vectors say how far their model was."""
+    made: list[SlowModel] = []
+
+    def load(*_: object) -> SlowModel:
+        time.sleep(0.05)
+        made.append(SlowModel(fails=not made))
+        return made[-1]
+
+    def encode(embedder: Embedder, texts: list[str]) -> Floats:
+        return np.full((len(texts), 1), len(embedder._model.steps), dtype=np.float32)
+
+    monkeypatch.setattr(module, "_load", load)
+    monkeypatch.setattr(module, "multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(module, "pack_layers", lambda model, tokens: model.packed())
+    monkeypatch.setattr(module, "unit", lambda rows: rows)
+    monkeypatch.setattr(Embedder, "_encode", encode)
+    return made
+
+
+def test_a_model_that_is_half_loaded_is_none(slow: list[SlowModel]) -> None:
+    embedder = Embedder()
+    with pytest.raises(MemoryError):
+        embedder.embed(["one"])
+    assert not embedder.loaded
+    assert embedder.embed(["one"]).item() == 2
+
+
+def test_two_threads_load_one_model_and_use_it_once_it_is_ready(slow: list[SlowModel]) -> None:
+    embedder = Embedder()
+    with pytest.raises(MemoryError):
+        embedder.embed(["one"])
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(embedder.embed, [["one"]] * 4))
+    assert [vectors.item() for vectors in found] == [2] * 4
+    assert len(slow) == 2, "the one that failed, and one for all"
 
 
 def test_excerpt_keeps_both_ends() -> None:

@@ -143,3 +143,25 @@ def test_what_cannot_be_routed_stays_with_the_shared_draft(
     assert row.expert == SHARED
     assert "could not be routed" in caplog.text
     selector.close()
+
+
+def test_a_seeded_row_that_cannot_be_routed_stays_with_the_shared_draft(
+    gated: GatedRouter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is routed within the step, which must not end for that."""
+
+    def broken(texts: object) -> list[Route]:
+        raise RuntimeError("no embedder")
+
+    row = sequence(prompts("sql", 1, seed=3)[0])
+    row.params = SamplingParams(temperature=1.0, seed=7)
+    selector = BackgroundSelector(gated)
+    with monkeypatch.context() as patch:
+        patch.setattr(gated, "route", broken)
+        selector.assign([row])
+    assert (row.expert, row.confidence) == (SHARED, None)
+    assert "could not be routed" in caplog.text
+    gated.gate.set()
+    selector.assign([row])
+    assert row.expert == "sql"
+    selector.close()
