@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,20 +13,20 @@ from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
+    SettingsError,
     TomlConfigSettingsSource,
 )
 
-from moedraft.core import InvalidRequest, StorageError
+from moedraft.core import KEY_VARIABLE, InvalidRequest, StorageError
 
 CONFIG_FILE = "config.toml"
+PREFIX = "MOEDRAFT_"
 
 
 class Settings(BaseSettings):
     """Everything a user may set. Each field can be set as `MOEDRAFT_<FIELD>` too."""
 
-    model_config = SettingsConfigDict(
-        env_prefix="MOEDRAFT_", extra="forbid", frozen=True, env_ignore_empty=True
-    )
+    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True, env_ignore_empty=True)
 
     home: Path = Field(default_factory=lambda: user_data_path("moedraft"), description="state folder")
     target: str = Field("mini", description="`mini`, a local folder or a hub id")
@@ -117,12 +119,22 @@ class Settings(BaseSettings):
 
 def load_settings(**overrides: Any) -> Settings:
     """Settings from all sources; `None` overrides are left out. Raises InvalidRequest, one sentence."""
+    known = {KEY_VARIABLE, *(f"{PREFIX}{name}".upper() for name in Settings.model_fields)}
+    if unknown := [
+        name for name in os.environ if name.upper().startswith(PREFIX) and name.upper() not in known
+    ]:
+        raise InvalidRequest(f"the environment's {unknown[0]} is no setting.")
     try:
         settings = Settings(**{k: v for k, v in overrides.items() if v is not None})
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"]) or "settings"
         raise InvalidRequest(f"setting {field!r}: {first['msg']}.") from error
+    except SettingsError as error:
+        variable = PREFIX + "".join(re.findall(r'field "(\w+)"', str(error))).upper()
+        raise InvalidRequest(
+            f'the environment\'s {variable} must be JSON, such as \'["a", "b"]\'.'
+        ) from error
     except ValueError as error:
         raise InvalidRequest(f"{CONFIG_FILE} cannot be read: {error}.") from error
     except (RuntimeError, TypeError) as error:  # `~nobody/…`, or no path at all

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 SHARED = "shared"  # the arm without an expert: draft base + shared adapter
 MAX_LOGPROBS = 20  # alternatives that may be asked for at each token
 HOTTEST = 10_000  # the highest temperature: above it the answer is noise, and far above float32 ends
+KEY_VARIABLE = "MOEDRAFT_API_KEY"  # of the environment: the key that the command line shows to a server
 DOMAIN_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 FinishReason = Literal["stop", "length", "abort", "error"]
 

@@ -70,6 +70,22 @@ def test_unknown_settings_are_errors() -> None:
         load_settings(dtype="int4")
 
 
+def test_unknown_variables_are_errors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MOEDRAFT_API_KEY", "moedraft-x")
+    load_settings(home=tmp_path)
+    monkeypatch.setenv("MOEDRAFT_MAX_WAITNG", "9")
+    with pytest.raises(InvalidRequest, match="MOEDRAFT_MAX_WAITNG is no setting"):
+        load_settings(home=tmp_path)
+
+
+def test_lists_in_the_environment_are_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MOEDRAFT_ALLOWED_ORIGINS", '["https://a", "https://b"]')
+    assert load_settings(home=tmp_path).allowed_origins == ("https://a", "https://b")
+    monkeypatch.setenv("MOEDRAFT_ALLOWED_ORIGINS", "https://a")
+    with pytest.raises(InvalidRequest, match="MOEDRAFT_ALLOWED_ORIGINS must be JSON"):
+        load_settings(home=tmp_path)
+
+
 @pytest.mark.parametrize("name", ["", "Upper", "-x", "a/b", "..", "a" * 65, "ümlaut", "shared", "a b", "x\n"])
 def test_bad_domain_names(name: str) -> None:
     with pytest.raises(InvalidRequest):

@@ -18,12 +18,11 @@ from urllib.request import HTTPRedirectHandler, OpenerDirector, ProxyHandler, Re
 
 import typer
 
-from moedraft.core import InvalidRequest, MoedraftError
+from moedraft.core import KEY_VARIABLE, InvalidRequest, MoedraftError
 
 if TYPE_CHECKING:
     from moedraft.config import Settings
 
-KEY_VARIABLE = "MOEDRAFT_API_KEY"
 SERVER_FILE = "server.json"
 PROBE_SECONDS = 5.0
 SECONDS = 600.0  # embedding the examples of a domain takes its time
@@ -56,6 +55,7 @@ class Remote:
 
     url: str
     key: str | None
+    local: bool = False  # found in a home on this machine: no proxy lies on the way
 
     def get(self, *path: str, **query: str | None) -> dict[str, Any]:
         given = {name: value for name, value in query.items() if value is not None}
@@ -80,7 +80,7 @@ class Remote:
     def _ask(
         self, method: str, path: str, data: dict[str, Any] | None = None, seconds: float = SECONDS
     ) -> dict[str, Any]:
-        body = None if data is None else json.dumps(data).encode()
+        body = None if data is None else json.dumps(data, ensure_ascii=False).encode(errors="replace")
         request = Request(f"{self.url}{path}", body, {"accept": "application/json"}, method=method)
         if body is not None:
             request.add_header("content-type", "application/json")
@@ -94,6 +94,11 @@ class Remote:
                 raise self._complaint(error) from error
         except (OSError, HTTPException, ValueError) as error:
             cause = error.reason if isinstance(error, URLError) else error
+            if body and isinstance(cause, BrokenPipeError | ConnectionResetError):
+                raise Unreachable(
+                    f"The server at {self.url} closed the connection while {len(body)} bytes were sent; "
+                    "it refuses more than its max_body_bytes."
+                ) from cause
             raise Unreachable(f"No moedraft server answers at {self.url}: {cause}.") from (
                 cause if isinstance(cause, BaseException) else error
             )
@@ -103,7 +108,7 @@ class Remote:
 
     def _opener(self) -> OpenerDirector:
         """Without a proxy on the way to this machine."""
-        local = urlsplit(self.url).hostname in ("localhost", "127.0.0.1", "::1")
+        local = self.local or urlsplit(self.url).hostname in ("localhost", "127.0.0.1", "::1")
         return build_opener(_NoRedirects, *([ProxyHandler({})] if local else []))
 
     def _complaint(self, error: HTTPError) -> MoedraftError:
@@ -145,7 +150,7 @@ def _running(home: Path) -> Remote | None:
     """Read from the home; a file left behind by a server that was killed counts for nothing."""
     try:
         data = json.loads((home / SERVER_FILE).read_bytes())
-        remote = Remote(str(data["url"]), str(data["key"]))
+        remote = Remote(str(data["url"]), str(data["key"]), local=True)
         os.kill(int(data["pid"]), 0)
     except PermissionError:
         return None  # another user's

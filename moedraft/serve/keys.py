@@ -142,16 +142,15 @@ class Keyring:
     def _refresh(self) -> None:
         try:
             found = self._file.path.stat()
-            stamp: object = (found.st_ino, found.st_mtime_ns, found.st_size)
+            stamp: object = (found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size)
         except OSError as error:
             stamp = type(error)
         if stamp == self._stamp:
             return
         try:
-            self._keys = self._file.keys()
-        except StorageError:
-            self._keys, self._locked = [], True
-        self._stamp = stamp
+            self._keys, self._stamp = self._file.keys(), stamp
+        except StorageError:  # it is asked again until it can be read
+            self._keys, self._stamp, self._locked = [], None, True
         self._locked = self._locked or bool(self._keys)
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from cli_fakes import Run
 
-from moedraft.serve.keys import KEYS_FILE
+from moedraft.core import StorageError
+from moedraft.serve.keys import KEYS_FILE, Key, KeyFile, Keyring
 
 
 def test_a_key_is_made_listed_and_revoked(run: Run, home: Path) -> None:
@@ -60,3 +61,19 @@ def test_no_server_for_everybody_without_a_key(run: Run, home: Path) -> None:
 def test_bad_options_of_a_server(run: Run, home: Path, options: tuple[str, ...]) -> None:
     assert run("serve", *options, "--home", home).code == 2
     assert not home.exists()
+
+
+def test_a_file_that_could_not_be_read_is_read_again(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a server that runs: too many open files, or a file that was root's."""
+    file = KeyFile(home)
+    key, secret = file.create(["infer"])
+    ring, read = Keyring(file, open_without_keys=True), KeyFile.keys
+
+    def unreadable(self: KeyFile) -> list[Key]:
+        raise StorageError("It cannot be read.")
+
+    monkeypatch.setattr(KeyFile, "keys", unreadable)
+    assert ring.find(secret) is None
+    assert not ring.is_open
+    monkeypatch.setattr(KeyFile, "keys", read)
+    assert ring.find(secret) == key

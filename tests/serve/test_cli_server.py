@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ from serve_fakes import WordEmbedder, tiny_system
 from server import TARGET, FakeSupervisor, Served, check_error, events, listening, served, wait_for
 
 from moedraft.cli import main
+from moedraft.cli.remote import Remote, Unreachable, owner_of
 from moedraft.config import load_settings
 from moedraft.core import InvalidRequest
 from moedraft.serve.app import create_app
@@ -211,6 +213,38 @@ def test_a_key_is_not_carried_to_where_a_redirect_points(run: Run, home: Path) -
 
 
 # -- replay on its own ---------------------------------------------------------------------------
+
+
+def test_a_server_of_this_home_is_asked_without_a_proxy(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+    """Its file holds an admin key, which is nobody else's."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setattr(Remote, "answers", lambda remote: True)
+    home.mkdir()
+    (home / SERVER_FILE).write_text(
+        json.dumps({"url": "http://192.0.2.5:8000", "key": "k", "pid": os.getpid()})
+    )
+    found = owner_of(load_settings(home=home), None)
+    assert found is not None
+    assert not any(getattr(handler, "proxies", None) for handler in found._opener().handlers)
+    elsewhere = Remote(found.url, "k")._opener()
+    assert any(getattr(handler, "proxies", None) for handler in elsewhere.handlers)
+
+
+def test_a_body_that_a_server_does_not_take_is_told(home: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def refuse() -> None:
+            connection, _ = listener.accept()
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.recv(1000)
+            connection.close()
+
+        thread = threading.Thread(target=refuse)
+        thread.start()
+        remote = Remote(f"http://127.0.0.1:{listener.getsockname()[1]}", None)
+        with pytest.raises(Unreachable, match="while 8000012 bytes were sent; it refuses more"):
+            remote.post("admin", "domains", data={"name": "字" * (8_000_000 // 3) + "ab"})
+        thread.join()
 
 
 def test_replay_is_shown_taken_out_and_deleted(run: Run, home: Path, tmp_path: Path) -> None:
