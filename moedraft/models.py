@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 PIECE = 256  # bytes read at each of some 16 places of a stored tensor, to tell checkpoints apart
 
 MINI = {"target": "mini-target", "draft": "mini-draft"}
-# What `generate` of transformers would do to the logits before it takes the largest; None, 0 and 1: nothing.
+# What `generate` of transformers would do to the logits before it takes the largest; None and 0: nothing.
 PROCESSORS = (
     *("repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "min_length"),
     *("encoder_no_repeat_ngram_size", "min_new_tokens", "guidance_scale", "diversity_penalty", "num_beams"),
@@ -35,6 +35,8 @@ PROCESSORS = (
     *("begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "penalty_alpha"),
     *("watermarking_config", "dola_layers"),
 )
+SCALES = ("repetition_penalty", "encoder_repetition_penalty", "guidance_scale", "num_beams")
+NEUTRAL = {**dict.fromkeys(SCALES, (0, 1)), "forced_bos_token_id": (), "forced_eos_token_id": ()}
 
 
 class LanguageModel:
@@ -234,8 +236,8 @@ def in_one_line(error: Exception) -> str:
 def warn_of_processors(model: LanguageModel) -> None:
     """Say which settings of the checkpoint's own `generate` are not followed."""
     settings = model.hf.generation_config
-    values = {name: getattr(settings, name, None) for name in PROCESSORS}
-    found = [name for name, value in values.items() if value not in (None, 0, 1, [], {}, ())]
+    nothing = {name: (None, [], {}, (), *NEUTRAL.get(name, (0,))) for name in PROCESSORS}
+    found = [name for name in PROCESSORS if getattr(settings, name, None) not in nothing[name]]
     if found:
         log.warning(
             "%s: %s of its generation_config are not applied; greedy answers are the bare model's.",
@@ -292,10 +294,10 @@ def refuse_layouts(config: Any, name: str) -> None:
                 f"{name}: {kind} has {rope_type} position scaling, which depends on the prompt's length; "
                 "keys in the cache would not fit."
             )
-    if "local" in (getattr(text, "attention_layers", None) or []):
-        raise UnsupportedModel(
-            f"{name}: {kind} has local attention layers; only full attention is supported."
-        )
+    if kind == "gpt_neo":
+        raise UnsupportedModel(f"{name}: {kind} has local attention layers, and masks of a fixed size.")
+    if not getattr(text, "max_position_embeddings", None):  # as MPT, whose buffers end unannounced
+        raise UnsupportedModel(f"{name}: the configuration of {kind} does not say how long its context is.")
     layers = set(getattr(text, "layer_types", None) or [])
     other = sorted(layers - {"full_attention"})
     if other:

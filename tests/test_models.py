@@ -59,6 +59,13 @@ SMALL = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "num_atten
             ),
             "local",
         ),
+        (
+            transformers.GPTNeoConfig(
+                vocab_size=60, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global"], 2]]
+            ),
+            "masks of a fixed size",
+        ),
+        (transformers.MptConfig(d_model=32, n_heads=4, n_layers=2, vocab_size=60), "how long its context"),
         (transformers.MambaConfig(vocab_size=60, hidden_size=32, num_hidden_layers=2), "mamba"),
     ],
 )
@@ -200,14 +207,14 @@ def test_settings_of_generate_that_are_not_followed_are_named(
         load_model(str(tmp_path), "target", "cpu")
         assert caplog.messages == []
         settings = {"repetition_penalty": 1.3, "suppress_tokens": [1], "eos_token_id": 1, "num_beams": 1}
+        settings |= {"forced_eos_token_id": 0, "min_new_tokens": 1, "no_repeat_ngram_size": 0}
         (tmp_path / "generation_config.json").write_text(json.dumps(settings))
         load_model(str(tmp_path), "draft", "cpu")
         assert caplog.messages == []
         model = load_model(str(tmp_path), "target", "cpu")
     assert model.eos_token_ids == frozenset({1})
     (message,) = caplog.messages
-    assert "repetition_penalty, suppress_tokens" in message
-    assert "num_beams" not in message
+    assert "repetition_penalty, min_new_tokens, suppress_tokens, forced_eos_token_id of" in message
 
 
 def test_devices_and_dtypes() -> None:

@@ -57,6 +57,8 @@ def bench(
         queries = [Query(row.prompt, row.domain or "", row.max_tokens or max_tokens) for row in rows]
     queries = queries[:: max(1, len(queries) // limit)][:limit]
     settings = settings_for(ctx, home=home, target=target, draft=draft, device=device, dtype=dtype)
+    if out:
+        out.touch()  # rather now than after minutes
     with opened(settings) as system, bar("Measuring", rounds * len(queries)) as advance:
         found = run(system, queries, rounds, advance)
     if out:

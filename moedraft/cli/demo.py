@@ -56,6 +56,8 @@ def demo(
         raise InvalidRequest(
             f"The demo needs a fresh home, and {settings.home} has one; name another folder."
         )
+    if out:
+        out.mkdir(parents=True, exist_ok=True)  # rather now than after minutes
     began = time.monotonic()
     with opened(settings) as system:
         this = Demo(system, seconds)

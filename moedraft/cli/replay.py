@@ -22,7 +22,7 @@ from moedraft.cli.common import (
     writing,
 )
 from moedraft.cli.remote import ServerOption, given_server, owner_of
-from moedraft.core import InvalidRequest
+from moedraft.core import InvalidRequest, StorageError
 
 app = typer.Typer(help="The replay that experts learn from: show, purge, export.")
 NameArgument = Annotated[
@@ -87,13 +87,20 @@ def export(
     as_json: JsonOption = False,
 ) -> None:
     """Write records as JSON lines, oldest first: token ids and the target's top-k at each position."""
-    with reading(settings_for(ctx, home=home)) as store:
+    settings = settings_for(ctx, home=home)
+    with reading(settings) as store:
+        if store is None:
+            raise StorageError(f"There is no home at {settings.home}.")
         if name is not None:
             check_expert(store, name)
-        records = store.replay.records(name, newest_first=False) if store else []
+        records = store.replay.records(name, newest_first=False)
         with out.open("x", encoding="utf-8") as file:
-            for record in records:
-                file.write(json.dumps(asdict(record)) + "\n")
+            try:
+                file.writelines(json.dumps(asdict(record)) + "\n" for record in records)
+                file.flush()
+            except BaseException:
+                out.unlink()  # a part would pass for the whole
+                raise
     if as_json:
         emit({"domain": name, "exported": len(records), "path": str(out)})
     else:

@@ -70,6 +70,8 @@ def stats(
     if plot is not None:
         _plot(settings, span, plot)
         if not watch:
+            if as_json:
+                emit({"plot": str(plot)})
             return
     if not watch:
         _show(_look(settings), as_json)

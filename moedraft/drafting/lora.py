@@ -65,6 +65,11 @@ class LoRALinear(nn.Module):
         if small:
             expect(self.base_weight(), base.bias)  # type: ignore[arg-type]
 
+    @property
+    def weight(self) -> nn.Parameter:
+        """The base's, as code of the model's own may ask for."""
+        return self.base.weight  # type: ignore[return-value]
+
     def base_weight(self) -> torch.Tensor:
         """[out, in]"""
         weight: torch.Tensor = self.base.weight  # type: ignore[assignment]

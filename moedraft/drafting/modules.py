@@ -10,7 +10,7 @@ from moedraft.core import UnsupportedModel
 from moedraft.models import LanguageModel
 
 # Anything that makes keys or values, alone or fused with queries; a tail expert must not touch it.
-MAKES_KV = re.compile(r"(^|_)(k|v|kv|qkv)(_|$)|key|value|c_attn|Wqkv|kv_[ab]_proj")
+MAKES_KV = re.compile(r"(^|_)(k|v|kv|qkv)(_|$)|key|value|c_attn|Wqkv|kv_[ab]_proj|W[kv]$")
 
 
 def adaptable(draft: LanguageModel, scope: str) -> list[str]:

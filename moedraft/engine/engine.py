@@ -144,11 +144,11 @@ class Engine:
             raise InvalidRequest("the prompt is empty or has token ids outside the vocabulary.")
         room = self.max_model_len - 1
         if len(ids) > room and not self.truncate_prompts:
-            raise PromptTooLong(
-                f"the prompt has {len(ids)} tokens and the context takes {room}; "
-                "shorten it or set long_prompts to 'truncate'."
-            )
-        return ids[-room:]
+            sentence = f"the prompt has {len(ids)} tokens and the context takes {room}; "
+            raise PromptTooLong(f"{sentence}shorten it or set long_prompts to 'truncate'.")
+        begins = isinstance(prompt, str) and ids[0] == getattr(self.tokenizer, "bos_token_id", None)
+        head = ids[:1] if begins and room > 1 else []  # models need the mark of a beginning
+        return ids if len(ids) <= room else [*head, *ids[len(head) - room :]]
 
     # -- one step --------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from moedraft.showcase.measure import (
 )
 from moedraft.showcase.shipped import Query
 
-BASELINE = "transformers generate"
+BASELINE, ASSISTED = "transformers generate", "transformers assisted"
 
 
 def run(system: System, queries: list[Query], rounds: int, advance: Callable[[int], None]) -> dict[str, Any]:
@@ -45,9 +45,15 @@ def run(system: System, queries: list[Query], rounds: int, advance: Callable[[in
     # A copy without our layers around its own, so that transformers runs it as it would at home.
     settings = system.settings
     assistant = load_model(settings.draft, "draft", settings.device, settings.dtype)
+    # With vocabularies of different sizes (one padded further) it would take the tokenizers for different.
+    fits = (
+        assistant.hf.config.get_text_config().vocab_size
+        == system.target.hf.config.get_text_config().vocab_size
+    )
+    assisted = {ASSISTED: transformers_runner(system.target, assistant_model=assistant.hf)} if fits else {}
     runners = {
         BASELINE: transformers_runner(system.target),
-        "transformers assisted": transformers_runner(system.target, assistant_model=assistant.hf),
+        **assisted,
         "transformers prompt lookup": transformers_runner(system.target, prompt_lookup_num_tokens=8),
         "moedraft plain": ours("moedraft plain", draft=False),
         "moedraft generic draft": base_only(system, ours("moedraft generic draft", "model", expert=SHARED)),

@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
 from moedraft.core import SHARED, RequestOutput, SamplingParams
 from moedraft.engine.build import System
@@ -134,19 +135,22 @@ def engine_runner(
 
 
 def transformers_runner(target: Any, **options: Any) -> Callable[[str, int], list[int]]:
-    """transformers' own `generate`, greedy; assisted with `assistant_model`, `prompt_lookup_num_tokens` …"""
+    """transformers' own `generate`, greedy; assisted with `assistant_model`, `prompt_lookup_num_tokens` …
+
+    Without the checkpoint's penalties, which we do not apply either.
+    """
+    own, eos = target.hf.generation_config, sorted(target.eos_token_ids)
+    bare = GenerationConfig(eos_token_id=eos or None, pad_token_id=eos[0] if eos else 0, do_sample=False)
 
     def run(prompt: str, max_tokens: int) -> list[int]:
         ids = target.tokenizer(prompt, return_tensors="pt")["input_ids"].to(target.device)
-        eos = sorted(target.eos_token_ids)
-        out = target.hf.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=max_tokens,
-            do_sample=False,
-            pad_token_id=eos[0] if eos else 0,
-            **options,
-        )
+        target.hf.generation_config = bare  # what is not set is taken from there, whatever is passed
+        try:
+            out = target.hf.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, **options
+            )
+        finally:
+            target.hf.generation_config = own
         answer: list[int] = out[0, ids.shape[1] :].tolist()
         return answer
 

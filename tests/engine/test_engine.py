@@ -89,6 +89,20 @@ def test_truncation_keeps_the_end() -> None:
     assert a.token_ids == b.token_ids
 
 
+def test_truncation_keeps_the_mark_of_the_beginning() -> None:
+    one = engine(max_len=16, truncate_prompts=True)
+    one.tokenizer.bos_token_id = 9
+    long = [9, *(i % 5 for i in range(40))]
+    text = " ".join(map(str, long))
+    [kept] = one.generate(text, SamplingParams(max_tokens=1, logprobs=3))
+    [told] = one.generate([[9, *long[-14:]]], SamplingParams(max_tokens=1, logprobs=3))
+    [other] = one.generate([long], SamplingParams(max_tokens=1, logprobs=3))  # ids are as they were given
+    assert kept.num_prompt_tokens == told.num_prompt_tokens == other.num_prompt_tokens == 15
+    assert one._tokenise(text) == [9, *long[-14:]]
+    assert one._tokenise(long) == long[-15:]
+    assert kept.logprobs == told.logprobs
+
+
 def test_stop_string_and_eos_end_in_the_middle_of_a_round() -> None:
     one = engine()
     [whole] = one.generate([[1, 2]], SamplingParams(max_tokens=40))

@@ -262,6 +262,9 @@ def test_replay_is_shown_taken_out_and_deleted(run: Run, home: Path, tmp_path: P
     assert record["domain"] == "code"
     assert len(record["token_ids"]) == 7
     assert run("replay", "export", "code", "--out", out, "--home", home).code == 2  # nothing is overwritten
+    missing = run("replay", "export", "--out", tmp_path / "new", "--home", tmp_path / "typo")
+    assert (missing.code, (tmp_path / "new").exists()) == (2, False)
+    assert "There is no home" in missing.err
     assert run("replay", "purge", "--home", home).code == 2
     assert run("replay", "purge", "code", "--all", "--home", home).code == 2
     assert run("replay", "purge", "law", "--home", home).code == 2

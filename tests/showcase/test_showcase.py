@@ -6,16 +6,18 @@ import importlib.resources
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moedraft.cli import main
 from moedraft.config import load_settings
 from moedraft.engine.build import System, build, load
+from moedraft.models import LanguageModel, load_model
 from moedraft.showcase import shipped
 from moedraft.showcase.bench import run
 from moedraft.showcase.demo import Demo, publish, summary
-from moedraft.showcase.measure import compare, serve, theoretical_speedup
+from moedraft.showcase.measure import compare, serve, theoretical_speedup, transformers_runner
 from moedraft.showcase.report import Point, Result, Row, running_mean
 from moedraft.showcase.shipped import Query
 
@@ -103,6 +105,35 @@ def test_bench_compares_the_same_answers(small: None, system: System) -> None:
     assert all(one["tokens_per_step"] >= 1 for one in ours)
     assert 0 < found["cost_ratio"] < 1
     assert not found["adapted"]
+
+
+def test_the_baseline_has_no_penalties(system: System) -> None:
+    """A checkpoint's own would make it say something else than the bare model."""
+    runner, own = transformers_runner(system.target), system.target.hf.generation_config
+    bare = runner("SELECT name FROM", 24)
+    own.repetition_penalty, own.min_new_tokens = 1.9, 24
+    try:
+        assert transformers_runner(system.target)("SELECT name FROM", 24) == bare
+        assert system.target.hf.generation_config is own
+    finally:
+        own.repetition_penalty, own.min_new_tokens = None, None
+
+
+def test_bench_leaves_out_what_transformers_does_not_run(
+    small: None, system: System, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes models of vocabularies of different size for ones with different tokenizers."""
+    load = load_model
+
+    def padded(*arguments: Any) -> LanguageModel:
+        model = load(*arguments)
+        model.hf.resize_token_embeddings(model.vocab_size + 64)
+        return model
+
+    monkeypatch.setattr("moedraft.showcase.bench.load_model", padded)
+    found = run(system, shipped.heldout()[:1], 1, lambda done: None)
+    assert "transformers assisted" not in found["systems"]
+    assert found["systems"]["transformers prompt lookup"]["same_answers"]
 
 
 def test_public_load_generates(tmp_path: Path) -> None:
