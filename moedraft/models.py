@@ -236,8 +236,8 @@ def in_one_line(error: Exception) -> str:
 def warn_of_processors(model: LanguageModel) -> None:
     """Say which settings of the checkpoint's own `generate` are not followed."""
     settings = model.hf.generation_config
-    nothing = {name: (None, [], {}, (), *NEUTRAL.get(name, (0,))) for name in PROCESSORS}
-    found = [name for name in PROCESSORS if getattr(settings, name, None) not in nothing[name]]
+    set_ones = [name for name in PROCESSORS if getattr(settings, name, None) not in (None, [], {}, ())]
+    found = [name for name in set_ones if getattr(settings, name) not in NEUTRAL.get(name, (0,))]
     if found:
         log.warning(
             "%s: %s of its generation_config are not applied; greedy answers are the bare model's.",

@@ -57,15 +57,16 @@ def is_loopback(host: str) -> bool:
 class Sessions:
     """Cookies of browsers: the id of a key and an end, signed by a secret of this process. No key is in them.
 
-    They end with the process, with their key, and after `SESSION_SECONDS`.
+    They end with the process, with their key, where someone signs out, and after `SESSION_SECONDS`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._secret = secrets.token_bytes(32)
         self._clock = clock
+        self._ended: dict[str, int] = {}  # sessions that were signed out: when they would have ended
 
     def issue(self, key_id: str) -> str:
-        content = f"{key_id}.{int(self._clock()) + SESSION_SECONDS}"
+        content = f"{key_id}.{secrets.token_hex(8)}.{int(self._clock()) + SESSION_SECONDS}"
         return f"{content}.{self._sign(content)}"
 
     def key_id(self, cookie: str) -> str | None:
@@ -73,8 +74,16 @@ class Sessions:
         content, _, signature = cookie.rpartition(".")
         if not hmac.compare_digest(signature.encode(), self._sign(content).encode()):
             return None
-        key_id, _, end = content.rpartition(".")
-        return key_id if int(end) > self._clock() else None
+        key_id, session, end = content.split(".")
+        return key_id if int(end) > self._clock() and session not in self._ended else None
+
+    def end(self, cookie: str) -> None:
+        """It is over for whoever has it. A cookie that is none of ours changes nothing."""
+        if self.key_id(cookie) is None:
+            return
+        _, session, end, _ = cookie.split(".")
+        now = self._clock()
+        self._ended = {one: until for one, until in self._ended.items() if until > now} | {session: int(end)}
 
     def _sign(self, content: str) -> str:
         return hmac.new(self._secret, content.encode(), hashlib.sha256).hexdigest()
@@ -173,8 +182,9 @@ class Guard:
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         elif error.status_code == 401 and _is_browser(connection):
-            target = RedirectResponse(f"/login?next={quote(scope['path'])}", 303)
-            await target(scope, receive, send)
+            query = scope["query_string"].decode("latin-1")
+            asked = f"{scope['path']}?{query}" if query else scope["path"]
+            await RedirectResponse(f"/login?next={quote(asked)}", 303)(scope, receive, send)
         else:
             await error.response()(scope, receive, send)
 

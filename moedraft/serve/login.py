@@ -60,7 +60,7 @@ def login_router(authority: Authority) -> APIRouter:
             authority.sessions.issue(key.id),
             max_age=SESSION_SECONDS,
             httponly=True,
-            samesite="strict",
+            samesite="lax",  # a link from elsewhere may open a page; who acts is asked for the origin
             secure=request.url.scheme == "https",
         )
         return answer
@@ -68,8 +68,9 @@ def login_router(authority: Authority) -> APIRouter:
     @router.post("/logout")
     async def leave(request: Request) -> Response:
         authority.check_origin(request)
+        authority.sessions.end(request.cookies.get(COOKIE, ""))
         answer = RedirectResponse("/login", 303)
-        answer.delete_cookie(COOKIE, httponly=True, samesite="strict")
+        answer.delete_cookie(COOKIE, httponly=True, samesite="lax")
         return answer
 
     return router

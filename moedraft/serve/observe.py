@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from moedraft.core import SHARED
+from moedraft.core import SHARED, UpdateRecord
 from moedraft.serve import figures
 from moedraft.serve.columns import RequestReader, Requests, ratio
 from moedraft.serve.spans import Grid, Span, grid_of
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 FRESH = 1.0  # seconds for which a view is shown again to whoever else looks
 KEPT_VIEWS = 64
-UPDATES = 2000  # the newest of them are looked at
+UPDATES = 500  # are read first; more of them where a span reaches further back
 
 
 @dataclass(frozen=True)
@@ -275,7 +275,8 @@ class Observer:
     # -- learning --------------------------------------------------------------------------------
 
     def _learning(self, span: Span) -> LearningView:
-        everything, now = self._store.updates.recent(limit=UPDATES), self._clock()
+        now = self._clock()
+        everything = self._updates(grid_of(span, now, None).start if span.seconds else -math.inf)
         grid = grid_of(span, now, everything[0].created_at if everything else None)
         updates = [update for update in everything if update.created_at >= grid.start]
         gains = [gain for gain in map(figures.gain_of, updates) if gain is not None]
@@ -286,6 +287,15 @@ class Observer:
             seconds=sum(update.seconds for update in updates),
             gain=ratio(sum(gains), len(gains)),
         )
+
+    def _updates(self, since: float) -> list[UpdateRecord]:
+        """The newest updates, oldest first: at least all since then."""
+        limit = UPDATES
+        while True:
+            found = self._store.updates.recent(limit=limit)
+            if len(found) < limit or found[0].created_at < since:
+                return found
+            limit *= 4
 
 
 def _figures_table(experts: tuple[Expert, ...]) -> Table:

@@ -10,7 +10,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
 
 from moedraft.core import SHARED, RequestOutput, SamplingParams
 from moedraft.engine.build import System
@@ -140,7 +139,7 @@ def transformers_runner(target: Any, **options: Any) -> Callable[[str, int], lis
     Without the checkpoint's penalties, which we do not apply either.
     """
     own, eos = target.hf.generation_config, sorted(target.eos_token_ids)
-    bare = GenerationConfig(eos_token_id=eos or None, pad_token_id=eos[0] if eos else 0, do_sample=False)
+    bare = type(own)(eos_token_id=eos or None, pad_token_id=eos[0] if eos else 0, do_sample=False)
 
     def run(prompt: str, max_tokens: int) -> list[int]:
         ids = target.tokenizer(prompt, return_tensors="pt")["input_ids"].to(target.device)

@@ -212,15 +212,25 @@ def make_app(
     supervisor: FakeSupervisor | None,
     clock: Callable[[], float] = time.time,
 ) -> FastAPI:
+    authority = Authority(Keyring(KeyFile(store.home.path), open_without_keys=True), "127.0.0.1")
     context = SimpleNamespace(
-        worker=worker, supervisor=supervisor, store=store, settings=load_settings(home=store.home.path)
+        worker=worker,
+        supervisor=supervisor,
+        store=store,
+        settings=load_settings(home=store.home.path),
+        authorise=authority,
     )
     app = FastAPI()
     mount(app, cast(Any, context), clock=clock)
-    authority = Authority(Keyring(KeyFile(store.home.path), open_without_keys=True), "127.0.0.1")
     app.include_router(login_router(authority))
     app.add_middleware(cast(Any, Guard), authority=authority)
     return app
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 @contextmanager
@@ -229,12 +239,11 @@ def site(
     worker: FakeWorker | None = None,
     supervisor: FakeSupervisor | None = None,
     clock: Callable[[], float] = time.time,
+    port: int | None = None,
 ) -> Iterator[Site]:
-    """Served from a thread of this process, on a free port, until the end of the block."""
+    """Served from a thread of this process, on a free port unless told, until the end of the block."""
     worker, supervisor = worker or FakeWorker(), supervisor or FakeSupervisor()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = port or _free_port()
     config = uvicorn.Config(
         make_app(store, worker, supervisor, clock),
         port=port,

@@ -24,9 +24,13 @@ from dashboard_fakes import HOSTILE, IDLE, SERVING, WAITING, FakeWorker, Site, f
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
 from moedraft.core import SHARED, Domain, UpdateRecord
+from moedraft.serve.dashboard import markup
+from moedraft.serve.dashboard.overview import MOST_LINES
+from moedraft.serve.dashboard.pages import SCRIPT
 from moedraft.serve.keys import KeyFile
 from moedraft.serve.observe import Observer
 from moedraft.serve.spans import SPANS
+from moedraft.serve.tables import Column, Table
 from moedraft.storage.store import Store
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -342,6 +346,110 @@ def test_a_key_opens_it_and_signing_out_closes_it(fresh: Site, browser: Browser)
     page.close()
 
 
+def sign_in(at: Site, browser: Browser | BrowserContext, path: str = "?range=15m") -> Page:
+    """A page of `at` that was opened with a new key."""
+    _, secret = KeyFile(at.store.home.path).create(["dashboard"])
+    page = browser.new_page()
+    page.set_default_timeout(SLOW)
+    page.goto(f"{at.url}/dashboard/{path}")
+    page.locator("#key").fill(secret)
+    page.locator("button").click()
+    page.locator(".page:not([aria-busy])").wait_for()
+    return page
+
+
+def test_an_open_page_ends_with_its_key(fresh: Site, browser: Browser) -> None:
+    page, keys = sign_in(fresh, browser), KeyFile(fresh.store.home.path)
+    keys.revoke(keys.keys()[0].id)
+    page.wait_for_url(re.compile(r"/login\?next="))
+    page.close()
+
+
+def test_an_open_page_ends_where_another_signs_out(fresh: Site, browser: Browser) -> None:
+    context = browser.new_context()
+    page, other = sign_in(fresh, context), context.new_page()
+    other.goto(f"{fresh.url}/dashboard/?range=all")
+    other.get_by_text("Sign out").click()
+    page.wait_for_url(re.compile(r"/login\?next="))
+    context.close()
+
+
+def test_the_first_key_closes_pages_that_were_open(fresh: Site, visit: Visit) -> None:
+    page = visit(fresh, "router?range=15m")
+    KeyFile(fresh.store.home.path).create(["infer"])
+    page.wait_for_url(re.compile(r"/login\?next="))
+
+
+def test_no_prompt_is_tried_without_a_key(fresh: Site, visit: Visit) -> None:
+    page = visit(fresh, "router?range=all")  # whose figures are seldom looked for
+    page.locator("textarea").fill("SELECT 1")
+    KeyFile(fresh.store.home.path).create(["infer"])
+    page.get_by_text("Ask the router").click()
+    page.wait_for_url(re.compile(r"/login\?next="))
+    assert fresh.worker.asked == []
+
+
+def test_a_server_that_starts_anew_asks_open_pages_for_a_key(tmp_path: Path, browser: Browser) -> None:
+    store = Store.open(tmp_path / "home")
+    with site(store) as first:
+        page = sign_in(first, browser, "experts?range=24h&expert=shared")
+    with site(store, port=urlsplit(first.url).port):
+        page.wait_for_url(re.compile(r"/login\?next="))
+        page.locator("#key").fill(KeyFile(store.home.path).create(["dashboard"])[1])
+        page.locator("button").click()
+        page.locator(".page:not([aria-busy])").wait_for()
+        assert page.url == f"{first.url}/dashboard/experts?range=24h&expert=shared"
+        page.close()
+    store.close()
+
+
+def test_the_first_choice_stays(fresh: Site, visit: Visit) -> None:
+    def serve(name: str, count: int) -> None:
+        fresh.store.requests.add([invented(name, time.time() - 5, 0.6, Random(i)) for i in range(count)])
+
+    for name in ("law", "sql"):
+        fresh.store.registry.add_domain(Domain(name, "", (name,) * 8, 1.0))
+    serve("sql", 3)
+    page = visit(fresh, "experts?range=15m")
+    serve("law", 6)
+    expect(page.locator('[data-figure="share"]')).to_have_attribute("data-value", repr(3 / 9), timeout=SLOW)
+    expect(page.locator("nav.choice a[aria-current]")).to_contain_text("sql")
+    assert "expert=sql" in (page.locator('[data-panel="versions"] .csv').get_attribute("href") or "")
+
+
+def test_many_experts(fresh: Site, visit: Visit) -> None:
+    names = [f"domain-{place}" for place in range(60)]
+    for name in names:
+        fresh.store.registry.add_domain(Domain(name, "", (name,) * 8, 1.0))
+    rows = [
+        invented(name, time.time() - 5, 0.6, Random(7))
+        for place, name in enumerate(names)
+        for _ in range(1 + place // 40)
+    ]
+    fresh.store.requests.add(rows)
+    page = visit(fresh, "?range=15m")
+    panel = page.locator('[data-panel="acceptance_by_expert"]')
+    shown = panel.locator(".legend span").all_inner_texts()
+    assert len(shown) == 1 + MOST_LINES + 1
+    assert shown[1] == "domain-40"
+    assert shown[-1] == f"{60 - MOST_LINES} more among the numbers"
+    assert panel.locator("thead th").count() == 2 + 60
+    page = visit(fresh, "experts?range=15m")
+    assert (page.locator("nav.choice").bounding_box() or {})["height"] < 200
+    assert page.locator("nav.choice a").count() == 61
+
+
+def test_moments_of_today_are_those_of_the_readers_today(browser: Browser) -> None:
+    page = browser.new_page(timezone_id="Pacific/Kiritimati")  # fourteen hours ahead of UTC
+    page.clock.install(time="2026-03-01T12:00:00Z")  # there the second of March has begun
+    moments = ("2026-03-01T11:00:00+00:00", "2026-03-01T09:00:00+00:00")
+    page.set_content(
+        f"<script>{SCRIPT}</script>" + "".join(f'<time datetime="{at}">?</time>' for at in moments)
+    )
+    expect(page.locator("time")).to_have_text(["01:00:00", "2026-03-01 23:00:00"])
+    page.close()
+
+
 # -- hostile names ---------------------------------------------------------------------------------
 
 
@@ -443,3 +551,12 @@ def test_csv_files(served: Site, path: str, status: int) -> None:
     answer = httpx.get(f"{served.url}/dashboard/csv/{path}")
     assert answer.status_code == status
     assert answer.headers["content-type"].startswith("text/csv" if status == 200 else "text/plain")
+
+
+def test_only_rows_that_are_shown_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    written, write = [], markup.shown
+    monkeypatch.setattr(markup, "shown", lambda cell, column: written.append(cell) or write(cell, column))
+    rows = tuple((float(at),) for at in range(1000))
+    text = markup.numbers(Table("t", (Column("at", "at", "time"),), rows))
+    assert written == [float(at) for at in range(999, 999 - markup.MANY_ROWS, -1)]
+    assert "800 more rows are in the CSV." in text

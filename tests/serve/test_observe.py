@@ -13,7 +13,7 @@ import pytest
 from dashboard_fakes import HOSTILE, fill, invented, record
 
 from moedraft.core import SHARED, Domain, InvalidRequest, StorageError, UpdateRecord
-from moedraft.serve import figures
+from moedraft.serve import figures, observe
 from moedraft.serve.columns import NUMBERS, RequestReader
 from moedraft.serve.observe import Observer
 from moedraft.serve.spans import MOST_STEPS, SPANS, find_span, grid_of
@@ -188,6 +188,16 @@ def test_learning(filled: Store) -> None:
     assert view.gain == pytest.approx(sum(gains) / len(gains))
     assert sum(float(s or 0) for s in view.by_expert.column("seconds")) == pytest.approx(view.seconds)
     assert Observer(filled).learning(SPANS["15m"]).updates.column("version")[-1] == 99
+
+
+def test_all_updates_of_a_span_count(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observe, "UPDATES", 4)
+    now = 1_700_000_000.0
+    for place in range(40):
+        store.updates.add(UpdateRecord("sql", place, 1, 1, 1.0, 1.0, 0.1, 0.2, now - 300 * (39 - place)))
+    observer = Observer(store, lambda: now)
+    assert observer.learning(ALL).updates.column("version") == list(range(40))
+    assert observer.learning(SPANS["1h"]).updates.column("version") == list(range(27, 40))
 
 
 # -- marks ---------------------------------------------------------------------------------------

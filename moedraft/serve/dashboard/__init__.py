@@ -47,7 +47,11 @@ HEADERS = (
 def mount(app: FastAPI, context: ServerContext, *, clock: Callable[[], float] = time.time) -> None:
     """Serve the dashboard of `context` at PATH of `app`. The application must not have started yet."""
     looking = Looking(
-        context.worker, context.supervisor, Observer(context.store, clock), target_name(context.settings)
+        context.worker,
+        context.supervisor,
+        Observer(context.store, clock),
+        target_name(context.settings),
+        context.authorise,
     )
     app.mount(PATH, Frame(_host(), looking))
     outer = app.router.lifespan_context

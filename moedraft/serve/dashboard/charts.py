@@ -88,13 +88,16 @@ def stacked(table: Table, columns: Sequence[Column], paints: dict[str, str]) -> 
 def scatter(table: Table, key: str, paints: dict[str, str]) -> Options:
     """One dot a row, its colour that of the row's expert, against time."""
     kind = _kind(table, key)
-    names = list(dict.fromkeys(str(name) for name in table.column("expert")))
-    rows = list(zip(table.column("at"), table.column("expert"), table.column(key), strict=True))
+    dots: dict[str, list[list[Cell]]] = {}
+    for at, name, value in zip(table.column("at"), table.column("expert"), table.column(key), strict=True):
+        own = dots.setdefault(str(name), [])
+        if value is not None:
+            own.append([1000 * _number(at), value])
     series = [
         {
             "type": "line",
             "name": name,
-            "data": [[1000 * _number(at), v] for at, one, v in rows if one == name and v is not None],
+            "data": data,
             "symbol": "circle",
             "symbolSize": 7,
             "showSymbol": True,
@@ -102,7 +105,7 @@ def scatter(table: Table, key: str, paints: dict[str, str]) -> Options:
             "itemStyle": {"color": paints[name]},
             "emphasis": {"disabled": True},
         }
-        for name in names
+        for name, data in dots.items()
     ]
     options = _options(series, _time(table), {"scale": True}, kind)
     options["tooltip"] |= {"trigger": "item"}

@@ -36,10 +36,13 @@ class View:
 
 
 def experts_page(look: Look) -> None:
+    name = look.expert
+
     def see() -> View:
+        nonlocal name
         experts = look.at.observer.experts(look.span)
-        chosen = look.at.observer.expert(look.expert or _first(experts), look.span)
-        return View(experts, chosen)
+        name = name or _first(experts)  # once: whoever reads of one is not to be shown another
+        return View(experts, look.at.observer.expert(name, look.span))
 
     Live(look, see, lambda view: _build(look, view), lambda view: view.chosen is None)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from nicegui import ui
@@ -17,6 +18,7 @@ from moedraft.serve.dashboard.markup import (
     figure,
     figures,
     join,
+    numbers,
     pill,
     points,
     short,
@@ -76,15 +78,17 @@ def _build(look: Look) -> Callable[[View], None]:
         paints |= {str(name): paints.get(str(name), "var(--muted)") for name in seen.updates.column("expert")}
         names = [str(name) for name in seen.by_expert.column("expert")]
         entries = [(name, paints[name], "") for name in names]
-        gain.show(seen.updates, lambda: charts.scatter(seen.updates, "gain", paints), entries, some=some)
-        loss.show(seen.updates, lambda: charts.scatter(seen.updates, "loss", paints), entries, some=some)
+        written = numbers(seen.updates)
+        for panel, key in ((gain, "gain"), (loss, "loss")):
+            draw = partial(charts.scatter, seen.updates, key, paints)
+            panel.show(seen.updates, draw, entries, some=some, written=written)
         seconds = {"time": seen.by_expert.column("seconds")}
         spent.show(
             seen.by_expert,
             lambda: charts.bars(names, seconds, "seconds", ["var(--accent)"], lying=True),
             some=some,
         )
-        updates.show(seen.updates)
+        updates.show(seen.updates, written)
 
     return update
 

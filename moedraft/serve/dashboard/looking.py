@@ -10,10 +10,12 @@ from urllib.parse import urlencode
 from starlette.requests import HTTPConnection
 
 from moedraft.core import InvalidRequest
+from moedraft.serve.errors import ApiError
 from moedraft.serve.observe import Observer
 from moedraft.serve.spans import DEFAULT, SPANS, Span, find_span
 
 if TYPE_CHECKING:
+    from moedraft.serve.context import Authorise
     from moedraft.serve.trainer import TrainerSupervisor
     from moedraft.serve.worker import Worker
 
@@ -28,6 +30,7 @@ class Looking:
     supervisor: TrainerSupervisor | None  # None: learning is off
     observer: Observer
     model: str  # the target's name in the API
+    authorise: Authorise  # who may look
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Look:
     """One page as the URL names it. `base` is where the dashboard is mounted."""
 
     at: Looking
+    connection: HTTPConnection  # that asked for the page
     base: str
     server: str  # its URL without a path
     page: str = ""
@@ -53,7 +57,16 @@ class Look:
         url, expert = connection.url, query.get("expert") or None
         server = f"{url.scheme}://{url.netloc}"
         base, known = connection.scope.get("root_path", ""), connection.scope.get("state", {})
-        return cls(looking, base, server, page, span, expert, bool(known.get("key_id")))
+        return cls(looking, connection, base, server, page, span, expert, bool(known.get("key_id")))
+
+    @property
+    def allowed(self) -> bool:
+        """Whether whoever asked for the page may still look: an open page can outlive its key."""
+        try:
+            self.at.authorise(self.connection, "dashboard")
+        except ApiError:
+            return False
+        return True
 
     def url(self, page: str | None = None, *, span: Span | None = None, expert: str | None = None) -> str:
         """The same look, changed in one thing."""

@@ -152,10 +152,13 @@ def numbers(table: Table) -> Markup:
     head = tag(
         "tr", *(tag("th", column.label, scope="col", class_=_align(column)) for column in table.columns)
     )
-    body = [tag("tr", *(_cell(*pair) for pair in zip(row, table.columns, strict=True))) for row in rows]
-    more = len(body) - MANY_ROWS
+    body = [
+        tag("tr", *(_cell(*pair) for pair in zip(row, table.columns, strict=True)))
+        for row in rows[:MANY_ROWS]
+    ]
+    more = len(rows) - MANY_ROWS
     rest = tag("p", f"{count(more)} more rows are in the CSV.", class_="hint") if more > 0 else Markup()
-    whole = tag("table", tag("thead", head), tag("tbody", *body[:MANY_ROWS]), data_table=table.key)
+    whole = tag("table", tag("thead", head), tag("tbody", *body), data_table=table.key)
     return join([tag("div", whole, class_="scroll"), rest])
 
 

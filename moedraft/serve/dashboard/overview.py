@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from moedraft.serve.worker import Snapshot
 
 
+MOST_LINES = 12  # of experts in a chart; the numbers and the CSV have all
 SOURCE_PAINTS = ("var(--accent)", "var(--hue-1)", "var(--hue-shared)")  # of draft, text and target
 
 
@@ -168,7 +169,11 @@ def _welcome(look: Look) -> Markup:
 def _show_acceptance(panel: Panel, seen: Overview) -> None:
     table = seen.by_expert
     paints = charts.colours([expert.name for expert in seen.experts])
-    columns = table.columns[1:]
+    busiest = sorted(seen.experts, key=lambda expert: -expert.requests)[:MOST_LINES]
+    drawn = {ALL, *(expert.name for expert in busiest)}
+    columns = [column for column in table.columns[1:] if column.label in drawn]
+    left = len(table.columns) - 1 - len(columns)
+    rest = [(f"{left} more among the numbers", "transparent", "")] if left else []
     found = {expert.name: expert.acceptance for expert in seen.experts} | {ALL: seen.acceptance}
     panel.show(
         table,
@@ -176,7 +181,8 @@ def _show_acceptance(panel: Panel, seen: Overview) -> None:
         [
             (name, {**paints, ALL: "var(--ink)"}[name], share(found[name]))
             for name in (c.label for c in columns)
-        ],
+        ]
+        + rest,
         some=seen.acceptance is not None,
     )
 

@@ -42,7 +42,7 @@ class Live(Generic[V]):
 
     `see` makes the view, beside the event loop. `build` lays it out and returns what brings it up to date;
     it is called again where `shape(view)` has changed. Before the first view there is a sketch of the page,
-    and where a view cannot be made a notice that says so.
+    and where a view cannot be made a notice that says so. Whoever may look no longer is shown nothing more.
     """
 
     def __init__(
@@ -52,16 +52,20 @@ class Live(Generic[V]):
         build: Callable[[V], Callable[[V], None]],
         shape: Callable[[V], Hashable] = lambda view: None,
     ) -> None:
-        self._see, self._build, self._shape = see, build, shape
+        self._look, self._see, self._build, self._shape = look, see, build, shape
         self._trouble = Text("trouble")
         self._body = ui.element("div").classes("page").props('aria-busy="true"')
         with self._body:
             ui.html(SKELETON)
         self._update: Callable[[V], None] | None = None
         self._built: Hashable = None
-        ui.timer(look.span.refresh, self._tick)
+        self._timer = ui.timer(look.span.refresh, self._tick)
 
     async def _tick(self) -> None:
+        if not self._look.allowed:
+            self._timer.cancel()
+            show_out()
+            return
         try:
             view = await asyncio.to_thread(self._see)
         except Exception as error:  # old figures must not pass for new ones, whatever went wrong
@@ -109,13 +113,22 @@ class Panel:
                 ui.html(tag("a", "CSV", href=look.csv(key), download="", class_="csv"))
 
     def show(
-        self, table: Table, draw: Callable[[], Options], entries: Legend = (), *, some: bool = True
+        self,
+        table: Table,
+        draw: Callable[[], Options],
+        entries: Legend = (),
+        *,
+        some: bool = True,
+        written: Markup | None = None,
     ) -> None:
-        """Draw where `table` has changed. some=False: there is nothing to be seen in it yet."""
+        """Draw where `table` has changed. some=False: there is nothing to be seen in it yet.
+
+        written: the table's numbers, where another panel needs them too.
+        """
         if table == self._table:
             return
         self._table = table
-        self._numbers.show(numbers(table))
+        self._numbers.show(written or numbers(table))
         self._legend.show(legend(entries) if some else Markup())
         self._empty.show(Markup() if some else tag("div", tag("p", self._empty_text), class_="nothing"))
         self._chart.set_visibility(some)
@@ -140,6 +153,11 @@ class NumbersPanel:
         """`body` instead of the plain table, where there is a better look to it."""
         nothing = tag("div", tag("p", self._empty), class_="nothing")
         self._body.show((body or numbers(table)) if table.rows else nothing)
+
+
+def show_out() -> None:
+    """Of a page that may no longer be looked at: asked for anew, the guard leads it to the sign-in."""
+    ui.navigate.reload()
 
 
 def join_title(title: str, note: str) -> Markup:

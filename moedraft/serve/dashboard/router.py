@@ -13,7 +13,7 @@ from moedraft.routing.classifier import Route
 from moedraft.serve.dashboard import charts
 from moedraft.serve.dashboard.looking import Look
 from moedraft.serve.dashboard.markup import Markup, figure, figures, join, notice, share, short, tag
-from moedraft.serve.dashboard.panels import Live, Panel, Text, join_title, last_figures
+from moedraft.serve.dashboard.panels import Live, Panel, Text, join_title, last_figures, show_out
 from moedraft.serve.observe import RouterView
 
 MUCH = 0.25  # share of unknown traffic from which a domain is worth registering
@@ -155,6 +155,9 @@ class TryBox:
         self._answer = Text("answer")
 
     async def _ask(self, event: events.GenericEventArguments) -> None:
+        if not self._look.allowed:
+            show_out()
+            return
         prompt = event.args if isinstance(event.args, str) else ""
         if self._busy:
             return
