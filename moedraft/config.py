@@ -44,7 +44,7 @@ class Settings(BaseSettings):
     max_model_len: int | None = Field(None, ge=2, description="tokens; default: what the target allows")
     prefill_chunk: int = Field(512, ge=1, description="prompt tokens read in one step, of all rows")
     long_prompts: Literal["refuse", "truncate"] = Field(
-        "refuse", description="truncate keeps the end of the prompt"
+        "refuse", description="truncate keeps the end of the prompt (and a mark of its beginning)"
     )
     num_speculative_tokens: int = Field(
         4, ge=0, le=32, description="draft length of seeded sampling, which must not depend on timing"

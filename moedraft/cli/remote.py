@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 SERVER_FILE = "server.json"
 PROBE_SECONDS = 5.0
+LARGE = 1_000_000  # bytes; a server may close the door on more, before it says why
 SECONDS = 600.0  # embedding the examples of a domain takes its time
 
 ServerOption = Annotated[
@@ -94,9 +95,10 @@ class Remote:
                 raise self._complaint(error) from error
         except (OSError, HTTPException, ValueError) as error:
             cause = error.reason if isinstance(error, URLError) else error
-            if body and isinstance(cause, BrokenPipeError | ConnectionResetError):
+            size = len(body or b"")
+            if size > LARGE and isinstance(cause, BrokenPipeError | ConnectionResetError):
                 raise Unreachable(
-                    f"The server at {self.url} closed the connection while {len(body)} bytes were sent; "
+                    f"The server at {self.url} closed the connection while {size} bytes were sent; "
                     "it refuses more than its max_body_bytes."
                 ) from cause
             raise Unreachable(f"No moedraft server answers at {self.url}: {cause}.") from (

@@ -26,7 +26,7 @@ MOST_BYTES = 100_000_000  # that these keep, or one alone; while it is written i
 NUMBER_BYTES = 36  # of a token id in a list
 TOPK_BYTES = 12  # of each of a token's k alternatives, as tensors
 LOGPROB_BYTES = 120  # of each alternative that was asked for with the answer
-MOST_TOPK = 256  # what k is taken to be before the first record tells
+USUAL_TOPK = 16  # what k is taken to be before the first record tells
 FLUSH_SECONDS = 10.0
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class Recorder:
         self._lock = threading.Lock()  # of `_box` and `_job`
         self._box: list[Sequence] = []  # ended, not yet written
         self._bytes = 0  # of these, about
-        self._topk = MOST_TOPK
+        self._topk = USUAL_TOPK
         self._job: Future[None] | None = None  # the last one that was to empty it
         self._hurry = threading.Event()
 

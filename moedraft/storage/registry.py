@@ -230,7 +230,7 @@ def _unknown(name: str) -> UnknownName:
 def _domain_of(row: Row[Any]) -> Domain:
     examples = row.examples
     if not isinstance(examples, list) or not all(isinstance(example, str) for example in examples):
-        raise StorageError(f"The examples of domain '{row.name}' are damaged; remove it and add it again.")
+        raise StorageError(f"The examples of domain '{row.name}' are damaged; restore a backup.")
     return Domain(row.name, row.description, tuple(examples), row.created_at)
 
 

@@ -319,7 +319,7 @@ def test_a_server_from_start_to_end(run: Run, process: tuple[subprocess.Popen[by
         assert run("dashboard", "--home", home).out.strip() == f"{url}/dashboard"
         with client.stream("POST", "/v1/completions", json=row) as response:
             server.send_signal(signal.SIGTERM)
-            wait_for(lambda: client.get("/ready").status_code == 503, 5)
+            wait_for(lambda: client.get("/ready").status_code == 503)
             check_error(client.post("/v1/completions", json={**row, "stream": False}), 503)
             pieces = events(response)
     assert pieces[-1]["choices"][0]["finish_reason"] == "length"

@@ -132,7 +132,7 @@ def test_leaving_a_stream_frees_its_slot(client: OpenAI, mini: tuple[Served, str
     )
     assert next(iter(stream)).choices
     stream.close()
-    wait_for(mini[0].idle, 3.0)
+    wait_for(mini[0].idle)
 
 
 def test_async_clients_at_once(mini: tuple[Served, str], expected: str) -> None:

@@ -55,7 +55,7 @@ def run(work: Coroutine[Any, Any, Any], seconds: float = 60) -> Any:
     return asyncio.run(asyncio.wait_for(work, seconds))
 
 
-async def until(holds: Callable[[], bool], seconds: float = 10) -> None:
+async def until(holds: Callable[[], bool], seconds: float = 30) -> None:
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end, "it did not come true in time"

@@ -657,7 +657,7 @@ def test_new_versions_are_read_at_once(system: System, monkeypatch: pytest.Monke
     system.engine.refresh = lambda: (said.append("refresh"), looked.set())[1]
     worker.start()
     worker.load_new()
-    assert looked.wait(5)
+    assert looked.wait(30)
     assert said == ["hurry", "refresh"]
     worker.stop()
     worker.load_new()  # nobody is there any more
@@ -743,7 +743,7 @@ def test_a_slow_or_broken_disk_holds_up_no_step(system: System, monkeypatch: pyt
     monkeypatch.setattr(system.store.registry, "set_meta", slow)
     worker = Worker(system, max_waiting=8)
     worker.start()
-    assert asked.wait(5)
+    assert asked.wait(30)
     assert run(answered(worker)) == "length"
     stuck.set()
     worker.stop()
