@@ -130,6 +130,9 @@ def serving(found: dict[str, Any]) -> str:
 TIMES = {"gap": "gap between pieces", "per_token": "per token", "ttft": "first token"}
 
 
+FEWEST = 5  # rounds that a p99 is told of; a run of open loops has some closed ones, for their rate
+
+
 def learning_cost(found: dict[str, Any]) -> str:
     def ratio(system: dict[str, Any], what: str) -> str:
         one = system["p99_against_first"][what]
@@ -138,6 +141,8 @@ def learning_cost(found: dict[str, Any]) -> str:
     rows = []
     for load, systems in found["loads"].items():
         with_it, control = systems["experts + learning"], systems["nothing kept again"]
+        if len(with_it["rounds"]) < FEWEST:
+            continue
         for what, name in TIMES.items():
             before, after = with_it["p99_against_first"][what]["base_ms"], with_it[f"{what}_ms"]["p99"]
             rows.append(
@@ -146,14 +151,14 @@ def learning_cost(found: dict[str, Any]) -> str:
         rate = with_it["tokens_per_second"]
         before = f"{rate / with_it['ratio']:.0f} → {rate:.0f}"
         rows.append([load, "tokens/s", before, f"{with_it['ratio']:.2f}", f"{control['ratio']:.2f}"])
+    most = max(len(systems["experts + learning"]["rounds"]) for systems in found["loads"].values())
     settings, updates = found["settings"], sum(one["updates"] for one in found["learned"])
     note = (
         "p99 in ms (tokens/s: median of the rounds) where nothing is kept and learning is paused → with "
         "learning, which every load finds in the middle of an update; ratios with their 95% intervals. The "
         "same servers throughout; control: one half of the loads without learning against the other. "
-        f"{settings['rounds']} rounds ({settings['open_rounds']} of the open loops, at "
-        f"{settings['load']:.0%} of capacity), {settings['instances']} servers, all in turns; "
-        f"{updates} updates meanwhile."
+        f"{most} rounds of {settings['requests']} requests (open loops at {settings['load']:.0%} of "
+        f"capacity), {settings['instances']} servers, all in turns; {updates} updates meanwhile."
     )
     head = ["load", "", "without → with", "with learning", "control"]
     return f"{table(head, rows)}\n\n{note}"
@@ -162,6 +167,7 @@ def learning_cost(found: dict[str, Any]) -> str:
 SOURCES = {
     "serving": ("serve.json", serving),
     "learning_cost": ("serve_learning.json", learning_cost),
+    "learning_cost_closed": ("serve_learning_closed.json", learning_cost),
     "bench": ("bench.json", bench),
     "learning": ("learning.json", learning),
     "router": ("router.json", router),
