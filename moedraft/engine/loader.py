@@ -157,8 +157,5 @@ class AdapterLoader:
 
     def _read(self, version: AdapterVersion) -> Adapter:
         """Raises CorruptAdapter where it does not fit, and StorageError."""
-        try:
-            found = self.store.adapters.load(version, self.bank.base_hash)
-        except (KeyError, NotImplementedError) as error:  # safetensors' and torch's, of some types
-            raise CorruptAdapter(f"its tensors are of a type that cannot be read: {error}.") from error
+        found = self.store.adapters.load(version, self.bank.base_hash)
         return self.bank.read(version.version, found.config, found.tensors)

@@ -260,10 +260,11 @@ def _parsed(files: dict[str, bytes], title: str) -> tuple[dict[str, Any], dict[s
         raise CorruptAdapter(f"{title} lacks {' and '.join(missing)}.")
     try:
         tensors: dict[str, torch.Tensor] = load_tensors(files[WEIGHTS])
-    except SafetensorError as error:
+        finite = {name: bool(tensor.isfinite().all()) for name, tensor in tensors.items()}
+    except (SafetensorError, KeyError, NotImplementedError) as error:  # the latter two: numbers of odd types
         raise CorruptAdapter(f"{title}: {WEIGHTS} cannot be read: {error}.") from error
-    for name, tensor in tensors.items():
-        if not bool(tensor.isfinite().all()):
+    for name in finite:
+        if not finite[name]:
             raise CorruptAdapter(f"{title}: tensor '{name}' is not finite.")
     return _object(files[CONFIG], f"{CONFIG} of {title}"), tensors
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,12 +35,11 @@ class FakeTrainer:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    store = Store.open(tmp_path / "home")
+def store(store: Store) -> Store:
+    """With two domains."""
     for name in ("code", "prose"):
         store.registry.add_domain(Domain(name, "", ("x",) * 8, 0.0))
-    yield store
-    store.close()
+    return store
 
 
 def loop_of(store: Store) -> tuple[DistillLoop, Any]:

@@ -26,12 +26,11 @@ from random_models import VOCAB, random_model
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    store = Store.open(tmp_path / "home")
+def store(store: Store) -> Store:
+    """With two domains."""
     for name in ("code", "prose"):
         store.registry.add_domain(Domain(name, "", ("x",) * 8, 0.0))
-    yield store
-    store.close()
+    return store
 
 
 @pytest.fixture

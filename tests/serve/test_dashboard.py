@@ -333,12 +333,7 @@ def test_it_fits(served: Site, visit: Visit, width: int) -> None:
 
 
 def test_a_key_opens_it_and_signing_out_closes_it(fresh: Site, browser: Browser) -> None:
-    _, secret = KeyFile(fresh.store.home.path).create(["dashboard"], "")
-    page = browser.new_page()
-    page.set_default_timeout(SLOW)
-    page.goto(f"{fresh.url}/dashboard/experts?range=24h")
-    page.locator("#key").fill(secret)
-    page.locator("button").click()
+    page = sign_in(fresh, browser, "experts?range=24h")
     page.locator('[data-figure="version"]').wait_for()
     page.get_by_text("Sign out").click()
     page.locator("#key").wait_for()
