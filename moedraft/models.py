@@ -20,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from moedraft.cache import SlotCache
 from moedraft.core import InvalidRequest, MoedraftError, UnsupportedModel
+from moedraft.evidence import HiddenStates
 from moedraft.lean import LeanForward, fits
 
 log = logging.getLogger(__name__)
@@ -87,12 +88,14 @@ class LanguageModel:
         starts: list[int],
         keep: int = 0,
         lengths: list[int] | None = None,
+        hidden: HiddenStates | None = None,
     ) -> torch.Tensor:
         """Logits of the last `keep` positions (0: all), [B, keep or T, V].
 
         token_ids int64 [B, T]; row b is slot `first + b` and its first token stands at `starts[b]`.
         Positions past the model's context (padding only) are clamped for the embedding. lengths: how many
-        tokens of each row count; logits of the others mean nothing.
+        tokens of each row count; logits of the others mean nothing. hidden: collects the input of the layers
+        that it names, at all positions.
         """
         positions = cache.at(first, starts, token_ids.shape[1], token_ids.device)
         mask = torch.arange(cache.cursor.length, device=token_ids.device) <= positions[:, None, :, None]
@@ -100,17 +103,21 @@ class LanguageModel:
             mask = torch.zeros_like(mask, dtype=self.dtype).masked_fill(~mask, torch.finfo(self.dtype).min)
         if cache.cursor.length > self.max_len:
             positions = positions.clamp(max=self.max_len - 1)
-        if self.lean is not None:
+        if self.lean is not None and hidden is None:
             return self.lean(cache, token_ids, positions, mask, keep, lengths if self.ragged else None)
-        result: torch.Tensor = self.hf(
+        result = self.hf(
             input_ids=token_ids,
             position_ids=positions,
             attention_mask=mask,
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=keep,
-        ).logits
-        return result
+            output_hidden_states=hidden is not None,
+        )
+        if hidden is not None:
+            hidden.states = {layer: result.hidden_states[layer] for layer in hidden.layers}
+        logits: torch.Tensor = result.logits
+        return logits
 
     def weights_hash(self) -> str:
         """Short hash of architecture and weights: adapters belong to exactly one base.

@@ -30,11 +30,11 @@ import torch
 import transformers
 
 from moedraft.core import SHARED, SamplingParams, Sequence
-from moedraft.drafting.drafter import Drafter
 from moedraft.drafting.lora import Adapter, ExpertBank
+from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine
 from moedraft.models import LanguageModel
-from moedraft.routing.selector import Selector
+from moedraft.routing.selector import FixedSelector
 
 SYSTEMS = ("plain", "draft", "experts")
 RANK = 16
@@ -147,19 +147,21 @@ def serve(engine: Engine, system: str, batch: int, args: argparse.Namespace, see
     """`batch` prompts at once, to their ends."""
     rng = torch.Generator().manual_seed(seed)
     finished: list[Sequence] = []
-    engine.sinks[:] = [finished.append]
+    unsubscribe = engine.subscribe(finished.append)
     for row in range(batch):
         prompt = torch.randint(engine.target.vocab_size, (args.prompt,), generator=rng).tolist()
         expert = str(row) if system == "experts" else SHARED
         engine.add(prompt, SamplingParams(max_tokens=args.max_tokens), expert=expert, draft=system != "plain")
-    while engine.scheduler.num_ready < len(engine.scheduler.running) or engine.scheduler.waiting:
-        engine.step()  # prompts are read
+    tokens = 0
+    while engine.figures.waiting or engine.scheduler.reading:
+        tokens = sum(len(output.token_ids) for output in engine.step())  # prompts are read
     synchronise(args.device)
-    before = sum(one.num_generated for one in engine.sequences.values())
+    before = tokens
     began = time.perf_counter()
     while engine.has_work:
         engine.step()
     synchronise(args.device)
+    unsubscribe()
     run = Run(time.perf_counter() - began, finished)
     assert run.tokens == batch * args.max_tokens, "an answer ended early"
     run.seconds *= run.tokens / (run.tokens - before)
@@ -173,9 +175,8 @@ def synchronise(device: str) -> None:
 
 def engine_of(target: Scripted, draft: Scripted, bank: ExpertBank, batch: int) -> Engine:
     """A new one, whose budget knows nothing yet."""
-    drafter = Drafter(draft, bank, batch, target.vocab_size)
-    selector = Selector(None)  # type: ignore[arg-type]  # every row names its expert
-    return Engine(target, Numbers(), drafter, selector, max_batch_size=batch, draft_source="model")
+    drafter = ModelDrafter(draft, bank, batch, target.vocab_size)
+    return Engine(target, Numbers(), drafter, FixedSelector(), max_batch_size=batch, draft_source="model")
 
 
 def measure(
@@ -200,12 +201,18 @@ def measure(
             "tokens_per_second": round(median(run.tokens / run.seconds for run in several), 1),
             "ratio": round(median(ratios), 3),
             "tokens_per_step": round(
-                sum(o.num_generated for o in ended) / sum(o.num_steps for o in ended), 3
+                sum(o.num_generated for o in ended) / sum(o.speculation.num_steps for o in ended), 3
             ),
             "draft_tokens_per_round": round(
-                sum(one.drafted for one in ended) / sum(one.num_steps for one in ended), 3
+                sum(one.speculation.num_draft_tokens for one in ended)
+                / sum(one.speculation.num_steps for one in ended),
+                3,
             ),
-            "accepted": round(sum(o.accepted for o in ended) / max(1, sum(o.drafted for o in ended)), 3),
+            "accepted": round(
+                sum(o.speculation.num_accepted_tokens for o in ended)
+                / max(1, sum(o.speculation.num_draft_tokens for o in ended)),
+                3,
+            ),
         }
     return figures
 

@@ -36,10 +36,10 @@ from moedraft.config import load_settings
 from moedraft.core import SHARED, ReplayRecord
 from moedraft.distill.build import build_loop
 from moedraft.distill.loop import DistillLoop
-from moedraft.engine.admin import register_all
-from moedraft.engine.build import System, build
 from moedraft.showcase.measure import by_domain, greedy_acceptance
 from moedraft.showcase.shipped import Query
+from moedraft.system.build import System, build
+from moedraft.system.domains import register_all
 
 ARMS = ("static", "one", "shared", "experts", "both", "oracle", "offline")
 
@@ -76,13 +76,12 @@ def load_data(folder: Path, args: argparse.Namespace) -> Data:
 
 def answer_all(system: System, queries: list[Query], say: str) -> tuple[list[ReplayRecord], list[list[int]]]:
     """The target's greedy answers as replay records (domain: by the router), and their token ids."""
-    from moedraft.engine.recorder import replay_record
+    from moedraft.system.recorder import replay_record
 
     kept: dict[str, ReplayRecord] = {}
     engine = system.engine
-    sinks, engine.sinks = (
-        engine.sinks,
-        [lambda s: kept.__setitem__(s.request_id, replay_record(s, system.recorder.target_id))],
+    unsubscribe = engine.subscribe(
+        lambda s: kept.__setitem__(s.request_id, replay_record(s, system.recorder.target_id))
     )
     began, records = time.monotonic(), []
     for start in range(0, len(queries), 64):
@@ -90,7 +89,7 @@ def answer_all(system: System, queries: list[Query], say: str) -> tuple[list[Rep
         params_each = serve_with_capture(system, part)
         records += [kept[request_id] for request_id in params_each]
         print(f"{say}: {start + len(part)}/{len(queries)}, {time.monotonic() - began:.0f} s", flush=True)
-    engine.sinks = sinks
+    unsubscribe()
     return records, [r.token_ids[r.num_prompt_tokens :] for r in records]
 
 
@@ -98,7 +97,8 @@ def serve_with_capture(system: System, queries: list[Query]) -> list[str]:
     from moedraft.core import SamplingParams
 
     ids = [
-        system.engine.add(q.prompt, SamplingParams(max_tokens=q.max_tokens), capture=True) for q in queries
+        system.engine.add(q.prompt, SamplingParams(max_tokens=q.max_tokens), capture=True, counted=False)
+        for q in queries
     ]
     while system.engine.has_work:
         system.engine.step()

@@ -16,12 +16,13 @@ import torch
 from rich.progress import Progress
 from safetensors.torch import load_file, save_file
 
-from moedraft.core import ReplayRecord, SamplingParams, Sequence, Verdict
+from moedraft.core import ReplayRecord, SamplingParams
 from moedraft.distill.batches import collate
 from moedraft.engine.engine import Engine
-from moedraft.engine.recorder import replay_record
 from moedraft.kernels import divergence
 from moedraft.models import load_model
+from moedraft.routing.selector import FixedSelector
+from moedraft.system.recorder import replay_record
 
 LENGTH = 96  # tokens of an answer
 LONGEST_PROMPT = 160  # tokens
@@ -32,16 +33,6 @@ TEMPERATURES = (0.0, 0.0, 0.7, 1.0)  # what drafts are used for, in turn
 TOPK = 16
 
 
-class Nobody:
-    """No experts to choose from."""
-
-    def assign(self, sequences: list[Sequence]) -> None: ...
-    def settle(self, ending: Sequence | None = None) -> list[Sequence]:
-        return []
-
-    def observe(self, sequences: list[Sequence], verdict: Verdict) -> None: ...
-
-
 def ask(target_folder: Path, prompts: dict[str, list[str]], seconds: float, work: Path, seed: int) -> int:
     """Let the target answer prompts of all domains in turn for `seconds`; files in `work`. Resumable.
 
@@ -49,9 +40,9 @@ def ask(target_folder: Path, prompts: dict[str, list[str]], seconds: float, work
     """
     work.mkdir(parents=True, exist_ok=True)
     target = load_model(str(target_folder), "target")
-    engine = Engine(target, target.tokenizer, None, Nobody(), max_batch_size=AT_ONCE, topk=TOPK)
+    engine = Engine(target, target.tokenizer, None, FixedSelector(), max_batch_size=AT_ONCE, topk=TOPK)
     captured: list[ReplayRecord] = []
-    engine.sinks.append(lambda row: captured.append(replay_record(row, "")))
+    engine.subscribe(lambda row: captured.append(replay_record(row, "")))
     order = in_turn(prompts, seed)
     done = len(list(work.glob("*.safetensors")))
     for _ in range(done * CHUNK):

@@ -13,7 +13,7 @@ from moedraft.cli import main
 from moedraft.cli.files import STDIN, read_prompts
 from moedraft.config import load_settings
 from moedraft.core import InvalidRequest, StorageError, check_domain_name
-from moedraft.engine.build import build
+from moedraft.system.build import build
 
 
 def test_public_names() -> None:

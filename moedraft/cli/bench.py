@@ -46,10 +46,10 @@ def bench(
 
     The experts are those of the home; after `moedraft demo` they have learned from its stream.
     """
-    from moedraft.engine.build import opened
     from moedraft.showcase import shipped
     from moedraft.showcase.bench import run
     from moedraft.showcase.shipped import Query
+    from moedraft.system.build import opened
 
     queries = [Query(q.prompt, q.domain, max_tokens) for q in shipped.heldout()]
     if prompts_file:

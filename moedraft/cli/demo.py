@@ -47,8 +47,8 @@ def demo(
     as_json: JsonOption = False,
 ) -> None:
     """Register the shipped domains in a fresh home, serve a mixed stream and watch the experts learn."""
-    from moedraft.engine.build import opened
     from moedraft.showcase.demo import Demo, publish, summary
+    from moedraft.system.build import opened
 
     chosen = home or (ctx.obj or {}).get("home") or Path(tempfile.mkdtemp(prefix="moedraft-demo-"))
     settings = settings_for(ctx, home=chosen, target=target, draft=draft, device=device, dtype=dtype)

@@ -154,7 +154,7 @@ def _disk(home: Path) -> Check:
 def _router(settings: Settings, store: Store) -> Check:
     registered = {domain.name for domain in store.registry.domains()}
     try:
-        from moedraft.engine.build import open_router
+        from moedraft.system.build import open_router
 
         known = set(open_router(settings, store).domains)
     except MoedraftError as error:

@@ -65,7 +65,7 @@ def register(
     settings = settings_for(ctx, home=home, target=target, draft=draft, device=device, dtype=dtype)
     prompts = read_examples(examples)
     check_text(description, "the description")
-    from moedraft.engine.admin import check_examples
+    from moedraft.system.domains import check_examples
 
     check_examples(name, prompts)
     remote, warm = owner_of(settings, server), None
@@ -85,9 +85,9 @@ def register(
 
 
 def _register(settings: Settings, name: str, prompts: list[str], description: str) -> dict[str, Any]:
-    from moedraft.engine.admin import register_domain
-    from moedraft.engine.build import open_router
     from moedraft.serve.manage import summary
+    from moedraft.system.build import open_router
+    from moedraft.system.domains import register_domain
 
     with writing(settings, create=True) as store, busy("Fitting the router"):
         return summary(register_domain(store, open_router(settings, store), name, prompts, description))
@@ -99,9 +99,9 @@ def _register_warm(
     with busy("Loading the models"):
         from moedraft.distill.build import build_loop
         from moedraft.distill.warmstart import warm_start
-        from moedraft.engine.admin import register_domain
-        from moedraft.engine.build import build
         from moedraft.serve.manage import summary
+        from moedraft.system.build import build
+        from moedraft.system.domains import register_domain
 
         system = build(settings.model_copy(update={"adaptive_budget": False}))
     try:
@@ -212,8 +212,8 @@ def remove(
 def _remove(settings: Settings, name: str) -> None:
     with writing(settings) as store:
         find_domain(store, name)
-        from moedraft.engine.admin import remove_domain
-        from moedraft.engine.build import open_router
+        from moedraft.system.build import open_router
+        from moedraft.system.domains import remove_domain
 
         with busy("Fitting the router"):
             remove_domain(store, open_router(settings, store), name)

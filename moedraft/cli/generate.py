@@ -33,8 +33,8 @@ from moedraft.config import Settings
 from moedraft.core import InvalidRequest, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
-    from moedraft.engine.build import System
     from moedraft.engine.engine import Engine
+    from moedraft.system.build import System
 
 
 def generate(
@@ -72,7 +72,7 @@ def generate(
     settings = settings_for(ctx, home=home, target=target, draft=draft, device=device, dtype=dtype)
     _check_domains(settings, rows)
     with busy("Loading the models"):
-        from moedraft.engine.build import build
+        from moedraft.system.build import build
 
         system = build(settings)
     try:
@@ -200,11 +200,11 @@ def _show_text(answer: Iterator[RequestOutput]) -> bool:
 def summary(output: RequestOutput) -> str:
     """`sql v3 · 0.812 accepted · 3.40 tokens a check · 48 tokens, 215 a second`"""
     parts = [f"{output.expert} v{output.adapter_version}"]
-    if output.mean_acceptance_length is not None:
-        parts.append(f"{rate(output.draft_acceptance_rate)} accepted")
-        parts.append(f"{output.mean_acceptance_length:.2f} tokens a check")
-    if output.num_accepted_lookup_tokens:
-        parts.append(f"{output.num_accepted_lookup_tokens} looked up")
+    if output.speculation.mean_acceptance_length is not None:
+        parts.append(f"{rate(output.speculation.draft_acceptance_rate)} accepted")
+        parts.append(f"{output.speculation.mean_acceptance_length:.2f} tokens a check")
+    if output.speculation.num_accepted_lookup_tokens:
+        parts.append(f"{output.speculation.num_accepted_lookup_tokens} looked up")
     parts.append(f"{len(output.token_ids)} tokens, {output.tokens_per_second:.0f} a second")
     return " · ".join(parts)
 
@@ -216,12 +216,14 @@ def output_data(output: RequestOutput) -> dict[str, Any]:
         "finish_reason": output.finish_reason,
         "expert": output.expert,
         "adapter_version": output.adapter_version,
-        "draft_acceptance_rate": output.draft_acceptance_rate,
-        "mean_acceptance_length": output.mean_acceptance_length,
-        "num_drafts": output.num_drafts,
-        "num_draft_tokens": output.num_draft_tokens,
-        "num_accepted_tokens": output.num_accepted_tokens,
-        "num_lookup_tokens": output.num_lookup_tokens,
-        "num_accepted_lookup_tokens": output.num_accepted_lookup_tokens,
+        "draft_acceptance_rate": output.speculation.draft_acceptance_rate,
+        "mean_acceptance_length": output.speculation.mean_acceptance_length,
+        "num_drafts": output.speculation.num_drafts,
+        "num_draft_tokens": output.speculation.num_draft_tokens,
+        "num_accepted_tokens": output.speculation.num_accepted_tokens,
+        "num_lookup_tokens": output.speculation.num_lookup_tokens,
+        "num_accepted_lookup_tokens": output.speculation.num_accepted_lookup_tokens,
+        "num_steps": output.speculation.num_steps,
+        "tokens_per_step": output.tokens_per_step,
         "tokens_per_second": output.tokens_per_second,
     }

@@ -17,7 +17,7 @@ from moedraft.core import Domain, InvalidRequest, RequestOutput, SamplingParams,
 if TYPE_CHECKING:
     from moedraft.distill.loop import DistillLoop
     from moedraft.distill.trainer import Update
-    from moedraft.engine.build import System
+    from moedraft.system.build import System
 
 STEPS = 60  # optimiser steps, over UPDATES versions
 UPDATES = 3
@@ -79,18 +79,14 @@ def _answer(
         on_progress(done, text, len(prompts))
 
     on_progress(0, text, len(prompts))
-    return system.engine.generate(prompts, PARAMS, expert=name, learn=learn, on_finish=count)
+    return system.engine.generate(prompts, PARAMS, expert=name, learn=learn, counted=learn, on_finish=count)
 
 
 def _measure(system: System, name: str, prompts: list[str], on_progress: Progress, text: str) -> float | None:
     """Accepted of drafted tokens on `prompts`; leaves nothing in the home's statistics."""
-    sinks, system.engine.sinks = system.engine.sinks, []
-    try:
-        outputs = _answer(system, name, prompts, on_progress, text, learn=False)
-    finally:
-        system.engine.sinks = sinks
-    drafted = sum(output.num_draft_tokens for output in outputs)
-    return sum(output.num_accepted_tokens for output in outputs) / drafted if drafted else None
+    outputs = _answer(system, name, prompts, on_progress, text, learn=False)
+    drafted = sum(output.speculation.num_draft_tokens for output in outputs)
+    return sum(output.speculation.num_accepted_tokens for output in outputs) / drafted if drafted else None
 
 
 def _update(loop: DistillLoop, name: str, steps: int, part: int, on_progress: Progress) -> Update:

@@ -9,7 +9,8 @@ from typing import Protocol
 
 import torch
 
-from moedraft.core import Sequence, Verdict
+from moedraft.core import SHARED, Sequence
+from moedraft.evidence import Evidence
 from moedraft.routing.classifier import Route, Router
 
 log = logging.getLogger(__name__)
@@ -24,8 +25,27 @@ class ExpertSelector(Protocol):
     def settle(self, ending: Sequence | None = None) -> list[Sequence]:
         """Sequences whose `expert` was set since the last call; that of `ending` is set in any case."""
 
-    def observe(self, sequences: list[Sequence], verdict: Verdict) -> None:
+    def observe(self, evidence: Evidence) -> None:
         """Take in what the target made of the last proposal, row by row."""
+
+    def knows(self, expert: str) -> bool:
+        """Whether there is such an expert."""
+
+
+class FixedSelector:
+    """Every row keeps the expert that it came with."""
+
+    def assign(self, sequences: list[Sequence]) -> None:
+        """They have one."""
+
+    def settle(self, ending: Sequence | None = None) -> list[Sequence]:
+        return []
+
+    def knows(self, expert: str) -> bool:
+        return True
+
+    def observe(self, evidence: Evidence) -> None:
+        """Nothing can change a choice that is fixed."""
 
 
 class Selector:
@@ -44,7 +64,10 @@ class Selector:
         """Nothing is ever open."""
         return []
 
-    def observe(self, sequences: list[Sequence], verdict: Verdict) -> None:
+    def knows(self, expert: str) -> bool:
+        return expert == SHARED or expert in self.router.domains
+
+    def observe(self, evidence: Evidence) -> None:
         """Not needed: a choice that rests on the prompt alone has nothing to learn from verification."""
 
 

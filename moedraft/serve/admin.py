@@ -14,14 +14,14 @@ from typing import Annotated, Any, TypeVar
 from fastapi import APIRouter, Path, Query, Request
 from pydantic import Field
 
-from moedraft.engine.admin import check_examples, register_domain, remove_domain
-from moedraft.engine.build import System, open_router
 from moedraft.serve import manage
 from moedraft.serve.body import StrictRoute
 from moedraft.serve.context import ServerContext, context_of
 from moedraft.serve.errors import ApiError
 from moedraft.serve.schema import ErrorBody, Strict
 from moedraft.serve.trainer import TrainerSupervisor
+from moedraft.system.build import System, open_router
+from moedraft.system.domains import check_examples, register_domain, remove_domain
 
 MOST_EXAMPLES = 10_000
 MOST_TEXTS = 16  # routed in one request, since the engine waits meanwhile

@@ -43,7 +43,7 @@ def create_app(
         app.include_router(router)
     context = _context(worker, supervisor, settings, authority)
     metrics = Metrics(target_name(settings), worker, supervisor)
-    worker.system.engine.sinks.append(metrics.finished)
+    worker.system.engine.subscribe(metrics.finished)
     app.state.context, app.state.metrics = context, metrics
     if settings.dashboard:
         dashboard.mount(app, context)

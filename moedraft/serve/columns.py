@@ -132,16 +132,21 @@ class RequestReader:
 
     def _columns(self, rows: list[RequestStats]) -> Requests:
         return Requests(
-            numbers=np.array([[_number(getattr(row, name)) for name in NUMBERS] for row in rows]).reshape(
+            numbers=np.array([[_number(_field(row, name)) for name in NUMBERS] for row in rows]).reshape(
                 len(rows), len(NUMBERS)
             ),
             experts=_codes([row.expert for row in rows], self._experts),
             langs=_codes([row.lang for row in rows], self._langs),
-            drafted_at=_padded([row.drafted_at for row in rows]),
-            accepted_at=_padded([row.accepted_at for row in rows]),
+            drafted_at=_padded([row.speculation.drafted_at for row in rows]),
+            accepted_at=_padded([row.speculation.accepted_at for row in rows]),
             expert_names=tuple(self._experts),
             lang_names=tuple(self._langs),
         )
+
+
+def _field(row: RequestStats, name: str) -> Any:
+    """A figure of the request, or of its speculation."""
+    return getattr(row if hasattr(row, name) else row.speculation, name)
 
 
 def _joined(old: Requests, new: Requests) -> Requests:

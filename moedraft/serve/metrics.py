@@ -20,9 +20,9 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from moedraft.core import Sequence
-from moedraft.engine.recorder import script_of
 from moedraft.serve.trainer import TrainerSupervisor
 from moedraft.serve.worker import Worker
+from moedraft.system.recorder import script_of
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 EXPERT = ("model_name", "expert", "lang")
@@ -69,12 +69,13 @@ class Metrics:
         self._finished.labels(self._model_name, sequence.finish_reason or "").inc()
         self._prompt.labels(*labels).inc(sequence.num_prompt_tokens)
         self._generated.labels(*labels).inc(sequence.num_generated)
-        self._drafts.labels(*labels).inc(sequence.num_drafts)
-        self._drafted.labels(*labels).inc(sequence.drafted)
-        self._accepted.labels(*labels).inc(sequence.accepted)
-        self._looked_up.labels(*labels).inc(sequence.looked_up)
-        self._lookup_accepted.labels(*labels).inc(sequence.lookup_accepted)
-        for position, count in enumerate(sequence.accepted_at):
+        stats = sequence.speculation
+        self._drafts.labels(*labels).inc(stats.num_drafts)
+        self._drafted.labels(*labels).inc(stats.num_draft_tokens)
+        self._accepted.labels(*labels).inc(stats.num_accepted_tokens)
+        self._looked_up.labels(*labels).inc(stats.num_lookup_tokens)
+        self._lookup_accepted.labels(*labels).inc(stats.num_accepted_lookup_tokens)
+        for position, count in enumerate(stats.accepted_at):
             self._accepted_at.labels(*labels, position).inc(count)
         self._time(sequence)
 

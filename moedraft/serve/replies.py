@@ -185,9 +185,9 @@ def usage_of(outputs: Sequence[RequestOutput], n: int) -> Usage:
 
 
 def metrics_of(outputs: Sequence[RequestOutput]) -> Metrics:
-    drafts = sum(output.num_drafts for output in outputs)
-    drafted = sum(output.num_draft_tokens for output in outputs)
-    accepted = sum(output.num_accepted_tokens for output in outputs)
+    drafts = sum(output.speculation.num_drafts for output in outputs)
+    drafted = sum(output.speculation.num_draft_tokens for output in outputs)
+    accepted = sum(output.speculation.num_accepted_tokens for output in outputs)
     used = {(output.expert, output.adapter_version) for output in outputs}
     expert, version = used.pop() if len(used) == 1 else (None, None)
     return {
@@ -197,8 +197,10 @@ def metrics_of(outputs: Sequence[RequestOutput]) -> Metrics:
             "num_drafts": drafts,
             "num_draft_tokens": drafted,
             "num_accepted_tokens": accepted,
-            "num_lookup_tokens": sum(output.num_lookup_tokens for output in outputs),
-            "num_accepted_lookup_tokens": sum(output.num_accepted_lookup_tokens for output in outputs),
+            "num_lookup_tokens": sum(output.speculation.num_lookup_tokens for output in outputs),
+            "num_accepted_lookup_tokens": sum(
+                output.speculation.num_accepted_lookup_tokens for output in outputs
+            ),
             "expert": expert,
             "adapter_version": version,
         }

@@ -17,7 +17,6 @@ from sse_starlette.sse import AppStatus
 
 from moedraft.config import Settings
 from moedraft.core import InvalidRequest
-from moedraft.engine.build import build
 from moedraft.memory import keep_what_is_loaded
 from moedraft.serve import log
 from moedraft.serve.app import create_app
@@ -26,6 +25,7 @@ from moedraft.serve.keys import Key, KeyFile, new_key, write_private
 from moedraft.serve.protocol import LARGEST_HEAD, protocol_of
 from moedraft.serve.trainer import TrainerSupervisor
 from moedraft.serve.worker import Worker
+from moedraft.system.build import build
 
 SERVER_FILE = "server.json"
 CLOSE_SECONDS = 5  # for connections, when all answers are out

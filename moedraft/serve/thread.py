@@ -14,11 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import replace
 from typing import Any, Generic, TypeVar
-
-import torch
 
 from moedraft.core import FinishReason, RequestOutput, SamplingParams
 from moedraft.engine.engine import Engine
@@ -83,11 +79,11 @@ class EngineThread(threading.Thread):
 
     @property
     def slots(self) -> int:
-        return self._engine.scheduler.slots
+        return self._engine.figures.slots
 
     @property
     def running(self) -> int:
-        return len(self._engine.scheduler.running)
+        return self._engine.figures.running
 
     @property
     def waiting(self) -> int:
@@ -209,16 +205,17 @@ class EngineThread(threading.Thread):
         self.steps += 1
         self._failures, self.failed = 0, None
         if self.last_step_at is None or int(self._clock()) != int(self.last_step_at):
-            self.speedup = self._engine.decoder.speedup
+            self.speedup = self._engine.figures.speedup
         self.last_step_at = self._clock()
 
     def _add(
         self, channel: Channel, prompt: str | list[int], params: SamplingParams, options: dict[str, Any]
     ) -> None:
         self._channels[channel.request_id] = channel
-        self._engine.boxes[channel.request_id] = self._box
         try:
-            self._engine.add(prompt, params, request_id=channel.request_id, **options)
+            self._engine.add(
+                prompt, params, request_id=channel.request_id, on_output=self._box.append, **options
+            )
         except BaseException:
             self._close_channel(channel)
             raise
@@ -231,14 +228,14 @@ class EngineThread(threading.Thread):
 
     def _abort(self, channel: Channel) -> None:
         if channel.request_id in self._channels:
-            self._tear_out(channel.request_id)
+            self._engine.abort(channel.request_id)
             self._end_lost()
         elif not channel.ended:  # cancelled before the engine had it
             self._close_channel(channel)
 
     def _abort_all(self) -> None:
-        for request_id in list(self._engine.sequences):
-            self._tear_out(request_id)
+        for request_id in list(self._engine.request_ids):
+            self._engine.abort(request_id)
         self._end_lost()
 
     def _deliver(self) -> None:
@@ -274,52 +271,24 @@ class EngineThread(threading.Thread):
 
     def _forget(self, channel: Channel) -> None:
         self._channels.pop(channel.request_id, None)
-        self._engine.boxes.pop(channel.request_id, None)
         with self._lock:
             self.open -= 1
 
     # -- when something goes wrong, and the end --------------------------------------------------
 
     def _recover(self, error: Exception) -> None:
-        """What the engine worked on ends with "error"; what waits for a slot goes on waiting.
-
-        With nothing in a slot the fault lies elsewhere, and those that wait end too: the engine must not fail
-        step after step for ever.
-        """
+        """Let the engine end what it worked on, and count failures in a row."""
         log.error("A step failed.", exc_info=error)
         self._failures += 1
         if self._failures >= MAX_FAILURES:
             self.failed = f"{self._failures} steps in a row failed: {type(error).__name__}: {error}"
-        scheduler = self._engine.scheduler
-        kept = {one.request_id for one in scheduler.waiting} if scheduler.running else set()
-        for request_id in self._engine.sequences.keys() - kept:
-            self._tear_out(request_id)
-        if scheduler.running:  # not even an abort could take them out
-            scheduler.running.clear()
-            scheduler.num_ready = 0
-        scheduler.waiting = deque(one for one in scheduler.waiting if one.request_id in kept)
-        outputs = [replace(o, finish_reason="error") if o.finish_reason == "abort" else o for o in self._box]
-        self._box.clear()
-        self._box.extend(outputs)
+        self._engine.recover()
         self._end_lost()
-
-    def _tear_out(self, request_id: str) -> None:
-        """Abort a request; where even that fails, forget it."""
-        sequence = self._engine.sequences[request_id]
-        try:
-            self._engine.abort(request_id)
-        except Exception:
-            log.exception("A request could not be aborted; it is forgotten.")
-            self._engine.sequences.pop(request_id, None)
-            self._engine.texts.pop(request_id, None)
-            if sequence in self._engine.scheduler.running:
-                with suppress(Exception), torch.inference_mode():  # as the caches it moves
-                    self._engine.scheduler.remove(sequence)
 
     def _end_lost(self, reason: FinishReason = "error") -> None:
         """Requests that the engine has no more and whose last output got lost."""
         said = {output.request_id for output in self._box if output.finish_reason is not None}
-        for request_id in self._channels.keys() - self._engine.sequences.keys() - said:
+        for request_id in self._channels.keys() - self._engine.request_ids - said:
             self._box.append(self._channels[request_id].lost(reason))
 
     def _close(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from types import TracebackType
 
-from moedraft.core import SHARED, FinishReason, MoedraftError, RequestOutput
+from moedraft.core import SHARED, FinishReason, MoedraftError, RequestOutput, SpeculationStats
 
 
 class Overloaded(MoedraftError):
@@ -72,11 +72,8 @@ class Channel:
             finish_reason=reason,
             expert=SHARED,
             adapter_version=0,
-            num_drafts=0,
-            num_draft_tokens=0,
-            num_accepted_tokens=0,
+            speculation=SpeculationStats(),
             num_rejections=0,
-            mean_acceptance_length=None,
             seconds=0.0,
         )
 

@@ -15,9 +15,9 @@ from typing import TypeVar
 
 from moedraft.core import SamplingParams, StorageError
 from moedraft.distill.loop import Load, write_load
-from moedraft.engine.build import System
 from moedraft.serve.thread import EngineThread
 from moedraft.serve.ticket import Channel, Draining, Overloaded, Ticket
+from moedraft.system.build import System
 
 __all__ = ["Draining", "Overloaded", "Snapshot", "Ticket", "Worker"]
 
@@ -68,7 +68,7 @@ class Worker:
     def start(self) -> None:
         self.system.loader.load_beside()
         self.system.recorder.record_beside()
-        self.system.engine.decoder.capture.work_beside()
+        self.system.engine.work_beside()
         self._engine.start()
         self._publisher.start()
 

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from moedraft.core import SHARED, RequestOutput, SamplingParams
-from moedraft.engine.build import System
-from moedraft.engine.decoder import DraftSource
+from moedraft.drafting.chooser import DraftSource
 from moedraft.models import load_model
 from moedraft.showcase.measure import (
     compare,
@@ -23,6 +22,7 @@ from moedraft.showcase.measure import (
     warm_up,
 )
 from moedraft.showcase.shipped import Query
+from moedraft.system.build import System
 
 BASELINE, ASSISTED = "transformers generate", "transformers assisted"
 
@@ -64,7 +64,8 @@ def run(system: System, queries: list[Query], rounds: int, advance: Callable[[in
     for runner in runners.values():
         runner(queries[0].prompt, 16)
     outputs.clear()
-    system.engine.decoder.verify_seconds = system.engine.step_seconds = 0.0
+    timer = system.engine.timer
+    timer.verify_seconds = timer.step_seconds = 0.0
     done = 0
 
     def on_progress() -> None:
@@ -73,7 +74,7 @@ def run(system: System, queries: list[Query], rounds: int, advance: Callable[[in
         advance(done)
 
     timed = compare(runners, queries, rounds, on_progress)
-    share = system.engine.decoder.verify_seconds / system.engine.step_seconds
+    share = timer.verify_seconds / timer.step_seconds
     costs = step_costs(system)
     cost_ratio = costs["draft_ms"] / costs["target_ms"]
     base = timed[BASELINE]
@@ -105,11 +106,11 @@ def run(system: System, queries: list[Query], rounds: int, advance: Callable[[in
 def speculation(outputs: list[RequestOutput], cost_ratio: float) -> dict[str, float | None]:
     """Tokens per target step; acceptance and the speed-up in theory where a model alone drafted."""
     length = round(tokens_per_step(outputs), 3) if outputs else None
-    drafts = sum(output.num_drafts for output in outputs)
-    if not drafts or any(output.num_lookup_tokens for output in outputs):
+    drafts = sum(output.speculation.num_drafts for output in outputs)
+    if not drafts or any(output.speculation.num_lookup_tokens for output in outputs):
         return {"tokens_per_step": length, "draft_acceptance_rate": None, "theoretical_speedup": None}
-    drafted = sum(output.num_draft_tokens for output in outputs)
-    accepted = sum(output.num_accepted_tokens for output in outputs)
+    drafted = sum(output.speculation.num_draft_tokens for output in outputs)
+    accepted = sum(output.speculation.num_accepted_tokens for output in outputs)
     # Per-token acceptance α: accepted over verified, the first refused token of a draft being the last one.
     refused = sum(output.num_rejections for output in outputs)
     alpha = accepted / (accepted + refused)

@@ -11,8 +11,6 @@ from typing import Any
 
 from moedraft.distill.build import build_loop
 from moedraft.distill.loop import DistillLoop
-from moedraft.engine.admin import register_all
-from moedraft.engine.build import System
 from moedraft.showcase import shipped
 from moedraft.showcase.measure import (
     Served,
@@ -25,6 +23,8 @@ from moedraft.showcase.measure import (
 from moedraft.showcase.report import Point, Result, Row, draw, write_html
 from moedraft.showcase.shipped import Query
 from moedraft.showcase.stream import ExpertView, rate, serve_and_learn
+from moedraft.system.build import System
+from moedraft.system.domains import register_all
 
 
 @dataclass
@@ -97,7 +97,7 @@ class Demo:
             if event.output is not None:
                 view = self.views.setdefault(event.output.expert, ExpertView())
                 view.add(event.output)
-                share = event.output.draft_acceptance_rate
+                share = event.output.speculation.draft_acceptance_rate
                 if share is not None:
                     self.points.append(Point(len(self.points), event.output.expert, share))
             if event.update is not None:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from moedraft.core import SHARED, RequestOutput, SamplingParams
-from moedraft.engine.build import System
-from moedraft.engine.decoder import DraftSource
+from moedraft.drafting.chooser import DraftSource
 from moedraft.showcase.shipped import Query
+from moedraft.system.build import System
 
 
 @dataclass(frozen=True)
@@ -39,18 +39,20 @@ class Served:
 
 
 def tokens_per_step(outputs: list[RequestOutput]) -> float:
-    return sum(len(output.token_ids) for output in outputs) / max(1, sum(o.num_steps for o in outputs))
+    return sum(len(output.token_ids) for output in outputs) / max(
+        1, sum(o.speculation.num_steps for o in outputs)
+    )
 
 
 @contextmanager
 def drafting_by(system: System, source: DraftSource) -> Iterator[None]:
     """Where the engine's drafts come from, for a while."""
-    decoder = system.engine.decoder
-    before, decoder.draft_source = decoder.draft_source, source
+    chooser = system.engine.chooser
+    before, chooser.source = chooser.source, source
     try:
         yield
     finally:
-        decoder.draft_source = before
+        chooser.source = before
 
 
 def serve(system: System, queries: list[Query], *, draft: bool = True, expert: str | None = None) -> Served:

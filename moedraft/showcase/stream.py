@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from moedraft.core import RequestOutput, SamplingParams
 from moedraft.distill.loop import DistillLoop
 from moedraft.distill.trainer import Update
-from moedraft.engine.build import System
 from moedraft.showcase.shipped import Query
+from moedraft.system.build import System
 
 
 @dataclass
@@ -24,7 +24,7 @@ class ExpertView:
 
     def add(self, output: RequestOutput) -> None:
         self.requests += 1
-        pair = (output.num_accepted_tokens, output.num_draft_tokens)
+        pair = (output.speculation.num_accepted_tokens, output.speculation.num_draft_tokens)
         if pair[1]:
             self.recent.append(pair)
             if len(self.first) < 4:

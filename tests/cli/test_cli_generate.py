@@ -14,7 +14,8 @@ from cli_fakes import Pair, Run, write_rows
 
 from moedraft.cli.generate import in_order, summary
 from moedraft.core import RequestOutput, SamplingParams
-from moedraft.drafting.drafter import Drafter, NoExperts
+from moedraft.drafting.drafter import NoExperts
+from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine
 from moedraft.storage.store import Store
 
@@ -186,7 +187,7 @@ def test_distill_on_a_full_disk(
 
 def tiny_engine(slots: int = 4) -> Engine:
     target, draft = TinyLM(random_table(16, 0)), TinyLM(random_table(16, 1))
-    drafter = Drafter(draft, NoExperts(), slots, 16)
+    drafter = ModelDrafter(draft, NoExperts(), slots, 16)
     return Engine(target, NumberTokenizer(), drafter, FixedSelector(), max_batch_size=slots)
 
 

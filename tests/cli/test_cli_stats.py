@@ -252,5 +252,5 @@ def test_doctor_on_a_broken_router(
 
         raise StorageError("The router cannot be read.")
 
-    monkeypatch.setattr("moedraft.engine.build.open_router", broken)
+    monkeypatch.setattr("moedraft.system.build.open_router", broken)
     assert found(run, served, pair, code=1)["router"]["state"] == "fail"

@@ -16,9 +16,9 @@ from moedraft.distill.batches import collate
 from moedraft.distill.loop import DistillLoop
 from moedraft.distill.trainer import Trainer
 from moedraft.drafting.lora import ExpertBank
-from moedraft.engine.loader import AdapterLoader
 from moedraft.kernels import divergence
 from moedraft.models import LanguageModel
+from moedraft.system.loader import AdapterLoader
 
 from random_models import VOCAB, random_model
 

@@ -9,8 +9,8 @@ import torch
 import transformers
 
 from moedraft.core import SHARED, CorruptAdapter, SamplingParams, Sequence, UnsupportedModel
-from moedraft.drafting.drafter import Drafter
 from moedraft.drafting.lora import PREFIX, Adapter, ExpertBank, LoRALinear
+from moedraft.drafting.model import ModelDrafter
 from moedraft.drafting.modules import adaptable, keeps_cache
 from moedraft.engine.engine import Engine
 from moedraft.models import LanguageModel
@@ -175,7 +175,7 @@ def test_filling_a_cache_that_all_share_makes_no_expert_ready() -> None:
     """Merging one takes longer than a step of a small target."""
     model = random_model("llama", 1)
     bank = ExpertBank(model)
-    drafter = Drafter(model, bank, 4, VOCAB)
+    drafter = ModelDrafter(model, bank, 4, VOCAB)
     one = Engine(random_model("llama", 0), NumberTokenizer(), drafter, FixedSelector(), adaptive_budget=False)
     one.knows = lambda expert: True
     for name in "abc":
@@ -211,7 +211,7 @@ def test_an_expert_found_in_mid_round_reads_the_keys_of_no_other(scope: str) -> 
     one = Engine(
         random_model("llama", 0),
         NumberTokenizer(),
-        Drafter(model, bank, 4, VOCAB),
+        ModelDrafter(model, bank, 4, VOCAB),
         SettlesLate(),
         adaptive_budget=False,
         draft_source="model",

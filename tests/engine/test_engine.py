@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from moedraft.core import InvalidRequest, RequestOutput, SamplingParams, Sequence
-from moedraft.drafting.drafter import Drafter, NoExperts
+from moedraft.drafting.drafter import NoExperts
+from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine
 
 from tiny import FixedSelector, NumberTokenizer, TinyLM, random_table
@@ -16,7 +17,7 @@ VOCAB = 12
 
 def engine(max_len: int = 128, slots: int = 4, **options: object) -> Engine:
     target = TinyLM(random_table(VOCAB, 1), max_len)
-    drafter = Drafter(TinyLM(target.table, max_len), NoExperts(), slots, VOCAB)
+    drafter = ModelDrafter(TinyLM(target.table, max_len), NoExperts(), slots, VOCAB)
     return Engine(target, NumberTokenizer(), drafter, FixedSelector(), max_batch_size=slots, **options)  # type: ignore[arg-type]
 
 
@@ -217,13 +218,13 @@ def test_prompts_that_come_together_share_a_chunk(
 ) -> None:
     """Many long prompts hold a step up no longer than one does, and none waits for another."""
     one = engine(max_len=512, prefill_chunk=chunk)
-    read, pieces = one.decoder.read, list[list[int]]()
+    read, pieces = one.runner.read, list[list[int]]()
 
     def noted(rows: list[tuple[Sequence, int]]) -> None:
         pieces.append(sorted((count for _, count in rows), reverse=True))
         read(rows)
 
-    monkeypatch.setattr(one.decoder, "read", noted)
+    monkeypatch.setattr(one.runner, "read", noted)
     for length in lengths:
         one.add([3] * length, SamplingParams(max_tokens=1))
     assert len(finish(one)) == len(lengths)
@@ -233,8 +234,8 @@ def test_prompts_that_come_together_share_a_chunk(
 def test_fixed_length_without_adaptive_budget() -> None:
     one = engine(adaptive_budget=False, num_speculative_tokens=3)
     [output] = one.generate([[1]], SamplingParams(max_tokens=41))
-    assert output.num_draft_tokens == 3 * output.num_drafts
-    assert output.mean_acceptance_length == 4.0
+    assert output.speculation.num_draft_tokens == 3 * output.speculation.num_drafts
+    assert output.speculation.mean_acceptance_length == 4.0
 
 
 def test_close_aborts_and_calls_closers() -> None:
@@ -283,7 +284,7 @@ def test_a_broken_draft_costs_nothing_but_speed(adaptive: bool) -> None:
     one = Engine(
         target,
         NumberTokenizer(),
-        Drafter(draft, NoExperts(), 4, VOCAB),
+        ModelDrafter(draft, NoExperts(), 4, VOCAB),
         FixedSelector(),
         adaptive_budget=adaptive,
     )
@@ -294,10 +295,10 @@ def test_a_broken_draft_costs_nothing_but_speed(adaptive: bool) -> None:
         ("length", 20),
         ("length", 128),
     ]
-    assert outputs[0].num_draft_tokens > outputs[0].num_accepted_tokens == 0
+    assert outputs[0].speculation.num_draft_tokens > outputs[0].speculation.num_accepted_tokens == 0
     [plain] = one.generate([[3]], SamplingParams(max_tokens=20), draft=False)
     assert outputs[1].token_ids == plain.token_ids
-    confidences = [x for model in one.decoder.budget.acceptance.values() for x, _ in model.seen]
+    confidences = [x for model in one.budget.acceptance.values() for x, _ in model.seen]
     assert all(x == x for x in confidences)
 
 
@@ -309,7 +310,11 @@ def test_acceptance_counts_the_answer_only() -> None:
     one.eos_token_ids = frozenset(whole.token_ids[:1])
     [ended] = one.generate([[1, 2]], SamplingParams(max_tokens=20))
     for output in (stopped, ended):
-        assert (len(output.token_ids), output.num_draft_tokens, output.num_accepted_tokens) == (1, 4, 1)
+        assert (
+            len(output.token_ids),
+            output.speculation.num_draft_tokens,
+            output.speculation.num_accepted_tokens,
+        ) == (1, 4, 1)
 
 
 @pytest.mark.parametrize("adaptive", [True, False])
@@ -323,7 +328,7 @@ def test_a_shorter_draft_does_not_shorten_answers(adaptive: bool) -> None:
         return forward(cache, first, ids, starts, keep)
 
     draft.forward = watched  # type: ignore[method-assign]
-    drafter = Drafter(draft, NoExperts(), 4, VOCAB)
+    drafter = ModelDrafter(draft, NoExperts(), 4, VOCAB)
     one = Engine(target, NumberTokenizer(), drafter, FixedSelector(), adaptive_budget=adaptive)
     prompts, params = [[1, 2], [3] * 30], SamplingParams(max_tokens=500)
     for prompt in prompts:  # alone, so that no other row's drafting reaches further
@@ -341,7 +346,7 @@ def test_a_shorter_draft_does_not_shorten_answers(adaptive: bool) -> None:
 
 def test_an_answer_longer_than_the_draft_reads_is_not_learned_from() -> None:
     target, draft = TinyLM(random_table(VOCAB, 1), 64), TinyLM(random_table(VOCAB, 1), 20)
-    one = Engine(target, NumberTokenizer(), Drafter(draft, NoExperts(), 4, VOCAB), FixedSelector())
+    one = Engine(target, NumberTokenizer(), ModelDrafter(draft, NoExperts(), 4, VOCAB), FixedSelector())
     seen = []
     one.sinks.append(lambda sequence: seen.append(bool(sequence.captured)))
     one.generate([[1]], SamplingParams(max_tokens=40), learn=True)

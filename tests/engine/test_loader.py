@@ -19,8 +19,8 @@ from safetensors.torch import save, save_file
 from moedraft.core import SHARED, AdapterVersion, Domain, StorageError
 from moedraft.distill.publish import HomeOutlet
 from moedraft.drafting.lora import PREFIX, ExpertBank
-from moedraft.engine.loader import AdapterLoader
 from moedraft.storage.store import Store
+from moedraft.system.loader import AdapterLoader
 
 from random_models import VOCAB, random_model
 
@@ -40,7 +40,7 @@ def bank() -> ExpertBank:
 
 @pytest.fixture
 def loader(store: Store, bank: ExpertBank, monkeypatch: pytest.MonkeyPatch) -> Iterator[AdapterLoader]:
-    monkeypatch.setattr("moedraft.engine.loader.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("moedraft.system.loader.POLL_SECONDS", 0.0)
     made = AdapterLoader(store, bank)
     made.refresh([], now=True)
     made.load_beside()
@@ -107,7 +107,7 @@ def logits(bank: ExpertBank, expert: str) -> torch.Tensor:
 def test_who_knows_of_something_new_is_not_told_to_wait(
     loader: AdapterLoader, store: Store, bank: ExpertBank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moedraft.engine.loader.POLL_SECONDS", 1000.0)
+    monkeypatch.setattr("moedraft.system.loader.POLL_SECONDS", 1000.0)
     loader.refresh([])
     made = publish(store, bank, "code")
     for _ in range(50):
@@ -239,7 +239,7 @@ BAD = {
 def test_a_version_that_does_not_fit_is_refused_and_the_older_one_serves(
     store: Store, bank: ExpertBank, weights: bytes, beside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moedraft.engine.loader.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("moedraft.system.loader.POLL_SECONDS", 0.0)
     older, newer = publish(store, bank, "code"), publish(store, bank, "code")
     only, other = publish(store, bank, SHARED), publish(store, bank, "prose")
     spoil(store, bank, "code", newer, weights)
@@ -271,7 +271,7 @@ def test_without_memory_the_old_ones_serve_until_there_is_some(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A fault of ours is no other: it ends no step either."""
-    monkeypatch.setattr("moedraft.engine.loader.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("moedraft.system.loader.POLL_SECONDS", 0.0)
     tries: list[object] = []
 
     def fails(*_: object) -> None:
@@ -309,7 +309,7 @@ def test_a_version_that_cannot_be_read_now_is_tried_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Too many open files, say. Meanwhile its ancestor serves, and nobody else waits."""
-    monkeypatch.setattr("moedraft.engine.loader.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("moedraft.system.loader.POLL_SECONDS", 0.0)
     older, newer = publish(store, bank, "code"), publish(store, bank, "code")
     other = publish(store, bank, "prose")
     load, loader = store.adapters.load, AdapterLoader(store, bank)
@@ -363,7 +363,7 @@ def test_what_fails_again_and_again_is_tried_ever_less_often(
         tries.append(clock.now)
         raise MemoryError
 
-    monkeypatch.setattr("moedraft.engine.loader.time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr("moedraft.system.loader.time", SimpleNamespace(monotonic=lambda: clock.now))
     loader = AdapterLoader(store, bank)
     loader.refresh([])
     made = publish(store, bank, "code")

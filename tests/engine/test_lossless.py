@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from moedraft.core import SHARED, RequestOutput, SamplingParams
-from moedraft.drafting.drafter import Drafter, NoExperts
+from moedraft.drafting.drafter import NoExperts
 from moedraft.drafting.lora import Adapter, ExpertBank
+from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine
 from moedraft.models import LanguageModel
 
@@ -37,7 +38,7 @@ def engine_of(
     target: LanguageModel, draft: LanguageModel, *, scope: str = "tail", slots: int = 8, **kw
 ) -> Engine:
     bank = ExpertBank(draft, scope)
-    drafter = Drafter(draft, bank, slots, target.vocab_size)
+    drafter = ModelDrafter(draft, bank, slots, target.vocab_size)
     return Engine(target, NumberTokenizer(), drafter, FixedSelector(), max_batch_size=slots, **kw)
 
 
@@ -64,7 +65,11 @@ def test_good_draft_is_accepted(kind: str) -> None:
     prompts = prompts_of(8, seed=3)
     outputs = engine.generate(prompts, SamplingParams(max_tokens=40))
     assert [o.token_ids for o in outputs] == [expected(target, p, 40) for p in prompts]
-    assert sum(o.num_accepted_tokens for o in outputs) == sum(o.num_draft_tokens for o in outputs) > 0
+    assert (
+        sum(o.speculation.num_accepted_tokens for o in outputs)
+        == sum(o.speculation.num_draft_tokens for o in outputs)
+        > 0
+    )
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt_neox"])
@@ -88,7 +93,7 @@ def test_adapter_swaps_in_mid_answer(kind: str, scope: str) -> None:
             who = ["a", "b", SHARED][(step // 7) % 3]
             adapter = random_adapter(bank, step, scale, list(bank.layers) if who == SHARED else modules)
             stale = bank.publish(who, adapter)
-            for sequence in engine.sequences.values():
+            for sequence in engine.sequences:
                 if stale and (who == SHARED or sequence.expert == who):
                     sequence.draft_cached = 0
         done |= {o.request_id: o for o in engine.step() if o.finish_reason}
@@ -106,7 +111,7 @@ def test_no_draft_is_plain_decoding() -> None:
     prompts = prompts_of(5, seed=1)
     outputs = engine.generate(prompts, SamplingParams(max_tokens=30))
     assert [o.token_ids for o in outputs] == [expected(target, p, 30) for p in prompts]
-    assert all(o.num_drafts == 0 and o.draft_acceptance_rate is None for o in outputs)
+    assert all(o.speculation.num_drafts == 0 and o.speculation.draft_acceptance_rate is None for o in outputs)
 
 
 def test_draft_off_for_one_request() -> None:
@@ -162,7 +167,7 @@ def test_negative_control_stale_cache_is_noticed() -> None:
     engine.add([5, 6, 7, 8], SamplingParams(max_tokens=40), request_id="x")
     for _ in range(3):
         engine.step()
-    layer = engine.decoder.cache.layers[0]
+    layer = engine.runner.cache.layers[0]
     with torch.inference_mode():
         layer.keys[0] = layer.keys[0].roll(1, dims=0)
     last = None
@@ -174,7 +179,7 @@ def test_negative_control_stale_cache_is_noticed() -> None:
 
 def test_no_experts_bank() -> None:
     target, draft = random_model("llama", 0), random_model("llama", 0)
-    engine = Engine(target, NumberTokenizer(), Drafter(draft, NoExperts(), 8, VOCAB), FixedSelector())
+    engine = Engine(target, NumberTokenizer(), ModelDrafter(draft, NoExperts(), 8, VOCAB), FixedSelector())
     [output] = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=9))
     assert output.token_ids == expected(target, [1, 2, 3], 9)
     assert output.adapter_version == 0
@@ -233,8 +238,12 @@ def test_what_a_broken_draft_leaves_in_its_slot_spoils_no_other_draft(adaptive: 
     bad = [[NOT_A_NUMBER] * 40] * 4
     for output in engine.generate(bad, SamplingParams(max_tokens=12)):
         assert output.token_ids == expected(target, bad[0], 12)
-        assert output.num_accepted_tokens == 0
-    engine.decoder.budget.acceptance.clear()  # it has learned that this draft is worth nothing
+        assert output.speculation.num_accepted_tokens == 0
+    engine.budget.acceptance.clear()  # it has learned that this draft is worth nothing
     outputs = [output for _, output in short_beside_long(engine)]
     assert len(outputs) == 4
-    assert sum(o.num_accepted_tokens for o in outputs) == sum(o.num_draft_tokens for o in outputs) > 0
+    assert (
+        sum(o.speculation.num_accepted_tokens for o in outputs)
+        == sum(o.speculation.num_draft_tokens for o in outputs)
+        > 0
+    )

@@ -13,9 +13,9 @@ import torch
 
 from moedraft.core import SHARED, Domain, SamplingParams, Sequence, StorageError, TokenLogprobs
 from moedraft.drafting.lora import ExpertBank
-from moedraft.engine.loader import AdapterLoader
-from moedraft.engine.recorder import Recorder, script_of
 from moedraft.storage.store import Store
+from moedraft.system.loader import AdapterLoader
+from moedraft.system.recorder import Recorder, script_of
 
 from random_models import random_model
 
@@ -69,7 +69,7 @@ def recorded(store: Store) -> int:
 def test_the_engine_waits_for_no_disk(
     store: Store, beside: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moedraft.engine.recorder.FLUSH_SECONDS", 0.1)
+    monkeypatch.setattr("moedraft.system.recorder.FLUSH_SECONDS", 0.1)
     began = time.monotonic()
     with store.home.write():  # as long as another thread writes
         for _ in range(3):
@@ -77,7 +77,7 @@ def test_the_engine_waits_for_no_disk(
         assert time.monotonic() - began < 8  # a disk is waited for longer
         with pytest.raises(StorageError, match="takes no records"):
             beside.flush()
-    monkeypatch.setattr("moedraft.engine.recorder.FLUSH_SECONDS", 10)
+    monkeypatch.setattr("moedraft.system.recorder.FLUSH_SECONDS", 10)
     beside.flush()
     assert recorded(store) == 3
 
@@ -85,7 +85,7 @@ def test_the_engine_waits_for_no_disk(
 def test_those_that_end_together_are_written_together(
     store: Store, beside: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moedraft.engine.recorder.GATHER_SECONDS", 60)  # `flush` waits for nothing
+    monkeypatch.setattr("moedraft.system.recorder.GATHER_SECONDS", 60)  # `flush` waits for nothing
     sizes: list[int] = []
     add = store.requests.add
     monkeypatch.setattr(store.requests, "add", lambda stats: (sizes.append(len(stats)), add(stats)))
@@ -101,7 +101,7 @@ def test_those_that_end_together_are_written_together(
 def test_what_waits_is_bounded_and_learning_goes_on_by_itself(
     store: Store, beside: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moedraft.engine.recorder.MOST", 4)
+    monkeypatch.setattr("moedraft.system.recorder.MOST", 4)
     with store.home.write():
         for _ in range(50):
             beside(sequence("length", 3))
@@ -139,7 +139,7 @@ def test_what_waits_is_bounded_by_its_size_too(
 ) -> None:
     beside(captured(3))
     beside.flush()  # how many alternatives there are is known now
-    monkeypatch.setattr("moedraft.engine.recorder.MOST_BYTES", 100_000)
+    monkeypatch.setattr("moedraft.system.recorder.MOST_BYTES", 100_000)
     with store.home.write():
         for _ in range(50):
             beside(captured(300))  # 25 kB

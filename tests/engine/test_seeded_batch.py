@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from moedraft.core import SHARED, SamplingParams
-from moedraft.drafting.drafter import Drafter
 from moedraft.drafting.lora import PREFIX, ExpertBank
+from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine
 
 from random_models import VOCAB, prompts_of, random_model
@@ -26,7 +26,7 @@ def engine() -> Engine:
             tensors[f"{PREFIX}{module}.lora_A.weight"] = torch.randn(4, inner)
             tensors[f"{PREFIX}{module}.lora_B.weight"] = torch.randn(out, 4)
         bank.publish(name, bank.read(1, {}, tensors))
-    drafter = Drafter(draft, bank, 4, VOCAB)
+    drafter = ModelDrafter(draft, bank, 4, VOCAB)
     return Engine(random_model("llama", 0), NumberTokenizer(), drafter, FixedSelector(), max_batch_size=4)
 
 

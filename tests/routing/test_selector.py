@@ -11,7 +11,8 @@ import pytest
 import torch
 from routing_fakes import WordEmbedder, prompts
 
-from moedraft.core import SHARED, SamplingParams, Sequence, Verdict
+from moedraft.core import SHARED, SamplingParams, Sequence
+from moedraft.evidence import Evidence, Proposal
 from moedraft.routing.classifier import Route, Router
 from moedraft.routing.selector import BackgroundSelector, ExpertSelector, Selector
 
@@ -59,8 +60,8 @@ def test_without_domains(tmp_path: Path, embedder: WordEmbedder) -> None:
 def test_verification_changes_nothing(tmp_path: Path, embedder: WordEmbedder) -> None:
     selector: ExpertSelector = Selector(Router(embedder, tmp_path))
     row = sequence("anything", expert="sql")
-    tokens = torch.zeros(1, 3, dtype=torch.int64)
-    selector.observe([row], Verdict(tokens, tokens[:, 0], tokens[:, 0].int()))
+    nothing = Proposal.nothing(1, torch.device("cpu"))
+    selector.observe(Evidence([row], nothing, [[0]], [0], [False], torch.zeros(1, 1, 3)))
     assert row.expert == "sql"
 
 

@@ -32,9 +32,9 @@ from moedraft.core import SHARED, RequestOutput
 from moedraft.distill.publish import HomeOutlet
 from moedraft.drafting.drafter import Draft
 from moedraft.drafting.lora import LORA_A, LORA_B, PREFIX, ExpertBank, LoRALinear
-from moedraft.engine.build import System
 from moedraft.serve.run import SERVER_FILE
 from moedraft.storage.adapters import CONFIG, WEIGHTS
+from moedraft.system.build import System
 
 Address = tuple[str, int]
 Row = dict[str, Any]
@@ -268,7 +268,7 @@ def swap_in(system: System, name: str, version: int) -> None:
     """Put a stamped version straight into the bank, between two steps, as the loader does."""
     bank = system.bank
     stale = bank.publish(name, bank.read(version, PEFT, stamped(bank, name, version)))
-    for sequence in system.engine.sequences.values():
+    for sequence in system.engine.sequences:
         if stale and name in (sequence.expert, SHARED):
             sequence.draft_cached = 0
 

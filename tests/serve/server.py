@@ -17,11 +17,11 @@ from fastapi import FastAPI
 from serve_fakes import tiny_system
 
 from moedraft.config import Settings, load_settings
-from moedraft.engine.build import System
 from moedraft.serve.app import create_app
 from moedraft.serve.run import Server
 from moedraft.serve.trainer import TrainerState
 from moedraft.serve.worker import Worker
+from moedraft.system.build import System
 
 TARGET = "mini"
 QUIET = {"learning": False, "dashboard": False, "port": 0}

@@ -13,7 +13,7 @@ from server import TARGET, Served, served, wait_for
 
 from moedraft.config import load_settings
 from moedraft.core import SamplingParams
-from moedraft.engine.build import build
+from moedraft.system.build import build
 
 PROMPT = "Translate the question into SQL.\nSchema:\nshop(item, price)\nQuestion: How many items are there?"
 MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": PROMPT}]

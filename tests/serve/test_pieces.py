@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from moedraft.core import RequestOutput, SamplingParams, Sequence, TokenLogprobs
-from moedraft.engine.outputs import output_of
+from moedraft.engine.commit import output_of
 from moedraft.serve.jobs import Job
 from moedraft.serve.prompts import Piece, Prompts
 from moedraft.serve.replies import ChatReply, Reply

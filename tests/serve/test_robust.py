@@ -41,7 +41,6 @@ from server import QUIET, TARGET, Served, listening, served, wait_for
 
 from moedraft.config import load_settings
 from moedraft.core import RequestOutput, Sequence
-from moedraft.engine.build import System, build
 from moedraft.products import KEPT, pays
 from moedraft.serve.app import create_app
 from moedraft.serve.run import Server
@@ -49,6 +48,7 @@ from moedraft.serve.thread import EngineThread
 from moedraft.serve.ticket import Channel, Ticket
 from moedraft.serve.worker import Worker
 from moedraft.showcase.shipped import traffic
+from moedraft.system.build import System, build
 
 
 def run(work: Coroutine[Any, Any, Any], seconds: float = 60) -> Any:
@@ -104,8 +104,8 @@ class Traces:
         state = found.server.server_state
         return cls(
             sequences=len(engine.sequences),
-            texts=len(engine.texts),
-            boxes=len(engine.boxes),
+            texts=len(engine._texts),
+            boxes=len(engine._listeners),
             channels=len(thread._channels),
             outputs=len(thread._box),
             opened=thread.open,
@@ -133,7 +133,7 @@ async def crowd_leaves(found: Served, steps: Steps, stage: str, stream: bool, re
         await until(lambda: thread.open == CROWD)
     await asyncio.to_thread(steps.let, STAGES[stage])
     if stage == "end":
-        assert max(one.num_generated for one in found.system.engine.sequences.values()) == 10
+        assert max(one.num_generated for one in found.system.engine.sequences) == 10
     for writer in writers:
         hang_up(writer, reset=reset)
     if stage not in ("inbox", "race"):
@@ -167,7 +167,7 @@ def stage_of(sequence: Sequence) -> str:
 def test_a_thousand_clients_leave_nothing_behind(tmp_path: Path) -> None:
     system, ends = tiny_system(tmp_path / "home", prefill_chunk=CHUNK), Counter[str]()
     with served(tmp_path, system=system, prefill_chunk=CHUNK) as found, found.client() as client:
-        system.engine.sinks.append(lambda sequence: ends.update([stage_of(sequence)]))
+        system.engine.subscribe(lambda sequence: ends.update([stage_of(sequence)]))
         steps = Steps(system)
         kinds = list(itertools.product(STAGES, (True, False), (True, False)))
 

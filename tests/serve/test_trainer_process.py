@@ -35,12 +35,12 @@ from moedraft.core import (
 )
 from moedraft.distill.loop import Load, write_load
 from moedraft.distill.messages import TRAINING, Begin
-from moedraft.engine.build import System
 from moedraft.serve.child import CHUNK, Child, ChildFailed
 from moedraft.serve.trainer import BREATH, COMMAND, TrainerSupervisor, moved_from
 from moedraft.serve.worker import Worker
 from moedraft.showcase.shipped import examples
 from moedraft.storage.store import Store
+from moedraft.system.build import System
 
 from random_models import VOCAB, random_model
 

@@ -17,9 +17,9 @@ from serve_fakes import tiny_system
 
 from moedraft.core import InvalidRequest, RequestOutput, SamplingParams, StorageError
 from moedraft.distill.loop import read_load
-from moedraft.engine.build import System
 from moedraft.serve.meter import Meter
 from moedraft.serve.worker import Draining, Overloaded, Ticket, Worker
+from moedraft.system.build import System
 
 LONG = SamplingParams(max_tokens=200)
 
@@ -83,7 +83,7 @@ def gated(worker: Worker, gate: Gate) -> Worker:
 def is_clean(worker: Worker) -> bool:
     """No trace of any request."""
     engine, thread = worker.system.engine, worker._engine
-    traces = (engine.sequences, engine.texts, engine.boxes, thread._channels, thread._box)
+    traces = (engine.sequences, engine._texts, engine._listeners, thread._channels, thread._box)
     scheduler = engine.scheduler
     counts = (thread.open, len(scheduler.running), len(scheduler.waiting), scheduler.num_ready)
     return not any(traces) and counts == (0, 0, 0, 0)
@@ -284,7 +284,7 @@ def test_a_submission_that_is_cancelled_was_never_made(gated: Worker, gate: Gate
         await asyncio.wait(waiting)
         gate.let()
         await until(lambda: gated._engine.open == 1)
-        assert list(gated.system.engine.sequences) == [holder.request_id]
+        assert list(gated.system.engine.request_ids) == [holder.request_id]
         holder.cancel()
         gate.open()
         await until(lambda: is_clean(gated))
@@ -437,7 +437,7 @@ def test_an_abort_that_fails_touches_no_other(
     async def ask() -> None:
         first, second = [await worker.submit([i], LONG) for i in range(2)]
         await anext(first)
-        monkeypatch.setattr(worker.system.engine.texts[first.request_id], "flush", lambda: 1 // 0)
+        monkeypatch.setattr(worker.system.engine._texts[first.request_id], "flush", lambda: 1 // 0)
         first.cancel()
         assert [output async for output in first][-1].finish_reason == "error"
         assert (await second.result()).finish_reason == "length"
@@ -453,7 +453,7 @@ def test_an_answer_lost_in_a_failing_step_still_ends(worker: Worker, monkeypatch
     def broken(_: object) -> None:
         raise RuntimeError("the sink is full")
 
-    worker.system.engine.sinks.append(broken)
+    worker.system.engine.subscribe(broken)
 
     async def ask() -> None:
         tickets = [await worker.submit("1 2", params(count)) for count in (5, 30)]

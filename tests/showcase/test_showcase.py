@@ -12,7 +12,6 @@ import pytest
 
 from moedraft.cli import main
 from moedraft.config import load_settings
-from moedraft.engine.build import System, build, load
 from moedraft.models import LanguageModel, load_model
 from moedraft.showcase import shipped
 from moedraft.showcase.bench import run
@@ -20,6 +19,7 @@ from moedraft.showcase.demo import Demo, publish, summary
 from moedraft.showcase.measure import compare, serve, theoretical_speedup, transformers_runner
 from moedraft.showcase.report import Point, Result, Row, running_mean
 from moedraft.showcase.shipped import Query
+from moedraft.system.build import System, build, load
 
 MODELS = importlib.resources.files("moedraft.data") / "models"
 pytestmark = pytest.mark.skipif(

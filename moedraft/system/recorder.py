@@ -80,7 +80,7 @@ class Recorder:
         self._hurry = threading.Event()
 
     def __call__(self, sequence: Sequence) -> None:
-        if sequence.finish_reason in ("abort", "error") or not sequence.num_generated:
+        if not sequence.counted or sequence.finish_reason in ("abort", "error") or not sequence.num_generated:
             return
         if self._thread is None:
             self._write([sequence])
@@ -186,7 +186,7 @@ def add_all(add: Callable[[list[Sequence]], None], batch: list[Sequence]) -> lis
 def replay_record(sequence: Sequence, target_id: str) -> ReplayRecord:
     """Position i of the top-k belongs to answer token i; what was verified past the end is dropped."""
     count = sequence.num_generated
-    captured = [top() for top in sequence.captured]
+    captured = [rows.top() for rows in sequence.captured]
     ids = torch.cat([ids for ids, _ in captured])[:count]
     logprobs = torch.cat([logprobs for _, logprobs in captured])[:count]
     return ReplayRecord(
@@ -199,8 +199,8 @@ def replay_record(sequence: Sequence, target_id: str) -> ReplayRecord:
         topk_ids=ids.tolist(),
         topk_logprobs=logprobs.tolist(),
         rejected=[i for i in sequence.rejected if i < count],
-        drafted=sequence.drafted,
-        accepted=sequence.accepted,
+        drafted=sequence.speculation.num_draft_tokens,
+        accepted=sequence.speculation.num_accepted_tokens,
         created_at=ended_at(sequence),
     )
 
@@ -214,18 +214,11 @@ def request_stats(sequence: Sequence) -> RequestStats:
         lang=script_of(sequence.prompt),
         num_prompt_tokens=sequence.num_prompt_tokens,
         num_tokens=sequence.num_generated,
-        num_steps=sequence.num_steps,
-        num_drafts=sequence.num_drafts,
-        num_draft_tokens=sequence.drafted,
-        num_accepted_tokens=sequence.accepted,
+        speculation=sequence.speculation,
         seconds=finished - sequence.arrived_at,
         finish_reason=sequence.finish_reason or "",
         confidence=sequence.confidence,
         time_to_first_token=sequence.first_token_at and sequence.first_token_at - sequence.arrived_at,
-        drafted_at=list(sequence.drafted_at),
-        accepted_at=list(sequence.accepted_at),
-        num_lookup_tokens=sequence.looked_up,
-        num_accepted_lookup_tokens=sequence.lookup_accepted,
         created_at=ended_at(sequence),
     )
 

@@ -11,17 +11,16 @@ from typing import Any
 import torch
 
 from moedraft.config import Settings, check_home, load_settings
-from moedraft.core import SHARED
-from moedraft.drafting.drafter import Drafter
 from moedraft.drafting.lora import ExpertBank
+from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine
-from moedraft.engine.loader import AdapterLoader
-from moedraft.engine.recorder import Recorder
 from moedraft.models import LanguageModel, check_pair, load_model
 from moedraft.routing.classifier import Embedder, Router
 from moedraft.routing.selector import BackgroundSelector
 from moedraft.storage.db import DATABASE
 from moedraft.storage.store import TARGET_ID, Store
+from moedraft.system.loader import AdapterLoader
+from moedraft.system.recorder import Recorder
 
 ROUTER_FOLDER = "router"
 SMALL = 50_000_000  # parameters of a target that one thread serves best
@@ -43,7 +42,7 @@ class System:
 
     def refresh(self) -> None:
         """Load new adapter versions now."""
-        self.loader.refresh(self.engine.sequences.values(), now=True)
+        self.engine.refresh(now=True)
 
     def close(self) -> None:
         self.engine.close()
@@ -102,11 +101,17 @@ def assemble(settings: Settings, store: Store, target: LanguageModel, draft: Lan
     bank = ExpertBank(draft, settings.adapter_scope, settings.merged_cache_mb)
     router = open_router(settings, store)
     selector = BackgroundSelector(router)
+    loader = AdapterLoader(store, bank)
+    recorder = Recorder(store, target_id=target.weights_hash())
+    store.registry.set_meta(TARGET_ID, recorder.target_id)
     engine = Engine(
         target,
         target.tokenizer,
-        Drafter(draft, bank, settings.max_batch_size, target.vocab_size, settings.prefill_chunk),
+        ModelDrafter(draft, bank, settings.max_batch_size, target.vocab_size, settings.prefill_chunk),
         selector,
+        adapters=loader,
+        sinks=[recorder],
+        closers=[selector.close, loader.close, recorder.close, store.close],
         max_batch_size=settings.max_batch_size,
         max_model_len=settings.max_model_len,
         prefill_chunk=settings.prefill_chunk,
@@ -118,13 +123,6 @@ def assemble(settings: Settings, store: Store, target: LanguageModel, draft: Lan
         topk=settings.topk,
         eos_token_ids=target.eos_token_ids,
     )
-    loader = AdapterLoader(store, bank)
-    recorder = Recorder(store, target_id=target.weights_hash())
-    store.registry.set_meta(TARGET_ID, recorder.target_id)
-    engine.refresh = lambda: loader.refresh(engine.sequences.values())
-    engine.sinks.append(recorder)
-    engine.knows = lambda expert: expert == SHARED or expert in router.domains
-    engine.closers += [selector.close, loader.close, recorder.close, store.close]
     loader.refresh([], now=True)
     return System(settings, store, router, target, draft, bank, loader, recorder, engine)
 
