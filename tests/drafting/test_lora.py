@@ -177,12 +177,11 @@ def test_filling_a_cache_that_all_share_makes_no_expert_ready() -> None:
     bank = ExpertBank(model)
     drafter = ModelDrafter(model, bank, 4, VOCAB)
     one = Engine(random_model("llama", 0), NumberTokenizer(), drafter, FixedSelector(), adaptive_budget=False)
-    one.knows = lambda expert: True
     for name in "abc":
         bank.publish(name, bank.read(1, {}, state(bank, sorted(bank.tail))))
         one.add([*range(1, 30)], SamplingParams(max_tokens=9), expert=name)
     one.step()
-    assert all(row.num_drafts for row in one.sequences.values())
+    assert all(row.speculation.num_drafts for row in one.sequences)
     assert not bank.merged
 
 
@@ -217,11 +216,12 @@ def test_an_expert_found_in_mid_round_reads_the_keys_of_no_other(scope: str) -> 
         draft_source="model",
     )
     one.add([1, 2, 3], SamplingParams(max_tokens=2))
-    stays = one.sequences[one.add([4, 5, 6], SamplingParams(max_tokens=60))]
+    one.add([4, 5, 6], SamplingParams(max_tokens=60))
+    stays = one.sequences[-1]
     while len(one.sequences) == 2:
         assert stays.expert == SHARED
         one.step()
-    assert stays.drafted
+    assert stays.speculation.num_drafts
     assert stays.expert == "x"
     assert (stays.draft_cached == 0) == (scope == "full")
     one.step()

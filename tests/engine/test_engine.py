@@ -9,6 +9,7 @@ from moedraft.core import InvalidRequest, RequestOutput, SamplingParams, Sequenc
 from moedraft.drafting.drafter import NoExperts
 from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine
+from moedraft.engine.tokens import token_ids_of
 
 from tiny import FixedSelector, NumberTokenizer, TinyLM, random_table
 
@@ -99,8 +100,8 @@ def test_truncation_keeps_the_mark_of_the_beginning() -> None:
     [told] = one.generate([[9, *long[-14:]]], SamplingParams(max_tokens=1, logprobs=3))
     [other] = one.generate([long], SamplingParams(max_tokens=1, logprobs=3))  # ids are as they were given
     assert kept.num_prompt_tokens == told.num_prompt_tokens == other.num_prompt_tokens == 15
-    assert one._tokenise(text) == [9, *long[-14:]]
-    assert one._tokenise(long) == long[-15:]
+    assert token_ids_of(text, one.tokenizer, VOCAB, 15, truncate=True) == [9, *long[-14:]]
+    assert token_ids_of(long, one.tokenizer, VOCAB, 15, truncate=True) == long[-15:]
     assert kept.logprobs == told.logprobs
 
 
@@ -176,11 +177,11 @@ def test_a_broken_row_ends_alone() -> None:
 def test_sinks_see_every_finished_request_once_and_capture_matches() -> None:
     one = engine()
     seen = []
-    one.sinks.append(seen.append)
+    one.subscribe(seen.append)
     one.generate([[1], [2], [3]], SamplingParams(max_tokens=7), learn=True)
     assert len(seen) == 3
     for sequence in seen:
-        captured = [top() for top in sequence.captured]
+        captured = [rows.top() for rows in sequence.captured]
         rows = sum(len(ids) for ids, _ in captured)
         assert rows >= sequence.num_generated == 7
         first_ids, first_logprobs = captured[0]
@@ -197,7 +198,7 @@ def test_prompts_are_read_beside_decoding() -> None:
     quick = one.add([1, 2], SamplingParams(max_tokens=3))
     one.add([3] * 200, SamplingParams(max_tokens=3))
     steps = 0
-    while quick in one.sequences:
+    while quick in one.request_ids:
         one.step()
         steps += 1
     assert steps <= 3
@@ -240,8 +241,7 @@ def test_fixed_length_without_adaptive_budget() -> None:
 
 def test_close_aborts_and_calls_closers() -> None:
     closed = []
-    with engine() as one:
-        one.closers.append(lambda: closed.append(True))
+    with engine(closers=[lambda: closed.append(True)]) as one:
         one.add([1])
     assert not one.has_work
     assert closed == [True]
@@ -348,7 +348,7 @@ def test_an_answer_longer_than_the_draft_reads_is_not_learned_from() -> None:
     target, draft = TinyLM(random_table(VOCAB, 1), 64), TinyLM(random_table(VOCAB, 1), 20)
     one = Engine(target, NumberTokenizer(), ModelDrafter(draft, NoExperts(), 4, VOCAB), FixedSelector())
     seen = []
-    one.sinks.append(lambda sequence: seen.append(bool(sequence.captured)))
+    one.subscribe(lambda sequence: seen.append(bool(sequence.captured)))
     one.generate([[1]], SamplingParams(max_tokens=40), learn=True)
     one.generate([[1]], SamplingParams(max_tokens=4), learn=True)
     assert seen == [False, True]
@@ -367,7 +367,7 @@ def test_streams_and_whole_answers_side_by_side_lose_nothing() -> None:
             got[i] += output.delta if output else ""
         inner = inner or one.generate(["5 6"], params)[0].text
     assert [*got, inner] == texts
-    assert not one.boxes
+    assert not one._listeners
     assert not one.has_work
 
 
@@ -377,4 +377,4 @@ def test_a_step_still_returns_everything() -> None:
     first = next(stream)
     assert [o.request_id for o in one.step()] == [first.request_id]
     stream.close()
-    assert not one.boxes
+    assert not one._listeners

@@ -96,7 +96,7 @@ def test_a_seeded_answer_comes_from_the_model_alone() -> None:
     beside = busy.generate([[1, 2, 1, 2], [1, 2], [3]], [params, *[SamplingParams(max_tokens=60)] * 2])
     assert beside[0].token_ids == alone.token_ids
     assert beside[0].speculation.num_lookup_tokens == 0
-    assert engine("lookup").generate([[1, 2, 1, 2]], params)[0].num_draft_tokens == 0
+    assert engine("lookup").generate([[1, 2, 1, 2]], params)[0].speculation.num_draft_tokens == 0
 
 
 def test_an_answer_never_grows_beyond_its_length() -> None:

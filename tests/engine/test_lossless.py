@@ -78,7 +78,7 @@ def test_adapter_swaps_in_mid_answer(kind: str, scope: str) -> None:
     """Experts good, random and adversarial, swapped every few steps; more than 2 000 tokens in all."""
     target, draft = random_model(kind, 0), random_model(kind, 0)
     engine = engine_of(target, draft, scope=scope)
-    bank = engine.drafter.bank
+    bank = engine.chooser.model.bank
     prompts = prompts_of(24, seed=5)
     names = ["a", "b", SHARED]
     ids = [
@@ -123,7 +123,8 @@ def test_draft_off_for_one_request() -> None:
     while engine.has_work:
         done |= {o.request_id: o for o in engine.step() if o.finish_reason}
     assert done[plain].token_ids == done[fast].token_ids == expected(target, [1, 2, 3], 20)
-    guessed = {name: done[name].num_draft_tokens + done[name].num_lookup_tokens for name in done}
+    stats = {name: done[name].speculation for name in done}
+    guessed = {name: one.num_draft_tokens + one.num_lookup_tokens for name, one in stats.items()}
     assert guessed[plain] == 0 < guessed[fast]
 
 

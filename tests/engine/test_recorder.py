@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -124,13 +125,14 @@ def test_at_the_end_everything_is_written(store: Store) -> None:
 
 def captured(tokens: int, k: int = 4) -> Sequence:
     made = sequence("length", tokens)
-    made.captured = [lambda: (torch.ones(tokens, k, dtype=torch.int64), torch.zeros(tokens, k))]
+    top = torch.ones(tokens, k, dtype=torch.int64), torch.zeros(tokens, k)
+    made.captured = [SimpleNamespace(top=lambda: top)]
     return made
 
 
 def broken() -> Sequence:
     made = sequence("length", 3)
-    made.captured = [None]  # type: ignore[list-item]
+    made.captured = [SimpleNamespace(top=None)]  # type: ignore[list-item]
     return made
 
 

@@ -50,7 +50,7 @@ def test_without_seeds_many_experts_leave_it_to_the_shared_draft() -> None:
     """The control: the same batch is one that the shortcut is made for."""
     made = engine()
     seen: list[list[str]] = []
-    select = made.drafter.bank.select  # type: ignore[union-attr]
-    made.drafter.bank.select = lambda rows: (seen.append(rows), select(rows))[1]  # type: ignore[union-attr]
+    select = made.chooser.model.bank.select  # type: ignore[union-attr]
+    made.chooser.model.bank.select = lambda rows: (seen.append(rows), select(rows))[1]  # type: ignore[union-attr]
     answers(made, together=True, seeded=False)
     assert [SHARED] * 4 in seen
