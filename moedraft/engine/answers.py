@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, KeysView
+from collections.abc import Callable, Iterable, Iterator, KeysView
 from typing import Any, Protocol
 
 from moedraft.core import InvalidRequest, RequestOutput, SamplingParams
@@ -15,14 +15,8 @@ class Stepping(Protocol):
 
     @property
     def request_ids(self) -> KeysView[str]: ...
-    def add(
-        self,
-        prompt: str | list[int],
-        params: SamplingParams | None = None,
-        *,
-        on_output: OnOutput | None = None,
-        **options: Any,
-    ) -> str: ...
+    @property
+    def add(self) -> Callable[..., str]: ...
     def abort(self, request_id: str) -> RequestOutput | None: ...
     def step(self) -> list[RequestOutput]: ...
 

@@ -104,7 +104,8 @@ class RequestLog:
 def _row(stats: RequestStats) -> dict[str, Any]:
     """The columns of the table: those of the request and those of its speculation side by side."""
     columns = asdict(stats)
-    return columns | columns.pop("speculation")
+    speculation: dict[str, Any] = columns.pop("speculation")
+    return columns | speculation
 
 
 def _stats(row: Mapping[str, Any]) -> RequestStats:

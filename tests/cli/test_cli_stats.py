@@ -13,7 +13,7 @@ import torch
 from cli_fakes import Pair, Run, write_rows
 from safetensors.torch import save_file
 
-from moedraft.core import SHARED, ReplayRecord, RequestStats
+from moedraft.core import SHARED, ReplayRecord, RequestStats, SpeculationStats
 from moedraft.storage.store import Store
 
 RECORD = ReplayRecord("sql", "sql", 1, "tiny", [7, 2, 3], 2, [[3, 9]], [[-0.125, -3.5]], [], 4, 2)
@@ -37,12 +37,14 @@ def request(accepted: int) -> RequestStats:
         lang="latin",
         num_prompt_tokens=3,
         num_tokens=8,
-        num_steps=4,
-        num_drafts=2,
-        num_draft_tokens=10,
-        num_accepted_tokens=accepted,
         seconds=0.5,
         finish_reason="stop",
+        speculation=SpeculationStats(
+            num_steps=4,
+            num_drafts=2,
+            num_draft_tokens=10,
+            num_accepted_tokens=accepted,
+        ),
     )
 
 

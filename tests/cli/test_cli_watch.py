@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from cli_fakes import Run
 
-from moedraft.core import SHARED, RequestStats, UpdateRecord
+from moedraft.core import SHARED, RequestStats, SpeculationStats, UpdateRecord
 from moedraft.distill.loop import Load, write_load
 from moedraft.storage.store import Store
 
@@ -23,16 +23,18 @@ def request(expert: str, at: float) -> RequestStats:
         lang="latin",
         num_prompt_tokens=3,
         num_tokens=8,
-        num_steps=4,
-        num_drafts=2,
-        num_draft_tokens=10,
-        num_accepted_tokens=7,
         seconds=0.5,
         finish_reason="stop",
         created_at=at,
         confidence=0.8,
-        drafted_at=[6, 4],
-        accepted_at=[5, 2],
+        speculation=SpeculationStats(
+            num_steps=4,
+            num_drafts=2,
+            num_draft_tokens=10,
+            num_accepted_tokens=7,
+            drafted_at=[6, 4],
+            accepted_at=[5, 2],
+        ),
     )
 
 

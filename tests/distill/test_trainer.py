@@ -83,7 +83,7 @@ def test_experts_stand_on_the_shared_adapter(rig: Rig) -> None:
     rig.loop.run_once(SHARED)
     rig.loader.refresh([], now=True)
     ids, logits = torch.tensor([[3, 4, 5, 6]]), {}
-    model = rig.engine.drafter.model  # type: ignore[union-attr]
+    model = rig.engine.chooser.model.model  # type: ignore[union-attr]
     for name in (SHARED, "code", "prose"):
         rig.bank.select([name])
         logits[name] = model.forward(model.new_cache(1), 0, ids, [0])
@@ -113,7 +113,7 @@ def test_other_architectures_learn_too(tmp_path: Path, kind: str, scope: str) ->
     rig.loader.refresh([], now=True)
     rig.bank.select(["code"])
     ids = torch.tensor([[3, 4, 5, 6]])
-    model = rig.engine.drafter.model  # type: ignore[union-attr]
+    model = rig.engine.chooser.model.model  # type: ignore[union-attr]
     rig.trainer._activate("code")
     got = model.forward(model.new_cache(1), 0, ids, [0])
     torch.testing.assert_close(got, rig.trainer.model(ids).logits, atol=1e-4, rtol=1e-4)

@@ -23,7 +23,15 @@ import uvicorn
 from fastapi import FastAPI
 
 from moedraft.config import load_settings
-from moedraft.core import SHARED, AdapterVersion, Domain, ReplayRecord, RequestStats, UpdateRecord
+from moedraft.core import (
+    SHARED,
+    AdapterVersion,
+    Domain,
+    ReplayRecord,
+    RequestStats,
+    SpeculationStats,
+    UpdateRecord,
+)
 from moedraft.routing.classifier import Route
 from moedraft.serve.auth import Authority, Guard
 from moedraft.serve.dashboard import mount
@@ -128,19 +136,21 @@ def invented(expert: str, at: float, level: float, rng: random.Random, version: 
         lang=rng.choice(LANGS.get(expert, ["latin"])),
         num_prompt_tokens=rng.randint(8, 200),
         num_tokens=drafts + sum(accepted) + found,
-        num_steps=drafts + 1,
-        num_drafts=drafts,
-        num_draft_tokens=sum(drafted),
-        num_accepted_tokens=sum(accepted),
         seconds=rng.uniform(0.4, 3),
         finish_reason="stop",
         created_at=at,
         confidence=None if pinned else sure,
         time_to_first_token=rng.lognormvariate(-2.6, 0.4),
-        drafted_at=drafted,
-        accepted_at=accepted,
-        num_lookup_tokens=2 * found,
-        num_accepted_lookup_tokens=found,
+        speculation=SpeculationStats(
+            num_steps=drafts + 1,
+            num_drafts=drafts,
+            num_draft_tokens=sum(drafted),
+            num_accepted_tokens=sum(accepted),
+            drafted_at=drafted,
+            accepted_at=accepted,
+            num_lookup_tokens=2 * found,
+            num_accepted_lookup_tokens=found,
+        ),
     )
 
 

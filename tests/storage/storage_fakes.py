@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from moedraft.core import AdapterVersion, Domain, ReplayRecord, RequestStats
+from moedraft.core import AdapterVersion, Domain, ReplayRecord, RequestStats, SpeculationStats
 from moedraft.storage import AdapterStore
 
 BASE = "sha256:base"
@@ -48,15 +48,18 @@ def stats(expert: str = "sql", drafted: int = 10, accepted: int = 5, **changes: 
         lang="en",
         num_prompt_tokens=3,
         num_tokens=8,
-        num_steps=4,
-        num_drafts=2 if drafted else 0,
-        num_draft_tokens=drafted,
-        num_accepted_tokens=accepted,
         seconds=0.5,
         finish_reason="stop",
         created_at=1.0,
+        speculation=SpeculationStats(
+            num_steps=4,
+            num_drafts=2 if drafted else 0,
+            num_draft_tokens=drafted,
+            num_accepted_tokens=accepted,
+        ),
     )
-    return replace(plain, **changes)
+    speculation = {name: changes.pop(name) for name in asdict(plain.speculation) if name in changes}
+    return replace(plain, speculation=replace(plain.speculation, **speculation), **changes)
 
 
 def writer(value: float = 1.0, **extra_files: str) -> Callable[[Path], None]:
