@@ -74,7 +74,7 @@ def test_a_home_of_the_first_schema_still_serves(first: Path) -> None:
         assert registry.generation() == 3
         assert registry.get_meta("target") == "tiny"
         assert ReplayBuffer(home, 10).records() == [record()]
-        assert RequestLog(home).summary()["sql"].accepted_tokens == stats().num_accepted_tokens
+        assert RequestLog(home).summary()["sql"].accepted_tokens == stats().speculation.num_accepted_tokens
 
 
 def test_the_first_migration_was_never_edited(path: Path, tmp_path: Path, later: Path) -> None:
