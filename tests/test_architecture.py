@@ -29,6 +29,7 @@ FLOORS = {
     "moedraft.memory": 1,
     "moedraft.products": 1,
     "moedraft.storage": 1,
+    "moedraft.insight": 2,
     "moedraft.routing": 2,
     "moedraft.drafting": 2,
     "moedraft.engine": 3,

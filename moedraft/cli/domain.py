@@ -87,7 +87,7 @@ def register(
 def _register(settings: Settings, name: str, prompts: list[str], description: str) -> dict[str, Any]:
     from moedraft.engine.admin import register_domain
     from moedraft.engine.build import open_router
-    from moedraft.serve.manage import summary
+    from moedraft.insight.inventory import summary
 
     with writing(settings, create=True) as store, busy("Fitting the router"):
         return summary(register_domain(store, open_router(settings, store), name, prompts, description))
@@ -101,7 +101,7 @@ def _register_warm(
         from moedraft.distill.warmstart import warm_start
         from moedraft.engine.admin import register_domain
         from moedraft.engine.build import build
-        from moedraft.serve.manage import summary
+        from moedraft.insight.inventory import summary
 
         system = build(settings.model_copy(update={"adaptive_budget": False}))
     try:
@@ -142,7 +142,7 @@ def list_(
     ctx: typer.Context, home: HomeOption = None, server: ServerOption = None, as_json: JsonOption = False
 ) -> None:
     """List the registered domains."""
-    from moedraft.serve import manage
+    from moedraft.insight import inventory
 
     settings, remote = settings_for(ctx, home=home), given_server(server)
     if remote is not None:
@@ -151,7 +151,7 @@ def list_(
         with reading(settings) as store:
             if store is None:
                 note_missing(settings)
-            found = manage.domains(store) if store else []
+            found = inventory.domains(store) if store else []
     if as_json:
         emit({"domains": found})
         return
@@ -169,7 +169,7 @@ def show(
     as_json: JsonOption = False,
 ) -> None:
     """Show a domain with its examples."""
-    from moedraft.serve import manage
+    from moedraft.insight import inventory
 
     settings, remote = settings_for(ctx, home=home), given_server(server)
     if remote is not None:
@@ -178,7 +178,7 @@ def show(
         with reading(settings) as store:
             find_domain(store, name)
             assert store is not None
-            found = manage.domain(store, name)
+            found = inventory.domain(store, name)
     if as_json:
         emit(found)
         return

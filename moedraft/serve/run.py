@@ -19,13 +19,13 @@ from moedraft.config import Settings
 from moedraft.core import InvalidRequest
 from moedraft.engine.build import build
 from moedraft.memory import keep_what_is_loaded
-from moedraft.serve import log
 from moedraft.serve.app import create_app
-from moedraft.serve.auth import is_loopback
-from moedraft.serve.keys import Key, KeyFile, new_key, write_private
-from moedraft.serve.protocol import LARGEST_HEAD, protocol_of
-from moedraft.serve.trainer import TrainerSupervisor
-from moedraft.serve.worker import Worker
+from moedraft.serve.auth.access import is_loopback
+from moedraft.serve.http import log
+from moedraft.serve.http.protocol import LARGEST_HEAD, protocol_of
+from moedraft.serve.supervisor.supervisor import TrainerSupervisor
+from moedraft.serve.worker.worker import Worker
+from moedraft.storage.keys import Key, KeyFile, new_key, write_private
 
 SERVER_FILE = "server.json"
 CLOSE_SECONDS = 5  # for connections, when all answers are out

@@ -9,7 +9,7 @@ import pytest
 from cli_fakes import Run
 
 from moedraft.core import StorageError
-from moedraft.serve.keys import KEYS_FILE, Key, KeyFile, Keyring
+from moedraft.storage.keys import KEYS_FILE, Key, KeyFile, Keyring
 
 
 def test_a_key_is_made_listed_and_revoked(run: Run, home: Path) -> None:

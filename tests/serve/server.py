@@ -20,8 +20,8 @@ from moedraft.config import Settings, load_settings
 from moedraft.engine.build import System
 from moedraft.serve.app import create_app
 from moedraft.serve.run import Server
-from moedraft.serve.trainer import TrainerState
-from moedraft.serve.worker import Worker
+from moedraft.serve.supervisor.supervisor import TrainerState
+from moedraft.serve.worker.worker import Worker
 
 TARGET = "mini"
 QUIET = {"learning": False, "dashboard": False, "port": 0}

@@ -26,10 +26,10 @@ from moedraft.cli.remote import Remote, Unreachable, owner_of
 from moedraft.config import load_settings
 from moedraft.core import InvalidRequest
 from moedraft.serve.app import create_app
-from moedraft.serve.keys import KeyFile, new_key, write_private
 from moedraft.serve.run import SERVER_FILE, Server, serve, url_of
-from moedraft.serve.trainer import TrainerState
-from moedraft.serve.worker import Worker
+from moedraft.serve.supervisor.supervisor import TrainerState
+from moedraft.serve.worker.worker import Worker
+from moedraft.storage.keys import KeyFile, new_key, write_private
 
 LAW = [f"the court of appeal held that clause {i}" for i in range(9)]
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 from dashboard_fakes import FakeSupervisor, FakeWorker
 
-from moedraft.serve.metrics import Metrics
+from moedraft.serve.http.metrics import Metrics
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 SERIES = re.compile(r"\bmoedraft_\w+")

@@ -38,7 +38,7 @@ from moedraft.config import load_settings
 from moedraft.core import SHARED, RequestStats
 from moedraft.distill.messages import TRAINING
 from moedraft.engine.build import System, build
-from moedraft.serve.trainer import TrainerSupervisor
+from moedraft.serve.supervisor.supervisor import TrainerSupervisor
 from moedraft.showcase.shipped import examples, traffic
 from moedraft.storage.adapters import CONFIG, WEIGHTS
 

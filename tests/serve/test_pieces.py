@@ -11,9 +11,9 @@ from transformers import AutoTokenizer
 
 from moedraft.core import RequestOutput, SamplingParams, Sequence, TokenLogprobs
 from moedraft.engine.outputs import output_of
-from moedraft.serve.jobs import Job
-from moedraft.serve.prompts import Piece, Prompts
-from moedraft.serve.replies import ChatReply, Reply
+from moedraft.serve.http.plan import Job
+from moedraft.serve.http.prompts import Piece, Prompts
+from moedraft.serve.http.replies import ChatReply, Reply
 
 from byte_fallback import byte_fallback, spelt
 

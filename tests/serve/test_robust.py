@@ -45,9 +45,9 @@ from moedraft.engine.build import System, build
 from moedraft.products import KEPT, pays
 from moedraft.serve.app import create_app
 from moedraft.serve.run import Server
-from moedraft.serve.thread import EngineThread
-from moedraft.serve.ticket import Channel, Ticket
-from moedraft.serve.worker import Worker
+from moedraft.serve.worker.thread import EngineThread
+from moedraft.serve.worker.ticket import Channel, Ticket
+from moedraft.serve.worker.worker import Worker
 from moedraft.showcase.shipped import traffic
 
 

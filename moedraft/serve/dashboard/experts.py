@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from nicegui import ui
 
 from moedraft.core import SHARED
+from moedraft.insight.observe import Expert, ExpertView
 from moedraft.serve.dashboard import charts
 from moedraft.serve.dashboard.looking import Look
 from moedraft.serve.dashboard.markup import (
@@ -24,7 +25,6 @@ from moedraft.serve.dashboard.markup import (
     tag,
 )
 from moedraft.serve.dashboard.panels import Live, NumbersPanel, Panel, Text
-from moedraft.serve.observe import Expert, ExpertView
 
 STEP = "acceptance_rate"
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from nicegui import ui
 
+from moedraft.insight.observe import LearningView
 from moedraft.serve.dashboard import charts
 from moedraft.serve.dashboard.looking import Look
 from moedraft.serve.dashboard.markup import (
@@ -26,11 +27,10 @@ from moedraft.serve.dashboard.markup import (
 )
 from moedraft.serve.dashboard.panels import Live, NumbersPanel, Panel, Text
 from moedraft.serve.dashboard.words import sentence, trainer_state
-from moedraft.serve.observe import LearningView
 
 if TYPE_CHECKING:
-    from moedraft.serve.trainer import TrainerState
-    from moedraft.serve.worker import Snapshot
+    from moedraft.serve.supervisor.supervisor import TrainerState
+    from moedraft.serve.worker.worker import Snapshot
 
 
 @dataclass(frozen=True)

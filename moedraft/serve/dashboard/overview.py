@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 from nicegui import ui
 
 from moedraft.core import SHARED
-from moedraft.serve.columns import ratio
+from moedraft.insight.columns import ratio
+from moedraft.insight.figures import ALL
+from moedraft.insight.observe import Expert, Overview
 from moedraft.serve.dashboard import charts
 from moedraft.serve.dashboard.looking import Look
 from moedraft.serve.dashboard.markup import (
@@ -31,12 +33,10 @@ from moedraft.serve.dashboard.markup import (
 )
 from moedraft.serve.dashboard.panels import Live, NumbersPanel, Panel, Text, join_title
 from moedraft.serve.dashboard.words import engine_state, idle_note, sentence, speedup_note, trainer_state
-from moedraft.serve.figures import ALL
-from moedraft.serve.observe import Expert, Overview
 
 if TYPE_CHECKING:
-    from moedraft.serve.trainer import TrainerState
-    from moedraft.serve.worker import Snapshot
+    from moedraft.serve.supervisor.supervisor import TrainerState
+    from moedraft.serve.worker.worker import Snapshot
 
 
 MOST_LINES = 12  # of experts in a chart; the numbers and the CSV have all

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from moedraft.serve.dashboard.markup import share
 
 if TYPE_CHECKING:
-    from moedraft.serve.trainer import TrainerState
-    from moedraft.serve.worker import Snapshot
+    from moedraft.serve.supervisor.supervisor import TrainerState
+    from moedraft.serve.worker.worker import Snapshot
 
 
 @dataclass(frozen=True)

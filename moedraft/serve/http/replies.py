@@ -11,8 +11,8 @@ from typing import Any, NotRequired
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
 from moedraft.core import RequestOutput, TokenLogprobs
-from moedraft.serve.jobs import Job
-from moedraft.serve.prompts import Piece
+from moedraft.serve.http.plan import Job
+from moedraft.serve.http.prompts import Piece
 
 LOWEST = -9999.0  # what OpenAI says for a probability of zero
 

@@ -18,8 +18,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moedraft.core import MoedraftError
-from moedraft.serve.errors import CLIENT_GONE, ApiError, api_error
-from moedraft.serve.log import get_logger, log_failure
+from moedraft.serve.http.errors import CLIENT_GONE, ApiError, api_error
+from moedraft.serve.http.log import get_logger, log_failure
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 HEADERS = {

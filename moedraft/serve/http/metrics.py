@@ -21,8 +21,8 @@ from prometheus_client.registry import Collector
 
 from moedraft.core import Sequence
 from moedraft.engine.recorder import script_of
-from moedraft.serve.trainer import TrainerSupervisor
-from moedraft.serve.worker import Worker
+from moedraft.serve.supervisor.supervisor import TrainerSupervisor
+from moedraft.serve.worker.worker import Worker
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 EXPERT = ("model_name", "expert", "lang")

@@ -15,13 +15,13 @@ from sse_starlette import EventSourceResponse
 from starlette.types import Receive, Scope, Send
 
 from moedraft.core import RequestOutput
-from moedraft.serve.body import StrictRoute
-from moedraft.serve.context import ServerContext, context_of
-from moedraft.serve.errors import CLIENT_GONE, ApiError, api_error
-from moedraft.serve.jobs import Job, chat_job, completion_job, expert_of, target_name
-from moedraft.serve.replies import Answer, ChatReply, Reply
-from moedraft.serve.schema import ChatRequest, CompletionRequest, ErrorBody, ModelCard, ModelList
-from moedraft.serve.worker import Ticket
+from moedraft.serve.http.body import StrictRoute
+from moedraft.serve.http.context import ServerContext, context_of
+from moedraft.serve.http.errors import CLIENT_GONE, ApiError, api_error
+from moedraft.serve.http.plan import Job, chat_job, completion_job, expert_of, target_name
+from moedraft.serve.http.replies import Answer, ChatReply, Reply
+from moedraft.serve.http.schema import ChatRequest, CompletionRequest, ErrorBody, ModelCard, ModelList
+from moedraft.serve.worker.worker import Ticket
 
 PING_SECONDS = 15
 T = TypeVar("T")

@@ -19,9 +19,9 @@ from fastapi.responses import RedirectResponse
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from moedraft.serve import keys
-from moedraft.serve.errors import ApiError
-from moedraft.serve.keys import Key, Keyring
+from moedraft.serve.http.errors import ApiError
+from moedraft.storage import keys
+from moedraft.storage.keys import Key, Keyring
 
 Access = keys.Scope | Literal["public", "any"]  # public: no key; any: a key of whatever scope
 ACCESS: dict[str, Access] = {

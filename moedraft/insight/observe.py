@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from moedraft.core import SHARED, UpdateRecord
-from moedraft.serve import figures
-from moedraft.serve.columns import RequestReader, Requests, ratio
-from moedraft.serve.spans import Grid, Span, grid_of
-from moedraft.serve.tables import Column, Row, Table
+from moedraft.insight import figures
+from moedraft.insight.columns import RequestReader, Requests, ratio
+from moedraft.insight.spans import Grid, Span, grid_of
+from moedraft.insight.table import Column, Row, Table
 from moedraft.storage.requests import ExpertStats
 from moedraft.storage.store import Store
 

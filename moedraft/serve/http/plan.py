@@ -8,8 +8,8 @@ from pathlib import Path
 
 from moedraft.config import Settings
 from moedraft.core import SHARED, SamplingParams
-from moedraft.serve.errors import ApiError, shown
-from moedraft.serve.schema import ChatRequest, CompletionRequest, Generation
+from moedraft.serve.http.errors import ApiError, shown
+from moedraft.serve.http.schema import ChatRequest, CompletionRequest, Generation
 
 Prompt = str | list[int]
 COMPLETION_TOKENS = 16  # OpenAI's default
