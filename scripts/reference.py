@@ -15,7 +15,7 @@ from pathlib import Path
 
 from moedraft.config import Settings
 from moedraft.serve.auth.access import ACCESS
-from moedraft.serve.http.metrics import Metrics
+from moedraft.serve.http.metrics import PrometheusMetrics
 from moedraft.serve.supervisor.supervisor import TrainerState
 from moedraft.serve.worker.worker import Snapshot
 
@@ -60,7 +60,7 @@ class Standing:
 
 def metrics() -> str:
     standing = Standing()
-    registry = Metrics("mini", standing, standing).registry  # type: ignore[arg-type]
+    registry = PrometheusMetrics("mini", standing, standing).registry  # type: ignore[arg-type]
     lines = ["## Metrics", "", "`GET /metrics`, text format of Prometheus.", ""]
     lines += [
         "Requests that were aborted or failed count here; the store and the dashboard leave them out.",

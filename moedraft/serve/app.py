@@ -13,7 +13,7 @@ from moedraft.serve.auth.login import login_router
 from moedraft.serve.http import admin_routes, errors, health_routes, openai_routes
 from moedraft.serve.http.context import ServerContext
 from moedraft.serve.http.limits import Admission, BodyLimit, Envelope
-from moedraft.serve.http.metrics import Metrics
+from moedraft.serve.http.metrics import PrometheusMetrics
 from moedraft.serve.http.plan import target_name
 from moedraft.serve.http.prompts import Prompts
 from moedraft.serve.supervisor.supervisor import TrainerSupervisor
@@ -43,7 +43,7 @@ def create_app(
     for router in (health_routes.router, openai_routes.router, admin_routes.router, login_router(authority)):
         app.include_router(router)
     context = _context(worker, supervisor, settings, authority)
-    metrics = Metrics(target_name(settings), worker, supervisor)
+    metrics = PrometheusMetrics(target_name(settings), worker, supervisor)
     worker.system.engine.sinks.append(metrics.finished)
     app.state.context, app.state.metrics = context, metrics
     if settings.dashboard:

@@ -56,7 +56,7 @@ def serve(settings: Settings, announce: Callable[[str], None] = lambda url: None
         system.router.warm_up()
         keep_what_is_loaded()
         stack.enter_context(_found(settings.home, url, own_key, secret))
-        Server(app, worker, settings, lambda: announce(url)).run(sockets=[listener])
+        GracefulServer(app, worker, settings, lambda: announce(url)).run(sockets=[listener])
 
 
 def check_address(settings: Settings) -> None:
@@ -71,7 +71,7 @@ def check_address(settings: Settings) -> None:
 AppStatus.enable_automatic_graceful_drain = False  # a stream may say its last words when all else is over
 
 
-class Server(uvicorn.Server):
+class GracefulServer(uvicorn.Server):
     """uvicorn, ended in two steps: the first signal lets answers finish, the second ends them.
 
     While it drains the server still answers: 503 to what is new, so that nobody runs into a closed door.

@@ -18,7 +18,7 @@ from moedraft.core import RequestOutput
 from moedraft.serve.http.body import StrictRoute
 from moedraft.serve.http.context import ServerContext, context_of
 from moedraft.serve.http.errors import CLIENT_GONE, ApiError, api_error
-from moedraft.serve.http.plan import Job, chat_job, completion_job, expert_of, target_name
+from moedraft.serve.http.plan import GenerationPlan, expert_of, plan_chat, plan_completion, target_name
 from moedraft.serve.http.replies import Answer, ChatReply, Reply
 from moedraft.serve.http.schema import ChatRequest, CompletionRequest, ErrorBody, ModelCard, ModelList
 from moedraft.serve.worker.worker import Ticket
@@ -49,16 +49,16 @@ def model(request: Request, name: str) -> ModelCard:
 @router.post("/completions", responses=ANSWERS)
 async def completions(request: Request, body: CompletionRequest) -> Response:
     context = context_of(request)
-    job = completion_job(body, context.settings, _domains(context))
-    return await _answer(request, context, Reply(job, context.prompts.piece))
+    plan = plan_completion(body, context.settings, _domains(context))
+    return await _answer(request, context, Reply(plan, context.prompts.piece))
 
 
 @router.post("/chat/completions", responses=ANSWERS)
 async def chat_completions(request: Request, body: ChatRequest) -> Response:
     context = context_of(request)
     prompt = await context.prompts.chat(body.messages)
-    job = chat_job(body, prompt, context.settings, _domains(context))
-    return await _answer(request, context, ChatReply(job, context.prompts.piece))
+    plan = plan_chat(body, prompt, context.settings, _domains(context))
+    return await _answer(request, context, ChatReply(plan, context.prompts.piece))
 
 
 def _domains(context: ServerContext) -> tuple[str, ...]:
@@ -82,24 +82,24 @@ def _cards(context: ServerContext) -> list[ModelCard]:
 async def _answer(request: Request, context: ServerContext, reply: Reply) -> Response:
     """Raises ApiError, InvalidRequest, Overloaded or Draining before anything was sent."""
     deadline = time.monotonic() + context.settings.request_timeout
-    if reply.job.stream:
+    if reply.plan.stream:
         async with _until(deadline):
-            tickets = await _while_connected(request, _submit(context, reply.job))
+            tickets = await _while_connected(request, _submit(context, reply.plan))
         if tickets is None:
             return Response(status_code=CLIENT_GONE)
         return TicketStream(_events(reply, tickets, deadline), tickets, context.settings.send_timeout)
-    outputs = await _while_connected(request, _whole(context, reply.job, deadline))
+    outputs = await _while_connected(request, _whole(context, reply.plan, deadline))
     return JSONResponse(reply.whole(outputs)) if outputs else Response(status_code=CLIENT_GONE)
 
 
-async def _submit(context: ServerContext, job: Job) -> list[Ticket]:
+async def _submit(context: ServerContext, plan: GenerationPlan) -> list[Ticket]:
     """A ticket per answer; all or none."""
     tickets: list[Ticket] = []
-    options: dict[str, Any] = {"expert": job.expert, "draft": job.draft, "capture": job.capture}
+    options: dict[str, Any] = {"expert": plan.expert, "draft": plan.draft, "capture": plan.capture}
     try:
-        for prompt in job.prompts:
+        for prompt in plan.prompts:
             await context.prompts.check(prompt)
-        for prompt, params in job.choices():
+        for prompt, params in plan.choices():
             tickets.append(await context.worker.submit(prompt, params, **options))
     except BaseException:
         _cancel(tickets)
@@ -107,11 +107,11 @@ async def _submit(context: ServerContext, job: Job) -> list[Ticket]:
     return tickets
 
 
-async def _whole(context: ServerContext, job: Job, deadline: float) -> list[RequestOutput]:
+async def _whole(context: ServerContext, plan: GenerationPlan, deadline: float) -> list[RequestOutput]:
     tickets: list[Ticket] = []
     try:
         async with _until(deadline):
-            tickets = await _submit(context, job)
+            tickets = await _submit(context, plan)
             return [_checked(await ticket.result()) for ticket in tickets]
     finally:
         _cancel(tickets)
@@ -187,7 +187,7 @@ async def _events(reply: Reply, tickets: Sequence[Ticket], deadline: float) -> A
             async for index, output in outputs:
                 yield _event(reply.piece(index, _checked(output)))
                 last[index] = output
-        if reply.job.include_usage:
+        if reply.plan.include_usage:
             yield _event(reply.closing([last[index] for index in range(len(tickets))]))
         yield {"data": "[DONE]"}
     except ApiError as error:
