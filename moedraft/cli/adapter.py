@@ -59,7 +59,8 @@ def promote(
     as_json: JsonOption = False,
 ) -> None:
     """Make VERSION the one that serves, after checking its files."""
-    from moedraft.insight import inventory
+    from moedraft.insight.inventory import live_version
+    from moedraft.storage import changes
 
     settings = settings_for(ctx, home=home)
     remote = owner_of(settings, server)
@@ -68,7 +69,7 @@ def promote(
     else:
         with writing(settings) as store:
             check_expert(store, name)
-            live = inventory.promote(store, name, version)
+            live = live_version(name, changes.promote(store, name, version))
     _show_live(live, as_json)
 
 
@@ -81,7 +82,8 @@ def rollback(
     as_json: JsonOption = False,
 ) -> None:
     """Go back to the version that the live one was made from."""
-    from moedraft.insight import inventory
+    from moedraft.insight.inventory import live_version
+    from moedraft.storage import changes
 
     settings = settings_for(ctx, home=home)
     remote = owner_of(settings, server)
@@ -90,7 +92,7 @@ def rollback(
     else:
         with writing(settings) as store:
             check_expert(store, name)
-            live = inventory.rollback(store, name)
+            live = live_version(name, changes.rollback(store, name))
     _show_live(live, as_json)
 
 

@@ -9,16 +9,18 @@ from fastapi import FastAPI
 from moedraft.config import Settings
 from moedraft.serve import dashboard
 from moedraft.serve.auth.access import ACCESS, Authority, Guard, is_loopback
+from moedraft.serve.auth.keyring import Keyring
 from moedraft.serve.auth.login import login_router
 from moedraft.serve.http import admin_routes, errors, health_routes, openai_routes
 from moedraft.serve.http.context import ServerContext
-from moedraft.serve.http.limits import Admission, BodyLimit, Envelope
+from moedraft.serve.http.envelope import Envelope
+from moedraft.serve.http.limits import Admission, BodyLimit
 from moedraft.serve.http.metrics import PrometheusMetrics
-from moedraft.serve.http.plan import target_name
+from moedraft.serve.http.model_names import target_name
 from moedraft.serve.http.prompts import Prompts
 from moedraft.serve.supervisor.supervisor import TrainerSupervisor
 from moedraft.serve.worker.worker import Worker
-from moedraft.storage.keys import Key, KeyFile, Keyring
+from moedraft.storage.keys import Key, KeyFile
 
 
 def create_app(

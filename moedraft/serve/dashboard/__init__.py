@@ -20,7 +20,7 @@ from moedraft.insight.observe import Observer
 from moedraft.serve.dashboard import pages
 from moedraft.serve.dashboard.files import csv_file
 from moedraft.serve.dashboard.looking import LOOKING, Looking
-from moedraft.serve.http.plan import target_name
+from moedraft.serve.http.model_names import target_name
 
 if TYPE_CHECKING:
     from moedraft.serve.http.context import ServerContext

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from nicegui import ui
 
 from moedraft.core import SHARED
-from moedraft.insight.observe import Expert, ExpertView
+from moedraft.insight.views import Expert, ExpertView
 from moedraft.serve.dashboard import charts
 from moedraft.serve.dashboard.looking import Look
 from moedraft.serve.dashboard.markup import (

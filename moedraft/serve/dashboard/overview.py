@@ -12,7 +12,7 @@ from nicegui import ui
 from moedraft.core import SHARED
 from moedraft.insight.columns import ratio
 from moedraft.insight.figures import ALL
-from moedraft.insight.observe import Expert, Overview
+from moedraft.insight.views import Expert, Overview
 from moedraft.serve.dashboard import charts
 from moedraft.serve.dashboard.looking import Look
 from moedraft.serve.dashboard.markup import (

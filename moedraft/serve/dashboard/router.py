@@ -9,7 +9,7 @@ from collections.abc import Callable
 from nicegui import events, ui
 
 from moedraft.core import SHARED
-from moedraft.insight.observe import RouterView
+from moedraft.insight.views import RouterView
 from moedraft.routing.classifier import Route
 from moedraft.serve.dashboard import charts
 from moedraft.serve.dashboard.looking import Look

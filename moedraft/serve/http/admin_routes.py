@@ -22,6 +22,7 @@ from moedraft.serve.http.context import ServerContext, context_of
 from moedraft.serve.http.errors import ApiError
 from moedraft.serve.http.schema import ErrorBody, Strict
 from moedraft.serve.supervisor.supervisor import TrainerSupervisor
+from moedraft.storage import changes
 
 MOST_EXAMPLES = 10_000
 MOST_TEXTS = 16  # routed in one request, since the engine waits meanwhile
@@ -80,7 +81,7 @@ async def delete_domain(request: Request, name: Name) -> Data:
     context = context_of(request)
 
     def work() -> Data:
-        inventory.find_domain(context.store, name)
+        changes.find_domain(context.store, name)
         context.worker.system.recorder.flush()
         remove_domain(context.store, open_router(context.settings, context.store), name)
         return {"removed": name}
@@ -97,14 +98,22 @@ def list_adapters(request: Request, name: Annotated[str | None, Query(max_length
 async def promote(request: Request, name: Name, body: Promotion) -> Data:
     """Make a version the one that serves, after checking its files."""
     context = context_of(request)
-    return await _change(context, lambda: inventory.promote(context.store, name, body.version))
+
+    def work() -> Data:
+        return inventory.live_version(name, changes.promote(context.store, name, body.version))
+
+    return await _change(context, work)
 
 
 @router.post("/adapters/{name}/rollback")
 async def rollback(request: Request, name: Name) -> Data:
     """Go back to the version that the live one was made from."""
     context = context_of(request)
-    return await _change(context, lambda: inventory.rollback(context.store, name))
+
+    def work() -> Data:
+        return inventory.live_version(name, changes.rollback(context.store, name))
+
+    return await _change(context, work)
 
 
 @router.get("/learning")
@@ -140,7 +149,7 @@ def purge(request: Request, body: Purge) -> Data:
     """Delete the records of a domain, or all, their bytes overwritten."""
     context = context_of(request)
     context.worker.system.recorder.flush()  # of what has been answered nothing may come afterwards
-    return {"domain": body.domain, "purged": inventory.purge(context.store, body.domain)}
+    return {"domain": body.domain, "purged": changes.purge(context.store, body.domain)}
 
 
 @router.post("/route")

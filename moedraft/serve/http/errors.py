@@ -87,7 +87,7 @@ def api_error(error: Exception) -> ApiError:
 
 
 def install(app: FastAPI) -> None:
-    """Answer all errors of the routes in this shape; what is nobody's is left to `limits.Envelope`."""
+    """Answer all errors of the routes in this shape; what is nobody's is left to `envelope.Envelope`."""
 
     async def answer(request: Request, error: Exception) -> Response:
         return api_error(error).response()

@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 
 from moedraft.serve.http.context import ServerContext, context_of
 from moedraft.serve.http.metrics import CONTENT_TYPE
-from moedraft.serve.http.plan import target_name
+from moedraft.serve.http.model_names import target_name
 from moedraft.serve.http.schema import Card, ErrorBody
 
 router = APIRouter(responses={"default": {"model": ErrorBody}})

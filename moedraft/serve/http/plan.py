@@ -1,14 +1,14 @@
-"""From a request as it came to what the engine is asked: models, limits, sampling. Knows no HTTP."""
+"""Turns a checked request body into what the engine is asked: expert, prompts, limits, sampling."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from moedraft.config import Settings
-from moedraft.core import SHARED, SamplingParams
-from moedraft.serve.http.errors import ApiError, shown
+from moedraft.core import SamplingParams
+from moedraft.serve.http.errors import ApiError
+from moedraft.serve.http.model_names import expert_of, target_name
 from moedraft.serve.http.schema import ChatRequest, CompletionRequest, Generation
 
 Prompt = str | list[int]
@@ -37,23 +37,6 @@ class GenerationPlan:
                 seed = self.params.seed
                 own = seed if seed is None else (seed + i) % 2**63
                 yield prompt, replace(self.params, seed=own)
-
-
-def target_name(settings: Settings) -> str:
-    """The target as clients name it; of a local folder its last part, never its path."""
-    folder = Path(settings.target).expanduser()
-    return folder.resolve().name if folder.is_dir() else settings.target
-
-
-def expert_of(model: str, target: str, domains: tuple[str, ...]) -> str | None:
-    """The expert that `model` pins; None: the router chooses. Raises ApiError 404."""
-    if model == target:
-        return None
-    name, _, expert = model.rpartition(":")
-    if name != target or expert not in (*domains, SHARED):
-        sentence = f"There is no model '{shown(model)}'; /v1/models lists those there are."
-        raise ApiError(404, sentence, param="model", code="model_not_found")
-    return expert
 
 
 def plan_completion(
