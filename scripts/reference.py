@@ -14,10 +14,10 @@ from dataclasses import fields
 from pathlib import Path
 
 from moedraft.config import Settings
-from moedraft.serve.auth import ACCESS
-from moedraft.serve.metrics import Metrics
-from moedraft.serve.trainer import TrainerState
-from moedraft.serve.worker import Snapshot
+from moedraft.serve.auth.access import ACCESS
+from moedraft.serve.http.metrics import PrometheusMetrics
+from moedraft.serve.supervisor.supervisor import TrainerState
+from moedraft.serve.worker.worker import Snapshot
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "reference.md"
 HEAD = """# Reference
@@ -60,7 +60,7 @@ class Standing:
 
 def metrics() -> str:
     standing = Standing()
-    registry = Metrics("mini", standing, standing).registry  # type: ignore[arg-type]
+    registry = PrometheusMetrics("mini", standing, standing).registry  # type: ignore[arg-type]
     lines = ["## Metrics", "", "`GET /metrics`, text format of Prometheus.", ""]
     lines += [
         "Requests that were aborted or failed count here; the store and the dashboard leave them out.",

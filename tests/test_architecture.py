@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-MAX_FILES = 120  # the design aimed at 35, before server and dashboard; small rooms with one job each won
+MAX_FILES = 140  # the design aimed at 35, before server and dashboard; small files with one job each won
 MAX_LINES = 350
 
 # A module may import from its own floor or from below.
@@ -23,15 +23,18 @@ FLOORS = {
     "moedraft.kernels": 0,
     "moedraft.data": 0,
     "moedraft.sampling": 1,
+    "moedraft.evidence": 1,
     "moedraft.models": 1,
     "moedraft.cache": 1,
     "moedraft.lean": 1,
     "moedraft.memory": 1,
     "moedraft.products": 1,
     "moedraft.storage": 1,
+    "moedraft.insight": 2,
     "moedraft.routing": 2,
     "moedraft.drafting": 2,
     "moedraft.engine": 3,
+    "moedraft.system": 4,
     "moedraft.distill": 4,
     "moedraft.serve": 5,
     "moedraft.showcase": 5,
@@ -50,6 +53,13 @@ HOMES = {
     "typer": ("moedraft.cli",),
     "fastapi": ("moedraft.serve",),
     "nicegui": ("moedraft.serve.dashboard",),
+    "moedraft.serve": ("moedraft.serve", "moedraft.cli.serve"),  # other commands know the home, or speak HTTP
+}
+
+# Rooms that stand on a few others only, whatever else lies below them.
+STANDS_ON = {
+    "moedraft.kernels": (),
+    "moedraft.insight": ("moedraft.core", "moedraft.storage"),
 }
 
 # Imports inside functions, which hide dependencies, are for what is slow to import and often not needed.
@@ -142,15 +152,23 @@ def own_imports(modules: Modules) -> Iterator[tuple[Module, Import, str]]:
 
 
 def points_up(modules: Modules) -> list[str]:
-    """Imports go to the same floor or down; every module has a floor; kernels know nothing of moedraft."""
+    """Imports go to the same floor or down, and every module has a floor."""
     wrong = [f"{name} has no floor" for name in modules if floor(name) is None]
     for module, found, target in own_imports(modules):
         here, there = floor(module.name), floor(target)
         if here is not None and there is not None and there > here:
             wrong.append(f"{module.name}:{found.line} imports {target}, which lies above")
-        if within(module.name, "moedraft.kernels") and not within(target, "moedraft.kernels"):
-            wrong.append(f"{module.name}:{found.line} imports {target}; kernels stand alone")
     return wrong
+
+
+def leaves_its_ground(modules: Modules) -> list[str]:
+    """Some rooms import themselves and a few others only."""
+    return [
+        f"{module.name}:{found.line} imports {target}; {room} may not"
+        for module, found, target in own_imports(modules)
+        for room, others in STANDS_ON.items()
+        if within(module.name, room) and not any(within(target, one) for one in (room, *others))
+    ]
 
 
 def has_circle(modules: Modules) -> list[str]:
@@ -272,7 +290,9 @@ def everything(project: Modules) -> Modules:
     return {name: module for part in (project, *others) for name, module in part.items()}
 
 
-@pytest.mark.parametrize("rule", [points_up, has_circle, leaves_home, imports_late, too_large])
+@pytest.mark.parametrize(
+    "rule", [points_up, leaves_its_ground, has_circle, leaves_home, imports_late, too_large]
+)
 def test_the_project_keeps_the_rule(rule: Rule, project: Modules) -> None:
     assert rule(project) == []
 
@@ -303,8 +323,21 @@ VIOLATIONS: list[tuple[str, Rule, dict[str, str]]] = [
     ),
     ("from the root", points_up, {"moedraft.engine.x": "from moedraft import load"}),
     ("no floor", points_up, {"moedraft.elsewhere": ""}),
-    ("kernels look outside", points_up, {"moedraft.kernels.x": "from moedraft.core import MoedraftError"}),
-    ("kernels look outside, relative", points_up, {"moedraft.kernels.x": "from ..core import MoedraftError"}),
+    (
+        "kernels look outside",
+        leaves_its_ground,
+        {"moedraft.kernels.x": "from moedraft.core import MoedraftError"},
+    ),
+    (
+        "kernels look outside, relative",
+        leaves_its_ground,
+        {"moedraft.kernels.x": "from ..core import MoedraftError"},
+    ),
+    (
+        "insight looks at routing",
+        leaves_its_ground,
+        {"moedraft.insight.x": "import moedraft.routing.selector"},
+    ),
     (
         "circle",
         has_circle,
@@ -315,6 +348,11 @@ VIOLATIONS: list[tuple[str, Rule, dict[str, str]]] = [
         },
     ),
     ("transformers", leaves_home, {"moedraft.engine.x": "from transformers.utils import logging"}),
+    (
+        "a command reaches into the server",
+        leaves_home,
+        {"moedraft.cli.key": "import moedraft.serve.auth.keyring"},
+    ),
     ("peft in drafting", leaves_home, {"moedraft.drafting.lora": "import peft"}),
     ("late", imports_late, {"moedraft.engine.x": "def f():\n    import json"}),
     (
@@ -351,7 +389,17 @@ GOOD = {
 
 
 @pytest.mark.parametrize(
-    "rule", [points_up, has_circle, leaves_home, imports_late, pickles, imports_bare_kernels, too_large]
+    "rule",
+    [
+        points_up,
+        leaves_its_ground,
+        has_circle,
+        leaves_home,
+        imports_late,
+        pickles,
+        imports_bare_kernels,
+        too_large,
+    ],
 )
 def test_good_code_passes(rule: Rule) -> None:
     assert rule({name: Module(name, source) for name, source in GOOD.items()}) == []

@@ -34,7 +34,7 @@ from moedraft.core import CorruptAdapter, MoedraftError, StorageError
 if TYPE_CHECKING:
     from moedraft.storage.store import Store
 
-State = Literal["ok", "warn", "fail"]
+Outcome = Literal["ok", "warn", "fail"]
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 PACKAGES = ("torch", "transformers", "peft", "safetensors", "scikit-learn", "sentence-transformers")
 LOW_DISK, FULL_DISK = 2**30, 100 * 2**20  # bytes
@@ -43,7 +43,7 @@ LOW_DISK, FULL_DISK = 2**30, 100 * 2**20  # bytes
 @dataclass(frozen=True)
 class Check:
     name: str
-    state: State
+    state: Outcome
     detail: str
 
 
@@ -147,7 +147,7 @@ def _folder(home: Path) -> Check:
 def _disk(home: Path) -> Check:
     there = next(path for path in (home, *home.parents) if path.exists())
     free = shutil.disk_usage(there).free
-    state: State = "ok" if free >= LOW_DISK else "warn" if free >= FULL_DISK else "fail"
+    state: Outcome = "ok" if free >= LOW_DISK else "warn" if free >= FULL_DISK else "fail"
     return Check("disk", state, f"{free / 2**30:.1f} GB free")
 
 

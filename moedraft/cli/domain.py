@@ -85,7 +85,7 @@ def register(
 
 
 def _register(settings: Settings, name: str, prompts: list[str], description: str) -> dict[str, Any]:
-    from moedraft.serve.manage import summary
+    from moedraft.insight.inventory import summary
     from moedraft.system.build import open_router
     from moedraft.system.domains import register_domain
 
@@ -99,7 +99,7 @@ def _register_warm(
     with busy("Loading the models"):
         from moedraft.distill.build import build_loop
         from moedraft.distill.warmstart import warm_start
-        from moedraft.serve.manage import summary
+        from moedraft.insight.inventory import summary
         from moedraft.system.build import build
         from moedraft.system.domains import register_domain
 
@@ -142,7 +142,7 @@ def list_(
     ctx: typer.Context, home: HomeOption = None, server: ServerOption = None, as_json: JsonOption = False
 ) -> None:
     """List the registered domains."""
-    from moedraft.serve import manage
+    from moedraft.insight import inventory
 
     settings, remote = settings_for(ctx, home=home), given_server(server)
     if remote is not None:
@@ -151,7 +151,7 @@ def list_(
         with reading(settings) as store:
             if store is None:
                 note_missing(settings)
-            found = manage.domains(store) if store else []
+            found = inventory.domains(store) if store else []
     if as_json:
         emit({"domains": found})
         return
@@ -169,7 +169,7 @@ def show(
     as_json: JsonOption = False,
 ) -> None:
     """Show a domain with its examples."""
-    from moedraft.serve import manage
+    from moedraft.insight import inventory
 
     settings, remote = settings_for(ctx, home=home), given_server(server)
     if remote is not None:
@@ -178,7 +178,7 @@ def show(
         with reading(settings) as store:
             find_domain(store, name)
             assert store is not None
-            found = manage.domain(store, name)
+            found = inventory.domain(store, name)
     if as_json:
         emit(found)
         return

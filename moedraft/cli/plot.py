@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from moedraft.core import SHARED, InvalidRequest
 
 if TYPE_CHECKING:
-    from moedraft.serve.observe import Observer
-    from moedraft.serve.spans import Span
-    from moedraft.serve.tables import Column, Table
+    from moedraft.insight.observe import Observer
+    from moedraft.insight.spans import Span
+    from moedraft.insight.table import Column, Table
 
 SUFFIXES = (".png", ".svg", ".pdf")
 HUES = ("#2f6fd0", "#d9772b", "#3c9a5f", "#b04a9c", "#c2a21b", "#7a62c9", "#2aa3b5", "#c44f57")

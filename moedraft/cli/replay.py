@@ -35,7 +35,7 @@ def show(
     ctx: typer.Context, home: HomeOption = None, server: ServerOption = None, as_json: JsonOption = False
 ) -> None:
     """Show how many records each domain has."""
-    from moedraft.serve.manage import replay
+    from moedraft.insight.inventory import replay
 
     settings, remote = settings_for(ctx, home=home), given_server(server)
     if remote is not None:

@@ -7,17 +7,20 @@ from importlib.metadata import version
 from fastapi import FastAPI
 
 from moedraft.config import Settings
-from moedraft.serve import admin, dashboard, errors, health, openai
-from moedraft.serve.auth import ACCESS, Authority, Guard, is_loopback
-from moedraft.serve.context import ServerContext
-from moedraft.serve.jobs import target_name
-from moedraft.serve.keys import Key, KeyFile, Keyring
-from moedraft.serve.limits import Admission, BodyLimit, Envelope
-from moedraft.serve.login import login_router
-from moedraft.serve.metrics import Metrics
-from moedraft.serve.prompts import Prompts
-from moedraft.serve.trainer import TrainerSupervisor
-from moedraft.serve.worker import Worker
+from moedraft.serve import dashboard
+from moedraft.serve.auth.access import ACCESS, Authority, Guard, is_loopback
+from moedraft.serve.auth.keyring import Keyring
+from moedraft.serve.auth.login import login_router
+from moedraft.serve.http import admin_routes, errors, health_routes, openai_routes
+from moedraft.serve.http.context import ServerContext
+from moedraft.serve.http.envelope import Envelope
+from moedraft.serve.http.limits import Admission, BodyLimit
+from moedraft.serve.http.metrics import PrometheusMetrics
+from moedraft.serve.http.model_names import target_name
+from moedraft.serve.http.prompts import Prompts
+from moedraft.serve.supervisor.supervisor import TrainerSupervisor
+from moedraft.serve.worker.worker import Worker
+from moedraft.storage.keys import Key, KeyFile
 
 
 def create_app(
@@ -39,10 +42,10 @@ def create_app(
         redirect_slashes=False,
     )
     errors.install(app)
-    for router in (health.router, openai.router, admin.router, login_router(authority)):
+    for router in (health_routes.router, openai_routes.router, admin_routes.router, login_router(authority)):
         app.include_router(router)
     context = _context(worker, supervisor, settings, authority)
-    metrics = Metrics(target_name(settings), worker, supervisor)
+    metrics = PrometheusMetrics(target_name(settings), worker, supervisor)
     worker.system.engine.subscribe(metrics.finished)
     app.state.context, app.state.metrics = context, metrics
     if settings.dashboard:

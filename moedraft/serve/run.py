@@ -18,13 +18,13 @@ from sse_starlette.sse import AppStatus
 from moedraft.config import Settings
 from moedraft.core import InvalidRequest
 from moedraft.memory import keep_what_is_loaded
-from moedraft.serve import log
 from moedraft.serve.app import create_app
-from moedraft.serve.auth import is_loopback
-from moedraft.serve.keys import Key, KeyFile, new_key, write_private
-from moedraft.serve.protocol import LARGEST_HEAD, protocol_of
-from moedraft.serve.trainer import TrainerSupervisor
-from moedraft.serve.worker import Worker
+from moedraft.serve.auth.access import is_loopback
+from moedraft.serve.http import log
+from moedraft.serve.http.protocol import LARGEST_HEAD, protocol_of
+from moedraft.serve.supervisor.supervisor import TrainerSupervisor
+from moedraft.serve.worker.worker import Worker
+from moedraft.storage.keys import Key, KeyFile, new_key, write_private
 from moedraft.system.build import build
 
 SERVER_FILE = "server.json"
@@ -56,7 +56,7 @@ def serve(settings: Settings, announce: Callable[[str], None] = lambda url: None
         system.router.warm_up()
         keep_what_is_loaded()
         stack.enter_context(_found(settings.home, url, own_key, secret))
-        Server(app, worker, settings, lambda: announce(url)).run(sockets=[listener])
+        GracefulServer(app, worker, settings, lambda: announce(url)).run(sockets=[listener])
 
 
 def check_address(settings: Settings) -> None:
@@ -71,7 +71,7 @@ def check_address(settings: Settings) -> None:
 AppStatus.enable_automatic_graceful_drain = False  # a stream may say its last words when all else is over
 
 
-class Server(uvicorn.Server):
+class GracefulServer(uvicorn.Server):
     """uvicorn, ended in two steps: the first signal lets answers finish, the second ends them.
 
     While it drains the server still answers: 503 to what is new, so that nobody runs into a closed door.

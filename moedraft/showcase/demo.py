@@ -22,7 +22,7 @@ from moedraft.showcase.measure import (
 )
 from moedraft.showcase.report import Point, Result, Row, draw, write_html
 from moedraft.showcase.shipped import Query
-from moedraft.showcase.stream import ExpertView, rate, serve_and_learn
+from moedraft.showcase.stream import ExpertProgress, rate, serve_and_learn
 from moedraft.system.build import System
 from moedraft.system.domains import register_all
 
@@ -37,7 +37,7 @@ class Demo:
     on_event: Callable[[Demo], None] = lambda _: None
     stream: list[Query] = field(default_factory=lambda: shipped.traffic())
     heldout: list[Query] = field(default_factory=lambda: shipped.heldout())
-    views: dict[str, ExpertView] = field(default_factory=dict)
+    views: dict[str, ExpertProgress] = field(default_factory=dict)
     points: list[Point] = field(default_factory=list)
     updates: list[int] = field(default_factory=list)
 
@@ -95,13 +95,13 @@ class Demo:
     def _follow(self, loop: DistillLoop, may_train: Callable[[], bool]) -> None:
         for event in serve_and_learn(self.system, loop, self.stream, may_train=may_train):
             if event.output is not None:
-                view = self.views.setdefault(event.output.expert, ExpertView())
+                view = self.views.setdefault(event.output.expert, ExpertProgress())
                 view.add(event.output)
                 share = event.output.speculation.draft_acceptance_rate
                 if share is not None:
                     self.points.append(Point(len(self.points), event.output.expert, share))
             if event.update is not None:
-                view = self.views.setdefault(event.update.expert, ExpertView())
+                view = self.views.setdefault(event.update.expert, ExpertProgress())
                 view.version = event.update.version.version
                 self.updates.append(len(self.points))
             self.on_event(self)

@@ -14,7 +14,7 @@ from moedraft.system.build import System
 
 
 @dataclass
-class ExpertView:
+class ExpertProgress:
     """What the live table shows of one expert. Acceptance: accepted / drafted tokens."""
 
     requests: int = 0

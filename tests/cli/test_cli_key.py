@@ -9,7 +9,8 @@ import pytest
 from cli_fakes import Run
 
 from moedraft.core import StorageError
-from moedraft.serve.keys import KEYS_FILE, Key, KeyFile, Keyring
+from moedraft.serve.auth.keyring import Keyring
+from moedraft.storage.keys import KEYS_FILE, Key, KeyFile
 
 
 def test_a_key_is_made_listed_and_revoked(run: Run, home: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from serve_fakes import tiny_system
 
 from moedraft.config import load_settings
-from moedraft.serve.worker import Worker
+from moedraft.serve.worker.worker import Worker
 from moedraft.system.build import System, build
 
 

@@ -33,12 +33,13 @@ from moedraft.core import (
     UpdateRecord,
 )
 from moedraft.routing.classifier import Route
-from moedraft.serve.auth import Authority, Guard
+from moedraft.serve.auth.access import Authority, Guard
+from moedraft.serve.auth.keyring import Keyring
+from moedraft.serve.auth.login import login_router
 from moedraft.serve.dashboard import mount
-from moedraft.serve.keys import KeyFile, Keyring
-from moedraft.serve.login import login_router
-from moedraft.serve.trainer import TrainerState
-from moedraft.serve.worker import Snapshot
+from moedraft.serve.supervisor.supervisor import TrainerState
+from moedraft.serve.worker.worker import Snapshot
+from moedraft.storage.keys import KeyFile
 from moedraft.storage.store import Store
 
 HOSTILE = '<img src=x onerror="window.hacked=1">{{7*7}}${window.hacked=2}`'

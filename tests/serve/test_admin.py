@@ -13,7 +13,7 @@ from serve_fakes import DOMAINS, WordEmbedder
 from server import TARGET, FakeSupervisor, Served, check_error, served, slowed, wait_for
 
 from moedraft.core import AdapterVersion, ReplayRecord
-from moedraft.serve.trainer import TrainerState
+from moedraft.serve.supervisor.supervisor import TrainerState
 
 LAW = [f"the court of appeal held that clause {i}" for i in range(9)]
 

@@ -15,8 +15,8 @@ import pytest
 from server import TARGET, Served, check_error, events, served, slowed, wait_for
 
 from moedraft.core import SamplingParams
-from moedraft.serve.prompts import Prompts, plain_chat
-from moedraft.serve.schema import Message
+from moedraft.serve.http.prompts import Prompts, plain_chat
+from moedraft.serve.http.schema import Message
 
 PROMPT = "1 2 3"
 

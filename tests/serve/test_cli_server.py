@@ -26,10 +26,10 @@ from moedraft.cli.remote import Remote, Unreachable, owner_of
 from moedraft.config import load_settings
 from moedraft.core import InvalidRequest
 from moedraft.serve.app import create_app
-from moedraft.serve.keys import KeyFile, new_key, write_private
-from moedraft.serve.run import SERVER_FILE, Server, serve, url_of
-from moedraft.serve.trainer import TrainerState
-from moedraft.serve.worker import Worker
+from moedraft.serve.run import SERVER_FILE, GracefulServer, serve, url_of
+from moedraft.serve.supervisor.supervisor import TrainerState
+from moedraft.serve.worker.worker import Worker
+from moedraft.storage.keys import KeyFile, new_key, write_private
 
 LAW = [f"the court of appeal held that clause {i}" for i in range(9)]
 
@@ -84,7 +84,7 @@ def found(home: Path) -> Iterator[Served]:
     own, secret = new_key(["admin"])
     worker = Worker(system, max_waiting=8)
     app = create_app(worker, None, settings, own)
-    server = Server(app, worker, settings)
+    server = GracefulServer(app, worker, settings)
     worker.start()
     with listening(server) as url:
         write_private(home / SERVER_FILE, {"url": url, "pid": os.getpid(), "key": secret})

@@ -24,13 +24,13 @@ from dashboard_fakes import HOSTILE, IDLE, SERVING, WAITING, FakeWorker, Site, f
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
 from moedraft.core import SHARED, Domain, UpdateRecord
+from moedraft.insight.observe import Observer
+from moedraft.insight.spans import SPANS
+from moedraft.insight.table import Column, Table
 from moedraft.serve.dashboard import markup
 from moedraft.serve.dashboard.overview import MOST_LINES
 from moedraft.serve.dashboard.pages import SCRIPT
-from moedraft.serve.keys import KeyFile
-from moedraft.serve.observe import Observer
-from moedraft.serve.spans import SPANS
-from moedraft.serve.tables import Column, Table
+from moedraft.storage.keys import KeyFile
 from moedraft.storage.store import Store
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

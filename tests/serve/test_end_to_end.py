@@ -37,7 +37,7 @@ from server import TARGET, Served, check_error, events, served, wait_for
 from moedraft.config import load_settings
 from moedraft.core import SHARED, RequestStats
 from moedraft.distill.messages import TRAINING
-from moedraft.serve.trainer import TrainerSupervisor
+from moedraft.serve.supervisor.supervisor import TrainerSupervisor
 from moedraft.showcase.shipped import examples, traffic
 from moedraft.storage.adapters import CONFIG, WEIGHTS
 from moedraft.system.build import System, build

@@ -13,11 +13,11 @@ import pytest
 from dashboard_fakes import HOSTILE, fill, invented, record
 
 from moedraft.core import SHARED, Domain, InvalidRequest, SpeculationStats, StorageError, UpdateRecord
-from moedraft.serve import figures, observe
-from moedraft.serve.columns import NUMBERS, RequestReader
-from moedraft.serve.observe import Observer
-from moedraft.serve.spans import MOST_STEPS, SPANS, find_span, grid_of
-from moedraft.serve.tables import Column, Table
+from moedraft.insight import figures, observe
+from moedraft.insight.columns import NUMBERS, RequestReader
+from moedraft.insight.observe import Observer
+from moedraft.insight.spans import MOST_STEPS, SPANS, find_span, grid_of
+from moedraft.insight.table import Column, Table
 from moedraft.storage.store import Store
 
 ALL = SPANS["all"]

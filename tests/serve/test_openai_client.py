@@ -192,7 +192,7 @@ def test_a_prompt_longer_than_the_context(client: OpenAI) -> None:
 
 
 def test_a_key_is_needed_where_there_are_keys(tmp_path_factory: pytest.TempPathFactory) -> None:
-    from moedraft.serve.keys import KeyFile
+    from moedraft.storage.keys import KeyFile
 
     home = tmp_path_factory.mktemp("keys")
     secret = KeyFile(home).create(["infer"])[1]

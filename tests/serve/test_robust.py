@@ -43,10 +43,10 @@ from moedraft.config import load_settings
 from moedraft.core import RequestOutput, Sequence
 from moedraft.products import KEPT, pays
 from moedraft.serve.app import create_app
-from moedraft.serve.run import Server
-from moedraft.serve.thread import EngineThread
-from moedraft.serve.ticket import Channel, Ticket
-from moedraft.serve.worker import Worker
+from moedraft.serve.run import GracefulServer
+from moedraft.serve.worker.thread import EngineThread
+from moedraft.serve.worker.ticket import Channel, Ticket
+from moedraft.serve.worker.worker import Worker
 from moedraft.showcase.shipped import traffic
 from moedraft.system.build import System, build
 
@@ -444,7 +444,7 @@ def clocked(home: Path, system: System, clock: Callable[[], float], **options: A
     settings = load_settings(home=home, **{**QUIET, **options})
     worker = Worker(system, max_waiting=64, clock=clock)
     app = create_app(worker, None, settings)
-    server = Server(app, worker, settings)
+    server = GracefulServer(app, worker, settings)
     worker.start()
     try:
         with listening(server) as url:

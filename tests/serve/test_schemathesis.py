@@ -20,7 +20,7 @@ from schemathesis.specs.openapi.checks import (
 from serve_fakes import WordEmbedder
 from server import TARGET, FakeSupervisor, Served, served, wait_for
 
-from moedraft.serve.trainer import TrainerState
+from moedraft.serve.supervisor.supervisor import TrainerState
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 

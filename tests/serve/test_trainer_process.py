@@ -35,9 +35,9 @@ from moedraft.core import (
 )
 from moedraft.distill.loop import Load, write_load
 from moedraft.distill.messages import TRAINING, Begin
-from moedraft.serve.child import CHUNK, Child, ChildFailed
-from moedraft.serve.trainer import BREATH, COMMAND, TrainerSupervisor, moved_from
-from moedraft.serve.worker import Worker
+from moedraft.serve.supervisor.child import CHUNK, Child, ChildFailed
+from moedraft.serve.supervisor.supervisor import BREATH, COMMAND, TrainerSupervisor, moved_from
+from moedraft.serve.worker.worker import Worker
 from moedraft.showcase.shipped import examples
 from moedraft.storage.store import Store
 from moedraft.system.build import System
@@ -84,8 +84,8 @@ Supervise = Callable[..., TrainerSupervisor]
 @pytest.fixture
 def supervise(store: Store, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervise]:
     """Starts a supervisor of a fake trainer; stops it at the end and proves that nothing is left."""
-    monkeypatch.setattr("moedraft.serve.trainer.GRACE", 0.3)
-    monkeypatch.setattr("moedraft.serve.trainer.LOOK_SECONDS", 0.02)
+    monkeypatch.setattr("moedraft.serve.supervisor.supervisor.GRACE", 0.3)
+    monkeypatch.setattr("moedraft.serve.supervisor.supervisor.LOOK_SECONDS", 0.02)
     made: list[TrainerSupervisor] = []
     pids: set[int] = set()
 
@@ -431,7 +431,7 @@ def test_it_is_held_in_mid_step_while_requests_are_served(
 
 def test_it_makes_way_at_once(supervise: Supervise, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever hands in a request does not wait for the supervisor to look. When it is calm it goes on."""
-    monkeypatch.setattr("moedraft.serve.hold.CALM", 1000.0)
+    monkeypatch.setattr("moedraft.serve.supervisor.hold.CALM", 1000.0)
     one = supervise("trains", 1000)
     until(lambda: one.state().step > 3)
     pid = one.state().pid
@@ -440,7 +440,7 @@ def test_it_makes_way_at_once(supervise: Supervise, monkeypatch: pytest.MonkeyPa
     assert one._hold is not None
     assert one._hold.held
     until(lambda: is_stopped(pid))
-    monkeypatch.setattr("moedraft.serve.hold.CALM", 0.1)
+    monkeypatch.setattr("moedraft.serve.supervisor.hold.CALM", 0.1)
     until(lambda: not is_stopped(pid))
     step = one.state().step
     until(lambda: one.state().step > step + 3)
@@ -481,7 +481,7 @@ def test_one_that_waits_is_left_to_itself(supervise: Supervise) -> None:
 
 def test_it_is_not_held_for_ever(supervise: Supervise, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has to see the load for itself, and to end its reading of the store."""
-    monkeypatch.setattr("moedraft.serve.hold.LONGEST", 0.2)
+    monkeypatch.setattr("moedraft.serve.supervisor.hold.LONGEST", 0.2)
     one = supervise("trains", 200, busy=lambda: True)
     until(lambda: one.state().held)
     until(lambda: one.state().waits == "nothing to do")
@@ -503,7 +503,7 @@ def test_a_held_trainer_dies_with_its_server() -> None:
         "step_back(); print(os.getpid(), flush=True); time.sleep(1000)"
     )
     server = (
-        "import os, signal, sys; from moedraft.serve.child import Child\n"
+        "import os, signal, sys; from moedraft.serve.supervisor.child import Child\n"
         f"one = Child([sys.executable, '-c', {trainer!r}], os.environ)\n"
         "while not (lines := one.read(1)): pass\n"
         "one.process.send_signal(signal.SIGSTOP); print(lines[0].decode(), flush=True)\n"

@@ -17,8 +17,8 @@ from serve_fakes import tiny_system
 
 from moedraft.core import InvalidRequest, RequestOutput, SamplingParams, StorageError
 from moedraft.distill.loop import read_load
-from moedraft.serve.meter import Meter
-from moedraft.serve.worker import Draining, Overloaded, Ticket, Worker
+from moedraft.serve.worker.meter import Meter
+from moedraft.serve.worker.worker import Draining, Overloaded, Ticket, Worker
 from moedraft.system.build import System
 
 LONG = SamplingParams(max_tokens=200)
@@ -651,7 +651,7 @@ def test_an_idle_engine_never_stalls_nor_spins(timed: Worker, clock: Clock) -> N
 
 def test_new_versions_are_read_at_once(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine without work looks once a second by itself; here it is told."""
-    monkeypatch.setattr("moedraft.serve.thread.REFRESH_SECONDS", 1000.0)
+    monkeypatch.setattr("moedraft.serve.worker.thread.REFRESH_SECONDS", 1000.0)
     worker, said, looked = Worker(system, max_waiting=8), [], threading.Event()
     system.loader.hurry = lambda: said.append("hurry")  # type: ignore[method-assign]
     system.engine.refresh = lambda: (said.append("refresh"), looked.set())[1]
@@ -739,7 +739,7 @@ def test_a_slow_or_broken_disk_holds_up_no_step(system: System, monkeypatch: pyt
         asked.set()
         stuck.wait(20)
 
-    monkeypatch.setattr("moedraft.serve.worker.LOAD_SECONDS", 0.01)
+    monkeypatch.setattr("moedraft.serve.worker.worker.LOAD_SECONDS", 0.01)
     monkeypatch.setattr(system.store.registry, "set_meta", slow)
     worker = Worker(system, max_waiting=8)
     worker.start()

@@ -16,14 +16,14 @@ from fastapi import FastAPI
 from nicegui import core, ui
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from moedraft.insight.observe import Observer
 from moedraft.serve.dashboard import pages
 from moedraft.serve.dashboard.files import csv_file
 from moedraft.serve.dashboard.looking import LOOKING, Looking
-from moedraft.serve.jobs import target_name
-from moedraft.serve.observe import Observer
+from moedraft.serve.http.model_names import target_name
 
 if TYPE_CHECKING:
-    from moedraft.serve.context import ServerContext
+    from moedraft.serve.http.context import ServerContext
 
 PATH = "/dashboard"
 ICON = (

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moedraft.core import SHARED
-from moedraft.serve.figures import ALL
-from moedraft.serve.tables import Cell, Column, Kind, Table
+from moedraft.insight.figures import ALL
+from moedraft.insight.table import Cell, Column, Kind, Table
 
 Options = dict[str, Any]
 

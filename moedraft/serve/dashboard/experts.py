@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from nicegui import ui
 
 from moedraft.core import SHARED
+from moedraft.insight.views import Expert, ExpertView
 from moedraft.serve.dashboard import charts
 from moedraft.serve.dashboard.looking import Look
 from moedraft.serve.dashboard.markup import (
@@ -24,13 +25,12 @@ from moedraft.serve.dashboard.markup import (
     tag,
 )
 from moedraft.serve.dashboard.panels import Live, NumbersPanel, Panel, Text
-from moedraft.serve.observe import Expert, ExpertView
 
 STEP = "acceptance_rate"
 
 
 @dataclass(frozen=True)
-class View:
+class ExpertsPageData:
     experts: tuple[Expert, ...]
     chosen: ExpertView | None  # None: the address names nobody
 
@@ -38,11 +38,11 @@ class View:
 def experts_page(look: Look) -> None:
     name = look.expert
 
-    def see() -> View:
+    def see() -> ExpertsPageData:
         nonlocal name
         experts = look.at.observer.experts(look.span)
         name = name or _first(experts)  # once: whoever reads of one is not to be shown another
-        return View(experts, look.at.observer.expert(name, look.span))
+        return ExpertsPageData(experts, look.at.observer.expert(name, look.span))
 
     Live(look, see, lambda view: _build(look, view), lambda view: view.chosen is None)
 
@@ -54,7 +54,7 @@ def _first(experts: tuple[Expert, ...]) -> str:
     return busiest.name if busiest else SHARED
 
 
-def _build(look: Look, view: View) -> Callable[[View], None]:
+def _build(look: Look, view: ExpertsPageData) -> Callable[[ExpertsPageData], None]:
     choice = Text("choice-slot")
     if view.chosen is None:
         ui.html(notice("There is no such expert", "It was removed and never served, or the name is another."))
@@ -93,7 +93,7 @@ def _build(look: Look, view: View) -> Callable[[View], None]:
             "No version yet: an untrained adapter changes nothing.",
         )
 
-    def update(view: View) -> None:
+    def update(view: ExpertsPageData) -> None:
         choice.show(_choice(look, view))
         if view.chosen is None:
             return
@@ -124,7 +124,7 @@ def _build(look: Look, view: View) -> Callable[[View], None]:
     return update
 
 
-def _choice(look: Look, view: View) -> Markup:
+def _choice(look: Look, view: ExpertsPageData) -> Markup:
     """Every expert as a link, with its acceptance now."""
     paints = charts.colours([expert.name for expert in view.experts])
     chosen = view.chosen.expert.name if view.chosen else None

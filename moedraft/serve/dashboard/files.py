@@ -9,10 +9,11 @@ from typing import cast
 from fastapi import Request, Response
 
 from moedraft.core import SHARED, InvalidRequest, StorageError
+from moedraft.insight.observe import Observer
+from moedraft.insight.spans import Span, find_span
+from moedraft.insight.table import Table
+from moedraft.insight.views import ExpertView
 from moedraft.serve.dashboard.looking import LOOKING, Looking
-from moedraft.serve.observe import ExpertView, Observer
-from moedraft.serve.spans import Span, find_span
-from moedraft.serve.tables import Table
 
 Find = Callable[[Observer, Span, str], Table]
 

@@ -10,14 +10,14 @@ from urllib.parse import urlencode
 from starlette.requests import HTTPConnection
 
 from moedraft.core import InvalidRequest
-from moedraft.serve.errors import ApiError
-from moedraft.serve.observe import Observer
-from moedraft.serve.spans import DEFAULT, SPANS, Span, find_span
+from moedraft.insight.observe import Observer
+from moedraft.insight.spans import DEFAULT, SPANS, Span, find_span
+from moedraft.serve.http.errors import ApiError
 
 if TYPE_CHECKING:
-    from moedraft.serve.context import Authorise
-    from moedraft.serve.trainer import TrainerSupervisor
-    from moedraft.serve.worker import Worker
+    from moedraft.serve.http.context import Authorise
+    from moedraft.serve.supervisor.supervisor import TrainerSupervisor
+    from moedraft.serve.worker.worker import Worker
 
 LOOKING = "moedraft.dashboard"  # key in the ASGI scope
 

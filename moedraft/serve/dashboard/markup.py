@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable
 from datetime import UTC, datetime
 
-from moedraft.serve.tables import Cell, Column, Table
+from moedraft.insight.table import Cell, Column, Table
 
 NONE = "–"
 VOID = ("br", "hr", "img", "input", "meta", "link")

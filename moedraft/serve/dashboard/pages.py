@@ -9,13 +9,13 @@ from fastapi import Request
 from nicegui import PageArguments, ui
 from nicegui.elements.sub_pages import SubPages
 
+from moedraft.insight.spans import SPANS
 from moedraft.serve.dashboard.experts import experts_page
 from moedraft.serve.dashboard.learning import learning_page
 from moedraft.serve.dashboard.looking import Look
 from moedraft.serve.dashboard.markup import Markup, join, notice, tag
 from moedraft.serve.dashboard.overview import overview_page
 from moedraft.serve.dashboard.router import router_page
-from moedraft.serve.spans import SPANS
 
 PAGES: dict[str, tuple[str, Callable[[Look], None]]] = {
     "": ("Overview", overview_page),

@@ -10,10 +10,10 @@ from typing import Any, Generic, TypeVar
 from nicegui import ui
 
 from moedraft.core import StorageError
+from moedraft.insight.table import Table
 from moedraft.serve.dashboard.charts import Options
 from moedraft.serve.dashboard.looking import Look
 from moedraft.serve.dashboard.markup import Markup, legend, notice, numbers, tag
-from moedraft.serve.tables import Table
 
 V = TypeVar("V")
 Legend = Iterable[tuple[str, str, str]]  # (name, colour, last figure)

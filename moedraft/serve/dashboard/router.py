@@ -9,12 +9,12 @@ from collections.abc import Callable
 from nicegui import events, ui
 
 from moedraft.core import SHARED
+from moedraft.insight.views import RouterView
 from moedraft.routing.classifier import Route
 from moedraft.serve.dashboard import charts
 from moedraft.serve.dashboard.looking import Look
 from moedraft.serve.dashboard.markup import Markup, figure, figures, join, notice, share, short, tag
 from moedraft.serve.dashboard.panels import Live, Panel, Text, join_title, last_figures, show_out
-from moedraft.serve.observe import RouterView
 
 MUCH = 0.25  # share of unknown traffic from which a domain is worth registering
 LEAST = 20  # requests before that is said

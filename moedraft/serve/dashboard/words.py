@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from moedraft.serve.dashboard.markup import share
 
 if TYPE_CHECKING:
-    from moedraft.serve.trainer import TrainerState
-    from moedraft.serve.worker import Snapshot
+    from moedraft.serve.supervisor.supervisor import TrainerState
+    from moedraft.serve.worker.worker import Snapshot
 
 
 @dataclass(frozen=True)
-class State:
+class StatusText:
     """tone: good, busy, bad or quiet."""
 
     word: str
@@ -21,40 +21,40 @@ class State:
     sentence: str
 
 
-def engine_state(now: Snapshot) -> State:
+def engine_state(now: Snapshot) -> StatusText:
     if now.failed:
-        return State("Failed", "bad", f"The engine cannot serve: {now.failed}")
+        return StatusText("Failed", "bad", f"The engine cannot serve: {now.failed}")
     if now.draining:
-        return State("Shutting down", "busy", "New requests are refused; running ones are finished.")
+        return StatusText("Shutting down", "busy", "New requests are refused; running ones are finished.")
     if now.running or now.waiting:
         queue = f", {now.waiting} wait for one" if now.waiting else ""
-        return State("Serving", "good", f"{now.running} of {now.slots} slots are taken{queue}.")
-    return State("Idle", "quiet", f"Ready; all {now.slots} slots are free.")
+        return StatusText("Serving", "good", f"{now.running} of {now.slots} slots are taken{queue}.")
+    return StatusText("Idle", "quiet", f"Ready; all {now.slots} slots are free.")
 
 
-def trainer_state(now: TrainerState | None) -> State:
+def trainer_state(now: TrainerState | None) -> StatusText:
     """None: learning is switched off for this server."""
     if now is None:
-        return State("Off", "quiet", "This server was started without learning.")
+        return StatusText("Off", "quiet", "This server was started without learning.")
     if now.paused:
-        return State("Paused", "quiet", "Learning was paused by an administrator.")
+        return StatusText("Paused", "quiet", "Learning was paused by an administrator.")
     if now.pid is None:
         again = f"The trainer is not running: {now.status}."
         return (
-            State("Down", "bad", f"{again} {sentence(now.last_error)}")
+            StatusText("Down", "bad", f"{again} {sentence(now.last_error)}")
             if now.last_error
-            else (State("Starting", "quiet", again))
+            else (StatusText("Starting", "quiet", again))
         )
     if now.expert:
         done = f", step {now.step} of {now.steps}" if now.steps else ""
         loss = f", loss {now.loss:.2f}" if now.loss is not None else ""
         if now.waits or now.held:
             reason = sentence(now.waits or "requests are being served")
-            return State("Yielding", "busy", f"In the middle of {now.expert}{done}: {reason}")
-        return State("Training", "good", f"Updating the adapter of {now.expert}{done}{loss}.")
+            return StatusText("Yielding", "busy", f"In the middle of {now.expert}{done}: {reason}")
+        return StatusText("Training", "good", f"Updating the adapter of {now.expert}{done}{loss}.")
     if now.waits:
-        return State("Waiting", "busy", sentence(now.waits))
-    return State("Running", "quiet", sentence(now.status))
+        return StatusText("Waiting", "busy", sentence(now.waits))
+    return StatusText("Running", "quiet", sentence(now.status))
 
 
 def sentence(text: str) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moedraft.core import InvalidRequest
-from moedraft.serve.columns import Codes, Numbers
+from moedraft.insight.columns import Codes, Numbers
 
 STEPS = (5, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 3 * 3600, 6 * 3600, 12 * 3600, 86400)  # seconds
 DAY = 86400

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from moedraft.serve.child import Child
+from moedraft.serve.supervisor.child import Child
 
 LONGEST = 60.0  # s; then it goes on, sees the load for itself and waits of its own accord
 CALM = 0.25  # s without work before it goes on: it takes the caches with it

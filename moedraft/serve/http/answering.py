@@ -1,4 +1,7 @@
-"""The routes that clients of OpenAI know: models, completions, chat; streamed or not."""
+"""Has a planned request answered by the worker: as one JSON body, or as a stream of events.
+
+Whatever happens (the client leaves, the time is up, an error), no ticket of the request goes on running.
+"""
 
 from __future__ import annotations
 
@@ -9,97 +12,43 @@ from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from sse_starlette import EventSourceResponse
 from starlette.types import Receive, Scope, Send
 
 from moedraft.core import RequestOutput
-from moedraft.serve.body import StrictRoute
-from moedraft.serve.context import ServerContext, context_of
-from moedraft.serve.errors import CLIENT_GONE, ApiError, api_error
-from moedraft.serve.jobs import Job, chat_job, completion_job, expert_of, target_name
-from moedraft.serve.replies import Answer, ChatReply, Reply
-from moedraft.serve.schema import ChatRequest, CompletionRequest, ErrorBody, ModelCard, ModelList
-from moedraft.serve.worker import Ticket
+from moedraft.serve.http.context import ServerContext
+from moedraft.serve.http.errors import CLIENT_GONE, ApiError, api_error
+from moedraft.serve.http.plan import GenerationPlan
+from moedraft.serve.http.replies import Reply
+from moedraft.serve.worker.ticket import Ticket
 
 PING_SECONDS = 15
 T = TypeVar("T")
 
-router = APIRouter(prefix="/v1", route_class=StrictRoute, responses={"default": {"model": ErrorBody}})
-ANSWERS: dict[int | str, dict[str, Any]] = {
-    200: {"model": Answer, "content": {"text/event-stream": {"schema": {"type": "string"}}}}
-}
 
-
-@router.get("/models")
-def models(request: Request) -> ModelList:
-    """The target, and each domain as a model whose parent it is."""
-    return ModelList(data=_cards(context_of(request)))
-
-
-@router.get("/models/{name:path}")
-def model(request: Request, name: str) -> ModelCard:
-    context = context_of(request)
-    expert_of(name, target_name(context.settings), _domains(context))
-    found = [card for card in _cards(context) if card.id == name]
-    return found[0] if found else ModelCard(id=name, created=0, parent=target_name(context.settings))
-
-
-@router.post("/completions", responses=ANSWERS)
-async def completions(request: Request, body: CompletionRequest) -> Response:
-    context = context_of(request)
-    job = completion_job(body, context.settings, _domains(context))
-    return await _answer(request, context, Reply(job, context.prompts.piece))
-
-
-@router.post("/chat/completions", responses=ANSWERS)
-async def chat_completions(request: Request, body: ChatRequest) -> Response:
-    context = context_of(request)
-    prompt = await context.prompts.chat(body.messages)
-    job = chat_job(body, prompt, context.settings, _domains(context))
-    return await _answer(request, context, ChatReply(job, context.prompts.piece))
-
-
-def _domains(context: ServerContext) -> tuple[str, ...]:
-    return context.worker.system.router.domains
-
-
-def _cards(context: ServerContext) -> list[ModelCard]:
-    target = target_name(context.settings)
-    served = set(_domains(context))
-    domains = [domain for domain in context.store.registry.domains() if domain.name in served]
-    rows = [
-        ModelCard(id=f"{target}:{domain.name}", created=int(domain.created_at), parent=target)
-        for domain in domains
-    ]
-    return [ModelCard(id=target, created=0), *rows]
-
-
-# -- answering -----------------------------------------------------------------------------------
-
-
-async def _answer(request: Request, context: ServerContext, reply: Reply) -> Response:
+async def answer(request: Request, context: ServerContext, reply: Reply) -> Response:
     """Raises ApiError, InvalidRequest, Overloaded or Draining before anything was sent."""
     deadline = time.monotonic() + context.settings.request_timeout
-    if reply.job.stream:
+    if reply.plan.stream:
         async with _until(deadline):
-            tickets = await _while_connected(request, _submit(context, reply.job))
+            tickets = await _while_connected(request, _submit(context, reply.plan))
         if tickets is None:
             return Response(status_code=CLIENT_GONE)
         return TicketStream(_events(reply, tickets, deadline), tickets, context.settings.send_timeout)
-    outputs = await _while_connected(request, _whole(context, reply.job, deadline))
+    outputs = await _while_connected(request, _whole(context, reply.plan, deadline))
     return JSONResponse(reply.whole(outputs)) if outputs else Response(status_code=CLIENT_GONE)
 
 
-async def _submit(context: ServerContext, job: Job) -> list[Ticket]:
+async def _submit(context: ServerContext, plan: GenerationPlan) -> list[Ticket]:
     """A ticket per answer; all or none."""
     tickets: list[Ticket] = []
-    options: dict[str, Any] = {"expert": job.expert, "draft": job.draft, "capture": job.capture}
+    options: dict[str, Any] = {"expert": plan.expert, "draft": plan.draft, "capture": plan.capture}
     try:
-        for prompt in job.prompts:
+        for prompt in plan.prompts:
             await context.prompts.check(prompt)
-        for prompt, params in job.choices():
+        for prompt, params in plan.choices():
             tickets.append(await context.worker.submit(prompt, params, **options))
     except BaseException:
         _cancel(tickets)
@@ -107,11 +56,11 @@ async def _submit(context: ServerContext, job: Job) -> list[Ticket]:
     return tickets
 
 
-async def _whole(context: ServerContext, job: Job, deadline: float) -> list[RequestOutput]:
+async def _whole(context: ServerContext, plan: GenerationPlan, deadline: float) -> list[RequestOutput]:
     tickets: list[Ticket] = []
     try:
         async with _until(deadline):
-            tickets = await _submit(context, job)
+            tickets = await _submit(context, plan)
             return [_checked(await ticket.result()) for ticket in tickets]
     finally:
         _cancel(tickets)
@@ -187,7 +136,7 @@ async def _events(reply: Reply, tickets: Sequence[Ticket], deadline: float) -> A
             async for index, output in outputs:
                 yield _event(reply.piece(index, _checked(output)))
                 last[index] = output
-        if reply.job.include_usage:
+        if reply.plan.include_usage:
             yield _event(reply.closing([last[index] for index in range(len(tickets))]))
         yield {"data": "[DONE]"}
     except ApiError as error:

@@ -20,8 +20,8 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from moedraft.core import Sequence
-from moedraft.serve.trainer import TrainerSupervisor
-from moedraft.serve.worker import Worker
+from moedraft.serve.supervisor.supervisor import TrainerSupervisor
+from moedraft.serve.worker.worker import Worker
 from moedraft.system.recorder import script_of
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -30,7 +30,7 @@ LATENCIES = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 
 GAPS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2)
 
 
-class Metrics:
+class PrometheusMetrics:
     """A registry of its own, so that several servers in one process do not mix."""
 
     def __init__(self, model_name: str, worker: Worker, supervisor: TrainerSupervisor | None) -> None:

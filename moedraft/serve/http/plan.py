@@ -1,15 +1,15 @@
-"""From a request as it came to what the engine is asked: models, limits, sampling. Knows no HTTP."""
+"""Turns a checked request body into what the engine is asked: expert, prompts, limits, sampling."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from moedraft.config import Settings
-from moedraft.core import SHARED, SamplingParams
-from moedraft.serve.errors import ApiError, shown
-from moedraft.serve.schema import ChatRequest, CompletionRequest, Generation
+from moedraft.core import SamplingParams
+from moedraft.serve.http.errors import ApiError
+from moedraft.serve.http.model_names import expert_of, target_name
+from moedraft.serve.http.schema import ChatRequest, CompletionRequest, Generation
 
 Prompt = str | list[int]
 COMPLETION_TOKENS = 16  # OpenAI's default
@@ -17,7 +17,7 @@ LONGEST_STOP = 1000  # letters: text is held back while it may be the beginning 
 
 
 @dataclass(frozen=True)
-class Job:
+class GenerationPlan:
     """One request: `n` answers to each of `prompts`, all by the same expert and parameters."""
 
     model: str
@@ -39,33 +39,20 @@ class Job:
                 yield prompt, replace(self.params, seed=own)
 
 
-def target_name(settings: Settings) -> str:
-    """The target as clients name it; of a local folder its last part, never its path."""
-    folder = Path(settings.target).expanduser()
-    return folder.resolve().name if folder.is_dir() else settings.target
-
-
-def expert_of(model: str, target: str, domains: tuple[str, ...]) -> str | None:
-    """The expert that `model` pins; None: the router chooses. Raises ApiError 404."""
-    if model == target:
-        return None
-    name, _, expert = model.rpartition(":")
-    if name != target or expert not in (*domains, SHARED):
-        sentence = f"There is no model '{shown(model)}'; /v1/models lists those there are."
-        raise ApiError(404, sentence, param="model", code="model_not_found")
-    return expert
-
-
-def completion_job(request: CompletionRequest, settings: Settings, domains: tuple[str, ...]) -> Job:
+def plan_completion(
+    request: CompletionRequest, settings: Settings, domains: tuple[str, ...]
+) -> GenerationPlan:
     several = request.prompt if isinstance(request.prompt, list) else [request.prompt]
     prompts: list[Prompt] = [one for one in several if not isinstance(one, int)]
     if not prompts:
         prompts = [[one for one in several if isinstance(one, int)]]
     usual = min(COMPLETION_TOKENS, settings.max_output_tokens)
-    return _job(request, prompts, request.max_tokens or usual, request.logprobs, settings, domains)
+    return _plan(request, prompts, request.max_tokens or usual, request.logprobs, settings, domains)
 
 
-def chat_job(request: ChatRequest, prompt: Prompt, settings: Settings, domains: tuple[str, ...]) -> Job:
+def plan_chat(
+    request: ChatRequest, prompt: Prompt, settings: Settings, domains: tuple[str, ...]
+) -> GenerationPlan:
     if request.top_logprobs is not None and not request.logprobs:
         raise _bad("top_logprobs", "'top_logprobs' needs 'logprobs' to be true.")
     given = (request.max_tokens, request.max_completion_tokens)
@@ -73,23 +60,23 @@ def chat_job(request: ChatRequest, prompt: Prompt, settings: Settings, domains: 
         raise _bad("max_tokens", "'max_tokens' and 'max_completion_tokens' differ; give one of them.")
     longest = given[1] or given[0] or settings.max_output_tokens
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    return _job(request, [prompt], longest, logprobs, settings, domains)
+    return _plan(request, [prompt], longest, logprobs, settings, domains)
 
 
-def _job(
+def _plan(
     request: Generation,
     prompts: list[Prompt],
     max_tokens: int,
     logprobs: int | None,
     settings: Settings,
     domains: tuple[str, ...],
-) -> Job:
+) -> GenerationPlan:
     n, stop = request.n or 1, [request.stop] if isinstance(request.stop, str) else request.stop or []
     _check_limits(settings, max_tokens, n * len(prompts), stop)
     if request.stream_options is not None and not request.stream:
         raise _bad("stream_options", "'stream_options' needs 'stream' to be true.")
     options = request.stream_options
-    return Job(
+    return GenerationPlan(
         model=request.model,
         expert=expert_of(request.model, target_name(settings), domains),
         prompts=prompts,

@@ -14,12 +14,13 @@ from typing import Annotated, Any, TypeVar
 from fastapi import APIRouter, Path, Query, Request
 from pydantic import Field
 
-from moedraft.serve import manage
-from moedraft.serve.body import StrictRoute
-from moedraft.serve.context import ServerContext, context_of
-from moedraft.serve.errors import ApiError
-from moedraft.serve.schema import ErrorBody, Strict
-from moedraft.serve.trainer import TrainerSupervisor
+from moedraft.insight import inventory
+from moedraft.serve.http.body import StrictRoute
+from moedraft.serve.http.context import ServerContext, context_of
+from moedraft.serve.http.errors import ApiError
+from moedraft.serve.http.schema import ErrorBody, Strict
+from moedraft.serve.supervisor.supervisor import TrainerSupervisor
+from moedraft.storage import changes
 from moedraft.system.build import System, open_router
 from moedraft.system.domains import check_examples, register_domain, remove_domain
 
@@ -52,7 +53,7 @@ class Texts(Strict):
 
 @router.get("/domains")
 def list_domains(request: Request) -> Data:
-    return {"domains": manage.domains(context_of(request).store)}
+    return {"domains": inventory.domains(context_of(request).store)}
 
 
 @router.post("/domains", status_code=201)
@@ -64,14 +65,14 @@ async def register(request: Request, body: Registration) -> Data:
     def work() -> Data:
         own = open_router(context.settings, context.store)  # the engine's goes on routing
         found = register_domain(context.store, own, body.name, body.examples, body.description)
-        return manage.summary(found)
+        return inventory.summary(found)
 
     return await _change(context, work)
 
 
 @router.get("/domains/{name}")
 def show_domain(request: Request, name: Name) -> Data:
-    return manage.domain(context_of(request).store, name)
+    return inventory.domain(context_of(request).store, name)
 
 
 @router.delete("/domains/{name}")
@@ -80,7 +81,7 @@ async def delete_domain(request: Request, name: Name) -> Data:
     context = context_of(request)
 
     def work() -> Data:
-        manage.find_domain(context.store, name)
+        changes.find_domain(context.store, name)
         context.worker.system.recorder.flush()
         remove_domain(context.store, open_router(context.settings, context.store), name)
         return {"removed": name}
@@ -90,21 +91,29 @@ async def delete_domain(request: Request, name: Name) -> Data:
 
 @router.get("/adapters")
 def list_adapters(request: Request, name: Annotated[str | None, Query(max_length=256)] = None) -> Data:
-    return {"adapters": manage.adapters(context_of(request).store, name)}
+    return {"adapters": inventory.adapters(context_of(request).store, name)}
 
 
 @router.post("/adapters/{name}/promote")
 async def promote(request: Request, name: Name, body: Promotion) -> Data:
     """Make a version the one that serves, after checking its files."""
     context = context_of(request)
-    return await _change(context, lambda: manage.promote(context.store, name, body.version))
+
+    def work() -> Data:
+        return inventory.live_version(name, changes.promote(context.store, name, body.version))
+
+    return await _change(context, work)
 
 
 @router.post("/adapters/{name}/rollback")
 async def rollback(request: Request, name: Name) -> Data:
     """Go back to the version that the live one was made from."""
     context = context_of(request)
-    return await _change(context, lambda: manage.rollback(context.store, name))
+
+    def work() -> Data:
+        return inventory.live_version(name, changes.rollback(context.store, name))
+
+    return await _change(context, work)
 
 
 @router.get("/learning")
@@ -132,7 +141,7 @@ def resume(request: Request) -> Data:
 def replay(request: Request) -> Data:
     context = context_of(request)
     context.worker.system.recorder.flush()
-    return {"records": manage.replay(context.store)}
+    return {"records": inventory.replay(context.store)}
 
 
 @router.post("/replay/purge")
@@ -140,7 +149,7 @@ def purge(request: Request, body: Purge) -> Data:
     """Delete the records of a domain, or all, their bytes overwritten."""
     context = context_of(request)
     context.worker.system.recorder.flush()  # of what has been answered nothing may come afterwards
-    return {"domain": body.domain, "purged": manage.purge(context.store, body.domain)}
+    return {"domain": body.domain, "purged": changes.purge(context.store, body.domain)}
 
 
 @router.post("/route")

@@ -8,10 +8,10 @@ from typing import Any, Literal
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 
-from moedraft.serve.context import ServerContext, context_of
-from moedraft.serve.jobs import target_name
-from moedraft.serve.metrics import CONTENT_TYPE
-from moedraft.serve.schema import Card, ErrorBody
+from moedraft.serve.http.context import ServerContext, context_of
+from moedraft.serve.http.metrics import CONTENT_TYPE
+from moedraft.serve.http.model_names import target_name
+from moedraft.serve.http.schema import Card, ErrorBody
 
 router = APIRouter(responses={"default": {"model": ErrorBody}})
 

@@ -11,8 +11,8 @@ from typing import Any, NotRequired
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
 from moedraft.core import RequestOutput, TokenLogprobs
-from moedraft.serve.jobs import Job
-from moedraft.serve.prompts import Piece
+from moedraft.serve.http.plan import GenerationPlan
+from moedraft.serve.http.prompts import Piece
 
 LOWEST = -9999.0  # what OpenAI says for a probability of zero
 
@@ -54,14 +54,14 @@ class Answer(TypedDict):
 
 
 class Reply:
-    """The answers to one job. `piece` spells a single token."""
+    """The answers to one plan. `piece` spells a single token."""
 
     prefix, kind, piece_kind = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, job: Job, piece: Callable[[int], Piece]) -> None:
-        self.job, self._piece = job, piece
+    def __init__(self, plan: GenerationPlan, piece: Callable[[int], Piece]) -> None:
+        self.plan, self._piece = plan, piece
         self._id, self._created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
-        self._told = [0] * (job.n * len(job.prompts))  # tokens whose log-probabilities were sent
+        self._told = [0] * (plan.n * len(plan.prompts))  # tokens whose log-probabilities were sent
         self._offsets = [0] * len(self._told)  # letters of those tokens
         self._letters = [getincrementaldecoder("utf-8")("replace") for _ in self._told]
 
@@ -69,7 +69,7 @@ class Reply:
         choices = [self._choice(i, output) for i, output in enumerate(outputs)]
         return {
             **self._frame(self.kind, choices),
-            "usage": usage_of(outputs, self.job.n),
+            "usage": usage_of(outputs, self.plan.n),
             "metrics": metrics_of(outputs),
         }
 
@@ -87,11 +87,11 @@ class Reply:
     def closing(self, outputs: Sequence[RequestOutput]) -> Answer:
         """The last piece, with the counts of all answers."""
         answer = self._frame(self.piece_kind, [])
-        answer["usage"], answer["metrics"] = usage_of(outputs, self.job.n), metrics_of(outputs)
+        answer["usage"], answer["metrics"] = usage_of(outputs, self.plan.n), metrics_of(outputs)
         return answer
 
     def _frame(self, kind: str, choices: list[dict[str, Any]]) -> Answer:
-        frame = {"id": self._id, "object": kind, "created": self._created, "model": self.job.model}
+        frame = {"id": self._id, "object": kind, "created": self._created, "model": self.plan.model}
         return {**frame, "choices": choices}  # type: ignore[typeddict-item]
 
     def _choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class Reply:
         return pairs[start:]
 
     def _logprobs(self, index: int, output: RequestOutput) -> dict[str, Any] | None:
-        if self.job.params.logprobs is None:
+        if self.plan.params.logprobs is None:
             return None
         fresh, offsets = self._fresh(index, output), []
         for token, _ in fresh:
@@ -157,7 +157,7 @@ class ChatReply(Reply):
         return _chat_piece(index, delta, self._logprobs(index, output), output.finish_reason)
 
     def _logprobs(self, index: int, output: RequestOutput) -> dict[str, Any] | None:
-        if self.job.params.logprobs is None:
+        if self.plan.params.logprobs is None:
             return None
         content = [
             {

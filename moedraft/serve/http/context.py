@@ -9,10 +9,10 @@ from typing import Protocol
 from starlette.requests import HTTPConnection
 
 from moedraft.config import Settings
-from moedraft.serve.keys import Scope
-from moedraft.serve.prompts import Prompts
-from moedraft.serve.trainer import TrainerSupervisor
-from moedraft.serve.worker import Worker
+from moedraft.serve.http.prompts import Prompts
+from moedraft.serve.supervisor.supervisor import TrainerSupervisor
+from moedraft.serve.worker.worker import Worker
+from moedraft.storage.keys import Scope
 from moedraft.storage.store import Store
 
 

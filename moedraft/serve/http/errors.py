@@ -13,7 +13,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from moedraft.core import InvalidRequest, MoedraftError, PromptTooLong, StorageError, UnknownName
-from moedraft.serve.worker import Draining, Overloaded
+from moedraft.serve.worker.worker import Draining, Overloaded
 
 CLIENT_GONE = 499  # never seen by anybody: for the log and the metrics
 SHOWN = 80  # letters of what a client sent that an error repeats
@@ -87,7 +87,7 @@ def api_error(error: Exception) -> ApiError:
 
 
 def install(app: FastAPI) -> None:
-    """Answer all errors of the routes in this shape; what is nobody's is left to `limits.Envelope`."""
+    """Answer all errors of the routes in this shape; what is nobody's is left to `envelope.Envelope`."""
 
     async def answer(request: Request, error: Exception) -> Response:
         return api_error(error).response()

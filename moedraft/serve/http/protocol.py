@@ -15,7 +15,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from moedraft.config import Settings
-from moedraft.serve.errors import error_body
+from moedraft.serve.http.errors import error_body
 
 LARGEST_HEAD = 32 * 1024  # bytes of a request's headers
 REASONS = {400: b"Bad Request", 408: b"Request Timeout", 429: b"Too Many Requests"}

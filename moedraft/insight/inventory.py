@@ -1,16 +1,25 @@
-"""What an operator may see and do in a home, as plain data: the same for the routes and the command line.
+"""What a home holds, as plain data: domains, experts, adapter versions, replay records.
 
-Knows stores only; registering and removing domains, which take a router, are in `engine.admin`.
+The operator's routes and the command line show the same data, which is made here.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from moedraft.core import DOMAIN_NAME, SHARED, AdapterVersion, Domain, UnknownName
+from moedraft.core import SHARED, AdapterVersion, Domain
+from moedraft.storage.changes import check_expert, find_domain
+from moedraft.storage.requests import ExpertStats
 from moedraft.storage.store import Store
 
 Data = dict[str, Any]
+RATES = (
+    "acceptance_rate",
+    "recent_acceptance_rate",
+    "first_acceptance_rate",
+    "mean_acceptance_length",
+    "tokens_per_step",
+)
 
 
 def domains(store: Store) -> list[Data]:
@@ -40,21 +49,6 @@ def adapters(store: Store, name: str | None = None) -> list[Data]:
     return [_version(version) for version in store.registry.versions(name)]
 
 
-def promote(store: Store, name: str, version: int) -> Data:
-    """Make `version` live, its files checked; 0 is the untrained expert. Raises InvalidRequest."""
-    check_expert(store, name)
-    found = [one for one in store.registry.versions(name) if one.version == version]
-    if found:
-        store.adapters.load(found[0])
-    return _live(name, store.registry.promote(name, version))
-
-
-def rollback(store: Store, name: str) -> Data:
-    """Back to what the live version was made from. Raises InvalidRequest where nothing is live."""
-    check_expert(store, name)
-    return _live(name, store.registry.rollback(name))
-
-
 def replay(store: Store) -> dict[str, int]:
     """Records by domain: `shared`, whose prompts fitted none, and every registered one."""
     sizes = store.replay.sizes()
@@ -62,22 +56,30 @@ def replay(store: Store) -> dict[str, int]:
     return {name: sizes.get(name, 0) for name in names}
 
 
-def purge(store: Store, name: str | None) -> int:
-    """Delete the records of `name`, or all; how many there were. Raises InvalidRequest."""
-    if name is not None:
-        check_expert(store, name)
-    return store.replay.purge(name)
+def experts(store: Store) -> dict[str, Data]:
+    """Each expert's figures of all time: `shared`, the registered domains, then removed ones that served.
+
+    The records of `shared` are those of all, because the shared adapter learns from all traffic.
+    """
+    served, sizes = store.requests.summary(), store.replay.sizes()
+    sizes[SHARED] = sum(sizes.values())
+    registered = [domain.name for domain in store.registry.domains()]
+    names = dict.fromkeys([SHARED, *registered, *served])
+    return {name: _expert(store, name, served.get(name), sizes.get(name, 0)) for name in names}
 
 
-def check_expert(store: Store, name: str) -> None:
-    if name != SHARED:
-        find_domain(store, name)
-
-
-def find_domain(store: Store, name: str) -> Domain:
-    if not DOMAIN_NAME.fullmatch(name):
-        raise UnknownName("there is no domain of that name: it is no slug.")
-    return store.registry.domain(name)
+def _expert(store: Store, name: str, served: ExpertStats | None, replay_size: int) -> Data:
+    live = store.registry.live(name)
+    return {
+        "requests": served.requests if served else 0,
+        "tokens": served.tokens if served else 0,
+        **{key: getattr(served, key) if served else None for key in RATES},
+        "lookup_tokens": served.lookup_tokens if served else 0,
+        "accepted_lookup_tokens": served.accepted_lookup_tokens if served else 0,
+        "replay_size": replay_size,
+        "updates": store.registry.updates(name),
+        "version": live.version if live else 0,
+    }
 
 
 def _state(store: Store, name: str) -> Data:
@@ -102,5 +104,6 @@ def _version(version: AdapterVersion) -> Data:
     }
 
 
-def _live(name: str, live: AdapterVersion | None) -> Data:
+def live_version(name: str, live: AdapterVersion | None) -> Data:
+    """Which version of expert `name` serves; 0 is the untrained expert."""
     return {"domain": name, "version": live.version if live else 0}

@@ -20,8 +20,8 @@ from moedraft.core import FinishReason, RequestOutput, SamplingParams
 from moedraft.engine.engine import Engine
 from moedraft.memory import return_free_memory, return_large_blocks
 from moedraft.products import generate_ahead
-from moedraft.serve.meter import Meter
-from moedraft.serve.ticket import Channel, Draining, Overloaded
+from moedraft.serve.worker.meter import Meter
+from moedraft.serve.worker.ticket import Channel, Draining, Overloaded
 
 REFRESH_SECONDS = 1.0  # an engine without work looks for new adapters so often
 MAX_FAILURES = 3  # steps in a row that raise before the engine counts as failed

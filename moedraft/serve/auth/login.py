@@ -8,8 +8,9 @@ from urllib.parse import parse_qs
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, RedirectResponse, Response
 
-from moedraft.serve.auth import COOKIE, SESSION_SECONDS, Authority
-from moedraft.serve.errors import ApiError
+from moedraft.serve.auth.access import Authority
+from moedraft.serve.auth.sessions import COOKIE, SESSION_SECONDS
+from moedraft.serve.http.errors import ApiError
 
 HOME = "/dashboard/"
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; form-action 'self'; frame-ancestors 'none'"

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from moedraft.core import InvalidRequest, PromptTooLong
-from moedraft.serve.schema import Message
+from moedraft.serve.http.schema import Message
 
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 PRINTED = (*range(33, 127), *range(161, 173), *range(174, 256))  # bytes that GPT-2 writes as they are

@@ -6,12 +6,8 @@ anywhere is closed until `ACCESS` names its scope.
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import ipaddress
-import secrets
-import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Literal
 from urllib.parse import SplitResult, quote, urlsplit
 
@@ -19,9 +15,11 @@ from fastapi.responses import RedirectResponse
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from moedraft.serve import keys
-from moedraft.serve.errors import ApiError
-from moedraft.serve.keys import Key, Keyring
+from moedraft.serve.auth.keyring import Keyring
+from moedraft.serve.auth.sessions import COOKIE, Sessions
+from moedraft.serve.http.errors import ApiError
+from moedraft.storage import keys
+from moedraft.storage.keys import Key
 
 Access = keys.Scope | Literal["public", "any"]  # public: no key; any: a key of whatever scope
 ACCESS: dict[str, Access] = {
@@ -36,8 +34,6 @@ ACCESS: dict[str, Access] = {
     "/login": "public",
     "/logout": "public",
 }
-COOKIE = "moedraft_session"
-SESSION_SECONDS = 12 * 3600
 
 
 def access_of(path: str) -> Access | None:
@@ -52,41 +48,6 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host.lower() == "localhost"
-
-
-class Sessions:
-    """Cookies of browsers: the id of a key and an end, signed by a secret of this process. No key is in them.
-
-    They end with the process, with their key, where someone signs out, and after `SESSION_SECONDS`.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        self._secret = secrets.token_bytes(32)
-        self._clock = clock
-        self._ended: dict[str, int] = {}  # sessions that were signed out: when they would have ended
-
-    def issue(self, key_id: str) -> str:
-        content = f"{key_id}.{secrets.token_hex(8)}.{int(self._clock()) + SESSION_SECONDS}"
-        return f"{content}.{self._sign(content)}"
-
-    def key_id(self, cookie: str) -> str | None:
-        """The id in a cookie that is ours and not over."""
-        content, _, signature = cookie.rpartition(".")
-        if not hmac.compare_digest(signature.encode(), self._sign(content).encode()):
-            return None
-        key_id, session, end = content.split(".")
-        return key_id if int(end) > self._clock() and session not in self._ended else None
-
-    def end(self, cookie: str) -> None:
-        """It is over for whoever has it. A cookie that is none of ours changes nothing."""
-        if self.key_id(cookie) is None:
-            return
-        _, session, end, _ = cookie.split(".")
-        now = self._clock()
-        self._ended = {one: until for one, until in self._ended.items() if until > now} | {session: int(end)}
-
-    def _sign(self, content: str) -> str:
-        return hmac.new(self._secret, content.encode(), hashlib.sha256).hexdigest()
 
 
 class Authority:

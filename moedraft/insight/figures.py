@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moedraft.core import SHARED, UpdateRecord
-from moedraft.serve.columns import Codes, Requests, ratio
-from moedraft.serve.spans import Grid
-from moedraft.serve.tables import Cell, Column, Mark, Row, Table
+from moedraft.insight.columns import Codes, Requests, ratio
+from moedraft.insight.spans import Grid
+from moedraft.insight.table import Cell, Column, Mark, Row, Table
 
 BINS = 10  # of the router's confidence
 ALL = "all experts"

@@ -1,6 +1,6 @@
-"""What can be seen of a running system: figures and tables from the store, the worker and the trainer.
+"""Reads a home's store and makes the views that are shown of it: overview, experts, router, learning.
 
-Reads only. The dashboard's pages, its CSV files and `moedraft stats` all take their numbers from here.
+The dashboard's pages, its CSV files and `moedraft stats --plot` all take their numbers from here.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 
 from moedraft.core import SHARED, UpdateRecord
-from moedraft.serve import figures
-from moedraft.serve.columns import RequestReader, Requests, ratio
-from moedraft.serve.spans import Grid, Span, grid_of
-from moedraft.serve.tables import Column, Row, Table
+from moedraft.insight import figures
+from moedraft.insight.columns import RequestReader, Requests, ratio
+from moedraft.insight.expert_tables import experts_table, versions_table
+from moedraft.insight.spans import Grid, Span, grid_of
+from moedraft.insight.views import Expert, ExpertView, LearningView, Overview, RouterView
 from moedraft.storage.requests import ExpertStats
 from moedraft.storage.store import Store
 
@@ -29,79 +29,8 @@ KEPT_VIEWS = 64
 UPDATES = 500  # are read first; more of them where a span reaches further back
 
 
-@dataclass(frozen=True)
-class Overview:
-    """Everything at a glance. Totals are those of the span."""
-
-    requests: int
-    tokens: int
-    acceptance: float | None
-    mean_acceptance_length: float | None
-    time_to_first_token: float | None  # median, seconds
-    throughput: Table
-    sources: Table  # of the tokens, over time
-    by_expert: Table  # acceptance over time, one column an expert
-    by_figures: Table  # one row an expert
-    experts: tuple[Expert, ...]
-
-
-@dataclass(frozen=True)
-class Expert:
-    """One expert's figures. `stats` is of all time, what follows `share` of the span."""
-
-    name: str
-    registered: bool  # or `shared`; False: a domain that was removed
-    stats: ExpertStats | None  # None: it never served
-    share: float | None  # of the span's requests
-    requests: int
-    acceptance: float | None
-    mean_acceptance_length: float | None
-    replay_size: int
-    replay_oldest: float | None  # epoch seconds
-    replay_newest: float | None
-    version: int  # live; 0 is the untrained expert
-    updates: int
-
-
-@dataclass(frozen=True)
-class ExpertView:
-    """One expert closely, among all of them."""
-
-    expert: Expert
-    experts: tuple[Expert, ...]
-    acceptance: Table
-    by_position: Table
-    by_language: Table
-    versions: Table
-
-
-@dataclass(frozen=True)
-class RouterView:
-    """Where the router sent the span's requests that were not pinned to an expert."""
-
-    routed: int
-    unknown: int  # of them, those that fit no domain
-    confidence: float | None  # mean
-    domains: tuple[str, ...]  # registered
-    names: tuple[str, ...]  # of all experts, in their order
-    shares: Table
-    histogram: Table
-    unknown_share: Table
-
-
-@dataclass(frozen=True)
-class LearningView:
-    """The updates of the span."""
-
-    names: tuple[str, ...]  # of all experts, in their order
-    updates: Table
-    by_expert: Table
-    seconds: float
-    gain: float | None  # mean of those that were measured
-
-
 class Observer:
-    """Read-only views of a home; of the running parts where there are some. Raises StorageError.
+    """Makes read-only views of a home. Its methods raise StorageError.
 
     Safe to call from several threads. A view that was just made is given again to the next who asks.
     """
@@ -169,7 +98,7 @@ class Observer:
             throughput=figures.throughput(requests, grid),
             sources=figures.sources(requests, grid),
             by_expert=figures.acceptance_by_expert(requests, grid, [e.name for e in experts if e.requests]),
-            by_figures=_figures_table(experts),
+            by_figures=experts_table(experts),
             experts=experts,
         )
 
@@ -225,34 +154,8 @@ class Observer:
             acceptance=figures.acceptance(own, grid),
             by_position=figures.by_position(own),
             by_language=figures.by_language(own),
-            versions=self._versions(name, own),
+            versions=versions_table(self._store.registry.versions(name), own),
         )
-
-    def _versions(self, name: str, own: Requests) -> Table:
-        rows: list[Row] = []
-        for version in reversed(self._store.registry.versions(name)):
-            served = own.where((own["adapter_version"] == version.version) & (own["num_drafts"] > 0))
-            rows.append(
-                (
-                    version.version,
-                    version.state,
-                    version.created_at,
-                    version.parent,
-                    version.acceptance,
-                    len(served),
-                    served.acceptance,
-                )
-            )
-        columns = (
-            Column("version", "version", "count"),
-            Column("state", "state", "text"),
-            Column("created_at", "made", "time"),
-            Column("parent", "made from", "count"),
-            Column("held_out_acceptance", "when made", "share"),
-            Column("requests", "requests", "count"),
-            Column("acceptance_rate", "in traffic", "share"),
-        )
-        return Table("versions", columns, tuple(rows))
 
     # -- router ----------------------------------------------------------------------------------
 
@@ -296,40 +199,3 @@ class Observer:
             if len(found) < limit or found[0].created_at < since:
                 return found
             limit *= 4
-
-
-def _figures_table(experts: tuple[Expert, ...]) -> Table:
-    """What `Expert` holds, one row each; rates and sums that are not of the span say so in their key."""
-    columns = (
-        Column("expert", "expert", "text"),
-        Column("requests", "requests", "count"),
-        Column("share", "share of traffic", "share"),
-        Column("acceptance_rate", "acceptance", "share"),
-        Column("mean_acceptance_length", "mean length", "number"),
-        Column("recent_acceptance_rate", "now", "share"),
-        Column("first_acceptance_rate", "at registration", "share"),
-        Column("replay_size", "replay", "count"),
-        Column("version", "version", "count"),
-        Column("updates", "updates", "count"),
-        Column("all_requests", "requests ever", "count"),
-        Column("all_tokens", "tokens ever", "count"),
-        Column("all_drafts", "drafts ever", "count"),
-        Column("all_draft_tokens", "drafted ever", "count"),
-        Column("all_accepted_tokens", "accepted ever", "count"),
-    )
-    return Table("experts", columns, tuple(_figures_row(expert) for expert in experts))
-
-
-def _figures_row(expert: Expert) -> Row:
-    stats = expert.stats
-    ever = (
-        (stats.requests, stats.tokens, stats.drafts, stats.draft_tokens, stats.accepted_tokens)
-        if stats
-        else (0, 0, 0, 0, 0)
-    )
-    return (
-        *(expert.name, expert.requests, expert.share, expert.acceptance, expert.mean_acceptance_length),
-        *(stats.recent_acceptance_rate if stats else None, stats.first_acceptance_rate if stats else None),
-        *(expert.replay_size, expert.version, expert.updates),
-        *ever,
-    )

@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
-from moedraft.serve.errors import ApiError
+from moedraft.serve.http.errors import ApiError
 
 JSON_TYPE = "application/json"
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")

@@ -15,8 +15,8 @@ from typing import TypeVar
 
 from moedraft.core import SamplingParams, StorageError
 from moedraft.distill.loop import Load, write_load
-from moedraft.serve.thread import EngineThread
-from moedraft.serve.ticket import Channel, Draining, Overloaded, Ticket
+from moedraft.serve.worker.thread import EngineThread
+from moedraft.serve.worker.ticket import Channel, Draining, Overloaded, Ticket
 from moedraft.system.build import System
 
 __all__ = ["Draining", "Overloaded", "Snapshot", "Ticket", "Worker"]

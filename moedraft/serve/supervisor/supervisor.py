@@ -37,8 +37,8 @@ from moedraft.distill.messages import (
     from_trainer,
 )
 from moedraft.distill.publish import HomeOutlet
-from moedraft.serve.child import Child, ChildFailed
-from moedraft.serve.hold import Hold
+from moedraft.serve.supervisor.child import Child, ChildFailed
+from moedraft.serve.supervisor.hold import Hold
 from moedraft.storage.adapters import CONFIG, WEIGHTS
 from moedraft.storage.store import Store
 
