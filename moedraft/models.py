@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from moedraft.cache import SlotCache
 from moedraft.core import InvalidRequest, MoedraftError, UnsupportedModel
-from moedraft.lean import LeanForward, fits
+from moedraft.cpu.lean import LeanForward, fits
 
 log = logging.getLogger(__name__)
 

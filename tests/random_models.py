@@ -7,7 +7,7 @@ import random
 import torch
 import transformers
 
-from moedraft.lean import LeanForward, fits
+from moedraft.cpu.lean import LeanForward, fits
 from moedraft.models import LanguageModel
 
 VOCAB = 97

@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 from moedraft.core import SHARED, CorruptAdapter
+from moedraft.cpu.products import SMALL, Product, expect
 from moedraft.drafting.modules import adaptable, keeps_cache
 from moedraft.models import LanguageModel
-from moedraft.products import SMALL, Product, expect
 
 FEW_EXPERTS = 2  # in one batch of a small model on a CPU; with more of them the shared draft serves all
 PREFIX, LORA_A, LORA_B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"

@@ -25,7 +25,7 @@ from safetensors.numpy import save
 from sklearn.feature_extraction.text import HashingVectorizer
 
 from moedraft.core import InvalidRequest, StorageError
-from moedraft.products import multiplies_bfloat16, pack_layers
+from moedraft.cpu.products import multiplies_bfloat16, pack_layers
 
 Floats = NDArray[np.float32]
 

@@ -17,8 +17,8 @@ from sse_starlette.sse import AppStatus
 
 from moedraft.config import Settings
 from moedraft.core import InvalidRequest
+from moedraft.cpu.memory import keep_what_is_loaded
 from moedraft.engine.build import build
-from moedraft.memory import keep_what_is_loaded
 from moedraft.serve import log
 from moedraft.serve.app import create_app
 from moedraft.serve.auth import is_loopback

@@ -21,9 +21,9 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from moedraft.core import FinishReason, RequestOutput, SamplingParams
+from moedraft.cpu.memory import return_free_memory, return_large_blocks
+from moedraft.cpu.products import generate_ahead
 from moedraft.engine.engine import Engine
-from moedraft.memory import return_free_memory, return_large_blocks
-from moedraft.products import generate_ahead
 from moedraft.serve.meter import Meter
 from moedraft.serve.ticket import Channel, Draining, Overloaded
 
