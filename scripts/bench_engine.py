@@ -30,8 +30,9 @@ import torch
 import transformers
 
 from moedraft.core import SHARED, SamplingParams, Sequence
+from moedraft.drafting.adapter import Adapter
 from moedraft.drafting.drafter import Drafter
-from moedraft.drafting.lora import Adapter, ExpertBank
+from moedraft.drafting.lora import ExpertBank
 from moedraft.engine.engine import Engine
 from moedraft.models import LanguageModel
 from moedraft.routing.selector import Selector

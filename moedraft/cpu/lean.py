@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 from moedraft.cache import SlotCache, SlotLayer
-from moedraft.cpu.products import SMALL, Product
+from moedraft.cpu.products import Product
 
 KNOWN = ("llama", "mistral", "qwen2")  # RMS norms before attention and MLP, rotary halves, SiLU gate, no more
 FEW_QUERIES = 16  # tokens a row up to which plain attention beats the fused kernel on a CPU
@@ -72,7 +72,6 @@ class LeanForward:
     """
 
     def __init__(self, hf: Any, *, fuse: bool) -> None:
-        fuse = fuse and hf.num_parameters() <= SMALL
         self.ragged = fuse and hf.device.type == "cpu"  # padding costs as much as tokens do
         self.embed = hf.model.embed_tokens
         self.rotary = hf.model.rotary_emb

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 from torch.nn.functional import linear, pad
 
-SMALL = 50_000_000  # weights of a model up to which the memory for second copies is well spent
 FEW = 2  # rows up to which the input-major copy is faster
 TYPICAL = 5  # rows that the blocked copy is laid out for
 MANY = 128  # rows from which on arithmetic decides, not reading, and PyTorch's usual product is as fast

@@ -64,11 +64,13 @@ class Embedder:
         max_tokens: int = MAX_TOKENS,
         device: str = "cpu",
         batch_size: int = 32,
+        cpu_fast_paths: bool = True,
     ) -> None:
         self.source = source
         self.max_tokens = max_tokens
         self.device = device
         self.batch_size = batch_size
+        self.cpu_fast_paths = cpu_fast_paths
         self._model: Any = None  # ready for use
         self._loading = threading.Lock()  # the engine's thread and the router's may both be the first
 
@@ -80,7 +82,7 @@ class Embedder:
     @property
     def half(self) -> bool:
         """bfloat16 where the CPU multiplies it: half the time, and vectors within .998 of the full ones."""
-        return self.device == "cpu" and multiplies_bfloat16()
+        return self.cpu_fast_paths and self.device == "cpu" and multiplies_bfloat16()
 
     @property
     def loaded(self) -> bool:
@@ -100,7 +102,8 @@ class Embedder:
         model = _load(self.source, self.device, self.max_tokens)
         if self.half:
             model.to(torch.bfloat16)
-        pack_layers(model, self.max_tokens)
+        if self.cpu_fast_paths:
+            pack_layers(model, self.max_tokens)
         return model
 
     def _encode(self, texts: list[str]) -> Floats:

@@ -46,14 +46,6 @@ def test_long_pieces_take_the_fused_kernel_and_short_ones_agree() -> None:
         torch.testing.assert_close(piece, whole[:, start : start + 4], atol=1e-4, rtol=1e-4)
 
 
-def test_only_a_small_model_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert LeanForward(random_model("llama", 3).hf, fuse=True).head is not None
-    monkeypatch.setattr("moedraft.cpu.lean.SMALL", 1000)
-    large = LeanForward(random_model("llama", 3).hf, fuse=True)
-    assert large.head is None
-    assert all(layer.qkv is None for layer in large.layers)
-
-
 def test_only_what_is_written_down() -> None:
     assert fits(random_model("llama", 0).hf)
     assert not fits(random_model("gpt_neox", 0).hf)
