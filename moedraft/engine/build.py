@@ -17,7 +17,8 @@ from moedraft.engine.engine import Engine
 from moedraft.engine.loader import AdapterLoader
 from moedraft.engine.recorder import Recorder
 from moedraft.models import LanguageModel, check_pair, load_model
-from moedraft.routing.classifier import Embedder, Router
+from moedraft.routing.embedder import Embedder
+from moedraft.routing.router import Router
 from moedraft.routing.selector import BackgroundSelector
 from moedraft.storage.db import DATABASE
 from moedraft.storage.store import TARGET_ID, Store

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from moedraft.core import Sequence, Verdict
-from moedraft.routing.classifier import Route, Router
+from moedraft.routing.router import Route, Router
 
 log = logging.getLogger(__name__)
 

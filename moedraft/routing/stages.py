@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from moedraft.routing.classifier import DomainClassifier
 from moedraft.routing.embedder import Floats, join, unit
-from moedraft.routing.model import RouterModel
 
 AGREEMENT = 0.99  # with the full model, expected of what the first stage decides
 CAUTION = 2.0  # the domains left out are not all strangers there are: this much less doubt than they ask for
@@ -28,8 +28,8 @@ NEVER = float("inf")
 class TwoStage:
     """A fitted router. Decides nothing in the first stage until `deciding` says how sure it must be."""
 
-    full: RouterModel
-    ngrams: RouterModel  # the same domains, of the n-grams alone
+    full: DomainClassifier
+    ngrams: DomainClassifier  # the same domains, of the n-grams alone
     trials: Floats  # [m, 2], a left-out example each: the first stage's confidence, and what the full model
     # gives the same domain if that is its best, else -1
     sure: float = NEVER  # the first stage decides from this confidence on
@@ -37,8 +37,10 @@ class TwoStage:
     @classmethod
     def fit(cls, rows: Mapping[str, Floats], split: int) -> TwoStage:
         """From {name: features [n, F] with n >= 2}, at least one domain. Deterministic."""
-        full, opinions = RouterModel.fit_and_try(rows, split)
-        ngrams, first = RouterModel.fit_and_try({name: unit(x[:, split:]) for name, x in rows.items()}, 0)
+        full, opinions = DomainClassifier.fit_and_try(rows, split)
+        ngrams, first = DomainClassifier.fit_and_try(
+            {name: unit(x[:, split:]) for name, x in rows.items()}, 0
+        )
         return cls(full, ngrams, _compare(first, opinions))
 
     @property
@@ -74,7 +76,7 @@ class TwoStage:
     def unpack(cls, tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> TwoStage | None:
         """The inverse of `pack`; None for what `pack` did not make."""
         full, ngrams = (
-            RouterModel.unpack(_inside(tensors, stage), _inside(metadata, stage))
+            DomainClassifier.unpack(_inside(tensors, stage), _inside(metadata, stage))
             for stage in ("full", "ngrams")
         )
         trials = np.asarray(tensors.get("trials", ()), dtype=np.float32)

@@ -12,7 +12,7 @@ import torch
 from routing_fakes import WordEmbedder, prompts
 
 from moedraft.core import SHARED, SamplingParams, Sequence, Verdict
-from moedraft.routing.classifier import Route, Router
+from moedraft.routing.router import Route, Router
 from moedraft.routing.selector import BackgroundSelector, ExpertSelector, Selector
 
 

@@ -24,7 +24,7 @@ from fastapi import FastAPI
 
 from moedraft.config import load_settings
 from moedraft.core import SHARED, AdapterVersion, Domain, ReplayRecord, RequestStats, UpdateRecord
-from moedraft.routing.classifier import Route
+from moedraft.routing.router import Route
 from moedraft.serve.auth import Authority, Guard
 from moedraft.serve.dashboard import mount
 from moedraft.serve.keys import KeyFile, Keyring

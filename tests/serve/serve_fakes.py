@@ -16,8 +16,8 @@ from moedraft.drafting.drafter import Drafter, NoExperts
 from moedraft.engine.build import ROUTER_FOLDER, System
 from moedraft.engine.engine import Engine
 from moedraft.engine.recorder import Recorder
-from moedraft.routing.classifier import Router
 from moedraft.routing.embedder import Floats
+from moedraft.routing.router import Router
 from moedraft.routing.selector import Selector
 from moedraft.storage.store import Store
 
