@@ -3,7 +3,7 @@
 The time of a product with few rows is the time of reading its weight. So each expert's merged weight
 multiplies the rows of that expert, and with many experts in one batch, which would mean reading many weights,
 the shared draft serves all rows. The plain twin is `moedraft.drafting.layer.Mixed`, which adds the low-rank
-terms of all experts to one product, and draws no limit; every other model uses it.
+terms of all experts to one product and takes any number of experts; every other model uses it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FEW_EXPERTS = 2  # up to which reading each expert's own weights pays
 
 
 def too_many(experts: Collection[str]) -> bool:
-    """Whether a batch with these experts is drafted faster, and as well for the time, by the shared draft."""
+    """Whether reading the weights of all these experts costs more time than their better drafts save."""
     return len(experts) > FEW_EXPERTS
 
 

@@ -1,6 +1,6 @@
-"""Memory of a process that serves: what Python looks through again and again, what the C library keeps.
+"""What a server does about its memory: short garbage collections, and freed memory given back to the system.
 
-By itself glibc keeps much of what is freed; other C libraries are left alone.
+The plain twin is to call none of this. glibc keeps much of what is freed; other C libraries are left alone.
 """
 
 from __future__ import annotations
@@ -8,26 +8,26 @@ from __future__ import annotations
 import ctypes
 import gc
 
-# For glibc: bytes from which on a block is mapped by itself, and bytes that may lie free at the top.
+# Options of glibc: bytes from which on a block gets a mapping of its own, and bytes left free at the top.
 M_MMAP_THRESHOLD, OWN_MAPPING = -3, 4_000_000  # below the output layer of the shipped draft, 4.2 MB
 M_TRIM_THRESHOLD, FREE_AT_TOP = -1, 16_000_000
 
 
 def keep_what_is_loaded() -> None:
-    """Have Python's garbage collector never look at the objects that there are now again.
+    """Exempt all objects that exist now from Python's garbage collections.
 
-    A server that has loaded everything has more than half a million of them; one full collection takes 0.4 s,
-    in which no thread runs.
+    A server that has loaded everything has more than half a million of them. A full collection that looks at
+    them takes 0.4 s, in which no thread runs.
     """
     gc.collect()
     gc.freeze()
 
 
 def return_large_blocks() -> bool:
-    """Have the C library give each freed block of OWN_MAPPING bytes back to the system, where it can.
+    """Have the C library give every freed block of at least OWN_MAPPING bytes back to the system at once.
 
-    By itself glibc raises that limit to the largest block freed so far, and the weights of adapters that come
-    and go leave holes of megabytes among what stays. False: the C library is another.
+    glibc raises that limit to the largest block that was freed so far. Replaced weights of adapters then
+    leave holes of megabytes in its heaps. Returns False, having changed nothing, with other C libraries.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
@@ -36,9 +36,9 @@ def return_large_blocks() -> bool:
 
 
 def return_free_memory() -> None:
-    """Give what lies free in the C library's heaps back to the system, where it can (glibc).
+    """Give free memory in the C library's heaps back to the system, such as that of replaced weights.
 
-    The weights of versions that were replaced leave holes, which it would keep.
+    Does nothing where the C library is not glibc.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -28,7 +28,7 @@ class LoRALinear(nn.Module):
 
     @property
     def weight(self) -> nn.Parameter:
-        """The base's, as code of the model's own may ask for."""
+        """The base layer's weight; some models' own code asks for it."""
         return self.base.weight  # type: ignore[return-value]
 
     def base_weight(self) -> torch.Tensor:
@@ -67,7 +67,7 @@ class Mixed:
 
 
 def _shaped(mask: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """[B, 1, R] → what multiplies x's rows: [B, T, h], [B·T, h] with T tokens of each row, or [B, …, h]."""
+    """mask [B, 1, R] in the shape that fits x: [B, T, in], [B, …, in], or [B·T, in] row after row."""
     if x.dim() == 2:
         return mask[:, 0].repeat_interleave(x.shape[0] // mask.shape[0], dim=0)
     return mask.view(mask.shape[0], *[1] * (x.dim() - 2), mask.shape[2])

@@ -26,12 +26,12 @@ from moedraft.models import LanguageModel
 
 @dataclass(frozen=True)
 class Prepared:
-    """New versions by expert (None: the zero adapter), with what was computed for them ahead of their use."""
+    """New versions, with what was computed for them before they are used."""
 
-    changes: Mapping[str, Adapter | None]
-    weights: dict[str, torch.Tensor]  # base and shared adapter, by module
-    products: Products  # of these
-    merged: dict[str, tuple[Adapter, Products]]  # by expert
+    changes: Mapping[str, Adapter | None]  # by expert; None: the zero adapter
+    weights: dict[str, torch.Tensor]  # base with the shared adapter merged in, by module
+    products: Products  # with these weights
+    merged: dict[str, tuple[Adapter, Products]]  # by expert: the version, and its merged weights
 
 
 class ExpertBank:
@@ -63,9 +63,10 @@ class ExpertBank:
         return expert in self.take(self.prepare({expert: adapter}))
 
     def prepare(self, changes: Mapping[str, Adapter | None], recent: Sequence[str] = ()) -> Prepared:
-        """What takes long about new versions; in any thread, while others draft, but by one at a time.
+        """Compute what takes long before new versions can be used, for `take`.
 
-        Experts in `recent` are made ready for batches of their own.
+        Any thread may call this while the engine drafts, but only one thread at a time. Weights of the
+        experts in `recent` are merged, so that a batch of one of them alone can use them at once.
         """
         weights, products = self._shared_weights, self._shared_products
         if SHARED in changes:
@@ -79,7 +80,7 @@ class ExpertBank:
         return Prepared(changes, weights, products, merged)
 
     def take(self, prepared: Prepared) -> set[str]:
-        """Use these versions from the next forward on; those of them that change keys and values."""
+        """Use these versions from the next forward on. Returns the experts whose keys and values change."""
         stale = set()
         for expert, adapter in prepared.changes.items():
             before = self.shared if expert == SHARED else self.experts.get(expert)
@@ -103,7 +104,7 @@ class ExpertBank:
 
     @property
     def recent(self) -> list[str]:
-        """Experts whose merged weights were used last."""
+        """The experts whose merged weights were used last."""
         return self.merged.recent
 
     def read(
@@ -115,26 +116,30 @@ class ExpertBank:
 
     @property
     def shares_cache(self) -> bool:
-        """Whether keys and values are the same whichever expert is on."""
+        """Whether the draft's keys and values are the same whichever expert drafts."""
         return all(adapter.deltas.keys() <= self.tail for adapter in self.experts.values())
 
     # -- running ---------------------------------------------------------------------------------
 
     def version(self, expert: str) -> int:
+        """The number of the version in use; 0: the expert was never trained, its adapter is zero."""
         adapter = self.shared if expert == SHARED else self.experts.get(expert)
         return adapter.version if adapter else 0
 
     def bare(self, on: bool) -> None:
-        """While on, every row is drafted by the base as it came, without shared adapter or experts."""
+        """Switch the shared adapter and all experts off, so that the base drafts every row, or on again."""
         self._bare, self.selected = on, None
 
     def drafters(self, rows: list[str]) -> list[str]:
-        """Who should draft for rows of these experts: they, or the shared draft where many cost too much."""
+        """Who drafts for rows with these experts: the experts, or the shared draft for all of them.
+
+        The shared draft serves where the batch holds so many experts that their drafts cost too much.
+        """
         many = self.grouped and groups.too_many({name for name in rows if name in self.experts})
         return [SHARED] * len(rows) if many and self.shares_cache else rows
 
     def select(self, rows: list[str]) -> None:
-        """The expert of each row of the next forward."""
+        """Set the expert of each row of the next forward."""
         key = tuple(rows)
         if key == self.selected:
             return
@@ -167,7 +172,10 @@ class ExpertBank:
                 layer.product = groups.Grouped(owners, {SHARED: plain[name], **own})
 
     def _merged(self, adapter: Adapter, weights: Mapping[str, torch.Tensor]) -> dict[str, Product]:
-        """Its layers with base, shared adapter (`weights`, where it has the layer) and itself in one."""
+        """The layers of `adapter` as products, with base, shared adapter and `adapter` in one weight each.
+
+        weights: base and shared adapter in one, for the layers that the shared adapter has.
+        """
         return {
             name: self.layers[name].with_weight(weights.get(name, self.layers[name].base_weight()) + b @ a)
             for name, (a, b) in adapter.deltas.items()
