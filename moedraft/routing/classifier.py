@@ -1,19 +1,21 @@
-"""The numbers behind the router: multinomial logistic regression, calibrated, with a probability of none.
+"""Features of a prompt → the probability of each domain, and of none: a calibrated logistic regression.
 
-Two things are added to scikit-learn's classifier, because a softmax must spend its whole mass on domains
-it knows and so is sure of itself on prompts of none:
+A softmax spends its whole mass on the domains it knows, and so is sure of itself even for prompts that belong
+to none of them. Two things are therefore added to scikit-learn's multinomial logistic regression:
 
 - a temperature, fitted on held-out examples;
-- P(known), a logistic regression on four figures that say how well a prompt fits its best domain: the
-  classifier's evidence (log-sum-exp of the logits), its margin, and the similarity to the domain's centroid
-  in each part of the features, standardised by what the domain's own examples show when left out. It is
-  fitted by leaving out, in turn, a fifth of the domains (prompts of none) and of the other examples.
+- P(known), the probability that the prompt belongs to any known domain. It is a logistic regression on four
+  figures that say how well a prompt fits its best domain: the evidence (log-sum-exp of the logits), the
+  margin to the second best, and the similarity to the domain's centroid in each of the two parts of the
+  features, standardised by the similarities that the domain's own examples show when they are left out. It
+  is fitted by leaving out, in turn, a fifth of the domains (whose examples then belong to none) and of the
+  other examples.
 
-With fewer than three domains there is nothing to leave out: P(known) then rests on the two similarities
-alone, and is 1/2 for a prompt as far off as the worst twentieth of the left-out examples. With one domain
-a classifier cannot be fitted at all, and the domain's probability is P(known).
+With fewer than three domains none can be left out. P(known) then depends on the two similarities alone, and
+is 1/2 for a prompt that is as far off as the worst twentieth of the left-out examples. With a single domain
+there is nothing to classify, and the domain's probability is P(known).
 
-The same model serves n-grams alone (`split` 0): the similarity of the part that is not there is always 0.
+The same classifier works with n-grams alone (`split` 0): the similarity of the missing part is 0 then.
 """
 
 from __future__ import annotations
@@ -34,13 +36,13 @@ Labels = NDArray[np.int64]
 FOLDS = 5
 INVERSE_PENALTY = 100.0  # features are unit vectors, so weights must be large to matter
 TEMPERATURES = np.geomspace(0.2, 5.0, 65)
-UNKNOWN_SHARE = 1 / 3  # of prompts assumed to fit no domain; more of it refuses more prompts of either kind
-MIN_SPREAD = 0.05  # examples that hardly differ must not make every other prompt a stranger
+UNKNOWN_SHARE = 1 / 3  # assumed share of prompts that fit no domain; a higher one refuses more of all prompts
+MIN_SPREAD = 0.05  # so that a domain with nearly equal examples does not reject every other prompt
 
 
 @dataclass(frozen=True)
 class DomainClassifier:
-    """A fitted classifier. Rows of `weight`, `bias`, `centroids`, `typical` follow `names`."""
+    """A fitted classifier. Row i of `weight`, `bias`, `centroids` and `typical` belongs to `names[i]`."""
 
     names: tuple[str, ...]
     weight: Floats  # [D, F]
@@ -49,19 +51,19 @@ class DomainClassifier:
     typical: Floats  # [D, 4]: mean and spread of a left-out example's similarity, first part then second
     head: Floats  # [5]: weights of the four figures and a bias; P(known) = sigmoid
     temperature: float
-    split: int  # features before it are the embedding, the others n-grams
+    split: int  # the first `split` features are the embedding, the others n-grams
 
     @classmethod
     def fit(cls, rows: Mapping[str, Floats], split: int) -> DomainClassifier:
-        """From {name: features [n, F] with n >= 2}, at least one domain. Deterministic."""
+        """Fit {name: features [n, F] with n >= 2}, at least one domain. Deterministic."""
         return cls.fit_and_try(rows, split)[0]
 
     @classmethod
     def fit_and_try(cls, rows: Mapping[str, Floats], split: int) -> tuple[DomainClassifier, Floats]:
-        """Also [m, D]: what it says of examples when they, or their whole domains, are left out.
+        """`fit`, with [m, D]: the probabilities that examples get when they or their domains are left out.
 
-        Which examples these are, and their order, depend on the numbers of domains and examples alone, so
-        that models of different features can be compared row by row. None with fewer than three domains.
+        Which examples these are, and in which order, depends on the numbers of domains and examples alone, so
+        that classifiers of different features can be compared row by row. With two domains or one m is 0.
         """
         names = tuple(rows)
         x = np.vstack([rows[name] for name in names])
@@ -94,7 +96,7 @@ class DomainClassifier:
         return self._known(self.figures(x))
 
     def probabilities(self, x: Floats) -> Floats:
-        """[n, F] → [n, D], calibrated; what a row lacks to 1 is the probability of none."""
+        """[n, F] → [n, D], calibrated; 1 − a row's sum is the probability of none."""
         return self._calibrated(self.logits(x), self.figures(x))
 
     def _known(self, figures: Floats) -> Floats:
@@ -131,17 +133,17 @@ _TENSORS = ("weight", "bias", "centroids", "typical", "head")
 
 @dataclass(frozen=True)
 class _HeldOut:
-    """What a model says of examples it was not fitted on, some of them of domains it does not know."""
+    """What a classifier says of examples it was not fitted on; some belong to domains it does not know."""
 
     figures: Floats  # [n, 4]
     logits: Floats  # [n, D']
     classes: Labels  # [D']: which of all D domains the model knows
     labels: Labels  # [n], into D
-    known: NDArray[np.bool_]  # [n]: is the label among the classes?
+    known: NDArray[np.bool_]  # [n]: whether the label is among the classes
 
 
 def _fit_base(names: tuple[str, ...], x: Floats, y: Labels, split: int) -> DomainClassifier:
-    """Classifier and centroids; temperature and head are still neutral."""
+    """A classifier with weights and centroids, but without a fitted temperature or head."""
     weight, bias = _fit_linear(x, y, len(names))
     centroids, typical = _fit_centroids(x, y, len(names), split)
     head = np.zeros(5, dtype=np.float32)
@@ -149,18 +151,18 @@ def _fit_base(names: tuple[str, ...], x: Floats, y: Labels, split: int) -> Domai
 
 
 def _fit_linear(x: Floats, y: Labels, num_classes: int) -> tuple[Floats, Floats]:
-    """Weights [D, F] and biases [D]; zeros where there is one class and nothing to tell apart."""
+    """Weights [D, F] and biases [D]; zeros where there is only one class."""
     if num_classes == 1:
         return np.zeros((1, x.shape[1]), dtype=np.float32), np.zeros(1, dtype=np.float32)
     fitted = new_regression().fit(x, y)
     weight, bias = fitted.coef_, fitted.intercept_
     if num_classes == 2:  # scikit-learn keeps one row, the second class against the first
         weight, bias = np.vstack([-weight, weight]) / 2, np.hstack([-bias, bias]) / 2
-    return weight.astype(np.float32, order="C"), bias.astype(np.float32)  # the order it is kept in
+    return weight.astype(np.float32, order="C"), bias.astype(np.float32)  # safetensors keeps C order
 
 
 def new_regression() -> Any:
-    """Unfitted. Balanced, since how many examples a domain has says nothing of its traffic."""
+    """A logistic regression, not fitted yet. Balanced: examples do not tell how common a domain is."""
     return LogisticRegression(C=INVERSE_PENALTY, max_iter=1000, class_weight="balanced")
 
 
@@ -184,10 +186,10 @@ def _left_out_similarities(x: Floats, y: Labels, split: int) -> Floats:
 
 
 def _held_out(names: tuple[str, ...], x: Floats, y: Labels, split: int, fold: int) -> _HeldOut:
-    """Fit without every fifth domain and a fifth of the others' examples; look at what was left out.
+    """Fit without every fifth domain and without a fifth of the others' examples; classify what was left out.
 
-    That fifth is a run of neighbours: examples listed by origin then show how far prompts of the domain
-    can lie from those it was fitted on.
+    That fifth is a run of consecutive examples. Where examples are listed by origin, this shows how far other
+    prompts of the domain can lie from those that it was fitted on.
     """
     folds = min(FOLDS, len(names))
     block = np.concatenate([np.arange(n) * folds // n for n in np.bincount(y)])
@@ -200,14 +202,14 @@ def _held_out(names: tuple[str, ...], x: Floats, y: Labels, split: int, fold: in
 
 
 def _opinions(model: DomainClassifier, part: _HeldOut) -> Floats:
-    """[n, D]: probabilities of the examples left out, calibrated as `model` is; 0 for a domain left out."""
+    """[n, D]: probabilities of the left-out examples, calibrated as `model` is; 0 for left-out domains."""
     rows = np.zeros((len(part.logits), len(model.names)), dtype=np.float32)
     rows[:, part.classes] = model._calibrated(part.logits, part.figures)
     return rows
 
 
 def _temperature(parts: list[_HeldOut]) -> float:
-    """The one that makes held-out examples most likely."""
+    """The temperature under which the labels of the held-out examples are most likely."""
     inside = [(p.logits[p.known], np.searchsorted(p.classes, p.labels[p.known])) for p in parts]
 
     def loss(temperature: float) -> float:
@@ -218,9 +220,10 @@ def _temperature(parts: list[_HeldOut]) -> float:
 
 
 def _known_head(figures: Floats, known: NDArray[np.bool_]) -> Floats:
-    """[n, 4], [n] → [5]: a balanced logistic regression, moved to the prior odds of UNKNOWN_SHARE.
+    """Figures [n, 4] and labels [n] → [5]: the weights and the bias of P(known).
 
-    Its standardisation is folded into the weights.
+    A balanced logistic regression on standardised figures, moved to the prior odds of UNKNOWN_SHARE; the
+    standardisation is folded into the weights.
     """
     mean, spread = figures.mean(axis=0), np.maximum(figures.std(axis=0), 1e-6)
     fitted = LogisticRegression(class_weight="balanced").fit((figures - mean) / spread, known)
@@ -230,7 +233,7 @@ def _known_head(figures: Floats, known: NDArray[np.bool_]) -> Floats:
 
 
 def _distance_head(model: DomainClassifier, x: Floats, y: Labels) -> Floats:
-    """Equal weights on both similarities; 1/2 at the 5 % quantile of left-out examples."""
+    """P(known) by the two similarities alone, equally weighted; 1/2 at 5 % of the left-out examples."""
     similar = _left_out_similarities(x, y, model.split)
     scores = ((similar - model.typical[y, :2]) / model.typical[y, 2:]).sum(axis=1)
     return np.array([0, 0, 1, 1, -np.quantile(scores, 0.05)], dtype=np.float32)

@@ -37,9 +37,10 @@ MAX_EXAMPLES = 128  # per domain; more make every refit slower and the router ha
 
 @dataclass(frozen=True)
 class Route:
-    """Where a prompt goes. `confidence` is the probability of the best domain, chosen or not.
+    """Which domain a prompt was found to belong to.
 
-    `probabilities` holds every registered domain and `shared` (fits none of them), and sums to 1.
+    `confidence` is the probability of the best domain, even where that was too unlikely to be chosen.
+    `probabilities` has an entry for every registered domain and for `shared` (none of them); they sum to 1.
     """
 
     domain: str  # a registered domain, or SHARED
@@ -50,11 +51,11 @@ class Route:
 class Router:
     """Routes prompts by what it was last fitted on, which it keeps in `folder`.
 
-    The folder holds derived data only. Where it is missing, damaged, of another version or made by another
-    embedder the router is empty, and everything goes to `shared` until it is fitted again.
+    Everything in the folder can be computed again. Where it is missing, damaged, of another version or made
+    with another embedder, the router is empty and every prompt goes to `shared` until the next `fit`.
 
-    Most prompts of well-known domains are told by their n-grams and not embedded (see `TwoStage`). Without
-    `first_stage` every prompt is: many times slower, and there to compare with.
+    Most prompts of well-known domains are told by their n-grams alone and not embedded, see `TwoStage`.
+    With `first_stage` False every prompt is embedded, which is many times slower; it serves for comparison.
     """
 
     def __init__(
@@ -74,13 +75,14 @@ class Router:
         return self._model.names if self._model else ()
 
     def matches(self, examples: Mapping[str, Sequence[str]]) -> bool:
-        """Was the router fitted on exactly these examples, by this embedder?"""
+        """Whether the router was fitted on exactly these examples, with this embedder."""
         return self._fitted_on == _digest(examples) if examples else not self.domains
 
     def warm_up(self) -> None:
-        """Have the embedder load now, if prompts may need it, and read every number and length of texts.
+        """Load the embedder and embed texts in every number and length, if there are domains to tell apart.
 
-        It takes a second or two, which no request should wait for, and memory that it keeps.
+        This takes a second or two, which no request should have to wait for. The code that is generated for
+        these shapes stays in memory.
         """
         if self._model is not None:
             for count in range(1, FEW + 1):
@@ -88,26 +90,25 @@ class Router:
                     self.embedder.embed(["a " * words] * count)
 
     def fit(self, examples: Mapping[str, Sequence[str]]) -> None:
-        """Learn the domains from {name: prompts}, replacing all before; {} forgets them.
+        """Learn the domains from {name: prompts}. They replace all former ones; {} leaves no domain.
 
-        Of a domain with more than MAX_EXAMPLES prompts that many are taken, evenly spread. Only prompts that
-        were not among the last ones are embedded. Raises InvalidRequest for a domain with
-        fewer than two prompts and StorageError where the folder cannot be written; the old router stays.
-
-        On one thread: the products are small, and sharing them out takes ten times as long as computing them.
+        Of a domain with more than MAX_EXAMPLES prompts that many are used, evenly spread. Prompts that were
+        used by the last fit are not embedded again. Raises InvalidRequest for a domain with fewer than two
+        prompts, and StorageError where the folder cannot be written; the router stays as it was then.
         """
         for name, texts in examples.items():
             if len(texts) < 2:
                 raise InvalidRequest(f"domain {name!r} needs at least two example prompts.")
         chosen = {name: _spread(texts) for name, texts in examples.items()}
         rows = self._features_of(chosen) if examples else None
+        # The products are small: sharing them out over threads takes ten times as long as computing them.
         with threadpool_limits(1, user_api="blas"):
             model = TwoStage.fit(*rows) if rows else None
         self._save(model, _digest(examples))
         self._model, self._fitted_on = self._deciding(model), _digest(examples)
 
     def route(self, texts: Sequence[str]) -> list[Route]:
-        """One Route per text, in order. Without a domain, or for a blank text, `shared`, nothing embedded."""
+        """One Route per text, in order. Blank texts go to `shared`; without domains all do."""
         routes = [Route(SHARED, 0.0, dict.fromkeys(self.domains, 0.0) | {SHARED: 1.0}) for _ in texts]
         rows = [i for i, text in enumerate(texts) if text.strip()]
         if self._model is None or not rows:
@@ -118,8 +119,8 @@ class Router:
         return routes
 
     def probabilities(self, texts: Sequence[str]) -> tuple[tuple[str, ...], Floats]:
-        """Domain names and float32 [len(texts), D]; what a row lacks to 1 is the probability of none."""
-        model = self._model  # the same throughout, whatever is fitted meanwhile
+        """Names of the D domains, and float32 [len(texts), D]; 1 − a row's sum is the probability of none."""
+        model = self._model  # another thread may fit a new one meanwhile
         if model is None:
             return (), np.zeros((len(texts), 0), dtype=np.float32)
         embed = self.embedder.embed
@@ -128,18 +129,18 @@ class Router:
         )
 
     def load_or_empty(self) -> None:
-        """Take what the folder holds; become empty where it holds nothing usable."""
+        """Use what the folder holds. The router becomes empty where that is nothing usable."""
         tensors, metadata = read_tensors(self.folder / ROUTER_FILE) or ({}, {})
         ours = metadata.get("version") == str(ROUTER_VERSION) and metadata.get("embedder") == self.embedder.id
         model = TwoStage.unpack(tensors, metadata) if ours else None
         self._fitted_on = metadata.get("examples", "") if model else ""
-        self._model = self._deciding(model)  # in one go: others ask for `domains` meanwhile
+        self._model = self._deciding(model)  # one assignment: other threads read `domains` meanwhile
 
     def _deciding(self, model: TwoStage | None) -> TwoStage | None:
         return model.deciding(self.threshold) if model and self.first_stage else model
 
     def _features_of(self, examples: Mapping[str, Sequence[str]]) -> tuple[dict[str, Floats], int]:
-        """{name: [n, d + n-grams]} in the order of names, and d."""
+        """Features {name: [n, d + number of n-grams]} in the order of names, and d, the embedding's width."""
         names = sorted(examples)
         texts = [text for name in names for text in examples[name]]
         embeddings = self._cache.embed(texts)
