@@ -179,7 +179,7 @@ class Registry:
             return _reject(connection, live)
 
     def reject(self, domain: str, version: int) -> AdapterVersion | None:
-        """Mark `version` rolled_back. If it was live its nearest ancestor serves. Returns what is live now."""
+        """Mark `version` rolled_back. If it was live, an ancestor serves. Returns what is live now."""
         with self._home.write(durable=True) as connection:
             found = _find(connection, domain, version)
             if found is None:
