@@ -1,14 +1,13 @@
-"""Verification and drafting draws in Triton: three launches, no host synchronisation, the reference's
-answers.
+"""Verification and the drawing of draft tokens in Triton: three kernels, and no waiting for the host.
 
-    sweep    one read of the logits: maximum and sum (greedy rows: the argmax) of every chunk
-    resolve  per sequence: log-sum-exps, accept tests, the end of the row; where that is a rejection, the
-             residual's mass by chunks, from the one target and the one draft row concerned
-    draw     per sequence: one uniform picks a chunk by its mass, the chunk is read again, the uniform's
-             rest picks the token in it
+    sweep    reads the logits once: maximum and sum of every chunk (in greedy rows the argmax)
+    resolve  per sequence: log-sum-exps, which tokens are accepted, where the row ends; if it ends with a
+             rejection, the residual's mass in each chunk of that one position
+    draw     per sequence: one random number chooses a chunk by its mass and then, after the chunk was read
+             again, the token in it
 
-No probability and no float32 copy of the logits goes through memory. Drafting draws are chains of length
-0. Knows what `reference.py` knows, and must give what it gives.
+No probabilities and no float32 copy of the logits are written to memory. Drawing a draft token is verifying a
+chain of length 0. `reference.py` is the specification, and the results must be the same.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def verify_chain(
 def sample_draft(
     logits: Tensor, temperature: Tensor | float, seed: Tensor, position: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See `moedraft.kernels.sample_draft`: a chain of length 0, drawn with the noise for proposals."""
+    """See `moedraft.kernels.sample_draft`. A chain of length 0, with the random numbers for proposals."""
     nothing = torch.empty((logits.shape[0], 0), dtype=torch.int64, device=logits.device)
     chain = (nothing, None, None, None, temperature, seed, position)
     with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
@@ -51,12 +50,12 @@ def sample_draft(
 
 
 def chunk_width(vocab: int) -> int:
-    """Entries a chunk. By vocabulary alone: the answer must not depend on the batch."""
+    """Entries in a chunk. It depends on the vocabulary alone, so that answers do not depend on the batch."""
     return 4096 if vocab > 32768 else 1024 if vocab > 1024 else 256
 
 
 def chunks_per_program(rows: int, chunks: int) -> int:
-    """One while the grid is small (a chip holds some thousand programs), then more, to launch fewer."""
+    """One while there are few chunks, since a GPU runs some thousand programs at once; then more."""
     total = rows * chunks
     return 1 if total <= 4096 else 2 if total <= 16384 else 4
 
@@ -73,7 +72,7 @@ def _run(
     *,
     drafting: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The three launches. Returns tokens, num_accepted, status, scales [B, 3] (maximum, lse, draft's lse)."""
+    """Launch the kernels. Returns tokens, num_accepted, status, scales [B, 3] (maximum, lse, draft's lse)."""
     batch, length = tokens.shape
     vocab, device = target.shape[-1], target.device
     new: dict[str, Any] = {"device": device}
@@ -140,12 +139,12 @@ def _run(
 
 
 def _strides(logits: Tensor) -> tuple[int, ...]:
-    """(sequence, row, entry); packed rows have no sequence stride."""
+    """Strides from sequence to sequence (0 where rows are packed), row to row, and entry to entry."""
     return (0, *logits.stride()) if logits.dim() == 2 else logits.stride()
 
 
 def _starts(target: Tensor, counts: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """First row of each sequence among packed rows, of the target and of the draft."""
+    """Where rows are packed: each sequence's first row in the target's and in the draft's logits."""
     if target.dim() == 3 or counts is None:
         return None, None
     draft = counts.cumsum(0) - counts

@@ -38,6 +38,9 @@ class Settings(BaseSettings):
     threads: int = Field(
         0, ge=0, description="CPU threads; 0: one for small models, which lose by sharing, else PyTorch's"
     )
+    cpu_fast_paths: bool = Field(
+        True, description="what makes small models on a CPU faster; False: plain PyTorch, the same answers"
+    )
     embedder: str = Field("minilm", description="`minilm` (carried) or a sentence-transformers folder or id")
 
     max_batch_size: int = Field(8, ge=1, le=1024, description="sequences decoded at once")

@@ -18,15 +18,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
+from moedraft import cpu
 from moedraft.cache import SlotCache
 from moedraft.core import InvalidRequest, MoedraftError, UnsupportedModel
+from moedraft.cpu.lean import LeanForward, fits
 from moedraft.evidence import HiddenStates
-from moedraft.lean import LeanForward, fits
 
 log = logging.getLogger(__name__)
 
 PIECE = 256  # bytes read at each of some 16 places of a stored tensor, to tell checkpoints apart
-
 MINI = {"target": "mini-target", "draft": "mini-draft"}
 # What `generate` of transformers would do to the logits before it takes the largest; None and 0: nothing.
 PROCESSORS = (
@@ -45,12 +45,14 @@ class LanguageModel:
 
     folder: Path | None = None  # where its files lie, if it came from files
 
-    def __init__(self, hf: PreTrainedModel, tokenizer: Any, name: str) -> None:
+    def __init__(self, hf: PreTrainedModel, tokenizer: Any, name: str, cpu_fast_paths: bool = True) -> None:
         self.hf = hf
+        self.cpu_fast_paths = cpu_fast_paths
         self.tokenizer = tokenizer
         self.name = name
         text = hf.config.get_text_config()
         self.vocab_size: int = hf.get_input_embeddings().num_embeddings
+        self.num_parameters: int = hf.num_parameters()
         self.num_layers: int = text.num_hidden_layers
         self.max_len: int = getattr(text, "max_position_embeddings", None) or 2**20
         self.additive_mask = hf.config._attn_implementation != "sdpa"
@@ -165,7 +167,9 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
     return chosen
 
 
-def load_model(name: str, role: str, device: str = "auto", dtype: str = "auto") -> LanguageModel:
+def load_model(
+    name: str, role: str, device: str = "auto", dtype: str = "auto", cpu_fast_paths: bool = True
+) -> LanguageModel:
     """Load `name` (`mini`, folder or hub id) as `role` ("target" or "draft").
 
     Raises InvalidRequest where there is no such model, UnsupportedModel where it cannot be run rightly.
@@ -180,10 +184,8 @@ def load_model(name: str, role: str, device: str = "auto", dtype: str = "auto") 
         hf, report = load_weights(where, pick_dtype(dtype, on))
         refuse_holes(report, name)
         if getattr(hf, "_is_stateful", False):
-            raise UnsupportedModel(
-                f"{name}: {config.model_type} keeps a recurrent state, no keys and values."
-            )
-        model = LanguageModel(hf.to(on).eval().requires_grad_(False), tokenizer, name)
+            raise UnsupportedModel(f"{name}: {config.model_type} keeps a recurrent state, no key and value.")
+        model = LanguageModel(hf.to(on).eval().requires_grad_(False), tokenizer, name, cpu_fast_paths)
         model.folder = folder_of(where)
     except MoedraftError:
         raise
@@ -192,10 +194,9 @@ def load_model(name: str, role: str, device: str = "auto", dtype: str = "auto") 
     if role == "target":
         warn_of_processors(model)
     self_check(model)
-    lean = LeanForward(model.hf, fuse=role == "target") if fits(model.hf) else None
-    if lean is not None:
+    if cpu.allows(model) and fits(model.hf):
         try:
-            model.lean = lean
+            model.lean = LeanForward(model.hf, fuse=role == "target" and cpu.suits(model))
             self_check(model)
         except UnsupportedModel:
             model.lean = None

@@ -30,7 +30,8 @@ import torch
 import transformers
 
 from moedraft.core import SHARED, SamplingParams, Sequence
-from moedraft.drafting.lora import Adapter, ExpertBank
+from moedraft.drafting.adapter import Adapter
+from moedraft.drafting.lora import ExpertBank
 from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine
 from moedraft.models import LanguageModel

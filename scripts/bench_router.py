@@ -27,9 +27,9 @@ import torch
 
 import moedraft
 from moedraft.core import SHARED
-from moedraft.routing.classifier import Embedder, Router, TextEmbedder
-from moedraft.routing.embedder import Floats, char_ngrams, features
-from moedraft.routing.model import new_classifier
+from moedraft.routing.classifier import new_regression
+from moedraft.routing.embedder import Embedder, Floats, TextEmbedder, char_ngrams, features
+from moedraft.routing.router import Router
 
 GENERAL = {"general_en", "textbook_en"}  # what most external prompts belong to, if to anything
 STEPS = 32  # of the target between two prompts, the reading of a short one among them
@@ -135,7 +135,7 @@ def ablation(
     result = {}
     for name, part in parts.items():
         labels = [domain for domain, texts in fit.items() for _ in texts]
-        model = new_classifier().fit(np.vstack([part(texts) for texts in fit.values()]), labels)
+        model = new_regression().fit(np.vstack([part(texts) for texts in fit.values()]), labels)
         right = [np.mean(model.predict(part(texts)) == domain) for domain, texts in tests.items()]
         result[name] = round(float(np.mean(right)), 4)
     return result

@@ -23,7 +23,7 @@ from moedraft.config import Settings
 from moedraft.core import SHARED
 
 if TYPE_CHECKING:
-    from moedraft.routing.classifier import Route
+    from moedraft.routing.router import Route
 
 
 def route(
@@ -55,8 +55,8 @@ def route(
 
 
 def _routes(settings: Settings, texts: list[str]) -> list[Route]:
-    from moedraft.routing.classifier import Route
     from moedraft.system.build import open_router
+    from moedraft.routing.router import Route
 
     with reading(settings) as store:
         if store is None:

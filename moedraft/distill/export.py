@@ -21,7 +21,7 @@ from peft import LoraConfig
 from safetensors.torch import save_file
 
 from moedraft.core import SHARED, AdapterVersion, InvalidRequest
-from moedraft.drafting.lora import LORA_A, LORA_B, PREFIX, Delta, scaling
+from moedraft.drafting.adapter import LORA_A, LORA_B, PREFIX, Delta, scaling
 from moedraft.storage.adapters import CONFIG, WEIGHTS, LoadedAdapter
 from moedraft.storage.store import Store
 

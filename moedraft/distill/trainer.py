@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from moedraft.core import SHARED, AdapterVersion, ReplayRecord, UnsupportedModel
 from moedraft.distill.batches import MAX_CONTEXT, Batch, collate
 from moedraft.distill.publish import HomeOutlet, Outlet
-from moedraft.drafting.lora import LORA_A, PREFIX
+from moedraft.drafting.adapter import LORA_A, PREFIX
 from moedraft.drafting.modules import adaptable
 from moedraft.kernels import Kind, divergence
 from moedraft.models import LanguageModel

@@ -17,7 +17,7 @@ from sse_starlette.sse import AppStatus
 
 from moedraft.config import Settings
 from moedraft.core import InvalidRequest
-from moedraft.memory import keep_what_is_loaded
+from moedraft.cpu.memory import keep_what_is_loaded
 from moedraft.serve.app import create_app
 from moedraft.serve.auth.access import is_loopback
 from moedraft.serve.http import log
@@ -54,7 +54,8 @@ def serve(settings: Settings, announce: Callable[[str], None] = lambda url: None
         app = create_app(worker, supervisor, settings, own_key)
         url = url_of(listener, settings.host)
         system.router.warm_up()
-        keep_what_is_loaded()
+        if settings.cpu_fast_paths:
+            keep_what_is_loaded()
         stack.enter_context(_found(settings.home, url, own_key, secret))
         GracefulServer(app, worker, settings, lambda: announce(url)).run(sockets=[listener])
 

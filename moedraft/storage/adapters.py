@@ -36,7 +36,7 @@ MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1
 ALLOWED = (".safetensors", ".json", ".md")
 TEMPORARY = ".tmp-"
-LIMITS = ("File too large", "quota exceeded")  # as safetensors words EFBIG and EDQUOT
+LIMITS = ("File too large", "quota exceeded")  # in safetensors' messages for EFBIG and EDQUOT
 VERSION_FOLDER = re.compile(r"v([0-9]+)")
 
 log = logging.getLogger(__name__)
@@ -49,9 +49,9 @@ class LoadedAdapter(NamedTuple):
 
 
 class AdapterStore:
-    """The adapters of a home. Safe to share between threads; only a writable home is ever changed.
+    """The adapters of a home. Safe to share between threads. Changes nothing in a read-only home.
 
-    Making one removes what a crash left behind: temporary folders and versions without a row.
+    When it is created it deletes what a crash left behind: temporary folders and versions without a row.
     """
 
     def __init__(self, home: Home, registry: Registry) -> None:
@@ -62,7 +62,7 @@ class AdapterStore:
             self._clean()
 
     def folder(self, domain: str, version: int) -> Path:
-        """Where `version` lies. Raises InvalidRequest for a name that is none."""
+        """The folder of `version`. Raises InvalidRequest for an invalid name."""
         return self._root / check_expert_name(domain) / f"v{int(version)}"
 
     def publish(
@@ -75,11 +75,11 @@ class AdapterStore:
         acceptance: float | None,
         extra: dict[str, Any],
     ) -> AdapterVersion:
-        """Makes what `write(folder)` leaves in its folder the live version of `domain`: whole or not at all.
+        """Publish the files that `write(folder)` writes as the live version of `domain`: all or nothing.
 
         `extra` (rank, modules …) goes into the manifest. Raises InvalidRequest for an unknown domain,
-        CorruptAdapter for files that are no intact PEFT adapter, StorageFull, StorageError, and
-        whatever `write` raises; the former version serves on then.
+        CorruptAdapter for files that are no intact PEFT adapter, StorageFull, StorageError, and whatever
+        `write` raises; the former version stays live then.
         """
         self._home.require_writable()
         self._registry.next_version(domain)  # an unknown name is refused before anything is written
@@ -100,7 +100,7 @@ class AdapterStore:
         return version
 
     def load(self, version: AdapterVersion, base_hash: str | None = None) -> LoadedAdapter:
-        """Files of `version`, verified against its manifest.
+        """The files of `version`, verified against its manifest.
 
         Raises CorruptAdapter where anything is missing, changed or not finite, and StorageError where
         `base_hash` (of the draft base that runs) is given and the adapter belongs to another.
@@ -179,7 +179,7 @@ class AdapterStore:
         return Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=parent))
 
     def _install(self, temporary: Path, version: AdapterVersion) -> None:
-        """Folder, then row: a crash between them leaves a folder without a row, which `_clean` removes."""
+        """Put the folder in its place, then add the row. A crash in between leaves work for `_clean`."""
         folder = self.folder(version.domain, version.version)
         for path in (*temporary.iterdir(), temporary):
             _sync(path)
@@ -193,14 +193,14 @@ class AdapterStore:
             raise
 
     def reject(self, version: AdapterVersion) -> None:
-        """Rolls `version` back, where it is still there and the home writable: it does not fit its base."""
+        """Roll back a version that does not fit its base, unless it was removed or the home is read-only."""
         self._reject(version)
 
     def _reject(self, version: AdapterVersion) -> None:
         if not self._home.writable:
             return
         with self._home.folder_lock:
-            # rows go before folders: a version without a row was removed meanwhile and is not corrupt
+            # Rows are removed before folders. So a version without a row is not corrupt: it was just removed.
             rows = self._registry.versions(version.domain)
             if version.version in {row.version for row in rows}:
                 self._registry.reject(version.domain, version.version)
@@ -219,7 +219,7 @@ def _title(version: AdapterVersion) -> str:
 
 
 def _written(folder: Path, write: Callable[[Path], None]) -> dict[str, bytes]:
-    """What `write` leaves in `folder`, checked."""
+    """The files that `write` writes into `folder`, checked."""
     try:
         write(folder)
     except SafetensorError as error:
@@ -240,7 +240,7 @@ def _written(folder: Path, write: Callable[[Path], None]) -> dict[str, bytes]:
 
 
 def _contents(folder: Path, title: str) -> dict[str, bytes]:
-    """The bytes of each file. Raises CorruptAdapter for anything but plain files of the kinds allowed."""
+    """The bytes of each file. Raises CorruptAdapter for anything but plain files of the allowed kinds."""
     files = {}
     try:
         for path in sorted(folder.iterdir()):
@@ -261,7 +261,7 @@ def _parsed(files: dict[str, bytes], title: str) -> tuple[dict[str, Any], dict[s
     try:
         tensors: dict[str, torch.Tensor] = load_tensors(files[WEIGHTS])
         finite = {name: bool(tensor.isfinite().all()) for name, tensor in tensors.items()}
-    except (SafetensorError, KeyError, NotImplementedError) as error:  # the latter two: numbers of odd types
+    except (SafetensorError, KeyError, NotImplementedError) as error:  # the last two: unknown dtypes
         raise CorruptAdapter(f"{title}: {WEIGHTS} cannot be read: {error}.") from error
     for name in finite:
         if not finite[name]:
@@ -272,7 +272,7 @@ def _parsed(files: dict[str, bytes], title: str) -> tuple[dict[str, Any], dict[s
 def _object(text: bytes, title: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except (ValueError, RecursionError) as error:  # the latter: nested too deeply
+    except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
         raise CorruptAdapter(f"{title} is missing or no JSON.") from error
     if not isinstance(value, dict):
         raise CorruptAdapter(f"{title} is no JSON object.")

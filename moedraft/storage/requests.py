@@ -46,7 +46,7 @@ class ExpertStats:
 
 
 class RequestLog:
-    """The newest `capacity` requests; the sums of all, those trimmed included.
+    """Keeps the newest `capacity` requests, and for each expert sums over all requests there ever were.
 
     All methods raise StorageError where the home fails.
     """
@@ -56,7 +56,7 @@ class RequestLog:
         self._capacity = capacity
 
     def add(self, stats: Sequence[RequestStats]) -> None:
-        """All of `stats` or none."""
+        """Store all of `stats` or none."""
         if not stats:
             return
         with self._home.write() as connection:
@@ -67,7 +67,7 @@ class RequestLog:
             connection.execute(delete(requests).where(requests.c.id <= last - self._capacity))
 
     def summary(self) -> dict[str, ExpertStats]:
-        """Per expert that ever served, removed domains included."""
+        """Statistics of every expert that ever served, those of removed domains included."""
         with self._home.read() as connection:
             totals = connection.execute(select(request_totals).order_by(request_totals.c.expert)).all()
             return {row.expert: _summary(connection, row) for row in totals}
@@ -86,9 +86,9 @@ class RequestLog:
         return [_stats(dict(row)) for row in reversed(rows)]
 
     def series(self, expert: str, bucket: int = 20) -> list[tuple[float, int, int]]:
-        """(created_at of the last, accepted, drafted) of every `bucket` kept requests in a row, oldest first.
+        """The kept requests in groups of `bucket`, oldest first: (created_at of the last, accepted, drafted).
 
-        Requests without a draft are left out; the last bucket may be smaller.
+        Requests without a draft are left out; the last group may be smaller.
         """
         query = (
             select(requests.c.created_at, requests.c.num_accepted_tokens, requests.c.num_draft_tokens)

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from moedraft.config import Settings, check_home, load_settings
+from moedraft.cpu.threads import set_threads
 from moedraft.drafting.lora import ExpertBank
 from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine
 from moedraft.models import LanguageModel, check_pair, load_model
-from moedraft.routing.classifier import Embedder, Router
+from moedraft.routing.embedder import Embedder
+from moedraft.routing.router import Router
 from moedraft.routing.selector import BackgroundSelector
 from moedraft.storage.db import DATABASE
 from moedraft.storage.store import TARGET_ID, Store
@@ -23,7 +23,6 @@ from moedraft.system.loader import AdapterLoader
 from moedraft.system.recorder import Recorder
 
 ROUTER_FOLDER = "router"
-SMALL = 50_000_000  # parameters of a target that one thread serves best
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,8 @@ def open_store(settings: Settings, *, write: bool = True) -> Store:
 
 def open_router(settings: Settings, store: Store) -> Router:
     """The home's router, refitted where the registered domains are not the ones it knows."""
-    router = Router(Embedder(settings.embedder), settings.home / ROUTER_FOLDER, settings.unknown_threshold)
+    embedder = Embedder(settings.embedder, cpu_fast_paths=settings.cpu_fast_paths)
+    router = Router(embedder, settings.home / ROUTER_FOLDER, settings.unknown_threshold)
     registered = {domain.name: list(domain.examples) for domain in store.registry.domains()}
     if not router.matches(registered) and store.home.writable:
         router.fit(registered)
@@ -80,21 +80,12 @@ def build(settings: Settings) -> System:
 
 def load_pair(settings: Settings) -> tuple[LanguageModel, LanguageModel]:
     """Target and draft base. Raises InvalidRequest or UnsupportedModel."""
-    target = load_model(settings.target, "target", settings.device, settings.dtype)
-    draft = load_model(settings.draft, "draft", settings.device, settings.dtype)
+    options = (settings.device, settings.dtype, settings.cpu_fast_paths)
+    target = load_model(settings.target, "target", *options)
+    draft = load_model(settings.draft, "draft", *options)
     check_pair(target, draft)
     set_threads(settings.threads, target)
     return target, draft
-
-
-def set_threads(threads: int, target: LanguageModel) -> None:
-    """PyTorch's CPU threads, for the whole process.
-
-    A step of a small model is a hundred tiny operations: a second thread gains little on an idle machine,
-    and costs several times the step where another process holds a core (its spinning partner waits).
-    """
-    if threads or (target.device.type == "cpu" and target.hf.num_parameters() < SMALL):
-        torch.set_num_threads(threads or 1)
 
 
 def assemble(settings: Settings, store: Store, target: LanguageModel, draft: LanguageModel) -> System:

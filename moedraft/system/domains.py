@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from moedraft.core import Domain, InvalidRequest, check_domain_name
-from moedraft.routing.classifier import Router
+from moedraft.routing.router import Router
 from moedraft.storage.store import Store
 
 MIN_EXAMPLES = 8

@@ -12,8 +12,9 @@ import torch
 
 from moedraft import core
 from moedraft.core import SHARED, AdapterVersion, CorruptAdapter, StorageError
-from moedraft.drafting.lora import Adapter, ExpertBank, Prepared
-from moedraft.memory import return_free_memory
+from moedraft.cpu.memory import return_free_memory
+from moedraft.drafting.adapter import Adapter
+from moedraft.drafting.lora import ExpertBank, Prepared
 from moedraft.storage.store import Store
 
 POLL_SECONDS = 0.5  # doubled with every failure in a row,

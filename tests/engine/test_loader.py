@@ -18,7 +18,8 @@ from safetensors.torch import save, save_file
 
 from moedraft.core import SHARED, AdapterVersion, Domain, StorageError
 from moedraft.distill.publish import HomeOutlet
-from moedraft.drafting.lora import PREFIX, ExpertBank
+from moedraft.drafting.adapter import PREFIX
+from moedraft.drafting.lora import ExpertBank
 from moedraft.storage.store import Store
 from moedraft.system.loader import AdapterLoader
 

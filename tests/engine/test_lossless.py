@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from moedraft.core import SHARED, RequestOutput, SamplingParams
+from moedraft.drafting.adapter import Adapter
+from moedraft.drafting.lora import ExpertBank
 from moedraft.drafting.drafter import NoExperts
-from moedraft.drafting.lora import Adapter, ExpertBank
 from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine
 from moedraft.models import LanguageModel
@@ -58,9 +59,10 @@ def test_greedy_equals_transformers(kind: str, batch: int, adaptive: bool) -> No
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt_neox", "gpt2"])
-def test_good_draft_is_accepted(kind: str) -> None:
+@pytest.mark.parametrize("fast", [True, False])
+def test_good_draft_is_accepted(kind: str, fast: bool) -> None:
     """The target as its own draft: everything is accepted, and the answer is still the target's."""
-    target, draft = random_model(kind, 0), random_model(kind, 0)
+    target, draft = (random_model(kind, 0, cpu_fast_paths=fast) for _ in range(2))
     engine = engine_of(target, draft, adaptive_budget=False)
     prompts = prompts_of(8, seed=3)
     outputs = engine.generate(prompts, SamplingParams(max_tokens=40))
@@ -72,13 +74,16 @@ def test_good_draft_is_accepted(kind: str) -> None:
     )
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt_neox"])
+@pytest.mark.parametrize(
+    ("kind", "fast"), [("llama", True), ("llama", False), ("qwen2", True), ("gpt_neox", True)]
+)
 @pytest.mark.parametrize("scope", ["tail", "full"])
-def test_adapter_swaps_in_mid_answer(kind: str, scope: str) -> None:
+def test_adapter_swaps_in_mid_answer(kind: str, fast: bool, scope: str) -> None:
     """Experts good, random and adversarial, swapped every few steps; more than 2 000 tokens in all."""
-    target, draft = random_model(kind, 0), random_model(kind, 0)
+    target, draft = (random_model(kind, 0, cpu_fast_paths=fast) for _ in range(2))
     engine = engine_of(target, draft, scope=scope)
     bank = engine.chooser.model.bank
+    assert bank.grouped == fast
     prompts = prompts_of(24, seed=5)
     names = ["a", "b", SHARED]
     ids = [
@@ -128,9 +133,10 @@ def test_draft_off_for_one_request() -> None:
     assert guessed[plain] == 0 < guessed[fast]
 
 
-def test_chunked_prefill_and_growth() -> None:
+@pytest.mark.parametrize("fast", [True, False])
+def test_chunked_prefill_and_growth(fast: bool) -> None:
     """Prompts longer than a chunk and than the cache's first capacity, beside short ones."""
-    target, draft = random_model("llama", 0), random_model("llama", 0)
+    target, draft = (random_model("llama", 0, cpu_fast_paths=fast) for _ in range(2))
     engine = engine_of(target, draft, prefill_chunk=16)
     rng = random.Random(9)
     prompts = [[rng.randrange(VOCAB) for _ in range(n)] for n in (300, 3, 17, 200, 1, 2, 64, 33, 5)]

@@ -17,7 +17,6 @@ from routing_fakes import WordEmbedder
 
 from moedraft.core import SHARED, InvalidRequest
 from moedraft.routing import embedder as module
-from moedraft.routing.classifier import Router
 from moedraft.routing.embedder import (
     Embedder,
     EmbeddingCache,
@@ -27,6 +26,7 @@ from moedraft.routing.embedder import (
     features,
     read_tensors,
 )
+from moedraft.routing.router import Router
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from routing_fakes import WordEmbedder, prompts
 from threadpoolctl import threadpool_limits
 
 from moedraft.core import SHARED, InvalidRequest, StorageError
-from moedraft.routing.classifier import CACHE_FILE, MAX_EXAMPLES, ROUTER_FILE, ROUTER_VERSION, Router
+from moedraft.routing.router import CACHE_FILE, MAX_EXAMPLES, ROUTER_FILE, ROUTER_VERSION, Router
 
 STRANGE = "quasar nebula telescope xylophone 1234567"
 
@@ -134,7 +134,7 @@ def test_of_another_embedder_or_version_is_empty(
     other = Router(WordEmbedder("words/2"), tmp_path)
     assert other.domains == ()
     assert not other.matches(examples)
-    monkeypatch.setattr("moedraft.routing.classifier.ROUTER_VERSION", ROUTER_VERSION + 1)
+    monkeypatch.setattr("moedraft.routing.router.ROUTER_VERSION", ROUTER_VERSION + 1)
     assert Router(embedder, tmp_path).domains == ()
 
 

@@ -13,8 +13,8 @@ from routing_fakes import WordEmbedder, distinct, prompts
 
 from moedraft.core import SHARED
 from moedraft.routing import stages
-from moedraft.routing.classifier import ROUTER_FILE, Router
 from moedraft.routing.embedder import Floats, char_ngrams, features, join, read_tensors, write_tensors
+from moedraft.routing.router import ROUTER_FILE, Router
 from moedraft.routing.stages import NEVER, TwoStage
 
 STRANGE = "quasar nebula telescope xylophone 1234567"

@@ -29,9 +29,13 @@ from safetensors.torch import save_file
 from server import wait_for
 
 from moedraft.core import SHARED, RequestOutput
+from moedraft.cpu.groups import Grouped
+from moedraft.cpu.products import Product
 from moedraft.distill.publish import HomeOutlet
+from moedraft.drafting.adapter import LORA_A, LORA_B, PREFIX
 from moedraft.drafting.drafter import Draft
-from moedraft.drafting.lora import LORA_A, LORA_B, PREFIX, ExpertBank, LoRALinear
+from moedraft.drafting.layer import LoRALinear
+from moedraft.drafting.lora import ExpertBank
 from moedraft.serve.run import SERVER_FILE
 from moedraft.storage.adapters import CONFIG, WEIGHTS
 from moedraft.system.build import System
@@ -295,9 +299,12 @@ class Witness:
             layer.register_forward_pre_hook(partial(self._look, name))
 
     def _look(self, name: str, layer: LoRALinear, _: object) -> None:
-        assert layer.blocks is None, "a small model goes through merged weights"
         rows = self._bank.selected or ()
-        for chosen, product in layer.groups or [(range(len(rows)), layer.product)]:
+        way = layer.product
+        for chosen, product in way.groups if isinstance(way, Grouped) else [(range(len(rows)), way)]:
+            assert product is None or isinstance(product, Product), (
+                "a small model goes through merged weights"
+            )
             weight = layer.base_weight() if product is None else product.weight
             own, shared = (
                 round((now - before) / STAMP)

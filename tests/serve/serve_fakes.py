@@ -15,8 +15,8 @@ from moedraft.core import Domain
 from moedraft.drafting.drafter import NoExperts
 from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine
-from moedraft.routing.classifier import Router
 from moedraft.routing.embedder import Floats
+from moedraft.routing.router import Router
 from moedraft.routing.selector import Selector
 from moedraft.storage.store import Store
 from moedraft.system.build import ROUTER_FOLDER, System

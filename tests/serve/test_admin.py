@@ -25,7 +25,7 @@ def supervisor() -> FakeSupervisor:
 
 @pytest.fixture
 def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, supervisor: FakeSupervisor) -> Iterator[Served]:
-    monkeypatch.setattr("moedraft.system.build.Embedder", lambda source: WordEmbedder())
+    monkeypatch.setattr("moedraft.system.build.Embedder", lambda source, **_: WordEmbedder())
     with served(tmp_path, supervisor=supervisor) as found:
         yield found
 
@@ -108,7 +108,7 @@ def test_a_router_that_fails_leaves_no_domain(client: httpx.Client, monkeypatch:
         def embed(self, texts: Any) -> Any:
             raise RuntimeError("no embedder")
 
-    monkeypatch.setattr("moedraft.system.build.Embedder", lambda source: Broken())
+    monkeypatch.setattr("moedraft.system.build.Embedder", lambda source, **_: Broken())
     check_error(client.post("/admin/domains", json={"name": "law", "examples": LAW}), 500)
     assert names(client) == ["code", "prose"]
     assert expert(complete(client, DOMAINS["code"][0])) == "code"
@@ -125,7 +125,7 @@ def test_serving_goes_on_while_a_domain_is_fitted(
             assert go_on.wait(10)
             return super().embed(texts)
 
-    monkeypatch.setattr("moedraft.system.build.Embedder", lambda source: Slow())
+    monkeypatch.setattr("moedraft.system.build.Embedder", lambda source, **_: Slow())
     results: list[int] = []
 
     def register(name: str) -> None:

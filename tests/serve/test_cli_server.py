@@ -53,7 +53,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv("MOEDRAFT_HOME", raising=False)
     monkeypatch.delenv("MOEDRAFT_API_KEY", raising=False)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # not on the way to this machine
-    monkeypatch.setattr("moedraft.system.build.Embedder", lambda source: WordEmbedder())
+    monkeypatch.setattr("moedraft.system.build.Embedder", lambda source, **_: WordEmbedder())
 
     def call(*arguments: object) -> Result:
         capsys.readouterr()

@@ -41,7 +41,7 @@ from server import QUIET, TARGET, Served, listening, served, wait_for
 
 from moedraft.config import load_settings
 from moedraft.core import RequestOutput, Sequence
-from moedraft.products import KEPT, pays
+from moedraft.cpu.products import KEPT, pays
 from moedraft.serve.app import create_app
 from moedraft.serve.run import GracefulServer
 from moedraft.serve.worker.thread import EngineThread
@@ -282,7 +282,7 @@ def test_a_thousand_leave_the_shipped_pair(tmp_path: Path, capsys: pytest.Captur
 ROWS = """
 import torch
 from heap import allocated
-from moedraft.products import Product
+from moedraft.cpu.products import Product
 
 def multiply(rows):
     torch.ops.mkldnn._linear_pointwise(x[:rows], product.blocked, None, "none", [], "")
@@ -299,7 +299,7 @@ print((allocated() - before) / 1e6)
 # Frees 8 MB and takes 5; prints whether the 5 MB have a mapping of their own.
 BLOCKS = """
 import ctypes, sys
-from moedraft.memory import return_large_blocks
+from moedraft.cpu.memory import return_large_blocks
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
@@ -314,7 +314,7 @@ print(int(ctypes.c_size_t.from_address(address - 8).value & 2))  # glibc: IS_MMA
 # Leaves 50 MB of holes; prints the MB of them that are still resident.
 HOLES = """
 import ctypes, sys
-from moedraft.memory import return_free_memory
+from moedraft.cpu.memory import return_free_memory
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
@@ -336,7 +336,7 @@ print(resident() - before)
 # Prints the seconds that a full collection takes with two million objects that stay.
 OBJECTS = """
 import gc, sys, time
-from moedraft.memory import keep_what_is_loaded
+from moedraft.cpu.memory import keep_what_is_loaded
 
 kept = [[number] for number in range(2_000_000)]
 if sys.argv[1] == "keep":

@@ -28,7 +28,7 @@ CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance,
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("moedraft.system.build.Embedder", lambda source: WordEmbedder())
+        patch.setattr("moedraft.system.build.Embedder", lambda source, **_: WordEmbedder())
         options = {
             "supervisor": FakeSupervisor(TrainerState(status="waiting")),
             "max_output_tokens": 32,

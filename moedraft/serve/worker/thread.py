@@ -17,9 +17,9 @@ from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 from moedraft.core import FinishReason, RequestOutput, SamplingParams
+from moedraft.cpu.memory import return_free_memory
+from moedraft.cpu.products import generate_ahead
 from moedraft.engine.engine import Engine
-from moedraft.memory import return_free_memory, return_large_blocks
-from moedraft.products import generate_ahead
 from moedraft.serve.worker.meter import Meter
 from moedraft.serve.worker.ticket import Channel, Draining, Overloaded
 
@@ -54,7 +54,7 @@ class Job(Generic[T]):
 class EngineThread(threading.Thread):
     """Steps `engine` for many requests. Public methods and figures are for any thread."""
 
-    def __init__(self, engine: Engine, clock: Callable[[], float]) -> None:
+    def __init__(self, engine: Engine, clock: Callable[[], float], *, tend_memory: bool = True) -> None:
         super().__init__(name="moedraft-engine", daemon=True)
         self.meter = Meter(clock())
         self.open = 0  # requests accepted and not ended
@@ -68,6 +68,7 @@ class EngineThread(threading.Thread):
         self.closed = False  # no job is taken any more
         self._engine = engine
         self._clock = clock
+        self._tend_memory = tend_memory
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # `put` suits destructors
         self._lock = threading.Lock()  # of `open`, `draining` and `closed`
         self._channels: dict[str, Channel] = {}  # of the requests that the engine has
@@ -157,7 +158,6 @@ class EngineThread(threading.Thread):
     # -- the thread itself -----------------------------------------------------------------------
 
     def run(self) -> None:
-        return_large_blocks()
         try:
             generate_ahead()
             while not self._ending:
@@ -184,7 +184,7 @@ class EngineThread(threading.Thread):
     def _rest(self) -> None:
         """A second without work: look for new adapters, give back what the requests left behind."""
         self._engine.refresh()
-        if self._trimmed_at != self.steps:
+        if self._tend_memory and self._trimmed_at != self.steps:
             return_free_memory()
             self._trimmed_at = self.steps
 

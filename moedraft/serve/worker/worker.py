@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from moedraft.core import SamplingParams, StorageError
+from moedraft.cpu.memory import return_large_blocks
 from moedraft.distill.loop import Load, write_load
 from moedraft.serve.worker.thread import EngineThread
 from moedraft.serve.worker.ticket import Channel, Draining, Overloaded, Ticket
@@ -61,7 +62,7 @@ class Worker:
         self.max_waiting = max_waiting
         self.make_way: Callable[[], None] = lambda: None  # called when the first request comes
         self._clock = clock
-        self._engine = EngineThread(system.engine, clock)
+        self._engine = EngineThread(system.engine, clock, tend_memory=system.settings.cpu_fast_paths)
         self._quit = threading.Event()
         self._publisher = threading.Thread(target=self._publish_loads, name="moedraft-load", daemon=True)
 
@@ -69,6 +70,8 @@ class Worker:
         self.system.loader.load_beside()
         self.system.recorder.record_beside()
         self.system.engine.work_beside()
+        if self.system.settings.cpu_fast_paths:
+            return_large_blocks()
         self._engine.start()
         self._publisher.start()
 

@@ -1,13 +1,15 @@
 """Matrix products with few rows on a CPU, where the layout of the weight decides the speed.
 
-Decoding multiplies one row, verification a handful, and each weight is read once and then falls out of the
-cache: what counts is how fast it streams. For one or two rows a weight stored input-major streams two to
-three times as fast as PyTorch's usual layout; for more, oneDNN's own blocked layout takes hardly longer than
-one row. Both copies are kept, for small models only. A product keeps its weight's precision.
+Decoding multiplies one row, verification a handful. Each weight is read once and has left the processor's
+cache when it is needed again, so what counts is how fast it is read. For one or two rows a weight stored
+input-major is read two to three times as fast as in PyTorch's usual layout; for more rows, oneDNN's own
+blocked layout takes hardly longer than one row does. A small model keeps both copies. A product keeps its
+weight's precision. The plain twin is `torch.nn.functional.linear`, which `Product` also falls back to.
 
-oneDNN generates code for each pair of shape and number of rows, half a megabyte in a millisecond or two, and
-keeps it. A server sees any number of rows: it is rounded, many rows go the usual way, what oneDNN keeps is
-bounded, and what a model needs can be generated before it serves.
+oneDNN generates code for each pair of shape and number of rows. That takes a millisecond or two, and half a
+megabyte that it keeps. A server sees any number of rows. So the number is rounded up, products of many rows
+go through `linear`, oneDNN may keep a limited number of entries only, and the code that a model needs can be
+generated before the server takes requests.
 """
 
 from __future__ import annotations
@@ -19,37 +21,40 @@ import torch
 from torch import nn
 from torch.nn.functional import linear, pad
 
-SMALL = 50_000_000  # weights of a model up to which the memory for second copies is well spent
 FEW = 2  # rows up to which the input-major copy is faster
 TYPICAL = 5  # rows that the blocked copy is laid out for
 MANY = 128  # rows from which on arithmetic decides, not reading, and PyTorch's usual product is as fast
-# Entries of oneDNN's cache, and of PyTorch's own in front of it, which saves no time. A product takes two.
-# The shipped pair has nine shapes of sixteen row counts each, the embedder three of ten, and 32 of its
-# activation: all fit, or what was generated ahead would be thrown away before it is used.
+# Entries of oneDNN's cache of generated code, and of PyTorch's own cache in front of it, which saves no time.
+# A product takes two entries. The shipped pair multiplies nine shapes with sixteen numbers of rows each, the
+# embedder three shapes with ten, and its activation takes 32 entries more. All of them must fit, or code that
+# was generated ahead would be dropped before it is used.
 KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "512", "LRU_CACHE_CAPACITY": "16"}
-SHAPES: dict[tuple[int, int, bool], bool] = {}  # out, in, biased: is the code for it generated?
+SHAPES: dict[tuple[int, int, bool], bool] = {}  # (out, in, biased): whether its code was generated
 
 
 def pays(weight: torch.Tensor) -> bool:
-    """Whether a second layout can help: float32 on a CPU whose PyTorch has oneDNN's blocked products."""
+    """Whether copies in other layouts make products faster: float32, on a CPU, with oneDNN in PyTorch."""
     return packs(weight) and weight.dtype == torch.float32
 
 
 def packs(weight: torch.Tensor) -> bool:
-    """Whether oneDNN can lay `weight` out: on a CPU, in a precision that the CPU multiplies."""
+    """Whether oneDNN can store `weight` in its own layout: on a CPU, in a precision it multiplies."""
     known = torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     precise = weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and multiplies_bfloat16())
     return known and weight.device.type == "cpu" and precise
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether the CPU does so itself; others only imitate it, slowly."""
+    """Whether the CPU has instructions for bfloat16; without them such products are slow."""
     known = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
     return known is not None and bool(known())
 
 
 class Product:
-    """x → x Wᵀ + bias, for a weight [out, in] that does not change any more; `small`: its model is."""
+    """x → x Wᵀ + bias, for a weight [out, in] that does not change any more.
+
+    `small`: whether the model is one that the fast paths suit; only then are copies made.
+    """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, small: bool) -> None:
         bound_caches()
@@ -69,9 +74,10 @@ class Product:
 
 
 class PackedLinear(nn.Module):
-    """An nn.Linear on a CPU whose weight is laid out once, not again for every product. It only multiplies.
+    """Replaces an nn.Linear on a CPU and can do nothing but multiply. Its plain twin is that nn.Linear.
 
-    Any number of rows goes this way, rounded, so that few kernels are ever generated.
+    The weight is brought into oneDNN's layout once, where nn.Linear does so for every product. The number of
+    rows is rounded up, so that oneDNN generates code for few of them.
     """
 
     def __init__(self, layer: nn.Linear, rows: int) -> None:
@@ -86,9 +92,9 @@ class PackedLinear(nn.Module):
 
 
 def pack_layers(model: nn.Module, rows: int) -> None:
-    """Turn every nn.Linear inside `model` into a PackedLinear, laid out for about `rows` rows, where it can.
+    """Replace each nn.Linear in `model` that oneDNN can store by a PackedLinear for about `rows` rows.
 
-    For models on a CPU in float32 or bfloat16 that are not trained and not saved any more.
+    For models on a CPU in float32 or bfloat16 that will be neither trained nor saved.
     """
     for name, layer in model.named_children():
         if type(layer) is nn.Linear and packs(layer.weight):
@@ -98,7 +104,7 @@ def pack_layers(model: nn.Module, rows: int) -> None:
 
 
 def rounded_product(x: torch.Tensor, blocked: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [..., in] by a weight in oneDNN's layout → [..., out]; rows are padded up to `rounded`."""
+    """x [..., in] times a weight in oneDNN's layout → [..., out]; rows are padded to a `rounded` number."""
     rows = x.numel() // x.shape[-1]
     padded = rounded(rows)
     if padded == rows:
@@ -111,28 +117,30 @@ def rounded_product(x: torch.Tensor, blocked: torch.Tensor, bias: torch.Tensor |
 
 @cache
 def bound_caches() -> None:
-    """Let oneDNN keep less generated code than the 1024 entries of its two caches, unless the user says so.
+    """Limit the generated code that oneDNN keeps, where the user has not set a limit.
 
-    The router's embedder fills them too, which multiplies another number of tokens for nearly every prompt.
-    oneDNN reads these variables once, when it is first used: this comes before the first weight is laid out.
+    Its two caches take 1024 entries by themselves. The router's embedder fills them too, because nearly every
+    prompt has another number of tokens. oneDNN reads these variables when it is first used, so call this
+    before the first weight is laid out.
     """
     for name, entries in KEPT.items():
         os.environ.setdefault(name, entries)
 
 
 def expect(weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Products of this shape, a small model's, are made or will be."""
+    """Register this weight's shape, so that `generate_ahead` generates the code for it."""
     if pays(weight):
         SHAPES.setdefault((weight.shape[0], weight.shape[1], bias is not None), False)
 
 
 @torch.inference_mode()
 def generate_ahead() -> int:
-    """Have oneDNN generate all that the expected products need; returns for how many shapes that was new.
+    """Have oneDNN generate the code for all registered shapes; returns for how many this was not done yet.
 
-    To be called by the thread that multiplies.
+    Call it in the thread that will multiply.
     """
-    torch.get_num_threads()  # a thread takes over what was set when it is first asked; code depends on it
+    # The code depends on the number of threads, which a new thread learns only when it asks for it.
+    torch.get_num_threads()
     new = [shape for shape, generated in SHAPES.items() if not generated]
     for out, inner, biased in new:
         weight, bias = torch.zeros(out, inner), torch.zeros(out) if biased else None
@@ -144,5 +152,8 @@ def generate_ahead() -> int:
 
 
 def rounded(rows: int) -> int:
-    """Up to one of four counts in each octave, of two above sixteen: each has generated code of its own."""
+    """`rows` rounded up to one of four numbers between two powers of two, above sixteen to one of two.
+
+    oneDNN generates code for each number of rows, so few numbers should occur.
+    """
     return rows + -rows % (1 << max(0, rows.bit_length() - (3 if rows <= 16 else 2)))

@@ -1,11 +1,10 @@
-"""The same forward with fewer, larger operations, for Llama-like models in float32.
+"""A Llama-like model's forward in fewer, larger operations, in float32. The plain twin is transformers' own.
 
-At batch 1 a small model on a CPU spends most of a step calling operations, not computing them: here queries,
-keys and values are one product, gate and up another, a norm's weight is part of the product after it, and
-attention over few queries is two products. Rows of different lengths are multiplied without their padding. A
-small target's weights are kept in the layouts of `products.py`
-besides transformers' own. `models.py` compares it with the model's own forward at load time and does without
-it where they differ.
+At batch 1 a small model on a CPU spends most of a step on calling operations, not on computing them. Here
+queries, keys and values are one product, gate and up are another, a norm's weight is part of the product
+after it, and attention over few queries is two products. Padding is left out of the products where rows
+differ in length. A small target's weights are copied into the layouts of `products.py`. `models.py` compares
+the result with that of the model's own forward when it loads a model, and uses that one where they differ.
 """
 
 from __future__ import annotations
@@ -18,15 +17,16 @@ from torch import nn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 from moedraft.cache import SlotCache, SlotLayer
-from moedraft.products import SMALL, Product
+from moedraft.cpu.products import Product
 
-KNOWN = ("llama", "mistral", "qwen2")  # RMS norms before attention and MLP, rotary halves, SiLU gate, no more
+# Architectures with RMS norms before attention and MLP, rotary positions, a SiLU gate, and nothing else.
+KNOWN = ("llama", "mistral", "qwen2")
 FEW_QUERIES = 16  # tokens a row up to which plain attention beats the fused kernel on a CPU
 FULL = 0.8  # share of real tokens from which leaving out the padding costs more than it saves
 
 
 def fits(hf: Any) -> bool:
-    """Whether the architecture is one whose forward is written down here."""
+    """Whether this module can run the model: a known architecture in float32, with the usual attention."""
     config = hf.config
     return (
         config.model_type in KNOWN
@@ -39,10 +39,13 @@ def fits(hf: Any) -> bool:
 
 @dataclass(frozen=True)
 class Packing:
-    """Between padded tokens [B, T, …] and the real ones alone, [N, …]; the same where none is padding."""
+    """Converts between padded tokens [B, T, …] and the real tokens alone [N, …].
+
+    Where no token is padding, or little is, it leaves them as they are.
+    """
 
     shape: tuple[int, int]
-    real: torch.Tensor | None  # int64 [N], into B · T
+    real: torch.Tensor | None  # int64 [N]: the places of the real tokens among all B · T
 
     @classmethod
     def of(cls, token_ids: torch.Tensor, lengths: list[int] | None) -> Packing:
@@ -56,7 +59,7 @@ class Packing:
         return x if self.real is None else x.flatten(0, 1)[self.real]
 
     def pad(self, x: torch.Tensor) -> torch.Tensor:
-        """Padding is 0."""
+        """The inverse of `pack`; padding becomes 0."""
         if self.real is None:
             return x
         batch, width = self.shape
@@ -65,14 +68,13 @@ class Packing:
 
 
 class LeanForward:
-    """Callable like `LanguageModel.forward`, on one model.
+    """Runs one model; called like `LanguageModel.forward`.
 
-    `fuse` joins projections and copies the weights of a small model into faster layouts: for a model whose
-    layers are never adapted or trained.
+    `fuse` joins projections and copies their weights into faster layouts. It is for small models only, and
+    only for those whose layers are never adapted or trained.
     """
 
     def __init__(self, hf: Any, *, fuse: bool) -> None:
-        fuse = fuse and hf.num_parameters() <= SMALL
         self.ragged = fuse and hf.device.type == "cpu"  # padding costs as much as tokens do
         self.embed = hf.model.embed_tokens
         self.rotary = hf.model.rotary_emb
@@ -96,7 +98,7 @@ class LeanForward:
         turns = self.rotary(hidden, positions)
         cos, sin = (packing.pack(turn.expand(*token_ids.shape, -1))[..., None, :] for turn in turns)
         hidden = packing.pack(hidden)
-        # One token that sees all there is needs no mask.
+        # A single token sees every position that is stored, so it needs no mask.
         open_mask = None if mask.shape[0] * mask.shape[2] == 1 else mask
         for layer, store in zip(self.layers, cache.layers, strict=True):
             hidden = layer(hidden, cos, sin, open_mask, store, packing)
@@ -172,9 +174,9 @@ class LeanLayer:
 
 
 def join(layers: list[nn.Linear], norm: Any = None) -> Product:
-    """One product for several layers, whose outputs stand end to end; `norm`'s weight goes into it.
+    """One product that gives the outputs of several layers end to end.
 
-    Such a product is fed with `scaled`, which lacks the norm's weight.
+    The weight of `norm`, which comes before them, is multiplied into theirs; the input must be `scaled` then.
     """
     weight = torch.cat([layer.weight.data for layer in layers])
     if norm is not None:
@@ -184,14 +186,15 @@ def join(layers: list[nn.Linear], norm: Any = None) -> Product:
 
 
 def scaled(x: torch.Tensor, norm: Any) -> torch.Tensor:
-    """x / √(Σ x² + n ε): the RMS norm without its weight and the factor √n."""
+    """x / √(Σ x² + n ε): the RMS norm without its weight and without its factor √n, for `join`ed products."""
     squares = (x * x).sum(-1, keepdim=True)
     factor: torch.Tensor = squares.add_(norm.variance_epsilon * x.shape[-1]).rsqrt_()
     return x * factor
 
 
 def normed(x: torch.Tensor, norm: Any) -> torch.Tensor:
+    """The whole RMS norm."""
     if x.device.type != "cpu":
         return rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
-    # PyTorch has no fused norm for CPUs: it would run the same operations one by one, and slower.
+    # PyTorch has no fused norm for CPUs and would run more operations one by one.
     return scaled(x, norm).mul_(norm.weight * norm.weight.numel() ** 0.5)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from moedraft.lean import FEW_QUERIES, LeanForward, fits
+from moedraft.cpu.lean import FEW_QUERIES, LeanForward, fits
 from moedraft.models import LanguageModel, self_check
 
 from random_models import random_model
@@ -44,14 +44,6 @@ def test_long_pieces_take_the_fused_kernel_and_short_ones_agree() -> None:
     for start in range(0, ids.shape[1], 4):
         piece = model.forward(cache, 0, ids[:, start : start + 4], [start, start])
         torch.testing.assert_close(piece, whole[:, start : start + 4], atol=1e-4, rtol=1e-4)
-
-
-def test_only_a_small_model_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert LeanForward(random_model("llama", 3).hf, fuse=True).head is not None
-    monkeypatch.setattr("moedraft.lean.SMALL", 1000)
-    large = LeanForward(random_model("llama", 3).hf, fuse=True)
-    assert large.head is None
-    assert all(layer.qkv is None for layer in large.layers)
 
 
 def test_only_what_is_written_down() -> None:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from routing_fakes import WordEmbedder, prompts
 
+from moedraft.routing.classifier import TEMPERATURES, DomainClassifier, new_regression
 from moedraft.routing.embedder import Floats, features
-from moedraft.routing.model import TEMPERATURES, RouterModel, new_classifier
 
 EMBEDDER = WordEmbedder()
 
@@ -33,10 +33,10 @@ def softmax(logits: Floats) -> Floats:
 def test_softmax_of_the_kept_weights_is_predict_proba(domains: tuple[str, ...]) -> None:
     rows = training_rows(*domains)
     x, y = np.vstack(list(rows.values())), np.repeat(np.arange(len(domains)), 16)
-    reference = new_classifier().fit(x, y)
+    reference = new_regression().fit(x, y)
     tests = rows_of([text for domain in domains for text in prompts(domain, 5, seed=1)])
-    model = RouterModel.fit(rows, EMBEDDER.size)
-    kept = RouterModel.unpack(*model.pack())
+    model = DomainClassifier.fit(rows, EMBEDDER.size)
+    kept = DomainClassifier.unpack(*model.pack())
     assert kept is not None
     np.testing.assert_allclose(softmax(kept.logits(tests)), reference.predict_proba(tests), atol=2e-6)
     # Negative control: other weights would not have passed.
@@ -46,7 +46,7 @@ def test_softmax_of_the_kept_weights_is_predict_proba(domains: tuple[str, ...]) 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6])
 def test_own_prompts_are_known_and_others_are_not(count: int) -> None:
     domains = ("sql", "maths", "python", "kochen", "garten", "weather")[:count]
-    model = RouterModel.fit(training_rows(*domains), EMBEDDER.size)
+    model = DomainClassifier.fit(training_rows(*domains), EMBEDDER.size)
     for index, domain in enumerate(domains):
         own = model.probabilities(rows_of(prompts(domain, 20, seed=1)))
         assert own.shape == (20, count)
@@ -59,7 +59,7 @@ def test_own_prompts_are_known_and_others_are_not(count: int) -> None:
 
 
 def test_rows_are_probabilities() -> None:
-    model = RouterModel.fit(training_rows("sql", "maths", "python"), EMBEDDER.size)
+    model = DomainClassifier.fit(training_rows("sql", "maths", "python"), EMBEDDER.size)
     rows = model.probabilities(rows_of(["", "select rows", "apples total 3", "\U0001f600" * 50, "z" * 5000]))
     assert np.isfinite(rows).all()
     assert (rows >= 0).all()
@@ -68,7 +68,7 @@ def test_rows_are_probabilities() -> None:
 
 def test_one_domain_is_judged_by_likeness_alone() -> None:
     rows = training_rows("sql", count=40)
-    model = RouterModel.fit(rows, EMBEDDER.size)
+    model = DomainClassifier.fit(rows, EMBEDDER.size)
     assert not model.weight.any()
     np.testing.assert_allclose(model.probabilities(rows["sql"])[:, 0], model.known(rows["sql"]))
     assert (model.known(rows["sql"]) > 0.5).mean() >= 0.95
@@ -76,31 +76,31 @@ def test_one_domain_is_judged_by_likeness_alone() -> None:
 
 def test_temperature_is_fitted_and_sharpens() -> None:
     """Weights of a penalised fit are too careful on domains this easy."""
-    model = RouterModel.fit(training_rows("sql", "maths", "python", "kochen"), EMBEDDER.size)
+    model = DomainClassifier.fit(training_rows("sql", "maths", "python", "kochen"), EMBEDDER.size)
     assert TEMPERATURES[0] <= model.temperature < 1
 
 
 def test_fit_is_deterministic_and_takes_few_or_equal_examples() -> None:
     rows = training_rows("sql", "maths", "python", count=2)
-    first, second = RouterModel.fit(rows, EMBEDDER.size), RouterModel.fit(rows, EMBEDDER.size)
+    first, second = DomainClassifier.fit(rows, EMBEDDER.size), DomainClassifier.fit(rows, EMBEDDER.size)
     np.testing.assert_array_equal(first.weight, second.weight)
     np.testing.assert_array_equal(first.head, second.head)
     same = {name: np.repeat(block[:1], 8, axis=0) for name, block in rows.items()}
-    assert np.isfinite(RouterModel.fit(same, EMBEDDER.size).probabilities(rows["sql"])).all()
+    assert np.isfinite(DomainClassifier.fit(same, EMBEDDER.size).probabilities(rows["sql"])).all()
 
 
 def test_unequal_numbers_of_examples_do_not_bias() -> None:
     rows = training_rows("sql", "maths") | {"python": rows_of(prompts("python", 120))}
-    model = RouterModel.fit(rows, EMBEDDER.size)
+    model = DomainClassifier.fit(rows, EMBEDDER.size)
     tests = rows_of(prompts("sql", 20, seed=1))
     assert (model.logits(tests).argmax(axis=1) == 0).all()
 
 
 def test_damaged_contents_are_refused() -> None:
-    tensors, text = RouterModel.fit(training_rows("sql", "maths"), EMBEDDER.size).pack()
-    assert RouterModel.unpack(tensors, text) is not None
-    assert RouterModel.unpack({**tensors, "bias": tensors["bias"][:1]}, text) is None
-    assert RouterModel.unpack({k: v for k, v in tensors.items() if k != "head"}, text) is None
-    assert RouterModel.unpack(tensors, {}) is None
-    assert RouterModel.unpack(tensors, {"model": "{"}) is None
-    assert RouterModel.unpack(tensors, {"model": "[" * 100_000}) is None
+    tensors, text = DomainClassifier.fit(training_rows("sql", "maths"), EMBEDDER.size).pack()
+    assert DomainClassifier.unpack(tensors, text) is not None
+    assert DomainClassifier.unpack({**tensors, "bias": tensors["bias"][:1]}, text) is None
+    assert DomainClassifier.unpack({k: v for k, v in tensors.items() if k != "head"}, text) is None
+    assert DomainClassifier.unpack(tensors, {}) is None
+    assert DomainClassifier.unpack(tensors, {"model": "{"}) is None
+    assert DomainClassifier.unpack(tensors, {"model": "[" * 100_000}) is None

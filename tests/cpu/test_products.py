@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from moedraft.products import (
+from moedraft.cpu.products import (
     PackedLinear,
     Product,
     generate_ahead,
@@ -39,7 +39,7 @@ def test_second_layouts_are_for_small_float32_models_on_a_cpu() -> None:
 
 
 def test_a_pytorch_without_blocked_products_still_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moedraft.products.pays", lambda weight: False)
+    monkeypatch.setattr("moedraft.cpu.products.pays", lambda weight: False)
     weight, x = torch.randn(8, 4), torch.randn(6, 4)
     product = Product(weight, small=True)
     assert product.blocked is None
@@ -57,7 +57,7 @@ def test_few_row_counts_are_ever_used() -> None:
 
 @pytest.mark.skipif(not pays(torch.ones(1)), reason="no blocked products here")
 def test_code_is_generated_once_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moedraft.products.SHAPES", {})
+    monkeypatch.setattr("moedraft.cpu.products.SHAPES", {})
     for bias in (None, torch.zeros(8), torch.ones(8)):
         Product(torch.randn(8, 4), bias, small=True)
     Product(torch.randn(9, 4), small=False)
