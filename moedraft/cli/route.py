@@ -55,8 +55,8 @@ def route(
 
 
 def _routes(settings: Settings, texts: list[str]) -> list[Route]:
-    from moedraft.system.build import open_router
     from moedraft.routing.router import Route
+    from moedraft.system.build import open_router
 
     with reading(settings) as store:
         if store is None:

@@ -9,9 +9,9 @@ from typing import Protocol
 
 import torch
 
-from moedraft.routing.router import Route, Router
 from moedraft.core import SHARED, Sequence
 from moedraft.evidence import Evidence
+from moedraft.routing.router import Route, Router
 
 log = logging.getLogger(__name__)
 

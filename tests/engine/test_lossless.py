@@ -9,8 +9,8 @@ import torch
 
 from moedraft.core import SHARED, RequestOutput, SamplingParams
 from moedraft.drafting.adapter import Adapter
-from moedraft.drafting.lora import ExpertBank
 from moedraft.drafting.drafter import NoExperts
+from moedraft.drafting.lora import ExpertBank
 from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine
 from moedraft.models import LanguageModel

@@ -11,9 +11,9 @@ import pytest
 import torch
 from routing_fakes import WordEmbedder, prompts
 
-from moedraft.routing.router import Route, Router
 from moedraft.core import SHARED, SamplingParams, Sequence
 from moedraft.evidence import Evidence, Proposal
+from moedraft.routing.router import Route, Router
 from moedraft.routing.selector import BackgroundSelector, ExpertSelector, Selector
 
 

@@ -23,7 +23,15 @@ import uvicorn
 from fastapi import FastAPI
 
 from moedraft.config import load_settings
-from moedraft.core import SHARED, AdapterVersion, Domain, ReplayRecord, RequestStats, SpeculationStats, UpdateRecord
+from moedraft.core import (
+    SHARED,
+    AdapterVersion,
+    Domain,
+    ReplayRecord,
+    RequestStats,
+    SpeculationStats,
+    UpdateRecord,
+)
 from moedraft.routing.router import Route
 from moedraft.serve.auth.access import Authority, Guard
 from moedraft.serve.auth.keyring import Keyring

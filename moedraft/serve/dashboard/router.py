@@ -9,8 +9,8 @@ from collections.abc import Callable
 from nicegui import events, ui
 
 from moedraft.core import SHARED
-from moedraft.routing.router import Route
 from moedraft.insight.views import RouterView
+from moedraft.routing.router import Route
 from moedraft.serve.dashboard import charts
 from moedraft.serve.dashboard.looking import Look
 from moedraft.serve.dashboard.markup import Markup, figure, figures, join, notice, share, short, tag
