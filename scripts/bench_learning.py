@@ -34,8 +34,7 @@ import torch
 
 from moedraft.config import load_settings
 from moedraft.core import SHARED, ReplayRecord
-from moedraft.distill.build import build_loop
-from moedraft.distill.loop import DistillLoop
+from moedraft.distill.loop import DistillLoop, build_loop
 from moedraft.engine.admin import register_all
 from moedraft.engine.build import System, build
 from moedraft.showcase.measure import by_domain, greedy_acceptance

@@ -16,15 +16,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
 from moedraft.config import Settings
-from moedraft.core import AdapterVersion, InvalidRequest, MoedraftError
+from moedraft.core import InvalidRequest, MoedraftError
 from moedraft.distill.messages import (
     TRAINING,
     Begin,
+    FromTrainer,
     Learned,
     Message,
     Noted,
@@ -33,13 +34,13 @@ from moedraft.distill.messages import (
     Published,
     Refused,
     Resume,
-    State,
+    StateReport,
     from_trainer,
 )
-from moedraft.distill.publish import HomeOutlet
+from moedraft.distill.outlet import HomeOutlet
+from moedraft.learning_state import LearningKind, LearningState
 from moedraft.serve.child import Child, ChildFailed
 from moedraft.serve.hold import Hold
-from moedraft.storage.adapters import CONFIG, WEIGHTS
 from moedraft.storage.store import Store
 
 COMMAND = (sys.executable, "-m", "moedraft.distill.process")
@@ -52,21 +53,18 @@ LOOK_SECONDS = 0.2
 WATCH_SECONDS = 0.02  # between two looks while it trains: so long it is in the way of a request that comes
 GRACE = 3.0  # s for a trainer to end by itself
 
+NOT_STARTED = LearningState(LearningKind.NOT_STARTED)
+
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """What the trainer does, for people to read."""
+    """What the trainer says it does, and how its process is."""
 
-    status: str = "not started"
-    waits: str | None = None  # why it does not learn just now
-    held: bool = False  # in mid-step, while requests are being served
-    expert: str | None = None  # whose update is running
-    step: int = 0  # optimiser steps done, of `steps`
-    steps: int = 0
-    loss: float | None = None  # mean over the running update, nats per token
-    paused: bool = False
+    learning: LearningState = NOT_STARTED
+    held: bool = False  # suspended in the middle of an update, while requests are being served
+    paused: bool = False  # by an administrator
     pid: int | None = None  # None: no process
     restarts: int = 0
     updates: int = 0  # published since the server started
@@ -74,8 +72,26 @@ class TrainerState:
 
     @property
     def trains(self) -> bool:
-        """An update is running and does not wait of its own accord."""
-        return self.expert is not None and self.waits is None
+        """Whether an update is running and does not wait of its own accord."""
+        return self.learning.kind is LearningKind.TRAINING
+
+    def data(self) -> dict[str, Any]:
+        """As the administrator's routes show it."""
+        now = self.learning
+        return {
+            "status": now.text,
+            "waits": now.waits_for,
+            "held": self.held,
+            "expert": now.expert,
+            "step": now.step,
+            "steps": now.steps,
+            "loss": now.loss,
+            "paused": self.paused,
+            "pid": self.pid,
+            "restarts": self.restarts,
+            "updates": self.updates,
+            "last_error": self.last_error,
+        }
 
 
 class TrainerSupervisor:
@@ -150,18 +166,20 @@ class TrainerSupervisor:
         while not self._quit.is_set():
             began = time.monotonic()
             error = self._live()
-            self._deadly.update([self._state.expert] if self._state.expert else [])
-            self._set(pid=None, expert=None, step=0, steps=0, loss=None, waits=None, held=False)
+            expert = self._state.learning.expert
+            self._deadly.update([expert] if expert else [])
+            self._set(pid=None, learning=LearningState(LearningKind.STOPPED), held=False)
             if self._quit.is_set():
                 break
             if time.monotonic() - began >= self._healthy:
                 delay = self._backoff[0]
             log.warning("The trainer has ended (%s); it is started again in %.0f s.", error, delay)
-            self._set(status=f"starts again in {delay:.0f} s", last_error=error)
+            again = LearningState(LearningKind.RESTARTING, f"in {delay:.0f} s")
+            self._set(learning=again, last_error=error)
             self._quit.wait(delay)
             self._set(restarts=self._state.restarts + 1)
             delay = min(2 * delay, longest)
-        self._set(status="stopped")
+        self._set(learning=LearningState(LearningKind.STOPPED))
 
     def _live(self) -> str:
         """One process from its start to its end; returns why it ended."""
@@ -170,7 +188,7 @@ class TrainerSupervisor:
             child = Child(self._command, {**os.environ, **ENVIRONMENT})
         except OSError as error:
             return f"it cannot be started: {error}"
-        self._set(pid=child.process.pid, status="starting")
+        self._set(pid=child.process.pid, learning=LearningState(LearningKind.STARTING))
         hold = self._hold = Hold(child, self._busy)
         grace, fault = GRACE, ""
         try:
@@ -207,10 +225,10 @@ class TrainerSupervisor:
                 return
             self._quit.wait(BREATH)
 
-    def _answer(self, conversation: Conversation, message: State | Publish | Learned, hold: Hold) -> None:
-        if isinstance(message, State):
+    def _answer(self, conversation: Conversation, message: FromTrainer, hold: Hold) -> None:
+        if isinstance(message, StateReport):
             if message.expert is None:
-                hold.seconds = 0.0  # no update runs, so whatever was held is none of the next one
+                hold.seconds = 0.0  # no update runs, so the time held so far belongs to none that comes
             self._show(message)
             return
         try:
@@ -222,9 +240,8 @@ class TrainerSupervisor:
             reply = Refused(reason=str(error))
         conversation.send(reply)
 
-    def _show(self, state: State) -> None:
-        shown = state.model_dump(exclude={"type", "error"})
-        self._set(**shown, **({"last_error": state.error} if state.error else {}))
+    def _show(self, report: StateReport) -> None:
+        self._set(learning=report.state(), last_error=report.error or self._state.last_error)
 
     def _publish(self, message: Publish) -> Message:
         """Raises MoedraftError for what must not become the live version."""
@@ -236,14 +253,8 @@ class TrainerSupervisor:
         line = self._store.registry.lineage(message.expert, message.base_hash)
         if message.parent != (line[0].version if line else 0):
             raise InvalidRequest(f"the live version of '{message.expert}' was changed meanwhile.")
-        version: AdapterVersion = self._outlet.publish(
-            message.expert,
-            moved_from(self._settings.home / TRAINING / message.folder),
-            parent=message.parent,
-            base_hash=message.base_hash,
-            acceptance=message.acceptance,
-            extra={"rank": message.rank, "modules": message.modules},
-        )
+        staged = self._settings.home / TRAINING / message.folder
+        version = self._outlet.adopt(message.summary(), staged)
         self._set(updates=self._state.updates + 1)
         self._published()
         return Published(version=version)
@@ -270,13 +281,13 @@ class Conversation:
 
     def send(self, message: Message) -> None:
         self.child.send(message.line())
-        self.excuse()  # it had to wait for this
+        self.excuse()  # the child may have been waiting for this message
 
     def excuse(self) -> None:
-        """Its silence up to now is none of its own."""
+        """Start the time of silence anew, as after a deliberate stop."""
         self._last = time.monotonic()
 
-    def hear(self, seconds: float) -> list[State | Publish | Learned]:
+    def hear(self, seconds: float) -> list[FromTrainer]:
         lines = self.child.read(seconds)
         self.heard = len(lines)
         messages = [message for line in lines if (message := self._understood(line)) is not None]
@@ -286,7 +297,7 @@ class Conversation:
             raise ChildFailed(f"it said nothing for {self.timeout:.0f} s")
         return messages
 
-    def _understood(self, line: bytes) -> State | Publish | Learned | None:
+    def _understood(self, line: bytes) -> FromTrainer | None:
         try:
             return from_trainer.validate_json(line)
         except ValidationError:
@@ -296,15 +307,3 @@ class Conversation:
             if self._rubbish >= MAX_RUBBISH:
                 raise ChildFailed("it talks rubbish") from None
             return None
-
-
-def moved_from(staged: Path) -> Callable[[Path], None]:
-    """Moves an adapter's files out of `staged`, which is emptied; whatever else is in there is left."""
-
-    def write(folder: Path) -> None:
-        if staged.is_symlink():
-            raise InvalidRequest("an update must stand in the home itself.")
-        for name in (CONFIG, WEIGHTS):
-            (staged / name).rename(folder / name)
-
-    return write

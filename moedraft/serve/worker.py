@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from moedraft.core import SamplingParams, StorageError
-from moedraft.distill.loop import Load, write_load
+from moedraft.distill.governor import Load, write_load
 from moedraft.engine.build import System
 from moedraft.serve.thread import EngineThread
 from moedraft.serve.ticket import Channel, Draining, Overloaded, Ticket

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from moedraft.core import AdapterVersion, Domain, ReplayRecord, RequestStats
-from moedraft.storage import AdapterStore
+from moedraft.storage import AdapterStore, Candidate
 
 BASE = "sha256:base"
 
@@ -59,19 +55,25 @@ def stats(expert: str = "sql", drafted: int = 10, accepted: int = 5, **changes: 
     return replace(plain, **changes)
 
 
-def writer(value: float = 1.0, **extra_files: str) -> Callable[[Path], None]:
-    """Writes a PEFT folder whose only tensor is filled with `value`."""
-
-    def write(folder: Path) -> None:
-        save_file({"lora_A": torch.full((2, 3), value)}, folder / "adapter_model.safetensors")
-        (folder / "adapter_config.json").write_text(json.dumps({"r": 2, "peft_type": "LORA"}))
-        for name, text in extra_files.items():
-            (folder / name).write_text(text)
-
-    return write
+def candidate(value: float = 1.0, parent: int = 0, name: str = "sql", **changes: Any) -> Candidate:
+    """An adapter whose only tensor is filled with `value`."""
+    plain = Candidate(
+        expert=name,
+        parent=parent,
+        base_hash=BASE,
+        rank=2,
+        modules=("q_proj",),
+        records=7,
+        held_out=1,
+        steps=3,
+        loss=0.5,
+        acceptance_before=0.25,
+        acceptance_after=0.5,
+        config={"r": 2, "peft_type": "LORA"},
+        tensors={"lora_A": torch.full((2, 3), value)},
+    )
+    return replace(plain, **changes)
 
 
 def publish(store: AdapterStore, value: float, parent: int, name: str = "sql") -> AdapterVersion:
-    return store.publish(
-        name, writer(value), parent=parent, base_hash=BASE, acceptance=0.5, extra={"rank": 2}
-    )
+    return store.publish(candidate(value, parent, name))
