@@ -16,6 +16,7 @@ from moedraft.cli.generate import in_order, summary
 from moedraft.core import RequestOutput, SamplingParams
 from moedraft.drafting.drafter import Drafter, NoExperts
 from moedraft.engine.engine import Engine
+from moedraft.learning_state import paused
 from moedraft.storage.store import Store
 
 from tiny import FixedSelector, NumberTokenizer, TinyLM, random_table
@@ -173,7 +174,7 @@ def test_distill_on_a_full_disk(
     run: Run, answered: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(loop: Any, *_: object, **__: object) -> None:
-        loop.status = "paused: The disk is full."
+        loop.state = paused("The disk is full.")
 
     monkeypatch.setattr("moedraft.distill.loop.DistillLoop.run_once", full)
     result = run("distill", "--domain", "sql", "--draft", pair[3], "--home", answered)

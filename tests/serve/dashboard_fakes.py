@@ -24,6 +24,7 @@ from fastapi import FastAPI
 
 from moedraft.config import load_settings
 from moedraft.core import SHARED, AdapterVersion, Domain, ReplayRecord, RequestStats, UpdateRecord
+from moedraft.learning_state import waiting
 from moedraft.routing.classifier import Route
 from moedraft.serve.auth import Authority, Guard
 from moedraft.serve.dashboard import mount
@@ -61,8 +62,7 @@ IDLE = replace(
 
 
 WAITING = TrainerState(
-    status="waiting for room",
-    waits="The engine is busy: 12 % idle, and 30 % are needed",
+    waiting("The engine is busy: 12 % idle, and 30 % are needed"),
     pid=4711,
     restarts=1,
     updates=57,

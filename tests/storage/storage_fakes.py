@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
+import candidates
 
 from moedraft.core import AdapterVersion, Domain, ReplayRecord, RequestStats
 from moedraft.storage import AdapterStore, Candidate
@@ -57,22 +57,8 @@ def stats(expert: str = "sql", drafted: int = 10, accepted: int = 5, **changes: 
 
 def candidate(value: float = 1.0, parent: int = 0, name: str = "sql", **changes: Any) -> Candidate:
     """An adapter whose only tensor is filled with `value`."""
-    plain = Candidate(
-        expert=name,
-        parent=parent,
-        base_hash=BASE,
-        rank=2,
-        modules=("q_proj",),
-        records=7,
-        held_out=1,
-        steps=3,
-        loss=0.5,
-        acceptance_before=0.25,
-        acceptance_after=0.5,
-        config={"r": 2, "peft_type": "LORA"},
-        tensors={"lora_A": torch.full((2, 3), value)},
-    )
-    return replace(plain, **changes)
+    facts = {"base_hash": BASE, "modules": ("q_proj",), "acceptance_after": 0.5}
+    return candidates.candidate(name, value, parent=parent, **{**facts, **changes})
 
 
 def publish(store: AdapterStore, value: float, parent: int, name: str = "sql") -> AdapterVersion:
