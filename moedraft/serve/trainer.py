@@ -1,8 +1,9 @@
 """Starts the trainer process, watches it, and publishes what it has learned.
 
-One thread does all of it. A trainer that crashes, hangs or talks rubbish is killed and started again, later
-each time; serving never waits for it, and while there is something to serve it is held in mid-step. Knows no
-engine: results meet it in the store.
+One thread does all of it. A trainer that crashes, hangs or sends what is no message is killed and started
+again, after a longer pause each time. Serving never waits for it: while requests are served the process is
+suspended, in the middle of an optimiser step if need be. The supervisor knows no engine; the engine finds new
+versions in the store.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ from moedraft.serve.hold import Hold
 from moedraft.storage.store import Store
 
 COMMAND = (sys.executable, "-m", "moedraft.distill.process")
-# Nothing of the folder that the server was started in is imported by `-m`.
+# PYTHONSAFEPATH: `-m` must not import modules from the folder that the server was started in.
 ENVIRONMENT = {"PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 PAUSED = "learning_paused"  # meta key, there while learning is paused
 MAX_RUBBISH = 100  # lines of one trainer that make no sense
-BREATH = 0.01  # s between two reads: a trainer that talks all the time gets no whole core of ours
+BREATH = 0.01  # s between two reads, so that listening to a talkative trainer never takes a whole core
 LOOK_SECONDS = 0.2
-WATCH_SECONDS = 0.02  # between two looks while it trains: so long it is in the way of a request that comes
+WATCH_SECONDS = 0.02  # between two looks while it trains: a new request competes with it no longer
 GRACE = 3.0  # s for a trainer to end by itself
 
 NOT_STARTED = LearningState(LearningKind.NOT_STARTED)
@@ -118,8 +119,8 @@ class TrainerSupervisor:
         self._command, self._backoff, self._healthy = command, backoff, healthy
         self._busy, self._published = busy, published
         self._outlet = HomeOutlet(store)
-        self._hold: Hold | None = None  # of the process that lives
-        self._deadly: Counter[str] = Counter()  # experts in whose updates a process ended, in a row
+        self._hold: Hold | None = None  # of the running process
+        self._deadly: Counter[str] = Counter()  # in how many updates of an expert, in a row, the process died
         self._state = TrainerState(paused=store.registry.get_meta(PAUSED) is not None)
         self._lock = threading.Lock()  # of `_state`
         self._quit = threading.Event()
@@ -138,7 +139,7 @@ class TrainerSupervisor:
         return self._state
 
     def make_way(self) -> None:
-        """A request has come: a trainer that works is stopped at once. For any thread, and soon done."""
+        """Suspend a trainer that works, because a request has come. Quick, and safe from any thread."""
         if (hold := self._hold) is not None:
             hold.make_way(self._state.trains)
 
@@ -183,7 +184,7 @@ class TrainerSupervisor:
 
     def _live(self) -> str:
         """One process from its start to its end; returns why it ended."""
-        shutil.rmtree(self._settings.home / TRAINING, ignore_errors=True)  # of one that was killed
+        shutil.rmtree(self._settings.home / TRAINING, ignore_errors=True)  # left by a killed trainer
         try:
             child = Child(self._command, {**os.environ, **ENVIRONMENT})
         except OSError as error:
@@ -263,7 +264,7 @@ class TrainerSupervisor:
         update, held = message.update, hold.seconds
         hold.seconds = 0.0
         if update is not None:
-            update = replace(update, seconds=max(0.0, update.seconds - held))  # it cannot know of that
+            update = replace(update, seconds=max(0.0, update.seconds - held))  # the trainer cannot know of it
         self._outlet.learned(message.expert, message.last_id, update)
         self._deadly.pop(message.expert, None)
         return Noted()

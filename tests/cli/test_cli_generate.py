@@ -163,6 +163,16 @@ def test_distill_the_one_named(run: Run, answered: Path, pair: Pair) -> None:
     assert run("distill", "--domain", "none", *options).code == 2
 
 
+def test_the_divergence_is_chosen_on_the_command_line(run: Run, answered: Path, pair: Pair) -> None:
+    options = ("--domain", "sql", "--draft", pair[3], "--steps", 2, "--home", answered, "--json")
+    usual = run("distill", *options).data["loss"]
+    assert run("adapter", "rollback", "sql", "--home", answered).code == 0
+    assert run("distill", *options, "--kind", "tvd").data["loss"] < min(1, usual)
+    refused = run("distill", *options, "--kind", "l2")
+    assert refused.code == 2
+    assert "'l2' is not one of" in refused.err
+
+
 def test_distill_without_records(run: Run, home: Path, store: Store, pair: Pair) -> None:
     store.close()
     result = run("distill", "--domain", "sql", "--draft", pair[3], "--home", home)

@@ -170,6 +170,39 @@ def test_full_disk_pauses_learning_and_serving_goes_on(rig: Rig, monkeypatch: py
     assert rig.loop.run_once("code") is not None
 
 
+def test_an_update_publishes_nothing_and_hands_out_copies(rig: Rig) -> None:
+    rig.serve("code", 12, seed=1)
+    trainer = trainer_of(rig, random_model("llama", 1, layers=2))
+    made = trainer.update("code")
+    assert made is not None
+    assert (made.expert, made.parent, made.base_hash) == ("code", 0, rig.bank.base_hash)
+    assert made.records + made.held_out == 12
+    assert (made.steps, made.config["r"], made.rank) == (4, 16, 16)
+    assert rig.store.registry.versions() == []
+    before = {name: tensor.clone() for name, tensor in made.tensors.items()}
+    for parameter in trainer.student.parameters():
+        parameter.data.fill_(7.0)
+    assert all(torch.equal(made.tensors[name], tensor) for name, tensor in before.items())
+
+
+def test_the_next_update_goes_on_from_the_outcome(rig: Rig) -> None:
+    """From the weights in memory where they were published, else from the live version."""
+    rig.serve("code", 12, seed=1)
+    trainer = trainer_of(rig, random_model("llama", 1, layers=2))
+    first = trainer.update("code")
+    assert first is not None
+    trainer.published(rig.store.adapters.publish(first))
+    adam = trainer.student.optimiser("code")
+    second = trainer.update("code")
+    assert second is not None
+    assert second.parent == 1
+    assert trainer.student.optimiser("code") is adam
+    trainer.forget("code")
+    trainer.student.activate("code")
+    _, tensors = trainer.student.export("code")
+    assert all(torch.equal(first.tensors[name], tensor) for name, tensor in tensors.items())
+
+
 def loop_of(rig: Rig, trainer: Trainer) -> DistillLoop:
     return DistillLoop(trainer, rig.store, HomeOutlet(rig.store), every=16)
 
