@@ -22,6 +22,9 @@ from moedraft.core import KEY_VARIABLE, InvalidRequest, StorageError
 CONFIG_FILE = "config.toml"
 PREFIX = "MOEDRAFT_"
 
+DistillKind = Literal["fkl", "rkl", "jsd", "tvd"]  # as `moedraft.kernels.divergence` takes them
+ReplayPolicy = Literal["fifo", "reservoir", "hardest"]  # as `moedraft.storage.replay` takes them
+
 
 class Settings(BaseSettings):
     """Everything a user may set. Each field can be set as `MOEDRAFT_<FIELD>` too."""
@@ -69,7 +72,13 @@ class Settings(BaseSettings):
     unknown_threshold: float = Field(0.35, ge=0, le=1, description="below it a prompt fits no domain")
 
     replay_capacity: int = Field(2000, ge=8, description="records kept per domain")
+    replay_policy: ReplayPolicy = Field(
+        "fifo", description="what a full buffer keeps: the newest, a sample of all, or the least accepted"
+    )
     topk: int = Field(16, ge=1, le=256, description="target's top-k kept per position")
+    distill_kind: DistillKind = Field(
+        "fkl", description="what updates lower: forward or reverse KL, Jensen-Shannon or total variation"
+    )
     learning_rate: float = Field(1e-3, gt=0)
     update_every: int = Field(16, ge=1, description="new records of a domain that make an update due")
     update_steps: int = Field(16, ge=1, description="optimiser steps per update")

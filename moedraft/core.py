@@ -217,7 +217,7 @@ class AdapterVersion:
     base_hash: str  # of the draft base it belongs to
     acceptance: float | None  # on held-out records when it was made
     created_at: float
-    state: Literal["candidate", "live", "retired", "rolled_back"]
+    state: Literal["live", "retired", "rolled_back"]
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ MAX_LINES = 350
 FLOORS = {
     "moedraft.config": 0,
     "moedraft.core": 0,
+    "moedraft.learning_state": 0,
     "moedraft.kernels": 0,
     "moedraft.data": 0,
     "moedraft.sampling": 1,

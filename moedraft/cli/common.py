@@ -108,7 +108,12 @@ def _opened(settings: Settings, *, write: bool) -> Iterator[Store]:
     from moedraft.storage.store import Store
 
     check_home(settings.home)
-    store = Store.open(settings.home, write=write, replay_capacity=settings.replay_capacity)
+    store = Store.open(
+        settings.home,
+        write=write,
+        replay_capacity=settings.replay_capacity,
+        replay_policy=settings.replay_policy,
+    )
     try:
         yield store
     finally:

@@ -144,7 +144,7 @@ def _add(engine: Engine, row: PromptRow, params: SamplingParams, draft: bool, le
 def _learner(system: System) -> Callable[[], None]:
     """What to do between two steps when an answer has ended: train whoever is due, load what came of it."""
     with busy("Loading the draft base"):
-        from moedraft.distill.build import build_loop
+        from moedraft.distill.loop import build_loop
 
         loop = build_loop(system.settings, system.store)
 
@@ -152,7 +152,8 @@ def _learner(system: System) -> Callable[[], None]:
         update = loop.run_once()
         if update is not None:
             system.refresh()
-            gain = f"{rate(update.acceptance_before)} → {rate(update.acceptance_after)}"
+            made = update.summary
+            gain = f"{rate(made.acceptance_before)} → {rate(made.acceptance_after)}"
             note(f"{update.expert} learned: version {update.version.version}, top-1 agreement {gain}")
 
     return learn

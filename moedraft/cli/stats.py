@@ -157,7 +157,7 @@ def _plot(settings: Settings, span: str, path: Path) -> None:
 
 def engine_of(store: Store | None) -> dict[str, Any] | None:
     """How busy the server of the home was, where it said so within the last seconds."""
-    from moedraft.distill.loop import STALE, read_load
+    from moedraft.distill.governor import STALE, read_load
 
     load = read_load(store.registry) if store else None
     if load is None or abs(time.time() - load.at) > STALE:
@@ -167,7 +167,7 @@ def engine_of(store: Store | None) -> dict[str, Any] | None:
 
 def learning_of(store: Store | None, update_every: int) -> dict[str, Any]:
     """Who has how many records that it has not learned from, and for whom that is enough."""
-    from moedraft.distill.loop import news
+    from moedraft.distill.governor import news
 
     new_records = news(store) if store else {}
     due = [name for name, count in new_records.items() if count >= update_every]

@@ -1,8 +1,8 @@
-"""A new expert's first lesson: the target answers some of its examples, the expert learns from them at once.
+"""Warm start of a new expert: the target answers some of its examples, and the expert learns from them.
 
-What it gained is measured on examples that were not answered: the share of drafted tokens that the target
-accepts, greedy, before and after. The two figures compare where the draft length is fixed (`adaptive_budget`
-off): a budget that drafts only what is sure to be accepted hides what was learned.
+What it gained is measured on other examples: the share of drafted tokens that the target accepts in greedy
+decoding, before and after. Turn `adaptive_budget` off to compare the two figures: a budget that drafts only
+what is sure to be accepted hides what was learned.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 from moedraft.core import Domain, InvalidRequest, RequestOutput, SamplingParams, StorageError
 
 if TYPE_CHECKING:
-    from moedraft.distill.loop import DistillLoop
-    from moedraft.distill.trainer import Update
+    from moedraft.distill.loop import DistillLoop, Update
     from moedraft.system.build import System
 
 STEPS = 60  # optimiser steps, over UPDATES versions
@@ -39,7 +38,10 @@ class WarmStart:
 
 
 def split_examples(examples: Sequence[str], count: int) -> tuple[list[str], list[str]]:
-    """`count` examples to answer and the rest to measure on; a quarter, at least 4, is always held out."""
+    """`count` examples to answer, and the others to measure on.
+
+    Where fewer than 4 would be left to measure on, a quarter of all, at least 4, is held out.
+    """
     shuffled = Random(0).sample(list(examples), len(examples))
     least = max(MIN_HELD_OUT, len(examples) // 4)
     cut = count if count <= len(examples) - MIN_HELD_OUT else len(examples) - least
@@ -95,8 +97,8 @@ def _update(loop: DistillLoop, name: str, steps: int, part: int, on_progress: Pr
         steps=max(steps, 1),
         on_step=lambda done, _: on_progress(part * steps + done, "Learning", UPDATES * steps),
     )
-    if update is None and loop.status.startswith("paused"):
-        raise StorageError(loop.status.removeprefix("paused: "))
+    if update is None and loop.state.is_paused:
+        raise StorageError(loop.state.reason)
     if update is None:
         raise InvalidRequest("the answers were too few to learn from; let more examples be answered.")
     return update

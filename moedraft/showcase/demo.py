@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moedraft.distill.build import build_loop
-from moedraft.distill.loop import DistillLoop
+from moedraft.distill.loop import DistillLoop, build_loop
 from moedraft.showcase import shipped
 from moedraft.showcase.measure import (
     Served,

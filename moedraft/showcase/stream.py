@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from moedraft.core import RequestOutput, SamplingParams
-from moedraft.distill.loop import DistillLoop
-from moedraft.distill.trainer import Update
+from moedraft.distill.loop import DistillLoop, Update
 from moedraft.showcase.shipped import Query
 from moedraft.system.build import System
 

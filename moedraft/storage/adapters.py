@@ -1,12 +1,11 @@
 """Adapter folders in PEFT's format: published atomically, verified on every load, never pickle.
 
 `adapters/<domain>/v<N>` holds adapter_config.json, adapter_model.safetensors and a manifest. Paths are
-always computed from a checked name and a number. Knows nothing of what the tensors mean.
+always computed from a checked name and a number. This module does not know what the tensors mean.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import logging
@@ -15,7 +14,8 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,20 +23,18 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 
 from moedraft.core import AdapterVersion, CorruptAdapter, StorageError
-from moedraft.storage.db import Home, StorageFull, storage_errors
+from moedraft.storage.candidate import CONFIG, WEIGHTS, Candidate, CandidateSummary, move_files, write_files
+from moedraft.storage.db import Home, storage_errors
 from moedraft.storage.registry import Registry, check_expert_name
 
 if TYPE_CHECKING:
     import torch
 
 FOLDER = "adapters"
-CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1
 ALLOWED = (".safetensors", ".json", ".md")
 TEMPORARY = ".tmp-"
-LIMITS = ("File too large", "quota exceeded")  # in safetensors' messages for EFBIG and EDQUOT
 VERSION_FOLDER = re.compile(r"v([0-9]+)")
 
 log = logging.getLogger(__name__)
@@ -65,39 +63,21 @@ class AdapterStore:
         """The folder of `version`. Raises InvalidRequest for an invalid name."""
         return self._root / check_expert_name(domain) / f"v{int(version)}"
 
-    def publish(
-        self,
-        domain: str,
-        write: Callable[[Path], None],
-        *,
-        parent: int,
-        base_hash: str,
-        acceptance: float | None,
-        extra: dict[str, Any],
-    ) -> AdapterVersion:
-        """Publish the files that `write(folder)` writes as the live version of `domain`: all or nothing.
+    def publish(self, candidate: Candidate) -> AdapterVersion:
+        """Writes the candidate's files and makes them the live version of its expert: whole or not at all.
 
-        `extra` (rank, modules …) goes into the manifest. Raises InvalidRequest for an unknown domain,
-        CorruptAdapter for files that are no intact PEFT adapter, StorageFull, StorageError, and whatever
-        `write` raises; the former version stays live then.
+        Raises InvalidRequest for an unknown expert, CorruptAdapter for files that are no intact PEFT adapter
+        (such as weights that are not finite), StorageFull and StorageError; nothing was changed then.
         """
-        self._home.require_writable()
-        self._registry.next_version(domain)  # an unknown name is refused before anything is written
-        with self._home.folder_lock, storage_errors(self._home.path):
-            self._clean()
-            temporary = self._temporary(domain)
-            try:
-                files = _written(temporary, write)
-                number = self._registry.reserve_version(domain)
-                path = self.folder(domain, number).relative_to(self._home.path).as_posix()
-                version = AdapterVersion(
-                    domain, number, parent, path, base_hash, acceptance, time.time(), "live"
-                )
-                (temporary / MANIFEST).write_text(_manifest(version, files, extra), encoding="utf-8")
-                self._install(temporary, version)
-            finally:
-                shutil.rmtree(temporary, ignore_errors=True)
-        return version
+        with self._new_folder(candidate.expert) as folder:
+            write_files(candidate, folder)
+            return self._make_live(folder, candidate)
+
+    def adopt(self, summary: CandidateSummary, staged: Path) -> AdapterVersion:
+        """As `publish`, for a candidate whose files another process has written into the folder `staged`."""
+        with self._new_folder(summary.expert) as folder:
+            move_files(staged, folder)
+            return self._make_live(folder, summary)
 
     def load(self, version: AdapterVersion, base_hash: str | None = None) -> LoadedAdapter:
         """The files of `version`, verified against its manifest.
@@ -173,10 +153,38 @@ class AdapterStore:
                 shutil.rmtree(self.folder(domain, number), ignore_errors=True)
         return gone
 
-    def _temporary(self, domain: str) -> Path:
-        parent = self.folder(domain, 0).parent
-        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=parent))
+    @contextmanager
+    def _new_folder(self, domain: str) -> Iterator[Path]:
+        """An empty temporary folder beside the versions of `domain`; nobody else publishes meanwhile."""
+        self._home.require_writable()
+        self._registry.next_version(domain)  # an unknown name is refused before anything is written
+        with self._home.folder_lock, storage_errors(self._home.path):
+            self._clean()
+            parent = self.folder(domain, 0).parent
+            parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=parent))
+            try:
+                yield folder
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _make_live(self, folder: Path, summary: CandidateSummary) -> AdapterVersion:
+        """Checks the files in `folder`, gives them a number and a manifest, and moves them into place."""
+        files = _checked(folder)
+        number = self._registry.reserve_version(summary.expert)
+        version = AdapterVersion(
+            domain=summary.expert,
+            version=number,
+            parent=summary.parent,
+            path=self.folder(summary.expert, number).relative_to(self._home.path).as_posix(),
+            base_hash=summary.base_hash,
+            acceptance=summary.acceptance_after,
+            created_at=time.time(),
+            state="live",
+        )
+        (folder / MANIFEST).write_text(_manifest(version, summary, files), encoding="utf-8")
+        self._install(folder, version)
+        return version
 
     def _install(self, temporary: Path, version: AdapterVersion) -> None:
         """Put the folder in its place, then add the row. A crash in between leaves work for `_clean`."""
@@ -218,23 +226,10 @@ def _title(version: AdapterVersion) -> str:
     return f"Adapter version {version.version} of '{version.domain}'"
 
 
-def _written(folder: Path, write: Callable[[Path], None]) -> dict[str, bytes]:
-    """The files that `write` writes into `folder`, checked."""
-    try:
-        write(folder)
-    except SafetensorError as error:
-        if "No space left" in str(error):
-            raise StorageFull(f"The disk that holds {folder.parent} is full; free some space.") from error
-        if any(limit in str(error) for limit in LIMITS):
-            raise StorageFull(f"{folder.parent} may hold no more: {error}.") from error
-        raise
-    except OSError as error:
-        if error.errno in (errno.EFBIG, errno.EDQUOT):
-            raise StorageFull(f"{folder.parent} may hold no more: {error.strerror}.") from error
-        raise
+def _checked(folder: Path) -> dict[str, bytes]:
+    """The files of a new adapter. Raises CorruptAdapter where they are not an intact one."""
     title = "The new adapter"
     files = _contents(folder, title)
-    files.pop(MANIFEST, None)
     _parsed(files, title)
     return files
 
@@ -279,8 +274,8 @@ def _object(text: bytes, title: str) -> dict[str, Any]:
     return value
 
 
-def _manifest(version: AdapterVersion, files: dict[str, bytes], extra: dict[str, Any]) -> str:
-    own = {
+def _manifest(version: AdapterVersion, summary: CandidateSummary, files: dict[str, bytes]) -> str:
+    written = {
         "format": MANIFEST_FORMAT,
         "domain": version.domain,
         "version": version.version,
@@ -289,9 +284,10 @@ def _manifest(version: AdapterVersion, files: dict[str, bytes], extra: dict[str,
         "acceptance": version.acceptance,
         "created_at": version.created_at,
         "files": _hashes(files),
+        "rank": summary.rank,
+        "modules": list(summary.modules),
     }
-    assert not own.keys() & extra.keys(), "extra must not replace what the manifest says itself"
-    return json.dumps({**own, **extra}, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return json.dumps(written, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _hashes(files: dict[str, bytes]) -> dict[str, str]:

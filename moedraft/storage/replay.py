@@ -1,4 +1,4 @@
-"""The replay buffers: what the target really said, bounded per domain. Knows nothing of training.
+"""The replay buffers: what the target answered, a bounded number of records per domain.
 
 The shared adapter has no second copy: its buffer is the records of all domains, drawn evenly by
 `sample_stratified`. Records whose prompt fitted no domain are stored under the domain "shared".
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 _drafted = case((replay.c.drafted > 0, replay.c.drafted), else_=1)
 _rate = case((replay.c.drafted > 0, replay.c.accepted * 1.0 / _drafted), else_=1.0)
-# the order in which records are deleted when a domain has more than its capacity
+# the order in which records are removed when a domain has more than its capacity
 _EVICTION: dict[Policy, tuple[Any, ...]] = {
     "fifo": (replay.c.id,),
     "reservoir": (replay.c.draw.desc(), replay.c.id),
@@ -36,10 +36,11 @@ _EVICTION: dict[Policy, tuple[Any, ...]] = {
 class ReplayBuffer:
     """At most `capacity` records per domain. All methods raise StorageError where the home fails.
 
-    policy: "fifo" keeps the newest; "reservoir" a uniform sample of all that ever came (each record
-    draws a uniform number once and the smallest stay: Vitter's reservoir by random keys); "hardest"
-    those with the smallest share of accepted draft tokens, the newer on a tie, and those that nothing
-    was drafted for go first. `seed` makes the reservoir's draws repeatable.
+    `policy` says which records of a full domain are kept. "fifo": the newest. "reservoir": a uniform sample
+    of all that ever came; each record draws a random number once, and those with the smallest numbers stay
+    (Vitter's reservoir by random keys). "hardest": those with the smallest share of accepted draft tokens,
+    the newer of two with the same share; records without any draft are removed first. `seed` makes the
+    reservoir's draws repeatable.
     """
 
     def __init__(self, home: Home, capacity: int, policy: Policy = "fifo", seed: int | None = None) -> None:

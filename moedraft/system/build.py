@@ -50,7 +50,12 @@ class System:
 def open_store(settings: Settings, *, write: bool = True) -> Store:
     """Raises StorageError as `Home.open` does, and for a file in the home's place."""
     check_home(settings.home)
-    return Store.open(settings.home, write=write, replay_capacity=settings.replay_capacity)
+    return Store.open(
+        settings.home,
+        write=write,
+        replay_capacity=settings.replay_capacity,
+        replay_policy=settings.replay_policy,
+    )
 
 
 def open_router(settings: Settings, store: Store) -> Router:

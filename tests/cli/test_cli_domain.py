@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from cli_fakes import Pair, Run, numbers, write_rows
 
+from moedraft import learning_state
 from moedraft.core import SamplingParams
 from moedraft.distill.loop import DistillLoop
 from moedraft.distill.warmstart import split_examples
@@ -139,11 +140,11 @@ def test_warm_start_in_words(run: Run, home: Path, low: Path, pair: Pair, monkey
 
 
 def paused(loop: DistillLoop, *_: object, **__: object) -> None:
-    loop.status = "paused: The disk is full."
+    loop.state = learning_state.paused("The disk is full.")
 
 
 def nothing(loop: DistillLoop, *_: object, **__: object) -> None:
-    loop.status = "waiting for records"
+    loop.state = learning_state.waiting()
 
 
 def interrupted(*_: object, **__: object) -> None:

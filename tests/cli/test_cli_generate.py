@@ -17,6 +17,7 @@ from moedraft.core import RequestOutput, SamplingParams
 from moedraft.drafting.drafter import NoExperts
 from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine
+from moedraft.learning_state import paused
 from moedraft.storage.store import Store
 
 from tiny import FixedSelector, NumberTokenizer, TinyLM, random_table
@@ -163,6 +164,16 @@ def test_distill_the_one_named(run: Run, answered: Path, pair: Pair) -> None:
     assert run("distill", "--domain", "none", *options).code == 2
 
 
+def test_the_divergence_is_chosen_on_the_command_line(run: Run, answered: Path, pair: Pair) -> None:
+    options = ("--domain", "sql", "--draft", pair[3], "--steps", 2, "--home", answered, "--json")
+    usual = run("distill", *options).data["loss"]
+    assert run("adapter", "rollback", "sql", "--home", answered).code == 0
+    assert run("distill", *options, "--kind", "tvd").data["loss"] < min(1, usual)
+    refused = run("distill", *options, "--kind", "l2")
+    assert refused.code == 2
+    assert "'l2' is not one of" in refused.err
+
+
 def test_distill_without_records(run: Run, home: Path, store: Store, pair: Pair) -> None:
     store.close()
     result = run("distill", "--domain", "sql", "--draft", pair[3], "--home", home)
@@ -174,7 +185,7 @@ def test_distill_on_a_full_disk(
     run: Run, answered: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(loop: Any, *_: object, **__: object) -> None:
-        loop.status = "paused: The disk is full."
+        loop.state = paused("The disk is full.")
 
     monkeypatch.setattr("moedraft.distill.loop.DistillLoop.run_once", full)
     result = run("distill", "--domain", "sql", "--draft", pair[3], "--home", answered)

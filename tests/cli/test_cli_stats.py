@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from candidates import candidate
 from cli_fakes import Pair, Run, write_rows
-from safetensors.torch import save_file
 
 from moedraft.core import SHARED, ReplayRecord, RequestStats, SpeculationStats
 from moedraft.storage.store import Store
@@ -20,13 +19,7 @@ RECORD = ReplayRecord("sql", "sql", 1, "tiny", [7, 2, 3], 2, [[3, 9]], [[-0.125,
 
 
 def publish(store: Store, name: str, parent: int, value: float = 1.0) -> None:
-    def write(folder: Path) -> None:
-        save_file({"lora_A": torch.full((2, 3), value)}, folder / "adapter_model.safetensors")
-        (folder / "adapter_config.json").write_text('{"r": 2}')
-
-    store.adapters.publish(
-        name, write, parent=parent, base_hash="base", acceptance=0.5 + value / 10, extra={}
-    )
+    store.adapters.publish(candidate(name, value, parent=parent, acceptance_after=0.5 + value / 10))
 
 
 def request(accepted: int) -> RequestStats:

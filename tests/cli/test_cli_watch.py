@@ -9,7 +9,7 @@ import pytest
 from cli_fakes import Run
 
 from moedraft.core import SHARED, RequestStats, SpeculationStats, UpdateRecord
-from moedraft.distill.loop import Load, write_load
+from moedraft.distill.governor import Load, write_load
 from moedraft.storage.store import Store
 
 PNG = b"\x89PNG\r\n"

@@ -17,9 +17,9 @@ from moedraft.cpu.groups import Grouped
 from moedraft.cpu.products import PackedLinear, pays
 from moedraft.cpu.threads import set_threads
 from moedraft.drafting.adapter import Adapter
-from moedraft.engine.build import System, opened
 from moedraft.routing import embedder as embedder_module
 from moedraft.routing.embedder import Embedder
+from moedraft.system.build import System, opened
 
 PROMPT = "SELECT name FROM users WHERE"
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from moedraft.core import SHARED, Domain, ReplayRecord, SamplingParams, Sequence
 from moedraft.distill.loop import DistillLoop
+from moedraft.distill.outlet import HomeOutlet
 from moedraft.distill.trainer import Trainer
 from moedraft.drafting.lora import ExpertBank
 from moedraft.drafting.model import ModelDrafter
@@ -79,7 +80,7 @@ class Rig:
             steps=30,
             tokens_per_step=512,
         )
-        self.loop = DistillLoop(self.trainer, self.store, every=16)
+        self.loop = DistillLoop(self.trainer, self.store, HomeOutlet(self.store), every=16)
 
     def serve(self, expert: str, count: int, seed: int, length: int = 24) -> float:
         """Answer prompts of a "domain" (its own corner of the vocabulary); returns the acceptance rate."""

@@ -8,16 +8,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save, save_file
+from candidates import candidate
+from safetensors.torch import save
 
 from moedraft.core import SHARED, AdapterVersion, Domain, StorageError
-from moedraft.distill.publish import HomeOutlet
+from moedraft.distill.outlet import HomeOutlet
 from moedraft.drafting.adapter import PREFIX
 from moedraft.drafting.lora import ExpertBank
 from moedraft.storage.store import Store
@@ -71,21 +71,9 @@ def publish(store: Store, bank: ExpertBank, name: str) -> int:
         tensors[f"{PREFIX}{module}.lora_A.weight"] = torch.randn(4, inner)
         tensors[f"{PREFIX}{module}.lora_B.weight"] = torch.randn(out, 4)
 
-    def write(folder: Path) -> None:
-        (folder / "adapter_config.json").write_text(
-            json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 4})
-        )
-        save_file(tensors, folder / "adapter_model.safetensors")
-
-    live = store.registry.live(name)
-    made = HomeOutlet(store).publish(
-        name,
-        write,
-        parent=live.version if live else 0,
-        base_hash=bank.base_hash,
-        acceptance=None,
-        extra={"rank": 4},
-    )
+    live, config = store.registry.live(name), {"peft_type": "LORA", "r": 4, "lora_alpha": 4}
+    facts = {"parent": live.version if live else 0, "base_hash": bank.base_hash, "rank": 4}
+    made = HomeOutlet(store).publish(candidate(name, config=config, tensors=tensors, **facts))
     return made.version
 
 

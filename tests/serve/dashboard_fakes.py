@@ -32,6 +32,7 @@ from moedraft.core import (
     SpeculationStats,
     UpdateRecord,
 )
+from moedraft.learning_state import waiting
 from moedraft.routing.router import Route
 from moedraft.serve.auth.access import Authority, Guard
 from moedraft.serve.auth.keyring import Keyring
@@ -70,8 +71,7 @@ IDLE = replace(
 
 
 WAITING = TrainerState(
-    status="waiting for room",
-    waits="The engine is busy: 12 % idle, and 30 % are needed",
+    waiting("The engine is busy: 12 % idle, and 30 % are needed"),
     pid=4711,
     restarts=1,
     updates=57,

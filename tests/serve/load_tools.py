@@ -24,20 +24,19 @@ from statistics import quantiles
 from typing import Any
 
 import torch
+from candidates import candidate
 from heap import allocated
-from safetensors.torch import save_file
 from server import wait_for
 
 from moedraft.core import SHARED, RequestOutput
 from moedraft.cpu.groups import Grouped
 from moedraft.cpu.products import Product
-from moedraft.distill.publish import HomeOutlet
+from moedraft.distill.outlet import HomeOutlet
 from moedraft.drafting.adapter import LORA_A, LORA_B, PREFIX
 from moedraft.drafting.drafter import Draft
 from moedraft.drafting.layer import LoRALinear
 from moedraft.drafting.lora import ExpertBank
 from moedraft.serve.run import SERVER_FILE
-from moedraft.storage.adapters import CONFIG, WEIGHTS
 from moedraft.system.build import System
 
 Address = tuple[str, int]
@@ -252,18 +251,8 @@ def publish(system: System, name: str) -> int:
     number, live = registry.next_version(name), registry.live(name)
     tensors = stamped(system.bank, name, number)
 
-    def write(folder: Path) -> None:
-        (folder / CONFIG).write_text(json.dumps(PEFT))
-        save_file(tensors, folder / WEIGHTS)
-
-    made = HomeOutlet(system.store).publish(
-        name,
-        write,
-        parent=live.version if live else 0,
-        base_hash=system.bank.base_hash,
-        acceptance=None,
-        extra={"rank": RANK},
-    )
+    facts = {"parent": live.version if live else 0, "base_hash": system.bank.base_hash, "rank": RANK}
+    made = HomeOutlet(system.store).publish(candidate(name, config=PEFT, tensors=tensors, **facts))
     assert made.version == number
     return number
 

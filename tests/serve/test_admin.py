@@ -13,6 +13,7 @@ from serve_fakes import DOMAINS, WordEmbedder
 from server import TARGET, FakeSupervisor, Served, check_error, served, slowed, wait_for
 
 from moedraft.core import AdapterVersion, ReplayRecord
+from moedraft.learning_state import waiting
 from moedraft.serve.supervisor.supervisor import TrainerState
 
 LAW = [f"the court of appeal held that clause {i}" for i in range(9)]
@@ -20,7 +21,7 @@ LAW = [f"the court of appeal held that clause {i}" for i in range(9)]
 
 @pytest.fixture
 def supervisor() -> FakeSupervisor:
-    return FakeSupervisor(TrainerState(status="waiting", pid=7))
+    return FakeSupervisor(TrainerState(waiting(""), pid=7))
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from moedraft.cli import main
 from moedraft.cli.remote import Remote, Unreachable, owner_of
 from moedraft.config import load_settings
 from moedraft.core import InvalidRequest
+from moedraft.learning_state import waiting
 from moedraft.serve.app import create_app
 from moedraft.serve.run import SERVER_FILE, GracefulServer, serve, url_of
 from moedraft.serve.supervisor.supervisor import TrainerState
@@ -135,7 +136,7 @@ def test_learning_is_held_from_the_command_line(
     nobody = run("learning", "resume", "--home", tmp_path / "other")
     assert nobody.code == 2
     assert "No server runs" in nobody.err
-    supervisor = FakeSupervisor(TrainerState(status="waiting"))
+    supervisor = FakeSupervisor(TrainerState(waiting("")))
     monkeypatch.setattr(found.app.state, "context", replace(found.app.state.context, supervisor=supervisor))
     assert run("learning", "pause", "--home", home, "--json").data["paused"] is True
     assert supervisor.now.paused

@@ -27,6 +27,7 @@ from moedraft.core import SHARED, Domain, UpdateRecord
 from moedraft.insight.observe import Observer
 from moedraft.insight.spans import SPANS
 from moedraft.insight.table import Column, Table
+from moedraft.learning_state import LearningKind, LearningState, waiting
 from moedraft.serve.dashboard import markup
 from moedraft.serve.dashboard.overview import MOST_LINES
 from moedraft.serve.dashboard.pages import SCRIPT
@@ -234,7 +235,10 @@ def test_a_store_that_cannot_be_read(fresh: Site, visit: Visit) -> None:
 def test_how_the_engine_and_the_trainer_are(fresh: Site, visit: Visit) -> None:
     fresh.worker.now = replace(IDLE, failed="the device is gone", learning="paused: the disk is full")
     fresh.supervisor.now = replace(
-        WAITING, pid=None, status="starts again in 4 s", last_error="it was killed"
+        WAITING,
+        learning=LearningState(LearningKind.RESTARTING, "in 4 s"),
+        pid=None,
+        last_error="it was killed",
     )
     page = visit(fresh)
     for sentence in (
@@ -245,7 +249,8 @@ def test_how_the_engine_and_the_trainer_are(fresh: Site, visit: Visit) -> None:
         "It was killed.",
     ):
         expect(page.get_by_text(sentence).first).to_be_visible()
-    fresh.supervisor.now = replace(WAITING, waits=None, expert="sql", step=3, steps=16, loss=1.234)
+    training = LearningState(LearningKind.TRAINING, expert="sql", step=3, steps=16, loss=1.234)
+    fresh.supervisor.now = replace(WAITING, learning=training)
     page = visit(fresh, "learning")
     expect(page.get_by_text("Updating the adapter of sql, step 3 of 16, loss 1.23.")).to_be_visible()
 
@@ -459,7 +464,7 @@ def poison(at: Site) -> None:
     at.store.requests.add(rows)
     at.store.registry.add_domain(Domain("sql", HOSTILE, (HOSTILE,) * 8, 1.0))
     at.store.updates.add(UpdateRecord(HOSTILE, 1, 1, 1, 1.0, 1.0, 0.1, 0.2))
-    at.supervisor.now = replace(WAITING, waits=HOSTILE, last_error=HOSTILE)
+    at.supervisor.now = replace(WAITING, learning=waiting(HOSTILE), last_error=HOSTILE)
     at.worker.now = replace(SERVING, learning=HOSTILE)
 
 

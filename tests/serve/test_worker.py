@@ -16,7 +16,7 @@ import pytest
 from serve_fakes import tiny_system
 
 from moedraft.core import InvalidRequest, RequestOutput, SamplingParams, StorageError
-from moedraft.distill.loop import read_load
+from moedraft.distill.governor import read_load
 from moedraft.serve.worker.meter import Meter
 from moedraft.serve.worker.worker import Draining, Overloaded, Ticket, Worker
 from moedraft.system.build import System

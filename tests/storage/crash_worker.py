@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 
-from storage_fakes import BASE, domain, record, stats, writer
+from storage_fakes import candidate, domain, record, stats
 
 from moedraft.storage import AdapterStore, Home, Registry, ReplayBuffer, RequestLog
 
@@ -27,7 +27,7 @@ def publish(home: Home) -> None:
     registry.add_domain(domain())
     store = AdapterStore(home, registry)
     registry.add_version = lambda version: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
-    store.publish("sql", writer(), parent=0, base_hash=BASE, acceptance=None, extra={})
+    store.publish(candidate())
 
 
 if __name__ == "__main__":

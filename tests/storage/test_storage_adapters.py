@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,10 +14,11 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from storage_fakes import BASE, domain, publish, writer
+from storage_fakes import BASE, candidate, domain, publish
 
 from moedraft.core import SHARED, AdapterVersion, CorruptAdapter, InvalidRequest, StorageError
 from moedraft.storage import AdapterStore, Home, Registry, StorageFull
+from moedraft.storage.candidate import write_files
 
 WORKER = Path(__file__).with_name("crash_worker.py")
 WEIGHTS = "adapter_model.safetensors"
@@ -92,21 +93,14 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 def test_published_files_come_back(home: Home, store: AdapterStore, registry: Registry) -> None:
-    version = store.publish(
-        "sql",
-        writer(2.0, **{"README.md": "# sql\n"}),
-        parent=0,
-        base_hash=BASE,
-        acceptance=0.75,
-        extra={"rank": 2, "modules": ["q_proj"]},
-    )
+    version = store.publish(candidate(2.0, acceptance_after=0.75))
     assert version == registry.live("sql")
     assert (version.version, version.path, version.acceptance) == (1, "adapters/sql/v1", 0.75)
     config, tensors, manifest = store.load(version, BASE)
     assert config["r"] == 2
     assert torch.equal(tensors["lora_A"], torch.full((2, 3), 2.0))
     assert (manifest["rank"], manifest["modules"], manifest["parent"]) == (2, ["q_proj"], 0)
-    assert set(manifest["files"]) == {"README.md", "adapter_config.json", WEIGHTS}
+    assert set(manifest["files"]) == {"adapter_config.json", WEIGHTS}
     assert manifest["created_at"] == version.created_at
     assert folders(store) == ["v1"]
 
@@ -174,7 +168,7 @@ def test_another_draft_base(
 def test_a_corrupt_ancestor_under_a_foreign_live_version(
     store: AdapterStore, registry: Registry, chain: list[AdapterVersion]
 ) -> None:
-    other = store.publish("sql", writer(), parent=3, base_hash="other", acceptance=None, extra={})
+    other = store.publish(candidate(parent=3, base_hash="other"))
     flip(store.folder("sql", 3))
     found = store.load_live("sql", BASE)
     assert found is not None
@@ -208,45 +202,136 @@ def test_a_version_removed_meanwhile_is_not_called_corrupt(
     assert registry.versions("sql") == []
 
 
-def failing(error: Exception) -> Callable[[Path], None]:
-    def write(folder: Path) -> None:
-        (folder / WEIGHTS).write_bytes(b"half of")
+def failing(error: Exception) -> Callable[..., None]:
+    """Instead of safetensors' `save_file`: breaks off in the middle of the file."""
+
+    def save(tensors: object, path: Path, metadata: object) -> None:
+        path.write_bytes(b"half of")
         raise error
 
-    return write
+    return save
 
 
+@pytest.fixture
+def unchanged(store: AdapterStore, registry: Registry, chain: list[AdapterVersion]) -> Iterator[None]:
+    """After the test the versions are those of `chain`, and the third is live."""
+    generation = registry.generation()
+    yield
+    assert folders(store) == ["v1", "v2", "v3"]
+    assert registry.live("sql") == chain[2]
+    assert registry.generation() == generation
+
+
+@pytest.mark.usefixtures("unchanged")
 @pytest.mark.parametrize(
-    ("write", "error", "message"),
+    ("fault", "error", "message"),
     [
-        (failing(ZeroDivisionError("x")), ZeroDivisionError, "x"),
-        (failing(OSError(errno.ENOSPC, "No space left on device")), StorageFull, "No space left"),
-        (failing(SafetensorError("I/O error: No space left on device")), StorageFull, "is full"),
-        (failing(SafetensorError("header too large")), SafetensorError, "header too large"),
-        (lambda folder: None, CorruptAdapter, "lacks adapter_config.json and adapter_model.safetensors"),
-        (writer(**{"training_args.bin": "x"}), CorruptAdapter, "holds 'training_args.bin'"),
-        (writer(**{"adapter_model.pt": "x"}), CorruptAdapter, "holds 'adapter_model.pt'"),
-        (writer(**{"optimizer.pkl": "x"}), CorruptAdapter, "holds 'optimizer.pkl'"),
-        (lambda folder: (folder / "sub.json").mkdir(), CorruptAdapter, "holds 'sub.json'"),
-        (writer(float("inf")), CorruptAdapter, "tensor 'lora_A' is not finite"),
-        (writer(**{"adapter_config.json": "{"}), CorruptAdapter, "no JSON"),
+        (ZeroDivisionError("x"), ZeroDivisionError, "x"),
+        (OSError(errno.ENOSPC, "No space left on device"), StorageFull, "No space left"),
+        (SafetensorError("I/O error: No space left on device"), StorageFull, "is full"),
+        (SafetensorError("header too large"), SafetensorError, "header too large"),
     ],
 )
-def test_a_failed_publication_leaves_nothing(
-    write: Callable[[Path], None],
+def test_a_candidate_that_cannot_be_written_leaves_nothing(
+    fault: Exception,
     error: type[Exception],
     message: str,
     store: AdapterStore,
     registry: Registry,
-    chain: list[AdapterVersion],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    generation = registry.generation()
+    monkeypatch.setattr("moedraft.storage.candidate.save_file", failing(fault))
     with pytest.raises(error, match=message):
-        store.publish("sql", write, parent=3, base_hash=BASE, acceptance=None, extra={})
-    assert folders(store) == ["v1", "v2", "v3"]
-    assert registry.live("sql") == chain[2]
-    assert registry.generation() == generation
+        publish(store, 1.0, 3)
     assert registry.next_version("sql") == 4
+
+
+@pytest.mark.usefixtures("unchanged")
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_not_finite_are_no_version(store: AdapterStore, value: float) -> None:
+    with pytest.raises(CorruptAdapter, match="tensor 'lora_A' is not finite"):
+        publish(store, value, 3)
+
+
+@pytest.mark.usefixtures("unchanged")
+def test_a_failure_between_folder_and_row_leaves_nothing(
+    store: AdapterStore, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(version: AdapterVersion) -> None:
+        assert store.folder("sql", version.version).exists()
+        raise StorageError("The database is gone.")
+
+    monkeypatch.setattr(registry, "add_version", broken)
+    with pytest.raises(StorageError, match="is gone"):
+        publish(store, 1.0, 3)
+
+
+# -- a candidate whose files another process has written -----------------------------------------
+
+
+@pytest.fixture
+def staged(tmp_path: Path) -> Path:
+    folder = tmp_path / "staged"
+    folder.mkdir()
+    write_files(candidate(4.0), folder)
+    return folder
+
+
+def test_staged_files_are_moved_into_the_version(store: AdapterStore, staged: Path) -> None:
+    (staged / "optimizer.pkl").write_bytes(b"never taken")
+    version = store.adopt(candidate().summary(), staged)
+    assert [path.name for path in staged.iterdir()] == ["optimizer.pkl"]
+    assert sorted(path.name for path in store.folder("sql", 1).iterdir()) == [
+        "adapter_config.json",
+        WEIGHTS,
+        "manifest.json",
+    ]
+    assert store.load(version, BASE).tensors["lora_A"][0, 0] == 4
+
+
+def no_weights(folder: Path) -> None:
+    (folder / WEIGHTS).write_bytes(b"no tensors")
+
+
+def linked(folder: Path) -> None:
+    (folder / WEIGHTS).rename(folder / "elsewhere")
+    (folder / WEIGHTS).symlink_to(folder / "elsewhere")
+
+
+def not_finite(folder: Path) -> None:
+    write_files(candidate(float("nan")), folder)
+
+
+@pytest.mark.usefixtures("unchanged")
+@pytest.mark.parametrize(
+    ("damage", "error", "message"),
+    [
+        (lambda folder: (folder / WEIGHTS).unlink(), StorageError, "No such file"),
+        (lambda folder: (folder / "adapter_config.json").write_text("{"), CorruptAdapter, "no JSON"),
+        (lambda folder: (folder / "adapter_config.json").write_text("[1]"), CorruptAdapter, "no JSON object"),
+        (no_weights, CorruptAdapter, "cannot be read"),
+        (linked, CorruptAdapter, f"holds '{WEIGHTS}'"),
+        (not_finite, CorruptAdapter, "not finite"),
+    ],
+)
+def test_damaged_staged_files_leave_nothing(
+    damage: Callable[[Path], None],
+    error: type[Exception],
+    message: str,
+    store: AdapterStore,
+    staged: Path,
+) -> None:
+    damage(staged)
+    with pytest.raises(error, match=message):
+        store.adopt(candidate(parent=3).summary(), staged)
+
+
+def test_a_staged_folder_that_is_a_link_is_refused(store: AdapterStore, staged: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(staged)
+    with pytest.raises(InvalidRequest, match="in the home itself"):
+        store.adopt(candidate().summary(), tmp_path / "link")
+    assert len(list(staged.iterdir())) == 2
+    assert folders(store) == []
 
 
 def test_a_row_that_cannot_be_written(
@@ -385,9 +470,7 @@ def test_each_draft_base_has_its_own_line(
     store: AdapterStore, registry: Registry, chain: list[AdapterVersion]
 ) -> None:
     for number in (4, 5, 6, 7):
-        store.publish(
-            "sql", writer(), parent=number - 1 if number > 4 else 0, base_hash="b", acceptance=None, extra={}
-        )
+        store.publish(candidate(parent=number - 1 if number > 4 else 0, base_hash="b"))
     assert store.prune("sql", keep=2) == [1, 4, 5]
     assert registry.live("sql").version == 7  # type: ignore[union-attr]
     flip(store.folder("sql", 3))
@@ -410,7 +493,10 @@ def test_brackets_without_end_are_corrupt(store: AdapterStore, chain: list[Adapt
         SafetensorError("I/O error: File too large (os error 27)"),
     ],
 )
-def test_a_write_limit_is_a_full_disk(store: AdapterStore, error: Exception) -> None:
+def test_a_write_limit_is_a_full_disk(
+    store: AdapterStore, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moedraft.storage.candidate.save_file", failing(error))
     with pytest.raises(StorageFull):
-        store.publish("sql", failing(error), parent=0, base_hash=BASE, acceptance=None, extra={})
+        publish(store, 1.0, 0)
     assert folders(store) == []

@@ -86,14 +86,6 @@ def test_a_new_live_version_retires_the_former(chain: Registry) -> None:
     assert chain.live(SHARED) is None
 
 
-def test_a_candidate_does_not_serve(chain: Registry) -> None:
-    chain.add_version(version(4, 3, state="candidate"))
-    assert chain.live("sql") == version(3, 2)
-    assert chain.generation() == 4
-    chain.promote("sql", 4)
-    assert chain.live("sql") == version(4, 3)
-
-
 def test_numbers_are_never_given_twice(chain: Registry) -> None:
     assert chain.next_version("sql") == 4
     assert [chain.reserve_version("sql"), chain.reserve_version("sql")] == [4, 5]

@@ -39,22 +39,23 @@ def trainer_state(now: TrainerState | None) -> StatusText:
     if now.paused:
         return StatusText("Paused", "quiet", "Learning was paused by an administrator.")
     if now.pid is None:
-        again = f"The trainer is not running: {now.status}."
+        again = f"The trainer is not running: {now.learning.text}."
         return (
             StatusText("Down", "bad", f"{again} {sentence(now.last_error)}")
             if now.last_error
             else (StatusText("Starting", "quiet", again))
         )
-    if now.expert:
-        done = f", step {now.step} of {now.steps}" if now.steps else ""
-        loss = f", loss {now.loss:.2f}" if now.loss is not None else ""
-        if now.waits or now.held:
-            reason = sentence(now.waits or "requests are being served")
-            return StatusText("Yielding", "busy", f"In the middle of {now.expert}{done}: {reason}")
-        return StatusText("Training", "good", f"Updating the adapter of {now.expert}{done}{loss}.")
-    if now.waits:
-        return StatusText("Waiting", "busy", sentence(now.waits))
-    return StatusText("Running", "quiet", sentence(now.status))
+    doing = now.learning
+    if doing.expert:
+        done = f", step {doing.step} of {doing.steps}" if doing.steps else ""
+        loss = f", loss {doing.loss:.2f}" if doing.loss is not None else ""
+        if doing.waits_for or now.held:
+            reason = sentence(doing.waits_for or "requests are being served")
+            return StatusText("Yielding", "busy", f"In the middle of {doing.expert}{done}: {reason}")
+        return StatusText("Training", "good", f"Updating the adapter of {doing.expert}{done}{loss}.")
+    if doing.waits_for:
+        return StatusText("Waiting", "busy", sentence(doing.waits_for))
+    return StatusText("Running", "quiet", sentence(doing.text))
 
 
 def sentence(text: str) -> str:

@@ -121,7 +121,7 @@ def learning(request: Request) -> Data:
     context = context_of(request)
     if context.supervisor is None:
         return {"enabled": False}
-    return {"enabled": True, **asdict(context.supervisor.state())}
+    return {"enabled": True, **context.supervisor.state().data()}
 
 
 @router.post("/learning/pause")

@@ -1,4 +1,4 @@
-"""A process that speaks in lines: started, read without ever blocking, ended for good. Knows no learning."""
+"""A child process that reads and writes lines: started, read without blocking, and always ended."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ LAST_WORDS = 8  # chunks that are read after its end
 
 
 class ChildFailed(Exception):
-    """It cannot be spoken to: the message says why."""
+    """The child cannot be talked to; the message says why."""
 
 
 class Child:
-    """Not thread-safe. `close` it, whatever happened; then neither process nor pipe is left."""
+    """Not thread-safe. Always `close` it; after that neither the process nor a pipe is left."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         """Raises OSError where it cannot be started."""
@@ -35,8 +35,8 @@ class Child:
             stderr=subprocess.PIPE,
             bufsize=0,
             env=dict(environment),
-            # Ctrl-C in the terminal is the server's business. No session of its own: Linux shares the cores
-            # out by session first, and by priority only within one.
+            # Its own process group, so that Ctrl-C in the terminal reaches the server only. Not its own
+            # session: Linux divides the cores among sessions first, and by priority only within a session.
             process_group=0,
         )
         self.silent = False  # its stdout is closed
@@ -50,7 +50,7 @@ class Child:
         self._lines: list[bytes] = []
 
     def send(self, line: bytes) -> None:
-        """Raises ChildFailed where it does not read, rather than wait for it."""
+        """Write a line. Raises ChildFailed where the child does not read, instead of waiting for it."""
         try:
             written = self._pipe("stdin").write(line)
         except OSError as error:
@@ -59,7 +59,10 @@ class Child:
             raise ChildFailed("it does not read")
 
     def read(self, timeout: float) -> list[bytes]:
-        """The lines that have come, after `timeout` seconds at most. Raises ChildFailed for endless ones."""
+        """The lines that have arrived, waiting `timeout` seconds at most.
+
+        Raises ChildFailed where LONGEST_LINE bytes come without the end of a line.
+        """
         for key, _ in self._selector.select(timeout):
             data = os.read(key.fd, CHUNK)
             if not data:
@@ -70,11 +73,11 @@ class Child:
 
     @property
     def ended(self) -> bool:
-        """No line will come any more; what came before may still have to be read."""
+        """Whether it can write no more lines; those written before may still have to be read."""
         return self.silent or self.process.poll() is not None
 
     def close(self, grace: float) -> None:
-        """End it: by closing its stdin, after `grace` seconds by force, and take in its last words."""
+        """Close its stdin, end it by force after `grace` seconds, and read the rest of what it wrote."""
         with contextlib.suppress(OSError):
             self._pipe("stdin").close()
         try:
@@ -87,7 +90,7 @@ class Child:
             self._pipe("stderr").close()
 
     def why_ended(self) -> str:
-        """After `close`: how it went, with the last it said on stderr."""
+        """After `close`: how the process ended, with the last line of its stderr."""
         status = self.process.returncode
         last = next((line for line in reversed(self.errors) if line.strip()), "")
         if status is None:
@@ -100,7 +103,7 @@ class Child:
         return f"{how}: {last.strip()[:300]}" if last else how
 
     def _end(self, grace: float) -> None:
-        """Reads on meanwhile, or a child that writes could not end."""
+        """Wait for the end, reading meanwhile: a child blocked in writing to a full pipe could not end."""
         for stop in (None, self.process.terminate, self.process.kill):
             if stop is not None:
                 stop()
@@ -112,7 +115,7 @@ class Child:
             self.process.wait(REAP_SECONDS)
 
     def _drop(self, seconds: float) -> None:
-        """Read what nobody will look at."""
+        """Read and discard."""
         if not self._selector.get_map():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(seconds)

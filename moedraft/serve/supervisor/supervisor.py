@@ -1,8 +1,9 @@
 """Starts the trainer process, watches it, and publishes what it has learned.
 
-One thread does all of it. A trainer that crashes, hangs or talks rubbish is killed and started again, later
-each time; serving never waits for it, and while there is something to serve it is held in mid-step. Knows no
-engine: results meet it in the store.
+One thread does all of it. A trainer that crashes, hangs or sends what is no message is killed and started
+again, after a longer pause each time. Serving never waits for it: while requests are served the process is
+suspended, in the middle of an optimiser step if need be. The supervisor knows no engine; the engine finds new
+versions in the store.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
 from moedraft.config import Settings
-from moedraft.core import AdapterVersion, InvalidRequest, MoedraftError
+from moedraft.core import InvalidRequest, MoedraftError
 from moedraft.distill.messages import (
     TRAINING,
     Begin,
+    FromTrainer,
     Learned,
     Message,
     Noted,
@@ -33,40 +35,37 @@ from moedraft.distill.messages import (
     Published,
     Refused,
     Resume,
-    State,
+    StateReport,
     from_trainer,
 )
-from moedraft.distill.publish import HomeOutlet
+from moedraft.distill.outlet import HomeOutlet
+from moedraft.learning_state import LearningKind, LearningState
 from moedraft.serve.supervisor.child import Child, ChildFailed
 from moedraft.serve.supervisor.hold import Hold
-from moedraft.storage.adapters import CONFIG, WEIGHTS
 from moedraft.storage.store import Store
 
 COMMAND = (sys.executable, "-m", "moedraft.distill.process")
-# Nothing of the folder that the server was started in is imported by `-m`.
+# PYTHONSAFEPATH: `-m` must not import modules from the folder that the server was started in.
 ENVIRONMENT = {"PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 PAUSED = "learning_paused"  # meta key, there while learning is paused
 MAX_RUBBISH = 100  # lines of one trainer that make no sense
-BREATH = 0.01  # s between two reads: a trainer that talks all the time gets no whole core of ours
+BREATH = 0.01  # s between two reads, so that listening to a talkative trainer never takes a whole core
 LOOK_SECONDS = 0.2
-WATCH_SECONDS = 0.02  # between two looks while it trains: so long it is in the way of a request that comes
+WATCH_SECONDS = 0.02  # between two looks while it trains: a new request competes with it no longer
 GRACE = 3.0  # s for a trainer to end by itself
+
+NOT_STARTED = LearningState(LearningKind.NOT_STARTED)
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """What the trainer does, for people to read."""
+    """What the trainer says it does, and how its process is."""
 
-    status: str = "not started"
-    waits: str | None = None  # why it does not learn just now
-    held: bool = False  # in mid-step, while requests are being served
-    expert: str | None = None  # whose update is running
-    step: int = 0  # optimiser steps done, of `steps`
-    steps: int = 0
-    loss: float | None = None  # mean over the running update, nats per token
-    paused: bool = False
+    learning: LearningState = NOT_STARTED
+    held: bool = False  # suspended in the middle of an update, while requests are being served
+    paused: bool = False  # by an administrator
     pid: int | None = None  # None: no process
     restarts: int = 0
     updates: int = 0  # published since the server started
@@ -74,8 +73,26 @@ class TrainerState:
 
     @property
     def trains(self) -> bool:
-        """An update is running and does not wait of its own accord."""
-        return self.expert is not None and self.waits is None
+        """Whether an update is running and does not wait of its own accord."""
+        return self.learning.kind is LearningKind.TRAINING
+
+    def data(self) -> dict[str, Any]:
+        """As the administrator's routes show it."""
+        now = self.learning
+        return {
+            "status": now.text,
+            "waits": now.waits_for,
+            "held": self.held,
+            "expert": now.expert,
+            "step": now.step,
+            "steps": now.steps,
+            "loss": now.loss,
+            "paused": self.paused,
+            "pid": self.pid,
+            "restarts": self.restarts,
+            "updates": self.updates,
+            "last_error": self.last_error,
+        }
 
 
 class TrainerSupervisor:
@@ -102,8 +119,8 @@ class TrainerSupervisor:
         self._command, self._backoff, self._healthy = command, backoff, healthy
         self._busy, self._published = busy, published
         self._outlet = HomeOutlet(store)
-        self._hold: Hold | None = None  # of the process that lives
-        self._deadly: Counter[str] = Counter()  # experts in whose updates a process ended, in a row
+        self._hold: Hold | None = None  # of the running process
+        self._deadly: Counter[str] = Counter()  # in how many updates of an expert, in a row, the process died
         self._state = TrainerState(paused=store.registry.get_meta(PAUSED) is not None)
         self._lock = threading.Lock()  # of `_state`
         self._quit = threading.Event()
@@ -122,7 +139,7 @@ class TrainerSupervisor:
         return self._state
 
     def make_way(self) -> None:
-        """A request has come: a trainer that works is stopped at once. For any thread, and soon done."""
+        """Suspend a trainer that works, because a request has come. Quick, and safe from any thread."""
         if (hold := self._hold) is not None:
             hold.make_way(self._state.trains)
 
@@ -150,27 +167,29 @@ class TrainerSupervisor:
         while not self._quit.is_set():
             began = time.monotonic()
             error = self._live()
-            self._deadly.update([self._state.expert] if self._state.expert else [])
-            self._set(pid=None, expert=None, step=0, steps=0, loss=None, waits=None, held=False)
+            expert = self._state.learning.expert
+            self._deadly.update([expert] if expert else [])
+            self._set(pid=None, learning=LearningState(LearningKind.STOPPED), held=False)
             if self._quit.is_set():
                 break
             if time.monotonic() - began >= self._healthy:
                 delay = self._backoff[0]
             log.warning("The trainer has ended (%s); it is started again in %.0f s.", error, delay)
-            self._set(status=f"starts again in {delay:.0f} s", last_error=error)
+            again = LearningState(LearningKind.RESTARTING, f"in {delay:.0f} s")
+            self._set(learning=again, last_error=error)
             self._quit.wait(delay)
             self._set(restarts=self._state.restarts + 1)
             delay = min(2 * delay, longest)
-        self._set(status="stopped")
+        self._set(learning=LearningState(LearningKind.STOPPED))
 
     def _live(self) -> str:
         """One process from its start to its end; returns why it ended."""
-        shutil.rmtree(self._settings.home / TRAINING, ignore_errors=True)  # of one that was killed
+        shutil.rmtree(self._settings.home / TRAINING, ignore_errors=True)  # left by a killed trainer
         try:
             child = Child(self._command, {**os.environ, **ENVIRONMENT})
         except OSError as error:
             return f"it cannot be started: {error}"
-        self._set(pid=child.process.pid, status="starting")
+        self._set(pid=child.process.pid, learning=LearningState(LearningKind.STARTING))
         hold = self._hold = Hold(child, self._busy)
         grace, fault = GRACE, ""
         try:
@@ -207,10 +226,10 @@ class TrainerSupervisor:
                 return
             self._quit.wait(BREATH)
 
-    def _answer(self, conversation: Conversation, message: State | Publish | Learned, hold: Hold) -> None:
-        if isinstance(message, State):
+    def _answer(self, conversation: Conversation, message: FromTrainer, hold: Hold) -> None:
+        if isinstance(message, StateReport):
             if message.expert is None:
-                hold.seconds = 0.0  # no update runs, so whatever was held is none of the next one
+                hold.seconds = 0.0  # no update runs, so the time held so far belongs to none that comes
             self._show(message)
             return
         try:
@@ -222,9 +241,8 @@ class TrainerSupervisor:
             reply = Refused(reason=str(error))
         conversation.send(reply)
 
-    def _show(self, state: State) -> None:
-        shown = state.model_dump(exclude={"type", "error"})
-        self._set(**shown, **({"last_error": state.error} if state.error else {}))
+    def _show(self, report: StateReport) -> None:
+        self._set(learning=report.state(), last_error=report.error or self._state.last_error)
 
     def _publish(self, message: Publish) -> Message:
         """Raises MoedraftError for what must not become the live version."""
@@ -236,14 +254,8 @@ class TrainerSupervisor:
         line = self._store.registry.lineage(message.expert, message.base_hash)
         if message.parent != (line[0].version if line else 0):
             raise InvalidRequest(f"the live version of '{message.expert}' was changed meanwhile.")
-        version: AdapterVersion = self._outlet.publish(
-            message.expert,
-            moved_from(self._settings.home / TRAINING / message.folder),
-            parent=message.parent,
-            base_hash=message.base_hash,
-            acceptance=message.acceptance,
-            extra={"rank": message.rank, "modules": message.modules},
-        )
+        staged = self._settings.home / TRAINING / message.folder
+        version = self._outlet.adopt(message.summary(), staged)
         self._set(updates=self._state.updates + 1)
         self._published()
         return Published(version=version)
@@ -252,7 +264,7 @@ class TrainerSupervisor:
         update, held = message.update, hold.seconds
         hold.seconds = 0.0
         if update is not None:
-            update = replace(update, seconds=max(0.0, update.seconds - held))  # it cannot know of that
+            update = replace(update, seconds=max(0.0, update.seconds - held))  # the trainer cannot know of it
         self._outlet.learned(message.expert, message.last_id, update)
         self._deadly.pop(message.expert, None)
         return Noted()
@@ -270,13 +282,13 @@ class Conversation:
 
     def send(self, message: Message) -> None:
         self.child.send(message.line())
-        self.excuse()  # it had to wait for this
+        self.excuse()  # the child may have been waiting for this message
 
     def excuse(self) -> None:
-        """Its silence up to now is none of its own."""
+        """Start the time of silence anew, as after a deliberate stop."""
         self._last = time.monotonic()
 
-    def hear(self, seconds: float) -> list[State | Publish | Learned]:
+    def hear(self, seconds: float) -> list[FromTrainer]:
         lines = self.child.read(seconds)
         self.heard = len(lines)
         messages = [message for line in lines if (message := self._understood(line)) is not None]
@@ -286,7 +298,7 @@ class Conversation:
             raise ChildFailed(f"it said nothing for {self.timeout:.0f} s")
         return messages
 
-    def _understood(self, line: bytes) -> State | Publish | Learned | None:
+    def _understood(self, line: bytes) -> FromTrainer | None:
         try:
             return from_trainer.validate_json(line)
         except ValidationError:
@@ -296,15 +308,3 @@ class Conversation:
             if self._rubbish >= MAX_RUBBISH:
                 raise ChildFailed("it talks rubbish") from None
             return None
-
-
-def moved_from(staged: Path) -> Callable[[Path], None]:
-    """Moves an adapter's files out of `staged`, which is emptied; whatever else is in there is left."""
-
-    def write(folder: Path) -> None:
-        if staged.is_symlink():
-            raise InvalidRequest("an update must stand in the home itself.")
-        for name in (CONFIG, WEIGHTS):
-            (staged / name).rename(folder / name)
-
-    return write

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from moedraft.core import SamplingParams, StorageError
 from moedraft.cpu.memory import return_large_blocks
-from moedraft.distill.loop import Load, write_load
+from moedraft.distill.governor import Load, write_load
 from moedraft.serve.worker.thread import EngineThread
 from moedraft.serve.worker.ticket import Channel, Draining, Overloaded, Ticket
 from moedraft.system.build import System
