@@ -5,6 +5,7 @@ By itself glibc keeps much of what is freed; other C libraries are left alone.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 
@@ -17,10 +18,12 @@ def keep_what_is_loaded() -> None:
     """Have Python's garbage collector never look at the objects that there are now again.
 
     A server that has loaded everything has more than half a million of them; one full collection takes 0.4 s,
-    in which no thread runs.
+    in which no thread runs. At the end of the process the collector looks at them again: what it may not
+    free then, extension modules such as Triton's (which transformers loads by way of torch) report as leaks.
     """
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)
 
 
 def return_large_blocks() -> bool:
