@@ -12,7 +12,7 @@ from moedraft.serve.auth import ACCESS, Authority, Guard, is_loopback
 from moedraft.serve.context import ServerContext
 from moedraft.serve.jobs import target_name
 from moedraft.serve.keys import Key, KeyFile, Keyring
-from moedraft.serve.limits import Admission, BodyLimit, Envelope
+from moedraft.serve.limits import Admission, BodyLimit, Envelope, RestOfBody
 from moedraft.serve.login import login_router
 from moedraft.serve.metrics import Metrics
 from moedraft.serve.prompts import Prompts
@@ -52,6 +52,7 @@ def create_app(
     app.add_middleware(Admission, check_room=worker.check_room)
     app.add_middleware(Guard, authority=authority)
     app.add_middleware(Envelope, observe=lambda path, status: metrics.answered(kind_of(path), status))
+    app.add_middleware(RestOfBody, seconds=settings.body_timeout)
     return app
 
 

@@ -1,6 +1,6 @@
 """ASGI layers around everything: `Envelope` gives each response its id and a log line, and answers what
 nobody caught; `Admission` turns away what there is no room for; `BodyLimit` reads bodies, as large and as
-slow as is allowed.
+slow as is allowed; `RestOfBody` reads what is left of a body when the answer came before its end.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from moedraft.core import MoedraftError
 from moedraft.serve.errors import CLIENT_GONE, ApiError, api_error
 from moedraft.serve.log import get_logger, log_failure
 
+DROPPED_BYTES = 64 * 2**20  # at most, of a body that was answered before it was read
+LEAST_SECONDS = 1.0  # for the rest of such a body, however late the answer came
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 HEADERS = {
     "x-content-type-options": "nosniff",
@@ -149,6 +151,56 @@ class BodyLimit:
     def _check(self, size: int) -> None:
         if size > self.max_bytes:
             raise ApiError(413, f"A body has at most {self.max_bytes} bytes here.", code="body_too_large")
+
+
+class RestOfBody:
+    """Reads and drops the rest of a body whose request was answered before it had all come.
+
+    The client has its answer at once, but the response ends only after the rest. Ordinary clients read
+    nothing before they have sent everything: a connection that is cut meanwhile shows them a broken pipe
+    in the place of the answer. At most DROPPED_BYTES are taken, until `seconds` after the request began.
+    """
+
+    def __init__(self, app: ASGIApp, seconds: float) -> None:
+        self.app, self.seconds = app, seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        deadline, read = time.monotonic() + self.seconds, not _has_body(scope)
+
+        async def noting() -> Message:
+            nonlocal read
+            message = await receive()
+            read = read or not message.get("more_body", False)
+            return message
+
+        async def finishing(message: Message) -> None:
+            if read or message["type"] != "http.response.body" or message.get("more_body", False):
+                await send(message)
+                return
+            await send({**message, "more_body": True})
+            await _drop(receive, max(LEAST_SECONDS, deadline - time.monotonic()))
+            await send({"type": "http.response.body", "body": b""})
+
+        await self.app(scope, noting, finishing)
+
+
+def _has_body(scope: Scope) -> bool:
+    headers = dict(scope["headers"])
+    return b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"
+
+
+async def _drop(receive: Receive, seconds: float) -> None:
+    size = 0
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            while size < DROPPED_BYTES:
+                message = await receive()
+                if not message.get("more_body", False):
+                    return
+                size += len(message["body"])
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
