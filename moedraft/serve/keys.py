@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from moedraft.core import InvalidRequest, StorageError
+from moedraft.storage.adapters import sync
 from moedraft.storage.db import storage_errors
 
 Scope = Literal["infer", "admin", "metrics", "dashboard"]
@@ -108,8 +109,8 @@ class KeyFile:
 class Keyring:
     """The keys as a running server sees them; the file is read again whenever it changes.
 
-    `own` is a key of this process only. It fails closed: without a readable file no key is known, and a
-    server that ever saw a key does not open its doors when the last one is revoked.
+    `own` is a key of this process only. It fails closed: without a readable file no key is known, and where
+    there is a file, be it one of no keys because the last was revoked, the server does not open its doors.
     """
 
     def __init__(self, file: KeyFile, *, open_without_keys: bool, own: Key | None = None) -> None:
@@ -120,7 +121,7 @@ class Keyring:
 
     @property
     def is_open(self) -> bool:
-        """There never was a key, and the server does without: whoever reaches it may do everything."""
+        """There is no file of keys, and the server does without: whoever reaches it may do everything."""
         self._refresh()
         return not self._locked
 
@@ -143,6 +144,8 @@ class Keyring:
         try:
             found = self._file.path.stat()
             stamp: object = (found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size)
+        except FileNotFoundError:
+            stamp = None
         except OSError as error:
             stamp = type(error)
         if stamp == self._stamp:
@@ -151,18 +154,26 @@ class Keyring:
             self._keys, self._stamp = self._file.keys(), stamp
         except StorageError:  # it is asked again until it can be read
             self._keys, self._stamp, self._locked = [], None, True
-        self._locked = self._locked or bool(self._keys)
+        self._locked = self._locked or stamp is not None
 
 
 def write_private(path: Path, data: dict[str, Any]) -> None:
-    """Publish a JSON file that only its owner may read: temporary name, fsync, rename. Raises OSError."""
+    """Publish a JSON file that only its owner may read: temporary name, fsync, rename, fsync of the folder.
+
+    When it returns the change outlives a power cut. Raises OSError, the old file intact.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(json.dumps(data, indent=1) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(json.dumps(data, indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
 
 
 def _parsed(path: Path, text: bytes) -> list[Key]:

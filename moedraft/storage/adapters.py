@@ -182,11 +182,11 @@ class AdapterStore:
         """Folder, then row: a crash between them leaves a folder without a row, which `_clean` removes."""
         folder = self.folder(version.domain, version.version)
         for path in (*temporary.iterdir(), temporary):
-            _sync(path)
+            sync(path)
         temporary.rename(folder)
         try:
             for path in (folder.parent, self._root, self._home.path):
-                _sync(path)
+                sync(path)
             self._registry.add_version(version)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
@@ -298,7 +298,8 @@ def _hashes(files: dict[str, bytes]) -> dict[str, str]:
     return {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
