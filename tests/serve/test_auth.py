@@ -23,7 +23,7 @@ from starlette.types import Message
 from moedraft.config import Settings, load_settings
 from moedraft.core import InvalidRequest, StorageError
 from moedraft.serve.app import create_app
-from moedraft.serve.auth import ACCESS, COOKIE, SESSION_SECONDS, Sessions, access_of, is_loopback
+from moedraft.serve.auth import ACCESS, COOKIE, FORWARDED, SESSION_SECONDS, Sessions, access_of, is_loopback
 from moedraft.serve.keys import KEYS_FILE, SCOPES, KeyFile, Keyring, digest_of, new_key
 from moedraft.serve.run import check_address
 from moedraft.serve.worker import Worker
@@ -295,7 +295,7 @@ def test_without_keys_a_foreign_page_gets_nothing(app: FastAPI, path: str) -> No
 @pytest.mark.parametrize("path", ["/v1/models", "/admin/domains", "/metrics", "/dashboard/"])
 def test_without_keys_no_proxys_client_gets_anything(app: FastAPI, path: str) -> None:
     """The proxy passes on what its client says its Host is, and speaks from this machine itself."""
-    for header in ("x-forwarded-for", "x-forwarded-proto", "x-forwarded-host", "x-real-ip", "forwarded", "via"):
+    for header in FORWARDED:
         refused = ask(app, "GET", path, base="http://localhost", headers={header: "127.0.0.1"})
         assert "make a key" in check_error(refused, 403)
         live = websocket(app, "/dashboard/live", {"host": "localhost", header: "127.0.0.1"})
@@ -310,7 +310,9 @@ def test_with_a_key_a_proxys_client_is_served(app: FastAPI, keys: KeyFile) -> No
     assert ask(app, "GET", "/v1/models", base="http://moedraft.example", headers=headers).status_code == 200
 
 
-def test_a_file_of_no_keys_keeps_a_new_server_closed(worker: Worker, settings: Settings, keys: KeyFile) -> None:
+def test_a_file_of_no_keys_keeps_a_new_server_closed(
+    worker: Worker, settings: Settings, keys: KeyFile
+) -> None:
     keys.revoke(keys.create(["infer"])[0].id)
     assert keys.keys() == []
     assert ask(create_app(worker, None, settings), "GET", "/v1/models").status_code == 401
