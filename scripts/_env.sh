@@ -4,6 +4,7 @@
 set -euo pipefail
 CALLED_FROM="$PWD"
 ROOT="$(CDPATH= cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+SCRIPT="$ROOT/scripts/$(basename "$0")"
 VENV="$ROOT/.venv"
 LOG="$VENV/install.log"
 NEEDED_KB=$((3 * 1024 * 1024))
@@ -14,6 +15,24 @@ say() { printf '==> %s\n' "$*"; }
 fail() {
     printf 'error: %s\n' "$*" >&2
     exit 1
+}
+
+# help_if_asked "$@": with --help or -h as the first argument, print what the calling command's first comment says.
+help_if_asked() {
+    case "${1:-}" in
+        --help | -h)
+            sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$SCRIPT"
+            exit 0
+            ;;
+    esac
+}
+
+# refuse_arguments "$@": for a command that takes none.
+refuse_arguments() {
+    if [ "$#" -gt 0 ]; then
+        printf 'error: %s takes no arguments, not %s; see --help.\n' "$(basename "$SCRIPT")" "$1" >&2
+        exit 2
+    fi
 }
 
 is_recent() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }

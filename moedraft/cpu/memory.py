@@ -5,6 +5,7 @@ The plain twin is to call none of this. glibc keeps much of what is freed; other
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 
@@ -17,10 +18,12 @@ def keep_what_is_loaded() -> None:
     """Exempt all objects that exist now from Python's garbage collections.
 
     A server that has loaded everything has more than half a million of them. A full collection that looks at
-    them takes 0.4 s, in which no thread runs.
+    them takes 0.4 s, in which no thread runs. At the end of the process they are looked at again: what the
+    collector may not free then, extension modules such as Triton's report as leaks.
     """
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)
 
 
 def return_large_blocks() -> bool:

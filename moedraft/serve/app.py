@@ -18,6 +18,7 @@ from moedraft.serve.http.limits import Admission, BodyLimit
 from moedraft.serve.http.metrics import PrometheusMetrics
 from moedraft.serve.http.model_names import target_name
 from moedraft.serve.http.prompts import Prompts
+from moedraft.serve.http.rest_of_body import RestOfBody
 from moedraft.serve.supervisor.supervisor import TrainerSupervisor
 from moedraft.serve.worker.worker import Worker
 from moedraft.storage.keys import Key, KeyFile
@@ -55,6 +56,7 @@ def create_app(
     app.add_middleware(Admission, check_room=worker.check_room)
     app.add_middleware(Guard, authority=authority)
     app.add_middleware(Envelope, observe=lambda path, status: metrics.answered(kind_of(path), status))
+    app.add_middleware(RestOfBody, seconds=settings.body_timeout)
     return app
 
 

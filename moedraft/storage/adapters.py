@@ -24,13 +24,14 @@ from safetensors.torch import load as load_tensors
 
 from moedraft.core import AdapterVersion, CorruptAdapter, StorageError
 from moedraft.storage.candidate import CONFIG, WEIGHTS, Candidate, CandidateSummary, move_files, write_files
-from moedraft.storage.db import Home, storage_errors
+from moedraft.storage.db import DATABASE, Home, storage_errors
 from moedraft.storage.registry import Registry, check_expert_name
 
 if TYPE_CHECKING:
     import torch
 
 FOLDER = "adapters"
+QUARANTINE = "quarantine"  # beside it: versions that the database does not know
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1
 ALLOWED = (".safetensors", ".json", ".md")
@@ -46,10 +47,20 @@ class LoadedAdapter(NamedTuple):
     manifest: dict[str, Any]
 
 
+def check_database_is_there(home: Path) -> None:
+    """Raises StorageError for a home of adapters without a database: a new one would know none of them."""
+    if not (home / DATABASE).exists() and any(home.glob(f"{FOLDER}/*/v[0-9]*")):
+        raise StorageError(
+            f"The home {home} has adapters and no database; put {DATABASE} back, or move the folder "
+            f"'{FOLDER}' away to begin anew."
+        )
+
+
 class AdapterStore:
     """The adapters of a home. Safe to share between threads. Changes nothing in a read-only home.
 
-    When it is created it deletes what a crash left behind: temporary folders and versions without a row.
+    Making one removes temporary folders that a crash left behind. A version that the database does not know
+    may be all that is left of it (an older database was put back): it is set aside, never deleted.
     """
 
     def __init__(self, home: Home, registry: Registry) -> None:
@@ -125,13 +136,14 @@ class AdapterStore:
         return None
 
     def remove(self, domain: str) -> None:
-        """Removes all versions of `domain`, rows and folders; the untrained expert serves."""
+        """Removes all versions of `domain`, also those set aside; the untrained expert serves."""
         folder = self.folder(domain, 0).parent
         with self._home.folder_lock:
             versions = self._registry.versions(domain)
             self._registry.forget_versions(domain, [version.version for version in versions])
             with storage_errors(self._home.path):
-                shutil.rmtree(folder, ignore_errors=not folder.exists())
+                for one in (folder, self._home.path / QUARANTINE / domain):
+                    shutil.rmtree(one, ignore_errors=not one.exists())
 
     def prune(self, domain: str, keep: int = 5) -> list[int]:
         """Removes, of each draft base, all but the newest `keep`, the one that serves and its fallback.
@@ -147,7 +159,7 @@ class AdapterStore:
                 needed |= {version.version for version in self._registry.lineage(domain, base)[:2]}
                 gone += numbers[: max(len(numbers) - keep, 0)]
             gone = sorted(set(gone) - needed)
-            # rows first: a folder without a row is cleaned up, a row without a folder would be corrupt
+            # rows first: a folder without a row is set aside, a row without a folder would be corrupt
             self._registry.forget_versions(domain, gone)
             for number in gone:
                 shutil.rmtree(self.folder(domain, number), ignore_errors=True)
@@ -187,14 +199,14 @@ class AdapterStore:
         return version
 
     def _install(self, temporary: Path, version: AdapterVersion) -> None:
-        """Put the folder in its place, then add the row. A crash in between leaves work for `_clean`."""
+        """Folder, then row: a crash between them leaves a folder without a row, which `_clean` sets aside."""
         folder = self.folder(version.domain, version.version)
         for path in (*temporary.iterdir(), temporary):
-            _sync(path)
+            sync(path)
         temporary.rename(folder)
         try:
             for path in (folder.parent, self._root, self._home.path):
-                _sync(path)
+                sync(path)
             self._registry.add_version(version)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
@@ -217,9 +229,22 @@ class AdapterStore:
         with self._home.folder_lock:
             known = {self.folder(v.domain, v.version) for v in self._registry.versions()}
             for folder in self._root.glob("*/*"):
-                ours = folder.name.startswith(TEMPORARY) or VERSION_FOLDER.fullmatch(folder.name)
-                if ours and folder not in known:
+                if folder.name.startswith(TEMPORARY):
                     shutil.rmtree(folder, ignore_errors=True)
+                elif VERSION_FOLDER.fullmatch(folder.name) and folder not in known:
+                    self._set_aside(folder)
+
+    def _set_aside(self, folder: Path) -> None:
+        """Move a version that the database does not know out of the way of the next of its number."""
+        parent = self._home.path / QUARANTINE / folder.parent.name
+        try:
+            parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            place = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=parent))
+            folder.rename(place)  # over an empty folder of its own, so over nothing
+        except OSError as error:
+            log.warning("%s is not in the database and cannot be moved: %s.", folder, error.strerror)
+        else:
+            log.warning("%s is not in the database; it was moved to %s.", folder, place)
 
 
 def _title(version: AdapterVersion) -> str:
@@ -294,7 +319,8 @@ def _hashes(files: dict[str, bytes]) -> dict[str, str]:
     return {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from moedraft.core import InvalidRequest, StorageError
+from moedraft.storage.adapters import sync
 from moedraft.storage.db import storage_errors
 
 Scope = Literal["infer", "admin", "metrics", "dashboard"]
@@ -105,14 +106,22 @@ class KeyFile:
 
 
 def write_private(path: Path, data: dict[str, Any]) -> None:
-    """Publish a JSON file that only its owner may read: temporary name, fsync, rename. Raises OSError."""
+    """Publish a JSON file that only its owner may read: temporary name, fsync, rename, fsync of the folder.
+
+    When it returns the change outlives a power cut. Raises OSError, the old file intact.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(json.dumps(data, indent=1) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(json.dumps(data, indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
 
 
 def _parsed(path: Path, text: bytes) -> list[Key]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from moedraft.storage.adapters import AdapterStore
+from moedraft.storage.adapters import AdapterStore, check_database_is_there
 from moedraft.storage.db import Home
 from moedraft.storage.registry import Registry
 from moedraft.storage.replay import Policy, ReplayBuffer
@@ -35,6 +35,7 @@ class Store:
         replay_capacity: int = 2000,
         replay_policy: Policy = "fifo",
     ) -> Store:
+        check_database_is_there(path.expanduser())
         home = Home.open(path, write=write)
         try:
             registry = Registry(home)

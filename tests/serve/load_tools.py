@@ -204,6 +204,7 @@ def outside(home: Path, *arguments: str, **settings: Any) -> Iterator[Outside]:
             yield Outside(url, process.pid)
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 0
+            assert "leaked" not in (home.parent / "server.log").read_text()
         finally:
             process.kill()
             process.wait()

@@ -7,6 +7,7 @@ import html
 import json
 import os
 import re
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from starlette.types import Message
 from moedraft.config import Settings, load_settings
 from moedraft.core import InvalidRequest, StorageError
 from moedraft.serve.app import create_app
-from moedraft.serve.auth.access import ACCESS, access_of, is_loopback
+from moedraft.serve.auth.access import ACCESS, FORWARDED, access_of, is_loopback
 from moedraft.serve.auth.keyring import Keyring
 from moedraft.serve.auth.sessions import COOKIE, SESSION_SECONDS, Sessions
 from moedraft.serve.run import check_address
@@ -49,11 +50,15 @@ def app(worker: Worker, settings: Settings) -> FastAPI:
     return create_app(worker, None, settings)
 
 
-def ask(app: FastAPI, method: str, path: str, *, base: str = LOCAL, **options: Any) -> httpx.Response:
+def ask(
+    app: FastAPI, method: str, path: str, *, base: str = LOCAL, client: str = "127.0.0.1", **options: Any
+) -> httpx.Response:
+    """`client` is the address that the request comes from."""
+
     async def once() -> httpx.Response:
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url=base) as client:
-            return await client.request(method, path, **options)
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False, client=(client, 50000))
+        async with httpx.AsyncClient(transport=transport, base_url=base) as asking:
+            return await asking.request(method, path, **options)
 
     return asyncio.run(once())
 
@@ -74,6 +79,7 @@ def websocket(app: FastAPI, path: str, headers: dict[str, str]) -> Message:
 
     raw = [(name.encode(), value.encode()) for name, value in ({"host": "127.0.0.1:8000"} | headers).items()]
     scope = {"type": "websocket", "path": path, "headers": raw, "query_string": b"", "subprotocols": []}
+    scope["client"] = ("127.0.0.1", 50000)
     asyncio.run(app(scope, receive, send))
     return said[0]
 
@@ -286,6 +292,53 @@ def test_without_keys_a_foreign_page_gets_nothing(app: FastAPI, path: str) -> No
         check_error(ask(app, "GET", path, headers={"origin": origin}), 403)
         check_error(ask(app, "GET", path, headers={"host": "[", "origin": origin}), 403)
     assert ask(app, "GET", path, headers={"origin": LOCAL}).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/admin/domains", "/metrics", "/dashboard/"])
+def test_without_keys_no_proxys_client_gets_anything(app: FastAPI, path: str) -> None:
+    """The proxy passes on what its client says its Host is, and speaks from this machine itself."""
+    for header in FORWARDED:
+        refused = ask(app, "GET", path, base="http://localhost", headers={header: "127.0.0.1"})
+        assert "make a key" in check_error(refused, 403)
+        live = websocket(app, "/dashboard/live", {"host": "localhost", header: "127.0.0.1"})
+        assert live == {"type": "websocket.close", "code": 1008}
+    for client in ("203.0.113.7", "192.168.1.5", "testclient", ""):
+        check_error(ask(app, "GET", path, base="http://localhost", client=client), 403)
+    assert ask(app, "GET", "/health", headers={"x-forwarded-for": "203.0.113.7"}).status_code == 200
+
+
+def test_with_a_key_a_proxys_client_is_served(app: FastAPI, keys: KeyFile) -> None:
+    headers = {**bearer(keys.create(["infer"])[1]), "x-forwarded-for": "203.0.113.7"}
+    assert ask(app, "GET", "/v1/models", base="http://moedraft.example", headers=headers).status_code == 200
+
+
+def test_a_file_of_no_keys_keeps_a_new_server_closed(
+    worker: Worker, settings: Settings, keys: KeyFile
+) -> None:
+    keys.revoke(keys.create(["infer"])[0].id)
+    assert keys.keys() == []
+    assert ask(create_app(worker, None, settings), "GET", "/v1/models").status_code == 401
+
+
+def test_a_change_is_on_the_disk_when_it_is_acknowledged(
+    keys: KeyFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was written, then, after the rename, the folder that holds its name."""
+    key, done = keys.create(["infer"])[0], list[str]()
+    replace, fsync = Path.replace, os.fsync
+
+    def replaced(path: Path, target: Path) -> Path:
+        done.append("rename")
+        return replace(path, target)
+
+    def synced(descriptor: int) -> None:
+        done.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file")
+        fsync(descriptor)
+
+    monkeypatch.setattr(Path, "replace", replaced)
+    monkeypatch.setattr(os, "fsync", synced)
+    keys.revoke(key.id)
+    assert done == ["file", "rename", "folder"]
 
 
 def test_a_form_of_another_site_changes_nothing(app: FastAPI) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
+import importlib.util
 import itertools
 import json
 import os
@@ -380,6 +381,24 @@ def test_holes_go_back_to_the_system() -> None:
 
 def test_what_is_loaded_is_not_looked_through_again() -> None:
     assert 5 * told(OBJECTS, "keep") < told(OBJECTS, "look")
+
+
+# Ends as a server does whose libraries have loaded Triton.
+EXTENSIONS = """
+import torch._dynamo
+import triton
+from moedraft.cpu.memory import keep_what_is_loaded
+
+keep_what_is_loaded()
+print(0)
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_nothing_is_reported_as_a_leak_at_the_end() -> None:
+    command = [sys.executable, "-c", EXTENSIONS]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert result.stderr == ""
 
 
 # -- an engine that stands still -----------------------------------------------------------------

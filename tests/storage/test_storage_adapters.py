@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,10 @@ from storage_fakes import BASE, candidate, domain, publish
 
 from moedraft.core import SHARED, AdapterVersion, CorruptAdapter, InvalidRequest, StorageError
 from moedraft.storage import AdapterStore, Home, Registry, StorageFull
+from moedraft.storage.adapters import QUARANTINE
 from moedraft.storage.candidate import write_files
+from moedraft.storage.db import DATABASE
+from moedraft.storage.store import Store
 
 WORKER = Path(__file__).with_name("crash_worker.py")
 WEIGHTS = "adapter_model.safetensors"
@@ -381,9 +385,10 @@ def test_a_process_killed_between_folder_and_row(path: Path) -> None:
         assert publish(store, 1.0, 0).version == 2
 
 
-def test_orphans_are_cleaned_and_nothing_else(
+def test_what_the_database_does_not_know_is_set_aside(
     home: Home, store: AdapterStore, registry: Registry, chain: list[AdapterVersion]
 ) -> None:
+    """Only what was never a version is deleted."""
     parent = store.folder("sql", 1).parent
     for name in (".tmp-abc", "v9", "notes"):
         (parent / name).mkdir()
@@ -392,9 +397,45 @@ def test_orphans_are_cleaned_and_nothing_else(
     AdapterStore(home, registry)
     assert folders(store) == ["notes", "v1", "v2", "v3"]
     assert folders(store, "gone") == []
-    (parent / "v8").mkdir()
-    publish(store, 4.0, 3)
-    assert folders(store) == ["notes", "v1", "v2", "v3", "v4"]
+    for content in "ab":
+        (parent / "v8").mkdir()
+        (parent / "v8" / "file").write_text(content)
+        publish(store, 4.0, 3)
+    assert folders(store) == ["notes", "v1", "v2", "v3", "v4", "v5"]
+    aside = home.path / QUARANTINE
+    assert [path.name.split("-")[0] for path in sorted(aside.glob("*/*"))] == ["v1", "v8", "v8", "v9"]
+    assert sorted(path.read_text() for path in aside.glob("sql/*/file")) == ["a", "b", "x"]
+    store.remove("sql")
+    assert [path.name for path in aside.iterdir()] == ["gone"]
+
+
+def test_an_older_database_put_back_costs_no_newer_version(path: Path) -> None:
+    with closing(Store.open(path)) as opened:
+        opened.registry.add_domain(domain())
+        publish(opened.adapters, 1.0, 0)
+    older = (path / DATABASE).read_bytes()
+    with closing(Store.open(path)) as opened:
+        publish(opened.adapters, 2.0, 1)
+        newer = (opened.adapters.folder("sql", 2) / WEIGHTS).read_bytes()
+    (path / DATABASE).write_bytes(older)
+    with closing(Store.open(path)) as opened:
+        assert [version.version for version in opened.registry.versions("sql")] == [1]
+        assert publish(opened.adapters, 3.0, 1).version == 2
+    [aside] = (path / QUARANTINE / "sql").iterdir()
+    assert (aside / WEIGHTS).read_bytes() == newer
+
+
+@pytest.mark.parametrize("write", [True, False])
+def test_a_new_database_beside_adapters_is_refused(path: Path, write: bool) -> None:
+    with closing(Store.open(path)) as opened:
+        opened.registry.add_domain(domain())
+        publish(opened.adapters, 1.0, 0)
+    for file in path.glob(f"{DATABASE}*"):
+        file.unlink()
+    with pytest.raises(StorageError, match="has adapters and no database"):
+        Store.open(path, write=write)
+    assert not (path / DATABASE).exists()
+    assert (path / "adapters/sql/v1" / WEIGHTS).exists()
 
 
 @pytest.mark.parametrize("name", ["../sql", "..", "", "a/b", "/tmp", "sql\0", "SQL"])

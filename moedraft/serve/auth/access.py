@@ -34,6 +34,8 @@ ACCESS: dict[str, Access] = {
     "/login": "public",
     "/logout": "public",
 }
+# What a proxy adds for a server that it speaks to on behalf of others.
+FORWARDED = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip")
 
 
 def access_of(path: str) -> Access | None:
@@ -64,7 +66,7 @@ class Authority:
         if scope == "public":
             return ""
         if self.ring.is_open:
-            self._check_host(connection)
+            self._check_local(connection)
             self.check_origin(connection)
             return ""
         key = self._key(connection, scope)
@@ -100,8 +102,14 @@ class Authority:
         self.check_origin(connection)
         return self.ring.get(key_id)
 
-    def _check_host(self, connection: HTTPConnection) -> None:
-        """Without keys a page that has its own name point to this machine must not get through."""
+    def _check_local(self, connection: HTTPConnection) -> None:
+        """Without keys only this machine is served: neither the clients of a proxy, whatever Host it passes
+        on, nor a page that has its own name point to this machine.
+        """
+        client = connection.client
+        if client is None or not is_loopback(client.host) or any(h in connection.headers for h in FORWARDED):
+            sentence = "Without keys this server answers this machine only, and no proxy; make a key."
+            raise ApiError(403, sentence, code="key_needed")
         host = _parts(f"//{connection.headers.get('host', '')}").hostname or ""
         if not is_loopback(host) and host != self._host.lower():
             raise ApiError(403, "Without keys this server is reached by its local name only.")

@@ -11,8 +11,8 @@ from moedraft.storage.keys import Key, KeyFile, digest_of
 class Keyring:
     """The keys as a running server sees them; the file is read again whenever it changes.
 
-    `own` is a key of this process only. It fails closed: without a readable file no key is known, and a
-    server that ever saw a key does not open its doors when the last one is revoked.
+    `own` is a key of this process only. It fails closed: without a readable file no key is known, and where
+    there is a file, be it one of no keys because the last was revoked, the server does not open its doors.
     """
 
     def __init__(self, file: KeyFile, *, open_without_keys: bool, own: Key | None = None) -> None:
@@ -23,7 +23,7 @@ class Keyring:
 
     @property
     def is_open(self) -> bool:
-        """There never was a key, and the server does without: whoever reaches it may do everything."""
+        """There is no file of keys, and the server does without: whoever reaches it may do everything."""
         self._refresh()
         return not self._locked
 
@@ -46,6 +46,8 @@ class Keyring:
         try:
             found = self._file.path.stat()
             stamp: object = (found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size)
+        except FileNotFoundError:
+            stamp = None
         except OSError as error:
             stamp = type(error)
         if stamp == self._stamp:
@@ -54,4 +56,4 @@ class Keyring:
             self._keys, self._stamp = self._file.keys(), stamp
         except StorageError:  # it is asked again until it can be read
             self._keys, self._stamp, self._locked = [], None, True
-        self._locked = self._locked or bool(self._keys)
+        self._locked = self._locked or stamp is not None

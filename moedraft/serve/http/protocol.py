@@ -1,23 +1,37 @@
 """HTTP/1.1 with patience that ends: uvicorn's protocol, with deadlines where it would wait for ever.
 
-Headers must arrive within `header_timeout`, and a body that nobody reads any more within `body_timeout`;
-one connection more than `max_connections` is sent away at once.
+Headers must arrive within `header_timeout`, and of what was written a reader must take something (of much,
+LEAST_TAKEN bytes) in every `send_timeout` seconds, also when the connection is to be closed. Beyond
+`max_connections` there are PLACES at the door, where only the probes of orchestrators are answered: a crowd
+must not have the server restarted.
 """
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
+import sys
+import termios
 import uuid
+from contextlib import suppress
 from typing import Any
 
 import h11
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from moedraft.config import Settings
 from moedraft.serve.http.errors import error_body
+from moedraft.serve.http.rest_of_body import RestOfBody
 
 LARGEST_HEAD = 32 * 1024  # bytes of a request's headers
+LEAST_TAKEN = 16 * 1024  # bytes of an answer in `send_timeout` seconds
+PLACES = 16  # at the door
+AT_THE_DOOR = 1.0  # s there for the headers of a request, and for a body that is dropped
+PROBES = ("/health", "/ready")
+FULL = "Too many connections are open; try again in 1 s."
 REASONS = {400: b"Bad Request", 408: b"Request Timeout", 429: b"Too Many Requests"}
 
 
@@ -25,36 +39,60 @@ class PatientProtocol(H11Protocol):
     """Use a subclass made by `protocol_of`."""
 
     header_timeout: float
-    body_timeout: float
+    send_timeout: float
     max_connections: int
-    _waits_for: str | None = None
-    _timer: asyncio.TimerHandle | None = None
+    door: dict[PatientProtocol, None]  # connections that came when the server was full, oldest first
+    _headers: asyncio.TimerHandle | None = None  # while headers are awaited
+    _reader: asyncio.TimerHandle | None = None  # while the other end does not take what was written
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > self.max_connections:
-            self.refuse(429, "Too many connections are open; try again in 1 s.", "overloaded")
-        else:
-            self._watch("headers")
+            self._stand_at_the_door()
+        self._await_headers()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self.transport.get_protocol() is not self:  # a websocket now
-            self._watch(None)
-        elif self.conn.their_state is h11.IDLE:
-            self._watch("headers")
+        if self.transport.get_protocol() is self and self.conn.their_state is h11.IDLE:
+            self._await_headers()
+            return
+        self._stop_headers()
+        if self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) < LARGEST_HEAD:
+            self.flow.resume_reading()  # who sends more before the answer has come may still go away
+
+    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+        if self in self.door:
+            self.refuse(429, FULL, "overloaded")
         else:
-            if self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) < LARGEST_HEAD:
-                self.flow.resume_reading()  # who sends more before the answer has come may still go away
-            self._watch_rest()
+            super().handle_websocket_upgrade(event)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self.conn.their_state is h11.SEND_BODY and self.cycle.response_complete:
+            self.transport.abort()  # `RestOfBody` has read as much as anybody may send for nothing
+        self._end_in_time()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._await_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
         if not self.transport.is_closing():
-            self._watch_rest()
+            self._stop_reader()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._end_in_time()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._end_in_time()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._watch(None)
+        self._stop_headers()
+        self._stop_reader()
+        self.door.pop(self, None)
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
@@ -62,7 +100,7 @@ class PatientProtocol(H11Protocol):
 
     def refuse(self, status: int, message: str, code: str) -> None:
         """Answer without a request that could be routed, and close."""
-        self._watch(None)
+        self._stop_headers()
         body = json.dumps(error_body(status, message, code=code)).encode()
         headers = [
             (b"content-type", b"application/json"),
@@ -76,35 +114,94 @@ class PatientProtocol(H11Protocol):
             for event in (response, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
+        self._end_in_time()
 
-    def _watch_rest(self) -> None:
-        unread = self.conn.their_state is h11.SEND_BODY and self.conn.our_state is not h11.SEND_RESPONSE
-        self._watch("rest" if unread and self.cycle.response_complete else None)
+    def _stand_at_the_door(self) -> None:
+        """Serve a probe, if one comes at once; who has stood here longest makes room for the next."""
+        self.app = RestOfBody(probes_only(self.app), AT_THE_DOOR)
+        self.door[self] = None
+        if len(self.door) > PLACES:
+            oldest = next(iter(self.door))
+            del self.door[oldest]
+            if oldest._headers is not None:
+                oldest.refuse(429, FULL, "overloaded")
+            else:
+                oldest.transport.abort()
 
-    def _watch(self, what: str | None) -> None:
-        """Wait for `what`; the clock runs on where that was awaited already."""
-        if what == self._waits_for:
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._waits_for, self._timer = what, None
-        if what is not None:
-            seconds = self.header_timeout if what == "headers" else self.body_timeout
-            self._timer = self.loop.call_later(seconds, self._give_up)
+    def _await_headers(self) -> None:
+        """The clock runs on where they are awaited already."""
+        if self._headers is None and not self.transport.is_closing():
+            seconds = min(AT_THE_DOOR, self.header_timeout) if self in self.door else self.header_timeout
+            self._headers = self.loop.call_later(seconds, self._no_headers)
 
-    def _give_up(self) -> None:
+    def _stop_headers(self) -> None:
+        if self._headers is not None:
+            self._headers.cancel()
+            self._headers = None
+
+    def _no_headers(self) -> None:
         if self.transport.is_closing():
             return
-        if self._waits_for == "headers":
-            self.refuse(408, "The headers did not arrive in time.", "header_timeout")
+        if self in self.door:
+            self.refuse(429, FULL, "overloaded")
         else:
+            self.refuse(408, "The headers did not arrive in time.", "header_timeout")
+
+    def _await_reader(self) -> None:
+        if self._reader is None:
+            self._reader = self.loop.call_later(self.send_timeout, self._look_at_reader, self._unread())
+
+    def _look_at_reader(self, before: int) -> None:
+        """Leave a reader who took nearly nothing since the last look."""
+        now, self._reader = self._unread(), None
+        if before - now < LEAST_TAKEN:
             self.transport.abort()
+        else:
+            self._await_reader()
+
+    def _unread(self) -> int:
+        """Bytes written that the other end has not taken: what waits here, and what the kernel holds."""
+        waiting = self.transport.get_write_buffer_size()
+        with suppress(OSError):  # a kernel that does not tell
+            count = fcntl.ioctl(self.transport.get_extra_info("socket"), termios.TIOCOUTQ, bytes(4))
+            waiting += int.from_bytes(count, sys.byteorder)
+        return waiting
+
+    def _stop_reader(self) -> None:
+        if self._reader is not None:
+            self._reader.cancel()
+            self._reader = None
+
+    def _end_in_time(self) -> None:
+        """A connection that is closed waits for what was written to be read: not for ever."""
+        if self.transport.is_closing() and self in self.connections:
+            self._await_reader()
+
+
+def probes_only(app: ASGIApp) -> ASGIApp:
+    """`app` for one probe of an orchestrator; whatever else comes is answered with 429."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        async def closing(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["connection"] = "close"
+            await send(message)
+
+        if scope["path"] in PROBES:
+            await app(scope, receive, closing)
+        else:
+            headers = {"retry-after": "1", "x-request-id": f"req-{uuid.uuid4().hex}"}
+            refusal = ApiError(429, FULL, code="overloaded", headers=headers)
+            await refusal.response()(scope, receive, closing)
+
+    return answer
 
 
 def protocol_of(settings: Settings) -> type[asyncio.Protocol]:
     limits: dict[str, Any] = {
         "header_timeout": settings.header_timeout,
-        "body_timeout": settings.body_timeout,
+        "send_timeout": settings.send_timeout,
         "max_connections": settings.max_connections,
+        "door": {},
     }
     return type("Protocol", (PatientProtocol,), limits)
