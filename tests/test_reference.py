@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from scripts_loader import load_script
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture(scope="module")
+def reference() -> ModuleType:
+    return load_script("reference")
 
 
 @pytest.fixture(scope="module")
-def reference() -> ModuleType:
-    return script("reference")
-
-
-@pytest.fixture
-def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    return script("tables")
+def tables() -> ModuleType:
+    return load_script("tables")
 
 
 def test_the_reference_is_up_to_date(reference: ModuleType) -> None:
