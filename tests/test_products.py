@@ -30,7 +30,7 @@ def test_same_as_a_linear_layer(rows: int, biased: bool, small: bool) -> None:
     assert product(shaped).shape == (1, rows, 37)
 
 
-def test_second_layouts_are_for_small_float32_models_on_a_cpu() -> None:
+def test_only_small_float32_cpu_models_are_repacked() -> None:
     weight = torch.randn(8, 4)
     assert Product(weight, small=False).blocked is None
     assert Product(weight.bfloat16(), small=True).blocked is None
@@ -38,7 +38,7 @@ def test_second_layouts_are_for_small_float32_models_on_a_cpu() -> None:
     assert (Product(weight, small=True).blocked is not None) == pays(weight)
 
 
-def test_a_pytorch_without_blocked_products_still_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_works_without_blocked_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moedraft.products.pays", lambda weight: False)
     weight, x = torch.randn(8, 4), torch.randn(6, 4)
     product = Product(weight, small=True)
