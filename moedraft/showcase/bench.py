@@ -1,4 +1,4 @@
-"""The engine against transformers at batch 1: same prompts, one run, systems taking turns."""
+"""Compare the engine with transformers, one prompt at a time, all systems in turns on the same prompts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BASELINE, ASSISTED = "transformers generate", "transformers assisted"
 
 
 def run(system: System, queries: list[Query], rounds: int, advance: Callable[[int], None]) -> dict[str, Any]:
-    """Everything `moedraft bench` prints, as plain data."""
+    """Measure all systems and return what `moedraft bench` prints, as plain data."""
     warm_up(system)
     outputs: dict[str, list[RequestOutput]] = {}
 
@@ -42,10 +42,11 @@ def run(system: System, queries: list[Query], rounds: int, advance: Callable[[in
 
         return answer
 
-    # A copy without our layers around its own, so that transformers runs it as it would at home.
+    # A second copy of the draft without our LoRA layers, so that transformers runs it as it is.
     settings = system.settings
     assistant = load_model(settings.draft, "draft", settings.device, settings.dtype)
-    # With vocabularies of different sizes (one padded further) it would take the tokenizers for different.
+    # transformers takes models with vocabularies of different sizes (one padded further) for models with
+    # different tokenizers and refuses them.
     fits = (
         assistant.hf.config.get_text_config().vocab_size
         == system.target.hf.config.get_text_config().vocab_size
@@ -103,14 +104,15 @@ def run(system: System, queries: list[Query], rounds: int, advance: Callable[[in
 
 
 def speculation(outputs: list[RequestOutput], cost_ratio: float) -> dict[str, float | None]:
-    """Tokens per target step; acceptance and the speed-up in theory where a model alone drafted."""
+    """Tokens per target step, and acceptance and theoretical speed-up if the draft model alone guessed."""
     length = round(tokens_per_step(outputs), 3) if outputs else None
     drafts = sum(output.num_drafts for output in outputs)
     if not drafts or any(output.num_lookup_tokens for output in outputs):
         return {"tokens_per_step": length, "draft_acceptance_rate": None, "theoretical_speedup": None}
     drafted = sum(output.num_draft_tokens for output in outputs)
     accepted = sum(output.num_accepted_tokens for output in outputs)
-    # Per-token acceptance α: accepted over verified, the first refused token of a draft being the last one.
+    # Acceptance α of one token: accepted tokens over verified ones. The tokens of a draft after the first
+    # refused one are not verified.
     refused = sum(output.num_rejections for output in outputs)
     alpha = accepted / (accepted + refused)
     return {
@@ -121,7 +123,7 @@ def speculation(outputs: list[RequestOutput], cost_ratio: float) -> dict[str, fl
 
 
 def base_only(system: System, runner: Callable[[str, int], list[int]]) -> Callable[[str, int], list[int]]:
-    """Run with the draft base as it came: the static generic draft."""
+    """The same runner with all adapters switched off: the draft base as it came, the generic draft."""
 
     def run_with_base(prompt: str, max_tokens: int) -> list[int]:
         system.bank.bare(True)
