@@ -1,8 +1,9 @@
-"""What the embedded target answers to prompts, and the draft's lesson from it.
+"""Let the embedded target answer prompts, and train the draft on its answers.
 
-A draft has to guess what its target says, not what the training texts say. So after its texts the draft base
-learns from the target's own answers, greedy and sampled, to prompts of its small mixed slice, with the loss
-that its experts learn with: forward KL to the target's 16 most likely tokens and their tail.
+A draft has to guess what its target says, not what the training texts say. So after its texts the draft
+base learns from answers of the target, greedy and sampled, to the prompts of its own training texts. The
+loss is that of the experts: forward KL divergence over the target's 16 most probable tokens and the rest as
+one bucket.
 """
 
 from __future__ import annotations
@@ -29,7 +30,12 @@ LONGEST_PROMPT = 160  # tokens
 AT_ONCE = 64  # sequences decoded together
 CHUNK = 512  # answers in a file
 PER_STEP = 24  # answers in a training step
-TEMPERATURES = (0.0, 0.0, 0.7, 1.0)  # what drafts are used for, in turn
+TEMPERATURES = (
+    0.0,
+    0.0,
+    0.7,
+    1.0,
+)  # of the answers, in turn: drafts are used for greedy and for sampled decoding
 TOPK = 16
 
 
@@ -67,7 +73,7 @@ def ask(target_folder: Path, prompts: dict[str, list[str]], seconds: float, work
 
 
 def in_turn(prompts: dict[str, list[str]], seed: int) -> Iterator[str]:
-    """Prompts of all domains in turn, each domain's in a random order, for ever."""
+    """Prompts of all domains in turn, each domain's in random order, without end."""
     rng = random.Random(seed)
     decks: dict[str, list[str]] = {name: [] for name in sorted(prompts)}
     while True:
@@ -78,7 +84,7 @@ def in_turn(prompts: dict[str, list[str]], seed: int) -> Iterator[str]:
 
 
 def save(records: list[ReplayRecord], path: Path) -> None:
-    """All of one chunk, padded."""
+    """Write one chunk of answers to a file, padded to one length."""
     longest = max(len(record.token_ids) for record in records)
     ids = torch.zeros(len(records), longest, dtype=torch.int32)
     for row, record in zip(ids, records, strict=True):
@@ -96,7 +102,7 @@ def save(records: list[ReplayRecord], path: Path) -> None:
 
 
 class Answers:
-    """The lesson: a random handful of answers at each step, passing over all of them again and again."""
+    """What a training step learns from: random answers. All answers are used again and again."""
 
     def __init__(self, work: Path, seed: int) -> None:
         self.chunks = [load_file(path) for path in sorted(work.glob("*.safetensors"))]
@@ -122,7 +128,7 @@ class Answers:
         )
 
     def loss(self, model: torch.nn.Module, step: int, device: str) -> torch.Tensor:
-        """Nats per answer token."""
+        """The loss, in nats per token of the answers."""
         passes, at = divmod(step * PER_STEP, self.count)
         order = torch.randperm(self.count, generator=torch.Generator().manual_seed(self.seed + passes))
         batch = collate([self.record(i) for i in order[at : at + PER_STEP].tolist()], torch.device(device))

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Write docs/reference.md from the code: all settings, all metrics, all routes.
+"""Write docs/reference.md, the list of all settings, metrics and routes, from the code.
 
-python scripts/reference.py            # --check: fail where the file is not what the code says
+python scripts/reference.py            # --check: change nothing, fail if the file is out of date
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def kind_of(annotation: object) -> str:
 
 
 class Standing:
-    """A server that stands still, so that its gauges can be read."""
+    """A fake server without work, from which the gauges are read."""
 
     def snapshot(self) -> Snapshot:
         return Snapshot(**{f.name: None if f.name == "failed" else 0 for f in fields(Snapshot)})
@@ -63,7 +63,7 @@ def metrics() -> str:
     registry = PrometheusMetrics("mini", standing, standing).registry  # type: ignore[arg-type]
     lines = ["## Metrics", "", "`GET /metrics`, text format of Prometheus.", ""]
     lines += [
-        "Requests that were aborted or failed count here; the store and the dashboard leave them out.",
+        "Aborted and failed requests are counted here, but not in the dashboard and in `moedraft stats`.",
         "",
     ]
     lines += ["| metric | type | labels | meaning |", "| --- | --- | --- | --- |"]
@@ -76,8 +76,8 @@ def metrics() -> str:
 
 
 def routes() -> str:
-    lines = ["## Routes and scopes", "", "A path takes the scope of its longest prefix here; all others are"]
-    lines += ["refused.", "", "| path | scope |", "| --- | --- |"]
+    lines = ["## Routes and scopes", "", "A path needs the scope of its longest prefix in this table."]
+    lines += ["Other paths are refused.", "", "| path | scope |", "| --- | --- |"]
     lines += [f"| `{path}` | {scope or 'open'} |" for path, scope in sorted(ACCESS.items())]
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""The engine against transformers at batch 1: same prompts, one run, systems taking turns."""
+"""Compare the engine with transformers, one prompt at a time, all systems in turns on the same prompts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BASELINE, ASSISTED = "transformers generate", "transformers assisted"
 
 
 def run(system: System, queries: list[Query], rounds: int, advance: Callable[[int], None]) -> dict[str, Any]:
-    """Everything `moedraft bench` prints, as plain data."""
+    """Measure all systems and return what `moedraft bench` prints, as plain data."""
     warm_up(system)
     outputs: dict[str, list[RequestOutput]] = {}
 
@@ -42,7 +42,7 @@ def run(system: System, queries: list[Query], rounds: int, advance: Callable[[in
 
         return answer
 
-    # A copy without our layers around its own, so that transformers runs it as it would at home.
+    # A second copy of the draft without our LoRA layers, so that transformers runs it as it is.
     settings = system.settings
     assistant = load_model(settings.draft, "draft", settings.device, settings.dtype, settings.cpu_fast_paths)
     # With vocabularies of different sizes (one padded further) it would take the tokenizers for different.
@@ -104,7 +104,7 @@ def run(system: System, queries: list[Query], rounds: int, advance: Callable[[in
 
 
 def speculation(outputs: list[RequestOutput], cost_ratio: float) -> dict[str, float | None]:
-    """Tokens per target step; acceptance and the speed-up in theory where a model alone drafted."""
+    """Tokens per target step, and acceptance and theoretical speed-up if the draft model alone guessed."""
     length = round(tokens_per_step(outputs), 3) if outputs else None
     drafts = sum(output.speculation.num_drafts for output in outputs)
     if not drafts or any(output.speculation.num_lookup_tokens for output in outputs):
@@ -122,7 +122,7 @@ def speculation(outputs: list[RequestOutput], cost_ratio: float) -> dict[str, fl
 
 
 def base_only(system: System, runner: Callable[[str, int], list[int]]) -> Callable[[str, int], list[int]]:
-    """Run with the draft base as it came: the static generic draft."""
+    """The same runner with all adapters switched off: the draft base as it came, the generic draft."""
 
     def run_with_base(prompt: str, max_tokens: int) -> list[int]:
         system.bank.bare(True)

@@ -34,7 +34,7 @@ class Served:
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens per target forward, 1 in plain decoding."""
+        """Tokens for each forward of the target; 1 in plain decoding."""
         return tokens_per_step(self.outputs)
 
 
@@ -56,7 +56,7 @@ def drafting_by(system: System, source: DraftSource) -> Iterator[None]:
 
 
 def serve(system: System, queries: list[Query], *, draft: bool = True, expert: str | None = None) -> Served:
-    """Greedy answers to all queries at once; the router chooses unless `expert` pins one."""
+    """Answer all queries at once, greedily. The router chooses the experts, or `expert` drafts for all."""
     params = [SamplingParams(max_tokens=query.max_tokens) for query in queries]
     began = time.perf_counter()
     outputs = system.engine.generate([q.prompt for q in queries], params, expert=expert, draft=draft)
@@ -67,9 +67,10 @@ def serve(system: System, queries: list[Query], *, draft: bool = True, expert: s
 def greedy_acceptance(
     system: System, prompts: list[str], answers: list[list[int]], experts: list[str]
 ) -> list[float]:
-    """Per answer, the share of its tokens that the expert's draft would have guessed.
+    """For each answer the share of its tokens that its expert would have guessed.
 
-    Teacher-forced on the target's greedy answer, so it depends neither on draft lengths nor on timing.
+    The draft reads the target's greedy answer and guesses each token from those before it (teacher forcing),
+    so the share depends neither on draft lengths nor on timing.
     """
     shares = []
     for prompt, answer, expert in zip(prompts, answers, experts, strict=True):
@@ -92,7 +93,7 @@ def by_domain(queries: list[Query], values: list[float]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Timed:
-    """One system over all prompts: the median over the rounds of tokens per second, one prompt at a time."""
+    """One system's tokens per second over all prompts: those of every round, and their median."""
 
     name: str
     tokens_per_second: float
@@ -106,7 +107,7 @@ def compare(
     rounds: int = 3,
     on_progress: Callable[[], None] = lambda: None,
 ) -> dict[str, Timed]:
-    """Run every system on the same prompts, taking turns prompt by prompt so that noise hits all alike."""
+    """Run every system on the same prompts. They take turns at each prompt, so that noise hits all alike."""
     seconds = {name: [0.0] * rounds for name in runners}
     tokens = {name: [0] * rounds for name in runners}
     answers: dict[str, list[list[int]]] = {name: [] for name in runners}
@@ -128,6 +129,8 @@ def compare(
 def engine_runner(
     system: System, *, draft: bool, expert: str | None = None
 ) -> Callable[[str, int], list[int]]:
+    """A function that answers one prompt with the engine."""
+
     def run(prompt: str, max_tokens: int) -> list[int]:
         params = SamplingParams(max_tokens=max_tokens)
         return system.engine.generate(prompt, params, draft=draft, expert=expert)[0].token_ids
@@ -136,16 +139,17 @@ def engine_runner(
 
 
 def transformers_runner(target: Any, **options: Any) -> Callable[[str, int], list[int]]:
-    """transformers' own `generate`, greedy; assisted with `assistant_model`, `prompt_lookup_num_tokens` …
+    """A function that answers one prompt with the greedy `generate` of transformers.
 
-    Without the checkpoint's penalties, which we do not apply either.
+    `options` go to `generate`, such as `assistant_model` or `prompt_lookup_num_tokens`. The penalties of the
+    checkpoint are left out, since our engine does not apply them either.
     """
     own, eos = target.hf.generation_config, sorted(target.eos_token_ids)
     bare = type(own)(eos_token_id=eos or None, pad_token_id=eos[0] if eos else 0, do_sample=False)
 
     def run(prompt: str, max_tokens: int) -> list[int]:
         ids = target.tokenizer(prompt, return_tensors="pt")["input_ids"].to(target.device)
-        target.hf.generation_config = bare  # what is not set is taken from there, whatever is passed
+        target.hf.generation_config = bare  # `generate` takes from it all that is not set
         try:
             out = target.hf.generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, **options
@@ -159,9 +163,10 @@ def transformers_runner(target: Any, **options: Any) -> Callable[[str, int], lis
 
 
 def theoretical_speedup(acceptance: float, length: float, cost: float) -> float:
-    """E / (k·c + 1) with E = (1 − α^(k+1)) / (1 − α), where verifying k+1 tokens costs one step.
+    """The speed-up if verifying k+1 tokens cost one target step: E / (k·c + 1), E = (1 − α^(k+1)) / (1 − α).
 
-    acceptance α per token, `length` k drafted tokens a step, `cost` c of a draft step in target steps.
+    `acceptance` is α, the chance of one token; `length` is k, the drafted tokens in a round; `cost` is c, the
+    time of a draft step divided by that of a target step.
     Source: Leviathan et al., arXiv 2211.17192, theorem 3.8.
     """
     expected = length + 1 if acceptance >= 1 else (1 - acceptance ** (length + 1)) / (1 - acceptance)
@@ -170,7 +175,7 @@ def theoretical_speedup(acceptance: float, length: float, cost: float) -> float:
 
 @torch.inference_mode()
 def step_costs(system: System, context: int = 128, repeats: int = 30) -> dict[str, float]:
-    """Median milliseconds of one target step, one draft step, and a verification of five tokens; batch 1."""
+    """Median milliseconds at batch 1: a target step, a draft step, a target forward over five tokens."""
 
     def measure(model: Any, width: int) -> float:
         cache = model.new_cache(1)
@@ -192,7 +197,7 @@ def step_costs(system: System, context: int = 128, repeats: int = 30) -> dict[st
 
 
 def warm_up(system: System) -> None:
-    """A few tokens, so that the first measured request pays for no initialisation."""
+    """Generate a few tokens, so that the first measured request does not pay for initialisation."""
     params = SamplingParams(max_tokens=8)
     for draft in (False, True):
         system.engine.generate("warm up", params, draft=draft, expert=SHARED)

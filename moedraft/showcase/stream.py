@@ -1,4 +1,4 @@
-"""Serve a stream while the experts learn from it, one process: serve a little, train a little."""
+"""Serve a stream while the experts learn from it, in one process: serve some requests, train, go on."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ class ExpertProgress:
 
 
 def rate(pairs: list[tuple[int, int]] | deque[tuple[int, int]]) -> float | None:
+    """Accepted over drafted tokens of all pairs together; None if nothing was drafted."""
     drafted = sum(d for _, d in pairs)
     return sum(a for a, _ in pairs) / drafted if drafted else None
 
@@ -53,10 +54,10 @@ def serve_and_learn(
     max_updates: int = 2,
     may_train: Callable[[], bool] = lambda: True,
 ) -> Iterator[Event]:
-    """Serve `queries` in order; after every `window` finished requests train what is due.
+    """Serve `queries` in order, and train what is due after every `window` finished requests.
 
-    Without a loop nothing is learned. Trains at most `max_updates` times in a row, between two steps,
-    so that requests in flight wait no longer than that.
+    Training happens between two steps, at most `max_updates` times in a row, while the running requests wait.
+    Without a loop nothing is learned.
     """
     waiting = deque(queries)
     running: dict[str, Query] = {}

@@ -102,7 +102,7 @@ def reload(draft: LanguageModel, kind: str) -> LanguageModel:
     return fresh
 
 
-def test_the_bootstrap_draft(tmp_path: Path) -> None:
+def test_peft_agrees_on_the_bootstrap_draft(tmp_path: Path) -> None:
     folder = Path(__file__).resolve().parents[2].parent / "shared" / "models" / "bootstrap-draft"
     if not folder.is_dir():
         pytest.skip("the bootstrap models, ../shared/models, are not there")
@@ -115,7 +115,7 @@ def test_the_bootstrap_draft(tmp_path: Path) -> None:
     store.close()
 
 
-def test_an_expert_without_a_shared_adapter_below(tmp_path: Path) -> None:
+def test_an_expert_exports_without_shared_adapter(tmp_path: Path) -> None:
     draft = random_model("llama", 3, 2)
     with filled(tmp_path / "home", draft, "tail", shared=False).home as home:
         assert home.writable

@@ -30,7 +30,7 @@ def test_same_as_a_linear_layer(rows: int, biased: bool, small: bool) -> None:
     assert product(shaped).shape == (1, rows, 37)
 
 
-def test_second_layouts_are_for_small_float32_models_on_a_cpu() -> None:
+def test_only_small_float32_cpu_models_are_repacked() -> None:
     weight = torch.randn(8, 4)
     assert Product(weight, small=False).blocked is None
     assert Product(weight.bfloat16(), small=True).blocked is None

@@ -30,7 +30,7 @@ def softmax(logits: Floats) -> Floats:
 @pytest.mark.parametrize(
     "domains", [("sql", "maths"), ("sql", "maths", "python"), ("sql", "maths", "garten", "kochen")]
 )
-def test_softmax_of_the_kept_weights_is_predict_proba(domains: tuple[str, ...]) -> None:
+def test_weights_give_what_sklearn_predicts(domains: tuple[str, ...]) -> None:
     rows = training_rows(*domains)
     x, y = np.vstack(list(rows.values())), np.repeat(np.arange(len(domains)), 16)
     reference = new_regression().fit(x, y)
@@ -80,7 +80,7 @@ def test_temperature_is_fitted_and_sharpens() -> None:
     assert TEMPERATURES[0] <= model.temperature < 1
 
 
-def test_fit_is_deterministic_and_takes_few_or_equal_examples() -> None:
+def test_fit_is_deterministic_on_few_examples() -> None:
     rows = training_rows("sql", "maths", "python", count=2)
     first, second = DomainClassifier.fit(rows, EMBEDDER.size), DomainClassifier.fit(rows, EMBEDDER.size)
     np.testing.assert_array_equal(first.weight, second.weight)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 
 from storage_fakes import candidate, domain, record, stats
 
@@ -13,12 +12,13 @@ from moedraft.storage import AdapterStore, Home, Registry, ReplayBuffer, Request
 
 
 def serve(home: Home) -> None:
-    """Writes, says so, and waits to be killed."""
+    """Writes, says so, and waits to be killed; ends by itself if nobody does that within a minute."""
     Registry(home).add_domain(domain())
     ReplayBuffer(home, 10).add([record(token=42)])
     RequestLog(home).add([stats()])
     print("written", flush=True)
-    time.sleep(60)
+    signal.alarm(60)
+    signal.pause()
 
 
 def publish(home: Home) -> None:

@@ -117,14 +117,14 @@ def test_live_is_the_newest(store: AdapterStore, chain: list[AdapterVersion]) ->
     assert store.load_live(SHARED) is None
 
 
-def test_the_shared_adapter(store: AdapterStore) -> None:
+def test_the_shared_adapter_is_stored_like_others(store: AdapterStore) -> None:
     publish(store, 1.0, 0, SHARED)
     assert folders(store, SHARED) == ["v1"]
     assert store.load_live(SHARED, BASE) is not None
 
 
 @pytest.mark.parametrize("kind", CORRUPTIONS)
-def test_a_corrupt_version_is_refused_and_its_parent_serves(
+def test_the_parent_of_a_corrupt_version_serves(
     kind: str,
     store: AdapterStore,
     registry: Registry,
@@ -144,7 +144,7 @@ def test_a_corrupt_version_is_refused_and_its_parent_serves(
     assert message in caplog.text
 
 
-def test_nothing_intact_is_the_untrained_expert(
+def test_without_an_intact_version_none_serves(
     store: AdapterStore, registry: Registry, chain: list[AdapterVersion]
 ) -> None:
     for version in chain:
@@ -154,7 +154,7 @@ def test_nothing_intact_is_the_untrained_expert(
     assert {v.state for v in registry.versions("sql")} == {"rolled_back"}
 
 
-def test_another_draft_base(
+def test_a_version_of_another_base_is_not_corrupt(
     store: AdapterStore, registry: Registry, chain: list[AdapterVersion], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Not corrupt: it serves again as soon as its base does."""
@@ -169,7 +169,7 @@ def test_another_draft_base(
         store.load(chain[2])
 
 
-def test_a_corrupt_ancestor_under_a_foreign_live_version(
+def test_a_corrupt_ancestor_of_a_foreign_version(
     store: AdapterStore, registry: Registry, chain: list[AdapterVersion]
 ) -> None:
     other = store.publish(candidate(parent=3, base_hash="other"))
@@ -196,7 +196,7 @@ def test_a_reader_falls_back_without_writing(
     assert folders(store) == ["v1", "v2", "v3", "v9"]
 
 
-def test_a_version_removed_meanwhile_is_not_called_corrupt(
+def test_a_removed_version_is_not_called_corrupt(
     store: AdapterStore, registry: Registry, chain: list[AdapterVersion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lineage = registry.lineage("sql")
@@ -374,7 +374,7 @@ def test_the_folder_is_whole_before_the_row(
     assert registry.live("sql") is not None
 
 
-def test_a_process_killed_between_folder_and_row(path: Path) -> None:
+def test_a_folder_without_row_is_cleaned_up(path: Path) -> None:
     assert subprocess.run([sys.executable, WORKER, "publish", path], check=False).returncode == -9
     assert (path / "adapters/sql/v1" / WEIGHTS).exists()
     with Home.open(path) as home:
@@ -439,7 +439,7 @@ def test_a_new_database_beside_adapters_is_refused(path: Path, write: bool) -> N
 
 
 @pytest.mark.parametrize("name", ["../sql", "..", "", "a/b", "/tmp", "sql\0", "SQL"])
-def test_names_lead_nowhere_else(name: str, home: Home, store: AdapterStore) -> None:
+def test_bad_names_never_leave_the_folder(name: str, home: Home, store: AdapterStore) -> None:
     version = AdapterVersion(name, 1, 0, "adapters/sql/v1", BASE, None, 1.0, "live")
     for use in (
         lambda: store.folder(name, 1),
@@ -456,7 +456,7 @@ def test_the_path_of_a_row_is_not_trusted(store: AdapterStore, chain: list[Adapt
     assert store.load(replace(chain[0], path="../../etc")).tensors["lora_A"][0, 0] == 1
 
 
-def test_an_unknown_domain_is_refused_before_anything_is_written(store: AdapterStore) -> None:
+def test_an_unknown_domain_writes_nothing(store: AdapterStore) -> None:
     with pytest.raises(InvalidRequest, match="no domain named 'python'"):
         publish(store, 1.0, 0, "python")
     assert folders(store, "python") == []
@@ -474,7 +474,9 @@ def test_an_unreadable_file_is_not_corrupt(
     assert registry.live("sql") == chain[2]
 
 
-def test_removing(store: AdapterStore, registry: Registry, chain: list[AdapterVersion]) -> None:
+def test_removing_deletes_files_and_rows(
+    store: AdapterStore, registry: Registry, chain: list[AdapterVersion]
+) -> None:
     generation = registry.generation()
     store.remove("sql")
     assert not store.folder("sql", 1).parent.exists()
@@ -484,7 +486,7 @@ def test_removing(store: AdapterStore, registry: Registry, chain: list[AdapterVe
     assert publish(store, 1.0, 0).version == 4
 
 
-def test_removing_after_the_domain_went(
+def test_removing_works_after_the_domain_is_gone(
     store: AdapterStore, registry: Registry, chain: list[AdapterVersion]
 ) -> None:
     registry.remove_domain("sql")
@@ -494,7 +496,7 @@ def test_removing_after_the_domain_went(
     assert store.load_live("sql") is None
 
 
-def test_pruning(store: AdapterStore, registry: Registry) -> None:
+def test_pruning_keeps_newest_live_and_parent(store: AdapterStore, registry: Registry) -> None:
     for number in range(1, 9):
         publish(store, float(number), number - 1)
     registry.promote("sql", 3)
@@ -521,7 +523,7 @@ def test_each_draft_base_has_its_own_line(
     assert registry.rollback("sql") == store.load_live("sql", BASE)[0]  # type: ignore[index]
 
 
-def test_brackets_without_end_are_corrupt(store: AdapterStore, chain: list[AdapterVersion]) -> None:
+def test_deeply_nested_json_is_corrupt(store: AdapterStore, chain: list[AdapterVersion]) -> None:
     (store.folder("sql", 3) / "manifest.json").write_text("[" * 200_000)
     assert store.load_live("sql", BASE)[0].version == 2  # type: ignore[index]
 

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from moedraft.config import Settings
-from moedraft.serve.http.errors import error_body
+from moedraft.serve.http.errors import ApiError, error_body
 from moedraft.serve.http.rest_of_body import RestOfBody
 
 LARGEST_HEAD = 32 * 1024  # bytes of a request's headers
