@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-MAX_FILES = 120  # the design aimed at 35, before server and dashboard; small rooms with one job each won
+MAX_FILES = 130  # the design aimed at 35, before server and dashboard; small rooms with one job each won
 MAX_LINES = 350
 
 # A module may import from its own floor or from below.
@@ -23,11 +23,15 @@ FLOORS = {
     "moedraft.kernels": 0,
     "moedraft.data": 0,
     "moedraft.sampling": 1,
+    "moedraft.gguf": 1,
+    "moedraft.model_checks": 1,
+    "moedraft.model_hash": 1,
     "moedraft.models": 1,
     "moedraft.cache": 1,
     "moedraft.lean": 1,
     "moedraft.memory": 1,
     "moedraft.products": 1,
+    "moedraft.steady": 1,
     "moedraft.storage": 1,
     "moedraft.routing": 2,
     "moedraft.drafting": 2,
@@ -42,7 +46,7 @@ FLOORS = {
 
 # Libraries with a home: only these modules may import them.
 HOMES = {
-    "transformers": ("moedraft.models", "moedraft.cache"),
+    "transformers": ("moedraft.models", "moedraft.cache", "moedraft.gguf"),
     "peft": ("moedraft.models", "moedraft.distill"),
     "sentence_transformers": ("moedraft.routing",),
     "sklearn": ("moedraft.routing",),

@@ -17,7 +17,8 @@ from moedraft.drafting.lora import ExpertBank
 from moedraft.engine.engine import Engine
 from moedraft.engine.loader import AdapterLoader
 from moedraft.engine.recorder import Recorder
-from moedraft.models import LanguageModel, check_pair, load_model
+from moedraft.model_checks import check_pair
+from moedraft.models import LanguageModel, load_model
 from moedraft.routing.classifier import Embedder, Router
 from moedraft.routing.selector import BackgroundSelector
 from moedraft.storage.db import DATABASE
