@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
-from platformdirs import user_data_path
+from platformdirs import user_cache_path, user_data_path
 from pydantic import Field, ValidationError
 from pydantic_settings import (
     BaseSettings,
@@ -29,11 +29,16 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True, env_ignore_empty=True)
 
     home: Path = Field(default_factory=lambda: user_data_path("moedraft"), description="state folder")
-    target: str = Field("mini", description="`mini`, a local folder or a hub id")
-    draft: str = Field("mini", description="`mini`, a local folder or a hub id")
+    target: str = Field("mini", description="`mini`, `smollm2`, a local folder, a GGUF file or a hub id")
+    draft: str = Field("mini", description="named like the target")
+    cache_dir: Path = Field(
+        default_factory=lambda: user_cache_path("moedraft"), description="for GGUF files that were converted"
+    )
     device: str = Field("auto", description="`auto`, `cpu`, `cuda`, `cuda:1` …")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="auto: float32 on a CPU, the checkpoint's own on CUDA"
+        "auto",
+        description="auto: the checkpoint's own on CUDA; on a CPU float32, or bfloat16 for a large target "
+        "where the CPU multiplies it and answers do not depend on the batch",
     )
     threads: int = Field(
         0, ge=0, description="CPU threads; 0: one for small models, which lose by sharing, else PyTorch's"
@@ -139,7 +144,9 @@ def load_settings(**overrides: Any) -> Settings:
         raise InvalidRequest(f"{CONFIG_FILE} cannot be read: {error}.") from error
     except (RuntimeError, TypeError) as error:  # `~nobody/…`, or no path at all
         raise InvalidRequest(f"setting 'home': {str(error).rstrip('.')}.") from error
-    return settings.model_copy(update={"home": settings.home.expanduser().resolve()})
+    return settings.model_copy(
+        update={name: getattr(settings, name).expanduser().resolve() for name in ("home", "cache_dir")}
+    )
 
 
 def check_home(home: Path) -> None:

@@ -139,3 +139,9 @@ def check_pair(target: Model, draft: Model) -> None:
             f"token {ours[token]} is {token!r} in the target and {theirs.get(token)} is its id in the draft"
         )
     raise UnsupportedModel(f"target and draft need the same tokenizer; theirs differ: {detail}.")
+
+
+def in_one_line(error: Exception) -> str:
+    """The first line of what it says, and the next where that only announces it."""
+    lines = [line.strip() for line in (str(error).strip() or repr(error)).splitlines() if line.strip()]
+    return " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])

@@ -19,7 +19,14 @@ from transformers.utils import logging as transformers_logging
 from moedraft import lean, steady
 from moedraft.cache import SlotCache
 from moedraft.core import InvalidRequest, MoedraftError, UnsupportedModel
-from moedraft.model_checks import refuse_holes, refuse_layouts, self_check, warn_of_processors
+from moedraft.gguf import HUB_ID, INSTALL, SMOLLM2, converted, find_smollm2
+from moedraft.model_checks import (
+    in_one_line,
+    refuse_holes,
+    refuse_layouts,
+    self_check,
+    warn_of_processors,
+)
 from moedraft.model_hash import hash_files, hash_tensors
 
 log = logging.getLogger(__name__)
@@ -114,7 +121,12 @@ class LanguageModel:
 
 
 def resolve(name: str, role: str) -> str:
-    """Folder of the embedded model for `mini`, else `name` itself."""
+    """Where the model of that name is: a folder, a GGUF file or a hub id.
+
+    `mini` is embedded; `smollm2` is the file that a package carries or else a hub id; any other is itself.
+    """
+    if name == SMOLLM2:
+        return str(find_smollm2() or HUB_ID)
     if name != "mini":
         return name
     folder = Path(str(importlib.resources.files("moedraft.data") / "models" / MINI[role]))
@@ -142,8 +154,12 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
     return chosen
 
 
-def load_model(name: str, role: str, device: str = "auto", dtype: str = "auto") -> LanguageModel:
-    """Load `name` (`mini`, folder or hub id) as `role` ("target" or "draft").
+def load_model(
+    name: str, role: str, device: str = "auto", dtype: str = "auto", cache_dir: Path | None = None
+) -> LanguageModel:
+    """Load `name` (`mini`, `smollm2`, folder, GGUF file or hub id) as `role` ("target" or "draft").
+
+    cache_dir: where GGUF files are converted into; None: the user's cache folder.
 
     Raises InvalidRequest where there is no such model, UnsupportedModel where it cannot be run rightly.
     """
@@ -151,6 +167,8 @@ def load_model(name: str, role: str, device: str = "auto", dtype: str = "auto") 
     transformers_logging.disable_progress_bar()
     where, on = resolve(name, role), pick_device(device)
     try:
+        if where.endswith(".gguf"):
+            where = str(converted(Path(where).expanduser(), cache_dir))
         config = AutoConfig.from_pretrained(where, trust_remote_code=False)
         refuse_layouts(config, name)
         chosen = pick_dtype(dtype, on)
@@ -163,6 +181,10 @@ def load_model(name: str, role: str, device: str = "auto", dtype: str = "auto") 
     except MoedraftError:
         raise
     except Exception as error:  # whatever a broken file makes the libraries below raise
+        if where == HUB_ID:
+            raise InvalidRequest(
+                f"{role} {name!r} is not installed and {HUB_ID} cannot be fetched; run `{INSTALL}`."
+            ) from error
         raise InvalidRequest(f"{role} {name!r} cannot be loaded: {in_one_line(error)}") from error
     speed_up(model, role)
     return model
@@ -225,12 +247,6 @@ def load_weights(where: str, dtype: torch.dtype | str) -> tuple[PreTrainedModel,
         if "scaled_dot_product_attention" not in str(error):
             raise
     return load("eager")
-
-
-def in_one_line(error: Exception) -> str:
-    """The first line of what it says, and the next where that only announces it."""
-    lines = [line.strip() for line in (str(error).strip() or repr(error)).splitlines() if line.strip()]
-    return " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])
 
 
 def folder_of(where: str) -> Path | None:

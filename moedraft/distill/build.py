@@ -12,7 +12,7 @@ from moedraft.storage.store import Store
 
 def build_loop(settings: Settings, store: Store, outlet: Outlet | None = None) -> DistillLoop:
     """A distillation loop with its own copy of the draft base, in float32; results go to `outlet`."""
-    draft = load_model(settings.draft, "draft", settings.device, "float32")
+    draft = load_model(settings.draft, "draft", settings.device, "float32", settings.cache_dir)
     trainer = Trainer(
         draft,
         store,

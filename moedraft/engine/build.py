@@ -82,8 +82,8 @@ def build(settings: Settings) -> System:
 
 def load_pair(settings: Settings) -> tuple[LanguageModel, LanguageModel]:
     """Target and draft base. Raises InvalidRequest or UnsupportedModel."""
-    target = load_model(settings.target, "target", settings.device, settings.dtype)
-    draft = load_model(settings.draft, "draft", settings.device, settings.dtype)
+    target = load_model(settings.target, "target", settings.device, settings.dtype, settings.cache_dir)
+    draft = load_model(settings.draft, "draft", settings.device, settings.dtype, settings.cache_dir)
     check_pair(target, draft)
     set_threads(settings.threads, target)
     return target, draft
@@ -136,10 +136,11 @@ def load(
     home: str | Path | None = None,
     **settings: Any,
 ) -> Engine:
-    """An engine over `target` and `draft` (`mini`, a folder or a hub id) with its experts in `home`.
+    """An engine over `target` and `draft` with its experts in `home`.
 
-    `settings` are those of `moedraft.config.Settings`. Close it, or use it as a context manager: it holds
-    the home's writing lock. Raises InvalidRequest, UnsupportedModel or StorageError, one sentence each.
+    Both are named alike: `mini`, `smollm2`, a folder, a GGUF file or a hub id. `settings` are those of
+    `moedraft.config.Settings`. Close it, or use it as a context manager: it holds the home's writing lock.
+    Raises InvalidRequest, UnsupportedModel or StorageError, one sentence each.
     """
     return build(load_settings(target=target, draft=draft, home=home, **settings)).engine
 

@@ -44,7 +44,7 @@ def run(system: System, queries: list[Query], rounds: int, advance: Callable[[in
 
     # A copy without our layers around its own, so that transformers runs it as it would at home.
     settings = system.settings
-    assistant = load_model(settings.draft, "draft", settings.device, settings.dtype)
+    assistant = load_model(settings.draft, "draft", settings.device, settings.dtype, settings.cache_dir)
     # With vocabularies of different sizes (one padded further) it would take the tokenizers for different.
     fits = (
         assistant.hf.config.get_text_config().vocab_size
