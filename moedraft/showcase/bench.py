@@ -11,7 +11,7 @@ import torch
 
 from moedraft.core import SHARED, RequestOutput, SamplingParams
 from moedraft.drafting.chooser import DraftSource
-from moedraft.models import load_model
+from moedraft.models import load_by
 from moedraft.showcase.measure import (
     compare,
     drafting_by,
@@ -44,7 +44,7 @@ def run(system: System, queries: list[Query], rounds: int, advance: Callable[[in
 
     # A second copy of the draft without our LoRA layers, so that transformers runs it as it is.
     settings = system.settings
-    assistant = load_model(settings.draft, "draft", settings.device, settings.dtype, settings.cpu_fast_paths)
+    assistant = load_by(settings, "draft")
     # With vocabularies of different sizes (one padded further) it would take the tokenizers for different.
     fits = (
         assistant.hf.config.get_text_config().vocab_size
