@@ -68,8 +68,8 @@ def decoder_layers(hf: Any) -> nn.ModuleList:
     found = [m for m in hf.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     if len(found) != 1:
         raise UnsupportedModel(
-            f"{hf.config.model_type}: {len(found)} lists of {count} layers were found where one was expected, "
-            "so that its states cannot be read."
+            f"{hf.config.model_type}: {len(found)} lists of {count} layers were found where one was "
+            "expected, so that its states cannot be read."
         )
     return found[0]
 

@@ -72,7 +72,7 @@ class FeatureTrainer:
         self._rates = {"muon": self.plan.matrix_lr, "adam": self.plan.other_lr}
 
     def step(self, share: float) -> float:
-        """Learn from the next few texts; `share` of the training is done. Returns the loss, in nats a token."""
+        """Learn from the next few texts; `share` of the training is done. Returns the loss in nats."""
         chosen = [self.texts[i].token_ids[: self.plan.longest] for i in self._next()]
         unrolled = self.plan.unrolled if share >= UNROLLED else 1
         batch = Batch.read(self.teacher, chosen)

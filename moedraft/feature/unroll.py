@@ -61,8 +61,10 @@ def unroll(
 
 
 def attend(queries: torch.Tensor, entries: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """queries [B, heads, L, d]; entries: of the first step, seen up to the query's row, and of each later step,
-    of which a query sees its own row only. Shapes as the queries'."""
+    """queries [B, heads, L, d]; entries: keys and values of each step, shaped alike; → as the queries.
+
+    A query sees the first step's entries up to its own row, and of each later step that of its row alone.
+    """
     keys, values = entries[0]
     if len(entries) == 1:
         return scaled_dot_product_attention(queries, keys, values, is_causal=True)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from random_models import random_model
 
 from moedraft.feature.config import FeatureConfig, config_for
 from moedraft.feature.features import Teacher
 from moedraft.feature.model import FeatureDraft
 from moedraft.models import LanguageModel
+
+from random_models import random_model
 
 LAYERS = (0, 2, 3)
 VOCABULARY = torch.arange(5, 97, 2)

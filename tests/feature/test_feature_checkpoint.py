@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from feature_rig import LAYERS, VOCABULARY, draft_for, target, texts_of, weights_of
 from safetensors.torch import load_file, save_file
 
 from moedraft.core import InvalidRequest, UnsupportedModel
 from moedraft.feature.checkpoint import load_draft, save_draft
 from moedraft.feature.model import FeatureDraft
+
+from feature_rig import LAYERS, VOCABULARY, draft_for, target, texts_of, weights_of
 
 SWITCHES: list[dict[str, Any]] = [
     {},
@@ -148,8 +149,9 @@ def test_what_cannot_be_run_is_refused(tmp_path: Path) -> None:
 def test_the_real_package_runs_what_is_written(switches: dict[str, Any], tmp_path: Path) -> None:
     """`speculators` itself guesses the same from the same features, at each of three unrolled steps."""
     pytest.importorskip("speculators")
-    from moedraft.feature.unroll import unroll
     from speculators import SpeculatorModel
+
+    from moedraft.feature.unroll import unroll
 
     model = target()
     model.hf.save_pretrained(tmp_path / "target")

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from feature_rig import LAYERS, VOCABULARY, config_of, draft_for, target, teacher_of, texts_of, weights_of
 
 from moedraft.core import InvalidRequest, UnsupportedModel
 from moedraft.feature.config import default_layers
 from moedraft.feature.features import FeatureCapture, Teacher
 from moedraft.feature.model import FeatureDraft
 from moedraft.feature.unroll import Batch, acceptance, unroll
+
+from feature_rig import LAYERS, VOCABULARY, config_of, draft_for, target, teacher_of, texts_of, weights_of
 
 SWITCHES: list[dict[str, Any]] = [
     {},

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from feature_rig import VOCABULARY, draft_for, target, teacher_of, texts_of
 
 from moedraft.core import InvalidRequest
 from moedraft.feature import unroll as unrolling
@@ -15,6 +14,8 @@ from moedraft.feature.corpus import Text, answered, choose_vocabulary, until_end
 from moedraft.feature.model import FeatureDraft
 from moedraft.feature.training import FeatureTrainer, TrainingPlan
 from moedraft.feature.unroll import Batch, loss_of
+
+from feature_rig import VOCABULARY, draft_for, target, teacher_of, texts_of
 
 PLAN = TrainingPlan(rows=4, longest=16, unrolled=2)
 
@@ -65,11 +66,11 @@ class NextInLine:
 
 @pytest.mark.parametrize(("delay", "learnable"), [(0, True), (1, False)])
 def test_the_right_shift_is_learnable_and_the_wrong_one_is_not(delay: int, learnable: bool) -> None:
-    """Tokens are drawn by lot: who is taught one position too late must guess a token that he has not seen."""
+    """Tokens are drawn by lot: taught one position too late, the drafter must guess one it has not seen."""
     model = target()
     draft, teacher, rule = draft_for(model), teacher_of(model), NextInLine(delay)
     teacher.rows = torch.eye(46, 32)
-    trained = [p for p in draft.parameters()]
+    trained = list(draft.parameters())
     optimiser = torch.optim.AdamW(trained, lr=1e-2)
     for step in range(60):
         draft.lm_head.weight.requires_grad_(True)
