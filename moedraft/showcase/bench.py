@@ -45,7 +45,8 @@ def run(system: System, queries: list[Query], rounds: int, advance: Callable[[in
     # A second copy of the draft without our LoRA layers, so that transformers runs it as it is.
     settings = system.settings
     assistant = load_model(settings.draft, "draft", settings.device, settings.dtype, settings.cpu_fast_paths)
-    # With vocabularies of different sizes (one padded further) it would take the tokenizers for different.
+    # transformers takes models with vocabularies of different sizes (one padded further) for models with
+    # different tokenizers and refuses them.
     fits = (
         assistant.hf.config.get_text_config().vocab_size
         == system.target.hf.config.get_text_config().vocab_size
@@ -111,7 +112,8 @@ def speculation(outputs: list[RequestOutput], cost_ratio: float) -> dict[str, fl
         return {"tokens_per_step": length, "draft_acceptance_rate": None, "theoretical_speedup": None}
     drafted = sum(output.speculation.num_draft_tokens for output in outputs)
     accepted = sum(output.speculation.num_accepted_tokens for output in outputs)
-    # Per-token acceptance α: accepted over verified, the first refused token of a draft being the last one.
+    # Acceptance α of one token: accepted tokens over verified ones. The tokens of a draft after the first
+    # refused one are not verified.
     refused = sum(output.num_rejections for output in outputs)
     alpha = accepted / (accepted + refused)
     return {
