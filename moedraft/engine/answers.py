@@ -2,82 +2,96 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, KeysView
-from typing import Any, Protocol
+from typing import Any
 
 from moedraft.core import InvalidRequest, RequestOutput, SamplingParams
 from moedraft.engine.port import OnOutput
 
 
-class Stepping(Protocol):
-    """What is needed of an engine."""
+class WholeAnswers(ABC):
+    """`generate` and `stream` for whoever can `add`, `step` and `abort`."""
+
+    add: Callable[..., str]
 
     @property
+    @abstractmethod
     def request_ids(self) -> KeysView[str]: ...
-    @property
-    def add(self) -> Callable[..., str]: ...
-    def abort(self, request_id: str) -> RequestOutput | None: ...
+    @abstractmethod
     def step(self) -> list[RequestOutput]: ...
+    @abstractmethod
+    def abort(self, request_id: str) -> RequestOutput | None: ...
 
+    def generate(
+        self,
+        prompts: str | list[str] | list[list[int]],
+        params: SamplingParams | list[SamplingParams] | None = None,
+        *,
+        expert: str | None = None,
+        draft: bool = True,
+        learn: bool = False,
+        counted: bool = True,
+        on_finish: OnOutput | None = None,
+    ) -> list[RequestOutput]:
+        """Answer all prompts, batched; outputs in input order. `learn` keeps records for distillation.
 
-def generate(
-    engine: Stepping,
-    prompts: Any,
-    params: Any,
-    options: dict[str, Any],
-    on_finish: OnOutput | None,
-) -> list[RequestOutput]:
-    """`Engine.generate`; `options` are those of `Engine.add`."""
-    box: deque[RequestOutput] = deque()
-    ids = _add_all(engine, prompts, params, options, box)
-    done: dict[str, RequestOutput] = {}
-    try:
-        while len(done) < len(ids):
-            if not box:
-                engine.step()
-            output = box.popleft() if box else None
-            if output and output.finish_reason:
-                done[output.request_id] = output
-                if on_finish:
-                    on_finish(output)
-    finally:
-        for request_id in ids:
-            engine.abort(request_id)
-    return [done[request_id] for request_id in ids]
+        Steps requests that were added before as well; their outputs are not returned here.
+        Raises InvalidRequest, nothing started, when one of the prompts cannot be accepted.
+        """
+        box: deque[RequestOutput] = deque()
+        options = {"expert": expert, "draft": draft, "capture": learn, "counted": counted}
+        ids = self._add_all(prompts, params, options | {"on_output": box.append})
+        done: dict[str, RequestOutput] = {}
+        try:
+            while len(done) < len(ids):
+                if not box:
+                    self.step()
+                output = box.popleft() if box else None
+                if output and output.finish_reason:
+                    done[output.request_id] = output
+                    if on_finish:
+                        on_finish(output)
+        finally:
+            for request_id in ids:
+                self.abort(request_id)
+        return [done[request_id] for request_id in ids]
 
+    def stream(
+        self,
+        prompt: str,
+        params: SamplingParams | None = None,
+        *,
+        expert: str | None = None,
+        draft: bool = True,
+    ) -> Iterator[RequestOutput]:
+        """Outputs of one prompt as they grow (`delta` holds the new text). Closing it aborts the request."""
+        box: deque[RequestOutput] = deque()
+        request_id = self.add(prompt, params, expert=expert, draft=draft, on_output=box.append)
+        try:
+            while box or request_id in self.request_ids:
+                if box:
+                    yield box.popleft()
+                else:
+                    self.step()
+        finally:
+            self.abort(request_id)
 
-def stream(
-    engine: Stepping, prompt: str, params: SamplingParams | None, options: dict[str, Any]
-) -> Iterator[RequestOutput]:
-    """`Engine.stream`."""
-    box: deque[RequestOutput] = deque()
-    request_id = engine.add(prompt, params, on_output=box.append, **options)
-    try:
-        while box or request_id in engine.request_ids:
-            if box:
-                yield box.popleft()
-            else:
-                engine.step()
-    finally:
-        engine.abort(request_id)
-
-
-def _add_all(
-    engine: Stepping, prompts: Any, params: Any, options: dict[str, Any], box: deque[RequestOutput]
-) -> list[str]:
-    if not isinstance(prompts, Iterable):
-        raise InvalidRequest("prompts must be a string or a list of prompts.")
-    prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-    per_prompt = params if isinstance(params, list) else [params] * len(prompts)
-    if len(per_prompt) != len(prompts):
-        raise InvalidRequest(f"{len(prompts)} prompts but {len(per_prompt)} sampling parameters.")
-    ids: list[str] = []
-    try:
-        for prompt, each in zip(prompts, per_prompt, strict=True):
-            ids.append(engine.add(prompt, each, on_output=box.append, **options))
-    except InvalidRequest:
-        for request_id in ids:
-            engine.abort(request_id)
-        raise
-    return ids
+    def _add_all(self, prompts: Any, params: Any, options: dict[str, Any]) -> list[str]:
+        """All of them, or none."""
+        if not isinstance(prompts, Iterable):
+            raise InvalidRequest("prompts must be a string or a list of prompts.")
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        per_prompt = params if isinstance(params, list) else [params] * len(prompts)
+        if len(per_prompt) != len(prompts):
+            raise InvalidRequest(f"{len(prompts)} prompts but {len(per_prompt)} sampling parameters.")
+        ids: list[str] = []
+        try:
+            for prompt, each in zip(prompts, per_prompt, strict=True):
+                ids.append(self.add(prompt, each, **options))
+        except InvalidRequest:
+            for request_id in ids:
+                self.abort(request_id)
+            raise
+        return ids

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 import uuid
-from collections.abc import Callable, Iterable, Iterator, KeysView
+from collections.abc import Callable, Iterable, KeysView
 from contextlib import suppress
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ from moedraft.drafting.budget import Budget
 from moedraft.drafting.chooser import Chooser, DraftLimits, DraftSource
 from moedraft.drafting.drafter import CausalModel, ExpertDrafter
 from moedraft.drafting.timer import RoundTimer
-from moedraft.engine import answers
+from moedraft.engine.answers import WholeAnswers
 from moedraft.engine.capture import Capture
 from moedraft.engine.commit import commit, output_of
 from moedraft.engine.detokenizer import Detokenizer
@@ -46,10 +46,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class Engine:
+class Engine(WholeAnswers):
     """A target with its drafters. Not thread-safe: one thread owns it.
 
-    `generate` and `stream` do the stepping themselves. closers: called at `close`, in their order.
+    `generate` and `stream`, of `WholeAnswers`, do the stepping themselves. closers: called at `close`, in
+    their order.
     """
 
     def __init__(
@@ -313,38 +314,6 @@ class Engine:
         length += 1 + self.chooser.longest
         self.runner.swap(a, b, length)
         self.chooser.swap(a, b, length)
-
-    # -- whole answers ---------------------------------------------------------------------------
-
-    def generate(
-        self,
-        prompts: str | list[str] | list[list[int]],
-        params: SamplingParams | list[SamplingParams] | None = None,
-        *,
-        expert: str | None = None,
-        draft: bool = True,
-        learn: bool = False,
-        counted: bool = True,
-        on_finish: OnOutput | None = None,
-    ) -> list[RequestOutput]:
-        """Answer all prompts, batched; outputs in input order. `learn` keeps records for distillation.
-
-        Steps requests that were added before as well; their outputs are not returned here.
-        Raises InvalidRequest, nothing started, when one of the prompts cannot be accepted.
-        """
-        options = {"expert": expert, "draft": draft, "capture": learn, "counted": counted}
-        return answers.generate(self, prompts, params, options, on_finish)
-
-    def stream(
-        self,
-        prompt: str,
-        params: SamplingParams | None = None,
-        *,
-        expert: str | None = None,
-        draft: bool = True,
-    ) -> Iterator[RequestOutput]:
-        """Outputs of one prompt as they grow (`delta` holds the new text). Closing it aborts the request."""
-        return answers.stream(self, prompt, params, {"expert": expert, "draft": draft})
 
     def close(self) -> None:
         """Abort what runs and let go of the home."""
