@@ -111,7 +111,8 @@ class SlotCache(Cache):  # type: ignore[misc]
         cursor, count = self.cursor, len(starts)
         length = max(starts) + width
         if length > self.capacity:
-            self._grow(max(length, self.capacity + GROWTH, self.capacity * 3 // 2))
+            wanted = max(length, self.capacity + GROWTH, self.capacity * 3 // 2)
+            self._grow(wanted + -wanted % GROWTH)  # some readers look at whole blocks of positions
         steps = torch.arange(width, device=device)
         same = all(start == starts[0] for start in starts)
         cursor.first, cursor.last, cursor.length = first, first + count, length

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
-from platformdirs import user_data_path
+from platformdirs import user_cache_path, user_data_path
 from pydantic import Field, ValidationError
 from pydantic_settings import (
     BaseSettings,
@@ -38,11 +38,16 @@ class Settings(BaseSettings):
         default_factory=lambda: user_data_path("moedraft"),
         description="the home: folder of everything that is remembered",
     )
-    target: str = Field("mini", description="`mini`, a local folder or a hub id")
-    draft: str = Field("mini", description="`mini`, a local folder or a hub id")
+    target: str = Field("mini", description="`mini`, `smollm2`, a local folder, a GGUF file or a hub id")
+    draft: str = Field("mini", description="named like the target")
+    cache_dir: Path = Field(
+        default_factory=lambda: user_cache_path("moedraft"), description="for GGUF files that were converted"
+    )
     device: str = Field("auto", description="`auto`, `cpu`, `cuda`, `cuda:1` …")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="number type; auto: float32 on a CPU, that of the checkpoint on CUDA"
+        "auto",
+        description="number type; auto: on CUDA that of the checkpoint; on a CPU float32, or bfloat16 for a "
+        "large target where the CPU multiplies it and answers do not depend on the batch",
     )
     threads: int = Field(
         0,
@@ -178,7 +183,9 @@ def load_settings(**overrides: Any) -> Settings:
         TypeError,
     ) as error:  # the home of an unknown user (`~nobody/…`), or a value that is no path
         raise InvalidRequest(f"setting 'home': {str(error).rstrip('.')}.") from error
-    return settings.model_copy(update={"home": settings.home.expanduser().resolve()})
+    return settings.model_copy(
+        update={name: getattr(settings, name).expanduser().resolve() for name in ("home", "cache_dir")}
+    )
 
 
 def check_home(home: Path) -> None:

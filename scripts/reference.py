@@ -32,7 +32,8 @@ Settings come from, later ones winning: the defaults, `config.toml` in the home,
 def settings() -> str:
     lines = ["## Settings", "", "| setting | default | meaning |", "| --- | --- | --- |"]
     for name, field in Settings.model_fields.items():
-        default = "the user's data folder" if name == "home" else f"`{field.default!r}`".replace("'", '"')
+        folders = {"home": "the user's data folder", "cache_dir": "the user's cache folder"}
+        default = folders.get(name, f"`{field.default!r}`".replace("'", '"'))
         kind = kind_of(field.annotation)
         bounds = ", ".join(str(m).split("(", 1)[1].rstrip(")") for m in field.metadata)
         about = " · ".join(part for part in (field.description, kind, bounds) if part)

@@ -25,6 +25,9 @@ FLOORS = {
     "moedraft.data": 0,
     "moedraft.sampling": 1,
     "moedraft.evidence": 1,
+    "moedraft.gguf": 1,
+    "moedraft.model_checks": 1,
+    "moedraft.model_hash": 1,
     "moedraft.models": 1,
     "moedraft.cache": 1,
     "moedraft.cpu": 1,
@@ -44,7 +47,7 @@ FLOORS = {
 
 # Libraries with a home: only these modules may import them.
 HOMES = {
-    "transformers": ("moedraft.models", "moedraft.cache"),
+    "transformers": ("moedraft.models", "moedraft.cache", "moedraft.gguf"),
     "peft": ("moedraft.models", "moedraft.distill"),
     "sentence_transformers": ("moedraft.routing",),
     "sklearn": ("moedraft.routing",),

@@ -13,16 +13,8 @@ import torch
 import transformers
 
 from moedraft.core import InvalidRequest, UnsupportedModel
-from moedraft.models import (
-    LanguageModel,
-    check_pair,
-    load_model,
-    pick_device,
-    pick_dtype,
-    refuse_layouts,
-    resolve,
-    self_check,
-)
+from moedraft.model_checks import check_pair, refuse_layouts, self_check
+from moedraft.models import LanguageModel, load_model, pick_device, pick_dtype, resolve
 
 from random_models import random_model
 

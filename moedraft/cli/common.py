@@ -33,7 +33,11 @@ HomeOption = Annotated[
 ]
 TargetOption = Annotated[
     str | None,
-    typer.Option(metavar="MODEL", rich_help_panel=PANEL, help="Target: `mini`, a local folder or a hub id."),
+    typer.Option(
+        metavar="MODEL",
+        rich_help_panel=PANEL,
+        help="Target: `mini`, `smollm2`, a local folder, a GGUF file or a hub id.",
+    ),
 ]
 DraftOption = Annotated[
     str | None,

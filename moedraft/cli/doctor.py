@@ -114,7 +114,9 @@ def _models(settings: Settings) -> Iterator[Check]:
         except MoedraftError as error:
             yield Check(role, "fail", str(error))
             continue
-        if (where / "config.json").is_file():
+        if where.suffix == ".gguf" and where.is_file():
+            yield Check(role, "ok", f"{name} ({where.name}, {where.stat().st_size / 2**20:.1f} MB)")
+        elif (where / "config.json").is_file():
             yield Check(role, "ok", f"{name} ({_size(where) / 2**20:.1f} MB)")
         elif where.exists():
             yield Check(role, "fail", f"{name} is no model folder: it has no config.json")

@@ -18,6 +18,7 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 from moedraft.cache import SlotCache, SlotLayer
 from moedraft.cpu.products import Product
+from moedraft.evidence import HiddenStates
 
 # Architectures with RMS norms before attention and MLP, rotary positions, a SiLU gate, and nothing else.
 KNOWN = ("llama", "mistral", "qwen2")
@@ -91,8 +92,9 @@ class LeanForward:
         mask: torch.Tensor,
         keep: int,
         lengths: list[int] | None = None,
+        wanted: HiddenStates | None = None,
     ) -> torch.Tensor:
-        """Logits [B, keep or T, V]; mask bool [B, 1, T, length]; lengths as in `LanguageModel.forward`."""
+        """Logits [B, keep or T, V]; mask bool [B, 1, T, length]; the rest as in `LanguageModel.forward`."""
         packing = Packing.of(token_ids, lengths)
         hidden = self.embed(token_ids)
         turns = self.rotary(hidden, positions)
@@ -100,7 +102,9 @@ class LeanForward:
         hidden = packing.pack(hidden)
         # A single token sees every position that is stored, so it needs no mask.
         open_mask = None if mask.shape[0] * mask.shape[2] == 1 else mask
-        for layer, store in zip(self.layers, cache.layers, strict=True):
+        for number, (layer, store) in enumerate(zip(self.layers, cache.layers, strict=True)):
+            if wanted is not None and number in wanted.layers:
+                wanted.states[number] = packing.pad(hidden)
             hidden = layer(hidden, cos, sin, open_mask, store, packing)
         if keep:
             packing, hidden = Packing((0, 0), None), packing.pad(hidden)[:, -keep:]

@@ -19,7 +19,7 @@ from moedraft.distill.governor import news
 from moedraft.distill.outlet import HomeOutlet, Outlet
 from moedraft.distill.trainer import OnStep, Trainer
 from moedraft.learning_state import LearningKind, LearningState, paused, waiting
-from moedraft.models import load_model
+from moedraft.models import load_by
 from moedraft.storage.candidate import Candidate, CandidateSummary
 from moedraft.storage.store import Store
 
@@ -156,7 +156,7 @@ class DistillLoop:
 
 def build_loop(settings: Settings, store: Store, outlet: Outlet | None = None) -> DistillLoop:
     """A loop with its own copy of the draft base, in float32. Without an outlet it writes the home itself."""
-    draft = load_model(settings.draft, "draft", settings.device, "float32")
+    draft = load_by(settings, "draft", "float32")
     trainer = Trainer(
         draft,
         store,

@@ -11,7 +11,7 @@ import torch
 
 from moedraft.core import SHARED, RequestOutput, SamplingParams
 from moedraft.drafting.chooser import DraftSource
-from moedraft.models import load_model
+from moedraft.models import load_by
 from moedraft.showcase.measure import (
     Timed,
     compare,
@@ -69,9 +69,9 @@ def run(system: System, queries: list[Query], rounds: int, advance: Callable[[in
 
 def their_runners(system: System) -> dict[str, Runner]:
     """The systems of transformers; assisted generation only where it takes this pair of models."""
-    target, settings = system.target, system.settings
+    target = system.target
     # A second copy of the draft without our LoRA layers, so that transformers runs it as it is.
-    assistant = load_model(settings.draft, "draft", settings.device, settings.dtype, settings.cpu_fast_paths)
+    assistant = load_by(system.settings, "draft")
     runners = {BASELINE: transformers_runner(target)}
     # transformers takes models with vocabularies of different sizes (one padded further) for models with
     # different tokenizers and refuses them.

@@ -13,7 +13,8 @@ from moedraft.cpu.threads import set_threads
 from moedraft.drafting.lora import ExpertBank
 from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine
-from moedraft.models import LanguageModel, check_pair, load_model
+from moedraft.model_checks import check_pair
+from moedraft.models import LanguageModel, load_by
 from moedraft.routing.embedder import Embedder
 from moedraft.routing.router import Router
 from moedraft.routing.selector import BackgroundSelector
@@ -85,9 +86,7 @@ def build(settings: Settings) -> System:
 
 def load_pair(settings: Settings) -> tuple[LanguageModel, LanguageModel]:
     """Target and draft base. Raises InvalidRequest or UnsupportedModel."""
-    options = (settings.device, settings.dtype, settings.cpu_fast_paths)
-    target = load_model(settings.target, "target", *options)
-    draft = load_model(settings.draft, "draft", *options)
+    target, draft = load_by(settings, "target"), load_by(settings, "draft")
     check_pair(target, draft)
     set_threads(settings.threads, target)
     return target, draft
@@ -129,10 +128,11 @@ def load(
     home: str | Path | None = None,
     **settings: Any,
 ) -> Engine:
-    """An engine over `target` and `draft` (`mini`, a folder or a hub id) with its experts in `home`.
+    """An engine over `target` and `draft` with its experts in `home`.
 
-    `settings` are those of `moedraft.config.Settings`. Close it, or use it as a context manager: it holds
-    the home's writing lock. Raises InvalidRequest, UnsupportedModel or StorageError, one sentence each.
+    Both are named alike: `mini`, `smollm2`, a folder, a GGUF file or a hub id. `settings` are those of
+    `moedraft.config.Settings`. Close it, or use it as a context manager: it holds the home's writing lock.
+    Raises InvalidRequest, UnsupportedModel or StorageError, one sentence each.
     """
     return build(load_settings(target=target, draft=draft, home=home, **settings)).engine
 
