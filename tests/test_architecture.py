@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-MAX_FILES = 160  # the design aimed at 35, before server and dashboard; small rooms with one job each won
+MAX_FILES = 170  # the design aimed at 35, before server and dashboard; small rooms with one job each won
 MAX_LINES = 350
 
 # A module may import from its own floor or from below.
@@ -35,6 +35,7 @@ FLOORS = {
     "moedraft.insight": 2,
     "moedraft.routing": 2,
     "moedraft.drafting": 2,
+    "moedraft.feature": 2,
     "moedraft.engine": 3,
     "moedraft.system": 4,
     "moedraft.distill": 4,
