@@ -95,7 +95,7 @@ def assemble(settings: Settings, store: Store, target: LanguageModel, draft: Dra
     bank = ExpertBank(draft, settings.adapter_scope, settings.merged_cache_mb)
     router = open_router(settings, store)
     selector = BackgroundSelector(router)
-    loader = AdapterLoader(store, bank)
+    loader = AdapterLoader(store, bank, tend_memory=settings.cpu_fast_paths)
     recorder = Recorder(store, target_id=target.weights_hash())
     store.registry.set_meta(TARGET_ID, recorder.target_id)
     engine = Engine(
