@@ -1,4 +1,4 @@
-"""One expert closely: acceptance over time with its versions, by place in the draft, by writing system."""
+"""The page about one expert: acceptance over time, by position in the draft and by writing system."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STEP = "acceptance_rate"
 @dataclass(frozen=True)
 class ExpertsPageData:
     experts: tuple[Expert, ...]
-    chosen: ExpertView | None  # None: the address names nobody
+    chosen: ExpertView | None  # None: no expert has the name in the URL
 
 
 def experts_page(look: Look) -> None:
@@ -41,14 +41,15 @@ def experts_page(look: Look) -> None:
     def see() -> ExpertsPageData:
         nonlocal name
         experts = look.at.observer.experts(look.span)
-        name = name or _first(experts)  # once: whoever reads of one is not to be shown another
+        # Chosen once, so that the page does not switch to another expert while somebody reads it.
+        name = name or _first(experts)
         return ExpertsPageData(experts, look.at.observer.expert(name, look.span))
 
     Live(look, see, lambda view: _build(look, view), lambda view: view.chosen is None)
 
 
 def _first(experts: tuple[Expert, ...]) -> str:
-    """Whom to show where the address names nobody: the domain with most traffic."""
+    """The expert to show if the URL names none: the domain with the most requests."""
     domains = [expert for expert in experts if expert.name != SHARED]
     busiest = max(domains, key=lambda expert: expert.requests, default=None)
     return busiest.name if busiest else SHARED
@@ -125,7 +126,7 @@ def _build(look: Look, view: ExpertsPageData) -> Callable[[ExpertsPageData], Non
 
 
 def _choice(look: Look, view: ExpertsPageData) -> Markup:
-    """Every expert as a link, with its acceptance now."""
+    """A link for every expert, with its current acceptance."""
     paints = charts.colours([expert.name for expert in view.experts])
     chosen = view.chosen.expert.name if view.chosen else None
     links = [

@@ -1,4 +1,4 @@
-"""Where prompts go: share by domain, how sure the router is, what fits nobody, and a box to try one."""
+"""The page about the router: requests by domain, confidence, unknown traffic, and a box to try a prompt."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from moedraft.serve.dashboard.looking import Look
 from moedraft.serve.dashboard.markup import Markup, figure, figures, join, notice, share, short, tag
 from moedraft.serve.dashboard.panels import Live, Panel, Text, join_title, last_figures, show_out
 
-MUCH = 0.25  # share of unknown traffic from which a domain is worth registering
-LEAST = 20  # requests before that is said
-LONGEST = 8000  # letters of a prompt to try
+MUCH = 0.25  # the share of unknown requests from which the page advises to register a domain
+LEAST = 20  # no advice is given before that many requests
+LONGEST = 8000  # characters of a prompt to try
 PATIENCE = 10.0  # seconds for the router to answer
 
 log = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ def _advice(view: RouterView) -> Markup:
 
 
 def _mean_shares(view: RouterView) -> list[str]:
-    """Each column's share of all the requests in the table."""
+    """Each column's mean over all requests of the table."""
     weights = [int(n or 0) for n in view.shares.column("requests")]
     found = []
     for column in view.shares.columns[2:]:
@@ -130,7 +130,10 @@ def _histogram(view: RouterView) -> charts.Options:
 
 
 class TryBox:
-    """One prompt at a time, asked between two steps of the engine, shown to nobody else, kept nowhere."""
+    """Routes a prompt that the reader writes, between two steps of the engine.
+
+    It handles one prompt at a time. Nobody else sees the prompt, and it is not stored.
+    """
 
     def __init__(self, look: Look) -> None:
         self._look = look
@@ -140,7 +143,7 @@ class TryBox:
         )
         area.props["placeholder"] = "SELECT name, count(*) FROM orders GROUP BY …"
         area.props["aria-label"] = "Prompt to try"
-        # the prompt travels once, when asked for; nothing is sent while it is typed
+        # The browser sends the prompt only when the button is pressed, not while it is typed.
         read = f"emit(document.getElementById('c{area.id}').value)"
         area.on(
             "keydown",
@@ -168,7 +171,7 @@ class TryBox:
         self._answer.show(tag("p", "Asking …", class_="hint"))
         try:
             self._answer.show(_answer(await self._route(prompt[:LONGEST])))
-        except Exception as error:  # whatever it is, the box must not seem to go on asking
+        except Exception as error:  # whatever went wrong, show that the attempt is over
             log.warning("The router did not answer: %s", type(error).__name__)
             text = "The engine is busy, shutting down or failed. Try again in a moment."
             self._answer.show(notice("The router did not answer", text, "bad"))

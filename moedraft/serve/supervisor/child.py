@@ -107,7 +107,7 @@ class Child:
         return f"{how}: {last.strip()[:300]}" if last else how
 
     def _end(self, grace: float) -> None:
-        """Wait for the process to end. Its output is read meanwhile, since it may be waiting on a full pipe."""
+        """Wait for the process to end, and read its output meanwhile, in case it waits on a full pipe."""
         for stop in (None, self.process.terminate, self.process.kill):
             if stop is not None:
                 stop()
