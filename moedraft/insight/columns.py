@@ -85,9 +85,7 @@ class Requests:
         return None if extra is None else 1 + extra
 
     def sums(self, groups: Codes, count: int, names: Sequence[str]) -> Codes:
-        """Sums of the columns `names` by group. groups: [n], each 0 … count − 1. Result: [count,
-        len(names)].
-        """
+        """Sums of the columns `names` by group. groups: [n], 0 … count − 1; result: [count, len(names)]."""
         columns = [np.bincount(groups, weights=self[name], minlength=count) for name in names]
         return np.stack(columns, axis=1).astype(np.int64)
 

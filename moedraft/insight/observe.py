@@ -62,9 +62,7 @@ class Observer:
         return self._fresh(("learning", span), lambda: self._learning(span))
 
     def _fresh(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
-        """The view stored under `key`, or one built now if that is too old. Only one caller builds
-        at a time.
-        """
+        """The view stored under `key`, or one built now if that is too old. One caller builds at a time."""
         with self._lock:
             made, view = self._views.get(key, (-math.inf, None))
             if not made <= self._clock() < made + FRESH:

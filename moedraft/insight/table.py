@@ -51,9 +51,7 @@ class Table:
         return [row[place] for row in self.rows]
 
     def to_csv(self) -> str:
-        """The table as CSV (RFC 4180) with the keys as header; times in ISO 8601 (UTC), missing
-        values empty.
-        """
+        """The table as CSV (RFC 4180) with the keys as header, times in ISO 8601 (UTC), and gaps empty."""
         text = io.StringIO()
         writer = csv.writer(text)
         writer.writerow([_plain(column.key) for column in self.columns])
