@@ -1,4 +1,4 @@
-"""`moedraft bench`: tokens per second beside transformers, on the same prompts, in one run."""
+"""`moedraft bench`: compares tokens per second with transformers, on the same prompts and in one run."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def bench(
     queries = queries[:: max(1, len(queries) // limit)][:limit]
     settings = settings_for(ctx, home=home, target=target, draft=draft, device=device, dtype=dtype)
     if out:
-        out.touch()  # rather now than after minutes
+        out.touch()  # an unusable path should fail now, not after minutes
     with opened(settings) as system, bar("Measuring", rounds * len(queries)) as advance:
         found = run(system, queries, rounds, advance)
     if out:

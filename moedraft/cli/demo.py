@@ -1,4 +1,4 @@
-"""`moedraft demo`: the whole idea in a few minutes, on the shipped prompts, and what came of it."""
+"""`moedraft demo`: experts learn from the shipped prompts for a few minutes, and the gain is reported."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def demo(
             f"The demo needs a fresh home, and {settings.home} has one; name another folder."
         )
     if out:
-        out.mkdir(parents=True, exist_ok=True)  # rather now than after minutes
+        out.mkdir(parents=True, exist_ok=True)  # an unusable path should fail now, not after minutes
     began = time.monotonic()
     with opened(settings) as system:
         this = Demo(system, seconds)
@@ -77,7 +77,7 @@ def demo(
 
 
 def watch(this: Demo) -> tuple[Result, bool]:
-    """Run it under a live table on stderr (where that is a terminal; lines elsewhere)."""
+    """Run the demo under a live table on stderr; without a terminal, print lines instead."""
     phase = ""
     with Live(console=err, refresh_per_second=4, transient=True) as live:
 
@@ -109,7 +109,7 @@ def live_table(this: Demo) -> Table:
 
 
 def show(result: Result, console: Console) -> None:
-    """Before, after, gain; speed against plain decoding; what was checked."""
+    """Print the acceptance before and after, the speed against plain decoding, and what was checked."""
     table = Table(title="Held-out prompts: share of the target's tokens that the draft guesses right")
     for name in ("domain", "before", "after", "gain"):
         table.add_column(name, justify="left" if name == "domain" else "right")

@@ -1,4 +1,4 @@
-"""`moedraft generate`: answers, in the order of the prompts, each shown as soon as its turn has come."""
+"""`moedraft generate`: answers prompts and prints the answers in the order of the prompts."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _check_domains(settings: Settings, rows: list[PromptRow]) -> None:
 def _run(
     system: System, rows: list[PromptRow], params: SamplingParams, *, draft: bool, learn: bool, as_json: bool
 ) -> int:
-    """Answer all rows; returns how many failed."""
+    """Answer all rows; returns how many of them failed."""
     ids = [_add(system.engine, row, params, draft, learn) for row in rows]
     between = _learner(system) if learn else lambda: None
     failed = 0
@@ -142,7 +142,7 @@ def _add(engine: Engine, row: PromptRow, params: SamplingParams, draft: bool, le
 
 
 def _learner(system: System) -> Callable[[], None]:
-    """What to do between two steps when an answer has ended: train whoever is due, load what came of it."""
+    """A function to call after each answer: it trains an adapter that is due, and loads the new version."""
     with busy("Loading the draft base"):
         from moedraft.distill.loop import build_loop
 
@@ -162,7 +162,10 @@ def _learner(system: System) -> Callable[[], None]:
 def in_order(
     engine: Engine, ids: list[str], on_finish: Callable[[], None]
 ) -> Iterator[Iterator[RequestOutput]]:
-    """For each request its outputs as they grow, the last one finished; each iterator is used up in turn."""
+    """For each request, in order, an iterator over its outputs as they grow.
+
+    The last output is finished. Each iterator must be used up before the next one is taken.
+    """
     latest: dict[str, RequestOutput] = {}
 
     def outputs(request_id: str) -> Iterator[RequestOutput]:
@@ -199,7 +202,7 @@ def _show_text(answer: Iterator[RequestOutput]) -> bool:
 
 
 def summary(output: RequestOutput) -> str:
-    """`sql v3 · 0.812 accepted · 3.40 tokens a check · 48 tokens, 215 a second`"""
+    """One line about an answer: `sql v3 · 0.812 accepted · 3.40 tokens a check · 48 tokens, 215 a second`."""
     parts = [f"{output.expert} v{output.adapter_version}"]
     if output.speculation.mean_acceptance_length is not None:
         parts.append(f"{rate(output.speculation.draft_acceptance_rate)} accepted")
