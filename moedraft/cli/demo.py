@@ -67,13 +67,18 @@ def demo(
         emit(summary(result) | {"lossless": equal, **{name: str(path) for name, path in paths.items()}})
     else:
         show(result, Console(highlight=False))
-        lines = {**{name: str(path) for name, path in paths.items()}, "home": str(settings.home)}
-        lines["took"] = f"{time.monotonic() - began:.0f} s"
-        lines["next"] = f"moedraft bench --home {settings.home}   compares with transformers"
-        for name, line in lines.items():
-            print(f"{name + ':':<10}{line}")
+        _show_paths(paths, settings.home, time.monotonic() - began)
     if not equal:
         raise typer.Exit(1)
+
+
+def _show_paths(paths: dict[str, Path], home: Path, seconds: float) -> None:
+    """Print where picture, report and home are, and the command to try next."""
+    lines = {**{name: str(path) for name, path in paths.items()}, "home": str(home)}
+    lines["took"] = f"{seconds:.0f} s"
+    lines["next"] = f"moedraft bench --home {home}   compares with transformers"
+    for name, line in lines.items():
+        print(f"{name + ':':<10}{line}")
 
 
 def watch(this: Demo) -> tuple[Result, bool]:

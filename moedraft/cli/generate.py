@@ -37,24 +37,27 @@ if TYPE_CHECKING:
     from moedraft.system.build import System
 
 
+PromptsFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help='Rows {"prompt", "domain"?, "max_tokens"?}; - is standard input.'),
+]
+Stop = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Ends an answer; repeatable.")]
+PinnedDomain = Annotated[
+    str | None, typer.Option(metavar="NAME", help="This expert (or `shared`) instead of the router's.")
+]
+
+
 def generate(
     ctx: typer.Context,
     prompts: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...")] = None,
-    prompts_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help='Rows {"prompt", "domain"?, "max_tokens"?}; - is standard input.'),
-    ] = None,
+    prompts_file: PromptsFile = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="1 switches it off.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="0 switches it off.")] = 0,
     max_tokens: Annotated[int, typer.Option(help="The longest answer.")] = 128,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="Ends an answer; repeatable.")
-    ] = None,
-    domain: Annotated[
-        str | None, typer.Option(metavar="NAME", help="This expert (or `shared`) instead of the router's.")
-    ] = None,
+    stop: Stop = None,
+    domain: PinnedDomain = None,
     no_draft: Annotated[bool, typer.Option("--no-draft", help="Plain decoding, for comparison.")] = False,
     learn: Annotated[bool, typer.Option("--learn/--no-learn", help="Learn from the answers.")] = False,
     home: HomeOption = None,

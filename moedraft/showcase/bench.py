@@ -13,6 +13,7 @@ from moedraft.core import SHARED, RequestOutput, SamplingParams
 from moedraft.drafting.chooser import DraftSource
 from moedraft.models import load_by
 from moedraft.showcase.measure import (
+    Timed,
     compare,
     drafting_by,
     step_costs,
@@ -42,18 +43,9 @@ def run(system: System, queries: list[Query], rounds: int, advance: Callable[[in
 
         return answer
 
-    # A second copy of the draft without our LoRA layers, so that transformers runs it as it is.
-    settings = system.settings
-    assistant = load_by(settings, "draft")
-    # With vocabularies of different sizes (one padded further) it would take the tokenizers for different.
-    fits = (
-        assistant.hf.config.get_text_config().vocab_size
-        == system.target.hf.config.get_text_config().vocab_size
-    )
-    assisted = {ASSISTED: transformers_runner(system.target, assistant_model=assistant.hf)} if fits else {}
     runners = {
         BASELINE: transformers_runner(system.target),
-        **assisted,
+        **_assisted(system),
         "transformers prompt lookup": transformers_runner(system.target, prompt_lookup_num_tokens=8),
         "moedraft plain": ours("moedraft plain", draft=False),
         "moedraft generic draft": base_only(system, ours("moedraft generic draft", "model", expert=SHARED)),
@@ -75,6 +67,26 @@ def run(system: System, queries: list[Query], rounds: int, advance: Callable[[in
 
     timed = compare(runners, queries, rounds, on_progress)
     share = timer.verify_seconds / timer.step_seconds
+    return {**_figures(system, timed, outputs), "verify_share": round(share, 4), "prompts": len(queries)}
+
+
+def _assisted(system: System) -> dict[str, Callable[[str, int], list[int]]]:
+    """transformers' assisted generation, where the vocabularies have the same size.
+
+    It takes models for ones with different tokenizers if one vocabulary is padded further. The draft is
+    loaded again, without our LoRA layers, so that transformers runs it as it is.
+    """
+    assistant = load_by(system.settings, "draft")
+    sizes = {model.hf.config.get_text_config().vocab_size for model in (assistant, system.target)}
+    if len(sizes) > 1:
+        return {}
+    return {ASSISTED: transformers_runner(system.target, assistant_model=assistant.hf)}
+
+
+def _figures(
+    system: System, timed: dict[str, Timed], outputs: dict[str, list[RequestOutput]]
+) -> dict[str, Any]:
+    """The measured figures of each system and the machine that they belong to, as plain data."""
     costs = step_costs(system)
     cost_ratio = costs["draft_ms"] / costs["target_ms"]
     base = timed[BASELINE]
@@ -92,9 +104,7 @@ def run(system: System, queries: list[Query], rounds: int, advance: Callable[[in
         "systems": systems,
         "step_ms": {name: round(value, 3) for name, value in costs.items()},
         "cost_ratio": round(cost_ratio, 4),
-        "verify_share": round(share, 4),
         "adapted": bool(system.bank.experts or system.bank.shared),
-        "prompts": len(queries),
         "device": str(system.target.device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,

@@ -61,9 +61,7 @@ def login_router(authority: Authority) -> APIRouter:
             authority.sessions.issue(key.id),
             max_age=SESSION_SECONDS,
             httponly=True,
-            # Links from other sites may open a page; requests that change something have their origin
-            # checked.
-            samesite="lax",
+            samesite="lax",  # links from other sites may open a page; what changes anything needs our origin
             secure=request.url.scheme == "https",
         )
         return answer

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 from nicegui import events, ui
 
@@ -28,27 +30,31 @@ def router_page(look: Look) -> None:
     Live(look, lambda: look.at.observer.router(look.span), lambda view: _build(look))
 
 
-def _build(look: Look) -> Callable[[RouterView], None]:
-    top, advice = Text("strip"), Text()
-    with ui.element("div").classes("grid"):
-        with ui.element("section").classes("card").props("data-panel=try"):
-            ui.html(
-                join_title("Try a prompt", "Which expert would draft for it, and how sure is the router?")
-            )
-            TryBox(look)
+@dataclass(frozen=True)
+class RouterPanels:
+    """The charts about routed requests."""
+
+    confidence: Panel
+    shares: Panel
+    unknown: Panel
+
+    @classmethod
+    def lay_out(cls, look: Look) -> RouterPanels:
+        """Add the panels to the page, still empty."""
+        empty = "Nothing was routed in this time."
         confidence = Panel(
             look,
             "confidences",
             "How sure the router is",
             "Requests by the probability of their best domain.",
-            "Nothing was routed in this time.",
+            empty,
         )
         shares = Panel(
             look,
             "shares",
             "Traffic by domain",
             "Share of the routed requests; “shared” takes what fits no domain.",
-            "Nothing was routed in this time.",
+            empty,
             wide=True,
             height=280,
         )
@@ -57,19 +63,20 @@ def _build(look: Look) -> Callable[[RouterView], None]:
             "unknown",
             "Traffic that fits no domain",
             "It is drafted by the shared expert; much of it is a domain to be registered.",
-            "Nothing was routed in this time.",
+            empty,
             wide=True,
         )
+        return cls(confidence, shares, unknown)
 
-    def update(view: RouterView) -> None:
+    def show(self, view: RouterView) -> None:
+        """Draw the figures of `view`."""
         paints, some = charts.colours(view.names), view.routed > 0
-        top.show(_strip(view))
-        advice.show(_advice(view))
         columns = view.shares.columns[2:]
         latest = _mean_shares(view)
         entries = [(c.label, paints[c.label], text) for c, text in zip(columns, latest, strict=True)]
-        shares.show(view.shares, lambda: charts.stacked(view.shares, columns, paints), entries, some=some)
-        confidence.show(
+        draw_shares = partial(charts.stacked, view.shares, columns, paints)
+        self.shares.show(view.shares, draw_shares, entries, some=some)
+        self.confidence.show(
             view.histogram,
             lambda: _histogram(view),
             [("to an expert", "var(--accent)", ""), ("fits none", "var(--hue-shared)", "")],
@@ -78,12 +85,28 @@ def _build(look: Look) -> Callable[[RouterView], None]:
         lines = view.unknown_share.columns[3:]
         hues = {"share that fits none": "var(--hue-1)", "mean confidence": "var(--accent)"}
         texts = last_figures(view.unknown_share, [line.key for line in lines], share)
-        unknown.show(
+        self.unknown.show(
             view.unknown_share,
             lambda: charts.over_time(view.unknown_share, lines, hues),
             [(line.label, hues[line.label], text) for line, text in zip(lines, texts, strict=True)],
             some=some,
         )
+
+
+def _build(look: Look) -> Callable[[RouterView], None]:
+    top, advice = Text("strip"), Text()
+    with ui.element("div").classes("grid"):
+        with ui.element("section").classes("card").props("data-panel=try"):
+            ui.html(
+                join_title("Try a prompt", "Which expert would draft for it, and how sure is the router?")
+            )
+            TryBox(look)
+        panels = RouterPanels.lay_out(look)
+
+    def update(view: RouterView) -> None:
+        top.show(_strip(view))
+        advice.show(_advice(view))
+        panels.show(view)
 
     return update
 
