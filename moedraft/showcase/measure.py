@@ -39,6 +39,7 @@ class Served:
 
 
 def tokens_per_step(outputs: list[RequestOutput]) -> float:
+    """Tokens of all answers together for each forward of the target."""
     return sum(len(output.token_ids) for output in outputs) / max(
         1, sum(o.speculation.num_steps for o in outputs)
     )
@@ -46,7 +47,7 @@ def tokens_per_step(outputs: list[RequestOutput]) -> float:
 
 @contextmanager
 def drafting_by(system: System, source: DraftSource) -> Iterator[None]:
-    """Where the engine's drafts come from, for a while."""
+    """Set where the engine's guesses come from while the block runs."""
     chooser = system.engine.chooser
     before, chooser.source = chooser.source, source
     try:

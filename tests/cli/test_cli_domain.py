@@ -75,7 +75,7 @@ def test_a_missing_home_counts_as_empty(run: Run, home: Path) -> None:
 
 
 @pytest.mark.usefixtures("registered")
-def test_route(run: Run, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_route_shows_probabilities(run: Run, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moedraft.system.build.load_model", None)
     rows = run("route", LOW, HIGH, "--json", "--home", home).rows
     assert [row["text"] for row in rows] == [LOW, HIGH]
