@@ -1,4 +1,4 @@
-"""The tree of commands. Imports nothing heavy: `moedraft --help` must come at once."""
+"""The tree of commands. It imports nothing slow, so that `moedraft --help` answers at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What learning did and does: updates, what they gained, loss, time, and why the trainer waits."""
+"""The page about learning: updates, what they gained, loss, time spent, and what the trainer waits for."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _build(look: Look) -> Callable[[LearningPageData], None]:
 
 
 def _banner(view: LearningPageData) -> Markup:
-    """What the trainer does now, and why it waits."""
+    """What the trainer does now, or what it waits for."""
     state = trainer_state(view.trainer)
     words = [tag("p", state.sentence, data_figure="trainer_state", data_value=state.word)]
     trainer = view.trainer

@@ -1,4 +1,4 @@
-"""Everything at a glance: how fast, how much of it drafting wins, which expert earns its place."""
+"""The overview page: speed, acceptance, where tokens come from, and a table of all experts."""
 
 from __future__ import annotations
 

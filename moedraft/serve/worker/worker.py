@@ -1,4 +1,4 @@
-"""How coroutines talk to the engine, which one thread owns. Knows no HTTP."""
+"""Connects coroutines with the engine, which belongs to one thread. Knows nothing of HTTP."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The worker at one moment. Times are those of its clock, monotonic seconds."""
+    """The worker's state at one moment. Times are monotonic seconds of the worker's clock."""
 
     running: int  # requests in a slot
     waiting: int  # accepted, without a slot yet
@@ -50,10 +50,10 @@ class Snapshot:
 
 
 class Worker:
-    """Serves the requests of coroutines with one engine. `start` it, `stop` it; the system stays open.
+    """Serves the requests of coroutines with one engine. Call `start`, later `stop`; `system` stays open.
 
-    `submit`, `call` and `drain` are for coroutines; everything else is safe from any thread. `clock` is the
-    source of all durations (monotonic seconds).
+    `submit`, `call` and `drain` are for coroutines; everything else may be called from any thread. `clock`
+    measures all durations (monotonic seconds).
     """
 
     def __init__(
@@ -102,10 +102,10 @@ class Worker:
         draft: bool = True,
         capture: bool = True,
     ) -> Ticket:
-        """Queue a request. Arguments as for `Engine.add`.
+        """Queue a request. The arguments are those of `Engine.add`.
 
-        Raises InvalidRequest as that does, Overloaded at once where `max_waiting` requests wait already, and
-        Draining after `drain` or `stop`. Cancelled meanwhile, it leaves nothing behind.
+        Raises InvalidRequest as that does, Overloaded at once if `max_waiting` requests wait already, and
+        Draining after `drain` or `stop`. If the caller is cancelled meanwhile, the request is aborted.
         """
         channel = Channel(uuid.uuid4().hex, asyncio.get_running_loop())
         options = {"expert": expert, "draft": draft, "capture": capture}
@@ -121,26 +121,27 @@ class Worker:
         return ticket
 
     def check_room(self) -> None:
-        """Raises Overloaded or Draining where `submit` would now, whatever the request."""
+        """Raises Overloaded or Draining if `submit` would, whatever the request is."""
         self._engine.check_room(self.max_waiting)
 
     async def call(self, work: Callable[[System], T]) -> T:
-        """Run `work(system)` between two steps; its result, or what it raises. Nobody decodes meanwhile.
+        """Run `work(system)` between two steps of the engine; returns its result or raises its exception.
 
-        Raises Draining after `stop`. Cancelled before its turn, it is not run.
+        Nothing is decoded meanwhile. Raises Draining after `stop`. If the caller is cancelled before the work
+        begins, it is not run.
         """
         return await asyncio.wrap_future(self._engine.do(lambda: work(self.system)))
 
     def load_new(self) -> None:
-        """Versions were published: have them read now, in a quiet moment, not beside the next request."""
+        """Load newly published versions now, while the engine is idle, instead of with the next request."""
         self.system.loader.hurry()
         with suppress(Draining):
             self._engine.do(self.system.engine.refresh)
 
     async def drain(self, timeout: float) -> int:
-        """Take nothing new, let what was accepted finish for `timeout` seconds, abort the rest.
+        """Accept nothing new, and give accepted requests `timeout` seconds to finish; then abort the rest.
 
-        Returns how many were aborted. `abort_all` meanwhile cuts it short.
+        Returns how many were aborted. Calling `abort_all` meanwhile ends the wait.
         """
         self._engine.refuse_requests()
         await self._until_empty(timeout)
@@ -152,7 +153,7 @@ class Worker:
 
     @property
     def busy(self) -> bool:
-        """Whether requests are being served, or wait."""
+        """Whether requests are being served or are waiting."""
         return self._engine.open > 0
 
     def abort_all(self) -> None:
@@ -177,9 +178,9 @@ class Worker:
         )
 
     def progress_stalled(self, threshold: float) -> bool:
-        """One job or step has taken longer than `threshold` seconds, or the thread is gone.
+        """Whether one job or step has taken longer than `threshold` seconds, or the thread has ended.
 
-        A long queue, or a request that takes long, is no stall: each step is a sign of life.
+        A long queue or a long answer does not count as stalled, since every step shows progress.
         """
         now = self._clock()  # before what it is compared with: this thread may be held up in between
         since = self._engine.occupied_since
@@ -197,7 +198,7 @@ class Worker:
             await asyncio.sleep(0.01)
 
     def _publish_loads(self) -> None:
-        """The load goes into the store for the trainer, from a thread of its own: disks are slow."""
+        """Write the load to the store for the trainer, in a thread of its own, because disks are slow."""
         known: tuple[float, int] | None = None
         known_at = -math.inf
         while not self._quit.wait(LOAD_SECONDS):
