@@ -28,6 +28,7 @@ FLOORS = {
     "moedraft.model_hash": 1,
     "moedraft.models": 1,
     "moedraft.cache": 1,
+    "moedraft.chat": 1,
     "moedraft.lean": 1,
     "moedraft.memory": 1,
     "moedraft.products": 1,

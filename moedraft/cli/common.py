@@ -56,6 +56,10 @@ DtypeOption = Annotated[
 Advance = Callable[
     ..., None
 ]  # how many are done; then, optionally, what is being done and how many there are
+RawOption = Annotated[
+    bool,
+    typer.Option("--raw", help="Prompts as they are, not through the chat template that the target has."),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout, and nothing else there.")]
 
 err = Console(stderr=True, highlight=False)

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moedraft.chat import has_template
 from moedraft.core import (
     SHARED,
     FinishReason,
     InvalidRequest,
-    PromptTooLong,
     RequestOutput,
     SamplingParams,
     Sequence,
@@ -30,6 +30,7 @@ from moedraft.drafting.drafter import CausalModel, Drafter
 from moedraft.engine.decoder import Decoder, DraftSource, Round
 from moedraft.engine.detokenizer import Detokenizer
 from moedraft.engine.outputs import count_round, cut, output_of
+from moedraft.engine.prompts import tokenise
 from moedraft.engine.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -99,11 +100,15 @@ class Engine:
         expert: str | None = None,
         draft: bool = True,
         capture: bool = False,
+        chat: bool = False,
+        topic: str | None = None,
     ) -> str:
         """Queue a prompt (text or token ids); returns the request's id.
 
-        expert pins one; draft=False is plain decoding; capture keeps what learning needs. Raises
-        InvalidRequest for an empty prompt, one longer than the context, an unknown expert, or an id in use.
+        expert pins one; draft=False is plain decoding; capture keeps what learning needs; chat puts a text
+        through the tokenizer's chat template, where it has one; topic is what the router looks at instead
+        of the prompt. Raises InvalidRequest for an empty prompt, one longer than the context, an unknown
+        expert, or an id in use.
         """
         params = SamplingParams() if params is None else params
         request_id = uuid.uuid4().hex if request_id is None else request_id
@@ -112,13 +117,15 @@ class Engine:
             raise InvalidRequest(f"request id {request_id!r} is in use.")
         if expert is not None and not self.knows(expert):
             raise InvalidRequest(f"there is no expert named {expert!r}.")
-        token_ids = self._tokenise(prompt)
+        limits = {"vocab_size": self.target.vocab_size, "room": self.max_model_len - 1}
+        token_ids = tokenise(self.tokenizer, prompt, chat=chat, truncate=self.truncate_prompts, **limits)
         seed = params.seed if params.seed is not None else secrets.randbits(62)
         sequence = Sequence(request_id, token_ids, len(token_ids), params, seed)
-        sequence.prompt = prompt if isinstance(prompt, str) else self.tokenizer.decode(token_ids)
+        sequence.prompt = topic or (prompt if isinstance(prompt, str) else self.tokenizer.decode(token_ids))
         sequence.expert, sequence.pinned = expert or SHARED, expert is not None
         sequence.draft, sequence.capture = draft and self.drafter is not None, capture
-        text = Detokenizer(self.tokenizer, params.stop, token_ids if isinstance(prompt, str) else ())
+        goes_on = isinstance(prompt, str) and not (chat and has_template(self.tokenizer))
+        text = Detokenizer(self.tokenizer, params.stop, token_ids if goes_on else ())
         self.sequences[request_id], self.texts[request_id] = sequence, text
         self.scheduler.waiting.append(sequence)
         return request_id
@@ -135,20 +142,6 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return bool(self.sequences)
-
-    def _tokenise(self, prompt: str | list[int]) -> list[int]:
-        if isinstance(prompt, str) and not prompt.strip():
-            raise InvalidRequest("the prompt is empty.")
-        ids = list(self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt)
-        if not ids or not all(0 <= token < self.target.vocab_size for token in ids):
-            raise InvalidRequest("the prompt is empty or has token ids outside the vocabulary.")
-        room = self.max_model_len - 1
-        if len(ids) > room and not self.truncate_prompts:
-            sentence = f"the prompt has {len(ids)} tokens and the context takes {room}; "
-            raise PromptTooLong(f"{sentence}shorten it or set long_prompts to 'truncate'.")
-        begins = isinstance(prompt, str) and ids[0] == getattr(self.tokenizer, "bos_token_id", None)
-        head = ids[:1] if begins and room > 1 else []  # models need the mark of a beginning
-        return ids if len(ids) <= room else [*head, *ids[len(head) - room :]]
 
     # -- one step --------------------------------------------------------------------------------
 
@@ -263,14 +256,17 @@ class Engine:
         expert: str | None = None,
         draft: bool = True,
         learn: bool = False,
+        chat: bool = False,
         on_finish: Callable[[RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
         """Answer all prompts, batched; outputs in input order. `learn` keeps records for distillation.
 
+        chat: as a user's message each, through the chat template, where the model has one.
+
         Steps requests that were added before as well; their outputs are not returned here.
         Raises InvalidRequest, nothing started, when one of the prompts cannot be accepted.
         """
-        ids = self._add_all(prompts, params, expert, draft, learn)
+        ids = self._add_all(prompts, params, expert=expert, draft=draft, capture=learn, chat=chat)
         box: deque[RequestOutput] = deque()
         self.boxes.update(dict.fromkeys(ids, box))
         done: dict[str, RequestOutput] = {}
@@ -296,9 +292,10 @@ class Engine:
         *,
         expert: str | None = None,
         draft: bool = True,
+        chat: bool = False,
     ) -> Iterator[RequestOutput]:
         """Outputs of one prompt as they grow (`delta` holds the new text). Closing it aborts the request."""
-        request_id = self.add(prompt, params, expert=expert, draft=draft)
+        request_id = self.add(prompt, params, expert=expert, draft=draft, chat=chat)
         box = self.boxes[request_id] = deque()
         try:
             while box or request_id in self.sequences:
@@ -315,9 +312,7 @@ class Engine:
             if (box := self.boxes.get(output.request_id)) is not None:
                 box.append(output)
 
-    def _add_all(
-        self, prompts: Any, params: Any, expert: str | None, draft: bool, learn: bool
-    ) -> dict[str, None]:
+    def _add_all(self, prompts: Any, params: Any, **options: Any) -> dict[str, None]:
         if not isinstance(prompts, Iterable):
             raise InvalidRequest("prompts must be a string or a list of prompts.")
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -327,7 +322,7 @@ class Engine:
         ids: dict[str, None] = {}
         try:
             for prompt, each in zip(prompts, per_prompt, strict=True):
-                ids[self.add(prompt, each, expert=expert, draft=draft, capture=learn)] = None
+                ids[self.add(prompt, each, **options)] = None
         except InvalidRequest:
             for request_id in ids:
                 self.abort(request_id)

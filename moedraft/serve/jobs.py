@@ -29,6 +29,7 @@ class Job:
     capture: bool
     stream: bool
     include_usage: bool
+    topic: str | None = None  # what the router looks at, where the prompts hold more than that
 
     def choices(self) -> Iterator[tuple[Prompt, SamplingParams]]:
         """Prompt by prompt; answer i of n has a seed of its own."""
@@ -40,9 +41,11 @@ class Job:
 
 
 def target_name(settings: Settings) -> str:
-    """The target as clients name it; of a local folder its last part, never its path."""
-    folder = Path(settings.target).expanduser()
-    return folder.resolve().name if folder.is_dir() else settings.target
+    """The target as clients name it; of a local folder or file its last part, never its path."""
+    place = Path(settings.target).expanduser()
+    if place.is_file():
+        return place.stem
+    return place.resolve().name if place.is_dir() else settings.target
 
 
 def expert_of(model: str, target: str, domains: tuple[str, ...]) -> str | None:
@@ -73,7 +76,10 @@ def chat_job(request: ChatRequest, prompt: Prompt, settings: Settings, domains: 
         raise _bad("max_tokens", "'max_tokens' and 'max_completion_tokens' differ; give one of them.")
     longest = given[1] or given[0] or settings.max_output_tokens
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    return _job(request, [prompt], longest, logprobs, settings, domains)
+    job = _job(request, [prompt], longest, logprobs, settings, domains)
+    asked = [message.text for message in request.messages if message.role == "user"]
+    # The template's own words, and a conversation's beginning, say little about the question.
+    return replace(job, topic=asked[-1] if asked and isinstance(prompt, list) else None)
 
 
 def _job(

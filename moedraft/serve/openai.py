@@ -95,7 +95,12 @@ async def _answer(request: Request, context: ServerContext, reply: Reply) -> Res
 async def _submit(context: ServerContext, job: Job) -> list[Ticket]:
     """A ticket per answer; all or none."""
     tickets: list[Ticket] = []
-    options: dict[str, Any] = {"expert": job.expert, "draft": job.draft, "capture": job.capture}
+    options: dict[str, Any] = {
+        "expert": job.expert,
+        "draft": job.draft,
+        "capture": job.capture,
+        "topic": job.topic,
+    }
     try:
         for prompt in job.prompts:
             await context.prompts.check(prompt)

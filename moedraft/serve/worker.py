@@ -90,6 +90,7 @@ class Worker:
         expert: str | None = None,
         draft: bool = True,
         capture: bool = True,
+        topic: str | None = None,
     ) -> Ticket:
         """Queue a request. Arguments as for `Engine.add`.
 
@@ -97,7 +98,7 @@ class Worker:
         Draining after `drain` or `stop`. Cancelled meanwhile, it leaves nothing behind.
         """
         channel = Channel(uuid.uuid4().hex, asyncio.get_running_loop())
-        options = {"expert": expert, "draft": draft, "capture": capture}
+        options = {"expert": expert, "draft": draft, "capture": capture, "topic": topic}
         if not self.busy:
             self.make_way()
         taken = self._engine.add(channel, prompt, params, options, self.max_waiting)

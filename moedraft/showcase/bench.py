@@ -36,7 +36,7 @@ def run(system: System, queries: list[Query], rounds: int, advance: Callable[[in
         def answer(prompt: str, max_tokens: int) -> list[int]:
             params = SamplingParams(max_tokens=max_tokens)
             with drafting_by(system, source):
-                [output] = system.engine.generate(prompt, params, **options)
+                [output] = system.engine.generate(prompt, params, chat=True, **options)
             outputs.setdefault(name, []).append(output)
             return output.token_ids
 

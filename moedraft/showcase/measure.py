@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from moedraft.chat import prompt_ids
 from moedraft.core import SHARED, RequestOutput, SamplingParams
 from moedraft.engine.build import System
 from moedraft.engine.decoder import DraftSource
@@ -57,7 +58,9 @@ def serve(system: System, queries: list[Query], *, draft: bool = True, expert: s
     """Greedy answers to all queries at once; the router chooses unless `expert` pins one."""
     params = [SamplingParams(max_tokens=query.max_tokens) for query in queries]
     began = time.perf_counter()
-    outputs = system.engine.generate([q.prompt for q in queries], params, expert=expert, draft=draft)
+    outputs = system.engine.generate(
+        [q.prompt for q in queries], params, expert=expert, draft=draft, chat=True
+    )
     return Served(outputs, time.perf_counter() - began)
 
 
@@ -71,7 +74,7 @@ def greedy_acceptance(
     """
     shares = []
     for prompt, answer, expert in zip(prompts, answers, experts, strict=True):
-        context = list(system.target.tokenizer(prompt)["input_ids"])
+        context = prompt_ids(system.target.tokenizer, prompt, chat=True)
         ids = torch.tensor([[*context, *answer]], device=system.draft.device)
         system.bank.select([expert])
         logits = system.draft.forward(system.draft.new_cache(1), 0, ids, [0], keep=len(answer) + 1)
@@ -128,7 +131,7 @@ def engine_runner(
 ) -> Callable[[str, int], list[int]]:
     def run(prompt: str, max_tokens: int) -> list[int]:
         params = SamplingParams(max_tokens=max_tokens)
-        return system.engine.generate(prompt, params, draft=draft, expert=expert)[0].token_ids
+        return system.engine.generate(prompt, params, draft=draft, expert=expert, chat=True)[0].token_ids
 
     return run
 
@@ -142,7 +145,7 @@ def transformers_runner(target: Any, **options: Any) -> Callable[[str, int], lis
     bare = type(own)(eos_token_id=eos or None, pad_token_id=eos[0] if eos else 0, do_sample=False)
 
     def run(prompt: str, max_tokens: int) -> list[int]:
-        ids = target.tokenizer(prompt, return_tensors="pt")["input_ids"].to(target.device)
+        ids = torch.tensor([prompt_ids(target.tokenizer, prompt, chat=True)], device=target.device)
         target.hf.generation_config = bare  # what is not set is taken from there, whatever is passed
         try:
             out = target.hf.generate(
