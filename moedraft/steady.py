@@ -26,6 +26,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention, silu
 
 from moedraft.cache import SlotCache, SlotLayer
 from moedraft.lean import KNOWN, Packing
+from moedraft.pages import use_huge_pages
 from moedraft.products import SMALL, bound_caches, packs
 
 PIECE = 128  # rows of one product
@@ -107,6 +108,8 @@ class SteadyForward:
         self.norm = Norm(hf.model.norm, hf.dtype)
         self.head = SteadyProduct([hf.lm_head])
         self.group = hf.config.num_attention_heads // hf.config.num_key_value_heads
+        products = [product for layer in self.layers for product in layer.products]
+        use_huge_pages(product.blocked for product in (*products, self.head))
 
     def __call__(
         self,
@@ -174,6 +177,7 @@ class SteadyLayer:
         self.qkv = SteadyProduct([at.q_proj, at.k_proj, at.v_proj])
         self.gate_up = SteadyProduct([mlp.gate_proj, mlp.up_proj])
         self.out, self.down = SteadyProduct([at.o_proj]), SteadyProduct([mlp.down_proj])
+        self.products = (self.qkv, self.out, self.gate_up, self.down)
 
     def __call__(
         self,

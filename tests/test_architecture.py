@@ -31,6 +31,7 @@ FLOORS = {
     "moedraft.chat": 1,
     "moedraft.lean": 1,
     "moedraft.memory": 1,
+    "moedraft.pages": 1,
     "moedraft.products": 1,
     "moedraft.steady": 1,
     "moedraft.storage": 1,

@@ -8,6 +8,7 @@ import torch
 from moedraft.core import InvalidRequest, RequestOutput, SamplingParams, Sequence
 from moedraft.drafting.drafter import Drafter, NoExperts
 from moedraft.engine.engine import Engine
+from moedraft.engine.prompts import tokenise
 
 from tiny import FixedSelector, NumberTokenizer, TinyLM, random_table
 
@@ -98,8 +99,9 @@ def test_truncation_keeps_the_mark_of_the_beginning() -> None:
     [told] = one.generate([[9, *long[-14:]]], SamplingParams(max_tokens=1, logprobs=3))
     [other] = one.generate([long], SamplingParams(max_tokens=1, logprobs=3))  # ids are as they were given
     assert kept.num_prompt_tokens == told.num_prompt_tokens == other.num_prompt_tokens == 15
-    assert one._tokenise(text) == [9, *long[-14:]]
-    assert one._tokenise(long) == long[-15:]
+    for prompt, read in ((text, [9, *long[-14:]]), (long, long[-15:])):
+        ids = tokenise(one.tokenizer, prompt, chat=False, vocab_size=VOCAB, room=15, truncate=True)
+        assert ids == read
     assert kept.logprobs == told.logprobs
 
 
