@@ -67,12 +67,12 @@ class SteadyProduct:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in] → [rows, out]"""
-        if len(x) > PIECE:
+        if x.shape[0] > PIECE:
             return torch.cat([self._piece(piece) for piece in torch.split(x, PIECE)])
         return self._piece(x)
 
     def _piece(self, x: torch.Tensor) -> torch.Tensor:
-        rows = len(x)
+        rows = x.shape[0]
         wanted = max(stepped(rows), self.fewest)
         padded = x if wanted == rows else pad(x, (0, 0, 0, wanted - rows))
         y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(padded, self.blocked, self.bias, "none", [], "")
@@ -88,11 +88,14 @@ class Norm:
     """RMS norm of float32 rows, in the precision of the products."""
 
     def __init__(self, norm: Any, dtype: torch.dtype) -> None:
-        self.weight, self.epsilon, self.dtype = norm.weight.detach().float(), norm.variance_epsilon, dtype
+        weight = norm.weight.detach().float()
+        self.weight, self.dtype = weight * weight.numel() ** 0.5, dtype
+        self.epsilon = norm.variance_epsilon * weight.numel()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        factor = (x * x).mean(-1, keepdim=True).add_(self.epsilon).rsqrt_()
-        return (x * factor).mul_(self.weight).to(self.dtype)
+        """x [N, H] → x · weight / √(mean x² + ε), [N, H]"""
+        factor = (x * x).sum(-1, keepdim=True).add_(self.epsilon).rsqrt_()
+        return torch.mul(x * factor, self.weight, out=torch.empty_like(x, dtype=self.dtype))
 
 
 class SteadyForward:
@@ -202,7 +205,7 @@ class SteadyLayer:
     ) -> torch.Tensor:
         """From queries, keys and values [N, (heads + 2 kv_heads) · head_dim] to [N, heads · head_dim]."""
         (batch, width), (cos, sin) = packing.shape, turns
-        halves = joined.view(len(joined), -1, 2, cos.shape[-1])
+        halves = joined.view(joined.shape[0], -1, 2, cos.shape[-1])
         turned = halves[:, : -self.kv_heads]
         turned = (turned * cos).addcmul_(turned.flip(-2), sin).flatten(2)
         turned = SteadyForward._padded(turned, packing)
