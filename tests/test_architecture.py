@@ -31,6 +31,7 @@ FLOORS = {
     "moedraft.models": 1,
     "moedraft.cache": 1,
     "moedraft.cpu": 1,
+    "moedraft.chat": 1,
     "moedraft.storage": 1,
     "moedraft.insight": 2,
     "moedraft.routing": 2,
