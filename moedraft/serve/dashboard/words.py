@@ -59,7 +59,7 @@ def trainer_state(now: TrainerState | None) -> StatusText:
 
 
 def sentence(text: str) -> str:
-    """`text` as a sentence: with a capital letter and a full stop, without repeating the label beside it."""
+    """With a capital letter and a full stop, and without what the label beside it says already."""
     text = text.removeprefix("paused: ")
     return f"{text[:1].upper()}{text[1:].rstrip('.')}."
 
