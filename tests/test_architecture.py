@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import pytest
@@ -157,7 +158,7 @@ class Module:
     source: str
     is_package: bool = False
 
-    @property
+    @cached_property
     def tree(self) -> ast.Module:
         return ast.parse(self.source)
 
