@@ -39,7 +39,10 @@ class Settings(BaseSettings):
         description="the home: folder of everything that is remembered",
     )
     target: str = Field("mini", description="`mini`, `smollm2`, a local folder, a GGUF file or a hub id")
-    draft: str = Field("mini", description="named like the target")
+    draft: str = Field(
+        "auto",
+        description="named like the target, or an EAGLE-3 checkpoint; auto: what belongs to the target",
+    )
     cache_dir: Path = Field(
         default_factory=lambda: user_cache_path("moedraft"), description="for GGUF files that were converted"
     )

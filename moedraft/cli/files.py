@@ -42,6 +42,18 @@ def read_examples(path: Path) -> list[str]:
     return examples
 
 
+def read_pairs(path: Path, *, with_answers: bool) -> list[tuple[str, str | None]]:
+    """Prompt and, where wanted, its "reference" (else None) of each row. Raises InvalidRequest or OSError."""
+    pairs: list[tuple[str, str | None]] = []
+    for where, row in _objects(path):
+        for key in ("prompt", "reference") if with_answers else ("prompt",):
+            _check_string(row.get(key), where, key)
+        pairs.append((row["prompt"], row["reference"] if with_answers else None))
+    if not pairs:
+        raise InvalidRequest(f"{_title(path)} holds no prompts.")
+    return pairs
+
+
 def read_prompts(path: Path) -> list[PromptRow]:
     """The rows of a file with rows {"prompt", "domain"?, "max_tokens"?}; `-` is standard input.
 

@@ -186,7 +186,7 @@ def _supervised(settings: Settings, worker: Worker, stack: ExitStack) -> Trainer
         published=worker.load_new,
     )
     if steps_aside:
-        worker.make_way = supervisor.make_way
+        worker.when_work_comes(supervisor.make_way)
     stack.callback(supervisor.stop)
     supervisor.start()
     return supervisor

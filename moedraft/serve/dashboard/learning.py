@@ -100,8 +100,8 @@ def _banner(view: LearningPageData) -> Markup:
     trainer = view.trainer
     if trainer and trainer.last_error and state.tone != "bad":
         words.append(tag("p", f"Its last failure: {trainer.last_error}", class_="hint"))
-    if view.engine.learning != "learning":
-        words.append(tag("p", f"No records are kept: {sentence(view.engine.learning)}", class_="bad"))
+    if view.engine.learning.is_paused:
+        words.append(tag("p", f"No records are kept: {sentence(view.engine.learning.reason)}", class_="bad"))
     return tag("section", pill(state.word, state.tone), join(words), class_="card banner")
 
 

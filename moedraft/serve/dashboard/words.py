@@ -55,12 +55,11 @@ def trainer_state(now: TrainerState | None) -> StatusText:
         return StatusText("Training", "good", f"Updating the adapter of {doing.expert}{done}{loss}.")
     if doing.waits_for:
         return StatusText("Waiting", "busy", sentence(doing.waits_for))
-    return StatusText("Running", "quiet", sentence(doing.text))
+    return StatusText("Running", "quiet", sentence(doing.reason if doing.is_paused else doing.text))
 
 
 def sentence(text: str) -> str:
-    """With a capital letter and a full stop, and without what the label beside it says already."""
-    text = text.removeprefix("paused: ")
+    """With a capital letter and a full stop."""
     return f"{text[:1].upper()}{text[1:].rstrip('.')}."
 
 

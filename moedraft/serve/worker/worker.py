@@ -16,6 +16,7 @@ from typing import TypeVar
 from moedraft.core import SamplingParams, StorageError
 from moedraft.cpu.memory import return_large_blocks
 from moedraft.distill.governor import Load, write_load
+from moedraft.learning_state import LearningState
 from moedraft.serve.worker.thread import EngineThread
 from moedraft.serve.worker.ticket import Channel, Draining, Overloaded, Ticket
 from moedraft.system.build import System
@@ -43,7 +44,7 @@ class Snapshot:
     tokens_total: int
     tokens_per_second: float  # over the last ten seconds
     speedup: float | None  # against plain decoding, measured
-    learning: str  # "learning", or "paused: <reason>" where records cannot be stored
+    learning: LearningState  # the recorder's: paused where records cannot be stored
     draining: bool
     failed: str | None  # why the engine cannot serve; cleared by a step that succeeds
 
@@ -60,11 +61,18 @@ class Worker:
     ) -> None:
         self.system = system
         self.max_waiting = max_waiting
-        self.make_way: Callable[[], None] = lambda: None  # called when the first request comes
+        self._work_comes: Callable[[], None] = lambda: None
         self._clock = clock
         self._engine = EngineThread(system.engine, clock, tend_memory=system.settings.cpu_fast_paths)
         self._quit = threading.Event()
         self._publisher = threading.Thread(target=self._publish_loads, name="moedraft-load", daemon=True)
+
+    def when_work_comes(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called for each request that finds no other being served, before it is queued.
+
+        It is called in the event loop, so it must be quick, and it must not raise. A later one replaces it.
+        """
+        self._work_comes = callback
 
     def start(self) -> None:
         self.system.loader.load_beside()
@@ -102,7 +110,7 @@ class Worker:
         channel = Channel(uuid.uuid4().hex, asyncio.get_running_loop())
         options = {"expert": expert, "draft": draft, "capture": capture}
         if not self.busy:
-            self.make_way()
+            self._work_comes()
         taken = self._engine.add(channel, prompt, params, options, self.max_waiting)
         ticket = Ticket(channel, self._engine.cancel)
         try:
@@ -164,7 +172,7 @@ class Worker:
             tokens_total=engine.tokens,
             tokens_per_second=engine.meter.tokens_per_second(now),
             speedup=engine.speedup,
-            learning=self.system.recorder.status,
+            learning=self.system.recorder.state,
             draining=engine.draining,
             failed=engine.failed,
         )
