@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn.functional import embedding, linear, rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import embedding, rms_norm, scaled_dot_product_attention, silu
 
 from moedraft.cache import SlotCache
 from moedraft.core import InvalidRequest
@@ -184,7 +184,8 @@ class FeatureDraft(nn.Module):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """What `fed_back` gave [..., H] → logits over the draft vocabulary."""
         normed = hidden if self.config.norm_output else self.norm(hidden)
-        return linear(normed.to(self.lm_head.weight.dtype), self.lm_head.weight)
+        guesses: torch.Tensor = self.lm_head(normed.to(self.lm_head.weight.dtype))
+        return guesses
 
     def step(
         self,
