@@ -170,27 +170,8 @@ def _problem(
     reduction: str,
 ) -> Problem:
     """Checked arguments, flattened to rows."""
-    if (teacher is None) == (topk is None):
-        raise ValueError("Give either teacher_logits or teacher_topk.")
-    if kind not in ("fkl", "rkl", "jsd", "tvd") or reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"Unknown kind {kind!r} or reduction {reduction!r}.")
-    if not 0 < beta < 1:
-        raise ValueError(f"beta must lie strictly between 0 and 1, not {beta}; for the ends take fkl or rkl.")
-    if not temperature > 0:
-        raise ValueError(f"temperature must be positive, not {temperature}.")
-    if student.dim() < 1 or not student.is_floating_point() or student.shape[-1] == 0:
-        raise ValueError(
-            f"student_logits must be floating [..., V], not {student.dtype} {list(student.shape)}."
-        )
-    lead = student.shape[:-1]
-    if teacher is not None and teacher.shape != student.shape:
-        raise ValueError(f"teacher_logits {list(teacher.shape)} must be shaped as {list(student.shape)}.")
-    if topk is not None and (
-        topk[0].shape != topk[1].shape or topk[0].shape[:-1] != lead or topk[0].shape[-1] == 0
-    ):
-        raise ValueError(f"teacher_topk must be two tensors [{', '.join(map(str, lead))}, k] with k > 0.")
-    if mask is not None and mask.shape != lead:
-        raise ValueError(f"mask {list(mask.shape)} must be shaped as the rows, {list(lead)}.")
+    _check_choices(kind, beta, temperature, reduction)
+    _check_divergence(student, teacher, topk, mask)
     flat = student.reshape(-1, student.shape[-1])
     rows = flat.shape[0]
     counted = torch.ones(rows, dtype=torch.bool, device=student.device)
@@ -207,6 +188,36 @@ def _problem(
     return Problem(
         flat, teacher, ids, logprobs, weight, kind, float(beta), float(temperature), reduction != "none"
     )
+
+
+def _check_choices(kind: str, beta: float, temperature: float, reduction: str) -> None:
+    if kind not in ("fkl", "rkl", "jsd", "tvd") or reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"Unknown kind {kind!r} or reduction {reduction!r}.")
+    if not 0 < beta < 1:
+        raise ValueError(f"beta must lie strictly between 0 and 1, not {beta}; for the ends take fkl or rkl.")
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive, not {temperature}.")
+
+
+def _check_divergence(
+    student: Tensor, teacher: Tensor | None, topk: tuple[Tensor, Tensor] | None, mask: Tensor | None
+) -> None:
+    """Check shapes and types of a divergence's tensors."""
+    if (teacher is None) == (topk is None):
+        raise ValueError("Give either teacher_logits or teacher_topk.")
+    if student.dim() < 1 or not student.is_floating_point() or student.shape[-1] == 0:
+        raise ValueError(
+            f"student_logits must be floating [..., V], not {student.dtype} {list(student.shape)}."
+        )
+    lead = student.shape[:-1]
+    if teacher is not None and teacher.shape != student.shape:
+        raise ValueError(f"teacher_logits {list(teacher.shape)} must be shaped as {list(student.shape)}.")
+    if topk is not None and (
+        topk[0].shape != topk[1].shape or topk[0].shape[:-1] != lead or topk[0].shape[-1] == 0
+    ):
+        raise ValueError(f"teacher_topk must be two tensors [{', '.join(map(str, lead))}, k] with k > 0.")
+    if mask is not None and mask.shape != lead:
+        raise ValueError(f"mask {list(mask.shape)} must be shaped as the rows, {list(lead)}.")
 
 
 def _check_chain(

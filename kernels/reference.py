@@ -139,9 +139,8 @@ def _verify_sampled(
     last = num_accepted.unsqueeze(1)
     rows = torch.arange(0, batch * width, width, device=drafted.device) + num_accepted
     target_row = target_logp.flatten(0, 1).index_select(0, rows).exp_()  # [B, V], where each row ends
-    target_invalid = target_row[
-        :, 0
-    ].isnan()  # softmax spreads a NaN, a +inf, an all -inf row over the whole row
+    # softmax spreads a NaN, a +inf, an all -inf row over the whole row
+    target_invalid = target_row[:, 0].isnan()
     status = target_invalid.to(torch.int32)  # True is TARGET_INVALID
     weights = target_row
     if width > 1:
@@ -149,17 +148,24 @@ def _verify_sampled(
         draft_row = _draft_row(
             draft_logp, draft_lse, inverse, num_accepted, stop.clamp(0, vocab - 1), target_row
         )
-        residual = torch.sub(target_row, draft_row, out=draft_row).clamp_(min=0)
-        mass = residual.sum(dim=-1)
-        sound = (stop < vocab) & (mass >= 0)  # False where the draft's row holds a NaN
-        rejected = stop >= 0
-        use_residual = rejected & sound & (mass > 0)
-        weights = torch.where(use_residual.unsqueeze(1), residual, target_row)
-        status += (rejected & ~(sound | target_invalid)).to(torch.int32).mul_(DRAFT_INVALID)
+        weights, sound = _correction(target_row, draft_row, stop)
+        status += ((stop >= 0) & ~(sound | target_invalid)).to(torch.int32).mul_(DRAFT_INVALID)
     token, _ = inverse_cdf(weights, uniforms[1].gather(1, last).squeeze(1))
     steps = torch.arange(width, device=drafted.device)
     emitted = drafted.masked_fill(steps >= last, -1)
     return emitted.scatter_(1, last, token.masked_fill_(target_invalid, 0).unsqueeze(1)), num_accepted, status
+
+
+def _correction(target_row: Tensor, draft_row: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
+    """What the last token of each row is drawn from [B, V], and whether the draft's row is sound [B].
+
+    stop [B] is the rejected token, negative where all drafted tokens were accepted. draft_row is overwritten.
+    """
+    residual = torch.sub(target_row, draft_row, out=draft_row).clamp_(min=0)
+    mass = residual.sum(dim=-1)
+    sound = (stop < target_row.shape[1]) & (mass >= 0)  # False where the draft's row holds a NaN
+    use_residual = (stop >= 0) & sound & (mass > 0)
+    return torch.where(use_residual.unsqueeze(1), residual, target_row), sound
 
 
 def _draft_rows(

@@ -25,8 +25,8 @@ from moedraft.core import KEY_VARIABLE, InvalidRequest, StorageError
 CONFIG_FILE = "config.toml"
 PREFIX = "MOEDRAFT_"
 
-DistillKind = Literal["fkl", "rkl", "jsd", "tvd"]  # as `moedraft.kernels.divergence` takes them
-ReplayPolicy = Literal["fifo", "reservoir", "hardest"]  # as `moedraft.storage.replay` takes them
+DistillKind = Literal["fkl", "rkl", "jsd", "tvd"]  # the kinds that `moedraft.kernels.divergence` knows
+ReplayPolicy = Literal["fifo", "reservoir", "hardest"]  # the policies that `moedraft.storage.replay` knows
 
 
 class Settings(BaseSettings):
@@ -39,7 +39,10 @@ class Settings(BaseSettings):
         description="the home: folder of everything that is remembered",
     )
     target: str = Field("mini", description="`mini`, `smollm2`, a local folder, a GGUF file or a hub id")
-    draft: str = Field("mini", description="named like the target")
+    draft: str = Field(
+        "auto",
+        description="named like the target, or an EAGLE-3 checkpoint; auto: what belongs to the target",
+    )
     cache_dir: Path = Field(
         default_factory=lambda: user_cache_path("moedraft"), description="for GGUF files that were converted"
     )
@@ -58,7 +61,7 @@ class Settings(BaseSettings):
         "minilm", description="`minilm` (installed with moedraft) or a sentence-transformers folder or id"
     )
     cpu_fast_paths: bool = Field(
-        True, description="what makes small models on a CPU faster; False: plain PyTorch, the same answers"
+        True, description="run small models on a CPU faster; False: plain PyTorch, with the same answers"
     )
 
     max_batch_size: int = Field(8, ge=1, le=1024, description="sequences decoded at once")
@@ -120,7 +123,9 @@ class Settings(BaseSettings):
     capture: bool = Field(True, description="keep what requests leave for learning; a request may refuse")
     learning: bool = Field(True, description="run the trainer beside the server")
     max_waiting: int = Field(64, ge=0, description="requests in the queue; one more is answered with 429")
-    max_connections: int = Field(512, ge=1, description="open connections; beyond, only probes are answered")
+    max_connections: int = Field(
+        512, ge=1, description="open connections; beyond them only probes are answered"
+    )
     max_body_bytes: int = Field(2_000_000, ge=1024, description="longest body of a request")
     max_prompt_tokens: int | None = Field(
         None, ge=1, description="longest prompt; default: what the context takes"
@@ -130,7 +135,7 @@ class Settings(BaseSettings):
     max_stop_strings: int = Field(4, ge=0, description="stop strings of one request")
     header_timeout: float = Field(10, gt=0, description="seconds for the headers of a request to arrive")
     body_timeout: float = Field(30, gt=0, description="seconds for the body of a request to arrive")
-    send_timeout: float = Field(30, gt=0, description="seconds that a reader may leave an answer untouched")
+    send_timeout: float = Field(30, gt=0, description="seconds until a client that reads nothing is cut off")
     request_timeout: float = Field(600, gt=0, description="seconds for a whole answer, waiting included")
     shutdown_timeout: float = Field(30, ge=0, description="seconds that running answers get at SIGTERM")
     stall_seconds: float = Field(30, gt=0, description="seconds that a step may take until `/ready` says no")

@@ -216,10 +216,12 @@ def load_model(
     return model
 
 
-def load_by(settings: Settings, role: Role, dtype: str | None = None) -> LanguageModel:
-    """The target or draft base that the settings name; raises what `load_model` does."""
+def load_by(
+    settings: Settings, role: Role, dtype: str | None = None, name: str | None = None
+) -> LanguageModel:
+    """The target or draft model that the settings name (or `name` in its place); raises as `load_model`."""
     return load_model(
-        getattr(settings, role),
+        name or getattr(settings, role),
         role,
         settings.device,
         dtype or settings.dtype,
@@ -293,6 +295,24 @@ def load_weights(where: str, dtype: torch.dtype | str) -> tuple[PreTrainedModel,
         if "scaled_dot_product_attention" not in str(error):
             raise
     return load("eager")
+
+
+def snapshot_folder(name: str) -> Path | None:
+    """Where a checkpoint's files lie, fetched from the hub if need be; None where there is none."""
+    if Path(name).expanduser().is_dir():
+        return Path(name).expanduser()
+    if "/" not in name:
+        return None
+    found = [
+        cached_file(
+            name,
+            file,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        for file in ("config.json", "model.safetensors")
+    ]
+    return Path(found[0]).parent if found[0] else None
 
 
 def folder_of(where: str) -> Path | None:

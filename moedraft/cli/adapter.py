@@ -1,4 +1,4 @@
-"""`moedraft adapter`: versions of experts; which one is live, and out to PEFT."""
+"""`moedraft adapter`: lists versions of experts, changes which one is live, and exports them for PEFT."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`moedraft distill`: updates of the adapters from their replay, without serving meanwhile."""
+"""`moedraft distill`: trains adapters on their replay, without serving meanwhile."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def distill(
 
 
 def run_updates(loop: DistillLoop, name: str | None, steps: int) -> Iterator[Update]:
-    """The update of `name`, or of everybody who is due, one after another."""
+    """Train the adapter `name`, or every adapter that has enough new records, one after another."""
     pending = [name] if name else iter(loop.due, None)
     for expert in pending:
         with bar(f"Training {expert}", steps) as advance:
@@ -76,7 +76,7 @@ def run_updates(loop: DistillLoop, name: str | None, steps: int) -> Iterator[Upd
 
 
 def check_records(store: Store, name: str) -> None:
-    """Raises InvalidRequest where there is nothing that `name` could learn from."""
+    """Raises InvalidRequest if there are no records that `name` could learn from."""
     if not store.replay.count(None if name == SHARED else name):
         raise InvalidRequest(
             f"There are no records to train {name!r} on; run `moedraft generate --learn` first."

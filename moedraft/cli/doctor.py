@@ -1,4 +1,4 @@
-"""`moedraft doctor`: is everything there that moedraft needs? Changes nothing, loads no model."""
+"""`moedraft doctor`: checks the installation and the home. It changes nothing and loads no model."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _machine(settings: Settings) -> Iterator[Check]:
 
 
 def _models(settings: Settings) -> Iterator[Check]:
-    """Whether the pair that would be loaded is there; a hub id can only be tried by loading it."""
+    """Whether the chosen models are there; a hub id can only be checked by loading it."""
     from moedraft.models import resolve
 
     for role, name in (("target", settings.target), ("draft", settings.draft)):
@@ -169,7 +169,7 @@ def _router(settings: Settings, store: Store) -> Check:
 
 
 def _adapters(store: Store) -> Iterator[Check]:
-    """One line for all intact versions, one for each that is not."""
+    """One check for all intact versions, and one for each damaged version."""
     versions = store.registry.versions()
     intact = 0
     with bar("Checking adapters", len(versions)) as advance:
@@ -185,11 +185,11 @@ def _adapters(store: Store) -> Iterator[Check]:
 
 
 def _size(folder: Path) -> int:
-    """Bytes of all files below `folder`."""
+    """The size of all files below `folder`, in bytes."""
     total = 0
     for path in folder.rglob("*"):
         try:
             total += path.stat().st_size if path.is_file() else 0
-        except OSError:  # gone meanwhile: another process may be writing
+        except OSError:  # the file is gone, since another process may be writing
             continue
     return total

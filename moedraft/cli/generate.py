@@ -1,4 +1,4 @@
-"""`moedraft generate`: answers, in the order of the prompts, each shown as soon as its turn has come."""
+"""`moedraft generate`: answers prompts and prints the answers in the order of the prompts."""
 
 from __future__ import annotations
 
@@ -37,24 +37,27 @@ if TYPE_CHECKING:
     from moedraft.system.build import System
 
 
+PromptsFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help='Rows {"prompt", "domain"?, "max_tokens"?}; - is standard input.'),
+]
+Stop = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Ends an answer; repeatable.")]
+PinnedDomain = Annotated[
+    str | None, typer.Option(metavar="NAME", help="This expert (or `shared`) instead of the router's.")
+]
+
+
 def generate(
     ctx: typer.Context,
     prompts: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...")] = None,
-    prompts_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help='Rows {"prompt", "domain"?, "max_tokens"?}; - is standard input.'),
-    ] = None,
+    prompts_file: PromptsFile = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="1 switches it off.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="0 switches it off.")] = 0,
     max_tokens: Annotated[int, typer.Option(help="The longest answer.")] = 128,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="Ends an answer; repeatable.")
-    ] = None,
-    domain: Annotated[
-        str | None, typer.Option(metavar="NAME", help="This expert (or `shared`) instead of the router's.")
-    ] = None,
+    stop: Stop = None,
+    domain: PinnedDomain = None,
     no_draft: Annotated[bool, typer.Option("--no-draft", help="Plain decoding, for comparison.")] = False,
     learn: Annotated[bool, typer.Option("--learn/--no-learn", help="Learn from the answers.")] = False,
     home: HomeOption = None,
@@ -111,7 +114,7 @@ def _check_domains(settings: Settings, rows: list[PromptRow]) -> None:
 def _run(
     system: System, rows: list[PromptRow], params: SamplingParams, *, draft: bool, learn: bool, as_json: bool
 ) -> int:
-    """Answer all rows; returns how many failed."""
+    """Answer all rows; returns how many of them failed."""
     ids = [_add(system.engine, row, params, draft, learn) for row in rows]
     between = _learner(system) if learn else lambda: None
     failed = 0
@@ -142,7 +145,7 @@ def _add(engine: Engine, row: PromptRow, params: SamplingParams, draft: bool, le
 
 
 def _learner(system: System) -> Callable[[], None]:
-    """What to do between two steps when an answer has ended: train whoever is due, load what came of it."""
+    """A function to call after each answer: it trains an adapter that is due, and loads the new version."""
     with busy("Loading the draft base"):
         from moedraft.distill.loop import build_loop
 
@@ -162,7 +165,10 @@ def _learner(system: System) -> Callable[[], None]:
 def in_order(
     engine: Engine, ids: list[str], on_finish: Callable[[], None]
 ) -> Iterator[Iterator[RequestOutput]]:
-    """For each request its outputs as they grow, the last one finished; each iterator is used up in turn."""
+    """For each request, in order, an iterator over its outputs as they grow.
+
+    The last output is finished. Each iterator must be used up before the next one is taken.
+    """
     latest: dict[str, RequestOutput] = {}
 
     def outputs(request_id: str) -> Iterator[RequestOutput]:
@@ -199,7 +205,7 @@ def _show_text(answer: Iterator[RequestOutput]) -> bool:
 
 
 def summary(output: RequestOutput) -> str:
-    """`sql v3 · 0.812 accepted · 3.40 tokens a check · 48 tokens, 215 a second`"""
+    """One line about an answer: `sql v3 · 0.812 accepted · 3.40 tokens a check · 48 tokens, 215 a second`."""
     parts = [f"{output.expert} v{output.adapter_version}"]
     if output.speculation.mean_acceptance_length is not None:
         parts.append(f"{rate(output.speculation.draft_acceptance_rate)} accepted")

@@ -1,4 +1,4 @@
-"""`moedraft key`: who may use the server, and for what."""
+"""`moedraft key`: makes, lists and revokes the keys with which clients use the server."""
 
 from __future__ import annotations
 

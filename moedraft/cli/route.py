@@ -1,4 +1,4 @@
-"""`moedraft route`: which domain a text belongs to. Loads the router's embedder, never a language model."""
+"""`moedraft route`: shows which domain a text belongs to. Loads the embedder, but no language model."""
 
 from __future__ import annotations
 

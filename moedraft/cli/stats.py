@@ -1,4 +1,4 @@
-"""`moedraft stats`: what each expert did, and what waits to be learned. Reads only."""
+"""`moedraft stats`: shows what each expert did and how many records wait to be learned. Changes nothing."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def stats(
 
 
 def _look(settings: Settings) -> dict[str, Any]:
-    """Everything that is shown, read now. Raises StorageError."""
+    """All figures to show, read now. Raises StorageError."""
     from moedraft.insight.inventory import experts
 
     with reading(settings) as store:
@@ -112,7 +112,7 @@ def _lines(data: dict[str, Any]) -> list[str]:
 
 
 def _repeat(show: Callable[[], None], every: float) -> None:
-    """Until Ctrl-C, which is how this is meant to end."""
+    """Call `show` every `every` seconds until Ctrl-C, the intended way to end it."""
     try:
         while True:
             show()
@@ -122,7 +122,7 @@ def _repeat(show: Callable[[], None], every: float) -> None:
 
 
 def _watch(settings: Settings, every: float) -> None:
-    """A table that stays in place on the terminal."""
+    """Show a table on the terminal that is updated in place."""
     from rich.console import Group
     from rich.live import Live
     from rich.table import Table
@@ -156,7 +156,7 @@ def _plot(settings: Settings, span: str, path: Path) -> None:
 
 
 def engine_of(store: Store | None) -> dict[str, Any] | None:
-    """How busy the server of the home was, where it said so within the last seconds."""
+    """The server's load; None if no server of this home has reported it in the last seconds."""
     from moedraft.distill.governor import STALE, read_load
 
     load = read_load(store.registry) if store else None
@@ -166,7 +166,7 @@ def engine_of(store: Store | None) -> dict[str, Any] | None:
 
 
 def learning_of(store: Store | None, update_every: int) -> dict[str, Any]:
-    """Who has how many records that it has not learned from, and for whom that is enough."""
+    """How many new records each adapter has, and which adapters have enough for an update."""
     from moedraft.distill.governor import news
 
     new_records = news(store) if store else {}

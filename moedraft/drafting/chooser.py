@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
@@ -73,7 +74,9 @@ class Chooser:
         if not any(limits):
             return looked
         with self.timer.apart():
-            self.model.catch_up(rows, limits)
+            limits = self.model.catch_up(rows, limits)
+        if not any(limits):
+            return looked
         rule = StopRule(self.budget, experts, limits, fixed, looked)
         return merged(self.model.propose(rows, limits, rule.another), looked)
 
@@ -114,6 +117,11 @@ class Chooser:
             chances = [0.0 if math.isnan(chance) else chance for chance in proposal.confidences[b]]
             self.budget.model(proposal.experts[b]).observe(chances, evidence.accepted[b])
         self.model.observe(evidence)
+
+    def read_prompt(self, pieces: list[tuple[Sequence, int]], hidden: Mapping[int, torch.Tensor]) -> None:
+        """As `ExpertDrafter.read_prompt`."""
+        if self.model is not None:
+            self.model.read_prompt(pieces, hidden)
 
     def forget(self, row: Sequence) -> None:
         self.lookup.forget(row)

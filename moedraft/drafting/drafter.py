@@ -6,7 +6,7 @@ independent draft model with experts). `chooser.Chooser` combines them row by ro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
@@ -74,8 +74,17 @@ class ExpertDrafter(Drafter, Protocol):
     def experts_changed(self, rows: list[Sequence]) -> None:
         """Other experts draft for these rows from now on."""
 
-    def catch_up(self, rows: Rows, limits: list[int]) -> None:
-        """Read what it has not seen of the rows with a limit; long for a row that is new to it."""
+    def read_prompt(self, pieces: list[tuple[Sequence, int]], hidden: Mapping[int, torch.Tensor]) -> None:
+        """The target has read so many more prompt tokens of each row, which stand in neighbouring slots.
+
+        hidden: by layer that the drafter `needs`, [B, T, H]. `target_cached` does not count them yet.
+        """
+
+    def catch_up(self, rows: Rows, limits: list[int]) -> list[int]:
+        """Read what it has not seen of the rows with a limit; takes long for a row that is new to it.
+
+        Returns the limits, 0 for rows that it cannot draft for yet.
+        """
 
 
 class Bank(Protocol):

@@ -20,8 +20,7 @@ from moedraft.cpu.products import Product
 from moedraft.drafting.adapter import Adapter, read_adapter
 from moedraft.drafting.layer import LoRALinear, Mixed
 from moedraft.drafting.merged import MergedExperts, Products
-from moedraft.drafting.modules import adaptable, keeps_cache
-from moedraft.models import LanguageModel
+from moedraft.drafting.modules import AdaptableBase, adaptable, keeps_cache
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Prepared:
 class ExpertBank:
     """The shared adapter and all experts of one draft base. `select` comes before each forward."""
 
-    def __init__(self, draft: LanguageModel, scope: str = "tail", merged_cache_mb: int = 512) -> None:
+    def __init__(self, draft: AdaptableBase, scope: str = "tail", merged_cache_mb: int = 512) -> None:
         self.base_hash = draft.weights_hash()  # before the layers below are wrapped
         self.experts: dict[str, Adapter] = {}
         self.shared: Adapter | None = None
@@ -182,7 +181,7 @@ class ExpertBank:
         }
 
 
-def _wrapped(draft: LanguageModel, small: bool) -> dict[str, LoRALinear]:
+def _wrapped(draft: AdaptableBase, small: bool) -> dict[str, LoRALinear]:
     """Put a LoRALinear around every layer of `draft` that an adapter may cover; these, by module name."""
     layers = {}
     for name in adaptable(draft, "full"):

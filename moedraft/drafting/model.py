@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 
 from moedraft.core import SHARED, Sequence
 from moedraft.drafting.drafter import Another, Bank, CausalModel
-from moedraft.evidence import NOBODY, Evidence, Proposal, Rows
-from moedraft.kernels import sample_draft
-from moedraft.sampling import SamplingBatch, filter_logits
+from moedraft.drafting.drawing import Drawing, LogitBuffer
+from moedraft.evidence import Evidence, Proposal, Rows
 
 LAG = 8  # tokens that a row's cache may be behind and still be read along with the first draft step
 
@@ -32,9 +32,7 @@ class ModelDrafter:
         self.chunk = chunk
         self.max_len = model.max_len
         self.cache = model.new_cache(slots)
-        self._kept = torch.empty(
-            0
-        )  # [≥ B, ≥ K, V], the logits that tokens were drawn from, round after round
+        self._buffer = LogitBuffer()
 
     def experts_of(self, rows: list[Sequence]) -> list[str]:
         """A reproducible row has its own expert in any batch, so then all rows have."""
@@ -49,7 +47,10 @@ class ModelDrafter:
 
     # -- the cache -------------------------------------------------------------------------------
 
-    def catch_up(self, rows: Rows, limits: list[int]) -> None:
+    def read_prompt(self, pieces: list[tuple[Sequence, int]], hidden: Mapping[int, torch.Tensor]) -> None:
+        """The prompt is read when the row is first drafted for: it needs nothing of the target."""
+
+    def catch_up(self, rows: Rows, limits: list[int]) -> list[int]:
         """Fill the cache for rows that are new, or that were decoded without this drafter for a while.
 
         Where keys and values are the same whichever expert is on, none has to be made ready for that.
@@ -59,6 +60,7 @@ class ModelDrafter:
             if limit and len(row.token_ids) - row.draft_cached > reach:
                 self.bank.select([SHARED if self.bank.shares_cache else row.expert])
                 self._read(row)
+        return limits
 
     def _read(self, row: Sequence) -> None:
         end = len(row.token_ids) - 1
@@ -83,59 +85,16 @@ class ModelDrafter:
         """`catch_up` has been called for the same rows and limits."""
         experts = self.experts_of(rows.sequences)
         self.bank.select(experts)
-        tokens: list[torch.Tensor] = []
-        lses: list[torch.Tensor] = []
-        confidences: list[list[float]] = []
+        drawing = Drawing(rows, limits, self._buffer)
         logits = self._first(rows.sequences, limits)
         while True:
-            positions = [len(row.token_ids) + len(tokens) for row in rows.sequences]
-            filtered = filter_logits(self._fit(logits), rows.sampling)
-            drawn, lse, chances = draw(filtered, rows.sampling, positions)
-            if not rows.sampling.greedy:
-                self._keep(filtered, len(tokens), max(limits))
-            tokens.append(drawn)
-            lses.append(lse)
-            confidences.append(chances)
-            if not another(chances):
+            starts = drawing.positions
+            drawing.draw(self._fit(logits))
+            if not another(drawing.confidences[-1]):
                 break
-            logits = self.model.forward(self.cache, 0, self._feed(drawn[:, None]), positions, keep=1)[:, -1]
-        return self._pack(rows, limits, experts, tokens, lses, confidences)
-
-    def _pack(
-        self,
-        rows: Rows,
-        limits: list[int],
-        experts: list[str],
-        tokens: list[torch.Tensor],
-        lses: list[torch.Tensor],
-        confidences: list[list[float]],
-    ) -> Proposal:
-        """One proposal of what was drawn step by step; a row keeps no more than its limit."""
-        steps = len(tokens)
-        lengths = [min(limit, steps) for limit in limits]
-        drafted = torch.tensor(lengths, device=self.model.device)
-        padding = torch.arange(steps, device=self.model.device) >= drafted[:, None]
-        sampled = not rows.sampling.greedy
-        return Proposal(
-            token_ids=torch.stack(tokens, dim=1).masked_fill_(padding, -1),
-            lengths=lengths,
-            sources=[self.source if length else NOBODY for length in lengths],
-            experts=experts,
-            versions=[self.bank.version(expert) for expert in experts],
-            confidences=[[step[b] for step in confidences[:n]] for b, n in enumerate(lengths)],
-            steps=steps,
-            logits=self._kept[: len(rows), :steps] if sampled else None,
-            lse=torch.stack(lses, dim=1) if sampled else None,
-        )
-
-    def _keep(self, logits: torch.Tensor, step: int, most: int) -> None:
-        """Put the logits [B, V] of one step into the buffer of the whole round."""
-        rows, vocab = logits.shape
-        fits = self._kept.dim() == 3 and self._kept.dtype == logits.dtype and self._kept.shape[2] == vocab
-        if not fits or self._kept.shape[0] < rows or self._kept.shape[1] < most:
-            assert step == 0, "the buffer was made for the whole round"
-            self._kept = logits.new_empty(rows, most, vocab)
-        self._kept[:rows, step] = logits
+            ids = self._feed(drawing.tokens[-1][:, None])
+            logits = self.model.forward(self.cache, 0, ids, starts, keep=1)[:, -1]
+        return drawing.proposal(self.source, experts, [self.bank.version(expert) for expert in experts])
 
     def _first(self, rows: list[Sequence], limits: list[int]) -> torch.Tensor:
         """Read what the caches of drafting rows lack, a few tokens; logits [B, V] after the last token."""
@@ -173,19 +132,3 @@ class ModelDrafter:
             if any(map(math.isnan, evidence.proposal.confidences[b])):
                 row.draft = False
                 self.cache.clear(row.slot)
-
-
-def draw(
-    logits: torch.Tensor, sampling: SamplingBatch, positions: list[int]
-) -> tuple[torch.Tensor, torch.Tensor, list[float]]:
-    """Tokens int64 [B], their log-sum-exps [B] and, by row, the mass of the most likely token.
-
-    The mass belongs to the prefix alone, whichever token was drawn: drafting may stop because of it.
-    """
-    where = torch.tensor(positions, device=logits.device)
-    temperature = 0.0 if sampling.greedy else sampling.temperature
-    drawn, lse = sample_draft(logits, temperature, sampling.seed, where)
-    top = logits.amax(-1).float()
-    if not sampling.greedy:
-        top = top / torch.where(sampling.temperature > 0, sampling.temperature, 1.0)
-    return drawn, lse, (top - lse).exp().tolist()

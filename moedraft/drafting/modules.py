@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import re
+from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from moedraft.core import UnsupportedModel
-from moedraft.models import LanguageModel
 
 # Names of layers that compute keys or values, alone or together with queries. Tail experts leave them alone.
 MAKES_KV = re.compile(r"(^|_)(k|v|kv|qkv)(_|$)|key|value|c_attn|Wqkv|kv_[ab]_proj|W[kv]$")
 
 
-def adaptable(draft: LanguageModel, scope: str) -> list[str]:
+class AdaptableBase(Protocol):
+    """A draft base that experts can be put on; `LanguageModel` and `FeatureBase` are some."""
+
+    hf: Any  # the module whose linear layers are adapted
+    name: str
+    num_layers: int
+    num_parameters: int
+    cpu_fast_paths: bool
+
+    @property
+    def device(self) -> torch.device: ...
+    def weights_hash(self) -> str: ...
+
+
+def adaptable(draft: AdaptableBase, scope: str) -> list[str]:
     """Names of the linear layers that an adapter of this scope covers; the output layer is the last.
 
     "full": every one. "tail": those after which no key or value is computed, so that the draft's cache is
@@ -46,7 +61,7 @@ def keeps_cache(name: str, num_layers: int) -> bool:
     return last and not MAKES_KV.search(name.rpartition(".")[2])
 
 
-def _decoder_layers(draft: LanguageModel) -> list[tuple[str, nn.Module]]:
+def _decoder_layers(draft: AdaptableBase) -> list[tuple[str, nn.Module]]:
     for name, module in draft.hf.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == draft.num_layers:
             return [(f"{name}.{i}", layer) for i, layer in enumerate(module)]

@@ -238,7 +238,7 @@ class Engine(WholeAnswers):
         """The next piece of the prompts that are still being read."""
         pieces = self.scheduler.pieces(self.prefill_chunk)
         if any(count for _, count in pieces):
-            self.runner.read(pieces)
+            self.chooser.read_prompt(pieces, self.runner.read(pieces))
         for sequence, count in pieces:
             sequence.target_cached += count
             if sequence.target_cached == sequence.num_prompt_tokens - 1:

@@ -19,14 +19,19 @@ class TargetRunner:
         self.hidden = hidden
         self.cache = model.new_cache(slots)
 
-    def read(self, pieces: list[tuple[Sequence, int]]) -> None:
-        """Read so many more prompt tokens of each row into the cache; their slots are neighbours."""
+    def read(self, pieces: list[tuple[Sequence, int]]) -> Mapping[int, torch.Tensor]:
+        """Read so many more prompt tokens of each row into the cache; their slots are neighbours.
+
+        Returns the hidden states [B, T, H] by layer, as drafters read them.
+        """
         lengths = [count for _, count in pieces]
         width = max(lengths)
         texts = [row.token_ids[row.target_cached :][:count] for row, count in pieces]
         ids = torch.tensor([text + [0] * (width - len(text)) for text in texts], device=self.model.device)
         starts = [row.target_cached for row, _ in pieces]
-        self.model.forward(self.cache, pieces[0][0].slot, ids, starts, keep=1, lengths=lengths)
+        wanted = self._wanted()
+        self.model.forward(self.cache, pieces[0][0].slot, ids, starts, keep=1, lengths=lengths, hidden=wanted)
+        return wanted.states if wanted else {}
 
     def score(
         self, rows: list[Sequence], proposal: Proposal
@@ -42,9 +47,12 @@ class TargetRunner:
         ids = torch.cat([last, proposal.token_ids.clamp_min(0)], dim=1)
         starts = [len(row.token_ids) - 1 for row in rows]
         lengths = [1 + length for length in proposal.lengths] if self.model.ragged else None
-        wanted = HiddenStates(self.hidden) if self.hidden else None
+        wanted = self._wanted()
         logits = self.model.forward(self.cache, 0, ids, starts, lengths=lengths, hidden=wanted)
         return logits, wanted.states if wanted else {}
+
+    def _wanted(self) -> HiddenStates | None:
+        return HiddenStates(self.hidden) if self.hidden else None
 
     def swap(self, a: int, b: int, length: int) -> None:
         self.cache.swap(a, b, length)

@@ -36,6 +36,8 @@ class Norm(nn.Module):
 class Attention(nn.Module):
     """Projections of a layer whose queries, keys and values read [embedding, feature], 2 H wide."""
 
+    frequencies: torch.Tensor
+
     def __init__(self, config: FeatureConfig) -> None:
         super().__init__()
         self.config = config
@@ -168,7 +170,7 @@ class FeatureDraft(nn.Module):
         if self.config.norm_before_fc:
             features = self.input_norm(features)
         if self.config.fc_norm:
-            parts = features.split(self.config.state_size, dim=-1)
+            parts = torch.split(features, self.config.state_size, dim=-1)
             features = torch.cat([norm(x) for norm, x in zip(self.fc_norm, parts, strict=True)], dim=-1)
         fused: torch.Tensor = self.fc(features)
         return fused
@@ -179,24 +181,28 @@ class FeatureDraft(nn.Module):
 
     def fed_back(self, hidden: torch.Tensor) -> torch.Tensor:
         """The layer's output as it takes the features' place at the next step."""
-        return self.norm(hidden) if self.config.norm_output else hidden  # type: ignore[no-any-return]
+        normed: torch.Tensor = self.norm(hidden) if self.config.norm_output else hidden
+        return normed
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """What `fed_back` gave [..., H] → logits over the draft vocabulary."""
         normed = hidden if self.config.norm_output else self.norm(hidden)
-        guesses: torch.Tensor = self.lm_head(normed.to(self.lm_head.weight.dtype))
-        return guesses
+        logits: torch.Tensor = self.lm_head(normed.to(self.lm_head.weight.dtype))
+        return logits
 
-    def step(
+    def get_output_embeddings(self) -> nn.Module:
+        """The output layer, by the name that models of transformers give it."""
+        return self.lm_head
+
+    def advance(
         self,
         cache: SlotCache,
         first: int,
         states: torch.Tensor,
         token_ids: torch.Tensor,
         starts: list[int],
-        keep: int = 0,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One forward over the cache: the layer's output [B, T, H] and logits of the last `keep` (0: all).
+    ) -> torch.Tensor:
+        """One forward over the cache: what `fed_back` gives of the layer's output, [B, T, H].
 
         states [B, T, 3H] features or [B, T, H] fused ones or own output; token_ids int64 [B, T]: the tokens
         one position after them. Row b is slot `first + b`, its first entry is number `starts[b]`; entries
@@ -211,7 +217,19 @@ class FeatureDraft(nn.Module):
         keys, values = cache.layers[0].update(keys, values)
         grouped = self.config.num_heads != self.config.num_kv_heads
         mixed = scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=grouped)
-        hidden = self.fed_back(self.layer.finish(states, mixed))
+        return self.fed_back(self.layer.finish(states, mixed))
+
+    def step(
+        self,
+        cache: SlotCache,
+        first: int,
+        states: torch.Tensor,
+        token_ids: torch.Tensor,
+        starts: list[int],
+        keep: int = 0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`advance`, and logits of the last `keep` entries (0: all)."""
+        hidden = self.advance(cache, first, states, token_ids, starts)
         return hidden, self.logits(hidden[:, -keep:])
 
 

@@ -19,11 +19,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from moedraft.core import InvalidRequest
+from moedraft.cpu.products import multiplies_bfloat16
 from moedraft.feature.corpus import Text
 from moedraft.feature.features import Teacher
 from moedraft.feature.model import FeatureDraft
 from moedraft.feature.unroll import Batch, acceptance, loss_of
-from moedraft.cpu.products import multiplies_bfloat16
 
 WARM_UP = 40  # steps
 FALLS = 0.6  # share of the training from which on the learning rate falls

@@ -79,7 +79,7 @@ def attend(
     scores = (queries @ keys.transpose(2, 3)).masked_fill(~seen, -torch.inf)
     own = [(queries * own_keys).sum(-1, keepdim=True) for own_keys, _ in entries[1:]]
     weights = (torch.cat([scores, *own], dim=-1) * scale).softmax(-1)
-    mixed = weights[..., :length] @ values
+    mixed: torch.Tensor = weights[..., :length] @ values
     for i, (_, own_values) in enumerate(entries[1:]):
         mixed = mixed + weights[..., length + i, None] * own_values
     return mixed

@@ -1,7 +1,7 @@
-"""Finished requests as columns of numbers, read once from the store and then only what is new.
+"""Finished requests as columns of numbers, of which only new rows are read from the store.
 
-A page that is looked at asks for sums over thousands of requests every few seconds, in the process that
-serves: columns make that a matter of milliseconds. Holds no text but names of experts and languages.
+An open dashboard page asks for sums over thousands of requests every few seconds, in the process that serves;
+with columns this takes milliseconds. The only text kept is the names of experts and languages.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Numbers = NDArray[np.float64]
 Codes = NDArray[np.int64]
 Counts = NDArray[np.int32]
 
-CAPACITY = 100_000  # as many as the store keeps
-POSITIONS = 32  # the longest draft there is
-OVERLAP = 5.0  # seconds read again: rows may be written a little out of order
+CAPACITY = 100_000  # the store keeps as many
+POSITIONS = 32  # no draft is longer
+OVERLAP = 5.0  # seconds that are read again, since rows may be written slightly out of order
 NUMBERS = (
     "created_at",
     "adapter_version",
@@ -40,7 +40,7 @@ _PLACE = {name: place for place, name in enumerate(NUMBERS)}
 
 @dataclass(frozen=True)
 class Requests:
-    """Requests, oldest first. Codes index the names beside them; what is None in a row is NaN here."""
+    """Requests, oldest first. Codes are indices into the tuples of names; a missing value is NaN."""
 
     numbers: Numbers  # [n, len(NUMBERS)]
     experts: Codes  # [n]
@@ -54,7 +54,7 @@ class Requests:
         return len(self.numbers)
 
     def __getitem__(self, name: str) -> Numbers:
-        """Column `name` of NUMBERS [n]."""
+        """The column `name`, one of NUMBERS [n]."""
         return self.numbers[:, _PLACE[name]]
 
     def where(self, chosen: NDArray[np.bool_] | slice) -> Requests:
@@ -66,7 +66,7 @@ class Requests:
         return self.where(self.experts == code)
 
     def between(self, since: float, until: float) -> Requests:
-        """Those that ended in [since, until)."""
+        """The requests that ended in [since, until)."""
         at = self["created_at"]
         return self.where((at >= since) & (at < until))
 
@@ -75,17 +75,17 @@ class Requests:
 
     @property
     def acceptance(self) -> float | None:
-        """Accepted over drafted tokens; None until something was drafted."""
+        """The share of drafted tokens that was accepted; None if nothing was drafted."""
         return ratio(self.total("num_accepted_tokens"), self.total("num_draft_tokens"))
 
     @property
     def mean_acceptance_length(self) -> float | None:
-        """Emitted tokens per verification with a draft, the bonus token included."""
+        """Tokens emitted per verified draft, including the bonus token."""
         extra = ratio(self.total("num_accepted_tokens"), self.total("num_drafts"))
         return None if extra is None else 1 + extra
 
     def sums(self, groups: Codes, count: int, names: Sequence[str]) -> Codes:
-        """Sums of the columns `names` by group: [n] of 0 … count − 1 → [count, len(names)]."""
+        """Sums of the columns `names` by group. groups: [n], 0 … count − 1; result: [count, len(names)]."""
         columns = [np.bincount(groups, weights=self[name], minlength=count) for name in names]
         return np.stack(columns, axis=1).astype(np.int64)
 
@@ -98,13 +98,13 @@ def ratio(part: float, whole: float) -> float | None:
 
 
 class ReadRows(Protocol):
-    """Those that ended in [since, until), epoch seconds, oldest first."""
+    """A function that returns the requests that ended in [since, until), epoch seconds, oldest first."""
 
     def __call__(self, since: float, until: float | None) -> list[RequestStats]: ...
 
 
 class RequestReader:
-    """Keeps requests of a store as columns: as far back as was ever asked for. Safe to call from threads."""
+    """Keeps a store's requests as columns, from the earliest time that was asked for. Thread-safe."""
 
     def __init__(self, rows: ReadRows, capacity: int = CAPACITY) -> None:
         self._rows = rows
@@ -113,10 +113,13 @@ class RequestReader:
         self._experts: dict[str, int] = {}
         self._langs: dict[str, int] = {}
         self._kept: Requests | None = None
-        self._since = 0.0  # how far back `_kept` goes
+        self._since = 0.0  # `_kept` holds the requests from this time on
 
     def read(self, since: float = 0.0) -> Requests:
-        """What the store holds now, from `since` on at least. Raises StorageError, and keeps what it has."""
+        """All requests of the store, at least from `since` on.
+
+        Raises StorageError; what was read before is kept then.
+        """
         with self._lock:
             kept = self._kept
             if kept is None or since < self._since:
@@ -145,12 +148,12 @@ class RequestReader:
 
 
 def _field(row: RequestStats, name: str) -> Any:
-    """A figure of the request, or of its speculation."""
+    """The value `name` of the request itself, or of its speculation."""
     return getattr(row if hasattr(row, name) else row.speculation, name)
 
 
 def _joined(old: Requests, new: Requests) -> Requests:
-    """One after the other, with the names of both: a code means the same in either."""
+    """The rows of both. The tuples of names only ever grow, so a code means the same in either."""
     rows: dict[str, Any] = {
         name: np.concatenate([getattr(old, name), getattr(new, name)]) for name in _BY_ROW
     }
@@ -163,7 +166,7 @@ def _number(value: Any) -> float:
 
 
 def _codes(names: list[str], known: dict[str, int]) -> Codes:
-    """A number for every name; new ones enter `known`."""
+    """The code of every name; new names are added to `known`."""
     return np.array([known.setdefault(name, len(known)) for name in names], dtype=np.int64)
 
 

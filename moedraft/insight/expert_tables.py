@@ -11,7 +11,7 @@ from moedraft.insight.views import Expert
 
 
 def experts_table(experts: tuple[Expert, ...]) -> Table:
-    """What `Expert` holds, one row each; rates and sums that are not of the span say so in their key."""
+    """The figures of each `Expert` in one row. Keys with `all_` are sums since the beginning."""
     columns = (
         Column("expert", "expert", "text"),
         Column("requests", "requests", "count"),
@@ -48,7 +48,10 @@ def _expert_row(expert: Expert) -> Row:
 
 
 def versions_table(versions: Sequence[AdapterVersion], requests: Requests) -> Table:
-    """The versions of one expert, given oldest first, newest first here, with what each did in `requests`."""
+    """A table of one expert's versions, newest first, with the acceptance of each in `requests`.
+
+    `versions` are given oldest first.
+    """
     columns = (
         Column("version", "version", "count"),
         Column("state", "state", "text"),

@@ -1,4 +1,4 @@
-"""Tables out of requests and updates. Knows no store: the same rows give the same table."""
+"""Computes tables from requests and updates. Reads no store: equal rows give equal tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moedraft.insight.columns import Codes, Requests, ratio
 from moedraft.insight.spans import Grid
 from moedraft.insight.table import Cell, Column, Mark, Row, Table
 
-BINS = 10  # of the router's confidence
+BINS = 10  # intervals of the router's confidence, in the histogram
 ALL = "all experts"
 
 AT = Column("at", "from", "time")
@@ -27,15 +27,15 @@ _DRAFTED = ("num_draft_tokens", "num_accepted_tokens")
 
 
 def _steps(key: str, grid: Grid, columns: Sequence[Column], rows: Sequence[Row], *marks: Mark) -> Table:
-    """A table with one row for each step of the grid, which begins with the moment the step begins."""
+    """A table with one row for each step of the grid; the first column is the step's begin."""
     dated = tuple((at, *row) for at, row in zip(grid.starts, rows, strict=True))
     return Table(key, (AT, *columns), dated, marks, grid.start, grid.now)
 
 
 def throughput(requests: Requests, grid: Grid) -> Table:
-    """Answers and tokens by step; the tokens of an answer count when it ends.
+    """Requests and tokens in each step; the tokens of an answer count when it ends.
 
-    Of a step that has only begun it is too early to say how fast it is.
+    A step that has only just begun has no speed yet.
     """
     steps = grid.steps(requests["created_at"])
     tokens = requests.sums(steps, grid.count, ["num_tokens"])[:, 0].tolist()
@@ -53,9 +53,9 @@ def throughput(requests: Requests, grid: Grid) -> Table:
 
 
 def sources(requests: Requests, grid: Grid) -> Table:
-    """Where the answers' tokens come from, by step: guessed by the draft, found in the text, or neither.
+    """The sources of the tokens in each step: the draft model, a lookup in the text, or the target itself.
 
-    What is neither the target said itself, which adds one token in each of its steps.
+    The target itself adds one token in each of its steps.
     """
     steps = grid.steps(requests["created_at"])
     names = ["num_tokens", "num_accepted_tokens", "num_accepted_lookup_tokens"]
@@ -69,7 +69,7 @@ def sources(requests: Requests, grid: Grid) -> Table:
 
 
 def acceptance(requests: Requests, grid: Grid) -> Table:
-    """One expert's acceptance by step, with a mark where the version that drafted changed."""
+    """One expert's acceptance in each step, with a mark where its adapter version changed."""
     steps = grid.steps(requests["created_at"])
     sums = requests.sums(steps, grid.count, [*_DRAFTED, "num_drafts"]).tolist()
     answers = np.bincount(steps, minlength=grid.count).tolist()
@@ -82,9 +82,10 @@ def acceptance(requests: Requests, grid: Grid) -> Table:
 
 
 def _version_marks(requests: Requests, steps: Codes) -> list[Mark]:
-    """Where the version at the end of a step is not the one before; requests that drafted nothing aside.
+    """A mark at each step whose last request used another version than the step before.
 
-    Step by step, since answers that were under way when a version changed end after the first of the new.
+    Requests that drafted nothing do not count. Versions are compared step by step, not request by request,
+    since requests that began with the old version may end after the first one with the new version.
     """
     drafted = requests["num_drafts"] > 0
     at, versions = requests["created_at"][drafted], requests["adapter_version"][drafted].astype(int)
@@ -100,14 +101,14 @@ def _version_marks(requests: Requests, steps: Codes) -> list[Mark]:
 
 
 def acceptance_by_expert(requests: Requests, grid: Grid, experts: Sequence[str]) -> Table:
-    """Acceptance by step, of all and of each expert in a column of its own."""
+    """Acceptance in each step, in one column for all requests and one for each expert."""
     columns = [Column("all", ALL, "share"), *_of_experts(experts)]
     parts = [_acceptance_by_step(part, grid) for part in (requests, *map(requests.of, experts))]
     return _steps("acceptance_by_expert", grid, columns, list(zip(*parts, strict=True)))
 
 
 def _of_experts(names: Sequence[str]) -> list[Column]:
-    """A column of shares for each; the keys cannot be taken for those of other columns."""
+    """A column of shares for each expert. The prefix keeps its key different from those of other columns."""
     return [Column(f"expert {name}", name, "share") for name in names]
 
 
@@ -117,7 +118,7 @@ def _acceptance_by_step(requests: Requests, grid: Grid) -> list[float | None]:
 
 
 def by_position(requests: Requests) -> Table:
-    """Acceptance by place in the draft: 1 is the first token that was guessed."""
+    """Acceptance by position in the draft; position 1 is the first drafted token."""
     drafted, accepted = requests.drafted_at.sum(axis=0).tolist(), requests.accepted_at.sum(axis=0).tolist()
     rows = [(i + 1, d, a, a / d) for i, (d, a) in enumerate(zip(drafted, accepted, strict=True)) if d]
     return Table("by_position", (Column("position", "position", "count"), *ACCEPTANCE), tuple(rows))
@@ -142,7 +143,7 @@ def _count(cell: Cell) -> int:
 
 
 def shares(routed: Requests, grid: Grid, experts: Sequence[str]) -> Table:
-    """Each expert's share of the routed requests by step."""
+    """Each expert's share of the routed requests, in each step."""
     steps = grid.steps(routed["created_at"])
     every = np.bincount(steps, minlength=grid.count)
     counts = [np.bincount(steps[_is(routed, name)], minlength=grid.count) for name in experts]
@@ -155,7 +156,7 @@ def shares(routed: Requests, grid: Grid, experts: Sequence[str]) -> Table:
 
 
 def confidences(routed: Requests) -> Table:
-    """How many requests the router was how sure of, and whether it chose an expert for them."""
+    """A histogram of the router's confidence, in two columns: sent to an expert, or fitting no domain."""
     bins = np.clip((routed["confidence"] * BINS).astype(np.int64), 0, BINS - 1)
     unknown = _is(routed, SHARED)
     counts = [np.bincount(bins[chosen], minlength=BINS).tolist() for chosen in (~unknown, unknown)]
@@ -170,7 +171,7 @@ def confidences(routed: Requests) -> Table:
 
 
 def unknown(routed: Requests, grid: Grid) -> Table:
-    """By step: how much of the routed traffic fits no domain, and how sure the router is."""
+    """The share of routed requests that fit no domain, and the mean confidence, in each step."""
     steps = grid.steps(routed["created_at"])
     every = np.bincount(steps, minlength=grid.count)
     strange = np.bincount(steps[_is(routed, SHARED)], minlength=grid.count)
@@ -197,7 +198,7 @@ def _is(requests: Requests, expert: str) -> NDArray[np.bool_]:
 
 
 def gain_of(update: UpdateRecord) -> float | None:
-    """Acceptance after less acceptance before, on held-out records; None where one was not measured."""
+    """The gain in acceptance on held-out records; None if it was not measured before and after."""
     if update.acceptance_after is None or update.acceptance_before is None:
         return None
     return update.acceptance_after - update.acceptance_before
@@ -228,7 +229,7 @@ def updates_table(updates: Sequence[UpdateRecord], grid: Grid) -> Table:
 
 
 def updates_by_expert(updates: Sequence[UpdateRecord]) -> Table:
-    """How many updates each adapter had, the time they took, and their mean gain."""
+    """The number of updates of each adapter, the time they took, and their mean gain."""
     rows = list[Row]()
     for name in dict.fromkeys(update.expert for update in updates):
         own = [update for update in updates if update.expert == name]

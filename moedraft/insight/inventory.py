@@ -1,6 +1,6 @@
-"""What a home holds, as plain data: domains, experts, adapter versions, replay records.
+"""The contents of a home as plain data: domains, experts, adapter versions, replay records.
 
-The operator's routes and the command line show the same data, which is made here.
+The operator's routes and the command line show the same data, which is built here.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ RATES = (
 
 
 def domains(store: Store) -> list[Data]:
-    """In the order of registration, without their examples."""
+    """All domains in the order of their registration, without their examples."""
     return [{**summary(domain), **_state(store, domain.name)} for domain in store.registry.domains()]
 
 
 def domain(store: Store, name: str) -> Data:
-    """One domain with its examples. Raises InvalidRequest where there is none of that name."""
+    """One domain with its examples. Raises InvalidRequest if it does not exist."""
     found = find_domain(store, name)
     return {**summary(found), "examples": list(found.examples), **_state(store, name)}
 
@@ -43,23 +43,23 @@ def summary(domain: Domain) -> Data:
 
 
 def adapters(store: Store, name: str | None = None) -> list[Data]:
-    """All versions, or those of one expert, oldest first. Raises InvalidRequest for a name unknown."""
+    """All versions, or those of one expert, oldest first. Raises InvalidRequest for an unknown name."""
     if name is not None:
         check_expert(store, name)
     return [_version(version) for version in store.registry.versions(name)]
 
 
 def replay(store: Store) -> dict[str, int]:
-    """Records by domain: `shared`, whose prompts fitted none, and every registered one."""
+    """The number of records by domain. `shared` has those whose prompts fitted no domain."""
     sizes = store.replay.sizes()
     names = dict.fromkeys([SHARED, *(domain.name for domain in store.registry.domains()), *sizes])
     return {name: sizes.get(name, 0) for name in names}
 
 
 def experts(store: Store) -> dict[str, Data]:
-    """Each expert's figures of all time: `shared`, the registered domains, then removed ones that served.
+    """Figures since the beginning for `shared`, the registered domains, and removed ones that once served.
 
-    The records of `shared` are those of all, because the shared adapter learns from all traffic.
+    The replay size of `shared` counts all records, because the shared adapter learns from all traffic.
     """
     served, sizes = store.requests.summary(), store.replay.sizes()
     sizes[SHARED] = sum(sizes.values())
@@ -92,7 +92,7 @@ def _state(store: Store, name: str) -> Data:
 
 
 def _version(version: AdapterVersion) -> Data:
-    """Without its path, which is nobody's business."""
+    """The version without its path, which clients of the server need not know."""
     return {
         "domain": version.domain,
         "version": version.version,
@@ -105,5 +105,5 @@ def _version(version: AdapterVersion) -> Data:
 
 
 def live_version(name: str, live: AdapterVersion | None) -> Data:
-    """Which version of expert `name` serves; 0 is the untrained expert."""
+    """The version of expert `name` that serves; 0 is the untrained expert."""
     return {"domain": name, "version": live.version if live else 0}

@@ -1,4 +1,4 @@
-"""Reads a home's store and makes the views that are shown of it: overview, experts, router, learning.
+"""Reads a home's store and builds the views that are shown of it: overview, experts, router, learning.
 
 The dashboard's pages, its CSV files and `moedraft stats --plot` all take their numbers from here.
 """
@@ -24,15 +24,15 @@ from moedraft.storage.store import Store
 
 T = TypeVar("T")
 
-FRESH = 1.0  # seconds for which a view is shown again to whoever else looks
+FRESH = 1.0  # seconds for which a view is reused for other readers
 KEPT_VIEWS = 64
-UPDATES = 500  # are read first; more of them where a span reaches further back
+UPDATES = 500  # so many are read first, and more only if a span needs them
 
 
 class Observer:
-    """Makes read-only views of a home. Its methods raise StorageError.
+    """Builds read-only views of a home. Its methods raise StorageError.
 
-    Safe to call from several threads. A view that was just made is given again to the next who asks.
+    Thread-safe. A view that was built within the last FRESH seconds is reused.
     """
 
     def __init__(self, store: Store, clock: Callable[[], float] = time.time) -> None:
@@ -48,11 +48,11 @@ class Observer:
         return self._fresh(("overview", span), lambda: self._overview(span))
 
     def experts(self, span: Span) -> tuple[Expert, ...]:
-        """`shared`, the registered domains, then removed ones that served."""
+        """All experts: `shared`, the registered domains, then removed ones that once served."""
         return self._fresh(("experts", span), lambda: self._experts(*self._look(span)[:1]))
 
     def expert(self, name: str, span: Span) -> ExpertView | None:
-        """None where no such expert is registered or ever served."""
+        """One expert; None if it is neither registered nor has ever served."""
         return self._fresh(("expert", name, span), lambda: self._expert(name, span))
 
     def router(self, span: Span) -> RouterView:
@@ -62,7 +62,7 @@ class Observer:
         return self._fresh(("learning", span), lambda: self._learning(span))
 
     def _fresh(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
-        """The view of `key` if it is new enough, else one made now, by one caller at a time."""
+        """The view stored under `key`, or one built now if that is too old. One caller builds at a time."""
         with self._lock:
             made, view = self._views.get(key, (-math.inf, None))
             if not made <= self._clock() < made + FRESH:
@@ -74,7 +74,7 @@ class Observer:
             return found
 
     def _look(self, span: Span) -> tuple[Requests, Grid]:
-        """The requests of `span` and its steps."""
+        """The requests of `span`, and its division into steps."""
         now = self._clock()
         ahead = grid_of(span, now, None).start if span.seconds else 0.0
         everything = self._reader.read(ahead)
@@ -192,7 +192,7 @@ class Observer:
         )
 
     def _updates(self, since: float) -> list[UpdateRecord]:
-        """The newest updates, oldest first: at least all since then."""
+        """The newest updates, oldest first, including at least all since the time `since`."""
         limit = UPDATES
         while True:
             found = self._store.updates.recent(limit=limit)

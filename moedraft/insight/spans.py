@@ -1,4 +1,4 @@
-"""Spans of time that can be looked at, and their division into equal steps."""
+"""Time ranges that a reader can choose, and their division into equal steps."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from moedraft.insight.columns import Codes, Numbers
 
 STEPS = (5, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 3 * 3600, 6 * 3600, 12 * 3600, 86400)  # seconds
 DAY = 86400
-MOST_STEPS = 48  # more is not read on a screen
+MOST_STEPS = 48  # more would not be readable on a screen
 
 
 @dataclass(frozen=True)
 class Span:
-    """The last `seconds`, or everything (None). `refresh`: seconds between two looks that are worth it."""
+    """The last `seconds`, or everything (None). `refresh`: seconds between two updates of an open page."""
 
     key: str
     label: str
-    words: str  # after "requests of …"
+    words: str  # completes "requests of …"
     seconds: int | None
     refresh: float
 
@@ -39,7 +39,7 @@ DEFAULT = "1h"
 
 
 def find_span(key: str | None) -> Span:
-    """The span named `key`, the default without one. Raises InvalidRequest for another name."""
+    """The span named `key`; None means the default. Raises InvalidRequest for an unknown name."""
     found = SPANS.get(DEFAULT if key is None else key)
     if found is None:
         raise InvalidRequest(f"The time range must be one of {', '.join(SPANS)}.")
@@ -48,7 +48,7 @@ def find_span(key: str | None) -> Span:
 
 @dataclass(frozen=True)
 class Grid:
-    """`count` steps of `width` seconds from `start` on; the last may not be over yet at `now`."""
+    """`count` steps of `width` seconds, beginning at `start`. The last step may end after `now`."""
 
     start: float  # epoch seconds, a whole multiple of width
     width: int
@@ -65,16 +65,16 @@ class Grid:
 
     @property
     def lengths(self) -> list[float]:
-        """Seconds of each step that are over; at least one second."""
+        """For each step, the seconds that have passed of it; at least one."""
         return [max(1.0, min(float(self.width), self.now - start)) for start in self.starts]
 
     def steps(self, at: Numbers) -> Codes:
-        """Which step each moment falls in."""
+        """The step in which each time lies."""
         return np.clip((at - self.start) // self.width, 0, self.count - 1).astype(np.int64)
 
 
 def grid_of(span: Span, now: float, first: float | None) -> Grid:
-    """The steps of `span` that end with `now`; `first` is when the oldest request ended, if there is one."""
+    """The steps of `span` up to `now`. `first` is when the oldest request ended, None if there is none."""
     seconds = span.seconds or max(60.0, now - first if first is not None else 0.0)
     width = next((step for step in STEPS if seconds / step <= MOST_STEPS), None)
     width = width or DAY * math.ceil(seconds / MOST_STEPS / DAY)

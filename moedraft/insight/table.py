@@ -1,4 +1,4 @@
-"""A table of figures: what a chart is drawn from, what is read off "as numbers", and what a CSV holds."""
+"""A table of figures: the source of a chart, of the numbers shown below it, and of its CSV file."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Literal
 Cell = str | int | float | None
 Row = tuple[Cell, ...]
 Kind = Literal["time", "text", "count", "share", "gain", "number", "seconds"]
-FORMULA = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet would run what begins so
+FORMULA = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet takes text that begins so for a formula
 
 
 @dataclass(frozen=True)
 class Column:
-    """kind: "time" is epoch seconds, "share" a part of 1, "gain" a difference of two, "seconds" a time."""
+    """kind: "time" is epoch seconds, "share" a part of 1, "gain" a difference of shares."""
 
     key: str
     label: str
@@ -26,7 +26,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened at a moment, such as a new version."""
+    """Something that happened at a point in time, such as a new version."""
 
     at: float  # epoch seconds
     label: str
@@ -34,7 +34,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under named columns. `since` and `until` bound the time that it tells of."""
+    """Rows under named columns. The rows cover the time from `since` until `until`."""
 
     key: str
     columns: tuple[Column, ...]
@@ -51,7 +51,7 @@ class Table:
         return [row[place] for row in self.rows]
 
     def to_csv(self) -> str:
-        """RFC 4180 with a header of keys; times in ISO 8601 (UTC), missing figures empty."""
+        """The table as CSV (RFC 4180) with the keys as header, times in ISO 8601 (UTC), and gaps empty."""
         text = io.StringIO()
         writer = csv.writer(text)
         writer.writerow([_plain(column.key) for column in self.columns])
@@ -69,5 +69,5 @@ def _written(cell: Cell, column: Column) -> str:
 
 
 def _plain(text: str) -> str:
-    """The text itself, quoted by an apostrophe where a spreadsheet would take it for a formula."""
+    """The text, with an apostrophe in front if a spreadsheet would take it for a formula."""
     return f"'{text}" if text.startswith(FORMULA) else text

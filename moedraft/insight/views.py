@@ -1,4 +1,4 @@
-"""What one page shows, as figures and tables: the overview, one expert, the router, the learning."""
+"""The data of each page, as figures and tables: the overview, one expert, the router, the learning."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moedraft.storage.requests import ExpertStats
 
 @dataclass(frozen=True)
 class Overview:
-    """Everything at a glance. Totals are those of the span."""
+    """The overview page. Totals are those of the span."""
 
     requests: int
     tokens: int
@@ -18,18 +18,18 @@ class Overview:
     mean_acceptance_length: float | None
     time_to_first_token: float | None  # median, seconds
     throughput: Table
-    sources: Table  # of the tokens, over time
-    by_expert: Table  # acceptance over time, one column an expert
-    by_figures: Table  # one row an expert
+    sources: Table  # where the tokens came from, over time
+    by_expert: Table  # acceptance over time, one column for each expert
+    by_figures: Table  # one row for each expert
     experts: tuple[Expert, ...]
 
 
 @dataclass(frozen=True)
 class Expert:
-    """One expert's figures. `stats` is of all time, what follows `share` of the span."""
+    """One expert's figures: `stats` since the beginning, `share` and the figures after it in the span."""
 
     name: str
-    registered: bool  # or `shared`; False: a domain that was removed
+    registered: bool  # also True for `shared`; False: a domain that was removed
     stats: ExpertStats | None  # None: it never served
     share: float | None  # of the span's requests
     requests: int
@@ -44,7 +44,7 @@ class Expert:
 
 @dataclass(frozen=True)
 class ExpertView:
-    """One expert closely, among all of them."""
+    """The page of one expert; `experts` are all there are."""
 
     expert: Expert
     experts: tuple[Expert, ...]
@@ -56,13 +56,13 @@ class ExpertView:
 
 @dataclass(frozen=True)
 class RouterView:
-    """Where the router sent the span's requests that were not pinned to an expert."""
+    """The requests of the span that the router decided, since they named no expert."""
 
     routed: int
-    unknown: int  # of them, those that fit no domain
+    unknown: int  # how many of them fitted no domain
     confidence: float | None  # mean
     domains: tuple[str, ...]  # registered
-    names: tuple[str, ...]  # of all experts, in their order
+    names: tuple[str, ...]  # of all experts, in the order in which they are shown
     shares: Table
     histogram: Table
     unknown_share: Table
@@ -70,10 +70,10 @@ class RouterView:
 
 @dataclass(frozen=True)
 class LearningView:
-    """The updates of the span."""
+    """The updates in the span."""
 
-    names: tuple[str, ...]  # of all experts, in their order
+    names: tuple[str, ...]  # of all experts, in the order in which they are shown
     updates: Table
     by_expert: Table
     seconds: float
-    gain: float | None  # mean of those that were measured
+    gain: float | None  # mean gain of the updates for which it was measured

@@ -1,4 +1,4 @@
-"""The application: routes, and around them the layers that no request passes by."""
+"""Builds the FastAPI application: its routes, and the middleware that every request passes through."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ from moedraft.storage.keys import Key, KeyFile
 def create_app(
     worker: Worker, supervisor: TrainerSupervisor | None, settings: Settings, own_key: Key | None = None
 ) -> FastAPI:
-    """Everything that is served over HTTP. `worker` must be started before the first request.
+    """The FastAPI application with everything that is served over HTTP.
 
-    own_key is one of this process only, with which the command line finds in. Nothing is open without a
-    key, save where the settings say a loopback address and no key was ever made.
+    `worker` must be started before the first request. `own_key` exists in this process only; with it the
+    command line reaches the server of its home. Every protected path needs a key, except when the server
+    listens on a loopback address and no key file was ever written.
     """
     ring = Keyring(KeyFile(settings.home), open_without_keys=is_loopback(settings.host), own=own_key)
     authority = Authority(ring, settings.host, settings.allowed_origins)
@@ -38,7 +39,7 @@ def create_app(
         title="moedraft",
         version=version("moedraft"),
         description="An OpenAI-compatible server whose draft experts learn from the traffic.",
-        docs_url=None,  # those pages would load their scripts from elsewhere
+        docs_url=None,  # the standard pages load scripts from other hosts
         redoc_url=None,
         redirect_slashes=False,
     )
@@ -51,7 +52,7 @@ def create_app(
     app.state.context, app.state.metrics = context, metrics
     if settings.dashboard:
         dashboard.mount(app, context)
-    # the last one added is the outermost
+    # Starlette runs the layer that was added last first.
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, seconds=settings.body_timeout)
     app.add_middleware(Admission, check_room=worker.check_room)
     app.add_middleware(Guard, authority=authority)
@@ -61,7 +62,7 @@ def create_app(
 
 
 def kind_of(path: str) -> str:
-    """A path as a label: one of a few."""
+    """The path's kind, one of a few, as a label for metrics: "v1", "admin", … or "unknown"."""
     found = [prefix for prefix in ACCESS if path == prefix or path.startswith(f"{prefix}/")]
     return found[0].strip("/") if found else "unknown"
 

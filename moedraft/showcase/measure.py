@@ -11,10 +11,14 @@ from typing import Any
 
 import torch
 
+from moedraft.cache import SlotCache
 from moedraft.core import SHARED, RequestOutput, SamplingParams
+from moedraft.drafting.base import DraftBase, FeatureBase, first_guesses
 from moedraft.drafting.chooser import DraftSource
 from moedraft.showcase.shipped import Query
 from moedraft.system.build import System
+
+Forward = Callable[[SlotCache, torch.Tensor, int], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ class Served:
 
 
 def tokens_per_step(outputs: list[RequestOutput]) -> float:
+    """Tokens of all answers together for each forward of the target."""
     return sum(len(output.token_ids) for output in outputs) / max(
         1, sum(o.speculation.num_steps for o in outputs)
     )
@@ -46,7 +51,7 @@ def tokens_per_step(outputs: list[RequestOutput]) -> float:
 
 @contextmanager
 def drafting_by(system: System, source: DraftSource) -> Iterator[None]:
-    """Where the engine's drafts come from, for a while."""
+    """Set where the engine's guesses come from while the block runs."""
     chooser = system.engine.chooser
     before, chooser.source = chooser.source, source
     try:
@@ -74,12 +79,11 @@ def greedy_acceptance(
     """
     shares = []
     for prompt, answer, expert in zip(prompts, answers, experts, strict=True):
-        context = list(system.target.tokenizer(prompt)["input_ids"])
-        ids = torch.tensor([[*context, *answer]], device=system.draft.device)
+        text = [*system.target.tokenizer(prompt)["input_ids"], *answer]
         system.bank.select([expert])
-        logits = system.draft.forward(system.draft.new_cache(1), 0, ids, [0], keep=len(answer) + 1)
-        hits = logits[0, :-1].argmax(-1) == ids[0, len(context) :]
-        shares.append(hits.float().mean().item())
+        guesses = first_guesses(system.draft, system.target, text)[-len(answer) :]
+        hits = [guess == token for guess, token in zip(guesses, answer, strict=True)]
+        shares.append(sum(hits) / len(hits))
     return shares
 
 
@@ -177,23 +181,35 @@ def theoretical_speedup(acceptance: float, length: float, cost: float) -> float:
 def step_costs(system: System, context: int = 128, repeats: int = 30) -> dict[str, float]:
     """Median milliseconds at batch 1: a target step, a draft step, a target forward over five tokens."""
 
-    def measure(model: Any, width: int) -> float:
-        cache = model.new_cache(1)
-        ids = torch.zeros(1, context, dtype=torch.int64, device=model.device)
-        model.forward(cache, 0, ids, [0], keep=1)
+    def measure(forward: Forward, cache: SlotCache, width: int) -> float:
+        ids = torch.zeros(1, context, dtype=torch.int64, device=system.target.device)
+        forward(cache, ids, 0)
         times = []
         for _ in range(repeats):
             began = time.perf_counter()
-            model.forward(cache, 0, ids[:, :width], [context]).sum().item()
+            forward(cache, ids[:, :width], context).sum().item()
             times.append((time.perf_counter() - began) * 1e3)
         return median(times)
 
     system.bank.select([SHARED])
+    target, draft = system.target, system.draft
     return {
-        "target_ms": measure(system.target, 1),
-        "draft_ms": measure(system.draft, 1),
-        "verify5_ms": measure(system.target, 5),
+        "target_ms": measure(_forward_of(target), target.new_cache(1), 1),
+        "draft_ms": measure(_forward_of(draft), draft.new_cache(1), 1),
+        "verify5_ms": measure(_forward_of(target), target.new_cache(1), 5),
     }
+
+
+def _forward_of(model: DraftBase) -> Forward:
+    """(cache, token ids, the first one's position) → logits. A feature drafter reads zeros as features."""
+    if isinstance(model, FeatureBase):
+
+        def forward(cache: SlotCache, ids: torch.Tensor, start: int) -> torch.Tensor:
+            states = model.hf.fc.weight.new_zeros(*ids.shape, model.hf.config.hidden_size)
+            return model.hf.step(cache, 0, states, ids, [start], keep=1)[1]
+
+        return forward
+    return lambda cache, ids, start: model.forward(cache, 0, ids, [start], keep=ids.shape[1])
 
 
 def warm_up(system: System) -> None:

@@ -10,10 +10,9 @@ from typing import Any
 
 from moedraft.config import Settings, check_home, load_settings
 from moedraft.cpu.threads import set_threads
+from moedraft.drafting.base import DraftBase, drafter_of, load_base
 from moedraft.drafting.lora import ExpertBank
-from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine
-from moedraft.model_checks import check_pair
 from moedraft.models import LanguageModel, load_by
 from moedraft.routing.embedder import Embedder
 from moedraft.routing.router import Router
@@ -34,7 +33,7 @@ class System:
     store: Store
     router: Router
     target: LanguageModel
-    draft: LanguageModel
+    draft: DraftBase
     bank: ExpertBank
     loader: AdapterLoader
     recorder: Recorder
@@ -84,25 +83,25 @@ def build(settings: Settings) -> System:
         raise
 
 
-def load_pair(settings: Settings) -> tuple[LanguageModel, LanguageModel]:
+def load_pair(settings: Settings) -> tuple[LanguageModel, DraftBase]:
     """Target and draft base. Raises InvalidRequest or UnsupportedModel."""
-    target, draft = load_by(settings, "target"), load_by(settings, "draft")
-    check_pair(target, draft)
+    target = load_by(settings, "target")
+    draft = load_base(settings, target)
     set_threads(settings.threads, target)
     return target, draft
 
 
-def assemble(settings: Settings, store: Store, target: LanguageModel, draft: LanguageModel) -> System:
+def assemble(settings: Settings, store: Store, target: LanguageModel, draft: DraftBase) -> System:
     bank = ExpertBank(draft, settings.adapter_scope, settings.merged_cache_mb)
     router = open_router(settings, store)
     selector = BackgroundSelector(router)
-    loader = AdapterLoader(store, bank)
+    loader = AdapterLoader(store, bank, tend_memory=settings.cpu_fast_paths)
     recorder = Recorder(store, target_id=target.weights_hash())
     store.registry.set_meta(TARGET_ID, recorder.target_id)
     engine = Engine(
         target,
         target.tokenizer,
-        ModelDrafter(draft, bank, settings.max_batch_size, target.vocab_size, settings.prefill_chunk),
+        drafter_of(draft, bank, settings, target.vocab_size),
         selector,
         adapters=loader,
         sinks=[recorder],
@@ -124,7 +123,7 @@ def assemble(settings: Settings, store: Store, target: LanguageModel, draft: Lan
 
 def load(
     target: str = "mini",
-    draft: str = "mini",
+    draft: str = "auto",
     home: str | Path | None = None,
     **settings: Any,
 ) -> Engine:

@@ -30,11 +30,12 @@ class AdapterLoader:
     """Brings the bank in line with the live versions in storage. `refresh` is called between two steps.
 
     After `load_beside` versions are read, checked and merged in a thread of its own while the engine goes on,
-    and put in between two later steps. `close` it then.
+    and put in between two later steps. `close` it then. tend_memory: give the memory of replaced weights back
+    to the system.
     """
 
-    def __init__(self, store: Store, bank: ExpertBank) -> None:
-        self.store, self.bank = store, bank
+    def __init__(self, store: Store, bank: ExpertBank, *, tend_memory: bool = True) -> None:
+        self.store, self.bank, self.tend_memory = store, bank, tend_memory
         self.generation = -1
         self.refused: set[tuple[str, int]] = set()
         self._next_poll = 0.0
@@ -118,7 +119,7 @@ class AdapterLoader:
         else:
             self.generation = generation
             self._succeed()
-        if not prepared.changes:
+        if not (prepared.changes and self.tend_memory):
             return
         if self._thread is None:
             return_free_memory()

@@ -1,6 +1,6 @@
 """What becomes of finished requests: statistics and replay records go into storage.
 
-A full or slow disk never stops serving: learning pauses, the reason stands in `status`, and it goes on by
+A full or slow disk never stops serving: learning pauses, the reason stands in `state`, and it goes on by
 itself when a write succeeds again.
 """
 
@@ -18,6 +18,7 @@ from functools import lru_cache
 import torch
 
 from moedraft.core import ReplayRecord, RequestStats, Sequence, StorageError
+from moedraft.learning_state import LearningKind, LearningState, paused
 from moedraft.storage.store import Store
 
 GATHER_SECONDS = 0.1  # after the first request to be written: those that end meanwhile share its transaction
@@ -30,6 +31,8 @@ USUAL_TOPK = 16  # what k is taken to be before the first record tells
 FLUSH_SECONDS = 10.0
 
 log = logging.getLogger(__name__)
+
+LEARNING = LearningState(LearningKind.LEARNING)
 
 SCRIPTS = {
     "LATIN": "latin",
@@ -70,7 +73,7 @@ class Recorder:
     def __init__(self, store: Store, target_id: str) -> None:
         self.store = store
         self.target_id = target_id
-        self.status = "learning"  # or "paused: <reason>"
+        self.state = LEARNING  # or paused, with the reason
         self._thread: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()  # of `_box` and `_job`
         self._box: list[Sequence] = []  # ended, not yet written
@@ -148,9 +151,9 @@ class Recorder:
         if len(lost) == len(captured) > 0 or len(uncounted) == len(batch):
             self._pause(f"records cannot be made ({type(faults[0]).__name__})")
             return
-        if self.status != "learning":
+        if self.state.is_paused:
             log.warning("Learning goes on: records can be stored again.")
-        self.status = "learning"
+        self.state = LEARNING
 
     def _add_records(self, batch: list[Sequence]) -> None:
         records = [replay_record(one, self.target_id) for one in batch]
@@ -161,9 +164,9 @@ class Recorder:
         self.store.requests.add([request_stats(one) for one in batch])
 
     def _pause(self, reason: str) -> None:
-        if self.status == "learning":
+        if not self.state.is_paused:
             log.warning("Learning is paused: %s", reason)
-        self.status = f"paused: {reason}"
+        self.state = paused(reason)
 
 
 def add_all(add: Callable[[list[Sequence]], None], batch: list[Sequence]) -> list[Exception]:

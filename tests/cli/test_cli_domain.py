@@ -28,7 +28,7 @@ def registered(run: Run, home: Path, low: Path, high: Path, tmp_path: Path) -> N
 def test_register_loads_no_language_model(
     run: Run, home: Path, low: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moedraft.system.build.load_model", None)
+    monkeypatch.setattr("moedraft.models.load_model", None)
     result = run("domain", "register", "low", "--examples", low, "--home", home, "--json")
     assert result.code == 0
     assert result.data["examples"] == 12
@@ -75,8 +75,8 @@ def test_a_missing_home_counts_as_empty(run: Run, home: Path) -> None:
 
 
 @pytest.mark.usefixtures("registered")
-def test_route(run: Run, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moedraft.system.build.load_model", None)
+def test_route_shows_probabilities(run: Run, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moedraft.models.load_model", None)
     rows = run("route", LOW, HIGH, "--json", "--home", home).rows
     assert [row["text"] for row in rows] == [LOW, HIGH]
     for row, name in zip(rows, ("low", "high"), strict=True):

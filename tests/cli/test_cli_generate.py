@@ -25,7 +25,7 @@ from tiny import FixedSelector, NumberTokenizer, TinyLM, random_table
 KEYS = [
     *("text", "token_ids", "finish_reason", "expert", "adapter_version", "draft_acceptance_rate"),
     *("mean_acceptance_length", "num_drafts", "num_draft_tokens", "num_accepted_tokens"),
-    *("num_lookup_tokens", "num_accepted_lookup_tokens", "tokens_per_second"),
+    *("num_lookup_tokens", "num_accepted_lookup_tokens", "num_steps", "tokens_per_step", "tokens_per_second"),
 ]
 
 
@@ -178,7 +178,7 @@ def test_the_divergence_is_chosen_on_the_command_line(run: Run, answered: Path, 
     assert "'l2' is not one of" in refused.err
 
 
-def test_distill_without_records(run: Run, home: Path, store: Store, pair: Pair) -> None:
+def test_distill_without_records_is_refused(run: Run, home: Path, store: Store, pair: Pair) -> None:
     store.close()
     result = run("distill", "--domain", "sql", "--draft", pair[3], "--home", home)
     assert result.code == 2

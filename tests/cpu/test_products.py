@@ -38,7 +38,7 @@ def test_only_small_float32_cpu_models_are_repacked() -> None:
     assert (Product(weight, small=True).blocked is not None) == pays(weight)
 
 
-def test_a_pytorch_without_blocked_products_still_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_works_without_blocked_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moedraft.cpu.products.pays", lambda weight: False)
     weight, x = torch.randn(8, 4), torch.randn(6, 4)
     product = Product(weight, small=True)

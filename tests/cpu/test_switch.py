@@ -89,10 +89,10 @@ def two_experts(system: System) -> None:
 
 @pytest.mark.parametrize("on", [True, False])
 def test_the_shipped_pair_gives_the_targets_answer_either_way(on: bool, tmp_path: Path) -> None:
-    """And without the fast paths neither model nor bank uses anything of them."""
+    """And without the fast paths neither model nor bank nor loader uses anything of them."""
     with opened(load_settings(home=tmp_path, threads=1, cpu_fast_paths=on, adaptive_budget=False)) as system:
         assert (system.target.lean is not None, system.draft.lean is not None) == (on, on)
-        assert (system.target.ragged, system.bank.grouped) == (on, on)
+        assert (system.target.ragged, system.bank.grouped, system.loader.tend_memory) == (on, on, on)
         two_experts(system)
         system.bank.select(["a", "b"])
         head = system.bank.layers["lm_head"]
@@ -102,7 +102,7 @@ def test_the_shipped_pair_gives_the_targets_answer_either_way(on: bool, tmp_path
         ids = torch.tensor([system.target.tokenizer(PROMPT)["input_ids"]])
         wanted = system.target.hf.generate(ids, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :]
         assert output.token_ids == wanted.tolist()[: len(output.token_ids)]
-        assert output.num_draft_tokens > 0
+        assert output.speculation.num_draft_tokens > 0
 
 
 @pytest.mark.parametrize("on", [True, False])

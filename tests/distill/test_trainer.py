@@ -21,6 +21,7 @@ from moedraft.kernels import divergence
 from moedraft.learning_state import paused
 from moedraft.models import LanguageModel
 from moedraft.system.loader import AdapterLoader
+from moedraft.system.recorder import LEARNING
 
 from random_models import VOCAB, random_model
 
@@ -160,9 +161,9 @@ def test_full_disk_pauses_learning_and_serving_goes_on(rig: Rig, monkeypatch: py
         broken.setattr(rig.store.replay, "add", full)
         broken.setattr(rig.store.adapters, "publish", full)
         rig.serve("code", 2, seed=1)
-        assert rig.recorder.status == "paused: The disk of the home is full."
+        assert rig.recorder.state == paused("The disk of the home is full.")
     rig.serve("code", 20, seed=1)
-    assert rig.recorder.status == "learning"
+    assert rig.recorder.state == LEARNING
     with monkeypatch.context() as broken:
         broken.setattr(rig.store.adapters, "publish", full)
         assert rig.loop.run_once("code") is None

@@ -245,6 +245,22 @@ def test_a_version_that_does_not_fit_is_refused_and_the_older_one_serves(
     loader.close()
 
 
+@pytest.mark.parametrize("tend_memory", [True, False])
+def test_memory_of_replaced_weights_is_given_back_only_where_that_is_wanted(
+    store: Store, bank: ExpertBank, tend_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_back: list[int] = []
+    number = publish(store, bank, "code")
+    monkeypatch.setattr(
+        "moedraft.system.loader.return_free_memory", lambda: given_back.append(bank.version("code"))
+    )
+    loader = AdapterLoader(store, bank, tend_memory=tend_memory)
+    loader.refresh([], now=True)
+    loader.refresh([], now=True)  # nothing is new
+    assert bank.version("code") == number
+    assert given_back == [number] * tend_memory
+
+
 def no_memory(*_: object) -> None:
     raise MemoryError
 

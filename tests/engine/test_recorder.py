@@ -14,9 +14,10 @@ import torch
 
 from moedraft.core import SHARED, Domain, SamplingParams, Sequence, StorageError, TokenLogprobs
 from moedraft.drafting.lora import ExpertBank
+from moedraft.learning_state import paused
 from moedraft.storage.store import Store
 from moedraft.system.loader import AdapterLoader
-from moedraft.system.recorder import Recorder, script_of
+from moedraft.system.recorder import LEARNING, Recorder, script_of
 
 from random_models import random_model
 
@@ -106,9 +107,9 @@ def test_what_waits_is_bounded_and_learning_goes_on_by_itself(
     with store.home.write():
         for _ in range(50):
             beside(sequence("length", 3))
-        assert beside.status == "paused: the disk is slower than the requests"
+        assert beside.state == paused("the disk is slower than the requests")
     beside.flush()
-    assert beside.status == "learning"
+    assert beside.state == LEARNING
     assert recorded(store) <= 8
 
 
@@ -145,9 +146,9 @@ def test_what_waits_is_bounded_by_its_size_too(
     with store.home.write():
         for _ in range(50):
             beside(captured(300))  # 25 kB
-        assert beside.status == "paused: the disk is slower than the requests"
+        assert beside.state == paused("the disk is slower than the requests")
     beside.flush()
-    assert beside.status == "learning"
+    assert beside.state == LEARNING
     assert 1 + 3 <= store.replay.count() <= 1 + 6, "three are being written, three wait"
     beside(captured(50_000))  # alone it may be larger
     beside.flush()
@@ -174,7 +175,7 @@ def test_a_record_that_cannot_be_made_costs_no_other(
     beside.flush()
     assert (store.replay.count(), recorded(store)) == (2, 3)
     assert "1 records could not be made" in caplog.text
-    assert beside.status == "learning"
+    assert beside.state == LEARNING
 
 
 @pytest.mark.parametrize("threaded", [False, True])
@@ -186,11 +187,11 @@ def test_where_nothing_can_be_recorded_the_status_says_so(
         recorder.record_beside()
     recorder(broken())
     recorder.flush()
-    assert recorder.status == "paused: records cannot be made (TypeError)"
+    assert recorder.state == paused("records cannot be made (TypeError)")
     assert "1 records could not be made" in caplog.text
     recorder(captured(3))
     recorder.flush()
-    assert recorder.status == "learning"
+    assert recorder.state == LEARNING
     assert store.replay.count() == 1
     recorder.close()
 
@@ -205,10 +206,10 @@ def test_a_fault_of_storage_is_no_end_either(
         patch.setattr(store.requests, "add", fails)
         beside(captured(3))
         beside.flush()
-        assert beside.status == "paused: records cannot be made (RuntimeError)"
+        assert beside.state == paused("records cannot be made (RuntimeError)")
     beside(captured(3))
     beside.flush()
-    assert (beside.status, recorded(store), store.replay.count()) == ("learning", 1, 2)
+    assert (beside.state, recorded(store), store.replay.count()) == (LEARNING, 1, 2)
 
 
 def test_a_failing_home_never_raises_into_the_engine(
@@ -223,7 +224,8 @@ def test_a_failing_home_never_raises_into_the_engine(
         recorder(sequence("length", 3))
         recorder(sequence("length", 3))
         loader.refresh([], now=True)
-    assert recorder.status.startswith("paused: ")
+    assert recorder.state.is_paused
+    assert recorder.state.reason
     assert sum("Learning is paused" in message for message in caplog.messages) == 1
     assert any("not refreshed" in message for message in caplog.messages)
     with pytest.raises(StorageError):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-import moedraft.drafting.model as model_module
+import moedraft.drafting.drawing as drawing_module
 import moedraft.engine.round as round_module
 from moedraft.core import SamplingParams
 from moedraft.drafting.drafter import NoExperts
@@ -209,7 +209,7 @@ def test_negative_control_shared_noise(
         tokens = (scaled.softmax(-1).cumsum(-1) < u[:, None]).sum(-1).clamp_max(VOCAB - 1)
         return tokens, scaled.logsumexp(-1)
 
-    monkeypatch.setattr(model_module, "sample_draft", draw)
+    monkeypatch.setattr(drawing_module, "sample_draft", draw)
     params = SamplingParams(1.0)
     assert min(p_values(sample(*models, params), exact(models[0], params))) < 1e-6
 

@@ -149,7 +149,7 @@ def test_what_cannot_be_run_is_refused(tmp_path: Path) -> None:
 def test_the_real_package_runs_what_is_written(switches: dict[str, Any], tmp_path: Path) -> None:
     """`speculators` itself guesses the same from the same features, at each of three unrolled steps."""
     pytest.importorskip("speculators")
-    from speculators import SpeculatorModel
+    from speculators import SpeculatorModel, SpeculatorModelConfig
 
     from moedraft.feature.unroll import unroll
 
@@ -157,9 +157,10 @@ def test_the_real_package_runs_what_is_written(switches: dict[str, Any], tmp_pat
     model.hf.save_pretrained(tmp_path / "target")
     draft = draft_for(model, **switches)
     save_draft(draft, tmp_path / "draft", target=str(tmp_path / "target"), dtype=torch.float32, rows=True)
-    theirs = SpeculatorModel.from_pretrained(tmp_path / "draft").eval()
+    config = SpeculatorModelConfig.from_pretrained(tmp_path / "draft")
+    config.transformer_layer_config._attn_implementation = "eager"  # the others want a GPU
+    theirs = SpeculatorModel.from_pretrained(tmp_path / "draft", config=config).eval()
     ids, features = torch.tensor(texts_of(1, 9)), torch.randn(1, 9, 96)
-    theirs.config.transformer_layer_config._attn_implementation = "eager"
     with torch.no_grad():
         ours = [draft.logits(h).argmax(-1) for h in unroll(draft, features, ids, 3)]
         # There row i holds the features at i and the token at i + 1.

@@ -32,7 +32,7 @@ from moedraft.core import (
     SpeculationStats,
     UpdateRecord,
 )
-from moedraft.learning_state import waiting
+from moedraft.learning_state import LearningKind, LearningState, waiting
 from moedraft.routing.router import Route
 from moedraft.serve.auth.access import Authority, Guard
 from moedraft.serve.auth.keyring import Keyring
@@ -54,7 +54,7 @@ SERVING = Snapshot(
     tokens_total=611_904,
     tokens_per_second=214.3,
     speedup=1.42,
-    learning="learning",
+    learning=LearningState(LearningKind.LEARNING),
     draining=False,
     failed=None,
 )

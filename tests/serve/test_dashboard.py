@@ -27,7 +27,7 @@ from moedraft.core import SHARED, Domain, UpdateRecord
 from moedraft.insight.observe import Observer
 from moedraft.insight.spans import SPANS
 from moedraft.insight.table import Column, Table
-from moedraft.learning_state import LearningKind, LearningState, waiting
+from moedraft.learning_state import LearningKind, LearningState, paused, waiting
 from moedraft.serve.dashboard import markup
 from moedraft.serve.dashboard.overview import MOST_LINES
 from moedraft.serve.dashboard.pages import SCRIPT
@@ -233,7 +233,7 @@ def test_a_store_that_cannot_be_read(fresh: Site, visit: Visit) -> None:
 
 
 def test_how_the_engine_and_the_trainer_are(fresh: Site, visit: Visit) -> None:
-    fresh.worker.now = replace(IDLE, failed="the device is gone", learning="paused: the disk is full")
+    fresh.worker.now = replace(IDLE, failed="the device is gone", learning=paused("the disk is full"))
     fresh.supervisor.now = replace(
         WAITING,
         learning=LearningState(LearningKind.RESTARTING, "in 4 s"),
@@ -465,7 +465,7 @@ def poison(at: Site) -> None:
     at.store.registry.add_domain(Domain("sql", HOSTILE, (HOSTILE,) * 8, 1.0))
     at.store.updates.add(UpdateRecord(HOSTILE, 1, 1, 1, 1.0, 1.0, 0.1, 0.2))
     at.supervisor.now = replace(WAITING, learning=waiting(HOSTILE), last_error=HOSTILE)
-    at.worker.now = replace(SERVING, learning=HOSTILE)
+    at.worker.now = replace(SERVING, learning=paused(HOSTILE))
 
 
 def test_hostile_names_stay_text(fresh: Site, visit: Visit) -> None:

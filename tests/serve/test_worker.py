@@ -131,7 +131,7 @@ def test_more_requests_than_slots_all_get_their_own_answer(worker: Worker) -> No
 def test_the_first_request_makes_way(gated: Worker, gate: Gate) -> None:
     """Before it reaches the engine; those that come while others are served do not ask again."""
     seen: list[int] = []
-    gated.make_way = lambda: seen.append(gated._engine.open)
+    gated.when_work_comes(lambda: seen.append(gated._engine.open))
 
     async def ask() -> None:
         tickets = [await submitted(gated, gate, i) for i in range(3)]

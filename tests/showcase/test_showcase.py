@@ -12,7 +12,7 @@ import pytest
 
 from moedraft.cli import main
 from moedraft.config import load_settings
-from moedraft.models import LanguageModel, load_model
+from moedraft.models import LanguageModel, load_by
 from moedraft.showcase import shipped
 from moedraft.showcase.bench import run
 from moedraft.showcase.demo import Demo, publish, summary
@@ -124,15 +124,15 @@ def test_the_baseline_has_no_penalties(system: System) -> None:
 def test_bench_skips_unequal_vocabularies(
     small: None, system: System, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes models of vocabularies of different size for ones with different tokenizers."""
-    load = load_model
+    """transformers takes such models for models with different tokenizers and refuses them."""
+    load_usual = load_by
 
     def padded(*arguments: Any) -> LanguageModel:
-        model = load(*arguments)
+        model = load_usual(*arguments)
         model.hf.resize_token_embeddings(model.vocab_size + 64)
         return model
 
-    monkeypatch.setattr("moedraft.showcase.bench.load_model", padded)
+    monkeypatch.setattr("moedraft.showcase.bench.load_by", padded)
     found = run(system, shipped.heldout()[:1], 1, lambda done: None)
     assert "transformers assisted" not in found["systems"]
     assert found["systems"]["transformers prompt lookup"]["same_answers"]

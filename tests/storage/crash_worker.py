@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))  # where pytest finds the modules that tests share
 
 from storage_fakes import candidate, domain, record, stats
 

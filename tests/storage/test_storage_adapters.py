@@ -338,7 +338,7 @@ def test_a_staged_folder_that_is_a_link_is_refused(store: AdapterStore, staged: 
     assert folders(store) == []
 
 
-def test_a_row_that_cannot_be_written(
+def test_a_row_that_fails_leaves_no_folder(
     home: Home, store: AdapterStore, registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(version: AdapterVersion) -> None:

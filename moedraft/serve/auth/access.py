@@ -1,7 +1,7 @@
-"""Who may do what: every path needs a scope, and what has none declared here cannot be reached.
+"""Decides who may do what: every path needs a scope, and a path that is not listed here is not served.
 
-The guard stands before the routes, mounted applications and websockets alike, so that a route added
-anywhere is closed until `ACCESS` names its scope.
+The guard runs before routes, mounted applications and websockets. A route that is added elsewhere is
+therefore closed until `ACCESS` names its scope.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moedraft.serve.http.errors import ApiError
 from moedraft.storage import keys
 from moedraft.storage.keys import Key
 
-Access = keys.Scope | Literal["public", "any"]  # public: no key; any: a key of whatever scope
+Access = keys.Scope | Literal["public", "any"]  # public: no key is needed; any: a key with any scope
 ACCESS: dict[str, Access] = {
     "/v1": "infer",
     "/admin": "admin",
@@ -34,18 +34,18 @@ ACCESS: dict[str, Access] = {
     "/login": "public",
     "/logout": "public",
 }
-# What a proxy adds for a server that it speaks to on behalf of others.
+# Headers that a proxy adds when it passes on the request of another client.
 FORWARDED = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip")
 
 
 def access_of(path: str) -> Access | None:
-    """What `path` and everything below it needs; None: it is not there."""
+    """The scope that `path` needs, which equals or lies below a listed path; None: it is not listed."""
     found = [access for prefix, access in ACCESS.items() if path == prefix or path.startswith(f"{prefix}/")]
     return found[0] if found else None
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a server bound to `host` is reached from this machine only."""
+    """Whether a server bound to `host` can be reached from this machine only."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -53,14 +53,14 @@ def is_loopback(host: str) -> bool:
 
 
 class Authority:
-    """Says who a connection is, or raises ApiError 401 or 403."""
+    """Finds out who a connection belongs to; raises ApiError 401 or 403 if it may not have `scope`."""
 
     def __init__(self, ring: Keyring, host: str, origins: Collection[str] = ()) -> None:
         self.ring, self.sessions = ring, Sessions()
         self._host, self._origins = host, frozenset(origin.rstrip("/").lower() for origin in origins)
 
     def __call__(self, connection: HTTPConnection, scope: Access) -> str:
-        """The id of the connection's key, "" where none is needed."""
+        """The id of the connection's key, or "" if none is needed."""
         if connection.scope["type"] == "websocket":
             self.check_origin(connection)
         if scope == "public":
@@ -75,7 +75,11 @@ class Authority:
         return key.id
 
     def check_origin(self, connection: HTTPConnection) -> None:
-        """A browser says which site a request comes from: only ours may act with what the browser has."""
+        """Refuse a request that a browser sends for a page of another site.
+
+        Browsers send cookies with such a request, and reach servers that only this machine can reach. They
+        name the site in the header Origin, which has to be ours or one of the allowed origins.
+        """
         origin = connection.headers.get("origin")
         if origin is None or origin.rstrip("/").lower() in self._origins:
             return
@@ -103,8 +107,10 @@ class Authority:
         return self.ring.get(key_id)
 
     def _check_local(self, connection: HTTPConnection) -> None:
-        """Without keys only this machine is served: neither the clients of a proxy, whatever Host it passes
-        on, nor a page that has its own name point to this machine.
+        """Without keys, serve clients on this machine only.
+
+        Requests passed on by a proxy are refused, whatever their Host header says, and so are pages of other
+        sites whose host name was made to point to this machine.
         """
         client = connection.client
         if client is None or not is_loopback(client.host) or any(h in connection.headers for h in FORWARDED):
@@ -116,7 +122,7 @@ class Authority:
 
 
 def _parts(url: str) -> SplitResult:
-    """Of what a client sent; nothing where it is no address."""
+    """The parts of a URL that a client sent; empty parts if it is not a URL."""
     try:
         return urlsplit(url)
     except ValueError:
@@ -124,7 +130,7 @@ def _parts(url: str) -> SplitResult:
 
 
 class Guard:
-    """ASGI: lets through what `authority` knows, answers the rest."""
+    """ASGI layer that passes on what `authority` allows and answers everything else with an error."""
 
     def __init__(self, app: ASGIApp, authority: Authority) -> None:
         self.app, self.authority = app, authority
@@ -159,7 +165,7 @@ class Guard:
 
 
 def _is_browser(connection: HTTPConnection) -> bool:
-    """A person who opens the dashboard, to be shown the form rather than an error."""
+    """Whether a person opens the dashboard in a browser, who is shown the sign-in form, not an error."""
     wants_page = "text/html" in connection.headers.get("accept", "")
     return (
         wants_page and connection.scope["method"] == "GET" and access_of(connection.url.path) == "dashboard"

@@ -1,4 +1,4 @@
-"""The keys as a running server sees them: looked up by their secret, read again when the file changes."""
+"""The keys that a running server accepts, found by their secret and read again when the file changes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from moedraft.storage.keys import Key, KeyFile, digest_of
 
 
 class Keyring:
-    """The keys as a running server sees them; the file is read again whenever it changes.
+    """The keys of the key file and, if given, `own`, a key that exists in this process only.
 
-    `own` is a key of this process only. It fails closed: without a readable file no key is known, and where
-    there is a file, be it one of no keys because the last was revoked, the server does not open its doors.
+    The file is read again whenever it changes. When in doubt access is denied: if the file cannot be read,
+    none of its keys is valid; and once a key file exists, keys are required, even if the last key in it was
+    revoked.
     """
 
     def __init__(self, file: KeyFile, *, open_without_keys: bool, own: Key | None = None) -> None:
@@ -23,12 +24,12 @@ class Keyring:
 
     @property
     def is_open(self) -> bool:
-        """There is no file of keys, and the server does without: whoever reaches it may do everything."""
+        """Whether no key is required, because there is no key file: every client may do everything."""
         self._refresh()
         return not self._locked
 
     def find(self, secret: str) -> Key | None:
-        """The key with this secret; the time taken tells nothing about those there are."""
+        """The key with this secret, or None. The time taken reveals nothing about the existing keys."""
         digest, found = digest_of(secret), None
         for key in self._all():
             if hmac.compare_digest(key.digest, digest):
@@ -54,6 +55,6 @@ class Keyring:
             return
         try:
             self._keys, self._stamp = self._file.keys(), stamp
-        except StorageError:  # it is asked again until it can be read
+        except StorageError:  # forget the stamp, so that the file is read again at the next look
             self._keys, self._stamp, self._locked = [], None, True
         self._locked = self._locked or stamp is not None

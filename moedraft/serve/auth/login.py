@@ -1,4 +1,4 @@
-"""The form where a browser gives a key and gets a cookie. Plain HTML, nothing loaded, no script."""
+"""The sign-in form: a browser sends a key and gets a cookie. Plain HTML without scripts or other files."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def login_router(authority: Authority) -> APIRouter:
             authority.sessions.issue(key.id),
             max_age=SESSION_SECONDS,
             httponly=True,
-            samesite="lax",  # a link from elsewhere may open a page; who acts is asked for the origin
+            samesite="lax",  # links from other sites may open a page; what changes anything needs our origin
             secure=request.url.scheme == "https",
         )
         return answer
@@ -84,7 +84,7 @@ def _page(target: str, message: str = "", status: int = 200) -> Response:
 
 
 def _inside(target: str) -> str:
-    """Only our own pages: a link to the form must not lead elsewhere afterwards."""
+    """`target` if it is a page of the dashboard, else its first page: no link to the form leads elsewhere."""
     plain = target.isascii() and target.isprintable() and "\\" not in target
     return target if plain and target.startswith(HOME) else HOME
 

@@ -13,22 +13,24 @@ SESSION_SECONDS = 12 * 3600
 
 
 class Sessions:
-    """Cookies of browsers: the id of a key and an end, signed by a secret of this process. No key is in them.
+    """Makes and checks session cookies. A cookie holds the id of a key and an expiry time, but not the key.
 
-    They end with the process, with their key, where someone signs out, and after `SESSION_SECONDS`.
+    Cookies are signed with a secret of this process. A session ends with the process, with its key, when the
+    user signs out, or after `SESSION_SECONDS`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._secret = secrets.token_bytes(32)
         self._clock = clock
-        self._ended: dict[str, int] = {}  # sessions that were signed out: when they would have ended
+        # sessions that were signed out, with the time at which they would have expired
+        self._ended: dict[str, int] = {}
 
     def issue(self, key_id: str) -> str:
         content = f"{key_id}.{secrets.token_hex(8)}.{int(self._clock()) + SESSION_SECONDS}"
         return f"{content}.{self._sign(content)}"
 
     def key_id(self, cookie: str) -> str | None:
-        """The id in a cookie that is ours and not over."""
+        """The key id in a cookie that this process signed and that has not expired; otherwise None."""
         content, _, signature = cookie.rpartition(".")
         if not hmac.compare_digest(signature.encode(), self._sign(content).encode()):
             return None
@@ -36,7 +38,7 @@ class Sessions:
         return key_id if int(end) > self._clock() and session not in self._ended else None
 
     def end(self, cookie: str) -> None:
-        """It is over for whoever has it. A cookie that is none of ours changes nothing."""
+        """End the session for everyone who has its cookie. A cookie that is not valid changes nothing."""
         if self.key_id(cookie) is None:
             return
         _, session, end, _ = cookie.split(".")

@@ -1,4 +1,4 @@
-"""What learning did and does: updates, what they gained, loss, time, and why the trainer waits."""
+"""The page about learning: updates, what they gained, loss, time spent, and what the trainer waits for."""
 
 from __future__ import annotations
 
@@ -94,14 +94,14 @@ def _build(look: Look) -> Callable[[LearningPageData], None]:
 
 
 def _banner(view: LearningPageData) -> Markup:
-    """What the trainer does now, and why it waits."""
+    """What the trainer does now, or what it waits for."""
     state = trainer_state(view.trainer)
     words = [tag("p", state.sentence, data_figure="trainer_state", data_value=state.word)]
     trainer = view.trainer
     if trainer and trainer.last_error and state.tone != "bad":
         words.append(tag("p", f"Its last failure: {trainer.last_error}", class_="hint"))
-    if view.engine.learning != "learning":
-        words.append(tag("p", f"No records are kept: {sentence(view.engine.learning)}", class_="bad"))
+    if view.engine.learning.is_paused:
+        words.append(tag("p", f"No records are kept: {sentence(view.engine.learning.reason)}", class_="bad"))
     return tag("section", pill(state.word, state.tone), join(words), class_="card banner")
 
 

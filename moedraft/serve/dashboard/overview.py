@@ -1,4 +1,4 @@
-"""Everything at a glance: how fast, how much of it drafting wins, which expert earns its place."""
+"""The overview page: speed, acceptance, where tokens come from, and a table of all experts."""
 
 from __future__ import annotations
 
@@ -222,8 +222,9 @@ def _state(view: OverviewPageData) -> Markup:
             ("Updates", count(view.trainer.updates)),
             ("Restarts of the trainer", count(view.trainer.restarts)),
         ]
-    if now.learning != "learning":
-        parts.append(tag("li", tag("p", f"No records are kept: {sentence(now.learning)}"), class_="bad"))
+    if now.learning.is_paused:
+        reason = sentence(now.learning.reason)
+        parts.append(tag("li", tag("p", f"No records are kept: {reason}"), class_="bad"))
     listed = tag("dl", *(join([tag("dt", name), tag("dd", text)]) for name, text in facts), class_="facts")
     return join([tag("ul", *parts, class_="states"), listed])
 

@@ -1,4 +1,4 @@
-"""How the engine and the trainer are, said in a word, a tone and a sentence."""
+"""Describes the state of the engine and of the trainer by a word, a tone and a sentence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StatusText:
-    """tone: good, busy, bad or quiet."""
+    """A description of a state. tone: good, busy, bad or quiet."""
 
     word: str
     tone: str
@@ -33,7 +33,7 @@ def engine_state(now: Snapshot) -> StatusText:
 
 
 def trainer_state(now: TrainerState | None) -> StatusText:
-    """None: learning is switched off for this server."""
+    """The trainer's state as text. None means that learning is switched off."""
     if now is None:
         return StatusText("Off", "quiet", "This server was started without learning.")
     if now.paused:
@@ -55,12 +55,11 @@ def trainer_state(now: TrainerState | None) -> StatusText:
         return StatusText("Training", "good", f"Updating the adapter of {doing.expert}{done}{loss}.")
     if doing.waits_for:
         return StatusText("Waiting", "busy", sentence(doing.waits_for))
-    return StatusText("Running", "quiet", sentence(doing.text))
+    return StatusText("Running", "quiet", sentence(doing.reason if doing.is_paused else doing.text))
 
 
 def sentence(text: str) -> str:
-    """With a capital letter and a full stop, and without what the label beside it says already."""
-    text = text.removeprefix("paused: ")
+    """With a capital letter and a full stop."""
     return f"{text[:1].upper()}{text[1:].rstrip('.')}."
 
 

@@ -1,7 +1,7 @@
-"""The routes of an operator: domains, versions, learning, replay. One change at a time.
+"""The operator's routes: domains, versions, learning, replay. Only one change is made at a time.
 
-Whatever takes long (embedding the examples of a domain) runs beside the engine's thread; only the finished
-router and adapters are taken in by it, between two steps.
+Slow work (embedding the examples of a domain) runs in another thread than the engine's. The engine's thread
+only loads the finished router and adapters, between two steps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moedraft.system.build import System, open_router
 from moedraft.system.domains import check_examples, register_domain, remove_domain
 
 MOST_EXAMPLES = 10_000
-MOST_TEXTS = 16  # routed in one request, since the engine waits meanwhile
+MOST_TEXTS = 16  # texts in one request at most, since the engine waits while they are routed
 T = TypeVar("T")
 Name = Annotated[str, Path(max_length=256)]
 Data = dict[str, Any]
@@ -63,7 +63,8 @@ async def register(request: Request, body: Registration) -> Data:
     check_examples(body.name, body.examples)
 
     def work() -> Data:
-        own = open_router(context.settings, context.store)  # the engine's goes on routing
+        # a router of this request's own; the engine's keeps routing meanwhile
+        own = open_router(context.settings, context.store)
         found = register_domain(context.store, own, body.name, body.examples, body.description)
         return inventory.summary(found)
 
@@ -148,7 +149,8 @@ def replay(request: Request) -> Data:
 def purge(request: Request, body: Purge) -> Data:
     """Delete the records of a domain, or all, their bytes overwritten."""
     context = context_of(request)
-    context.worker.system.recorder.flush()  # of what has been answered nothing may come afterwards
+    # Records of requests that were answered before must not be written after the purge.
+    context.worker.system.recorder.flush()
     return {"domain": body.domain, "purged": changes.purge(context.store, body.domain)}
 
 
@@ -160,7 +162,7 @@ async def route(request: Request, body: Texts) -> Data:
 
 
 async def _change(context: ServerContext, work: Callable[[], T]) -> T:
-    """Do `work` in a thread, no other change beside it, and have the engine take in what came of it."""
+    """Do `work` in a thread, one change at a time, and have the engine load the result."""
     async with context.changes:
         try:
             return await asyncio.to_thread(work)

@@ -1,6 +1,6 @@
-"""Has a planned request answered by the worker: as one JSON body, or as a stream of events.
+"""Answers a planned request with the worker: as one JSON body, or as a stream of events.
 
-Whatever happens (the client leaves, the time is up, an error), no ticket of the request goes on running.
+However it ends (the client leaves, the time is up, an error), every ticket of the request is ended too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ T = TypeVar("T")
 
 
 async def answer(request: Request, context: ServerContext, reply: Reply) -> Response:
-    """Raises ApiError, InvalidRequest, Overloaded or Draining before anything was sent."""
+    """The response to `reply`'s plan.
+
+    Raises ApiError, InvalidRequest, Overloaded or Draining, always before anything was sent.
+    """
     deadline = time.monotonic() + context.settings.request_timeout
     if reply.plan.stream:
         async with _until(deadline):
@@ -42,7 +45,7 @@ async def answer(request: Request, context: ServerContext, reply: Reply) -> Resp
 
 
 async def _submit(context: ServerContext, plan: GenerationPlan) -> list[Ticket]:
-    """A ticket per answer; all or none."""
+    """Submit one ticket for each answer. If one of them fails, the others are cancelled."""
     tickets: list[Ticket] = []
     options: dict[str, Any] = {"expert": plan.expert, "draft": plan.draft, "capture": plan.capture}
     try:
@@ -67,7 +70,7 @@ async def _whole(context: ServerContext, plan: GenerationPlan, deadline: float) 
 
 
 async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
-    """What `work` returns; None, the work cancelled, where the client goes away before."""
+    """The result of `work`; if the client disconnects first, `work` is cancelled and the result is None."""
     working, gone = asyncio.create_task(work), asyncio.create_task(_until_gone(request))
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -84,7 +87,7 @@ async def _until_gone(request: Request) -> None:
 
 
 def _checked(output: RequestOutput) -> RequestOutput:
-    """The output itself; ApiError where it ended for a reason that no client asked for."""
+    """`output` itself. Raises ApiError if the engine or the server ended the request."""
     if output.finish_reason == "error":
         raise ApiError(500, "The model gave no usable answer to this request.", code="engine_error")
     if output.finish_reason == "abort":
@@ -94,7 +97,7 @@ def _checked(output: RequestOutput) -> RequestOutput:
 
 @asynccontextmanager
 async def _until(deadline: float) -> AsyncIterator[None]:
-    """The block ends by `deadline` (monotonic seconds), or with ApiError 504."""
+    """A block that raises ApiError 504 if it is not done by `deadline` (monotonic seconds)."""
     try:
         async with asyncio.timeout(deadline - time.monotonic()):
             yield
@@ -111,7 +114,7 @@ def _cancel(tickets: Sequence[Ticket]) -> None:
 
 
 class TicketStream(EventSourceResponse):
-    """Server-sent events that end their tickets however they end, begun or not."""
+    """Server-sent events that cancel their tickets at the end, even if sending never began."""
 
     def __init__(
         self, events: AsyncIterator[dict[str, str]], tickets: Sequence[Ticket], send_timeout: float
@@ -127,7 +130,7 @@ class TicketStream(EventSourceResponse):
 
 
 async def _events(reply: Reply, tickets: Sequence[Ticket], deadline: float) -> AsyncIterator[dict[str, str]]:
-    """All pieces as events; an error that comes in the middle is the last one."""
+    """All pieces as events. After an error in the middle, the error is the last event."""
     last: dict[int, RequestOutput] = {}
     try:
         for opening in reply.openings():
@@ -146,8 +149,8 @@ async def _events(reply: Reply, tickets: Sequence[Ticket], deadline: float) -> A
 
 
 async def _merged(tickets: Sequence[Ticket], deadline: float) -> AsyncGenerator[tuple[int, RequestOutput]]:
-    """(index, output) of all tickets as they come. Raises ApiError at the deadline."""
-    if len(tickets) == 1:  # nearly always, and much cheaper
+    """(index, output) of all tickets, in the order in which they come. Raises ApiError at the deadline."""
+    if len(tickets) == 1:  # the usual case, which needs no tasks and no queue
         output = await _next(tickets[0], deadline)
         while output is not None:
             yield 0, output
@@ -182,5 +185,5 @@ async def _next(ticket: Ticket, deadline: float) -> RequestOutput | None:
 
 
 def _event(data: object) -> dict[str, str]:
-    """ASCII only: some readers take U+2028 and its like for the end of a line."""
+    """The event for `data`, in ASCII only: some clients take U+2028 and the like for the end of a line."""
     return {"data": json.dumps(data, allow_nan=False)}

@@ -1,4 +1,4 @@
-"""JSON bodies, taken strictly: UTF-8, sent as JSON, finite numbers, not nested without end."""
+"""Reads JSON bodies strictly: UTF-8, declared as JSON, finite numbers only, limited nesting."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def parse_json(body: bytes) -> Any:
-    """Raises ApiError 400 for what is no JSON of finite numbers and valid text."""
+    """The value that `body` holds. Raises ApiError 400 if it is not JSON of finite numbers and valid text."""
     try:
         data = json.loads(body.decode("utf-8"), parse_constant=_refuse, parse_float=_finite)
-        if SURROGATE.search(body):  # a pair is one letter, a half is none
+        # a surrogate pair is one character, but half a pair is none and cannot be encoded
+        if SURROGATE.search(body):
             json.dumps(data, ensure_ascii=False).encode()
         return data
     except UnicodeDecodeError:
@@ -32,7 +33,7 @@ def parse_json(body: bytes) -> Any:
         raise _bad(f"The body is not valid JSON: {error.msg} at letter {error.pos}.") from None
     except RecursionError:
         raise _bad("The body is not valid JSON: it is nested too deeply.") from None
-    except ValueError:  # an integer of thousands of digits
+    except ValueError:  # an integer with thousands of digits, which Python refuses to read
         raise _bad("The body holds a number that is too long.") from None
 
 
@@ -57,7 +58,7 @@ class StrictRoute(APIRoute):
 
 
 def _check_type(request: Request) -> None:
-    """Only JSON that says so: a form of another site can send anything else without asking."""
+    """Require a JSON content type, which other sites' forms cannot send without the server's permission."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != JSON_TYPE:
         raise ApiError(415, f"The body must be sent as {JSON_TYPE}.", code="unsupported_media_type")

@@ -1,4 +1,4 @@
-"""What the parts of one server share. Put into `app.state.context` by `create_app`."""
+"""What the parts of one server share; `create_app` stores it as `app.state.context`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moedraft.storage.store import Store
 
 
 class Authorise(Protocol):
-    """Who a connection is: the id of its key, "" where the server needs none. Raises ApiError 401 or 403."""
+    """Finds the id of a connection's key, or "" if the server needs none. Raises ApiError 401 or 403."""
 
     def __call__(self, connection: HTTPConnection, scope: Scope) -> str: ...
 

@@ -1,6 +1,6 @@
-"""The outermost ASGI layer: every response gets an id, security headers and a line in the log.
+"""The outermost ASGI layer gives every response an id and security headers, and logs the request.
 
-It also answers errors that nothing below caught.
+It also answers errors that no other layer handled.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 HEADERS = {
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
-    "referrer-policy": "same-origin",  # with "no-referrer" a browser posts our own forms as of origin "null"
+    # with "no-referrer", browsers send "null" as the origin of our own forms
+    "referrer-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
 }
 GONE = (ClientDisconnect, SendTimeoutError, ConnectionError)
 
-Observe = Callable[[str, int], None]  # the kind of path, the status
+Observe = Callable[[str, int], None]  # is called with the path and the status of a response
 
 
 class Envelope:
-    """Outermost. `observe` is told of every response."""
+    """Gives responses an id and headers, and logs them. `observe` is called for every response."""
 
     def __init__(self, app: ASGIApp, observe: Observe) -> None:
         self.app, self.observe = app, observe
@@ -62,20 +63,23 @@ class Envelope:
         except Exception as error:
             log_failure(self.log, error, request_id=request_id)
             if status:
-                raise _Cut from None  # too late for an answer: the connection must not look whole
+                # The answer has begun already; cutting the connection keeps it from looking complete.
+                raise _Cut from None
             await api_error(error).response()(scope, receive, send_with_id)
         finally:
             self._tell(scope, status or CLIENT_GONE, request_id, time.monotonic() - began)
 
     def _tell(self, scope: Scope, status: int, request_id: str, seconds: float) -> None:
         self.observe(scope["path"], status)
-        if status == 429:  # thousands of lines would take time from those who are served; the metrics count
+        # Under overload, thousands of such lines would take time from other requests; the metrics count them.
+        if status == 429:
             return
         self.log.info(
             "request",
             request_id=request_id,
             method=scope["method"],
-            path=scope["path"][:200].encode("unicode_escape").decode(),  # a terminal may show it
+            # escaped, since a terminal may print it
+            path=scope["path"][:200].encode("unicode_escape").decode(),
             status=status,
             seconds=round(seconds, 4),
             key=scope["state"].get("key_id", ""),
@@ -83,11 +87,11 @@ class Envelope:
 
 
 class _Cut(Exception):
-    """Ends a response in the middle; what was wrong stands in the log already."""
+    """Raised to cut off a response that has begun; the error itself is in the log already."""
 
 
 def _request_id(scope: Scope) -> str:
-    """The client's own where it is harmless, else a new one."""
+    """The id that the client sent if it is safe to repeat, else a new one."""
     for name, value in scope["headers"]:
         if name == b"x-request-id":
             given = value.decode("latin-1")

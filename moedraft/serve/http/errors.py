@@ -1,4 +1,4 @@
-"""Every error as OpenAI's clients know it: {"error": {"message", "type", "param", "code"}}."""
+"""Every error in the form of OpenAI's API: {"error": {"message", "type", "param", "code"}}."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from moedraft.core import InvalidRequest, MoedraftError, PromptTooLong, StorageError, UnknownName
 from moedraft.serve.worker.worker import Draining, Overloaded
 
-CLIENT_GONE = 499  # never seen by anybody: for the log and the metrics
-SHOWN = 80  # letters of what a client sent that an error repeats
+CLIENT_GONE = 499  # status for the log and the metrics when the client has disconnected; it is never sent
+SHOWN = 80  # how many characters of a client's input an error message repeats
 
 TYPES = {
     401: "authentication_error",
@@ -28,7 +28,7 @@ TYPES = {
 
 
 class ApiError(HTTPException):
-    """An answer that is no success. `message` is one clear sentence; never a path, a trace or a prompt."""
+    """An error response. `message` is one clear sentence, without any path, stack trace or prompt."""
 
     def __init__(
         self,
@@ -59,12 +59,12 @@ def error_body(
 
 
 def shown(text: object) -> str:
-    """What a client sent, short and fit to be repeated."""
+    """The client's input, shortened and made safe to repeat in an error message."""
     return str(text)[:SHOWN].encode("utf-8", "backslashreplace").decode()
 
 
 def api_error(error: Exception) -> ApiError:
-    """What a client may know of `error`."""
+    """`error` as a response; internal details are left out."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, Overloaded):
@@ -72,7 +72,7 @@ def api_error(error: Exception) -> ApiError:
         return ApiError(429, str(error), code="overloaded", headers=retry)
     if isinstance(error, Draining):
         return ApiError(503, str(error), code="shutting_down", headers={"retry-after": "5"})
-    if isinstance(error, StorageError):  # its sentence names the home
+    if isinstance(error, StorageError):  # the error's own message names the home, which clients must not see
         return ApiError(503, "The server's storage cannot be used now.", code="storage_unavailable")
     if isinstance(error, UnknownName):
         return ApiError(404, _sentence(str(error)), code="not_found")
@@ -87,7 +87,7 @@ def api_error(error: Exception) -> ApiError:
 
 
 def install(app: FastAPI) -> None:
-    """Answer all errors of the routes in this shape; what is nobody's is left to `envelope.Envelope`."""
+    """Answer all errors of the routes in this form; unexpected ones are answered by `envelope.Envelope`."""
 
     async def answer(request: Request, error: Exception) -> Response:
         return api_error(error).response()
@@ -107,7 +107,7 @@ def _code(error: MoedraftError) -> str | None:
 
 
 def _from_validation(error: RequestValidationError) -> ApiError:
-    """The first complaint, and of a field that may be of several kinds the one that came furthest."""
+    """The response for the first invalid field; if it may have several types, with the reason for each."""
     complaints = error.errors()
     first = complaints[0]
     at = [part for part in first["loc"][1:] if isinstance(part, int) or str(part).isidentifier()]

@@ -1,4 +1,4 @@
-"""How the server is: for probes, for scrapers, for people."""
+"""Routes about the server's state, for probes and for monitoring: health, readiness, version, metrics."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Two ASGI layers that bound what clients may ask of the server.
+"""Two ASGI layers that limit what clients can demand of the server.
 
-`Admission` refuses requests for which there is no room; `BodyLimit` reads request bodies up to a size and
-within a time.
+`Admission` refuses requests for which there is no room; `BodyLimit` reads bodies up to a size and within a
+time.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from moedraft.serve.http.errors import ApiError, api_error
 
 
 class Admission:
-    """Refuses what asks for answers while there is no room for any, before its body is read and understood.
+    """Refuses requests for answers while there is no room for more, before their body is read.
 
-    `check_room` raises then. Ten times too many requests cost little so, and take little from those inside.
+    `check_room` raises when there is no room. Refusing early is cheap, so that even ten times too many
+    requests hardly slow down those that are being served.
     """
 
     def __init__(self, app: ASGIApp, check_room: Callable[[], None]) -> None:
@@ -80,7 +81,7 @@ class BodyLimit:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """The body in one message, then whatever the connection says."""
+    """A `receive` that gives the whole body in one message, and then what the connection gives."""
     told = False
 
     async def replay() -> Message:

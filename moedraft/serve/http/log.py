@@ -1,7 +1,7 @@
-"""What the server writes about itself: JSON lines on stderr, coloured text on a terminal.
+"""The server's log: JSON lines on stderr, or coloured text on a terminal.
 
-Prompts and answers never get here: the events name them by the id of their request, and of an exception
-only its type and places are written, since its message may quote what a client sent.
+Prompts and answers are never logged: events name a request by its id. Of an exception only the type and the
+places in the code are logged, since its message may quote what a client sent.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 import structlog
 from structlog.typing import EventDict, FilteringBoundLogger, WrappedLogger
 
-FRAMES = 12  # innermost, of a trace
+FRAMES = 12  # how many frames of a stack trace are logged, counted from where the error was raised
 
 
 def get_logger(name: str) -> FilteringBoundLogger:
-    """A logger of events; they go where `logging` sends them, so nowhere before `configure`."""
+    """A logger for structured events. Nothing is printed before `configure` is called."""
     logger: FilteringBoundLogger = structlog.wrap_logger(
         logging.getLogger(name),
         processors=[*_shared(), structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
@@ -28,7 +28,7 @@ def get_logger(name: str) -> FilteringBoundLogger:
 
 
 def configure(level: int = logging.INFO) -> None:
-    """Send events and what `logging` takes to stderr, in one shape."""
+    """Print structured events and all other log records to stderr, in the same format."""
     human = sys.stderr.isatty()
     renderer: Any = structlog.dev.ConsoleRenderer() if human else structlog.processors.JSONRenderer()
     handler = logging.StreamHandler(sys.stderr)
@@ -59,13 +59,13 @@ def log_failure(log: FilteringBoundLogger, error: BaseException, **about: object
 
 
 def places(error: BaseException) -> list[str]:
-    """`file:line function` of the innermost frames, outermost first."""
+    """`file:line function` for the last frames of the stack trace, outermost first."""
     frames = traceback.extract_tb(error.__traceback__)[-FRAMES:]
     return [f"{frame.filename.rpartition('/')[2]}:{frame.lineno} {frame.name}" for frame in frames]
 
 
 def without_messages(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
-    """A trace in an event becomes its type and places."""
+    """Replace an event's stack trace by the exception's type and places, without its message."""
     trace = event.pop("exc_info", None)
     if trace is True:
         trace = sys.exc_info()

@@ -1,7 +1,7 @@
-"""What `/metrics` says. Counted on the engine's thread when a request ends; gauges are read at the scrape.
+"""The figures of `/metrics`. Requests are counted when they end; gauges are read for each scrape.
 
-Requests that were aborted or failed count too; the store, and with it the dashboard, holds only the others.
-Labels are the model's name, experts and writing systems: never anything out of a prompt.
+Requests that were aborted or failed are counted too, unlike in the store and the dashboard. Labels are the
+model's name, experts and writing systems; nothing is taken from a prompt.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ GAPS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3
 
 
 class PrometheusMetrics:
-    """A registry of its own, so that several servers in one process do not mix."""
+    """The server's counters and histograms, in a registry of its own so that several servers can coexist."""
 
     def __init__(self, model_name: str, worker: Worker, supervisor: TrainerSupervisor | None) -> None:
-        # they would be a second series for each, that nobody reads
+        # Otherwise each counter had a second series with its creation time, which nobody reads.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._model_name = model_name
@@ -64,7 +64,7 @@ class PrometheusMetrics:
         return generate_latest(self.registry)
 
     def finished(self, sequence: Sequence) -> None:
-        """An engine sink."""
+        """Count a request that has ended. The engine calls this from its thread."""
         labels = (self._model_name, sequence.expert, script_of(sequence.prompt))
         self._finished.labels(self._model_name, sequence.finish_reason or "").inc()
         self._prompt.labels(*labels).inc(sequence.num_prompt_tokens)
@@ -80,7 +80,7 @@ class PrometheusMetrics:
         self._time(sequence)
 
     def answered(self, kind: str, status: int) -> None:
-        """A response of HTTP. `kind` is one of a few, never a path that a client made up."""
+        """Count an HTTP response. `kind` is one of a few labels, never a path that a client chose."""
         self._http.labels(kind, status).inc()
 
     def _time(self, sequence: Sequence) -> None:
@@ -101,13 +101,13 @@ class PrometheusMetrics:
 
 
 class Gauges(Collector):
-    """How things stand at the moment of the scrape."""
+    """Figures that are read from the worker and the supervisor at the moment of a scrape."""
 
     def __init__(self, model_name: str, worker: Worker, supervisor: TrainerSupervisor | None) -> None:
         self._model_name, self._worker, self._supervisor = model_name, worker, supervisor
 
     def describe(self) -> list[Metric]:
-        return []  # nothing is asked of a worker that has not begun
+        return []  # the worker may not have started when the collector is registered
 
     def collect(self) -> Iterator[Metric]:
         now = self._worker.snapshot()

@@ -10,13 +10,16 @@ from moedraft.serve.http.errors import ApiError, shown
 
 
 def target_name(settings: Settings) -> str:
-    """The target as clients name it; of a local folder its last part, never its path."""
+    """The target's name in the API; for a local folder only its last part, not its path."""
     folder = Path(settings.target).expanduser()
     return folder.resolve().name if folder.is_dir() else settings.target
 
 
 def expert_of(model: str, target: str, domains: tuple[str, ...]) -> str | None:
-    """The expert that `model` pins; None: the router chooses. Raises ApiError 404."""
+    """The expert that a model name such as `target:domain` asks for; None: the router chooses.
+
+    Raises ApiError 404 for an unknown name.
+    """
     if model == target:
         return None
     name, _, expert = model.rpartition(":")

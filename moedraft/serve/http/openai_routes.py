@@ -1,4 +1,4 @@
-"""The routes that clients of OpenAI know: models, completions, chat; streamed or not."""
+"""The routes of OpenAI's API: models, completions and chat completions, whole or streamed."""
 
 from __future__ import annotations
 

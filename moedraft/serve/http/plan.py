@@ -1,4 +1,4 @@
-"""Turns a checked request body into what the engine is asked: expert, prompts, limits, sampling."""
+"""Turns a validated request body into arguments for the engine: expert, prompts, limits, sampling."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from moedraft.serve.http.model_names import expert_of, target_name
 from moedraft.serve.http.schema import ChatRequest, CompletionRequest, Generation
 
 Prompt = str | list[int]
-COMPLETION_TOKENS = 16  # OpenAI's default
-LONGEST_STOP = 1000  # letters: text is held back while it may be the beginning of a stop string
+COMPLETION_TOKENS = 16  # the default of OpenAI's API
+LONGEST_STOP = 1000  # characters; text is held back while it could be the beginning of a stop string
 
 
 @dataclass(frozen=True)
 class GenerationPlan:
-    """One request: `n` answers to each of `prompts`, all by the same expert and parameters."""
+    """One request: `n` answers to each of `prompts`, all with the same expert and sampling."""
 
     model: str
     expert: str | None
@@ -31,7 +31,7 @@ class GenerationPlan:
     include_usage: bool
 
     def choices(self) -> Iterator[tuple[Prompt, SamplingParams]]:
-        """Prompt by prompt; answer i of n has a seed of its own."""
+        """Each prompt with its parameters, `n` times; answer i of n uses the seed plus i."""
         for prompt in self.prompts:
             for i in range(self.n):
                 seed = self.params.seed

@@ -1,6 +1,6 @@
-"""Between text and tokens on the side of HTTP: chat templates, lengths, single tokens. Knows no engine.
+"""Converts between text and tokens for HTTP: chat templates, prompt lengths, single tokens.
 
-Works on a tokenizer of its own, so that the engine's is never used by two threads.
+Works on its own copy of the tokenizer, so that two threads never use the engine's. Does not know the engine.
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ from moedraft.core import InvalidRequest, PromptTooLong
 from moedraft.serve.http.schema import Message
 
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-PRINTED = (*range(33, 127), *range(161, 173), *range(174, 256))  # bytes that GPT-2 writes as they are
-UNPRINTED = (byte for byte in range(256) if byte not in PRINTED)  # those from U+0100 on
+# bytes that GPT-2's vocabulary writes as the character itself
+PRINTED = (*range(33, 127), *range(161, 173), *range(174, 256))
+# the others are written as characters from U+0100 on
+UNPRINTED = (byte for byte in range(256) if byte not in PRINTED)
 BYTE_OF = {chr(b): b for b in PRINTED} | {chr(256 + i): b for i, b in enumerate(UNPRINTED)}
 
 
 class Piece(NamedTuple):
-    """One token by itself, which may be a part of a character."""
+    """The bytes of one token, which may be only a part of a character."""
 
     data: bytes
-    shown: bool = True  # special tokens are not in the text
+    shown: bool = True  # special tokens are left out of the text
 
     @property
     def text(self) -> str:
@@ -37,7 +39,7 @@ class Piece(NamedTuple):
 
 
 class Prompts:
-    """`limit`: the most tokens a prompt may have; None: as many as the engine takes."""
+    """Prepares prompts. `limit` is the most tokens a prompt may have; None: as many as the engine accepts."""
 
     def __init__(self, tokenizer: Any, limit: int | None) -> None:
         self._tokenizer = copy.deepcopy(tokenizer)
@@ -47,10 +49,10 @@ class Prompts:
         self.piece = lru_cache(maxsize=65536)(self._piece)
 
     async def check(self, prompt: str | list[int]) -> None:
-        """Raises InvalidRequest for too many tokens. A long text is counted beside the event loop."""
+        """Raises InvalidRequest for too many tokens. A long text is counted in another thread."""
         if self._limit is None:
             return
-        # No tokenizer makes more tokens of a text than it has bytes, give or take the special ones.
+        # A text has at most as many tokens as bytes, apart from a few special tokens.
         if isinstance(prompt, str) and len(prompt.encode()) + 8 > self._limit:
             count = await asyncio.to_thread(self._count, prompt)
         else:
@@ -59,10 +61,11 @@ class Prompts:
             raise PromptTooLong(f"the prompt has {count} tokens; at most {self._limit} are taken.")
 
     async def chat(self, messages: Sequence[Message]) -> str | list[int]:
-        """The prompt of a conversation: by the tokenizer's template, as ids, or else by ours, as text."""
+        """A conversation as a prompt: token ids by the tokenizer's chat template, or text if it has none."""
         if not getattr(self._tokenizer, "chat_template", None):
             return plain_chat(messages)
-        knows = "developer" in str(self._tokenizer.chat_template)  # others drop the role they do not know
+        # other templates would drop a message of this role
+        knows = "developer" in str(self._tokenizer.chat_template)
         roles = [message.role if knows or message.role != "developer" else "system" for message in messages]
         rows = [{"role": r, "content": message.text} for r, message in zip(roles, messages, strict=True)]
         return await asyncio.to_thread(self._templated, rows)
@@ -72,7 +75,7 @@ class Prompts:
             ids = self._tokenizer.apply_chat_template(
                 rows, add_generation_prompt=True, tokenize=True, return_dict=False
             )
-        except Exception as error:  # the template's own: it may refuse what it likes, in Jinja
+        except Exception as error:  # a template may raise any exception for messages it does not accept
             raise InvalidRequest("the chat template of the model refuses these messages.") from error
         return list(ids)
 
@@ -88,7 +91,7 @@ class Prompts:
 
 
 def spelling_of(tokenizer: Any) -> Callable[[str], bytes | None] | None:
-    """From a token as the vocabulary has it to its bytes; None where only the tokenizer can tell."""
+    """The function that turns a vocabulary entry into bytes; None if only the tokenizer can decode it."""
     decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
     kinds = set(re.findall(r'"type":"(\w+)"', decoder.__getstate__().decode())) if decoder else set()
     if "ByteLevel" in kinds:
@@ -106,10 +109,10 @@ def _of_words(token: str) -> bytes:
 
 
 def plain_chat(messages: Sequence[Message]) -> str:
-    """The prompt for a tokenizer without a chat template.
+    """The prompt for a conversation if the tokenizer has no chat template.
 
-    A lone message of the user is the prompt, as it is. A longer conversation is written out as
-    `Role: text`, the messages apart by an empty line, and ends with `Assistant:`.
+    A single message of the user is the prompt itself. A longer conversation is written as `Role: text`, with
+    an empty line between messages, and ends with `Assistant:`.
     """
     if len(messages) == 1 and messages[0].role == "user":
         return messages[0].text

@@ -1,9 +1,9 @@
-"""HTTP/1.1 with patience that ends: uvicorn's protocol, with deadlines where it would wait for ever.
+"""uvicorn's HTTP/1.1 protocol with deadlines in the places where it would wait for ever.
 
-Headers must arrive within `header_timeout`, and of what was written a reader must take something (of much,
-LEAST_TAKEN bytes) in every `send_timeout` seconds, also when the connection is to be closed. Beyond
-`max_connections` there are PLACES at the door, where only the probes of orchestrators are answered: a crowd
-must not have the server restarted.
+The headers must arrive within `header_timeout`. A client must read some of a waiting answer (at least
+LEAST_TAKEN bytes of a long one) in every `send_timeout` seconds, even while the connection is closing. When
+`max_connections` are open, PLACES more are accepted, on which only health probes are answered: otherwise an
+orchestrator would restart a server just because it is full.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from moedraft.config import Settings
 from moedraft.serve.http.errors import ApiError, error_body
 from moedraft.serve.http.rest_of_body import RestOfBody
 
-LARGEST_HEAD = 32 * 1024  # bytes of a request's headers
-LEAST_TAKEN = 16 * 1024  # bytes of an answer in `send_timeout` seconds
-PLACES = 16  # at the door
-AT_THE_DOOR = 1.0  # s there for the headers of a request, and for a body that is dropped
+LARGEST_HEAD = 32 * 1024  # bytes that a request's headers may have
+LEAST_TAKEN = 16 * 1024  # bytes of an answer that a client must read in `send_timeout` seconds
+PLACES = 16  # connections beyond `max_connections` that are kept open for probes
+AT_THE_DOOR = 1.0  # seconds that such a connection gets for its headers, and for the rest of its body
 PROBES = ("/health", "/ready")
 FULL = "Too many connections are open; try again in 1 s."
 REASONS = {400: b"Bad Request", 408: b"Request Timeout", 429: b"Too Many Requests"}
 
 
 class PatientProtocol(H11Protocol):
-    """Use a subclass made by `protocol_of`."""
+    """uvicorn's protocol with the deadlines. It lacks its settings; use a subclass made by `protocol_of`."""
 
     header_timeout: float
     send_timeout: float
     max_connections: int
-    door: dict[PatientProtocol, None]  # connections that came when the server was full, oldest first
-    _headers: asyncio.TimerHandle | None = None  # while headers are awaited
-    _reader: asyncio.TimerHandle | None = None  # while the other end does not take what was written
+    door: dict[PatientProtocol, None]  # connections beyond `max_connections`, oldest first
+    _headers: asyncio.TimerHandle | None = None  # runs while headers are awaited
+    _reader: asyncio.TimerHandle | None = None  # runs while the client does not read the answer
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -58,7 +58,8 @@ class PatientProtocol(H11Protocol):
             return
         self._stop_headers()
         if self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) < LARGEST_HEAD:
-            self.flow.resume_reading()  # who sends more before the answer has come may still go away
+            # keep reading after the request, in order to notice when the client disconnects
+            self.flow.resume_reading()
 
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
         if self in self.door:
@@ -69,7 +70,7 @@ class PatientProtocol(H11Protocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.conn.their_state is h11.SEND_BODY and self.cycle.response_complete:
-            self.transport.abort()  # `RestOfBody` has read as much as anybody may send for nothing
+            self.transport.abort()  # `RestOfBody` has already dropped as many bytes as it accepts
         self._end_in_time()
 
     def pause_writing(self) -> None:
@@ -99,7 +100,7 @@ class PatientProtocol(H11Protocol):
         self.refuse(400, msg, "invalid_http")
 
     def refuse(self, status: int, message: str, code: str) -> None:
-        """Answer without a request that could be routed, and close."""
+        """Send an error response, outside of the application, and close the connection."""
         self._stop_headers()
         body = json.dumps(error_body(status, message, code=code)).encode()
         headers = [
@@ -117,7 +118,7 @@ class PatientProtocol(H11Protocol):
         self._end_in_time()
 
     def _stand_at_the_door(self) -> None:
-        """Serve a probe, if one comes at once; who has stood here longest makes room for the next."""
+        """Answer only a probe on this connection. If there are too many of these, close the oldest."""
         self.app = RestOfBody(probes_only(self.app), AT_THE_DOOR)
         self.door[self] = None
         if len(self.door) > PLACES:
@@ -129,7 +130,7 @@ class PatientProtocol(H11Protocol):
                 oldest.transport.abort()
 
     def _await_headers(self) -> None:
-        """The clock runs on where they are awaited already."""
+        """Start the timeout for the headers, unless it runs already."""
         if self._headers is None and not self.transport.is_closing():
             seconds = min(AT_THE_DOOR, self.header_timeout) if self in self.door else self.header_timeout
             self._headers = self.loop.call_later(seconds, self._no_headers)
@@ -152,7 +153,7 @@ class PatientProtocol(H11Protocol):
             self._reader = self.loop.call_later(self.send_timeout, self._look_at_reader, self._unread())
 
     def _look_at_reader(self, before: int) -> None:
-        """Leave a reader who took nearly nothing since the last look."""
+        """Close the connection if the client read almost nothing since the last check."""
         now, self._reader = self._unread(), None
         if before - now < LEAST_TAKEN:
             self.transport.abort()
@@ -160,9 +161,9 @@ class PatientProtocol(H11Protocol):
             self._await_reader()
 
     def _unread(self) -> int:
-        """Bytes written that the other end has not taken: what waits here, and what the kernel holds."""
+        """Bytes of the answer that the client has not received: those in our buffer and in the kernel's."""
         waiting = self.transport.get_write_buffer_size()
-        with suppress(OSError):  # a kernel that does not tell
+        with suppress(OSError):  # some systems do not tell
             count = fcntl.ioctl(self.transport.get_extra_info("socket"), termios.TIOCOUTQ, bytes(4))
             waiting += int.from_bytes(count, sys.byteorder)
         return waiting
@@ -173,13 +174,13 @@ class PatientProtocol(H11Protocol):
             self._reader = None
 
     def _end_in_time(self) -> None:
-        """A connection that is closed waits for what was written to be read: not for ever."""
+        """A closing connection waits until the client has read the answer; limit that wait."""
         if self.transport.is_closing() and self in self.connections:
             self._await_reader()
 
 
 def probes_only(app: ASGIApp) -> ASGIApp:
-    """`app` for one probe of an orchestrator; whatever else comes is answered with 429."""
+    """`app` for one probe; every other request is answered with 429. The connection is closed afterwards."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         async def closing(message: Message) -> None:

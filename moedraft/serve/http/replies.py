@@ -1,4 +1,4 @@
-"""Answers in OpenAI's shapes, whole and in pieces, with our figures under `metrics.speculative_decoding`."""
+"""Builds answers in the form of OpenAI's API, with our own figures under `metrics.speculative_decoding`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from codecs import getincrementaldecoder
 from collections.abc import Callable, Sequence
 from typing import Any, NotRequired
 
-from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
+from typing_extensions import TypedDict  # pydantic requires this one before Python 3.12
 
 from moedraft.core import RequestOutput, TokenLogprobs
 from moedraft.serve.http.plan import GenerationPlan
 from moedraft.serve.http.prompts import Piece
 
-LOWEST = -9999.0  # what OpenAI says for a probability of zero
+LOWEST = -9999.0  # OpenAI's value for a probability of zero
 
 
 class Speculative(TypedDict):
@@ -54,15 +54,16 @@ class Answer(TypedDict):
 
 
 class Reply:
-    """The answers to one plan. `piece` spells a single token."""
+    """Builds the whole answer, or its pieces, for one plan. `piece` gives the text of a single token."""
 
     prefix, kind, piece_kind = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, plan: GenerationPlan, piece: Callable[[int], Piece]) -> None:
         self.plan, self._piece = plan, piece
         self._id, self._created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
-        self._told = [0] * (plan.n * len(plan.prompts))  # tokens whose log-probabilities were sent
-        self._offsets = [0] * len(self._told)  # letters of those tokens
+        # for each answer, how many tokens' log-probabilities were sent
+        self._told = [0] * (plan.n * len(plan.prompts))
+        self._offsets = [0] * len(self._told)  # for each answer, the length in characters of those tokens
         self._letters = [getincrementaldecoder("utf-8")("replace") for _ in self._told]
 
     def whole(self, outputs: Sequence[RequestOutput]) -> Answer:
@@ -74,11 +75,11 @@ class Reply:
         }
 
     def openings(self) -> list[Answer]:
-        """The pieces that come before any text."""
+        """The pieces to send before any text."""
         return []
 
     def piece(self, index: int, output: RequestOutput) -> Answer:
-        """What is new in `output` of answer `index`."""
+        """The new text in `output`, as a piece of answer `index`."""
         answer = self._frame(self.piece_kind, [self._choice_piece(index, output)])
         if output.finish_reason:
             answer["metrics"] = metrics_of([output])
@@ -106,7 +107,7 @@ class Reply:
         return {**self._choice(index, output), "text": output.delta}
 
     def _fresh(self, index: int, output: RequestOutput) -> list[tuple[int, TokenLogprobs]]:
-        """Tokens with their log-probabilities that were not told yet."""
+        """The tokens whose log-probabilities were not sent yet, with these."""
         pairs = list(zip(output.token_ids, output.logprobs or (), strict=False))
         start, self._told[index] = self._told[index], len(pairs)
         return pairs[start:]
@@ -128,7 +129,7 @@ class Reply:
         }
 
     def _top(self, token: int, one: TokenLogprobs) -> dict[str, float]:
-        """The likeliest tokens and, wherever it stands, `token` itself."""
+        """The most probable tokens, and `token` itself even if it is not one of them."""
         top: dict[str, float] = {}
         for other, logprob in one.top:
             top.setdefault(self._piece(other).text, finite(logprob))
@@ -178,7 +179,7 @@ def _chat_piece(index: int, delta: dict[str, Any], logprobs: Any, reason: str | 
 
 
 def usage_of(outputs: Sequence[RequestOutput], n: int) -> Usage:
-    """`n` answers in a row share a prompt, which is counted once."""
+    """Token counts. The `n` answers to one prompt follow each other, and the prompt is counted once."""
     prompt = sum(output.num_prompt_tokens for output in outputs[::n])
     completion = sum(len(output.token_ids) for output in outputs)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

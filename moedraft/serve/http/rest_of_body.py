@@ -1,4 +1,4 @@
-"""An ASGI layer that reads what is left of a request's body when the answer came before its end."""
+"""An ASGI layer that reads the rest of a request's body if the answer was ready before all of it arrived."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from contextlib import suppress
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-DROPPED_BYTES = 64 * 2**20  # at most, of a body that was answered before it was read
-LEAST_SECONDS = 1.0  # for the rest of such a body, however late the answer came
+DROPPED_BYTES = 64 * 2**20  # bytes that are read and dropped at most
+LEAST_SECONDS = 1.0  # time for the rest of the body, even if the answer came late
 
 
 class RestOfBody:
-    """Reads and drops the rest of a body whose request was answered before it had all come.
+    """Reads and drops the rest of a body whose request was answered before all of it arrived.
 
-    The client has its answer at once, but the response ends only after the rest. Ordinary clients read
-    nothing before they have sent everything: a connection that is cut meanwhile shows them a broken pipe
-    in the place of the answer. At most DROPPED_BYTES are taken, until `seconds` after the request began.
+    The client gets its answer at once, but the response ends only after the rest of the body. This matters
+    because ordinary clients send everything before they read: if the connection were closed meanwhile, they
+    would report a broken pipe instead of the answer. At most DROPPED_BYTES are read, until `seconds` after
+    the request began.
     """
 
     def __init__(self, app: ASGIApp, seconds: float) -> None:

@@ -1,6 +1,6 @@
-"""What clients of the OpenAI-compatible routes may send. A field that is not here is refused by name.
+"""The bodies that clients of the OpenAI-compatible routes may send. Unknown fields are refused by name.
 
-Fields that others send with the value that changes nothing (`presence_penalty: 0`) are let pass.
+Fields of OpenAI's API that we lack are accepted if their value has no effect (`presence_penalty: 0`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from moedraft.core import HOTTEST, MAX_LOGPROBS
 
-MOST_FIELDS = 64  # of one object; each unknown one would be an error of its own
+MOST_FIELDS = 64  # for one object, since each unknown field would cause an error of its own
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "audio": (None,),
     "best_of": (None, 1),
@@ -150,7 +150,7 @@ class ErrorBody(Card):
 
 
 def without(data: Any, neutral: dict[str, tuple[object, ...]]) -> Any:
-    """`data` without the fields whose value says what is done anyway."""
+    """`data` without the fields whose value has no effect."""
     if not isinstance(data, dict):
         return data
     if len(data) > MOST_FIELDS:

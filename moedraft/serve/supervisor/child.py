@@ -1,4 +1,4 @@
-"""A child process that reads and writes lines: started, read without blocking, and always ended."""
+"""A child process that exchanges lines with this one. Reading never blocks; `close` always ends it."""
 
 from __future__ import annotations
 
@@ -12,22 +12,25 @@ from collections.abc import Mapping, Sequence
 from typing import IO
 
 CHUNK = 65_536  # bytes read at once
-LONGEST_LINE = 2**20  # bytes; more without an end is rubbish
-KEPT_LINES = 20  # of stderr
-TICK = 0.05  # s
+LONGEST_LINE = 2**20  # bytes; a longer line is treated as a broken child
+KEPT_LINES = 20  # how many lines of stderr are remembered
+TICK = 0.05  # seconds between two looks while waiting for the end
 REAP_SECONDS = 5.0
-LAST_WORDS = 8  # chunks that are read after its end
+LAST_WORDS = 8  # chunks that are read after the process has ended
 
 
 class ChildFailed(Exception):
-    """The child cannot be talked to; the message says why."""
+    """The child can no longer be talked to; the message says why."""
 
 
 class Child:
-    """Not thread-safe. Always `close` it; after that neither the process nor a pipe is left."""
+    """A child process with pipes to its stdin, stdout and stderr. Not thread-safe.
+
+    Always call `close`; afterwards neither the process nor a pipe is left.
+    """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Raises OSError where it cannot be started."""
+        """Start `command`. Raises OSError if it cannot be started."""
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -35,11 +38,12 @@ class Child:
             stderr=subprocess.PIPE,
             bufsize=0,
             env=dict(environment),
-            # Its own process group, so that Ctrl-C in the terminal reaches the server only. Not its own
-            # session: Linux divides the cores among sessions first, and by priority only within a session.
+            # The child gets its own process group, so that Ctrl-C in the terminal reaches only the server. It
+            # stays in the same session, because Linux shares the cores between sessions first and looks at
+            # priorities only within one session.
             process_group=0,
         )
-        self.silent = False  # its stdout is closed
+        self.silent = False  # whether its stdout is closed
         self.errors: deque[str] = deque(maxlen=KEPT_LINES)  # the last lines of its stderr
         self._out, self._err = b"", b""
         self._selector = selectors.DefaultSelector()
@@ -50,7 +54,7 @@ class Child:
         self._lines: list[bytes] = []
 
     def send(self, line: bytes) -> None:
-        """Write a line. Raises ChildFailed where the child does not read, instead of waiting for it."""
+        """Write a line. If the child does not read, this raises ChildFailed instead of waiting."""
         try:
             written = self._pipe("stdin").write(line)
         except OSError as error:
@@ -59,9 +63,9 @@ class Child:
             raise ChildFailed("it does not read")
 
     def read(self, timeout: float) -> list[bytes]:
-        """The lines that have arrived, waiting `timeout` seconds at most.
+        """The lines that have arrived; waits at most `timeout` seconds for the first.
 
-        Raises ChildFailed where LONGEST_LINE bytes come without the end of a line.
+        Raises ChildFailed if LONGEST_LINE bytes arrive without the end of a line.
         """
         for key, _ in self._selector.select(timeout):
             data = os.read(key.fd, CHUNK)
@@ -73,7 +77,7 @@ class Child:
 
     @property
     def ended(self) -> bool:
-        """Whether it can write no more lines; those written before may still have to be read."""
+        """Whether it will write no more lines. Lines written before may still have to be read."""
         return self.silent or self.process.poll() is not None
 
     def close(self, grace: float) -> None:
@@ -103,7 +107,7 @@ class Child:
         return f"{how}: {last.strip()[:300]}" if last else how
 
     def _end(self, grace: float) -> None:
-        """Wait for the end, reading meanwhile: a child blocked in writing to a full pipe could not end."""
+        """Wait for the process to end, and read its output meanwhile, in case it waits on a full pipe."""
         for stop in (None, self.process.terminate, self.process.kill):
             if stop is not None:
                 stop()
@@ -111,11 +115,12 @@ class Child:
                 if self.process.poll() is not None:
                     return
                 self._drop(TICK)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a kernel that does not let go of it
+        # it could not be killed, for example while blocked in the kernel
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(REAP_SECONDS)
 
     def _drop(self, seconds: float) -> None:
-        """Read and discard."""
+        """Read what has arrived and discard it."""
         if not self._selector.get_map():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(seconds)

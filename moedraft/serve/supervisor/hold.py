@@ -1,4 +1,4 @@
-"""Stops a process while another has work: the cores are free at once, not when its step is done."""
+"""Suspends the trainer process while requests are served, so that they have all cores at once."""
 
 from __future__ import annotations
 
@@ -10,22 +10,28 @@ from collections.abc import Callable
 
 from moedraft.serve.supervisor.child import Child
 
-LONGEST = 60.0  # s; then it goes on, sees the load for itself and waits of its own accord
-CALM = 0.25  # s without work before it goes on: it takes the caches with it
-STOP, GO = getattr(signal, "SIGSTOP", None), getattr(signal, "SIGCONT", None)  # not on Windows
+LONGEST = 60.0  # seconds; then the process runs on, reads the server's load and pauses by itself
+# seconds without requests before it runs on, because its work displaces the requests' data in the caches
+CALM = 0.25
+# signals that Windows does not have
+STOP, GO = getattr(signal, "SIGSTOP", None), getattr(signal, "SIGCONT", None)
 
 
 class Hold:
-    """Over `child`, while `busy()`. `turn` it often; `end` it before the child is to end. For any thread."""
+    """Suspends `child` while `busy()` returns true. All methods may be called from any thread.
+
+    Call `turn` often while the child runs, and `end` before the child is asked to end.
+    """
 
     def __init__(self, child: Child, busy: Callable[[], bool]) -> None:
         self.child = child
-        self.seconds = 0.0  # held so far, until somebody sets it back
+        self.seconds = 0.0  # total time suspended; the caller sets it back to 0
         self._busy = busy
         self._lock = threading.Lock()
         self._since: float | None = None
-        self._busy_at = -math.inf  # when there was work last
-        self._done = False  # held long enough for this time
+        self._busy_at = -math.inf  # the last time that requests were being served
+        # it was already suspended for LONGEST seconds and must not be suspended again until there is a pause
+        self._done = False
         self._ended = False
 
     @property
@@ -33,17 +39,17 @@ class Hold:
         return self._since is not None
 
     def turn(self, works: bool) -> None:
-        """Hold the child if it works while the other does, let it go if not."""
+        """Suspend the child if it trains (`works`) while requests are served; resume it otherwise."""
         with self._lock:
             self._turn(works, self._busy())
 
     def make_way(self, works: bool) -> None:
-        """The other begins to work right now."""
+        """Suspend the child now if it trains, because a request has just arrived."""
         with self._lock:
             self._turn(works, True)
 
     def end(self) -> None:
-        """Let the child go, and never hold it again."""
+        """Resume the child, and never suspend it again."""
         with self._lock:
             self._ended = True
             self._release()

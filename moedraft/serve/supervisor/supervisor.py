@@ -1,9 +1,9 @@
 """Starts the trainer process, watches it, and publishes what it has learned.
 
-One thread does all of it. A trainer that crashes, hangs or sends what is no message is killed and started
-again, after a longer pause each time. Serving never waits for it: while requests are served the process is
-suspended, in the middle of an optimiser step if need be. The supervisor knows no engine; the engine finds new
-versions in the store.
+One thread does all of it. A trainer that crashes, hangs or sends lines that are no messages is killed and
+started again, after a longer pause each time. Serving never waits for the trainer: while requests are served
+its process is suspended, if necessary in the middle of an optimiser step. The supervisor does not know the
+engine, which finds new versions in the store.
 """
 
 from __future__ import annotations
@@ -45,14 +45,16 @@ from moedraft.serve.supervisor.hold import Hold
 from moedraft.storage.store import Store
 
 COMMAND = (sys.executable, "-m", "moedraft.distill.process")
-# PYTHONSAFEPATH: `-m` must not import modules from the folder that the server was started in.
+# With PYTHONSAFEPATH, `-m` imports no modules from the folder in which the server was started.
 ENVIRONMENT = {"PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-PAUSED = "learning_paused"  # meta key, there while learning is paused
-MAX_RUBBISH = 100  # lines of one trainer that make no sense
-BREATH = 0.01  # s between two reads, so that listening to a talkative trainer never takes a whole core
+PAUSED = "learning_paused"  # key in the store's metadata that exists while learning is paused
+MAX_RUBBISH = 100  # lines without a valid message, after which a trainer is killed
+# seconds between two reads, so that a trainer that writes a lot does not take a whole core here
+BREATH = 0.01
 LOOK_SECONDS = 0.2
-WATCH_SECONDS = 0.02  # between two looks while it trains: a new request competes with it no longer
-GRACE = 3.0  # s for a trainer to end by itself
+# seconds between two looks while the trainer computes: how soon it notices a request and stops competing
+WATCH_SECONDS = 0.02
+GRACE = 3.0  # seconds that a trainer gets to end by itself
 
 NOT_STARTED = LearningState(LearningKind.NOT_STARTED)
 
@@ -61,23 +63,23 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrainerState:
-    """What the trainer says it does, and how its process is."""
+    """What the trainer last reported, and the state of its process."""
 
     learning: LearningState = NOT_STARTED
-    held: bool = False  # suspended in the middle of an update, while requests are being served
+    held: bool = False  # suspended during an update, because requests are being served
     paused: bool = False  # by an administrator
-    pid: int | None = None  # None: no process
+    pid: int | None = None  # None: no process runs
     restarts: int = 0
-    updates: int = 0  # published since the server started
-    last_error: str | None = None  # of the process or of an update
+    updates: int = 0  # versions published since the server started
+    last_error: str | None = None  # the last error, of the process or of an update
 
     @property
     def trains(self) -> bool:
-        """Whether an update is running and does not wait of its own accord."""
+        """Whether an update is being computed, as opposed to waiting between two of its steps."""
         return self.learning.kind is LearningKind.TRAINING
 
     def data(self) -> dict[str, Any]:
-        """As the administrator's routes show it."""
+        """The state as the administrator's routes show it."""
         now = self.learning
         return {
             "status": now.text,
@@ -96,11 +98,12 @@ class TrainerState:
 
 
 class TrainerSupervisor:
-    """Keeps one trainer process alive over an open, writable store. `start` it, `stop` it.
+    """Keeps one trainer process running, with an open and writable store. Call `start`, later `stop`.
 
-    `base_hash`: of the draft base that serves; updates of another are refused. `busy`: whether requests are
-    being served. `published`: called after each new version. `backoff`: shortest and longest pause before a
-    restart; it starts anew after `healthy` seconds of life.
+    `base_hash` identifies the draft base that serves; updates made for another one are refused. `busy` tells
+    whether requests are being served. `published` is called after each new version. `backoff` is the shortest
+    and the longest pause before a restart; the pause is short again once a process has lived for `healthy`
+    seconds.
     """
 
     def __init__(
@@ -119,10 +122,11 @@ class TrainerSupervisor:
         self._command, self._backoff, self._healthy = command, backoff, healthy
         self._busy, self._published = busy, published
         self._outlet = HomeOutlet(store)
-        self._hold: Hold | None = None  # of the running process
-        self._deadly: Counter[str] = Counter()  # in how many updates of an expert, in a row, the process died
+        self._hold: Hold | None = None  # of the process that runs
+        # for each expert: how many of its updates, one after another, ended with the death of the process
+        self._deadly: Counter[str] = Counter()
         self._state = TrainerState(paused=store.registry.get_meta(PAUSED) is not None)
-        self._lock = threading.Lock()  # of `_state`
+        self._lock = threading.Lock()  # protects `_state`
         self._quit = threading.Event()
         self._thread = threading.Thread(target=self._run, name="moedraft-trainer", daemon=True)
 
@@ -139,20 +143,20 @@ class TrainerSupervisor:
         return self._state
 
     def make_way(self) -> None:
-        """Suspend a trainer that works, because a request has come. Quick, and safe from any thread."""
+        """Suspend the trainer if it computes, because a request has come. Quick, and safe from any thread."""
         if (hold := self._hold) is not None:
             hold.make_way(self._state.trains)
 
     def pause(self) -> None:
-        """Learning stops between two optimiser steps until `resume`, a restart of the server included.
+        """Stop learning between two optimiser steps until `resume`, even after a restart of the server.
 
-        Raises StorageError where that cannot be written down; nothing was changed then.
+        Raises StorageError if the store cannot be written; nothing has changed then.
         """
         self._store.registry.set_meta(PAUSED, "1")
         self._set(paused=True)
 
     def resume(self) -> None:
-        """Raises StorageError as `pause` does."""
+        """Let learning go on. Raises StorageError if the store cannot be written."""
         self._store.registry.set_meta(PAUSED, None)
         self._set(paused=False)
 
@@ -183,7 +187,7 @@ class TrainerSupervisor:
         self._set(learning=LearningState(LearningKind.STOPPED))
 
     def _live(self) -> str:
-        """One process from its start to its end; returns why it ended."""
+        """Run one trainer process until it ends; returns why it ended."""
         shutil.rmtree(self._settings.home / TRAINING, ignore_errors=True)  # left by a killed trainer
         try:
             child = Child(self._command, {**os.environ, **ENVIRONMENT})
@@ -205,7 +209,7 @@ class TrainerSupervisor:
         return fault or child.why_ended()
 
     def _talk(self, child: Child, hold: Hold) -> None:
-        """Until it has ended or the server stops. Raises ChildFailed."""
+        """Exchange messages with the child until it has ended or the server stops. Raises ChildFailed."""
         conversation = Conversation(child, self._settings.trainer_timeout)
         paused = self._state.paused
         settings, failures = self._settings.model_dump(mode="json"), dict(self._deadly)
@@ -229,7 +233,8 @@ class TrainerSupervisor:
     def _answer(self, conversation: Conversation, message: FromTrainer, hold: Hold) -> None:
         if isinstance(message, StateReport):
             if message.expert is None:
-                hold.seconds = 0.0  # no update runs, so the time held so far belongs to none that comes
+                # no update runs, so the time suspended so far must not be deducted from the next update
+                hold.seconds = 0.0
             self._show(message)
             return
         try:
@@ -245,7 +250,7 @@ class TrainerSupervisor:
         self._set(learning=report.state(), last_error=report.error or self._state.last_error)
 
     def _publish(self, message: Publish) -> Message:
-        """Raises MoedraftError for what must not become the live version."""
+        """Make a trained version live. Raises MoedraftError if it must not become live."""
         if self._base_hash not in (None, message.base_hash):
             raise InvalidRequest(
                 "the trainer's draft base is not the one that serves: its files have changed; "
@@ -264,28 +269,29 @@ class TrainerSupervisor:
         update, held = message.update, hold.seconds
         hold.seconds = 0.0
         if update is not None:
-            update = replace(update, seconds=max(0.0, update.seconds - held))  # the trainer cannot know of it
+            # the trainer cannot know for how long it was suspended
+            update = replace(update, seconds=max(0.0, update.seconds - held))
         self._outlet.learned(message.expert, message.last_id, update)
         self._deadly.pop(message.expert, None)
         return Noted()
 
 
 class Conversation:
-    """Messages over a child's lines. All methods raise ChildFailed where it cannot go on."""
+    """Messages exchanged as lines with a child. All methods raise ChildFailed if the child cannot go on."""
 
     def __init__(self, child: Child, timeout: float) -> None:
         self.child = child
-        self.timeout = timeout  # s of silence
-        self.heard = 0  # lines that came at the last look
+        self.timeout = timeout  # seconds without a message, after which the child counts as hanging
+        self.heard = 0  # how many lines the last `hear` read
         self._rubbish = 0
         self._last = time.monotonic()
 
     def send(self, message: Message) -> None:
         self.child.send(message.line())
-        self.excuse()  # the child may have been waiting for this message
+        self.excuse()  # the child was perhaps silent only because it waited for this message
 
     def excuse(self) -> None:
-        """Start the time of silence anew, as after a deliberate stop."""
+        """Reset the timeout for silence, for example after a deliberate stop."""
         self._last = time.monotonic()
 
     def hear(self, seconds: float) -> list[FromTrainer]:

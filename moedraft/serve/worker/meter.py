@@ -1,4 +1,4 @@
-"""How busy the engine is and how fast: sums over the last few seconds, in thin slices."""
+"""Measures how busy the engine is and how fast, by sums over short slices of the last few seconds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Slice:
 
 
 class Meter:
-    """Safe to share between threads. Times are seconds of one monotonic clock."""
+    """Keeps busy time and tokens of the last few seconds. Thread-safe. Times are monotonic seconds."""
 
     def __init__(self, now: float, window: float = 10.0) -> None:
         self.began = now
@@ -26,7 +26,7 @@ class Meter:
         self._lock = threading.Lock()
 
     def add(self, start: float, end: float, tokens: int = 0) -> None:
-        """Work from `start` to `end`, which emitted `tokens`; never before what was added already."""
+        """Count `start` … `end` as busy, with `tokens` emitted. Calls must come in order of time."""
         with self._lock:
             start = max(start, end - self.window)
             while start < end:
@@ -41,7 +41,7 @@ class Meter:
                 self._slices.popleft()
 
     def busy_share(self, now: float, window: float) -> float:
-        """Of the last `window` seconds, 0 … 1."""
+        """The share of the last `window` seconds in which the engine worked, 0 … 1."""
         return min(1.0, sum(one.busy for one in self._last(now, window)) / self._span(now, window))
 
     def tokens_per_second(self, now: float) -> float:
@@ -52,7 +52,7 @@ class Meter:
             return [one for one in self._slices if one.number * SLICE >= now - window]
 
     def _span(self, now: float, window: float) -> float:
-        """Shorter in the first seconds, which would else look idle."""
+        """`window`, or the time since the start if shorter, so that a new server does not look idle."""
         return max(min(window, now - self.began), SLICE)
 
     def _at(self, number: int) -> Slice:

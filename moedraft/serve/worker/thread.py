@@ -1,7 +1,7 @@
-"""The thread that owns the engine: jobs, then one step, and so on; without work it sleeps on its queue.
+"""The thread that owns the engine: it does the jobs that wait, then one step, and so on.
 
-Whatever touches the engine is a job in that queue: requests, cancellations, admin work. Knows no coroutine
-but through the channels that it puts outputs into.
+Everything that touches the engine is a job in its queue: requests, cancellations, and an operator's changes.
+Without work the thread sleeps until the next job. It reaches coroutines only through their channels.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class Job(Generic[T]):
-    """Work for the engine's thread, whose result somebody waits for."""
+    """Work for the engine's thread, whose result another thread waits for."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         self.work = work
@@ -52,7 +52,7 @@ class Job(Generic[T]):
 
 
 class EngineThread(threading.Thread):
-    """Steps `engine` for many requests. Public methods and figures are for any thread."""
+    """Runs `engine` for many requests. Public methods and attributes may be used from any thread."""
 
     def __init__(self, engine: Engine, clock: Callable[[], float], *, tend_memory: bool = True) -> None:
         super().__init__(name="moedraft-engine", daemon=True)
@@ -98,10 +98,10 @@ class EngineThread(threading.Thread):
         options: dict[str, Any],
         max_waiting: int,
     ) -> Future[None]:
-        """Queue a request; the future says whether the engine took it.
+        """Queue a request. The future says whether the engine accepted it.
 
-        Raises Draining, and Overloaded where `max_waiting` requests wait already. A future that is cancelled
-        must be followed by `cancel`.
+        Raises Draining, or Overloaded if `max_waiting` requests wait already. If the future is cancelled,
+        `cancel` must be called for the channel.
         """
         job = Job(lambda: self._add(channel, prompt, params, options))
         with self._lock:
@@ -111,14 +111,14 @@ class EngineThread(threading.Thread):
         return job.future
 
     def check_room(self, max_waiting: int) -> None:
-        """Raises what `add` would raise now."""
+        """Raises what `add` would raise at this moment."""
         if self.draining or self.closed:
             raise Draining
         if self.open >= self.slots + max_waiting:
             raise Overloaded(self._retry_after())
 
     def do(self, work: Callable[[], T]) -> Future[T]:
-        """Have `work` done between two steps. Raises Draining."""
+        """Run `work` between two steps; the future has its result. Raises Draining after the thread's end."""
         job = Job(lambda: self._admin(work))
         with self._lock:
             if self.closed:
@@ -127,7 +127,11 @@ class EngineThread(threading.Thread):
         return job.future
 
     def cancel(self, channel: Channel) -> None:
-        """Abort its request between two steps. Destructors call it, at any point of any thread: no lock."""
+        """Abort the channel's request between two steps.
+
+        Destructors call this, which Python may run in any thread at any point, even in one that holds the
+        lock: so it takes no lock.
+        """
         if not channel.ended and not channel.cancelled:
             channel.cancelled = True
             self._inbox.put(lambda: self._abort(channel))
@@ -140,7 +144,7 @@ class EngineThread(threading.Thread):
             self.draining = True
 
     def end(self, timeout: float) -> None:
-        """Abort everything and end. A step that hangs for `timeout` seconds is left to itself."""
+        """Abort everything and end the thread. A step that hangs for `timeout` seconds is abandoned."""
         self.refuse_requests()
         self._ending = True
         self._inbox.put(lambda: None)
@@ -151,7 +155,7 @@ class EngineThread(threading.Thread):
             self._end_all()
 
     def _retry_after(self) -> int:
-        """Seconds until about half the queue has moved on."""
+        """Seconds until about half of the queue should have been served."""
         rounds = (self.open - self.slots + 1) / self.slots / 2
         return max(1, min(LONGEST_RETRY, math.ceil(rounds * self._request_seconds)))
 
@@ -171,7 +175,7 @@ class EngineThread(threading.Thread):
             self._close()
 
     def _do_jobs(self) -> None:
-        """Those that are there now; without any work, wait for one."""
+        """Do the jobs that wait now. If the engine has no work, wait for the next job."""
         wait = not self._engine.has_work
         for _ in range(self._inbox.qsize() or int(wait)):
             try:
@@ -182,14 +186,14 @@ class EngineThread(threading.Thread):
             self._occupied(job)
 
     def _rest(self) -> None:
-        """A second without work: look for new adapters, give back what the requests left behind."""
+        """After a second without work: look for new adapters and give back memory that requests left free."""
         self._engine.refresh()
         if self._tend_memory and self._trimmed_at != self.steps:
             return_free_memory()
             self._trimmed_at = self.steps
 
     def _occupied(self, work: Callable[[], None]) -> None:
-        """Do `work`, pass on the outputs, and keep account of time and tokens."""
+        """Do `work`, pass on the outputs, and record the time and the tokens it took."""
         began = self.occupied_since = self._clock()
         tokens = self.tokens
         try:
@@ -239,7 +243,7 @@ class EngineThread(threading.Thread):
         self._end_lost()
 
     def _deliver(self) -> None:
-        """Pass the outputs in the box on, with one call into each loop."""
+        """Hand the collected outputs to their channels, and wake each event loop once."""
         due: dict[asyncio.AbstractEventLoop, list[Channel]] = {}
         while self._box:
             output = self._box.popleft()
@@ -264,7 +268,7 @@ class EngineThread(threading.Thread):
                 self.cancel(channel)
 
     def _close_channel(self, channel: Channel) -> None:
-        """End it without an output."""
+        """End the channel without a last output."""
         if channel.end():
             self._wake(channel.loop, [channel])
         self._forget(channel)
@@ -277,7 +281,7 @@ class EngineThread(threading.Thread):
     # -- when something goes wrong, and the end --------------------------------------------------
 
     def _recover(self, error: Exception) -> None:
-        """Let the engine end what it worked on, and count failures in a row."""
+        """After a failed step: let the engine end the affected requests, and count failures in a row."""
         log.error("A step failed.", exc_info=error)
         self._failures += 1
         if self._failures >= MAX_FAILURES:
@@ -286,13 +290,13 @@ class EngineThread(threading.Thread):
         self._end_lost()
 
     def _end_lost(self, reason: FinishReason = "error") -> None:
-        """Requests that the engine has no more and whose last output got lost."""
+        """Give a last output to requests that the engine no longer has and that never got one."""
         said = {output.request_id for output in self._box if output.finish_reason is not None}
         for request_id in self._channels.keys() - self._engine.request_ids - said:
             self._box.append(self._channels[request_id].lost(reason))
 
     def _close(self) -> None:
-        """Nothing is taken any more, and nobody waits in vain."""
+        """Accept no more jobs, and end every request, so that nobody waits for ever."""
         self._refuse_jobs()
         self._abort_all()
         self._deliver()

@@ -1,6 +1,6 @@
-"""One request between two threads: the engine's puts outputs in, one coroutine takes them out.
+"""Carries the outputs of one request from the engine's thread to the coroutine that reads them.
 
-A reader that is slow never holds more than one output: what comes meanwhile is joined to it. Knows no engine.
+Outputs that a slow reader has not taken are joined into one. Nothing here knows the engine.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from moedraft.core import SHARED, FinishReason, MoedraftError, RequestOutput, Sp
 
 
 class Overloaded(MoedraftError):
-    """Too many requests wait already; try again after `retry_after` seconds."""
+    """Too many requests are waiting; the client should try again after `retry_after` seconds."""
 
     def __init__(self, retry_after: int) -> None:
         super().__init__(f"Too many requests are waiting; try again in {retry_after} s.")
@@ -23,14 +23,17 @@ class Overloaded(MoedraftError):
 
 
 class Draining(MoedraftError):
-    """The server is shutting down and takes nothing new."""
+    """The server is shutting down and accepts no new requests."""
 
     def __init__(self) -> None:
         super().__init__("The server is shutting down; send the request to another one.")
 
 
 class Channel:
-    """The shared state of a ticket. `put` belongs to the engine's thread, `take` to the reader's loop."""
+    """The state shared by both sides of a ticket.
+
+    The engine's thread calls `put` and `end`; the reader's event loop calls `take` and `wake`.
+    """
 
     def __init__(self, request_id: str, loop: asyncio.AbstractEventLoop) -> None:
         self.request_id = request_id
@@ -45,7 +48,7 @@ class Channel:
         self._lock = threading.Lock()
 
     def put(self, output: RequestOutput) -> bool:
-        """Add an output; its text is joined to what was not taken yet. True: the loop must call `wake`."""
+        """Add an output; its text is appended to what was not taken yet. True: have the loop call `wake`."""
         with self._lock:
             if self.ended:
                 return False
@@ -55,13 +58,13 @@ class Channel:
             return self._call()
 
     def end(self) -> bool:
-        """Nothing more will come, and there is no last output to show. True: the loop must call `wake`."""
+        """No more outputs will come, not even a last one. True: have the loop call `wake`."""
         with self._lock:
             self.ended = True
             return self._call()
 
     def lost(self, reason: FinishReason) -> RequestOutput:
-        """A last output for a request whose own got lost: what was said so far, and nothing new."""
+        """A last output for a request that never got one: the text so far, and nothing new."""
         if self.last is not None:
             return replace(self.last, finish_reason=reason, delta="")
         return RequestOutput(
@@ -78,11 +81,11 @@ class Channel:
         )
 
     def wake(self) -> None:
-        """In the reader's loop: there is something to take."""
+        """Called in the reader's loop: there is something to take."""
         self._news.set()
 
     async def take(self) -> RequestOutput | None:
-        """The next output; None after the last. A cancelled wait loses nothing."""
+        """The next output; None after the last. Cancelling the wait loses no output."""
         while True:
             with self._lock:
                 output, self._pending = self._pending, None
@@ -118,15 +121,18 @@ class Ticket:
 
     @property
     def done(self) -> bool:
-        """The engine has nothing more to say; outputs may still be waiting to be taken."""
+        """Whether the engine is finished with the request; outputs may still be waiting to be taken."""
         return self._channel.ended
 
     def cancel(self) -> None:
-        """Abort between two steps. From any thread, any number of times; after the end it does nothing."""
+        """Abort the request between two steps.
+
+        May be called from any thread and more than once; after the request's end it does nothing.
+        """
         self._cancel(self._channel)
 
     async def result(self) -> RequestOutput:
-        """The whole answer: the last output, its `delta` being all text that was not taken before."""
+        """Wait for the whole answer: the last output, with all text that was not taken yet as its `delta`."""
         text, last = "", None
         async for output in self:
             text, last = text + output.delta, output
@@ -135,7 +141,7 @@ class Ticket:
         return replace(last, delta=text)
 
     def __aiter__(self) -> AsyncIterator[RequestOutput]:
-        """Outputs as they grow; the last has a finish_reason ("abort" where the ticket was cancelled)."""
+        """Iterate over the outputs; the last has a finish_reason, "abort" for a cancelled request."""
         return self
 
     async def __anext__(self) -> RequestOutput:

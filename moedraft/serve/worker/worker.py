@@ -1,4 +1,4 @@
-"""How coroutines talk to the engine, which one thread owns. Knows no HTTP."""
+"""Connects coroutines with the engine, which belongs to one thread. Knows nothing of HTTP."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import TypeVar
 from moedraft.core import SamplingParams, StorageError
 from moedraft.cpu.memory import return_large_blocks
 from moedraft.distill.governor import Load, write_load
+from moedraft.learning_state import LearningState
 from moedraft.serve.worker.thread import EngineThread
 from moedraft.serve.worker.ticket import Channel, Draining, Overloaded, Ticket
 from moedraft.system.build import System
@@ -32,7 +33,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The worker at one moment. Times are those of its clock, monotonic seconds."""
+    """The worker's state at one moment. Times are monotonic seconds of the worker's clock."""
 
     running: int  # requests in a slot
     waiting: int  # accepted, without a slot yet
@@ -43,16 +44,16 @@ class Snapshot:
     tokens_total: int
     tokens_per_second: float  # over the last ten seconds
     speedup: float | None  # against plain decoding, measured
-    learning: str  # "learning", or "paused: <reason>" where records cannot be stored
+    learning: LearningState  # the recorder's: paused where records cannot be stored
     draining: bool
     failed: str | None  # why the engine cannot serve; cleared by a step that succeeds
 
 
 class Worker:
-    """Serves the requests of coroutines with one engine. `start` it, `stop` it; the system stays open.
+    """Serves the requests of coroutines with one engine. Call `start`, later `stop`; `system` stays open.
 
-    `submit`, `call` and `drain` are for coroutines; everything else is safe from any thread. `clock` is the
-    source of all durations (monotonic seconds).
+    `submit`, `call` and `drain` are for coroutines; everything else may be called from any thread. `clock`
+    measures all durations (monotonic seconds).
     """
 
     def __init__(
@@ -60,11 +61,18 @@ class Worker:
     ) -> None:
         self.system = system
         self.max_waiting = max_waiting
-        self.make_way: Callable[[], None] = lambda: None  # called when the first request comes
+        self._work_comes: Callable[[], None] = lambda: None
         self._clock = clock
         self._engine = EngineThread(system.engine, clock, tend_memory=system.settings.cpu_fast_paths)
         self._quit = threading.Event()
         self._publisher = threading.Thread(target=self._publish_loads, name="moedraft-load", daemon=True)
+
+    def when_work_comes(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called for each request that finds no other being served, before it is queued.
+
+        It is called in the event loop, so it must be quick, and it must not raise. A later one replaces it.
+        """
+        self._work_comes = callback
 
     def start(self) -> None:
         self.system.loader.load_beside()
@@ -94,15 +102,15 @@ class Worker:
         draft: bool = True,
         capture: bool = True,
     ) -> Ticket:
-        """Queue a request. Arguments as for `Engine.add`.
+        """Queue a request. The arguments are those of `Engine.add`.
 
-        Raises InvalidRequest as that does, Overloaded at once where `max_waiting` requests wait already, and
-        Draining after `drain` or `stop`. Cancelled meanwhile, it leaves nothing behind.
+        Raises InvalidRequest as that does, Overloaded at once if `max_waiting` requests wait already, and
+        Draining after `drain` or `stop`. If the caller is cancelled meanwhile, the request is aborted.
         """
         channel = Channel(uuid.uuid4().hex, asyncio.get_running_loop())
         options = {"expert": expert, "draft": draft, "capture": capture}
         if not self.busy:
-            self.make_way()
+            self._work_comes()
         taken = self._engine.add(channel, prompt, params, options, self.max_waiting)
         ticket = Ticket(channel, self._engine.cancel)
         try:
@@ -113,26 +121,27 @@ class Worker:
         return ticket
 
     def check_room(self) -> None:
-        """Raises Overloaded or Draining where `submit` would now, whatever the request."""
+        """Raises Overloaded or Draining if `submit` would, whatever the request is."""
         self._engine.check_room(self.max_waiting)
 
     async def call(self, work: Callable[[System], T]) -> T:
-        """Run `work(system)` between two steps; its result, or what it raises. Nobody decodes meanwhile.
+        """Run `work(system)` between two steps of the engine; returns its result or raises its exception.
 
-        Raises Draining after `stop`. Cancelled before its turn, it is not run.
+        Nothing is decoded meanwhile. Raises Draining after `stop`. If the caller is cancelled before the work
+        begins, it is not run.
         """
         return await asyncio.wrap_future(self._engine.do(lambda: work(self.system)))
 
     def load_new(self) -> None:
-        """Versions were published: have them read now, in a quiet moment, not beside the next request."""
+        """Load newly published versions now, while the engine is idle, instead of with the next request."""
         self.system.loader.hurry()
         with suppress(Draining):
             self._engine.do(self.system.engine.refresh)
 
     async def drain(self, timeout: float) -> int:
-        """Take nothing new, let what was accepted finish for `timeout` seconds, abort the rest.
+        """Accept nothing new, and give accepted requests `timeout` seconds to finish; then abort the rest.
 
-        Returns how many were aborted. `abort_all` meanwhile cuts it short.
+        Returns how many were aborted. Calling `abort_all` meanwhile ends the wait.
         """
         self._engine.refuse_requests()
         await self._until_empty(timeout)
@@ -144,7 +153,7 @@ class Worker:
 
     @property
     def busy(self) -> bool:
-        """Whether requests are being served, or wait."""
+        """Whether requests are being served or are waiting."""
         return self._engine.open > 0
 
     def abort_all(self) -> None:
@@ -163,15 +172,15 @@ class Worker:
             tokens_total=engine.tokens,
             tokens_per_second=engine.meter.tokens_per_second(now),
             speedup=engine.speedup,
-            learning=self.system.recorder.status,
+            learning=self.system.recorder.state,
             draining=engine.draining,
             failed=engine.failed,
         )
 
     def progress_stalled(self, threshold: float) -> bool:
-        """One job or step has taken longer than `threshold` seconds, or the thread is gone.
+        """Whether one job or step has taken longer than `threshold` seconds, or the thread has ended.
 
-        A long queue, or a request that takes long, is no stall: each step is a sign of life.
+        A long queue or a long answer does not count as stalled, since every step shows progress.
         """
         now = self._clock()  # before what it is compared with: this thread may be held up in between
         since = self._engine.occupied_since
@@ -189,7 +198,7 @@ class Worker:
             await asyncio.sleep(0.01)
 
     def _publish_loads(self) -> None:
-        """The load goes into the store for the trainer, from a thread of its own: disks are slow."""
+        """Write the load to the store for the trainer, in a thread of its own, because disks are slow."""
         known: tuple[float, int] | None = None
         known_at = -math.inf
         while not self._quit.wait(LOAD_SECONDS):
