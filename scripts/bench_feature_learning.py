@@ -38,6 +38,7 @@ from moedraft.distill.joint_student import JointStudent
 from moedraft.distill.states import RecordStates
 from moedraft.feature.checkpoint import load_draft
 from moedraft.feature.model import FeatureDraft
+from moedraft.feature.vocabulary import counted, own_vocabulary, union
 from moedraft.models import LanguageModel, load_model
 
 DOMAINS = "sql_en,code_python,math_en,docs_fr,docs_ja,support"
@@ -54,6 +55,7 @@ class Bench:
     target: LanguageModel
     base: FeatureDraft
     states: RecordStates
+    output: torch.Tensor  # [V, H], the target's output matrix
     train: dict[str, list[ReplayRecord]]
     heldout: dict[str, list[ReplayRecord]]
 
@@ -82,7 +84,7 @@ def build(args: argparse.Namespace) -> Bench:
     train = {d: answers(domain=d, split="stream", count=args.requests, **given) for d in names}
     heldout = {d: answers(domain=d, split="dev", count=args.heldout, **given) for d in names}
     states = RecordStates(target, base, 2**30)
-    return Bench(args, target, base, states, train, heldout)
+    return Bench(args, target, base, states, output, train, heldout)
 
 
 def arm_of(bench: Bench, name: str) -> Arm:
@@ -91,6 +93,9 @@ def arm_of(bench: Bench, name: str) -> Arm:
     memo: dict[int, Any] = {id(bench.base.embeddings): bench.base.embeddings}
     memo[id(bench.base.lm_head.weight)] = bench.base.lm_head.weight
     draft = copy.deepcopy(bench.base, memo)
+    if bench.args.own and name != "static":
+        draft.use_vocabulary(union([draft.vocabulary, *own_lists(bench).values()]), bench.output)
+        draft.lm_head.requires_grad_(False)
     rank = bench.args.rank
     student = JointStudent(draft, "", rank=rank, shared_rank=2 * rank if name == "shared" else rank)
     if name in ("shared", "joint"):
@@ -100,6 +105,14 @@ def arm_of(bench: Bench, name: str) -> Arm:
             student.add(domain)
     vocabulary = DraftVocabulary(draft.vocabulary, draft.config.vocab_size)
     return Arm(name, student, vocabulary, shared=name != "experts")
+
+
+def own_lists(bench: Bench) -> dict[str, torch.Tensor]:
+    """The tokens that each domain's own traffic holds, filled up with general ones."""
+    general = bench.base.vocabulary.tolist()
+    return {
+        d: own_vocabulary(counted(records), bench.args.own, general) for d, records in bench.train.items()
+    }
 
 
 def batch_of(bench: Bench, arm: Arm, records: list[ReplayRecord]) -> FeatureBatch:
@@ -140,15 +153,15 @@ def learn(bench: Bench, arm: Arm, seed: int) -> float:
     return sum(last) / len(last)
 
 
-def measured(bench: Bench, arm: Arm, domain: str) -> torch.Tensor:
-    """Hits and tries by record and depth, [records, DEPTH, 2]."""
+def measured(bench: Bench, arm: Arm, domain: str, only: torch.Tensor | None = None) -> torch.Tensor:
+    """Hits and tries by record and depth, [records, DEPTH, 2]; `only`: tokens that may be guessed."""
     records = [record for record in bench.heldout[domain] if len(record.topk_ids) > 1]
-    counted = []
+    parts = []
     for first in range(0, len(records), 16):
         batch = batch_of(bench, arm, records[first : first + 16])
         with arm.student.precision():
-            counted.append(acceptance(arm.student, batch, DEPTH, shared=arm.shared))
-    return torch.cat(counted)
+            parts.append(acceptance(arm.student, batch, DEPTH, shared=arm.shared, only=only))
+    return torch.cat(parts)
 
 
 def summary(counted: torch.Tensor, static: torch.Tensor) -> dict[str, Any]:
@@ -171,20 +184,23 @@ def summary(counted: torch.Tensor, static: torch.Tensor) -> dict[str, Any]:
     }
 
 
-def coverage(bench: Bench, arm: Arm, domain: str) -> float:
+def coverage(bench: Bench, vocabulary: torch.Tensor, domain: str) -> float:
     """Share of the held-out answers' tokens that can be drafted."""
     tokens = [token for r in bench.heldout[domain] for token in r.token_ids[r.num_prompt_tokens :]]
-    return (arm.vocabulary(torch.tensor(tokens)) >= 0).float().mean().item()
+    return torch.isin(torch.tensor(tokens), vocabulary).float().mean().item()
 
 
 def run(bench: Bench) -> dict[str, Any]:
     """All arrangements, all seeds; the figures of one arrangement are means over the seeds' counts."""
     found: dict[str, Any] = {}
     static: dict[str, torch.Tensor] = {}
-    plain = arm_of(bench, "static")
-    found["coverage"] = {domain: coverage(bench, plain, domain) for domain in bench.train}
+    found["coverage"] = {domain: coverage(bench, bench.base.vocabulary, domain) for domain in bench.train}
+    own = own_lists(bench) if bench.args.own else {}
+    found["own_coverage"] = {domain: coverage(bench, own[domain], domain) for domain in own}
+    print("covered", found["coverage"], found["own_coverage"], flush=True)
     for name in bench.args.arms.split(","):
-        counted: dict[str, list[torch.Tensor]] = {domain: [] for domain in bench.train}
+        free: dict[str, list[torch.Tensor]] = {domain: [] for domain in bench.train}
+        restricted: dict[str, list[torch.Tensor]] = {domain: [] for domain in bench.train}
         began, loss = time.process_time(), 0.0
         for seed in range(bench.args.seeds if name != "static" else 1):
             torch.manual_seed(seed)
@@ -192,13 +208,19 @@ def run(bench: Bench) -> dict[str, Any]:
             if name != "static":
                 loss = learn(bench, arm, seed)
             for domain in bench.train:
-                counted[domain].append(measured(bench, arm, domain))
+                free[domain].append(measured(bench, arm, domain))
+                if own and name != "static":
+                    restricted[domain].append(measured(bench, arm, domain, own[domain]))
         if name == "static":
-            static = {domain: one[0] for domain, one in counted.items()}
-        whole = {domain: torch.stack(each).sum(0) for domain, each in counted.items()}
+            static = {domain: one[0] for domain, one in free.items()}
+        whole = {domain: torch.stack(each).sum(0) for domain, each in free.items()}
         found[name] = {domain: summary(whole[domain], static[domain]) for domain in whole}
         found[name]["cpu_seconds"], found[name]["loss"] = time.process_time() - began, loss
         show(name, found[name], list(bench.train))
+        if restricted[next(iter(restricted))]:
+            whole = {domain: torch.stack(each).sum(0) for domain, each in restricted.items()}
+            found[f"{name}, own"] = {domain: summary(whole[domain], static[domain]) for domain in whole}
+            show(f"{name}, own", found[f"{name}, own"] | {"loss": loss, "cpu_seconds": 0}, list(bench.train))
     return found
 
 
@@ -207,7 +229,7 @@ def show(name: str, figures: dict[str, Any], domains: list[str]) -> None:
     tokens = [figures[d]["tokens_per_step"][2] for d in domains]
     row = "  ".join(f"{d[:8]} {a:.3f}/{t:.2f}" for d, a, t in zip(domains, firsts, tokens, strict=True))
     mean = f"mean {sum(firsts) / len(firsts):.3f}/{sum(tokens) / len(tokens):.2f}"
-    print(f"{name:8} {mean}  {row}  loss {figures['loss']:.3f}  {figures['cpu_seconds']:.0f} s", flush=True)
+    print(f"{name:12} {mean}  {row}  loss {figures['loss']:.3f}  {figures['cpu_seconds']:.0f} s", flush=True)
 
 
 def main() -> None:
@@ -230,6 +252,7 @@ def main() -> None:
     parser.add_argument("--unrolled", type=int, default=3)
     parser.add_argument("--emitted", type=float, default=0.0, help="weight of the emitted token's own loss")
     parser.add_argument("--kind", default="fkl")
+    parser.add_argument("--own", type=int, default=0, help="tokens of each domain's own vocabulary; 0: none")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()

@@ -36,10 +36,10 @@ class FeatureBatch:
     context_states: torch.Tensor  # [B, C, H], the target's features after `fc` at 0 … P − 2
     prompts: torch.Tensor  # int64 [B], P
     answer_ids: torch.Tensor  # int64 [B, A], right-padded with 0
-    states: torch.Tensor  # [B, A, H], features after `fc` from P − 1 on: those that precede the answer's tokens
+    states: torch.Tensor  # [B, A, H], features after `fc` from P − 1 on: before each answer's token
     lengths: torch.Tensor  # int64 [B], of the answers
-    topk_ids: torch.Tensor  # int64 [B, A, k], the target's distribution of each of the answer's tokens, by
-    topk_logprobs: torch.Tensor  # float32 [B, A, k]; numbers in the draft vocabulary
+    topk_ids: torch.Tensor  # int64 [B, A, k], in the draft vocabulary: the target's distribution of each
+    topk_logprobs: torch.Tensor  # float32 [B, A, k]; of the answer's tokens
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,12 @@ def collate(
 ) -> FeatureBatch:
     """One batch of all `records`; `owners` are their experts.
 
-    Long prompts are cut at their beginning for the drafter, after the target has read them whole; long answers
-    at their end, so that no row has more than `max_tokens`.
+    Long prompts are cut at their beginning for the drafter, after the target has read them whole, and long
+    answers at their end, so that no row has more than `max_tokens`.
     """
     order = sorted(range(len(records)), key=lambda i: owners[i])
     rows = [_cut(records[i], max_tokens) for i in order]
-    context, answer = max(row.prompt for row in rows) - 1, max(row.answer for row in rows)
+    context, answer = max(1, *(row.prompt - 1 for row in rows)), max(row.answer for row in rows)
     width = max(len(row.record.topk_ids[0]) for row in rows)
     shape = len(rows), answer
     context_ids = torch.zeros(len(rows), context, dtype=torch.int64)

@@ -61,8 +61,7 @@ class JointLinear(nn.Module):
             del self.adapters[_key(name)]
 
     def adapter(self, name: str) -> LowRank | None:
-        key = _key(name)
-        return self.adapters[key] if key in self.adapters else None  # type: ignore[return-value]
+        return dict(self.adapters.items()).get(_key(name))  # type: ignore[return-value]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, …, in]; the first dimension is what `routing.parts` counts."""

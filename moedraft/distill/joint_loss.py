@@ -43,24 +43,33 @@ def loss_of(
 
 @torch.no_grad()
 def acceptance(
-    student: JointStudent, batch: FeatureBatch, depth: int, *, shared: bool = True
+    student: JointStudent,
+    batch: FeatureBatch,
+    depth: int,
+    *,
+    shared: bool = True,
+    only: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """How often the most likely guess is the target's next token, int64 [B, depth, 2]: hits and tries.
 
     Column j counts starts whose earlier guesses were all right. The first token of an answer is never
-    guessed. The answers should be the target's own greedy ones.
+    guessed. The answers should be the target's own greedy ones. only: tokens that may be guessed, int64 and
+    ascending, where these are fewer than the draft vocabulary.
     """
-    rows, length = batch.answer_ids.shape
+    vocabulary = student.draft.vocabulary
+    barred = None if only is None else ~torch.isin(vocabulary, only)
     alive = torch.ones_like(batch.answer_ids, dtype=torch.bool)
-    counted = torch.zeros(rows, depth, 2, dtype=torch.int64)
+    counted = torch.zeros(len(batch.owners), depth, 2, dtype=torch.int64)
     for step, hidden in enumerate(student.outputs(batch, depth, shared=shared), start=1):
         taught = taught_at(batch, step)
         tried = alive & taught.rows
         logits = student.logits(hidden[tried], batch.owners, tried.sum(1).tolist())
+        if barred is not None:
+            logits = logits.masked_fill(barred, -torch.inf)
         right = torch.full_like(batch.answer_ids, -1)
         right[taught.rows] = taught.tokens
         guesses = torch.full_like(batch.answer_ids, -2)
-        guesses[tried] = student.draft.vocabulary[logits.argmax(-1)]
+        guesses[tried] = vocabulary[logits.argmax(-1)]
         alive = tried & (guesses == right)
         counted[:, step - 1] = torch.stack([alive.sum(1), tried.sum(1)], dim=1).cpu()
     return counted

@@ -1,4 +1,4 @@
-"""The feature drafter that learns: the trainer's own copy of it, with one adapter per expert and a shared one.
+"""The feature drafter that learns: the trainer's own copy, with an adapter for each expert and a shared one.
 
 What adapters change are queries, the layer's output projection, its MLP and the output rows. `fc`, keys,
 values and norms stay as they are, so that the drafter's cache is the same whichever expert drafts. Adapters
@@ -24,12 +24,13 @@ from moedraft.distill.joint_lora import JointLinear, LowRank, Routing
 from moedraft.distill.joint_unroll import unroll
 from moedraft.drafting.adapter import LORA_A, LORA_B, PREFIX, read_adapter
 from moedraft.feature.model import FeatureDraft
+from moedraft.feature.vocabulary import checked, rows_for
 
-LAYER = "layers.0."
+LAYER, HEAD = "layers.0.", "lm_head"
 MODULES = (
     *(f"{LAYER}self_attn.{name}" for name in ("q_proj", "o_proj")),
     *(f"{LAYER}mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")),
-    "lm_head",
+    HEAD,
 )
 
 
@@ -66,11 +67,26 @@ class JointStudent:
             layer.remove(name)
 
     def load(
-        self, name: str, version: int, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+        self,
+        name: str,
+        version: int,
+        config: Mapping[str, Any],
+        tensors: Mapping[str, torch.Tensor],
+        vocabulary: torch.Tensor | None = None,
     ) -> None:
-        """Take the adapter of `name` from PEFT's format. Raises CorruptAdapter where it does not fit."""
+        """Take the adapter of `name` from PEFT's format. Raises CorruptAdapter where it does not fit.
+
+        vocabulary: the tokens that its output rows stand for, where they are not the student's.
+        """
         weights = {module: layer.base.weight.float() for module, layer in self.layers.items()}
-        deltas = read_adapter(version, config, tensors, weights).deltas
+        own = self.draft.vocabulary
+        if vocabulary is not None:
+            own = checked(vocabulary, self.draft.config.vocab_size).to(own.device)
+            weights[HEAD] = weights[HEAD].new_empty(len(own), weights[HEAD].shape[1])
+        deltas = dict(read_adapter(version, config, tensors, weights).deltas)
+        if vocabulary is not None and HEAD in deltas:
+            a, b = deltas[HEAD]
+            deltas[HEAD] = a, rows_for(b, own, self.draft.vocabulary)
         self.remove(name)
         self.names.add(name)
         for module, (a, b) in deltas.items():
@@ -80,13 +96,23 @@ class JointStudent:
             with torch.no_grad():
                 part.a.copy_(a), part.b.copy_(b)
 
-    def export(self, name: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """The adapter of `name` as it is now: its PEFT configuration and copies of its tensors."""
+    def export(
+        self, name: str, vocabulary: torch.Tensor | None = None
+    ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """The adapter of `name` as it is now: its PEFT configuration and copies of its tensors.
+
+        vocabulary: tokens, int64 and ascending, whose output rows alone are exported; None: the student's.
+        """
         tensors, ranks = {}, {}
         for module, part in self._parts(name).items():
             ranks[module] = len(part.a)
-            for key, value in ((LORA_A, part.a), (LORA_B, part.b)):
-                tensors[PREFIX + module + key] = value.detach().to("cpu", torch.float32, copy=True).contiguous()
+            b = part.b
+            if module == HEAD and vocabulary is not None:
+                b = rows_for(b, self.draft.vocabulary, vocabulary.to(b.device))
+            for key, value in ((LORA_A, part.a), (LORA_B, b)):
+                tensors[PREFIX + module + key] = (
+                    value.detach().to("cpu", torch.float32, copy=True).contiguous()
+                )
         usual = Counter(ranks.values()).most_common(1)[0][0]
         pattern = {re.escape(module): rank for module, rank in ranks.items() if rank != usual}
         config = LoraConfig(

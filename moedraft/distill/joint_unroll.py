@@ -19,7 +19,7 @@ from moedraft.feature.unroll import attend
 
 def unroll(draft: FeatureDraft, batch: FeatureBatch, steps: int) -> Iterator[torch.Tensor]:
     """The drafter's outputs [B, A, H] of steps 1 … `steps`; `draft.logits` turns them into guesses."""
-    count, rows = batch.answer_ids.shape
+    rows = batch.answer_ids.shape[1]
     tokens = pad(batch.answer_ids, (0, steps))
     states = batch.states.to(draft.fc.weight.dtype)
     positions = batch.prompts[:, None] - 1 + torch.arange(rows, device=states.device)

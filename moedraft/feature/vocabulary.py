@@ -2,7 +2,8 @@
 
 A token outside a drafter's vocabulary is never accepted, and no adapter repairs that. The output rows are the
 target's, so a list costs its ids alone. It lies in the adapter's folder as a file of its own, because PEFT
-takes nothing but adapters in its own: row n of the adapter's term on the output rows is token `list[n]`.
+takes nothing but adapters in its own (`moedraft.storage.candidate.VOCABULARY`). Row n of what the adapter
+adds to the output rows belongs to the list's token number n.
 """
 
 from __future__ import annotations
@@ -14,9 +15,6 @@ import torch
 
 from moedraft.core import CorruptAdapter, ReplayRecord
 from moedraft.feature.corpus import ANSWER_WEIGHT
-
-VOCABULARY = "vocabulary.safetensors"  # the file
-TENSOR = "vocabulary"  # in it: int32, ascending
 
 
 def counted(records: Iterable[ReplayRecord]) -> Counter[int]:
@@ -54,7 +52,7 @@ def places(wanted: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
 
 
 def rows_for(rows: torch.Tensor, among: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """rows [len(among), n], one for each token of `among` → [len(wanted), n]; zeros for tokens without one."""
+    """rows [len(among), n], one for each token of `among` → [len(wanted), n]; zeros where there is none."""
     found = places(wanted, among)
     picked = rows[found.clamp(min=0)]
     return picked.masked_fill((found < 0)[:, None], 0)
@@ -62,7 +60,12 @@ def rows_for(rows: torch.Tensor, among: torch.Tensor, wanted: torch.Tensor) -> t
 
 def checked(tensor: torch.Tensor | None, vocab_size: int) -> torch.Tensor:
     """A list as it was stored, int64. Raises CorruptAdapter where it is none for `vocab_size` tokens."""
-    if tensor is None or tensor.dtype not in (torch.int32, torch.int64) or tensor.dim() != 1 or not len(tensor):
+    if (
+        tensor is None
+        or tensor.dtype not in (torch.int32, torch.int64)
+        or tensor.dim() != 1
+        or not len(tensor)
+    ):
         raise CorruptAdapter("the adapter's vocabulary is no list of token ids.")
     ids = tensor.to(torch.int64)
     if int(ids[0]) < 0 or int(ids[-1]) >= vocab_size or not bool((ids.diff() > 0).all()):

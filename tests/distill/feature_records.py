@@ -34,7 +34,12 @@ def a_draft(target: LanguageModel, vocabulary: torch.Tensor = EVERY, seed: int =
 
 
 def a_record(
-    target: LanguageModel, seed: int, prompt: int = 6, answer: int = 5, domain: str = "code", topk: int = VOCAB
+    target: LanguageModel,
+    seed: int,
+    prompt: int = 6,
+    answer: int = 5,
+    domain: str = "code",
+    topk: int = VOCAB,
 ) -> ReplayRecord:
     """Random tokens, with what the target says to each of the answer's."""
     generator = torch.Generator().manual_seed(seed)
