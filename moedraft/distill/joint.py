@@ -18,13 +18,16 @@ from dataclasses import dataclass
 
 import torch
 
-from moedraft.core import SHARED, AdapterVersion, ReplayRecord
+from moedraft.config import Settings
+from moedraft.core import SHARED, AdapterVersion, ReplayRecord, UnsupportedModel
 from moedraft.distill.feature_batches import DraftVocabulary, FeatureBatch, collate
 from moedraft.distill.joint_loss import acceptance, loss_of
 from moedraft.distill.joint_student import MODULES, JointStudent
-from moedraft.distill.states import States
+from moedraft.distill.states import RecordStates, States
 from moedraft.distill.trainer import LAST_RATE, MEASURED, OnStep, is_held_out
+from moedraft.drafting.base import FeatureBase, load_base
 from moedraft.kernels import Kind
+from moedraft.models import load_by
 from moedraft.storage.candidate import Candidate
 from moedraft.storage.store import TARGET_ID, Store
 
@@ -238,7 +241,8 @@ class JointTrainer:
             return
         self.forget(name)
         if found:
-            self.student.load(name, version, found[1].config, found[1].tensors)
+            stored = found[1]
+            self.student.load(name, version, stored.config, stored.tensors, stored.vocabulary)
         else:
             self.student.add(name)
         self.versions[name] = version
@@ -268,6 +272,23 @@ class JointTrainer:
             config=config,
             tensors=tensors,
         )
+
+
+def build_joint(settings: Settings, store: Store) -> JointTrainer:
+    """A joint trainer of these settings, with its own copies of the target and of the draft base.
+
+    Raises UnsupportedModel where the draft base is no feature drafter, and what loading a model raises.
+    """
+    target = load_by(settings, "target")
+    base = load_base(settings, target)
+    if not isinstance(base, FeatureBase):
+        raise UnsupportedModel(f"{base.name} is no feature drafter; joint updates are for those alone.")
+    ranks = {"rank": settings.adapter_rank, "shared_rank": settings.shared_rank}
+    student = JointStudent(base.hf, base.weights_hash(), name=base.name, **ranks)
+    plan = JointPlan(
+        steps=settings.update_steps, learning_rate=settings.learning_rate, kind=settings.distill_kind
+    )
+    return JointTrainer(student, RecordStates(target, base.hf), store, plan)
 
 
 def _cycled(records: list[ReplayRecord], rng: random.Random) -> Iterator[ReplayRecord]:

@@ -77,7 +77,7 @@ class JointLinear(nn.Module):
         """What each row's own expert adds."""
         pieces = []
         sizes = [count for _, count in self.routing.parts]
-        pairs = zip(self.routing.parts, x.split(sizes), like.split(sizes), strict=True)
+        pairs = zip(self.routing.parts, torch.split(x, sizes), torch.split(like, sizes), strict=True)
         for (name, _), piece, same in pairs:
             own = self.adapter(name) if name != SHARED else None
             pieces.append(torch.zeros_like(same) if own is None else own(piece).to(like.dtype))

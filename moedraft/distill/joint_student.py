@@ -106,7 +106,7 @@ class JointStudent:
         tensors, ranks = {}, {}
         for module, part in self._parts(name).items():
             ranks[module] = len(part.a)
-            b = part.b
+            b: torch.Tensor = part.b
             if module == HEAD and vocabulary is not None:
                 b = rows_for(b, self.draft.vocabulary, vocabulary.to(b.device))
             for key, value in ((LORA_A, part.a), (LORA_B, b)):

@@ -42,7 +42,8 @@ def own_vocabulary(
 
 def union(lists: Iterable[torch.Tensor]) -> torch.Tensor:
     """All tokens of these lists, int64, ascending."""
-    return torch.cat(list(lists)).unique(sorted=True)
+    found: torch.Tensor = torch.unique(torch.cat(list(lists)))  # type: ignore[no-untyped-call]
+    return found
 
 
 def places(wanted: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
