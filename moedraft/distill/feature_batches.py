@@ -28,7 +28,7 @@ OUTSIDE = -1  # a token that cannot be drafted
 class FeatureBatch:
     """Records, those of one expert side by side.
 
-    Tokens that cannot be drafted are padding in a top-k, so that their probability counts as the tail's.
+    Tokens that cannot be drafted are padding in a top-k, see `within`.
     """
 
     owners: list[str]  # by row, ascending: the expert
@@ -109,7 +109,7 @@ def collate(
         topk_logprobs[b, : row.answer, :k] = torch.tensor(record.topk_logprobs[: row.answer])
         before.append(pad(found[row.first : begin - 1], (0, 0, context - row.prompt + 1, 0)))
         after.append(pad(found[begin - 1 : begin - 1 + row.answer], (0, 0, 0, answer - row.answer)))
-    topk_ids = vocabulary(topk_ids)
+    topk_ids, topk_logprobs = within(vocabulary(topk_ids), topk_logprobs)
     return FeatureBatch(
         owners=[owners[i] for i in order],
         context_ids=context_ids.to(device),
@@ -119,8 +119,21 @@ def collate(
         states=torch.stack(after).to(device),
         lengths=torch.tensor([row.answer for row in rows], device=device),
         topk_ids=topk_ids.to(device),
-        topk_logprobs=topk_logprobs.masked_fill(topk_ids == OUTSIDE, -torch.inf).to(device),
+        topk_logprobs=topk_logprobs.to(device),
     )
+
+
+def within(ids: torch.Tensor, logprobs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The target's most likely tokens, given that none of those comes which cannot be drafted.
+
+    ids int64 [..., k], OUTSIDE for those; logprobs [..., k]. Were their probability counted as the tail's,
+    the drafter would learn to spread it over all other tokens, which are no better guesses for it.
+    """
+    outside = ids == OUTSIDE
+    lost = logprobs.exp().masked_fill(~outside, 0).sum(-1, keepdim=True)
+    kept = logprobs.masked_fill(outside, -torch.inf)
+    left = torch.maximum(1 - lost, kept.exp().sum(-1, keepdim=True))  # rounding must not leave less than that
+    return ids, kept - left.clamp(min=torch.finfo(left.dtype).tiny).log()
 
 
 def _cut(record: ReplayRecord, max_tokens: int) -> _Row:

@@ -42,7 +42,7 @@ def own_vocabulary(
 
 def union(lists: Iterable[torch.Tensor]) -> torch.Tensor:
     """All tokens of these lists, int64, ascending."""
-    found: torch.Tensor = torch.unique(torch.cat(list(lists)))  # type: ignore[no-untyped-call]
+    found: torch.Tensor = torch.unique(torch.cat(list(lists)))
     return found
 
 

@@ -7,7 +7,7 @@ import torch
 from feature_records import CPU, EVERY, LAYERS, SOME, a_batch, a_draft, a_record, a_target
 
 from moedraft.core import ReplayRecord
-from moedraft.distill.feature_batches import OUTSIDE, DraftVocabulary, taught_at
+from moedraft.distill.feature_batches import OUTSIDE, DraftVocabulary, taught_at, within
 from moedraft.distill.joint_loss import acceptance, loss_of
 from moedraft.distill.joint_student import JointStudent
 from moedraft.distill.joint_unroll import unroll
@@ -83,7 +83,29 @@ def test_the_loss_is_that_over_whole_texts_when_all_tokens_are_known() -> None:
     assert loss.item() == pytest.approx(whole.loss_of(draft, teacher, inner, 2).item(), rel=0.02)
 
 
-def test_tokens_that_cannot_be_drafted_count_as_the_rest() -> None:
+def test_what_is_taught_is_the_targets_choice_among_what_can_be_drafted() -> None:
+    """As the draft base is trained: without the tokens that it has no row for, at whatever probability."""
+    target = a_target()
+    draft, one = a_draft(target, SOME), a_record(target, 0)
+    taught = taught_at(a_batch(target, draft, [one]), 1)
+    with torch.no_grad():
+        logits = target.hf(input_ids=torch.tensor([one.token_ids])).logits[0, 6:10][:, SOME]
+    for n, expected in enumerate(logits.log_softmax(-1)):
+        known = taught.topk_ids[n] >= 0
+        found = torch.empty(len(SOME)).index_copy_(
+            0, taught.topk_ids[n][known], taught.topk_logprobs[n][known]
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_nothing_is_left_where_no_likely_token_can_be_drafted() -> None:
+    ids, logprobs = within(torch.tensor([[OUTSIDE, OUTSIDE], [3, OUTSIDE]]), torch.tensor([[0.0, -99.0]] * 2))
+    assert ids.tolist() == [[OUTSIDE, OUTSIDE], [3, OUTSIDE]]
+    assert (logprobs[0] == -torch.inf).all()
+    assert logprobs[1, 0] == pytest.approx(0, abs=1e-5)
+
+
+def test_tokens_that_cannot_be_drafted_are_padding() -> None:
     target = a_target()
     batch = a_batch(target, a_draft(target, SOME), [a_record(target, 0, topk=12)])
     shown = batch.topk_ids >= 0
