@@ -99,7 +99,7 @@ def _register_warm(
     settings: Settings, name: str, prompts: list[str], description: str, count: int, *, chat: bool
 ) -> tuple[dict[str, Any], WarmStart]:
     with busy("Loading the models"):
-        from moedraft.distill.loop import build_loop
+        from moedraft.distill.assembly import build_loop
         from moedraft.distill.warmstart import warm_start
         from moedraft.insight.inventory import summary
         from moedraft.system.build import build
