@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +159,8 @@ def test_the_real_package_runs_what_is_written(switches: dict[str, Any], tmp_pat
     config = SpeculatorModelConfig.from_pretrained(tmp_path / "draft")
     config.transformer_layer_config._attn_implementation = "eager"  # the others want a GPU
     theirs = SpeculatorModel.from_pretrained(tmp_path / "draft", config=config).eval()
+    # The package reads these from the target itself, but leaves them random under a newer transformers.
+    theirs.embed_tokens.weight.data.copy_(draft.embeddings)
     ids, features = torch.tensor(texts_of(1, 9)), torch.randn(1, 9, 96)
     with torch.no_grad():
         ours = [draft.logits(h).argmax(-1) for h in unroll(draft, features, ids, 3)]
@@ -170,6 +171,5 @@ def test_the_real_package_runs_what_is_written(switches: dict[str, Any], tmp_pat
             document_ids=torch.zeros_like(ids),
             ttt_steps=3,
         )
-    assert "speculators" in sys.modules
     for step, (own, their) in enumerate(zip(ours, told, strict=True)):
         assert torch.equal(own[:, : 8 - step], their[:, : 8 - step])
