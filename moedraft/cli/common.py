@@ -55,6 +55,10 @@ DtypeOption = Annotated[
 ]
 # is called with how many are done and, optionally, what is being done and how many there are
 Advance = Callable[..., None]
+RawOption = Annotated[
+    bool,
+    typer.Option("--raw", help="Prompts as they are, not through the chat template that the target has."),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout, and nothing else there.")]
 
 err = Console(stderr=True, highlight=False)

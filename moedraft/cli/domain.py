@@ -13,6 +13,7 @@ from moedraft.cli.common import (
     DtypeOption,
     HomeOption,
     JsonOption,
+    RawOption,
     TargetOption,
     bar,
     busy,
@@ -36,6 +37,8 @@ from moedraft.core import InvalidRequest, MoedraftError
 if TYPE_CHECKING:
     from moedraft.distill.warmstart import WarmStart
 
+SERVER_LEARNS = "A server that runs learns by itself; leave out --warm-start, or stop it first."
+
 app = typer.Typer(help="Domains: register, list, show, remove.")
 NameArgument = Annotated[str, typer.Argument(metavar="NAME")]
 
@@ -53,6 +56,7 @@ def register(
         int | None,
         typer.Option(min=1, metavar="N", help="Let the target answer N examples and learn from them now."),
     ] = None,
+    raw: RawOption = False,
     home: HomeOption = None,
     server: ServerOption = None,
     target: TargetOption = None,
@@ -71,16 +75,14 @@ def register(
     remote, warm = owner_of(settings, server), None
     if remote is not None:
         if warm_start is not None:
-            raise InvalidRequest(
-                "A server that runs learns by itself; leave out --warm-start, or stop it first."
-            )
-        row = {"name": name, "examples": prompts, "description": description}
+            raise InvalidRequest(SERVER_LEARNS)
         with busy("Fitting the router"):
+            row = {"name": name, "examples": prompts, "description": description}
             data = remote.post("admin", "domains", data=row)
     elif warm_start is None:
         data = _register(settings, name, prompts, description)
     else:
-        data, warm = _register_warm(settings, name, prompts, description, warm_start)
+        data, warm = _register_warm(settings, name, prompts, description, warm_start, chat=not raw)
     _show_registered(data, warm, as_json)
 
 
@@ -94,7 +96,7 @@ def _register(settings: Settings, name: str, prompts: list[str], description: st
 
 
 def _register_warm(
-    settings: Settings, name: str, prompts: list[str], description: str, count: int
+    settings: Settings, name: str, prompts: list[str], description: str, count: int, *, chat: bool
 ) -> tuple[dict[str, Any], WarmStart]:
     with busy("Loading the models"):
         from moedraft.distill.loop import build_loop
@@ -111,7 +113,8 @@ def _register_warm(
             loop = build_loop(settings, system.store)
             system.refresh()
             with bar("Warm start") as advance:
-                return summary(domain), warm_start(system, loop, domain, count, on_progress=advance)
+                warm = warm_start(system, loop, domain, count, chat=chat, on_progress=advance)
+                return summary(domain), warm
         except MoedraftError as error:
             reason = str(error)
             raise type(error)(

@@ -16,6 +16,7 @@ from moedraft.cli.common import (
     DtypeOption,
     HomeOption,
     JsonOption,
+    RawOption,
     TargetOption,
     bar,
     busy,
@@ -60,6 +61,7 @@ def generate(
     domain: PinnedDomain = None,
     no_draft: Annotated[bool, typer.Option("--no-draft", help="Plain decoding, for comparison.")] = False,
     learn: Annotated[bool, typer.Option("--learn/--no-learn", help="Learn from the answers.")] = False,
+    raw: RawOption = False,
     home: HomeOption = None,
     target: TargetOption = None,
     draft: DraftOption = None,
@@ -67,7 +69,10 @@ def generate(
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Answer prompts: exactly what the target says, faster."""
+    """Answer prompts: exactly what the target says, faster.
+
+    A prompt is a user's message where the target has a chat template; --raw lets it be continued instead.
+    """
     params = SamplingParams(temperature, top_k, top_p, max_tokens, tuple(stop or ()), seed)
     for text in params.stop:
         check_text(text, "a stop string")
@@ -79,7 +84,7 @@ def generate(
 
         system = build(settings)
     try:
-        failed = _run(system, rows, params, draft=not no_draft, learn=learn, as_json=as_json)
+        failed = _run(system, rows, params, draft=not no_draft, learn=learn, chat=not raw, as_json=as_json)
     finally:
         system.close()
     if failed:
@@ -112,10 +117,17 @@ def _check_domains(settings: Settings, rows: list[PromptRow]) -> None:
 
 
 def _run(
-    system: System, rows: list[PromptRow], params: SamplingParams, *, draft: bool, learn: bool, as_json: bool
+    system: System,
+    rows: list[PromptRow],
+    params: SamplingParams,
+    *,
+    draft: bool,
+    learn: bool,
+    chat: bool,
+    as_json: bool,
 ) -> int:
     """Answer all rows; returns how many of them failed."""
-    ids = [_add(system.engine, row, params, draft, learn) for row in rows]
+    ids = [_add(system.engine, row, params, draft=draft, capture=learn, chat=chat) for row in rows]
     between = _learner(system) if learn else lambda: None
     failed = 0
     with bar("Answering", len(rows), shown=_wants_bar(as_json, len(rows))) as advance:
@@ -136,10 +148,10 @@ def _wants_bar(as_json: bool, count: int) -> bool:
     return as_json and count > 1 and not sys.stdout.isatty()
 
 
-def _add(engine: Engine, row: PromptRow, params: SamplingParams, draft: bool, learn: bool) -> str:
+def _add(engine: Engine, row: PromptRow, params: SamplingParams, **options: Any) -> str:
     try:
         own = replace(params, max_tokens=row.max_tokens or params.max_tokens)
-        return engine.add(row.prompt, own, expert=row.domain, draft=draft, capture=learn)
+        return engine.add(row.prompt, own, expert=row.domain, **options)
     except InvalidRequest as error:
         raise row.complaint(error) from error
 

@@ -27,6 +27,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention, silu
 from moedraft.cache import SlotCache, SlotLayer
 from moedraft.cpu import SMALL
 from moedraft.cpu.lean import KNOWN, Packing
+from moedraft.cpu.pages import use_huge_pages
 from moedraft.cpu.products import bound_caches, packs
 from moedraft.evidence import HiddenStates
 
@@ -68,12 +69,12 @@ class SteadyProduct:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in] → [rows, out]"""
-        if len(x) > PIECE:
+        if x.shape[0] > PIECE:
             return torch.cat([self._piece(piece) for piece in torch.split(x, PIECE)])
         return self._piece(x)
 
     def _piece(self, x: torch.Tensor) -> torch.Tensor:
-        rows = len(x)
+        rows = x.shape[0]
         wanted = max(stepped(rows), self.fewest)
         padded = x if wanted == rows else pad(x, (0, 0, 0, wanted - rows))
         y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(padded, self.blocked, self.bias, "none", [], "")
@@ -89,11 +90,14 @@ class Norm:
     """RMS norm of float32 rows, in the precision of the products."""
 
     def __init__(self, norm: Any, dtype: torch.dtype) -> None:
-        self.weight, self.epsilon, self.dtype = norm.weight.detach().float(), norm.variance_epsilon, dtype
+        weight = norm.weight.detach().float()
+        self.weight, self.dtype = weight * weight.numel() ** 0.5, dtype
+        self.epsilon = norm.variance_epsilon * weight.numel()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        factor = (x * x).mean(-1, keepdim=True).add_(self.epsilon).rsqrt_()
-        return (x * factor).mul_(self.weight).to(self.dtype)
+        """x [N, H] → x · weight / √(mean x² + ε), [N, H]"""
+        factor = (x * x).sum(-1, keepdim=True).add_(self.epsilon).rsqrt_()
+        return torch.mul(x * factor, self.weight, out=torch.empty_like(x, dtype=self.dtype))
 
 
 class SteadyForward:
@@ -109,6 +113,8 @@ class SteadyForward:
         self.norm = Norm(hf.model.norm, hf.dtype)
         self.head = SteadyProduct([hf.lm_head])
         self.group = hf.config.num_attention_heads // hf.config.num_key_value_heads
+        products = [product for layer in self.layers for product in layer.products]
+        use_huge_pages(product.blocked for product in (*products, self.head))
 
     def __call__(
         self,
@@ -179,6 +185,7 @@ class SteadyLayer:
         self.qkv = SteadyProduct([at.q_proj, at.k_proj, at.v_proj])
         self.gate_up = SteadyProduct([mlp.gate_proj, mlp.up_proj])
         self.out, self.down = SteadyProduct([at.o_proj]), SteadyProduct([mlp.down_proj])
+        self.products = (self.qkv, self.out, self.gate_up, self.down)
 
     def __call__(
         self,
@@ -203,7 +210,7 @@ class SteadyLayer:
     ) -> torch.Tensor:
         """From queries, keys and values [N, (heads + 2 kv_heads) · head_dim] to [N, heads · head_dim]."""
         (batch, width), (cos, sin) = packing.shape, turns
-        halves = joined.view(len(joined), -1, 2, cos.shape[-1])
+        halves = joined.view(joined.shape[0], -1, 2, cos.shape[-1])
         turned = halves[:, : -self.kv_heads]
         turned = (turned * cos).addcmul_(turned.flip(-2), sin).flatten(2)
         turned = SteadyForward._padded(turned, packing)

@@ -55,23 +55,33 @@ def warm_start(
     count: int,
     *,
     steps: int = STEPS,
+    chat: bool = True,
     on_progress: Progress = lambda done, text, total: None,
 ) -> WarmStart:
     """Teach `domain` from `count` of its examples. Its versions are published and loaded.
 
+    chat: the examples go through the model's chat template, where it has one.
+
     Raises InvalidRequest where an example cannot be answered, StorageError where nothing can be stored.
     """
     chosen, held_out = split_examples(domain.examples, count)
-    before = _measure(system, domain.name, held_out, on_progress, "Measuring before")
-    _answer(system, domain.name, chosen, on_progress, "Answering examples", learn=True)
+    before = _measure(system, domain.name, held_out, on_progress, "Measuring before", chat)
+    _answer(system, domain.name, chosen, on_progress, "Answering examples", chat, learn=True)
     updates = [_update(loop, domain.name, steps // UPDATES, part, on_progress) for part in range(UPDATES)]
     system.refresh()
-    after = _measure(system, domain.name, held_out, on_progress, "Measuring after")
+    after = _measure(system, domain.name, held_out, on_progress, "Measuring after", chat)
     return WarmStart(len(chosen), len(held_out), updates, before, after)
 
 
 def _answer(
-    system: System, name: str, prompts: list[str], on_progress: Progress, text: str, learn: bool
+    system: System,
+    name: str,
+    prompts: list[str],
+    on_progress: Progress,
+    text: str,
+    chat: bool,
+    *,
+    learn: bool,
 ) -> list[RequestOutput]:
     done = 0
 
@@ -81,12 +91,16 @@ def _answer(
         on_progress(done, text, len(prompts))
 
     on_progress(0, text, len(prompts))
-    return system.engine.generate(prompts, PARAMS, expert=name, learn=learn, counted=learn, on_finish=count)
+    return system.engine.generate(
+        prompts, PARAMS, expert=name, learn=learn, counted=learn, chat=chat, on_finish=count
+    )
 
 
-def _measure(system: System, name: str, prompts: list[str], on_progress: Progress, text: str) -> float | None:
+def _measure(
+    system: System, name: str, prompts: list[str], on_progress: Progress, text: str, chat: bool
+) -> float | None:
     """Accepted of drafted tokens on `prompts`; leaves nothing in the home's statistics."""
-    outputs = _answer(system, name, prompts, on_progress, text, learn=False)
+    outputs = _answer(system, name, prompts, on_progress, text, chat, learn=False)
     drafted = sum(output.speculation.num_draft_tokens for output in outputs)
     return sum(output.speculation.num_accepted_tokens for output in outputs) / drafted if drafted else None
 

@@ -33,15 +33,18 @@ class WholeAnswers(ABC):
         draft: bool = True,
         learn: bool = False,
         counted: bool = True,
+        chat: bool = False,
         on_finish: OnOutput | None = None,
     ) -> list[RequestOutput]:
         """Answer all prompts, batched; outputs in input order. `learn` keeps records for distillation.
+
+        chat: as a user's message each, through the chat template, where the model has one.
 
         Steps requests that were added before as well; their outputs are not returned here.
         Raises InvalidRequest, nothing started, when one of the prompts cannot be accepted.
         """
         box: deque[RequestOutput] = deque()
-        options = {"expert": expert, "draft": draft, "capture": learn, "counted": counted}
+        options = {"expert": expert, "draft": draft, "capture": learn, "counted": counted, "chat": chat}
         ids = self._add_all(prompts, params, options | {"on_output": box.append})
         done: dict[str, RequestOutput] = {}
         try:
@@ -65,10 +68,11 @@ class WholeAnswers(ABC):
         *,
         expert: str | None = None,
         draft: bool = True,
+        chat: bool = False,
     ) -> Iterator[RequestOutput]:
         """Outputs of one prompt as they grow (`delta` holds the new text). Closing it aborts the request."""
         box: deque[RequestOutput] = deque()
-        request_id = self.add(prompt, params, expert=expert, draft=draft, on_output=box.append)
+        request_id = self.add(prompt, params, expert=expert, draft=draft, chat=chat, on_output=box.append)
         try:
             while box or request_id in self.request_ids:
                 if box:

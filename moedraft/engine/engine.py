@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moedraft.chat import has_template
 from moedraft.core import (
     SHARED,
     FinishReason,
@@ -34,10 +35,10 @@ from moedraft.engine.capture import Capture
 from moedraft.engine.commit import commit, output_of
 from moedraft.engine.detokenizer import Detokenizer
 from moedraft.engine.port import AdapterSource, EngineFigures, NoAdapters, OnOutput, Sink
+from moedraft.engine.prompts import tokenise
 from moedraft.engine.round import Round
 from moedraft.engine.scheduler import Scheduler
 from moedraft.engine.target import TargetRunner
-from moedraft.engine.tokens import token_ids_of
 from moedraft.evidence import Evidence
 
 if TYPE_CHECKING:
@@ -118,13 +119,17 @@ class Engine(WholeAnswers):
         draft: bool = True,
         capture: bool = False,
         counted: bool = True,
+        chat: bool = False,
+        topic: str | None = None,
         on_output: OnOutput | None = None,
     ) -> str:
         """Queue a prompt (text or token ids); returns the request's id.
 
         expert pins one; draft=False is plain decoding; capture keeps what learning needs; counted=False
-        leaves the request out of all statistics; on_output gets its outputs, whoever steps. Raises
-        InvalidRequest for an empty prompt, one longer than the context, an unknown expert, or an id in use.
+        leaves the request out of all statistics; chat puts a text through the tokenizer's chat template,
+        where it has one; topic is what the router looks at instead of the prompt; on_output gets its outputs,
+        whoever steps. Raises InvalidRequest for an empty prompt, one longer than the context, an unknown
+        expert, or an id in use.
         """
         params = SamplingParams() if params is None else params
         request_id = uuid.uuid4().hex if request_id is None else request_id
@@ -133,16 +138,15 @@ class Engine(WholeAnswers):
             raise InvalidRequest(f"request id {request_id!r} is in use.")
         if expert is not None and not self.selector.knows(expert):
             raise InvalidRequest(f"there is no expert named {expert!r}.")
-        room, vocab_size = self.max_model_len - 1, self.target.vocab_size
-        ids = token_ids_of(prompt, self.tokenizer, vocab_size, room, truncate=self.truncate_prompts)
+        limits = {"vocab_size": self.target.vocab_size, "room": self.max_model_len - 1}
+        ids = tokenise(self.tokenizer, prompt, chat=chat, truncate=self.truncate_prompts, **limits)
         seed = params.seed if params.seed is not None else secrets.randbits(62)
         sequence = Sequence(request_id, ids, len(ids), params, seed, capture=capture, counted=counted)
-        sequence.prompt = prompt if isinstance(prompt, str) else self.tokenizer.decode(ids)
+        sequence.prompt = topic or (prompt if isinstance(prompt, str) else self.tokenizer.decode(ids))
         sequence.expert, sequence.pinned = expert or SHARED, expert is not None
         sequence.draft = draft and self.chooser.model is not None
-        self._texts[request_id] = Detokenizer(
-            self.tokenizer, params.stop, ids if isinstance(prompt, str) else ()
-        )
+        goes_on = isinstance(prompt, str) and not (chat and has_template(self.tokenizer))
+        self._texts[request_id] = Detokenizer(self.tokenizer, params.stop, ids if goes_on else ())
         self._sequences[request_id] = sequence
         if on_output is not None:
             self._listeners[request_id] = on_output

@@ -89,7 +89,7 @@ def our_runners(system: System, outputs: Outputs) -> dict[str, Runner]:
         def answer(prompt: str, max_tokens: int) -> list[int]:
             params = SamplingParams(max_tokens=max_tokens)
             with drafting_by(system, source):
-                [output] = system.engine.generate(prompt, params, **options)
+                [output] = system.engine.generate(prompt, params, chat=True, **options)
             outputs.setdefault(name, []).append(output)
             return output.token_ids
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from moedraft.cache import SlotCache
+from moedraft.chat import prompt_ids
 from moedraft.core import SHARED, RequestOutput, SamplingParams
 from moedraft.drafting.base import DraftBase, FeatureBase, first_guesses
 from moedraft.drafting.chooser import DraftSource
@@ -64,7 +65,9 @@ def serve(system: System, queries: list[Query], *, draft: bool = True, expert: s
     """Answer all queries at once, greedily. The router chooses the experts, or `expert` drafts for all."""
     params = [SamplingParams(max_tokens=query.max_tokens) for query in queries]
     began = time.perf_counter()
-    outputs = system.engine.generate([q.prompt for q in queries], params, expert=expert, draft=draft)
+    outputs = system.engine.generate(
+        [q.prompt for q in queries], params, expert=expert, draft=draft, chat=True
+    )
     return Served(outputs, time.perf_counter() - began)
 
 
@@ -79,7 +82,7 @@ def greedy_acceptance(
     """
     shares = []
     for prompt, answer, expert in zip(prompts, answers, experts, strict=True):
-        text = [*system.target.tokenizer(prompt)["input_ids"], *answer]
+        text = [*prompt_ids(system.target.tokenizer, prompt, chat=True), *answer]
         system.bank.select([expert])
         guesses = first_guesses(system.draft, system.target, text)[-len(answer) :]
         hits = [guess == token for guess, token in zip(guesses, answer, strict=True)]
@@ -137,7 +140,7 @@ def engine_runner(
 
     def run(prompt: str, max_tokens: int) -> list[int]:
         params = SamplingParams(max_tokens=max_tokens)
-        return system.engine.generate(prompt, params, draft=draft, expert=expert)[0].token_ids
+        return system.engine.generate(prompt, params, draft=draft, expert=expert, chat=True)[0].token_ids
 
     return run
 
@@ -152,7 +155,7 @@ def transformers_runner(target: Any, **options: Any) -> Callable[[str, int], lis
     bare = type(own)(eos_token_id=eos or None, pad_token_id=eos[0] if eos else 0, do_sample=False)
 
     def run(prompt: str, max_tokens: int) -> list[int]:
-        ids = target.tokenizer(prompt, return_tensors="pt")["input_ids"].to(target.device)
+        ids = torch.tensor([prompt_ids(target.tokenizer, prompt, chat=True)], device=target.device)
         target.hf.generation_config = bare  # `generate` takes from it all that is not set
         try:
             out = target.hf.generate(

@@ -67,7 +67,7 @@ def serve_and_learn(
         while waiting and len(running) < 2 * system.settings.max_batch_size:
             query = waiting.popleft()
             params = SamplingParams(max_tokens=query.max_tokens)
-            running[engine.add(query.prompt, params, capture=loop is not None)] = query
+            running[engine.add(query.prompt, params, capture=loop is not None, chat=True)] = query
         for output in engine.step():
             if output.finish_reason and output.request_id in running:
                 finished += 1

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
 from moedraft.cpu import steady
+from moedraft.cpu.pages import use_huge_pages
 from moedraft.cpu.products import packs
 from moedraft.model_checks import self_check
 from moedraft.models import LanguageModel, gains_by_bfloat16
@@ -102,3 +105,14 @@ def test_few_row_counts_are_ever_used() -> None:
     used = {steady.stepped(rows) for rows in range(1, steady.PIECE + 1)}
     assert len(used) <= 26
     assert all(rows <= steady.stepped(rows) < rows + 8 for rows in range(1, steady.PIECE + 1))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux is asked")
+def test_weights_are_unchanged_in_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = torch.randn(2048, 1024), torch.randn(2, 1024)
+    blocked = torch.ops.mkldnn._reorder_linear_weight(weight, 5)
+    before = torch.ops.mkldnn._linear_pointwise(x, blocked, None, "none", [], "")
+    use_huge_pages([blocked])
+    assert torch.equal(torch.ops.mkldnn._linear_pointwise(x, blocked, None, "none", [], ""), before)
+    monkeypatch.setattr("moedraft.cpu.pages.sys.platform", "other")
+    assert not use_huge_pages([blocked])

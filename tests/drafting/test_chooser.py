@@ -33,6 +33,8 @@ class ScriptedModel:
         self.caught_up: list[list[int]] = []
         self.proposed: list[list[int]] = []
         self.observed: list[Evidence] = []
+        self.read: list[tuple[list[int], Mapping[int, torch.Tensor]]] = []
+        self.unready: set[int] = set()  # rows that it cannot draft for yet
         self.seconds = 0.0  # that catching up takes, by the clock below
 
     def now(self) -> float:
@@ -44,9 +46,13 @@ class ScriptedModel:
     def experts_changed(self, rows: list[Sequence]) -> None:
         raise AssertionError("not asked for here")
 
-    def catch_up(self, rows: Rows, limits: list[int]) -> None:
+    def read_prompt(self, pieces: list[tuple[Sequence, int]], hidden: Mapping[int, torch.Tensor]) -> None:
+        self.read.append(([one.slot for one, _ in pieces], hidden))
+
+    def catch_up(self, rows: Rows, limits: list[int]) -> list[int]:
         self.caught_up.append(limits)
         self.seconds += 5
+        return [0 if b in self.unready else limit for b, limit in enumerate(limits)]
 
     def propose(self, rows: Rows, limits: list[int], another: Another) -> Proposal:
         self.proposed.append(limits)
@@ -155,6 +161,27 @@ def test_without_a_lookup_the_models_proposal_is_passed_on() -> None:
     made = chooser(Planned(Plan(True)), model).propose(rows_of(row(0, *LOOP), row(1, 5, 6)))
     assert made.sources == ["model", "model"]
     assert model.proposed == [[8, 8]]
+
+
+def test_rows_that_the_model_cannot_draft_for_yet_get_nothing() -> None:
+    model = ScriptedModel()
+    one = chooser(Planned(Plan(True, {0: 2})), model)
+    rows = rows_of(row(0, *LOOP), row(1, 5, 6), row(2, 7, 8))
+    model.unready = {1}
+    made = one.propose(rows)
+    assert (model.caught_up, model.proposed) == ([[0, 8, 8]], [[0, 0, 8]])
+    assert made.sources == ["lookup", NOBODY, "model"]
+    model.unready = {1, 2}
+    made = one.propose(rows)
+    assert made.sources == ["lookup", NOBODY, NOBODY]
+    assert len(model.proposed) == 1  # for nobody the model is not asked
+
+
+def test_the_model_hears_of_prompts() -> None:
+    model, states = ScriptedModel(), {3: torch.zeros(1, 2, 4)}
+    chooser(Planned(Plan()), model).read_prompt([(row(2, 1, 2, 3), 2)], states)
+    assert model.read == [([2], states)]
+    chooser(Planned(Plan())).read_prompt([(row(2, 1, 2, 3), 2)], states)  # without a model: nobody
 
 
 def test_where_only_the_lookup_pays_the_model_is_left_alone() -> None:

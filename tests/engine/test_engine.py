@@ -9,7 +9,7 @@ from moedraft.core import InvalidRequest, RequestOutput, SamplingParams, Sequenc
 from moedraft.drafting.drafter import NoExperts
 from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine
-from moedraft.engine.tokens import token_ids_of
+from moedraft.engine.prompts import tokenise
 
 from tiny import FixedSelector, NumberTokenizer, TinyLM, random_table
 
@@ -100,8 +100,9 @@ def test_truncation_keeps_the_mark_of_the_beginning() -> None:
     [told] = one.generate([[9, *long[-14:]]], SamplingParams(max_tokens=1, logprobs=3))
     [other] = one.generate([long], SamplingParams(max_tokens=1, logprobs=3))  # ids are as they were given
     assert kept.num_prompt_tokens == told.num_prompt_tokens == other.num_prompt_tokens == 15
-    assert token_ids_of(text, one.tokenizer, VOCAB, 15, truncate=True) == [9, *long[-14:]]
-    assert token_ids_of(long, one.tokenizer, VOCAB, 15, truncate=True) == long[-15:]
+    for prompt, read in ((text, [9, *long[-14:]]), (long, long[-15:])):
+        ids = tokenise(one.tokenizer, prompt, chat=False, vocab_size=VOCAB, room=15, truncate=True)
+        assert ids == read
     assert kept.logprobs == told.logprobs
 
 

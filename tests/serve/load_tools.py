@@ -284,7 +284,7 @@ class Witness:
         self._bank = system.bank
         self._bases = {name: _corners(layer.base_weight()) for name, layer in self._bank.layers.items()}
         self._seen: dict[str, set[int]] = {}
-        self._catch_up: Callable[..., None] = drafter.catch_up
+        self._catch_up: Callable[..., list[int]] = drafter.catch_up
         self._propose: Callable[..., Proposal] = drafter.propose
         drafter.catch_up = self._watched_catch_up  # type: ignore[method-assign]
         drafter.propose = self._watched_propose  # type: ignore[method-assign]
@@ -308,9 +308,9 @@ class Witness:
                 if name in self._bank.tail and rows[int(row)] != SHARED:
                     self._seen.setdefault(rows[int(row)], set()).add(own)
 
-    def _watched_catch_up(self, *arguments: Any) -> None:
+    def _watched_catch_up(self, *arguments: Any) -> list[int]:
         self._seen = {}
-        self._catch_up(*arguments)
+        return self._catch_up(*arguments)
 
     def _watched_propose(self, *arguments: Any) -> Proposal:
         proposal = self._propose(*arguments)

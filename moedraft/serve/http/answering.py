@@ -47,7 +47,12 @@ async def answer(request: Request, context: ServerContext, reply: Reply) -> Resp
 async def _submit(context: ServerContext, plan: GenerationPlan) -> list[Ticket]:
     """Submit one ticket for each answer. If one of them fails, the others are cancelled."""
     tickets: list[Ticket] = []
-    options: dict[str, Any] = {"expert": plan.expert, "draft": plan.draft, "capture": plan.capture}
+    options: dict[str, Any] = {
+        "expert": plan.expert,
+        "draft": plan.draft,
+        "capture": plan.capture,
+        "topic": plan.topic,
+    }
     try:
         for prompt in plan.prompts:
             await context.prompts.check(prompt)

@@ -10,9 +10,11 @@ from moedraft.serve.http.errors import ApiError, shown
 
 
 def target_name(settings: Settings) -> str:
-    """The target's name in the API; for a local folder only its last part, not its path."""
-    folder = Path(settings.target).expanduser()
-    return folder.resolve().name if folder.is_dir() else settings.target
+    """The target's name in the API; for a local folder or file only its last part, not its path."""
+    place = Path(settings.target).expanduser()
+    if place.is_file():
+        return place.stem
+    return place.resolve().name if place.is_dir() else settings.target
 
 
 def expert_of(model: str, target: str, domains: tuple[str, ...]) -> str | None:

@@ -29,6 +29,7 @@ class GenerationPlan:
     capture: bool
     stream: bool
     include_usage: bool
+    topic: str | None = None  # what the router looks at, where the prompts hold more than that
 
     def choices(self) -> Iterator[tuple[Prompt, SamplingParams]]:
         """Each prompt with its parameters, `n` times; answer i of n uses the seed plus i."""
@@ -60,7 +61,10 @@ def plan_chat(
         raise _bad("max_tokens", "'max_tokens' and 'max_completion_tokens' differ; give one of them.")
     longest = given[1] or given[0] or settings.max_output_tokens
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    return _plan(request, [prompt], longest, logprobs, settings, domains)
+    plan = _plan(request, [prompt], longest, logprobs, settings, domains)
+    asked = [message.text for message in request.messages if message.role == "user"]
+    # The template's own words, and a conversation's beginning, say little about the question.
+    return replace(plan, topic=asked[-1] if asked and isinstance(prompt, list) else None)
 
 
 def _plan(

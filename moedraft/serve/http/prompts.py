@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from moedraft.core import InvalidRequest, PromptTooLong
+from moedraft.chat import has_template, message_ids
+from moedraft.core import PromptTooLong
 from moedraft.serve.http.schema import Message
 
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -62,22 +63,13 @@ class Prompts:
 
     async def chat(self, messages: Sequence[Message]) -> str | list[int]:
         """A conversation as a prompt: token ids by the tokenizer's chat template, or text if it has none."""
-        if not getattr(self._tokenizer, "chat_template", None):
+        if not has_template(self._tokenizer):
             return plain_chat(messages)
         # other templates would drop a message of this role
         knows = "developer" in str(self._tokenizer.chat_template)
         roles = [message.role if knows or message.role != "developer" else "system" for message in messages]
         rows = [{"role": r, "content": message.text} for r, message in zip(roles, messages, strict=True)]
-        return await asyncio.to_thread(self._templated, rows)
-
-    def _templated(self, rows: list[dict[str, str]]) -> list[int]:
-        try:
-            ids = self._tokenizer.apply_chat_template(
-                rows, add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-        except Exception as error:  # a template may raise any exception for messages it does not accept
-            raise InvalidRequest("the chat template of the model refuses these messages.") from error
-        return list(ids)
+        return await asyncio.to_thread(message_ids, self._tokenizer, rows)
 
     def _count(self, text: str) -> int:
         return len(self._tokenizer(text)["input_ids"])

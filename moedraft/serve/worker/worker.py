@@ -101,6 +101,7 @@ class Worker:
         expert: str | None = None,
         draft: bool = True,
         capture: bool = True,
+        topic: str | None = None,
     ) -> Ticket:
         """Queue a request. The arguments are those of `Engine.add`.
 
@@ -108,7 +109,7 @@ class Worker:
         Draining after `drain` or `stop`. If the caller is cancelled meanwhile, the request is aborted.
         """
         channel = Channel(uuid.uuid4().hex, asyncio.get_running_loop())
-        options = {"expert": expert, "draft": draft, "capture": capture}
+        options = {"expert": expert, "draft": draft, "capture": capture, "topic": topic}
         if not self.busy:
             self._work_comes()
         taken = self._engine.add(channel, prompt, params, options, self.max_waiting)
