@@ -38,7 +38,7 @@ from moedraft.distill.joint_student import JointStudent
 from moedraft.distill.states import RecordStates
 from moedraft.feature.checkpoint import load_draft
 from moedraft.feature.model import FeatureDraft
-from moedraft.feature.vocabulary import counted, own_vocabulary, union
+from moedraft.feature.vocabulary import counted, own_vocabulary, ranked, union
 from moedraft.models import LanguageModel, load_model
 
 DOMAINS = "sql_en,code_python,math_en,docs_fr,docs_ja,support"
@@ -109,7 +109,8 @@ def arm_of(bench: Bench, name: str) -> Arm:
 
 def own_lists(bench: Bench) -> dict[str, torch.Tensor]:
     """The tokens that each domain's own traffic holds, filled up with general ones."""
-    general = bench.base.vocabulary.tolist()
+    together = counted(record for records in bench.train.values() for record in records)
+    general = ranked(bench.base.vocabulary, together)
     return {
         d: own_vocabulary(counted(records), bench.args.own, general) for d, records in bench.train.items()
     }
@@ -247,7 +248,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=120)
     parser.add_argument("--rows", type=int, default=12, help="records of one update")
     parser.add_argument("--rank", type=int, default=32)
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--learning-rate", type=float, default=4e-3)
     parser.add_argument("--weight-decay", type=float, default=0.0)
     parser.add_argument("--unrolled", type=int, default=3)
     parser.add_argument("--emitted", type=float, default=0.0, help="weight of the emitted token's own loss")

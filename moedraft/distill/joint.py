@@ -41,7 +41,7 @@ class JointPlan:
     steps: int = 16
     rows: int = 12  # records of one step
     max_tokens: int = 1024  # that an update reads of one record
-    learning_rate: float = 2e-3
+    learning_rate: float = 4e-3
     weight_decay: float = 0.0  # of the experts, towards the shared draft
     unrolled: int = 3  # steps of the drafter
     decay: float = 0.8  # weight of each further one

@@ -32,12 +32,20 @@ def own_vocabulary(
 ) -> torch.Tensor:
     """The `size` most frequent tokens, int64, ascending; `always` are in, and `general` ones fill up.
 
-    Of the general ones the lowest ids come first: in a byte-pair vocabulary these are the commonest.
+    general: in the order in which they are taken; see `ranked`.
     """
     sure = sorted(set(always))
     frequent = sorted(counts, key=lambda token: (-counts[token], token))
-    ranked = dict.fromkeys([*sure, *frequent, *sorted(general)])
-    return torch.tensor(sorted(list(ranked)[:size]), dtype=torch.int64)
+    chosen = list(dict.fromkeys([*sure, *frequent, *general]))[:size]
+    return torch.tensor(sorted(chosen), dtype=torch.int64)
+
+
+def ranked(vocabulary: torch.Tensor, counts: Counter[int]) -> list[int]:
+    """The tokens of a general vocabulary, those first that all traffic together (`counts`) holds most often.
+
+    Of those that never came the lowest ids are first: in a byte-pair vocabulary these are the commonest.
+    """
+    return sorted(vocabulary.tolist(), key=lambda token: (-counts[token], token))
 
 
 def union(lists: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -24,7 +24,7 @@ from moedraft.drafting.base import FeatureBase
 from moedraft.drafting.lora import ExpertBank
 from moedraft.drafting.modules import adaptable
 from moedraft.feature.model import FeatureDraft
-from moedraft.feature.vocabulary import checked, own_vocabulary, rows_for, union
+from moedraft.feature.vocabulary import checked, own_vocabulary, ranked, rows_for, union
 from moedraft.models import LanguageModel
 from moedraft.storage.candidate import CONFIG, Candidate, write_files
 from moedraft.storage.store import Store
@@ -244,6 +244,7 @@ def test_a_domains_tokens_come_first_and_general_ones_fill_up() -> None:
     chosen = own_vocabulary(counts, 5, general=[7, 8, 9], always=[2])
     assert chosen.tolist() == [2, 7, 40, 41, 42]
     assert own_vocabulary(counts, 2, general=[7]).tolist() == [40, 41]
+    assert ranked(torch.tensor([3, 8, 9, 41]), Counter({9: 1, 41: 5})) == [41, 9, 3, 8]
 
 
 def test_an_expert_with_its_own_output_rows_drafts_as_the_union_restricted_to_them(tmp_path: Path) -> None:
