@@ -184,7 +184,7 @@ def test_learning_as_the_store_has_it(served: Site, visit: Visit) -> None:
     assert table(page, "updates") == exact(
         Observer(served.store, served.clock).learning(ALL).updates.rows[::-1]
     )
-    expect(page.locator('[data-figure="trainer_state"]')).to_contain_text(WAITING.waits or "?")
+    expect(page.locator('[data-figure="trainer_state"]')).to_contain_text(WAITING.learning.waits_for or "?")
 
 
 def test_marks_stand_where_versions_changed(served: Site, visit: Visit) -> None:
@@ -204,7 +204,7 @@ def test_figures_move_by_themselves(fresh: Site, visit: Visit) -> None:
     row = invented(SHARED, time.time() - 5, 0.7, Random(1))
     fresh.store.requests.add([row])
     fresh.worker.now = replace(SERVING, tokens_per_second=77.5)
-    rate = repr(row.num_accepted_tokens / row.num_draft_tokens)
+    rate = repr(row.speculation.num_accepted_tokens / row.speculation.num_draft_tokens)
     expect(page.locator('[data-figure="acceptance"]')).to_have_attribute("data-value", rate, timeout=SLOW)
     expect(page.locator('[data-figure="tokens_per_second"]')).to_have_attribute(
         "data-value", "77.5", timeout=SLOW
