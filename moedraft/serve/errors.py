@@ -13,7 +13,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from moedraft.core import InvalidRequest, MoedraftError, PromptTooLong, StorageError, UnknownName
-from moedraft.serve.worker import Draining, Overloaded
+from moedraft.serve.worker import Draining, EngineFailed, Overloaded
 
 CLIENT_GONE = 499  # never seen by anybody: for the log and the metrics
 SHOWN = 80  # letters of what a client sent that an error repeats
@@ -72,6 +72,8 @@ def api_error(error: Exception) -> ApiError:
         return ApiError(429, str(error), code="overloaded", headers=retry)
     if isinstance(error, Draining):
         return ApiError(503, str(error), code="shutting_down", headers={"retry-after": "5"})
+    if isinstance(error, EngineFailed):
+        return ApiError(503, str(error), code="engine_failed", headers={"retry-after": "5"})
     if isinstance(error, StorageError):  # its sentence names the home
         return ApiError(503, "The server's storage cannot be used now.", code="storage_unavailable")
     if isinstance(error, UnknownName):

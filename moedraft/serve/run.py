@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from sse_starlette.sse import AppStatus
 
 from moedraft.config import Settings
-from moedraft.core import InvalidRequest
+from moedraft.core import InvalidRequest, MoedraftError
 from moedraft.engine.build import build
 from moedraft.memory import keep_what_is_loaded
 from moedraft.serve import log
@@ -34,11 +34,15 @@ WEBSOCKET_BYTES = 1_000_000
 logger = logging.getLogger(__name__)
 
 
+class EngineEnded(MoedraftError):
+    """The engine's thread died: the process ends with an error, to be started again by whoever watches it."""
+
+
 def serve(settings: Settings, announce: Callable[[str], None] = lambda url: None) -> None:
     """Serve until a signal comes. `announce` is told the URL when requests are taken.
 
     Raises InvalidRequest for a public address without a key or an address that cannot be bound, and what
-    `build` raises; nothing was begun then.
+    `build` raises; nothing was begun then. Raises EngineEnded where the engine's thread died.
     """
     check_address(settings)
     log.configure()
@@ -57,6 +61,8 @@ def serve(settings: Settings, announce: Callable[[str], None] = lambda url: None
         keep_what_is_loaded()
         stack.enter_context(_found(settings.home, url, own_key, secret))
         Server(app, worker, settings, lambda: announce(url)).run(sockets=[listener])
+        if worker.dead:
+            raise EngineEnded(f"The server has ended: {worker.snapshot().failed}")
 
 
 def check_address(settings: Settings) -> None:
@@ -94,6 +100,11 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._on_start()
+
+    async def on_tick(self, counter: int) -> bool:
+        """uvicorn's, ten times a second; True ends the server."""
+        self.should_exit = self.should_exit or self._worker.dead
+        return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """In the main thread, between any two of its instructions."""

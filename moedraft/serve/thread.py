@@ -25,7 +25,7 @@ from moedraft.engine.engine import Engine
 from moedraft.memory import return_free_memory, return_large_blocks
 from moedraft.products import generate_ahead
 from moedraft.serve.meter import Meter
-from moedraft.serve.ticket import Channel, Draining, Overloaded
+from moedraft.serve.ticket import Channel, Draining, EngineFailed, Overloaded, wake_all
 
 REFRESH_SECONDS = 1.0  # an engine without work looks for new adapters so often
 MAX_FAILURES = 3  # steps in a row that raise before the engine counts as failed
@@ -103,8 +103,8 @@ class EngineThread(threading.Thread):
     ) -> Future[None]:
         """Queue a request; the future says whether the engine took it.
 
-        Raises Draining, and Overloaded where `max_waiting` requests wait already. A future that is cancelled
-        must be followed by `cancel`.
+        Raises Draining, EngineFailed, and Overloaded where `max_waiting` requests wait already. A future that
+        is cancelled must be followed by `cancel`.
         """
         job = Job(lambda: self._add(channel, prompt, params, options))
         with self._lock:
@@ -114,7 +114,9 @@ class EngineThread(threading.Thread):
         return job.future
 
     def check_room(self, max_waiting: int) -> None:
-        """Raises what `add` would raise now."""
+        """Raises what `add` would raise now. An engine that fails gets one at a time, to recover by."""
+        if self.failed is not None and (self.closed or self.open):
+            raise EngineFailed
         if self.draining or self.closed:
             raise Draining
         if self.open >= self.slots + max_waiting:
@@ -338,13 +340,8 @@ class EngineThread(threading.Thread):
             except queue.Empty:
                 return
             if isinstance(job, Job):
-                job.refuse(Draining())
+                job.refuse(EngineFailed() if self.failed is not None else Draining())
 
     def _end_all(self) -> None:
         self._box.extend(channel.lost("abort") for channel in list(self._channels.values()))
         self._deliver()
-
-
-def wake_all(channels: list[Channel]) -> None:
-    for channel in channels:
-        channel.wake()

@@ -17,9 +17,9 @@ from moedraft.core import SamplingParams, StorageError
 from moedraft.distill.loop import Load, write_load
 from moedraft.engine.build import System
 from moedraft.serve.thread import EngineThread
-from moedraft.serve.ticket import Channel, Draining, Overloaded, Ticket
+from moedraft.serve.ticket import Channel, Draining, EngineFailed, Overloaded, Ticket
 
-__all__ = ["Draining", "Overloaded", "Snapshot", "Ticket", "Worker"]
+__all__ = ["Draining", "EngineFailed", "Overloaded", "Snapshot", "Ticket", "Worker"]
 
 LOAD_SECONDS = 1.0  # between two looks at the load
 LOAD_STALE = 3.0  # s after which an unchanged load is written again, as a sign of life
@@ -93,8 +93,9 @@ class Worker:
     ) -> Ticket:
         """Queue a request. Arguments as for `Engine.add`.
 
-        Raises InvalidRequest as that does, Overloaded at once where `max_waiting` requests wait already, and
-        Draining after `drain` or `stop`. Cancelled meanwhile, it leaves nothing behind.
+        Raises InvalidRequest as that does, Overloaded at once where `max_waiting` requests wait already,
+        EngineFailed where nothing can be answered, and Draining after `drain` or `stop`. Cancelled meanwhile,
+        it leaves nothing behind.
         """
         channel = Channel(uuid.uuid4().hex, asyncio.get_running_loop())
         options = {"expert": expert, "draft": draft, "capture": capture}
@@ -110,7 +111,7 @@ class Worker:
         return ticket
 
     def check_room(self) -> None:
-        """Raises Overloaded or Draining where `submit` would now, whatever the request."""
+        """Raises Overloaded, EngineFailed or Draining where `submit` would now, whatever the request."""
         self._engine.check_room(self.max_waiting)
 
     async def call(self, work: Callable[[System], T]) -> T:
@@ -143,6 +144,11 @@ class Worker:
     def busy(self) -> bool:
         """Whether requests are being served, or wait."""
         return self._engine.open > 0
+
+    @property
+    def dead(self) -> bool:
+        """The engine's thread has ended by a fault: only a new process serves again."""
+        return self._engine.closed and self._engine.failed is not None
 
     def abort_all(self) -> None:
         """End all requests between two steps."""

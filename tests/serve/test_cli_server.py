@@ -24,10 +24,11 @@ from server import TARGET, FakeSupervisor, Served, check_error, events, listenin
 from moedraft.cli import main
 from moedraft.cli.remote import Remote, Unreachable, owner_of
 from moedraft.config import load_settings
-from moedraft.core import InvalidRequest
+from moedraft.core import InvalidRequest, RequestOutput
+from moedraft.routing.classifier import Router
 from moedraft.serve.app import create_app
 from moedraft.serve.keys import KeyFile, new_key, write_private
-from moedraft.serve.run import SERVER_FILE, Server, serve, url_of
+from moedraft.serve.run import SERVER_FILE, EngineEnded, Server, serve, url_of
 from moedraft.serve.trainer import TrainerState
 from moedraft.serve.worker import Worker
 
@@ -294,6 +295,33 @@ def test_what_must_hold_before_a_server_starts(tmp_path: Path, monkeypatch: pyte
             else None
         )
     assert not (tmp_path / SERVER_FILE).exists()
+
+
+def test_a_server_whose_engine_has_died_ends_with_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever supervises it starts a new one; a process that lives on would answer nobody."""
+    home, system = tmp_path / "home", tiny_system(tmp_path / "home")
+    for name in ("keep_what_is_loaded", "log.configure"):
+        monkeypatch.setattr(f"moedraft.serve.run.{name}", lambda: None)
+    monkeypatch.setattr(Router, "warm_up", lambda router: None)
+    monkeypatch.setattr("moedraft.serve.run.build", lambda settings: system)
+    answers: list[httpx.Response] = []
+
+    def fatal() -> list[RequestOutput]:
+        raise SystemExit
+
+    def ask(url: str) -> None:
+        row = {"model": TARGET, "prompt": "7", "max_tokens": 3}
+        answers.append(httpx.post(f"{url}/v1/completions", json=row, timeout=30, trust_env=False))
+
+    monkeypatch.setattr(system.engine, "step", fatal)
+    settings = load_settings(home=home, port=0, learning=False, dashboard=False)
+    with pytest.raises(EngineEnded, match="thread has ended: SystemExit"):
+        serve(settings, lambda url: threading.Thread(target=ask, args=(url,)).start())
+    wait_for(lambda: answers)
+    check_error(answers[0], 503)
+    assert not (home / SERVER_FILE).exists()
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from moedraft.core import InvalidRequest, RequestOutput, SamplingParams, Storage
 from moedraft.distill.loop import read_load
 from moedraft.engine.build import System
 from moedraft.serve.meter import Meter
-from moedraft.serve.worker import Draining, Overloaded, Ticket, Worker
+from moedraft.serve.worker import Draining, EngineFailed, Overloaded, Ticket, Worker
 
 LONG = SamplingParams(max_tokens=200)
 
@@ -707,11 +707,30 @@ def test_a_dead_thread_is_a_stall(system: System, monkeypatch: pytest.MonkeyPatc
         assert (await ticket.result()).finish_reason == "abort"
         await until(lambda: worker.progress_stalled(1e9))
         assert "thread has ended" in (worker.snapshot().failed or "")
-        with pytest.raises(Draining):
+        assert worker.dead
+        with pytest.raises(EngineFailed):
             await worker.submit("1", LONG)
 
     run(ask())
     worker.stop()
+
+
+def test_an_engine_that_fails_gets_one_request_at_a_time(
+    gated: Worker, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def ask() -> None:
+        gated._engine.failed = "three steps in a row failed"
+        trial = await submitted(gated, gate, 0)
+        with pytest.raises(EngineFailed):
+            gated.check_room()
+        with pytest.raises(EngineFailed):
+            await gated.submit("1", params())
+        gate.open()
+        assert (await trial.result()).finish_reason == "length"
+        assert (await (await gated.submit("1", params())).result()).finish_reason == "length"
+        assert not gated.dead
+
+    run(ask())
 
 
 # -- the load ------------------------------------------------------------------------------------
