@@ -171,10 +171,14 @@ def _bound(settings: Settings) -> Iterator[socket.socket]:
 def _found(home: Path, url: str, own_key: Key, secret: str) -> Iterator[None]:
     """Tell the command line of this user where the server is, and a key that dies with it.
 
-    Whoever can read the file could write the home as well, so it gives nothing away.
+    Whoever can read the file could write the home as well, so it gives nothing away. A disk that takes no
+    more is no reason not to serve; commands then need `--server`.
     """
     path = home / SERVER_FILE
-    write_private(path, {"url": url, "pid": os.getpid(), "key": secret})
+    try:
+        write_private(path, {"url": url, "pid": os.getpid(), "key": secret})
+    except OSError as error:
+        logger.warning("%s cannot be written, so commands do not find the server: %s", path, error.strerror)
     try:
         yield
     finally:

@@ -15,7 +15,7 @@ import os
 import sqlite3
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ from moedraft.core import StorageError
 
 DATABASE = "moedraft.db"
 LOCK = "moedraft.lock"
+RESERVE = "reserve"  # bytes that are given up on a full disk, where SQLite cannot open its journal otherwise
+RESERVE_BYTES = 256 * 1024
 MIGRATIONS = Path(__file__).parent / "migrations"
 BUSY_SECONDS = 10.0
 
@@ -68,7 +70,14 @@ class Home:
         home = cls(path, lock_file=_claim(path) if write else None)
         try:
             with storage_errors(path):
-                home._connect()
+                if write:
+                    _keep_reserve(path)
+                try:
+                    home._connect()
+                except DatabaseError:
+                    if not (home.writable and _give_up_reserve(path)):
+                        raise
+                    home._connect()
         except BaseException:
             home.close()
             raise
@@ -218,8 +227,9 @@ def _claim(path: Path) -> int:
         lock_file = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(lock_file, 0)
-            os.pwrite(lock_file, f"{os.getpid()}\n".encode(), 0)
+            with suppress(OSError):  # a full disk: the lock holds all the same
+                os.ftruncate(lock_file, 0)
+                os.pwrite(lock_file, f"{os.getpid()}\n".encode(), 0)
         except BlockingIOError as error:
             owner = os.pread(lock_file, 32, 0).decode(errors="replace").strip() or "unknown"
             os.close(lock_file)
@@ -231,6 +241,27 @@ def _claim(path: Path) -> int:
             os.close(lock_file)
             raise
     return lock_file
+
+
+def _keep_reserve(home: Path) -> None:
+    """A file that can be given up, where there is room; of random bytes, which no disk can compress."""
+    reserve = home / RESERVE
+    try:
+        if not reserve.exists():
+            reserve.touch(mode=0o600)
+            reserve.write_bytes(os.urandom(RESERVE_BYTES))
+    except OSError:
+        with suppress(OSError):
+            reserve.unlink(missing_ok=True)
+
+
+def _give_up_reserve(home: Path) -> bool:
+    """False: there was none."""
+    try:
+        (home / RESERVE).unlink()
+    except OSError:
+        return False
+    return True
 
 
 def _engine(database: Path, *, write: bool) -> Engine:

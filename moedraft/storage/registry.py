@@ -216,7 +216,12 @@ class Registry:
             return default if value is None else value
 
     def set_meta(self, key: str, value: str | None, *, durable: bool = True) -> None:
-        """Keeps `value` under `key`; None removes it. Not `durable`: a power cut may lose it."""
+        """Keeps `value` under `key`; None removes it. Not `durable`: a power cut may lose it.
+
+        What stands there already is not written again: a full disk is no reason to refuse it.
+        """
+        if durable and self.get_meta(key) == value:
+            return
         with self._home.write(durable=durable) as connection:
             connection.execute(delete(meta).where(meta.c.key == key))
             if value is not None:

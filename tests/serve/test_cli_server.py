@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -28,7 +29,7 @@ from moedraft.core import InvalidRequest, RequestOutput
 from moedraft.routing.classifier import Router
 from moedraft.serve.app import create_app
 from moedraft.serve.keys import KeyFile, new_key, write_private
-from moedraft.serve.run import SERVER_FILE, EngineEnded, Server, serve, url_of
+from moedraft.serve.run import SERVER_FILE, EngineEnded, Server, _found, serve, url_of
 from moedraft.serve.trainer import TrainerState
 from moedraft.serve.worker import Worker
 
@@ -322,6 +323,17 @@ def test_a_server_whose_engine_has_died_ends_with_an_error(
     wait_for(lambda: answers)
     check_error(answers[0], 503)
     assert not (home / SERVER_FILE).exists()
+
+
+def test_a_disk_without_room_for_the_servers_file_is_no_hindrance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("moedraft.serve.run.write_private", full)
+    with _found(tmp_path, "http://127.0.0.1:1", *new_key(["admin"])):
+        assert "commands do not find the server: No space left" in caplog.text
 
 
 @pytest.fixture
