@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from sse_starlette import EventSourceResponse
+from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
 from moedraft.core import RequestOutput
@@ -68,10 +69,10 @@ def _domains(context: ServerContext) -> tuple[str, ...]:
 def _cards(context: ServerContext) -> list[ModelCard]:
     target = target_name(context.settings)
     served = set(_domains(context))
-    domains = [domain for domain in context.store.registry.domains() if domain.name in served]
     rows = [
-        ModelCard(id=f"{target}:{domain.name}", created=int(domain.created_at), parent=target)
-        for domain in domains
+        ModelCard(id=f"{target}:{name}", created=int(created_at), parent=target)
+        for name, created_at in context.store.registry.domain_names()
+        if name in served
     ]
     return [ModelCard(id=target, created=0), *rows]
 
@@ -89,7 +90,12 @@ async def _answer(request: Request, context: ServerContext, reply: Reply) -> Res
             return Response(status_code=CLIENT_GONE)
         return TicketStream(_events(reply, tickets, deadline), tickets, context.settings.send_timeout)
     outputs = await _while_connected(request, _whole(context, reply.job, deadline))
-    return JSONResponse(reply.whole(outputs)) if outputs else Response(status_code=CLIENT_GONE)
+    if not outputs:
+        return Response(status_code=CLIENT_GONE)
+    if reply.job.params.logprobs is None:
+        return JSONResponse(reply.whole(outputs))
+    # Thousands of small objects: beside the event loop, where others wait for their pieces.
+    return await run_in_threadpool(lambda: JSONResponse(reply.whole(outputs)))
 
 
 async def _submit(context: ServerContext, job: Job) -> list[Ticket]:

@@ -65,6 +65,13 @@ class Registry:
             rows = connection.execute(select(domains).order_by(domains.c.created_at, domains.c.name))
             return [_domain_of(row) for row in rows]
 
+    def domain_names(self) -> list[tuple[str, float]]:
+        """(name, created_at) in the order of registration; examples, which may be many, stay unread."""
+        query = select(domains.c.name, domains.c.created_at)
+        with self._home.read() as connection:
+            rows = connection.execute(query.order_by(domains.c.created_at, domains.c.name))
+            return [(row.name, row.created_at) for row in rows]
+
     def domain(self, name: str) -> Domain:
         with self._home.read() as connection:
             row = connection.execute(select(domains).where(domains.c.name == name)).one_or_none()
