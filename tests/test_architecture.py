@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-MAX_FILES = 120  # the design aimed at 35, before server and dashboard; small rooms with one job each won
+MAX_FILES = 122  # the design aimed at 35, before server and dashboard; small rooms with one job each won
 MAX_LINES = 350
 
 # A module may import from its own floor or from below.

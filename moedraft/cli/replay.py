@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -78,6 +79,11 @@ def purge(
         say(f"{count} records of {name or 'all domains'} are deleted.")
 
 
+def private(path: str, flags: int) -> int:
+    """An opener of files that only their owner may read: token ids are text in other numbers."""
+    return os.open(path, flags, 0o600)
+
+
 @app.command()
 def export(
     ctx: typer.Context,
@@ -94,7 +100,7 @@ def export(
         if name is not None:
             check_expert(store, name)
         records = store.replay.records(name, newest_first=False)
-        with out.open("x", encoding="utf-8") as file:
+        with open(out, "x", encoding="utf-8", opener=private) as file:
             try:
                 file.writelines(json.dumps(asdict(record)) + "\n" for record in records)
                 file.flush()

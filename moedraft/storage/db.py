@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import sqlite3
+import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -224,6 +225,7 @@ def _claim(path: Path) -> int:
     """The file descriptor whose lock makes this process the writer. Creates the folder."""
     with storage_errors(path):
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _tighten(path)
         lock_file = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -241,6 +243,14 @@ def _claim(path: Path) -> int:
             os.close(lock_file)
             raise
     return lock_file
+
+
+def _tighten(home: Path) -> None:
+    """Take from others what they may do in a home that an earlier moedraft, or a copy, has left open."""
+    found = home.stat()
+    ours = (home / DATABASE).exists() and found.st_uid == os.geteuid() and not found.st_mode & stat.S_ISVTX
+    if ours and found.st_mode & 0o077:
+        home.chmod(stat.S_IMODE(found.st_mode) & 0o700)
 
 
 def _keep_reserve(home: Path) -> None:
