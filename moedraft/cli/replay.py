@@ -15,6 +15,7 @@ from moedraft.cli.common import (
     JsonOption,
     check_expert,
     emit,
+    note,
     note_missing,
     print_table,
     reading,
@@ -67,16 +68,21 @@ def purge(
     settings = settings_for(ctx, home=home)
     remote = owner_of(settings, server)
     if remote is not None:
-        count = remote.post("admin", "replay", "purge", data={"domain": name})["purged"]
+        done = remote.post("admin", "replay", "purge", data={"domain": name})
     else:
         with writing(settings) as store:
             if name is not None:
                 check_expert(store, name)
             count = store.replay.purge(name)
+            done = {"domain": name, "purged": count, "overwritten": not store.home.erasing}
     if as_json:
-        emit({"domain": name, "purged": count})
-    else:
-        say(f"{count} records of {name or 'all domains'} are deleted.")
+        emit(done)
+        return
+    say(f"{done['purged']} records of {name or 'all domains'} are deleted.")
+    if not done["overwritten"]:
+        note(
+            "Something reads the home; their bytes are overwritten when it has ended and the home is written."
+        )
 
 
 def private(path: str, flags: int) -> int:

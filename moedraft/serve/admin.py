@@ -137,10 +137,11 @@ def replay(request: Request) -> Data:
 
 @router.post("/replay/purge")
 def purge(request: Request, body: Purge) -> Data:
-    """Delete the records of a domain, or all, their bytes overwritten."""
+    """Delete the records of a domain, or all. `overwritten`: their bytes too; else that is tried again."""
     context = context_of(request)
     context.worker.system.recorder.flush()  # of what has been answered nothing may come afterwards
-    return {"domain": body.domain, "purged": manage.purge(context.store, body.domain)}
+    count = manage.purge(context.store, body.domain)
+    return {"domain": body.domain, "purged": count, "overwritten": not context.store.home.erasing}
 
 
 @router.post("/route")

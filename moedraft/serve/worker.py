@@ -191,11 +191,19 @@ class Worker:
         while self._engine.open and time.monotonic() < deadline and self._engine.is_alive():
             await asyncio.sleep(0.01)
 
+    def _erase(self) -> None:
+        """What was purged while something read on is overwritten as soon as that has ended."""
+        home = self.system.store.home
+        if home.erasing:
+            with suppress(StorageError):
+                home.checkpoint(wait=False)
+
     def _publish_loads(self) -> None:
         """The load goes into the store for the trainer, from a thread of its own: disks are slow."""
         known: tuple[float, int] | None = None
         known_at = -math.inf
         while not self._quit.wait(LOAD_SECONDS):
+            self._erase()
             now = self.snapshot()
             # The trainer makes way at the first busy second, and comes back when several were calm.
             latest = self._idle_share(self._clock(), LOAD_SECONDS)

@@ -55,6 +55,7 @@ class Home:
         self.durable_writes = (
             0  # committed here; in the one writing process nothing else changes the registry
         )
+        self.erasing = False  # what was deleted may still be in the journal; `checkpoint` again
         self._lock_file = lock_file
         self._write_lock = threading.RLock()
         self._writer: Engine | None = None
@@ -110,18 +111,23 @@ class Home:
                     yield connection
                 self.durable_writes += durable
 
-    def checkpoint(self) -> None:
+    def checkpoint(self, *, wait: bool = True) -> bool:
         """Empty the journal into the database: what was deleted before is in neither file afterwards.
 
-        Waits up to BUSY_SECONDS for readers; where one reads on, the journal is emptied at the latest when
-        the home is closed. Raises StorageError.
+        With `wait`, up to BUSY_SECONDS for readers. False: one reads on (a process that was stopped in mid-
+        read does), or the disk fails; then `erasing` says that it is to be tried again. What was deleted
+        stays deleted, so this raises nothing but what a closed or read-only home does.
         """
         self.require_writable()
         with self._write_lock:
             if self._writer is None:
                 raise StorageError(f"The home {self.path} is closed.")
-            with storage_errors(self.path), self._writer.connect() as connection:
-                _pragma(connection, "wal_checkpoint(TRUNCATE)")
+            self.erasing = True
+            with suppress(DatabaseError, sqlite3.Error), self._writer.connect() as connection:
+                _pragma(connection, f"busy_timeout = {int(BUSY_SECONDS * 1000) if wait else 0}")
+                self.erasing = bool(_pragma(connection, "wal_checkpoint(TRUNCATE)")[0])
+                _pragma(connection, f"busy_timeout = {int(BUSY_SECONDS * 1000)}")
+        return not self.erasing
 
     def require_writable(self) -> None:
         """Raises StorageError where this home was opened for reading only."""
@@ -151,6 +157,7 @@ class Home:
             database.touch(mode=0o600)  # its journal takes the same mode; the folder may be an open one
             self._writer = _engine(database, write=True)
             self._migrate()
+            self.checkpoint(wait=False)  # a purge before the last end may have left something in the journal
         elif not database.is_file():
             raise StorageError(
                 f"There is no moedraft home at {self.path}; register a domain to make one, "
@@ -306,9 +313,10 @@ def _engine(database: Path, *, write: bool) -> Engine:
     return engine
 
 
-def _pragma(connection: Connection, pragma: str) -> None:
+def _pragma(connection: Connection, pragma: str) -> Any:
+    """Its answer, a row or None."""
     driver: Any = connection.connection.driver_connection
-    driver.execute(f"PRAGMA {pragma}")
+    return driver.execute(f"PRAGMA {pragma}").fetchone()
 
 
 def _alembic() -> Config:

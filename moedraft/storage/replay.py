@@ -126,7 +126,10 @@ class ReplayBuffer:
             return connection.scalar(_of(select(func.max(replay.c.id)), domain)) or 0
 
     def purge(self, domain: str | None = None) -> int:
-        """Deletes the records of `domain` (None: of all), their bytes overwritten; returns how many."""
+        """Deletes the records of `domain` (None: of all); returns how many.
+
+        Their bytes are overwritten, save where `Home.erasing` says afterwards that a reader held that up.
+        """
         query = delete(replay) if domain is None else delete(replay).where(replay.c.domain == domain)
         with self._home.write(durable=True) as connection:
             count = connection.execute(query).rowcount

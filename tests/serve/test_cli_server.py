@@ -107,7 +107,11 @@ def test_a_server_is_found_through_the_home(run: Run, found: Served, home: Path,
         "domain": "law",
         "version": 0,
     }
-    assert run("replay", "purge", "law", "--home", home, "--json").data == {"domain": "law", "purged": 0}
+    assert run("replay", "purge", "law", "--home", home, "--json").data == {
+        "domain": "law",
+        "purged": 0,
+        "overwritten": True,
+    }
     assert "is removed" in run("domain", "remove", "law", "--home", home).out
     assert "law" not in found.system.router.domains
     assert run("dashboard", "--home", home, "--json").data == {"url": f"{found.url}/dashboard"}

@@ -736,6 +736,16 @@ def test_an_engine_that_fails_gets_one_request_at_a_time(
 # -- the load ------------------------------------------------------------------------------------
 
 
+def test_what_could_not_be_overwritten_is_tried_again(worker: Worker) -> None:
+    home = worker.system.store.home
+    home.erasing = True
+
+    async def ask() -> None:
+        await until(lambda: not home.erasing)
+
+    run(ask())
+
+
 def test_the_load_reaches_the_store(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     async def ask() -> None:
         await until(lambda: read_load(worker.system.store.registry) is not None)
