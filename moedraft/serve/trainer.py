@@ -193,7 +193,8 @@ class TrainerSupervisor:
         conversation.send(Begin(settings=settings, paused=paused, failures=failures))
         while not self._quit.is_set():
             in_the_way = self._state.trains and not hold.held
-            for message in conversation.hear(WATCH_SECONDS if in_the_way else LOOK_SECONDS):
+            seconds = WATCH_SECONDS if in_the_way else LOOK_SECONDS
+            for message in conversation.hear(seconds, starved=self._busy()):
                 self._answer(conversation, message, hold)
             hold.turn(self._state.trains)
             if hold.held:
@@ -266,7 +267,7 @@ class Conversation:
         self.timeout = timeout  # s of silence
         self.heard = 0  # lines that came at the last look
         self._rubbish = 0
-        self._last = time.monotonic()
+        self.excuse()
 
     def send(self, message: Message) -> None:
         self.child.send(message.line())
@@ -274,15 +275,26 @@ class Conversation:
 
     def excuse(self) -> None:
         """Its silence up to now is none of its own."""
-        self._last = time.monotonic()
+        self._silence = 0.0
+        self._looked, self._used = time.monotonic(), self.child.processor_seconds()
 
-    def hear(self, seconds: float) -> list[State | Publish | Learned]:
+    def hear(self, seconds: float, *, starved: bool = False) -> list[State | Publish | Learned]:
+        """What has come, after `seconds` at most. `starved`: requests take the cores from it.
+
+        Then its silence is counted in processor time: it is no fault to be slow at the lowest priority.
+        """
         lines = self.child.read(seconds)
         self.heard = len(lines)
         messages = [message for line in lines if (message := self._understood(line)) is not None]
+        looked, used = self._looked, self._used
+        self._looked, self._used = time.monotonic(), self.child.processor_seconds()
         if messages:
-            self._last = time.monotonic()
-        elif time.monotonic() - self._last > self.timeout:
+            self._silence = 0.0
+        elif starved and used is not None and self._used is not None:
+            self._silence += min(self._looked - looked, self._used - used)
+        else:
+            self._silence += self._looked - looked
+        if self._silence > self.timeout:
             raise ChildFailed(f"it said nothing for {self.timeout:.0f} s")
         return messages
 

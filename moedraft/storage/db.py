@@ -16,7 +16,7 @@ import sqlite3
 import stat
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +175,8 @@ class Home:
         if current == _scripts().get_current_head():
             return
         self._refuse_newer(current)
+        if current is not None:
+            self._keep_copy(current)
         with self._writer.connect() as connection:
             # a table rebuilt by a migration would otherwise take the rows that point to it along
             _pragma(connection, "foreign_keys = OFF")
@@ -183,6 +185,21 @@ class Home:
                 config.attributes["connection"] = connection
                 command.upgrade(config, "head")
             _pragma(connection, "foreign_keys = ON")
+
+    def _keep_copy(self, revision: str) -> None:
+        """The database as it is, beside it: a migration has no way back. Raises what leaves it as it is."""
+        copy, temporary = self.path / f"{DATABASE}.{revision}", self.path / f".{DATABASE}.{revision}.tmp"
+        assert self._writer is not None
+        temporary.unlink(missing_ok=True)
+        temporary.touch(mode=0o600)
+        with self._writer.connect() as connection, closing(sqlite3.connect(temporary)) as target:
+            driver: Any = connection.connection.driver_connection
+            try:
+                driver.backup(target)
+            except sqlite3.Error as error:
+                temporary.unlink()
+                raise StorageError(f"{self.path} cannot be copied before its upgrade: {error}.") from error
+        temporary.replace(copy)
 
     def _check_revision(self, connection: Connection) -> None:
         current = MigrationContext.configure(connection).get_current_revision()
@@ -296,7 +313,9 @@ def _engine(database: Path, *, write: bool) -> Engine:
         )
         connection.execute("PRAGMA foreign_keys = ON")
         if write:
-            connection.execute("PRAGMA journal_mode = WAL")
+            if connection.execute("PRAGMA journal_mode = WAL").fetchone() != ("wal",):
+                connection.close()
+                raise StorageError(f"{database.parent} lies on a file system that SQLite cannot share.")
             connection.execute("PRAGMA secure_delete = ON")  # what is purged is overwritten
         return connection
 
