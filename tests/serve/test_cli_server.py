@@ -162,7 +162,8 @@ def test_a_server_elsewhere(
     assert run("domain", "show", "law", *own, "--json").data["examples"] == LAW
     assert run("adapter", "list", "law", *own, "--json").data == {"adapters": []}
     assert run("replay", "show", *own, "--json").data["records"]["law"] == 0
-    assert run("replay", "purge", "--all", *own, "--json").data == {"domain": None, "purged": 0}
+    purged = run("replay", "purge", "--all", *own, "--json").data
+    assert purged == {"domain": None, "purged": 0, "overwritten": True}
     assert run("domain", "remove", "law", *own, "--json").data == {"removed": "law"}
     assert not (tmp_path / "other").exists()
 
