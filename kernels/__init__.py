@@ -1,8 +1,9 @@
 """Verification and divergences for speculative decoding, each in PyTorch and, for CUDA, in Triton.
 
-    verify_chain   accept, correct and extend drafted tokens, exactly (Leviathan et al., arXiv 2211.17192)
-    sample_draft   draw a drafted token and hand over the log-sum-exp that verification needs
-    divergence     forward and reverse KL, JSD, TVD between teacher and student, loss and gradient in one
+    verify_chain   accept drafted tokens, correct the first wrong one, add one more; the target's distribution
+                   is kept exactly (Leviathan et al., arXiv 2211.17192)
+    sample_draft   draw a draft token; returns the log-sum-exp, too, which verification needs
+    divergence     forward and reverse KL, JSD, TVD between teacher and student; loss and gradient in one call
 
 `backend`: "reference" (any device), "triton" (CUDA, or TRITON_INTERPRET=1), "auto" (Triton for CUDA
 tensors if it is installed, else the reference). Knows nothing of models, requests or training loops.
@@ -48,32 +49,34 @@ def verify_chain(
     position: Tensor,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Accept a prefix of each row's drafted tokens and emit one token more, so that the target's law is kept.
+    """Accept a prefix of each row's drafted tokens and emit one more, distributed as the target's own tokens.
 
     target_logits  [B, K+1, V] floating; or packed, [Σ (num_draft+1), V], row after row (num_draft required)
-    draft_tokens   int64 [B, K]; -1 pads, and ends the row; K may be 0
-    draft_logits   [B, K, V] (packed: [Σ num_draft, V]), or None for a draft that had no choice (one-hot)
+    draft_tokens   int64 [B, K]; the first -1 ends the row, the rest is padding; K may be 0
+    draft_logits   [B, K, V] (packed: [Σ num_draft, V]); None: the draft gave each token probability 1
     draft_lse      float32 [B, K], logsumexp(draft_logits / temperature), as `sample_draft` returns it
     num_draft      int [B], drafted tokens per row, 0 ≤ num_draft ≤ K; None: up to the first -1
-    temperature    float32 [B] or one float; up to 1e-5 a row is greedy
+    temperature    float32 [B] or one float; a row with at most 1e-5 is greedy
     seed, position int64 [B]; position is the absolute position of the first token emitted
 
-    Returns tokens int64 [B, K+1] (those accepted, one more, then -1), num_accepted int64 [B], status int32
-    [B].
+    Returns tokens int64 [B, K+1] (those accepted, one more, then -1), num_accepted int64 [B], and status
+    int32 [B].
 
-    Probabilities are softmax(logits / temperature); filters (top-k, top-p) arrive as -inf, in draft_logits as
-    they were when the token was drawn. Token x at position j of a row is accepted when u·draft_probs(x) <
-    target_probs(x), with u from Philox at (seed, position + j, accept). At the first rejection the token
-    comes from max(0, target − draft), normalised (where nothing is left, from the target's row); when all are
-    accepted, from the target's row: by an inverse CDF at (seed, position + j, resample). Greedy rows compare
-    with the target's argmax, lowest index on ties, and of the draft look at draft_tokens only.
+    Probabilities are softmax(logits / temperature). Tokens excluded by top-k or top-p have logits of -inf; in
+    draft_logits those excluded when the token was drawn. Token x at position j of a row is accepted when
+    u·draft_probs(x) < target_probs(x), with u from Philox at (seed, position + j, accept). At the first
+    rejection the token is drawn from max(0, target − draft), normalised, or from the target's row where this
+    is zero everywhere. When all are accepted it is drawn from the target's row. Both draws are inverse CDFs
+    at (seed, position + j, resample). Greedy rows are compared with the target's argmax, the lowest index on
+    ties, and do not read draft_logits.
 
     status, for the position at which the row ends:
       TARGET_INVALID  the target's row holds a NaN or +inf, or nothing but -inf. Token 0 stands there as a
-                      placeholder, nothing after it; num_accepted counts the sound positions before it.
-      DRAFT_INVALID   (sampled rows) the draft's row means nothing, or its token is outside the vocabulary. It
-                      is rejected, and the token comes from the target's row alone, which is exact.
-    Rows behind the end are not looked at. Raises ValueError for shapes, types or a backend that do not fit.
+                      placeholder, nothing after it; num_accepted counts the valid positions before it.
+      DRAFT_INVALID   (sampled rows) the draft's row holds such values, or its token is outside the
+                      vocabulary. It is rejected, and one is drawn from the target's row, which is exact.
+    Positions behind a row's end are not read. Raises ValueError for shapes, types or a backend that does not
+    fit.
     """
     packed = target_logits.dim() == 2
     _check_chain(target_logits, draft_tokens, draft_logits, draft_lse, num_draft, packed)
@@ -99,9 +102,9 @@ def sample_draft(
 ) -> tuple[Tensor, Tensor]:
     """Draw one token per row of logits [B, V], by an inverse CDF at Philox (seed, position, propose).
 
-    logits are filtered (-inf) but not scaled; temperature float32 [B] or one float; seed, position int64 [B],
-    position being that of the token drawn. Returns tokens int64 [B] and lse float32 [B] =
-    logsumexp(logits / temperature), which `verify_chain` takes as draft_lse. Greedy rows (temperature up to
+    logits are filtered (-inf) but not divided by the temperature; temperature float32 [B] or one float; seed,
+    position int64 [B], the position of the token that is drawn. Returns tokens int64 [B], and lse float32 [B]
+    = logsumexp(logits / temperature), which `verify_chain` takes as draft_lse. Greedy rows (temperature up to
     1e-5) give the argmax, lowest index on ties, and the lse of the unscaled logits. A row with a NaN, a
     +inf or nothing but -inf gives token 0 and an lse of NaN. Raises ValueError for shapes or a backend
     that do not fit.
@@ -131,22 +134,25 @@ def divergence(
     """Divergence between teacher and student in nats, differentiable once in student_logits [..., V].
 
     teacher_logits [..., V], or teacher_topk = (ids int64 [..., k], logprobs [..., k]): log-probabilities of k
-    distinct tokens, all others being one bucket, on both sides; id -1 with logprob -inf pads.
+    distinct tokens. All other tokens then count as one bucket, for teacher and student; padding has id -1 and
+    logprob -inf.
     kind, with t = softmax(teacher_logits / temperature) and s = softmax(student_logits / temperature):
       fkl  KL(t ‖ s)            rkl  KL(s ‖ t)            tvd  ½ Σ |t − s|
       jsd  beta·KL(t ‖ m) + (1 − beta)·KL(s ‖ m), m = beta·t + (1 − beta)·s, 0 < beta < 1: the convention of
            GKD, arXiv 2306.13649 (beta near 0 tends to beta·fkl, near 1 to (1 − beta)·rkl)
     The loss is not multiplied by temperature²; the gradient is that of the loss as stated. Top-k
-    log-probabilities are taken as they are: they belong to the temperature given; a tail under 1e-6 counts
-    as none. mask [...] (bool, or 0 and 1) leaves rows out, as does a top-k of nothing but padding: loss
-    and gradient there are exactly zero. reduction "mean" divides by the number of rows that count (none:
-    the loss is 0), "none" returns [...]. float32 results; float64 for float64 logits.
+    log-probabilities are used as they are and must belong to `temperature`; where they leave less than 1e-6
+    for the other tokens, that counts as zero. Rows that mask [...] (bool, or 0 and 1) excludes, and rows
+    whose top-k is all padding, have exactly zero loss and gradient. reduction "mean" divides by the number of
+    rows that count (with none the loss is 0), "none" returns [...]. Results are float32, or float64 for
+    float64 logits.
 
-    0·(−inf) is 0: what both sides exclude costs nothing. Where fkl's teacher gives mass and the student none
-    (rkl: the other way round) the row's loss is +inf; its gradient is s − t for fkl, zero for rkl.
-    inplace_grad=True overwrites student_logits with the gradient at once (under torch.compile it has no
-    effect). With it, and always with Triton, one backward per call is allowed. Raises ValueError for shapes,
-    types or a backend that do not fit, RuntimeError for a second backward or a double one.
+    0·(−inf) is 0: tokens that both sides exclude cost nothing. Where for fkl the teacher gives a token some
+    probability and the student none (rkl: the other way round) the row's loss is +inf; its gradient is s − t
+    for fkl, zero for rkl. inplace_grad=True overwrites student_logits with the gradient at once (it has no
+    effect under torch.compile). With it, and always with Triton, one backward per call is allowed. Raises
+    ValueError for shapes, types or a backend that do not fit, RuntimeError for a second backward or a second
+    derivative.
     """
     problem = _problem(student_logits, teacher_logits, teacher_topk, kind, beta, temperature, mask, reduction)
     loss = evaluate(problem, "triton" if _use_triton(backend, student_logits) else "reference", inplace_grad)
@@ -164,27 +170,8 @@ def _problem(
     reduction: str,
 ) -> Problem:
     """Checked arguments, flattened to rows."""
-    if (teacher is None) == (topk is None):
-        raise ValueError("Give either teacher_logits or teacher_topk.")
-    if kind not in ("fkl", "rkl", "jsd", "tvd") or reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"Unknown kind {kind!r} or reduction {reduction!r}.")
-    if not 0 < beta < 1:
-        raise ValueError(f"beta must lie strictly between 0 and 1, not {beta}; for the ends take fkl or rkl.")
-    if not temperature > 0:
-        raise ValueError(f"temperature must be positive, not {temperature}.")
-    if student.dim() < 1 or not student.is_floating_point() or student.shape[-1] == 0:
-        raise ValueError(
-            f"student_logits must be floating [..., V], not {student.dtype} {list(student.shape)}."
-        )
-    lead = student.shape[:-1]
-    if teacher is not None and teacher.shape != student.shape:
-        raise ValueError(f"teacher_logits {list(teacher.shape)} must be shaped as {list(student.shape)}.")
-    if topk is not None and (
-        topk[0].shape != topk[1].shape or topk[0].shape[:-1] != lead or topk[0].shape[-1] == 0
-    ):
-        raise ValueError(f"teacher_topk must be two tensors [{', '.join(map(str, lead))}, k] with k > 0.")
-    if mask is not None and mask.shape != lead:
-        raise ValueError(f"mask {list(mask.shape)} must be shaped as the rows, {list(lead)}.")
+    _check_choices(kind, beta, temperature, reduction)
+    _check_divergence(student, teacher, topk, mask)
     flat = student.reshape(-1, student.shape[-1])
     rows = flat.shape[0]
     counted = torch.ones(rows, dtype=torch.bool, device=student.device)
@@ -203,6 +190,36 @@ def _problem(
     )
 
 
+def _check_choices(kind: str, beta: float, temperature: float, reduction: str) -> None:
+    if kind not in ("fkl", "rkl", "jsd", "tvd") or reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"Unknown kind {kind!r} or reduction {reduction!r}.")
+    if not 0 < beta < 1:
+        raise ValueError(f"beta must lie strictly between 0 and 1, not {beta}; for the ends take fkl or rkl.")
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive, not {temperature}.")
+
+
+def _check_divergence(
+    student: Tensor, teacher: Tensor | None, topk: tuple[Tensor, Tensor] | None, mask: Tensor | None
+) -> None:
+    """Check shapes and types of a divergence's tensors."""
+    if (teacher is None) == (topk is None):
+        raise ValueError("Give either teacher_logits or teacher_topk.")
+    if student.dim() < 1 or not student.is_floating_point() or student.shape[-1] == 0:
+        raise ValueError(
+            f"student_logits must be floating [..., V], not {student.dtype} {list(student.shape)}."
+        )
+    lead = student.shape[:-1]
+    if teacher is not None and teacher.shape != student.shape:
+        raise ValueError(f"teacher_logits {list(teacher.shape)} must be shaped as {list(student.shape)}.")
+    if topk is not None and (
+        topk[0].shape != topk[1].shape or topk[0].shape[:-1] != lead or topk[0].shape[-1] == 0
+    ):
+        raise ValueError(f"teacher_topk must be two tensors [{', '.join(map(str, lead))}, k] with k > 0.")
+    if mask is not None and mask.shape != lead:
+        raise ValueError(f"mask {list(mask.shape)} must be shaped as the rows, {list(lead)}.")
+
+
 def _check_chain(
     target: Tensor,
     tokens: Tensor,
@@ -211,7 +228,7 @@ def _check_chain(
     num_draft: Tensor | None,
     packed: bool,
 ) -> None:
-    """Shapes and types; values stay unread, since reading them would wait for the device."""
+    """Check shapes and types. Values are not read, because the host would have to wait for the device."""
     if tokens.dim() != 2 or tokens.dtype != torch.int64:
         raise ValueError(f"draft_tokens must be int64 [B, K], not {tokens.dtype} {list(tokens.shape)}.")
     batch, length = tokens.shape
@@ -234,7 +251,7 @@ def _check_chain(
 
 
 def _unpack(rows: Tensor, counts: Tensor, width: int) -> Tensor:
-    """[Σ counts, V] → [B, width, V]; behind a row's count some other row is repeated, and never used."""
+    """[Σ counts, V] → [B, width, V]. Positions behind a count hold other rows and are never used."""
     starts = counts.cumsum(0) - counts
     index = starts[:, None] + torch.arange(width, device=rows.device)
     if rows.shape[0] == 0:

@@ -1,8 +1,8 @@
 """How a divergence takes part in autograd and torch.compile. Knows nothing of how the rows are computed.
 
-Loss and gradient come out of one call, so a backward pass only hands the gradient over, times what came from
-above. Eager code runs `FusedDivergence`; under torch.compile the custom op `moedraft::divergence` stands in,
-with the same arithmetic behind it. Neither can be differentiated twice: both raise.
+One call computes loss and gradient, so a backward pass only multiplies that gradient by the one it gets from
+above. Eager code runs `FusedDivergence`; under torch.compile the custom op `moedraft::divergence` takes its
+place, with the same arithmetic. Neither can be differentiated twice: both raise then.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from . import reference_divergence
 class Problem(NamedTuple):
     """One call, flattened to rows: student [N, V], teacher [N, V] or ids and logprobs [N, k].
 
-    weight float32 [N] multiplies each row's gradient (0 leaves the row out); with `reduce` the loss is the
-    weighted sum of the rows' losses, else those losses themselves.
+    weight float32 [N] multiplies each row's gradient (0 excludes the row). With `reduce` the loss is the
+    weighted sum of the rows' losses, without it the rows' losses [N].
     """
 
     student: Tensor
@@ -57,7 +57,7 @@ def _compute(problem: Problem, backend: str, grad: Tensor | None) -> Tensor:
 
 
 class FusedDivergence(torch.autograd.Function):
-    """The loss forward, the gradient computed beside it backward; differentiable once."""
+    """Forward gives the loss and computes the gradient, too; backward returns that. Differentiable once."""
 
     @staticmethod
     def forward(ctx: Any, backend: str, inplace_grad: bool, *fields: Any) -> Tensor:
@@ -65,7 +65,7 @@ class FusedDivergence(torch.autograd.Function):
         ctx.grad = problem.student.detach() if inplace_grad else torch.empty_like(problem.student)
         ctx.fused, ctx.once = backend == "triton", inplace_grad or backend == "triton"
         loss = _compute(problem, backend, ctx.grad)
-        if inplace_grad:  # an earlier operation that kept the logits must notice that they are gone
+        if inplace_grad:  # tell autograd that the logits, which earlier operations may need, were overwritten
             torch.autograd.graph.increment_version(problem.student)
         return loss
 
@@ -84,7 +84,7 @@ class FusedDivergence(torch.autograd.Function):
 
 
 class NoSecondDerivative(torch.autograd.Function):
-    """Passes a gradient on; raises, where silence would be wrong, when that is differentiated again."""
+    """Passes a gradient on. Raises where it is differentiated again, which would silently be wrong."""
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class NoSecondDerivative(torch.autograd.Function):
 
 
 def _times(grad: Tensor, upstream: Tensor, fused: bool, inplace: bool) -> Tensor:
-    """grad [N, V] times upstream (scalar or [N]), without a sweep where that is 1."""
+    """grad [N, V] times upstream (scalar or [N]); on a CPU nothing is computed where upstream is 1."""
     if fused:
         from . import fused_divergence
 
@@ -154,7 +154,7 @@ def _(
     "moedraft::scale_rows", mutates_args=(), schema="(Tensor grad, Tensor upstream) -> Tensor"
 )
 def _scale_rows_op(grad: Tensor, upstream: Tensor) -> Tensor:
-    """grad [N, V] · upstream; an op without a derivative, so that a double backward raises."""
+    """grad [N, V] · upstream. This op has no derivative, so that differentiating twice raises."""
     return grad * upstream[..., None].to(grad.dtype)
 
 

@@ -1,11 +1,12 @@
-"""Divergences between teacher and student in Triton: loss and gradient from logits, a program a row.
+"""Divergences between teacher and student in Triton: loss and gradient from logits, one program per row.
 
-    kl      forward and reverse KL: two sweeps of reading, the gradient written in the second
-    mixed   JSD and TVD: three sweeps, the gradient written in the third
-    topk    any kind against a teacher's top-k with one bucket for the tail: two sweeps of the student alone
+    kl      forward and reverse KL: the logits are read twice, the gradient is written the second time
+    mixed   JSD and TVD: the logits are read three times, the gradient is written the third time
+    topk    any kind against a teacher's top-k with one bucket for all other tokens: the student's logits are
+            read twice
 
-float32 accumulation; the second and third sweep run backwards, over what the cache still holds of the one
-before. Knows what `reference_divergence.py` knows, and must give what it gives.
+Sums are float32. Each reading goes through the row in the opposite direction of the one before, so that it
+starts with what the cache still holds. `reference_divergence.py` is the specification.
 """
 # ruff: noqa: N803 (Triton's compile-time constants are written in capitals)
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -23,7 +24,7 @@ from .primitives import INF, at
 from .reference_divergence import TAIL_NOISE
 
 NOISE = tl.constexpr(TAIL_NOISE)
-LOWEST = tl.constexpr(-3.0e38)  # a running maximum's start: finite, so that differences of maxima are
+LOWEST = tl.constexpr(-3.0e38)  # start of a running maximum; finite, so that differences are finite too
 
 
 @triton.jit
@@ -47,7 +48,7 @@ def _kl(
     student, student_n, student_v, teacher, teacher_n, teacher_v, grad, grad_n, grad_v, weight, losses,
     inverse, REVERSE: tl.constexpr, WANT_GRAD: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (N). a = Σ e^(x−m)·((x−m)−(y−n)) is carried along while the maxima m, n still move."""
+    """Grid (N). a = Σ e^(x−m)·((x−m)−(y−n)) is corrected whenever the running maxima m and n change."""
     row = tl.program_id(0).to(tl.int64)
     scale = tl.load(weight + row)
     s_row, t_row = student + row * student_n, teacher + row * teacher_n
@@ -109,7 +110,7 @@ def _lse(row, stride, inverse, V: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _terms(log_s, log_t, beta, KIND: tl.constexpr):
-    """Of tokens or buckets with these log-probabilities: loss terms, and probability times slope."""
+    """For tokens or buckets with these log-probabilities: terms of the loss, and probability times slope."""
     s, t = tl.exp(log_s), tl.exp(log_t)
     if KIND == "tvd":
         loss = 0.5 * tl.abs(s - t)
@@ -169,7 +170,7 @@ def _topk(
     student, student_n, student_v, ids, logprobs, grad, grad_n, grad_v, weight, losses, inverse, beta, K,
     KIND: tl.constexpr, WANT_GRAD: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (N). ids [N, K] ascending (-1 first), so a block's entries are neighbours: a short loop."""
+    """Grid (N). ids [N, K] are sorted (-1 first), so the listed tokens of a block are consecutive entries."""
     row = tl.program_id(0).to(tl.int64)
     scale = tl.load(weight + row)
     s_row, id_row = student + row * student_n, ids + row * K
@@ -207,8 +208,8 @@ def _topk(
         total = tl.sum(loss, axis=0) + tail_loss
         tl.store(losses + row, total)
         if WANT_GRAD:
-            # slopes relative to the largest bucket's: nothing cancels where one bucket has nearly all the
-            # mass
+            # slopes are taken relative to the largest bucket's, since differences of nearly equal numbers
+            # would lose precision where one bucket has nearly all the mass
             s_listed, s_tail = tl.exp(x_listed - lse), tl.exp(log_tail)
             largest = tl.maximum(tl.max(s_listed, axis=0), s_tail)
             tail_leads = s_tail == largest
@@ -236,7 +237,7 @@ def _topk(
 
 @triton.jit
 def _scale(grad, grad_n, grad_v, upstream, upstream_n, V: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid (N). In place; a factor of 1, the usual one, moves nothing."""
+    """Grid (N). In place. With a factor of 1, the usual one, nothing is read or written."""
     row = tl.program_id(0).to(tl.int64)
     factor = tl.load(upstream + row * upstream_n).to(tl.float32)
     if factor != 1.0:
@@ -295,6 +296,6 @@ def scale_rows(grad: Tensor, upstream: Tensor) -> Tensor:
 
 
 def tile(vocab: int) -> dict[str, Any]:
-    """Block and warps; 4096 on 8 warps is what others found best for this traffic on an H100."""
+    """Block and warps. 4096 entries on 8 warps are reported to be fastest for such kernels on an H100."""
     block = min(4096, max(256, triton.next_power_of_2(vocab)))
     return {"V": vocab, "BLOCK": block, "num_warps": 8 if block > 1024 else 4, "enable_fp_fusion": True}

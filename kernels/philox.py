@@ -1,8 +1,8 @@
-"""Counter-based random numbers: Philox 4x32-10 keyed by a request's seed, counted by (position, purpose).
+"""Counter-based random numbers: Philox 4x32-10, the key a request's seed, the counter (position, purpose).
 
-One seed gives one answer whatever the batch around it: no state is kept, every number is a pure function of
-(seed, position, purpose). The same bits come out of NumPy (CPU tensors), torch (any device) and
-`triton.language.philox` (the fused kernels). Knows nothing of tokens or logits.
+There is no state: every number is a function of (seed, position, purpose) alone, so one seed gives one answer
+in any batch. NumPy (for CPU tensors), torch (on any device) and `triton.language.philox` (in the fused
+kernels) give the same bits. Knows nothing of tokens or logits.
 
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11, section 4.2.
 """
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-PROPOSE, ACCEPT, RESAMPLE = 1, 2, 3  # third counter word; one stream per purpose, so none can share noise
+PROPOSE, ACCEPT, RESAMPLE = 1, 2, 3  # the counter's third word: each purpose has random numbers of its own
 ROUNDS = 10
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -34,8 +34,8 @@ def uniform(seed: Tensor, position: Tensor, purpose: Tensor | int) -> Tensor:
     """float64 in the open interval (0, 1), 46 random bits: ((w0 >> 9)·2^23 + (w1 >> 9) + ½)·2^-46.
 
     seed, position, purpose: int64, broadcast against one another; key = seed (its 64 bits), counter =
-    (position low, position high, purpose, 0). The half keeps 0 and 1 out, and 46 bits (not 52) keep
-    u·total below total whatever the rounding, so that an inverse CDF cannot run past its last entry.
+    (position low, position high, purpose, 0). Adding ½ excludes 0 and 1. With 46 bits instead of 52,
+    u·total is below total however it is rounded, so that an inverse CDF cannot run past its last entry.
     """
     if seed.device.type == "cpu":
         stream = purpose.numpy() if isinstance(purpose, Tensor) else purpose
@@ -66,7 +66,7 @@ def _chain_counters(length: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def uniform_numpy(seed: np.ndarray, position: np.ndarray, purpose: np.ndarray | int) -> np.ndarray:
-    """`uniform` for NumPy int64 arrays; a fraction of the torch version's time for a handful of numbers."""
+    """`uniform` for NumPy int64 arrays, which is much faster than torch for a handful of numbers."""
     word0, word1, _, _ = philox_numpy(seed, position, purpose)
     mantissa = ((word0 >> _NP_9) << _NP_23) + (word1 >> _NP_9)
     result: np.ndarray = (mantissa.astype(np.float64) + 0.5) * _SCALE
@@ -74,7 +74,7 @@ def uniform_numpy(seed: np.ndarray, position: np.ndarray, purpose: np.ndarray | 
 
 
 def philox_numpy(seed: np.ndarray, position: np.ndarray, purpose: np.ndarray | int) -> tuple[np.ndarray, ...]:
-    """The four 32-bit output words as uint64 arrays. Written for few numbers: each line is a call."""
+    """The four 32-bit output words as uint64 arrays, in few NumPy calls, since calls are what costs time."""
     shape = np.broadcast(seed, position, purpose).shape
     words = np.empty((6, *shape), dtype=np.uint64)  # c0, c2, c1, c3, key 0, key 1
     words[0], words[1], words[2] = position, purpose, position >> 32
@@ -92,7 +92,7 @@ def philox_numpy(seed: np.ndarray, position: np.ndarray, purpose: np.ndarray | i
 
 @functools.lru_cache(maxsize=64)
 def _constants(count: int) -> tuple[np.ndarray, ...]:
-    """Arrays of the state's own shape: ufuncs take half the time that broadcasting would, at these sizes."""
+    """Constants in the shape of the state: at these sizes broadcasting would double the time."""
     return (
         np.full((2, count), _NP_LOW),
         np.full((2, count), _NP_32),

@@ -1,8 +1,8 @@
 """What the verification kernels share: row addresses, Philox, the statistics of a chunk, the inverse CDF.
 
-Every row is cut into chunks of a width that depends on the vocabulary alone. Sums are formed within chunks
-first and over chunks second, so a row's numbers are the same to the last bit whatever the batch around it
-and however chunks are spread over programs.
+Every row is cut into chunks of a width that depends on the vocabulary alone. Sums are taken within each chunk
+first and over the chunks then. So a row's numbers are the same to the last bit in any batch, and however its
+chunks are spread over programs.
 """
 # ruff: noqa: N803 (Triton's compile-time constants are written in capitals)
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -20,7 +20,7 @@ ACCEPT: tl.constexpr = tl.constexpr(2)  # philox.ACCEPT
 
 @triton.jit
 def row_offset(starts, b, j, stride_b, stride_k, PACKED: tl.constexpr, WIDE: tl.constexpr = tl.int64):
-    """Elements from the first entry to row j of sequence b. 64 bits wide: B·K·V passes 2^31."""
+    """Offset of row j of sequence b, in elements. It has 64 bits because B·K·V can exceed 2^31."""
     if PACKED:
         return (tl.load(starts + b).to(WIDE) + j) * stride_k
     return b.to(WIDE) * stride_b + j.to(WIDE) * stride_k
@@ -39,7 +39,7 @@ def uniform(seed, position, PURPOSE: tl.constexpr):
 
 @triton.jit
 def temperature_of(temperature, b):
-    """(greedy, 1/temperature) of sequence b; NaN and negative ones are greedy, and greedy scales by 1."""
+    """(greedy, 1/temperature) of sequence b. NaN and negative temperatures are greedy; greedy rows get 1."""
     value = tl.load(temperature + b).to(tl.float32)
     greedy = (value > GREEDY) == 0
     return greedy, 1.0 / tl.where(greedy, 1.0, value)
@@ -58,9 +58,9 @@ def load_chunk(row, offsets, stride_v, V):
 
 @triton.jit
 def combine(maxima, sums):
-    """Rows' (valid, maximum, sum relative to it) from their chunks' [rows, chunks].
+    """(valid, maximum, sum of e^(x − maximum)) of each row from those of its chunks, [rows, chunks].
 
-    Not valid: a row with a NaN or +inf, or of nothing but -inf.
+    A row with a NaN or a +inf, or of nothing but -inf, is not valid.
     """
     maximum = tl.max(maxima, axis=1)
     safe = finite_or_zero(maximum)
@@ -71,7 +71,7 @@ def combine(maxima, sums):
 
 @triton.jit
 def at(selected, values):
-    """The one selected entry of a block, as a scalar."""
+    """The only selected entry of a block, as a scalar."""
     return tl.sum(tl.where(selected, values, 0), axis=0)
 
 
@@ -79,7 +79,8 @@ def at(selected, values):
 def pick(weights, index, threshold):
     """First index whose running sum exceeds threshold (float64), and the sum before it.
 
-    Never a weight of zero: a parallel running sum is not monotone, and what was filtered must stay so.
+    An entry of weight zero is never chosen: it was filtered out. It has to be excluded explicitly, because a
+    running sum computed in parallel is not monotone.
     """
     wide = weights.to(tl.float64)
     running = tl.cumsum(wide, axis=0)

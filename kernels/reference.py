@@ -1,4 +1,4 @@
-"""Verification and drafting draws in plain PyTorch: the specification, and the production path on a CPU.
+"""Verification and the drawing of draft tokens in plain PyTorch: the specification, and what a CPU uses.
 
 Knows logits, tokens and seeds; nothing of models, requests or caches. The Triton twin is `verify.py`.
 Arithmetic is float32 (float64 for float64 logits); uniforms and inverse CDFs are float64.
@@ -31,7 +31,7 @@ def verify_chain(
 ) -> Verdict:
     """See `moedraft.kernels.verify_chain`; the logits here are padded, [B, K+1, V] and [B, K, V]."""
     batch, length = draft_tokens.shape
-    drafted = draft_tokens.new_full((batch, length + 1), -1)  # the last column ends every row
+    drafted = draft_tokens.new_full((batch, length + 1), -1)  # the last column stays -1 and ends every row
     drafted[:, :length] = draft_tokens
     if num_draft is not None:
         steps = torch.arange(length + 1, device=drafted.device)
@@ -69,7 +69,7 @@ def sample_draft(
 
 
 def greedy_rows(temperature: Tensor | float) -> Tensor | bool:
-    """Which rows are greedy: a bool when all agree and knowing so needs no device, else bool [B]."""
+    """Which rows are greedy: bool [B], or one bool where all rows agree and no device must be asked."""
     if isinstance(temperature, Tensor):
         rows = ~(temperature > GREEDY_BELOW)  # NaN and negative temperatures are greedy too
         if rows.device.type != "cpu":
@@ -79,9 +79,9 @@ def greedy_rows(temperature: Tensor | float) -> Tensor | bool:
 
 
 def argmax_rows(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Lowest index of each row's maximum (the first NaN's, if there is one) and the value found there."""
+    """Lowest index of each row's maximum (or of its first NaN), and the value there."""
     if logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.float64):
-        best = torch.from_numpy(logits.detach().numpy().argmax(-1))  # vectorised: 15 times torch's speed
+        best = torch.from_numpy(logits.detach().numpy().argmax(-1))  # 15 times as fast as torch's argmax
     else:
         best = logits.argmax(dim=-1)
     return best, logits.gather(-1, best.unsqueeze(-1)).squeeze(-1)
@@ -90,7 +90,8 @@ def argmax_rows(logits: Tensor) -> tuple[Tensor, Tensor]:
 def inverse_cdf(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     """First index whose running sum of weights [B, V] exceeds u·total, u [B] in (0, 1); and the totals [B].
 
-    A weight of zero is never chosen, however the running sum is rounded (a parallel sum is not monotone).
+    An entry of weight zero is never chosen, even where the running sum, which may be computed in parallel, is
+    not monotone.
     """
     running = weights.cumsum(dim=-1, dtype=torch.float64)
     total = running[:, -1]
@@ -102,7 +103,7 @@ def inverse_cdf(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _verify_greedy(target_logits: Tensor, drafted: Tensor) -> Verdict:
-    """drafted [B, K+1]: the tokens, -1 from each row's end on."""
+    """drafted [B, K+1]: the draft tokens, followed by -1."""
     best, value = argmax_rows(target_logits)  # [B, K+1]
     invalid = ~value.isfinite()
     matches = (drafted == best).logical_and_(~invalid)
@@ -132,15 +133,14 @@ def _verify_sampled(
         index = tokens.clamp(0, vocab - 1)
         target_probs = target_logp[:, :-1].gather(-1, index.unsqueeze(-1)).squeeze(-1).exp_()
         draft_logp, draft_probs = _draft_rows(draft_logits, draft_lse, inverse, index.unsqueeze(-1))
-        # a NaN on either side compares false: a row that means nothing rejects
+        # a comparison with NaN is false, so that a row with NaNs rejects
         torch.logical_and(uniforms[0] * draft_probs < target_probs, tokens == index, out=accepted[:, :-1])
     num_accepted = accepted.cumprod(dim=1).sum(dim=1)
     last = num_accepted.unsqueeze(1)
     rows = torch.arange(0, batch * width, width, device=drafted.device) + num_accepted
     target_row = target_logp.flatten(0, 1).index_select(0, rows).exp_()  # [B, V], where each row ends
-    target_invalid = target_row[
-        :, 0
-    ].isnan()  # softmax spreads a NaN, a +inf, an all -inf row over the whole row
+    # softmax spreads a NaN, a +inf, an all -inf row over the whole row
+    target_invalid = target_row[:, 0].isnan()
     status = target_invalid.to(torch.int32)  # True is TARGET_INVALID
     weights = target_row
     if width > 1:
@@ -148,17 +148,24 @@ def _verify_sampled(
         draft_row = _draft_row(
             draft_logp, draft_lse, inverse, num_accepted, stop.clamp(0, vocab - 1), target_row
         )
-        residual = torch.sub(target_row, draft_row, out=draft_row).clamp_(min=0)
-        mass = residual.sum(dim=-1)
-        sound = (stop < vocab) & (mass >= 0)  # False where the draft's row holds a NaN
-        rejected = stop >= 0
-        use_residual = rejected & sound & (mass > 0)
-        weights = torch.where(use_residual.unsqueeze(1), residual, target_row)
-        status += (rejected & ~(sound | target_invalid)).to(torch.int32).mul_(DRAFT_INVALID)
+        weights, sound = _correction(target_row, draft_row, stop)
+        status += ((stop >= 0) & ~(sound | target_invalid)).to(torch.int32).mul_(DRAFT_INVALID)
     token, _ = inverse_cdf(weights, uniforms[1].gather(1, last).squeeze(1))
     steps = torch.arange(width, device=drafted.device)
     emitted = drafted.masked_fill(steps >= last, -1)
     return emitted.scatter_(1, last, token.masked_fill_(target_invalid, 0).unsqueeze(1)), num_accepted, status
+
+
+def _correction(target_row: Tensor, draft_row: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
+    """What the last token of each row is drawn from [B, V], and whether the draft's row is sound [B].
+
+    stop [B] is the rejected token, negative where all drafted tokens were accepted. draft_row is overwritten.
+    """
+    residual = torch.sub(target_row, draft_row, out=draft_row).clamp_(min=0)
+    mass = residual.sum(dim=-1)
+    sound = (stop < target_row.shape[1]) & (mass >= 0)  # False where the draft's row holds a NaN
+    use_residual = (stop >= 0) & sound & (mass > 0)
+    return torch.where(use_residual.unsqueeze(1), residual, target_row), sound
 
 
 def _draft_rows(
@@ -182,7 +189,7 @@ def _draft_row(
     stop: Tensor,
     target_row: Tensor,
 ) -> Tensor:
-    """The draft's distribution [B, V] at each row's end; meaningless where that is no rejection."""
+    """The draft's distribution [B, V] where each row ends; only of use where it ends with a rejection."""
     if draft_logp is None:
         return torch.zeros_like(target_row).scatter_(1, stop.unsqueeze(1), 1.0)
     rows = torch.arange(stop.shape[0], device=stop.device)
@@ -198,7 +205,7 @@ def _compute(logits: Tensor) -> Tensor:
 
 
 def _inverse_temperature(temperature: Tensor | float, greedy: Tensor | bool, like: Tensor) -> Tensor:
-    """1/temperature [B] in the arithmetic's precision; 1 for greedy rows, whose draw is discarded."""
+    """1/temperature [B] in the precision that is computed in; 1 for greedy rows, whose draw is not used."""
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     if not isinstance(temperature, Tensor):
         return torch.full((like.shape[0],), 1.0 / temperature, dtype=dtype, device=like.device)

@@ -1,8 +1,8 @@
 """Divergences between teacher and student in plain PyTorch, with the analytic gradient: the specification.
 
-Knows logits and top-k lists; nothing of how they were gathered. The Triton twin is `fused_divergence.py`.
-Arithmetic is float32 (float64 for float64 logits). Rows are worked on in blocks that stay in a processor's
-cache, in a few buffers made once: no probability tensor outlives a call, and none is as large as the logits.
+Knows logits and top-k lists; nothing of where they come from. The Triton twin is `fused_divergence.py`.
+Arithmetic is float32 (float64 for float64 logits). Rows are processed in blocks that fit into a processor's
+cache, with a few buffers that all blocks share: no tensor of probabilities is as large as the logits.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 2**18  # entries of the logits worked on at a time
-TAIL_NOISE = 1e-6  # a teacher's tail below this is rounding of its top-k, and counts as none
+TAIL_NOISE = 1e-6  # less mass than this outside a teacher's top-k is a rounding error and counts as zero
 
 Buffers = tuple[Tensor, ...]  # six, [rows, V] each
 
@@ -30,8 +30,8 @@ def divergence_rows(
     """Losses [N] of student [N, V] against teacher [N, V] or its top-k (ids and logprobs [N, k]).
 
     weight [N] multiplies each row's gradient (not its loss); a row of weight 0 has loss and gradient 0. The
-    gradient with respect to the student's logits goes into `grad` [N, V], which may be the student's own
-    storage, unless that is None.
+    gradient with respect to the student's logits is written into `grad` [N, V] unless that is None; it may
+    share the student's storage.
     """
     rows, vocab = student.shape
     dtype = torch.float64 if student.dtype == torch.float64 else torch.float32
@@ -39,7 +39,7 @@ def divergence_rows(
     step = max(1, min(rows, BLOCK // vocab))
     direct = grad is not None and grad.dtype == dtype and grad.data_ptr() != student.data_ptr()
     scratch = torch.empty((6 if teacher is not None else 1, step, vocab), dtype=dtype, device=student.device)
-    for start in range(0, rows, step):  # over blocks of rows, never over rows
+    for start in range(0, rows, step):  # blocks of rows
         block = slice(start, start + step)
         buffers = scratch[:, : min(step, rows - start)].unbind()
         if direct and grad is not None:
@@ -66,7 +66,7 @@ def _scaled(logits: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
 
 
 def _weigh(gradient: Tensor, weight: Tensor) -> None:
-    """Rows times weights; exactly zero for weight 0, also where the row holds a NaN."""
+    """Multiply the rows by their weights; rows of weight 0 become zero even where they hold a NaN."""
     gradient.mul_(weight.unsqueeze(1))
     without = weight == 0
     if gradient.device.type != "cpu" or bool(without.any()):
@@ -74,7 +74,7 @@ def _weigh(gradient: Tensor, weight: Tensor) -> None:
 
 
 def _dot(probs: Tensor, logs: Tensor, scratch: Tensor | None = None) -> Tensor:
-    """Σ probs·logs over rows with 0·anything = 0; where that matters, those entries of logs become 0."""
+    """Σ probs·logs of each row, where 0 times infinity is 0; such entries of logs may be set to 0."""
     total = torch.mul(probs, logs, out=scratch).sum(dim=1)
     if probs.device.type == "cpu" and not bool(total.isnan().any()):
         return total
@@ -90,8 +90,8 @@ def _chain(slope: Tensor, probs: Tensor, centre: Tensor, loss: Tensor) -> None:
         slope.masked_fill_(endless.unsqueeze(1), 0)
 
 
-# Each takes the log-probabilities of student and teacher in buffers 0 and 1, and leaves the gradient in
-# buffer 0.
+# These four functions take the log-probabilities of student and teacher in buffers 0 and 1, return the loss,
+# and leave the gradient in buffer 0.
 
 
 def _forward_kl(buffers: Buffers, beta: float) -> Tensor:
@@ -135,16 +135,16 @@ _DENSE = {"fkl": _forward_kl, "rkl": _reverse_kl, "tvd": _total_variation, "jsd"
 
 
 def _topk(logp: Tensor, ids: Tensor, logprobs: Tensor, kind: str, beta: float) -> Tensor:
-    """The teacher as k tokens and one bucket for all others; the student's bucket is what the k leave over.
+    """Losses against a teacher of k tokens and one bucket for all other tokens, which the student gets too.
 
     logp [rows, V]: the student's log-probabilities, overwritten by the gradient.
     """
     present = ids >= 0
-    # padding must write nothing: it repeats an entry of the row that is real
+    # the scatters below must not change anything for padding, so it repeats a real entry of the row
     first = present.to(torch.int8).argmax(dim=1, keepdim=True)
     index = torch.where(present, ids, ids.gather(1, first)).clamp_(min=0)
     student_logs = logp.gather(1, index).masked_fill_(~present, -torch.inf)
-    tail_probs = logp.exp_().scatter_(1, index, 0)  # summed without the k: 1 − Σ would cancel
+    tail_probs = logp.exp_().scatter_(1, index, 0)  # summed directly: 1 − Σ of the k would lose precision
     tail = tail_probs.sum(dim=1, keepdim=True)
     teacher_probs = logprobs.exp().masked_fill_(~present, 0)
     teacher_tail = 1 - teacher_probs.sum(dim=1, keepdim=True)
@@ -177,7 +177,8 @@ def _buckets(logs: Tensor, teacher_probs: Tensor, kind: str, beta: float) -> tup
         mixture = torch.lerp(probs, teacher_probs, beta).log_()
         slope = (logs - mixture).mul_(1 - beta)
         loss = _dot(teacher_probs, teacher_logs - mixture) * beta + _dot(probs, slope)
-    # relative to the largest bucket's slope: nothing cancels where one bucket has nearly all the mass
+    # relative to the largest bucket's slope, since differences of nearly equal numbers would lose precision
+    # where one bucket has nearly all the mass
     slope = slope.masked_fill_(probs == 0, 0)
     slope = slope - slope.gather(1, probs.argmax(dim=1, keepdim=True))
     _chain(slope, probs, _dot(probs, slope), loss)

@@ -1,4 +1,4 @@
-"""The three kernels of verification; their launches are in `verify.py`. Know addresses and chunks."""
+"""The three kernels of verification, which `verify.py` launches and describes."""
 # ruff: noqa: N803 (Triton's compile-time constants are written in capitals)
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -21,10 +21,10 @@ from .primitives import (
     uniform,
 )
 
-DONE = tl.constexpr(0)  # the token is known already: a greedy row, or the placeholder of an invalid one
+DONE = tl.constexpr(0)  # nothing to draw: a greedy row, or an invalid one, which gets a placeholder
 TARGET = tl.constexpr(1)  # draw from the target's row
-ONE_HOT = tl.constexpr(2)  # … without the token that was drafted
-RESIDUAL = tl.constexpr(3)  # … from max(0, target − draft)
+ONE_HOT = tl.constexpr(2)  # draw from the target's row without the token that was drafted
+RESIDUAL = tl.constexpr(3)  # draw from max(0, target − draft)
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def sweep(
     PER: tl.constexpr, EXTRA: tl.constexpr, HAS_COUNTS: tl.constexpr, PACKED: tl.constexpr,
     NEED_ARGUMENTS: tl.constexpr, SKIP_GREEDY_SUM: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B·WIDTH rows, programs a row); a program takes PER chunks. maxima, sums, arguments [rows, NC]."""
+    """Grid (B·WIDTH rows, programs per row); each reads PER chunks. maxima, sums, arguments [rows, NC]."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, j = row // WIDTH, row % WIDTH
     wanted = WIDTH
@@ -50,7 +50,7 @@ def sweep(
                 top = tl.max(x, axis=0)
                 if NEED_ARGUMENTS and greedy:
                     tl.store(arguments + row * NC + chunk, tl.min(tl.where(x == top, offsets, BIG), axis=0))
-                if greedy and SKIP_GREEDY_SUM:  # a NaN is all that must be known
+                if greedy and SKIP_GREEDY_SUM:  # the sum need only show whether there is a NaN
                     total = tl.where(tl.max(tl.where(x == x, 0, 1), axis=0) > 0, float("nan"), 1.0)
                 else:
                     total = tl.sum(tl.exp(x * inverse - finite_or_zero(top * inverse)), axis=0)
@@ -66,7 +66,7 @@ def resolve(
     PER: tl.constexpr, HAS_DRAFT: tl.constexpr, HAS_LSE: tl.constexpr, HAS_COUNTS: tl.constexpr,
     PACKED: tl.constexpr, PURPOSE: tl.constexpr, KP: tl.constexpr, NCP: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B, programs a residual row). Every program of a row finds its end; the first writes it down."""
+    """Grid (B, programs per residual row). Each program of a row finds the row's end, the first stores it."""
     b, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     greedy, inverse = temperature_of(temperature, b)
     j = tl.arange(0, KP)
@@ -139,7 +139,7 @@ def resolve(
                     offsets = chunk * CHUNK + tl.arange(0, CHUNK)
                     t_probs = tl.exp(load_chunk(t_row, offsets, target_v, V) * inverse - lse_t)
                     d_probs = tl.exp(load_chunk(d_row, offsets, draft_v, V) * inverse - lse_d)
-                    left = t_probs - d_probs  # NaN must survive, so no maximum
+                    left = t_probs - d_probs  # not tl.maximum, which would drop a NaN
                     tl.store(mass + b * NC + chunk, tl.sum(tl.where(left < 0, 0.0, left), axis=0))
 
 
@@ -149,7 +149,7 @@ def draw(
     temperature, t_max, t_sum, mass, modes, drafted, scales, uniforms, out, num_accepted, status, V, NC, K,
     HAS_DRAFT: tl.constexpr, PACKED: tl.constexpr, NCP: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B). The two-level inverse CDF; rows in mode DONE have their token already."""
+    """Grid (B). The inverse CDF in two levels: chunk, then token. Rows in mode DONE need none."""
     b = tl.program_id(0).to(tl.int64)
     mode = tl.load(modes + b)
     if mode != DONE:
@@ -179,7 +179,7 @@ def draw(
         total = tl.sum(weights.to(tl.float64), axis=0)
         if total != total:
             tl.store(status + b, 2)
-        empty = (total > 0) == 0  # nothing is left, or the draft's row holds a NaN: the target's row as it is
+        empty = (total > 0) == 0  # all zero, or a NaN in the draft's row: draw from the target's row
         weights = tl.where(empty, target_mass, weights)
         total = tl.where(empty, tl.sum(target_mass.to(tl.float64), axis=0), total)
         mode = tl.where(empty, TARGET, mode)

@@ -19,8 +19,8 @@ from moedraft.core import (
 )
 
 if TYPE_CHECKING:
-    from moedraft.engine.build import load
     from moedraft.engine.engine import Engine
+    from moedraft.system.build import load
 
 __version__ = "0.1.0"
 __all__ = [
@@ -39,7 +39,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """`Engine` and `load` pull in torch and transformers, so they come when they are asked for."""
     if name == "load":
-        from moedraft.engine.build import load
+        from moedraft.system.build import load
 
         return load
     if name == "Engine":

@@ -1,7 +1,8 @@
-"""Keys and values by slot: one row per running sequence, rejected entries are simply overwritten.
+"""A cache of keys and values with one slot for each running sequence.
 
-A forward works on a contiguous range of slots, so that reading the cache is a view and never a copy.
-The engine keeps its running sequences in the slots 0 … B−1 and swaps rows when one of them leaves.
+Entries of rejected tokens stay until later tokens overwrite them; no sequence looks past its own end. A
+forward works on a contiguous range of slots, so that reading the cache takes a view and never a copy. The
+engine keeps its running sequences in the slots 0 … B−1 and swaps two slots when one of them leaves.
 """
 
 from __future__ import annotations
@@ -12,19 +13,19 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-GROWTH = 256  # tokens by which the capacity grows at least
+GROWTH = 256  # positions that are added at least when the cache grows
 
 
 @dataclass
 class Cursor:
-    """Where the running forward writes and how far it reads. Set by `SlotCache.at`."""
+    """Where the current forward writes and how far it reads. `SlotCache.at` sets it."""
 
-    first: int = 0  # slots first … last − 1 take part
+    first: int = 0  # the forward uses the slots first … last − 1
     last: int = 0
-    start: int | None = 0  # the common first position of all rows; None: they differ
-    rows: torch.Tensor | None = None  # int64 [B, 1]
+    start: int | None = 0  # the position of each row's first token; None: it differs between rows
+    rows: torch.Tensor | None = None  # int64 [B, 1]; None where `start` is the same for all
     positions: torch.Tensor | None = None  # int64 [B, T]
-    length: int = 0  # positions that are read: [0, length)
+    length: int = 0  # the positions 0 … length − 1 are read
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -49,7 +50,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store [B, heads, T, head_dim] at the cursor; return all that the rows may look at."""
+        """Store [B, heads, T, head_dim] at the cursor; return all keys and values that are read."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         return self._put(self.keys, key_states), self._put(self.values, value_states)
@@ -102,14 +103,16 @@ class SlotCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[SlotLayer(self.cursor, slots, capacity) for _ in range(num_layers)])
 
     def at(self, first: int, starts: list[int], width: int, device: torch.device) -> torch.Tensor:
-        """Place the next forward: `width` tokens a row, rows first … first+len(starts)−1, from `starts`.
+        """Set the cursor for the next forward: `width` tokens in each of the slots first, first + 1 …
 
-        Returns the positions, int64 [B, width]. Grows the cache where it is too short.
+        starts: the position of each slot's first token. Returns the positions, int64 [B, width]. Grows the
+        cache where it is too short.
         """
         cursor, count = self.cursor, len(starts)
         length = max(starts) + width
         if length > self.capacity:
-            self._grow(max(length, self.capacity + GROWTH, self.capacity * 3 // 2))
+            wanted = max(length, self.capacity + GROWTH, self.capacity * 3 // 2)
+            self._grow(wanted + -wanted % GROWTH)  # some readers look at whole blocks of positions
         steps = torch.arange(width, device=device)
         same = all(start == starts[0] for start in starts)
         cursor.first, cursor.last, cursor.length = first, first + count, length
@@ -123,15 +126,15 @@ class SlotCache(Cache):  # type: ignore[misc]
         return cursor.positions
 
     def swap(self, a: int, b: int, length: int) -> None:
-        """Exchange two slots, of which no more than the first `length` positions are used."""
+        """Exchange the first `length` positions of two slots."""
         for layer in self.layers:
             layer.swap(a, b, length)
 
     def clear(self, slot: int) -> None:
-        """Forget what stands in a slot.
+        """Set a slot to zeros.
 
-        Only needed where it may not be a number: a row looks past its own end where others are longer, with
-        a weight of zero, which a NaN makes NaN.
+        This is needed only where it may hold a NaN. Attention reads every row up to the longest row's end,
+        with a weight of zero past the row's own end, and zero times NaN is NaN.
         """
         for layer in self.layers:
             layer.clear(slot)

@@ -1,4 +1,7 @@
-"""Settings: defaults < file in the home < environment (MOEDRAFT_…) < arguments. Unknown keys are errors."""
+"""All settings. Each source wins over those before it: defaults, file in the home, environment, arguments.
+
+An unknown key is an error in every one of them.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
-from platformdirs import user_data_path
+from platformdirs import user_cache_path, user_data_path
 from pydantic import Field, ValidationError
 from pydantic_settings import (
     BaseSettings,
@@ -22,52 +25,88 @@ from moedraft.core import KEY_VARIABLE, InvalidRequest, StorageError
 CONFIG_FILE = "config.toml"
 PREFIX = "MOEDRAFT_"
 
+DistillKind = Literal["fkl", "rkl", "jsd", "tvd"]  # the kinds that `moedraft.kernels.divergence` knows
+ReplayPolicy = Literal["fifo", "reservoir", "hardest"]  # the policies that `moedraft.storage.replay` knows
+
 
 class Settings(BaseSettings):
     """Everything a user may set. Each field can be set as `MOEDRAFT_<FIELD>` too."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True, env_ignore_empty=True)
 
-    home: Path = Field(default_factory=lambda: user_data_path("moedraft"), description="state folder")
-    target: str = Field("mini", description="`mini`, a local folder or a hub id")
-    draft: str = Field("mini", description="`mini`, a local folder or a hub id")
+    home: Path = Field(
+        default_factory=lambda: user_data_path("moedraft"),
+        description="the home: folder of everything that is remembered",
+    )
+    target: str = Field("mini", description="`mini`, `smollm2`, a local folder, a GGUF file or a hub id")
+    draft: str = Field(
+        "auto",
+        description="named like the target, or an EAGLE-3 checkpoint; auto: what belongs to the target",
+    )
+    cache_dir: Path = Field(
+        default_factory=lambda: user_cache_path("moedraft"), description="for GGUF files that were converted"
+    )
     device: str = Field("auto", description="`auto`, `cpu`, `cuda`, `cuda:1` …")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="auto: float32 on a CPU, the checkpoint's own on CUDA"
+        "auto",
+        description="number type; auto: on CUDA that of the checkpoint; on a CPU float32, or bfloat16 for a "
+        "large target where the CPU multiplies it and answers do not depend on the batch",
     )
     threads: int = Field(
-        0, ge=0, description="CPU threads; 0: one for small models, which lose by sharing, else PyTorch's"
+        0,
+        ge=0,
+        description="CPU threads; 0: one for a small model, which more slow down, else PyTorch's number",
     )
-    embedder: str = Field("minilm", description="`minilm` (carried) or a sentence-transformers folder or id")
+    embedder: str = Field(
+        "minilm", description="`minilm` (installed with moedraft) or a sentence-transformers folder or id"
+    )
+    cpu_fast_paths: bool = Field(
+        True, description="run small models on a CPU faster; False: plain PyTorch, with the same answers"
+    )
 
     max_batch_size: int = Field(8, ge=1, le=1024, description="sequences decoded at once")
-    max_model_len: int | None = Field(None, ge=2, description="tokens; default: what the target allows")
-    prefill_chunk: int = Field(512, ge=1, description="prompt tokens read in one step, of all rows")
+    max_model_len: int | None = Field(
+        None, ge=2, description="tokens of prompt and answer; default: what the target allows"
+    )
+    prefill_chunk: int = Field(512, ge=1, description="prompt tokens read in one step, all prompts together")
     long_prompts: Literal["refuse", "truncate"] = Field(
-        "refuse", description="truncate keeps the end of the prompt (and a mark of its beginning)"
+        "refuse", description="too long a prompt; truncate keeps its end and the token that begins a text"
     )
     num_speculative_tokens: int = Field(
-        4, ge=0, le=32, description="draft length of seeded sampling, which must not depend on timing"
+        4, ge=0, le=32, description="draft length of seeded sampling, whose answer must not depend on timing"
     )
     max_speculative_tokens: int = Field(8, ge=0, le=32, description="longest draft the budget may choose")
     adaptive_budget: bool = Field(
-        True, description="False: always num_speculative_tokens, by the draft model"
+        True,
+        description="choose draft lengths by measured costs; False: num_speculative_tokens by the model",
     )
     draft_source: Literal["auto", "model", "lookup"] = Field(
         "auto",
-        description="guesses by the draft model, or looked up in the text itself; auto: by row, the better",
+        description="who guesses: the draft model or lookup in the text; auto: the better one for each row",
     )
 
-    adapter_scope: Literal["tail", "full"] = Field("tail", description="what an expert may touch")
-    adapter_rank: int = Field(64, ge=1, le=1024)
-    shared_rank: int = Field(64, ge=1, le=1024)
-    merged_cache_mb: int = Field(512, ge=0, description="memory for experts merged into weights")
+    adapter_scope: Literal["tail", "full"] = Field(
+        "tail", description="an expert changes the last layer and the output layer (tail), or all layers"
+    )
+    adapter_rank: int = Field(64, ge=1, le=1024, description="LoRA rank of an expert")
+    shared_rank: int = Field(64, ge=1, le=1024, description="LoRA rank of the shared adapter")
+    merged_cache_mb: int = Field(512, ge=0, description="memory for copies of weights with an expert added")
 
-    unknown_threshold: float = Field(0.35, ge=0, le=1, description="below it a prompt fits no domain")
+    unknown_threshold: float = Field(
+        0.35, ge=0, le=1, description="a prompt fits no domain if the best one is less probable than this"
+    )
 
     replay_capacity: int = Field(2000, ge=8, description="records kept per domain")
-    topk: int = Field(16, ge=1, le=256, description="target's top-k kept per position")
-    learning_rate: float = Field(1e-3, gt=0)
+    replay_policy: ReplayPolicy = Field(
+        "fifo", description="what a full buffer keeps: the newest, a sample of all, or the least accepted"
+    )
+    topk: int = Field(
+        16, ge=1, le=256, description="of the target's probabilities, how many are kept per token"
+    )
+    distill_kind: DistillKind = Field(
+        "fkl", description="what updates lower: forward or reverse KL, Jensen-Shannon or total variation"
+    )
+    learning_rate: float = Field(1e-3, gt=0, description="of an update's optimiser")
     update_every: int = Field(16, ge=1, description="new records of a domain that make an update due")
     update_steps: int = Field(16, ge=1, description="optimiser steps per update")
     update_tokens: int = Field(2048, ge=64, description="tokens per optimiser step, padding included")
@@ -75,33 +114,38 @@ class Settings(BaseSettings):
     host: str = Field(
         "127.0.0.1", min_length=1, description="address of the server; a public one needs a key"
     )
-    port: int = Field(8000, ge=0, le=65535, description="0: any that is free")
+    port: int = Field(8000, ge=0, le=65535, description="port of the server; 0: any that is free")
     allowed_origins: tuple[str, ...] = Field(
-        (), description="other origins of the dashboard, such as `https://moedraft.example`, behind a proxy"
+        (),
+        description="addresses of the dashboard behind a proxy, such as `https://moedraft.example`",
     )
     dashboard: bool = Field(True, description="serve the dashboard")
-    capture: bool = Field(True, description="keep served requests to learn from; a request may say no")
+    capture: bool = Field(True, description="keep what requests leave for learning; a request may refuse")
     learning: bool = Field(True, description="run the trainer beside the server")
     max_waiting: int = Field(64, ge=0, description="requests in the queue; one more is answered with 429")
-    max_connections: int = Field(512, ge=1, description="open connections; beyond, only probes are answered")
-    max_body_bytes: int = Field(2_000_000, ge=1024, description="of a request")
-    max_prompt_tokens: int | None = Field(None, ge=1, description="default: what the context takes")
-    max_output_tokens: int = Field(4096, ge=1, description="of one answer")
-    max_n: int = Field(16, ge=1, description="answers to one request: its prompts times n")
-    max_stop_strings: int = Field(4, ge=0, description="of one request")
+    max_connections: int = Field(
+        512, ge=1, description="open connections; beyond them only probes are answered"
+    )
+    max_body_bytes: int = Field(2_000_000, ge=1024, description="longest body of a request")
+    max_prompt_tokens: int | None = Field(
+        None, ge=1, description="longest prompt; default: what the context takes"
+    )
+    max_output_tokens: int = Field(4096, ge=1, description="longest answer")
+    max_n: int = Field(16, ge=1, description="answers to one request, which are its prompts times n")
+    max_stop_strings: int = Field(4, ge=0, description="stop strings of one request")
     header_timeout: float = Field(10, gt=0, description="seconds for the headers of a request to arrive")
     body_timeout: float = Field(30, gt=0, description="seconds for the body of a request to arrive")
-    send_timeout: float = Field(30, gt=0, description="seconds that a reader may leave an answer untouched")
+    send_timeout: float = Field(30, gt=0, description="seconds until a client that reads nothing is cut off")
     request_timeout: float = Field(600, gt=0, description="seconds for a whole answer, waiting included")
     shutdown_timeout: float = Field(30, ge=0, description="seconds that running answers get at SIGTERM")
-    stall_seconds: float = Field(30, gt=0, description="seconds without a step until `/ready` says no")
+    stall_seconds: float = Field(30, gt=0, description="seconds that a step may take until `/ready` says no")
     trainer_timeout: float = Field(
         120, gt=0, description="seconds of silence after which the trainer is killed"
     )
     train_idle_share: float = Field(
-        0.5, ge=0, le=1, description="share of idle time from which there is room to train; 0: always"
+        0.5, ge=0, le=1, description="train while the engine is idle for this share of the time; 0: always"
     )
-    train_max_waiting: int = Field(0, ge=0, description="requests in the queue up to which there is room")
+    train_max_waiting: int = Field(0, ge=0, description="train while at most so many requests wait")
 
     @classmethod
     def settings_customise_sources(
@@ -118,7 +162,7 @@ class Settings(BaseSettings):
 
 
 def load_settings(**overrides: Any) -> Settings:
-    """Settings from all sources; `None` overrides are left out. Raises InvalidRequest, one sentence."""
+    """Read all sources; an override of None counts as not given. Raises InvalidRequest with one sentence."""
     known = {KEY_VARIABLE, *(f"{PREFIX}{name}".upper() for name in Settings.model_fields)}
     if unknown := [
         name for name in os.environ if name.upper().startswith(PREFIX) and name.upper() not in known
@@ -137,12 +181,17 @@ def load_settings(**overrides: Any) -> Settings:
         ) from error
     except ValueError as error:
         raise InvalidRequest(f"{CONFIG_FILE} cannot be read: {error}.") from error
-    except (RuntimeError, TypeError) as error:  # `~nobody/…`, or no path at all
+    except (
+        RuntimeError,
+        TypeError,
+    ) as error:  # the home of an unknown user (`~nobody/…`), or a value that is no path
         raise InvalidRequest(f"setting 'home': {str(error).rstrip('.')}.") from error
-    return settings.model_copy(update={"home": settings.home.expanduser().resolve()})
+    return settings.model_copy(
+        update={name: getattr(settings, name).expanduser().resolve() for name in ("home", "cache_dir")}
+    )
 
 
 def check_home(home: Path) -> None:
-    """StorageError where a file stands in the home's place."""
+    """Raise StorageError if the home is a file instead of a folder."""
     if home.exists() and not home.is_dir():
         raise StorageError(f"There is no moedraft home at {home}: that is a file, not a folder.")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -100,6 +99,36 @@ class TokenLogprobs(NamedTuple):
     top: tuple[tuple[int, float], ...]  # (token id, log-probability) of the most likely ones, best first
 
 
+class CapturedTopK(Protocol):
+    """The target's most likely tokens at some positions of one row; picked out when they are asked for."""
+
+    def top(self) -> TopK: ...
+
+
+@dataclass
+class SpeculationStats:
+    """What speculation did for one answer. All counts but the two of lookup are those of the draft model."""
+
+    num_steps: int = 0  # target forwards spent on the answer, after its prompt was read
+    num_drafts: int = 0  # of these, verifications of at least one token of the draft model
+    num_draft_tokens: int = 0  # drafted by the model
+    num_accepted_tokens: int = 0  # of these, accepted
+    drafted_at: list[int] = field(default_factory=list)  # draft tokens by draft position 0, 1, …
+    accepted_at: list[int] = field(default_factory=list)  # those accepted
+    num_lookup_tokens: int = 0  # draft tokens that were looked up in the text instead
+    num_accepted_lookup_tokens: int = 0
+
+    @property
+    def draft_acceptance_rate(self) -> float | None:
+        """Accepted draft tokens as a share of those drafted; None until the model drafted."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """Emitted tokens per verification with a draft, the bonus token included; None without a draft."""
+        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
+
+
 @dataclass
 class Sequence:
     """One request on its way through the engine: the only mutable thing that travels."""
@@ -114,22 +143,16 @@ class Sequence:
     confidence: float | None = None  # the router's probability of that domain; None where it was not asked
     pinned: bool = False  # the caller chose the expert
     capture: bool = False  # may be learned from
+    counted: bool = True  # its statistics are kept when it ends
     draft: bool = True  # False: plain decoding
     slot: int = -1  # row in both caches; -1 while waiting
     target_cached: int = 0  # leading tokens whose keys and values the target's cache holds
     draft_cached: int = 0  # the same for the draft's cache
     text: str = ""  # detokenised answer so far
-    captured: list[Callable[[], TopK]] = field(default_factory=list)  # of each step, worked out when called
-    rejected: list[int] = field(default_factory=list)  # indices into the answer
+    captured: list[CapturedTopK] = field(default_factory=list)  # of each round, for learning
+    rejected: list[int] = field(default_factory=list)  # indices into the answer where a draft was refused
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # by answer token, where asked for
-    drafted_at: list[int] = field(default_factory=list)  # draft tokens by draft position 0, 1, …
-    accepted_at: list[int] = field(default_factory=list)  # those accepted
-    num_drafts: int = 0  # verification steps that had at least one draft token
-    num_steps: int = 0  # target forwards spent on this sequence after prefill
-    drafted: int = 0  # by the draft model, as are all counts above
-    accepted: int = 0
-    looked_up: int = 0  # draft tokens that were looked up in the text instead
-    lookup_accepted: int = 0
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
     adapter_version: int = 0  # of the expert, at the last draft; 0 is the untrained expert
     finish_reason: FinishReason | None = None
     arrived_at: float = field(default_factory=time.monotonic)
@@ -148,24 +171,6 @@ class Sequence:
     @property
     def num_generated(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """What the draft guesses. Padded positions hold token −1."""
-
-    token_ids: torch.Tensor  # int64 [B, K]
-    logits: torch.Tensor | None  # [B, K, V] filtered, as sampled from; None when every row is greedy
-    lengths: torch.Tensor  # int64 [B]
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What the target made of a proposal."""
-
-    tokens: torch.Tensor  # int64 [B, K+1], −1 pads
-    num_accepted: torch.Tensor  # int64 [B]
-    status: torch.Tensor  # int32 [B], nonzero: a broken row of logits
 
 
 @dataclass(frozen=True)
@@ -212,7 +217,7 @@ class AdapterVersion:
     base_hash: str  # of the draft base it belongs to
     acceptance: float | None  # on held-out records when it was made
     created_at: float
-    state: Literal["candidate", "live", "retired", "rolled_back"]
+    state: Literal["live", "retired", "rolled_back"]
 
 
 @dataclass(frozen=True)
@@ -225,19 +230,12 @@ class RequestStats:
     lang: str
     num_prompt_tokens: int
     num_tokens: int
-    num_steps: int
-    num_drafts: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
+    speculation: SpeculationStats
     seconds: float
     finish_reason: str
     created_at: float = field(default_factory=time.time)
     confidence: float | None = None  # the router's
     time_to_first_token: float | None = None  # seconds since arrival
-    drafted_at: list[int] = field(default_factory=list)  # draft tokens by draft position
-    accepted_at: list[int] = field(default_factory=list)
-    num_lookup_tokens: int = 0  # drafted from the text instead of by the model
-    num_accepted_lookup_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -257,7 +255,7 @@ class UpdateRecord:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """The answer to one request, whole or so far. Rates are the draft model's, None until it drafted."""
+    """The answer to one request, whole or so far."""
 
     request_id: str
     prompt: str
@@ -266,30 +264,24 @@ class RequestOutput:
     finish_reason: FinishReason | None
     expert: str
     adapter_version: int
-    num_drafts: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
-    num_rejections: int  # drafts of which a token was refused
-    mean_acceptance_length: float | None  # emitted tokens per verification with a draft, bonus included
+    speculation: SpeculationStats  # a copy of the sequence's
+    num_rejections: int  # verifications that refused a token of the draft model
     seconds: float  # since arrival
     delta: str = ""  # text added since the previous output of this request
     num_prompt_tokens: int = 0
     confidence: float | None = None  # the router's probability of the domain; None: pinned or not routed
     time_to_first_token: float | None = None  # seconds since arrival
-    drafted_at: list[int] = field(default_factory=list)  # draft tokens by draft position 0, 1, …
-    accepted_at: list[int] = field(default_factory=list)
-    num_steps: int = 0  # target forwards spent on the answer
-    num_lookup_tokens: int = 0  # draft tokens that were looked up in the text, apart from those above
-    num_accepted_lookup_tokens: int = 0
     logprobs: list[TokenLogprobs] | None = None  # by token of `token_ids`, where asked for
-
-    @property
-    def draft_acceptance_rate(self) -> float | None:
-        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
 
     @property
     def tokens_per_second(self) -> float:
         return len(self.token_ids) / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Tokens of the answer per target forward: 1 is plain decoding; None before the first."""
+        steps = self.speculation.num_steps
+        return len(self.token_ids) / steps if steps else None
 
 
 def _is_int(value: object) -> bool:

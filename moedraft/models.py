@@ -6,37 +6,37 @@ self-check at load time that compares the slot-cache path with the model's own f
 
 from __future__ import annotations
 
-import hashlib
 import importlib.resources
-import json
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
+from moedraft import cpu
 from moedraft.cache import SlotCache
+from moedraft.config import Settings
 from moedraft.core import InvalidRequest, MoedraftError, UnsupportedModel
-from moedraft.lean import LeanForward, fits
+from moedraft.cpu import lean, steady
+from moedraft.evidence import HiddenStates
+from moedraft.gguf import HUB_ID, INSTALL, SMOLLM2, converted, find_smollm2
+from moedraft.model_checks import (
+    in_one_line,
+    refuse_holes,
+    refuse_layouts,
+    self_check,
+    warn_of_processors,
+)
+from moedraft.model_hash import hash_files, hash_tensors
 
 log = logging.getLogger(__name__)
 
-PIECE = 256  # bytes read at each of some 16 places of a stored tensor, to tell checkpoints apart
-
 MINI = {"target": "mini-target", "draft": "mini-draft"}
-# What `generate` of transformers would do to the logits before it takes the largest; None and 0: nothing.
-PROCESSORS = (
-    *("repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "min_length"),
-    *("encoder_no_repeat_ngram_size", "min_new_tokens", "guidance_scale", "diversity_penalty", "num_beams"),
-    *("exponential_decay_length_penalty", "sequence_bias", "bad_words_ids", "suppress_tokens"),
-    *("begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "penalty_alpha"),
-    *("watermarking_config", "dola_layers"),
-)
-SCALES = ("repetition_penalty", "encoder_repetition_penalty", "guidance_scale", "num_beams")
-NEUTRAL = {**dict.fromkeys(SCALES, (0, 1)), "forced_bos_token_id": (), "forced_eos_token_id": ()}
+
+Role = Literal["target", "draft"]
 
 
 class LanguageModel:
@@ -44,16 +44,20 @@ class LanguageModel:
 
     folder: Path | None = None  # where its files lie, if it came from files
 
-    def __init__(self, hf: PreTrainedModel, tokenizer: Any, name: str) -> None:
+    def __init__(self, hf: PreTrainedModel, tokenizer: Any, name: str, cpu_fast_paths: bool = True) -> None:
         self.hf = hf
+        self.cpu_fast_paths = cpu_fast_paths
         self.tokenizer = tokenizer
         self.name = name
         text = hf.config.get_text_config()
         self.vocab_size: int = hf.get_input_embeddings().num_embeddings
+        self.num_parameters: int = hf.num_parameters()
         self.num_layers: int = text.num_hidden_layers
         self.max_len: int = getattr(text, "max_position_embeddings", None) or 2**20
         self.additive_mask = hf.config._attn_implementation != "sdpa"
-        self.lean: LeanForward | None = None  # a faster way to the same logits, where there is one
+        self.lean: lean.LeanForward | steady.SteadyForward | None = (
+            None  # a faster way to the same logits, where there is one
+        )
 
     @property
     def device(self) -> torch.device:
@@ -87,12 +91,14 @@ class LanguageModel:
         starts: list[int],
         keep: int = 0,
         lengths: list[int] | None = None,
+        hidden: HiddenStates | None = None,
     ) -> torch.Tensor:
         """Logits of the last `keep` positions (0: all), [B, keep or T, V].
 
         token_ids int64 [B, T]; row b is slot `first + b` and its first token stands at `starts[b]`.
         Positions past the model's context (padding only) are clamped for the embedding. lengths: how many
-        tokens of each row count; logits of the others mean nothing.
+        tokens of each row count; logits of the others mean nothing. hidden: collects the input of the layers
+        that it names, at all positions.
         """
         positions = cache.at(first, starts, token_ids.shape[1], token_ids.device)
         mask = torch.arange(cache.cursor.length, device=token_ids.device) <= positions[:, None, :, None]
@@ -101,16 +107,21 @@ class LanguageModel:
         if cache.cursor.length > self.max_len:
             positions = positions.clamp(max=self.max_len - 1)
         if self.lean is not None:
-            return self.lean(cache, token_ids, positions, mask, keep, lengths if self.ragged else None)
-        result: torch.Tensor = self.hf(
+            real = lengths if self.ragged else None
+            return self.lean(cache, token_ids, positions, mask, keep, real, hidden)
+        result = self.hf(
             input_ids=token_ids,
             position_ids=positions,
             attention_mask=mask,
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=keep,
-        ).logits
-        return result
+            output_hidden_states=hidden is not None,
+        )
+        if hidden is not None:
+            hidden.states = {layer: result.hidden_states[layer] for layer in hidden.layers}
+        logits: torch.Tensor = result.logits
+        return logits
 
     def weights_hash(self) -> str:
         """Short hash of architecture and weights: adapters belong to exactly one base.
@@ -120,17 +131,16 @@ class LanguageModel:
         """
         if self.folder is not None and (found := hash_files(self.folder)):
             return found
-        digest = hashlib.sha256(type(self.hf).__name__.encode())
-        for name, value in sorted(self.hf.state_dict().items()):
-            digest.update(f"{name}{tuple(value.shape)}".encode())
-            flat = value.flatten()
-            probe = flat[:: max(1, flat.numel() // 4096)].to(torch.bfloat16).cpu()
-            digest.update(probe.view(torch.int16).numpy().tobytes())
-        return digest.hexdigest()[:16]
+        return hash_tensors(self.hf)
 
 
 def resolve(name: str, role: str) -> str:
-    """Folder of the embedded model for `mini`, else `name` itself."""
+    """Where the model of that name is: a folder, a GGUF file or a hub id.
+
+    `mini` is embedded; `smollm2` is the file that a package carries or else a hub id; any other is itself.
+    """
+    if name == SMOLLM2:
+        return str(find_smollm2() or HUB_ID)
     if name != "mini":
         return name
     folder = Path(str(importlib.resources.files("moedraft.data") / "models" / MINI[role]))
@@ -158,8 +168,18 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
     return chosen
 
 
-def load_model(name: str, role: str, device: str = "auto", dtype: str = "auto") -> LanguageModel:
-    """Load `name` (`mini`, folder or hub id) as `role` ("target" or "draft").
+def load_model(
+    name: str,
+    role: str,
+    device: str = "auto",
+    dtype: str = "auto",
+    *,
+    cpu_fast_paths: bool = True,
+    cache_dir: Path | None = None,
+) -> LanguageModel:
+    """Load `name` (`mini`, `smollm2`, folder, GGUF file or hub id) as `role` ("target" or "draft").
+
+    cache_dir: where GGUF files are converted into; None: the user's cache folder.
 
     Raises InvalidRequest where there is no such model, UnsupportedModel where it cannot be run rightly.
     """
@@ -167,32 +187,92 @@ def load_model(name: str, role: str, device: str = "auto", dtype: str = "auto") 
     transformers_logging.disable_progress_bar()
     where, on = resolve(name, role), pick_device(device)
     try:
+        if where.endswith(".gguf"):
+            where = str(converted(Path(where).expanduser(), cache_dir))
         config = AutoConfig.from_pretrained(where, trust_remote_code=False)
         refuse_layouts(config, name)
-        tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
-        hf, report = load_weights(where, pick_dtype(dtype, on))
-        refuse_holes(report, name)
-        if getattr(hf, "_is_stateful", False):
-            raise UnsupportedModel(
-                f"{name}: {config.model_type} keeps a recurrent state, no keys and values."
-            )
-        model = LanguageModel(hf.to(on).eval().requires_grad_(False), tokenizer, name)
-        model.folder = folder_of(where)
+        chosen = pick_dtype(dtype, on)
+        if (
+            dtype == "auto"
+            and on.type == "cpu"
+            and role == "target"
+            and cpu_fast_paths
+            and gains_by_bfloat16(config)
+        ):
+            model = read_model(name, role, config, where, on, torch.bfloat16, cpu_fast_paths)
+            if speed_up(model, role) and steady.independent(model):
+                return model
+            log.warning("%s: its answers in bfloat16 would depend on the batch here; float32 is used.", name)
+        model = read_model(name, role, config, where, on, chosen, cpu_fast_paths)
     except MoedraftError:
         raise
     except Exception as error:  # whatever a broken file makes the libraries below raise
+        if where == HUB_ID:
+            raise InvalidRequest(
+                f"{role} {name!r} is not installed and {HUB_ID} cannot be fetched; run `{INSTALL}`."
+            ) from error
         raise InvalidRequest(f"{role} {name!r} cannot be loaded: {in_one_line(error)}") from error
+    speed_up(model, role)
+    return model
+
+
+def load_by(
+    settings: Settings, role: Role, dtype: str | None = None, name: str | None = None
+) -> LanguageModel:
+    """The target or draft model that the settings name (or `name` in its place); raises as `load_model`."""
+    return load_model(
+        name or getattr(settings, role),
+        role,
+        settings.device,
+        dtype or settings.dtype,
+        cpu_fast_paths=settings.cpu_fast_paths,
+        cache_dir=settings.cache_dir,
+    )
+
+
+def gains_by_bfloat16(config: Any) -> bool:
+    """Whether a target on this CPU is faster in bfloat16; whether it may be is known when it is loaded."""
+    with torch.device("meta"):
+        count = AutoModelForCausalLM.from_config(config, trust_remote_code=False).num_parameters()
+    return steady.prefers_bfloat16(config, count)
+
+
+def read_model(
+    name: str,
+    role: str,
+    config: Any,
+    where: str,
+    device: torch.device,
+    dtype: torch.dtype | str,
+    cpu_fast_paths: bool,
+) -> LanguageModel:
+    """The model as transformers runs it, checked. Raises UnsupportedModel, and what a broken file causes."""
+    tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
+    hf, report = load_weights(where, dtype)
+    refuse_holes(report, name)
+    if getattr(hf, "_is_stateful", False):
+        raise UnsupportedModel(f"{name}: {config.model_type} keeps a recurrent state, no keys and values.")
+    model = LanguageModel(hf.to(device).eval().requires_grad_(False), tokenizer, name, cpu_fast_paths)
+    model.folder = folder_of(where)
     if role == "target":
         warn_of_processors(model)
     self_check(model)
-    lean = LeanForward(model.hf, fuse=role == "target") if fits(model.hf) else None
-    if lean is not None:
-        try:
-            model.lean = lean
-            self_check(model)
-        except UnsupportedModel:
-            model.lean = None
     return model
+
+
+def speed_up(model: LanguageModel, role: str) -> bool:
+    """Give it the forward written for its kind, where there is one that passes the check; was there?"""
+    if not cpu.allows(model):
+        return False
+    if role == "target" and steady.fits(model.hf):
+        model.lean = steady.SteadyForward(model.hf)
+    elif lean.fits(model.hf):
+        model.lean = lean.LeanForward(model.hf, fuse=role == "target" and cpu.suits(model))
+    try:
+        self_check(model)
+    except UnsupportedModel:
+        model.lean = None
+    return model.lean is not None
 
 
 def load_weights(where: str, dtype: torch.dtype | str) -> tuple[PreTrainedModel, dict[str, Any]]:
@@ -217,33 +297,22 @@ def load_weights(where: str, dtype: torch.dtype | str) -> tuple[PreTrainedModel,
     return load("eager")
 
 
-def refuse_holes(report: dict[str, Any], name: str) -> None:
-    """Raise UnsupportedModel where weights would be random: missing, or of another shape."""
-    for key, what in (("missing_keys", "misses"), ("mismatched_keys", "has wrong shapes for")):
-        found = sorted(one if isinstance(one, str) else str(one[0]) for one in report.get(key) or ())
-        if found:
-            raise UnsupportedModel(
-                f"{name}: the checkpoint {what} {len(found)} of the model's weights, {found[0]} for one."
-            )
-
-
-def in_one_line(error: Exception) -> str:
-    """The first line of what it says, and the next where that only announces it."""
-    lines = [line.strip() for line in (str(error).strip() or repr(error)).splitlines() if line.strip()]
-    return " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])
-
-
-def warn_of_processors(model: LanguageModel) -> None:
-    """Say which settings of the checkpoint's own `generate` are not followed."""
-    settings = model.hf.generation_config
-    set_ones = [name for name in PROCESSORS if getattr(settings, name, None) not in (None, [], {}, ())]
-    found = [name for name in set_ones if getattr(settings, name) not in NEUTRAL.get(name, (0,))]
-    if found:
-        log.warning(
-            "%s: %s of its generation_config are not applied; greedy answers are the bare model's.",
-            model.name,
-            ", ".join(found),
+def snapshot_folder(name: str) -> Path | None:
+    """Where a checkpoint's files lie, fetched from the hub if need be; None where there is none."""
+    if Path(name).expanduser().is_dir():
+        return Path(name).expanduser()
+    if "/" not in name:
+        return None
+    found = [
+        cached_file(
+            name,
+            file,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
         )
+        for file in ("config.json", "model.safetensors")
+    ]
+    return Path(found[0]).parent if found[0] else None
 
 
 def folder_of(where: str) -> Path | None:
@@ -252,98 +321,3 @@ def folder_of(where: str) -> Path | None:
         where, "config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False
     )
     return Path(file).parent if file else None
-
-
-def hash_files(folder: Path) -> str:
-    """Of the configuration and a sample of every tensor as stored; "" where there are no safetensors."""
-    files = sorted(folder.glob("model*.safetensors"))
-    if not files:
-        return ""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    for loose in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
-        config.pop(loose, None)
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    for path in files:
-        with path.open("rb") as file:
-            header = file.read(int.from_bytes(file.read(8), "little"))
-            base = file.tell()
-            digest.update(header)
-            for name, tensor in sorted(json.loads(header).items()):
-                if name == "__metadata__":
-                    continue
-                begin, end = tensor["data_offsets"]
-                for at in range(begin, end, max(PIECE, (end - begin) // 16)):
-                    file.seek(base + at)
-                    digest.update(file.read(min(PIECE, end - at)))
-    return digest.hexdigest()[:16]
-
-
-def refuse_layouts(config: Any, name: str) -> None:
-    """Raise UnsupportedModel for layouts whose cache is not one key and value per token and layer."""
-    text = config.get_text_config()
-    kind = config.model_type
-    if config.is_encoder_decoder:
-        raise UnsupportedModel(
-            f"{name}: {kind} is an encoder-decoder; only decoder-only models are supported."
-        )
-    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    for each in (rope, *rope.values()):  # one for all layers, or one by kind of layer
-        rope_type = each.get("rope_type", each.get("type")) if isinstance(each, dict) else None
-        if rope_type in ("longrope", "dynamic"):
-            raise UnsupportedModel(
-                f"{name}: {kind} has {rope_type} position scaling, which depends on the prompt's length; "
-                "keys in the cache would not fit."
-            )
-    if kind == "gpt_neo":
-        raise UnsupportedModel(f"{name}: {kind} has local attention layers, and masks of a fixed size.")
-    if not getattr(text, "max_position_embeddings", None):  # as MPT, whose buffers end unannounced
-        raise UnsupportedModel(f"{name}: the configuration of {kind} does not say how long its context is.")
-    layers = set(getattr(text, "layer_types", None) or [])
-    other = sorted(layers - {"full_attention"})
-    if other:
-        raise UnsupportedModel(
-            f"{name}: {kind} has {', '.join(other)} layers; only full attention is supported."
-        )
-    window = getattr(text, "sliding_window", None)
-    if window and not layers and getattr(text, "use_sliding_window", True):
-        raise UnsupportedModel(
-            f"{name}: {kind} uses sliding-window attention ({window} tokens), unsupported."
-        )
-
-
-@torch.inference_mode()
-def self_check(model: LanguageModel) -> None:
-    """Compare ragged, chunked slot-cache logits with the model's own forward; refuse what differs."""
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(model.vocab_size, (2, 9), generator=generator).to(model.device)
-    problem = ""
-    try:
-        whole = model.hf(input_ids=ids, use_cache=False).logits.float()
-        cache = model.new_cache(3)
-        parts = [model.forward(cache, 1, ids[:, :5], [0, 0])[:, :3]]
-        late = torch.stack([ids[0, 3:6], ids[1, 5:8]])
-        parts.append(model.forward(cache, 1, late, [3, 5]))
-        got = torch.cat([parts[0][0], parts[1][0]]).float()
-        error = (got - whole[0, :6]).abs().max() + (parts[1][1].float() - whole[1, 5:8]).abs().max()
-        limit = 1e-2 if model.dtype == torch.float32 else 0.25
-        if not error <= limit * whole.std().clamp_min(1e-6):
-            problem = f"its logits over the slot cache are off by {error.item():.2g}"
-    except Exception as failure:  # whatever a foreign model's code raises is a reason to refuse it
-        problem = f"it does not run over the slot cache ({type(failure).__name__}: {failure})".splitlines()[0]
-    if problem:
-        raise UnsupportedModel(f"{model.name}: {model.hf.config.model_type} is not supported; {problem}.")
-
-
-def check_pair(target: LanguageModel, draft: LanguageModel) -> None:
-    """Raise UnsupportedModel, saying how, where the two tokenizers differ."""
-    ours, theirs = target.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
-    if ours == theirs:
-        return
-    if len(ours) != len(theirs):
-        detail = f"{len(ours)} tokens against {len(theirs)}"
-    else:
-        token = next(t for t, i in sorted(ours.items(), key=lambda item: item[1]) if theirs.get(t) != i)
-        detail = (
-            f"token {ours[token]} is {token!r} in the target and {theirs.get(token)} is its id in the draft"
-        )
-    raise UnsupportedModel(f"target and draft need the same tokenizer; theirs differ: {detail}.")

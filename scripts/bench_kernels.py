@@ -1,9 +1,10 @@
-"""Measures the kernels of moedraft.kernels beside what else is installed, and writes JSON and a plot.
+"""Compare the kernels of moedraft.kernels with other installed ones; write the times as JSON and as a plot.
 
-On CUDA: median and 20/80 quantiles with a cold L2 (buffers rotate), small batches also inside a CUDA
-graph; share of the measured copy bandwidth by the fewest bytes the operation can move; peak extra memory;
-error against float64. Elsewhere the references alone. `--tune` also tries other block sizes for the
-divergences.
+On a CUDA device it measures median and 20 % / 80 % quantiles with a cold L2 cache (each call uses other
+buffers), small batches also inside a CUDA graph; the bandwidth reached, as a share of that of a plain copy,
+counting the fewest bytes that the operation must move; the peak of extra memory; and the error against
+float64. Without a CUDA device it measures the PyTorch references alone. `--tune` also tries other block
+sizes for the divergences.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from moedraft.kernels import verify_chain
 
 Call = Callable[[], Any]
 VOCAB, LENGTH = 151_936, 4
-COLD_BYTES = 256 * 2**20  # buffers in rotation hold at least this: several times any L2
+COLD_BYTES = (
+    256 * 2**20
+)  # all buffers used in turn take at least this, several times the size of any L2 cache
 
 
 # --- time, memory, error
@@ -50,7 +53,7 @@ def event() -> Any:
 
 
 def time_cuda(calls: list[Call], seconds: float) -> dict[str, float]:
-    """Each sample is one call between two events; calls take turns, each on buffers of its own."""
+    """One sample is the time of one call between two events. Calls take turns, each with its own buffers."""
     for call in calls[:3] * 2:
         call()
     torch.cuda.synchronize()
@@ -68,7 +71,7 @@ def time_cuda(calls: list[Call], seconds: float) -> dict[str, float]:
 
 
 def time_graph(calls: list[Call], seconds: float) -> dict[str, float]:
-    """Each sample is one replay of all calls captured one after another, over their number."""
+    """One sample is the time of a replayed graph of all calls, divided by their number."""
     calls[0]()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -101,7 +104,7 @@ def time_cpu(call: Call, seconds: float) -> dict[str, float]:
 
 
 def peak_mib(call: Call) -> float:
-    """Memory a call takes beyond what it was given."""
+    """The most memory that a call takes beyond its arguments."""
     call()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -120,7 +123,7 @@ def copy_bandwidth() -> float:
 
 @contextmanager
 def reported(name: str, result: dict[str, Any]) -> Iterator[None]:
-    """One contender that fails must not end the run: its error stands in the table instead."""
+    """Put the error of a contender that fails into the table, so that it does not end the run."""
     try:
         yield
     except ImportError:
@@ -134,7 +137,7 @@ def reported(name: str, result: dict[str, Any]) -> Iterator[None]:
 
 
 def chain_inputs(batch: int, vocab: int, device: str, dtype: torch.dtype, seed: int) -> dict[str, Tensor]:
-    """A draft near the target; its tokens are sampled, so that accepted lengths vary from row to row."""
+    """A draft close to the target, with sampled tokens, so that rows accept different numbers of them."""
     gen = torch.Generator(device).manual_seed(seed)
     target = torch.randn(batch, LENGTH + 1, vocab, device=device, generator=gen, dtype=torch.float32).mul_(2)
     draft = (target[:, :LENGTH] + 0.7 * torch.randn(batch, LENGTH, vocab, device=device, generator=gen)).to(
@@ -162,7 +165,7 @@ def verify_call(inputs: dict[str, Tensor], with_lse: bool, **changes: Any) -> Ca
 
 
 def plain_verify(target: Tensor, tokens: Tensor, draft: Tensor) -> tuple[Tensor, Tensor]:
-    """Rejection sampling as it is usually written: probabilities in memory, an exponential race."""
+    """Rejection sampling as it is usually written in PyTorch: probabilities in memory, exponential noise."""
     target_probs, draft_probs = target.float().softmax(-1), draft.float().softmax(-1)
     index = tokens[..., None]
     ratio = target_probs[:, :-1].gather(-1, index) / draft_probs.gather(-1, index)
@@ -282,7 +285,7 @@ def liger_divergence(kind: Any) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def step(function: Callable[[Tensor, Tensor], Tensor], student: Tensor, teacher: Tensor) -> Call:
-    """Forward and backward; the student is a leaf, its gradient handed out and dropped."""
+    """One forward and one backward. The student is a leaf; its gradient is dropped."""
 
     def call() -> Tensor:
         leaf = student.detach().requires_grad_()
@@ -347,7 +350,7 @@ def bench_divergence(
 
 
 def tune(rows: int, seconds: float) -> list[dict[str, Any]]:
-    """Times of the divergences for other blocks and warps than the table's."""
+    """Times of the divergences with other block sizes and numbers of warps than the usual ones."""
     fused: Any = importlib.import_module("moedraft.kernels.fused_divergence")
     student = torch.randn(rows, VOCAB, device="cuda", dtype=torch.bfloat16)
     teacher, found, table = torch.randn_like(student), [], fused.tile

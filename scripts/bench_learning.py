@@ -1,19 +1,20 @@
 #!/usr/bin/env python3
-"""Does learning from the stream raise acceptance, and which arrangement of adapters learns best?
+"""Measure whether learning from the stream raises acceptance, and which arrangement of adapters learns best.
 
     python scripts/bench_learning.py --data ../shared/data --out results/learning.json
 
-Every arrangement serves the same queries with the same number of updates; labels stay hidden from the
-system. Measured is the greedy acceptance on held-out queries that were never served: the share of the
-target's answer tokens that the draft guesses, teacher-forced, mean over the domains.
+Every arrangement serves the same queries with the same number of updates and does not see the queries'
+domains. Measured is the acceptance on held-out queries that were never served: the share of the target's
+greedy tokens that the draft guesses when it reads the target's answer token by token. It is the mean over
+the domains.
 
     static      the generic draft base, nothing learns
-    one         one online adapter for everything, latest window only (as Online Speculative Decoding)
-    shared      the shared adapter alone, out of stratified replay
+    one         one online adapter, trained on the latest window only (as Online Speculative Decoding)
+    shared      the shared adapter alone, trained on replay of all domains in equal shares
     experts     per-domain experts alone, routed by the classifier
-    both        shared adapter and experts on top, whoever promises most learns (the default)
-    oracle      the same with every query's true domain pinned
-    offline     one adapter that saw the whole stream beforehand (bound for one adapter)
+    both        the shared adapter with experts on top; the one that promises most is trained (default)
+    oracle      the same, with the true domain of every query given
+    offline     one adapter trained on the whole stream beforehand (the most that one adapter can reach)
 
 The target's answers are computed once and kept in a folder, so that the arrangements differ in learning only.
 """
@@ -34,12 +35,11 @@ import torch
 
 from moedraft.config import load_settings
 from moedraft.core import SHARED, ReplayRecord
-from moedraft.distill.build import build_loop
-from moedraft.distill.loop import DistillLoop
-from moedraft.engine.admin import register_all
-from moedraft.engine.build import System, build
+from moedraft.distill.loop import DistillLoop, build_loop
 from moedraft.showcase.measure import by_domain, greedy_acceptance
 from moedraft.showcase.shipped import Query
+from moedraft.system.build import System, build
+from moedraft.system.domains import register_all
 
 ARMS = ("static", "one", "shared", "experts", "both", "oracle", "offline")
 
@@ -57,7 +57,7 @@ class Data:
 
 
 def load_data(folder: Path, args: argparse.Namespace) -> Data:
-    """Router examples from dev, the stream and held-out queries from the stream, all disjoint."""
+    """The router's examples (from dev/), the stream and held-out queries (from stream/), without overlap."""
     rng = random.Random(args.seed)
     names = sorted(p.name.split(".")[0] for p in (folder / "stream").glob("*.jsonl.xz"))[: args.domains]
     examples, stream, heldout = {}, [], []
@@ -76,13 +76,12 @@ def load_data(folder: Path, args: argparse.Namespace) -> Data:
 
 def answer_all(system: System, queries: list[Query], say: str) -> tuple[list[ReplayRecord], list[list[int]]]:
     """The target's greedy answers as replay records (domain: by the router), and their token ids."""
-    from moedraft.engine.recorder import replay_record
+    from moedraft.system.recorder import replay_record
 
     kept: dict[str, ReplayRecord] = {}
     engine = system.engine
-    sinks, engine.sinks = (
-        engine.sinks,
-        [lambda s: kept.__setitem__(s.request_id, replay_record(s, system.recorder.target_id))],
+    unsubscribe = engine.subscribe(
+        lambda s: kept.__setitem__(s.request_id, replay_record(s, system.recorder.target_id))
     )
     began, records = time.monotonic(), []
     for start in range(0, len(queries), 64):
@@ -90,7 +89,7 @@ def answer_all(system: System, queries: list[Query], say: str) -> tuple[list[Rep
         params_each = serve_with_capture(system, part)
         records += [kept[request_id] for request_id in params_each]
         print(f"{say}: {start + len(part)}/{len(queries)}, {time.monotonic() - began:.0f} s", flush=True)
-    engine.sinks = sinks
+    unsubscribe()
     return records, [r.token_ids[r.num_prompt_tokens :] for r in records]
 
 
@@ -98,7 +97,8 @@ def serve_with_capture(system: System, queries: list[Query]) -> list[str]:
     from moedraft.core import SamplingParams
 
     ids = [
-        system.engine.add(q.prompt, SamplingParams(max_tokens=q.max_tokens), capture=True) for q in queries
+        system.engine.add(q.prompt, SamplingParams(max_tokens=q.max_tokens), capture=True, counted=False)
+        for q in queries
     ]
     while system.engine.has_work:
         system.engine.step()
@@ -106,7 +106,7 @@ def serve_with_capture(system: System, queries: list[Query]) -> list[str]:
 
 
 class Arm:
-    """One arrangement in a home of its own: feeds the records in order, trains, measures."""
+    """One arrangement in a home of its own. It stores the records in order, trains, and measures."""
 
     def __init__(self, name: str, data: Data, args: argparse.Namespace) -> None:
         self.name = name
@@ -120,7 +120,7 @@ class Arm:
         self.data, self.args = data, args
 
     def feed(self, records: list[ReplayRecord]) -> None:
-        """Store a window of served queries; for `one` only the latest window is kept, as in OSD."""
+        """Store a window of served queries. For `one` (Online Speculative Decoding) keep only that."""
         if self.name == "one":
             self.system.store.replay.purge()
         if self.name == "oracle":
@@ -153,7 +153,7 @@ def replace_every(system: System, args: argparse.Namespace):
 
 
 def next_expert(loop: DistillLoop) -> str | None:
-    """The due expert other than the shared adapter."""
+    """An expert that is due, but never the shared adapter."""
     before = loop.gains.get(SHARED)
     loop.gains[SHARED] = -1e9
     due = loop.due()
@@ -246,13 +246,13 @@ def main() -> None:
         routed = [record.domain for record in records]
         system.close()
     right = sum(r == q.domain for r, q in zip(routed, data.stream, strict=True)) / len(routed)
-    # `expert` carries the true domain for the oracle; the system itself only ever sees `domain`.
+    # `expert` holds the true domain, which only the oracle uses; the system sees nothing but `domain`.
     records = [replace(r, expert=q.domain) for r, q in zip(records, data.stream, strict=True)]
     print(f"router: {right:.3f} of the stream in its true domain", flush=True)
     arms: dict[str, dict] = {}
     for name in args.arms:
         arms[name] = run_arm(name, data, records, answers, args)
-        write(args, right, arms)  # a run that is cut short leaves what it has
+        write(args, right, arms)  # so that a run that is interrupted leaves its results so far
     if "static" in arms and "both" in arms:
         print(f"gain over the static draft: {arms['both']['acceptance'] - arms['static']['acceptance']:+.3f}")
 

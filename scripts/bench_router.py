@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure the router: accuracy (plain and reworded), prompts of no domain, first stage, speed. Writes JSON.
+"""Measure the router and write JSON: accuracy on plain and reworded prompts, unknown prompts, and speed.
 
     python scripts/bench_router.py --data ../shared/data --out results/router.json
 
@@ -27,12 +27,12 @@ import torch
 
 import moedraft
 from moedraft.core import SHARED
-from moedraft.routing.classifier import Embedder, Router, TextEmbedder
-from moedraft.routing.embedder import Floats, char_ngrams, features
-from moedraft.routing.model import new_classifier
+from moedraft.routing.classifier import new_regression
+from moedraft.routing.embedder import Embedder, Floats, TextEmbedder, char_ngrams, features
+from moedraft.routing.router import Router
 
-GENERAL = {"general_en", "textbook_en"}  # what most external prompts belong to, if to anything
-STEPS = 32  # of the target between two prompts, the reading of a short one among them
+GENERAL = {"general_en", "textbook_en"}  # most external prompts that belong to any domain belong to these
+STEPS = 32  # target steps between two prompts, one of which reads a short prompt
 GREETING = (
     "Hello! I hope you are having a wonderful day. I have been thinking about something for a while and "
     "would be really glad if you could give me a good answer to it. "
@@ -40,7 +40,7 @@ GREETING = (
 
 
 def strip_template(text: str) -> str:
-    """Without the first line, where that leaves a prompt."""
+    """The prompt without its first line, unless nothing would be left."""
     rest = text.partition("\n")[2].strip()
     return rest if len(rest) > 20 else text
 
@@ -98,7 +98,7 @@ def _rows(file: Path) -> list[str]:
 
 class Fitted(NamedTuple):
     router: Router
-    full: Router  # the same without its first stage
+    full: Router  # the same router without its first stage
 
 
 def fitted(embedder: TextEmbedder, examples: dict[str, list[str]], threshold: float) -> Fitted:
@@ -109,7 +109,7 @@ def fitted(embedder: TextEmbedder, examples: dict[str, list[str]], threshold: fl
 
 
 def accuracy(router: Router, tests: dict[str, list[str]]) -> dict[str, Any]:
-    """Share routed to the right domain, and to `shared`; the best domain's accuracy before the threshold."""
+    """Shares routed to the right domain and to `shared`, and how often the most probable domain is right."""
     right, best, shared = {}, {}, {}
     for domain, texts in tests.items():
         routes = router.route(texts)
@@ -126,7 +126,7 @@ def accuracy(router: Router, tests: dict[str, list[str]]) -> dict[str, Any]:
 def ablation(
     embedder: TextEmbedder, fit: dict[str, list[str]], tests: dict[str, list[str]]
 ) -> dict[str, float]:
-    """Accuracy of the bare classifier, without threshold: each part of the features alone, and both."""
+    """Accuracy of the classifier without a threshold, with each part of the features alone and with both."""
     parts: dict[str, Callable[[list[str]], Floats]] = {
         "embedding": embedder.embed,
         "ngrams": char_ngrams,
@@ -135,14 +135,14 @@ def ablation(
     result = {}
     for name, part in parts.items():
         labels = [domain for domain, texts in fit.items() for _ in texts]
-        model = new_classifier().fit(np.vstack([part(texts) for texts in fit.values()]), labels)
+        model = new_regression().fit(np.vstack([part(texts) for texts in fit.values()]), labels)
         right = [np.mean(model.predict(part(texts)) == domain) for domain, texts in tests.items()]
         result[name] = round(float(np.mean(right)), 4)
     return result
 
 
 def calibration(router: Router, tests: dict[str, list[str]]) -> float:
-    """Expected calibration error of `confidence` against the best domain being right, ten bins."""
+    """Expected calibration error over ten bins: how far `confidence` is from the share of right answers."""
     rows = [(row, domain) for domain, texts in tests.items() for row in router.probabilities(texts)[1]]
     confidence = np.array([row.max() for row, _ in rows])
     right = np.array([router.domains[int(row.argmax())] == domain for row, domain in rows])
@@ -154,7 +154,7 @@ def calibration(router: Router, tests: dict[str, list[str]]) -> float:
 
 
 def first_stage(memory: Memory, routers: Fitted, groups: dict[str, list[str]]) -> dict[str, Any]:
-    """Of each group: the share of prompts not embedded, and how often they go where the full model says."""
+    """For each group, the share of prompts not embedded, and how often the full model agrees on these."""
     result = {}
     for name, texts in groups.items():
         memory.asked.clear()
@@ -175,7 +175,7 @@ def first_stage(memory: Memory, routers: Fitted, groups: dict[str, list[str]]) -
 def strangers(
     embedder: TextEmbedder, fit: dict[str, list[str]], tests: dict[str, list[str]], threshold: float
 ) -> dict[str, Any]:
-    """Leave each domain out: how many of its prompts go to `shared`, how many of the others'."""
+    """Leave out each domain in turn. How many of its prompts go to `shared`, and how many of the others'?"""
     refused, by_full, lost = {}, {}, {}
     for left_out in fit:
         router, full = fitted(embedder, {d: texts for d, texts in fit.items() if d != left_out}, threshold)
@@ -195,7 +195,7 @@ def strangers(
 def few_domains(
     embedder: TextEmbedder, fit: dict[str, list[str]], tests: dict[str, list[str]], threshold: float
 ) -> dict[str, Any]:
-    """The same with only 1, 2, 3 … domains registered, averaged over choices of neighbours in the list."""
+    """The same with 1, 2, 3 … domains registered, averaged over runs of neighbours in the list of domains."""
     names, result = list(fit), {}
     for count in (1, 2, 3, 5, 8, 10):
         own, other, by_full = [], [], []
@@ -221,7 +221,7 @@ def _shared(router: Router, texts: list[str]) -> float:
 def speed(
     embedder: Embedder, fit: dict[str, list[str]], prompts: list[str], threshold: float
 ) -> dict[str, float]:
-    """Milliseconds per prompt, routed alone and by eight; seconds to fit cold and with one domain new."""
+    """Milliseconds per prompt, alone and among eight; seconds to fit anew and with one domain added."""
     with tempfile.TemporaryDirectory() as folder:
         router = Router(embedder, Path(folder), threshold)
         embedder.embed(prompts[:1])
@@ -260,7 +260,7 @@ def speed(
 def in_target_steps(
     embedder: Embedder, fit: dict[str, list[str]], prompts: list[str], threshold: float
 ) -> dict[str, float]:
-    """What routing costs beside decoding: prompts routed between plain steps of the shipped target, in turns.
+    """What routing costs while decoding: prompts are routed between plain steps of the embedded target.
 
     Either finds the other's weights in the cache instead of its own, as in a server. One step is the median.
     """

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-r"""What the server gives its users: plain decoding, lookup, a generic draft, experts, experts that learn.
+r"""Measure the server under load: plain decoding, lookup, a generic draft, experts, experts that learn.
 
-All but the first look drafts up in the text as well; `lookup` does nothing else, so that what a draft model
-adds can be told apart.
+All but the first look drafts up in the text as well. `lookup` does nothing else; the difference to it is what
+a draft model adds.
 
     moedraft demo --home H                          # experts to measure with
     python scripts/bench_serve.py --home H --out results/serve.json
@@ -10,29 +10,30 @@ adds can be told apart.
         --rounds 14 --open-rounds 20 --requests 32 \
         --systems "nothing kept" "nothing kept again" "experts + learning"
 
-The servers run side by side on copies of the home and take turns, load by load, so that noise hits all
-alike; only the one whose turn it is gets requests, and only then, and in the seconds of calm before, may its
-trainer learn: `met_update` counts the loads that found it in the middle of an update. The loads are a
-mixed-language trace of shipped prompts:
+The servers run side by side on copies of the home and take turns at every load, so that noise hits all alike.
+Only the one whose turn it is gets requests. Only then, and in the seconds of calm before, may its trainer
+learn; `met_update` counts the loads that began in the middle of an update. All loads send shipped prompts of
+mixed languages:
 
-    streams     so many clients, each sending its next request when the last one is answered
-    saturated   the same with four times as many
-    poisson     an open loop: requests come when they come, at `--load` of what the first system takes
+    streams     `--streams` clients, each of which sends its next request when the last one is answered
+    saturated   the same with four times as many clients
+    poisson     an open loop: random arrivals, at the share `--load` of the rate that the first system reaches
     bursty      the same rate in bursts (gamma arrivals, coefficient of variation 2)
 
-Reported per system and load: tokens per second, tokens per piece, failed requests, and in milliseconds, p50
-and p99: time to first token, gap between two pieces of a stream (a piece is what one step gives, one token
-or several), time per token after the first (of one request), latency of whole requests.
+Reported for each system and load are tokens per second, tokens per piece, failed requests, and p50 and p99 in
+milliseconds of: the time to the first token; the gap between two pieces of a stream (a piece is what one step
+gives, one token or several); the time per token after the first one of a request; the time of whole requests.
 
-Ratios are medians over the rounds. Percentiles are of all rounds together; of one round's gaps the slowest
-hundredth is five. `p99_against_first` is the ratio of a system's p99 to the first's with an interval that
-holds it in 95 of 100 cases, bootstrapped over the rounds.
+Ratios are medians over the rounds. Percentiles are taken over all rounds together, since the slowest
+hundredth of one round's gaps is only five gaps. `p99_against_first` is the ratio of a system's p99 to that
+of the first system, with a 95 % interval from bootstrapping over the rounds.
 
-What learning costs (the third line above) is measured on one and the same server, since two servers of the
-same kind differ by up to a twentieth for as long as they live (where their weights happen to lie), and since
-experts that learn draft longer, which is no cost: with learning, and with learning paused and requests that
-may not be kept. "nothing kept again" is the same as "nothing kept": how far its ratios are from one is what
-the machine does. `--instances` starts several servers of each kind, used in turns.
+What learning costs (the third command above) is measured on one and the same server, with learning, and
+with learning paused and requests that may not be kept. Two servers would not do: they differ by up to a
+twentieth for as long as they live, depending on where their weights lie in memory, and experts that have
+learned draft longer, which is no cost of learning. "nothing kept again" is the same as "nothing kept", so
+its ratios show the noise of the machine. `--instances` starts several servers of each kind, which are used
+in turns.
 """
 
 from __future__ import annotations
@@ -63,18 +64,18 @@ from serve_loads import TIMES, Load, Trace, arrivals, closed, mixed, opened
 
 from moedraft.storage.store import Store
 
-CALM = 4.0  # s before each load: enough for a trainer that may learn to see that there is room, and begin
+CALM = 4.0  # seconds of rest before each load, long enough for a trainer to see that it may begin
 
 
 @dataclass(frozen=True)
 class System:
-    """A kind of server, and how its turn goes."""
+    """A kind of server, and what happens in its turn."""
 
-    server: str  # systems of the same kind of server share it
+    server: str  # its kind; systems with the same kind share the servers
     environment: dict[str, str]
-    home: bool = True  # a copy of the home, or an empty one
-    trainer: bool = False  # the server has one
-    learns: bool = False  # and in this system's turn it works
+    home: bool = True  # start on a copy of the home instead of an empty one
+    trainer: bool = False  # the server runs a trainer
+    learns: bool = False  # the trainer may work in this system's turn
     keeps: bool = True  # requests may be learned from
 
 
@@ -98,7 +99,7 @@ class Server:
     trainer: bool
 
     def learn(self, on: bool) -> None:
-        """Let its trainer work, or hold it."""
+        """Let the trainer work, or pause it."""
         if self.trainer:
             self._admin("POST", f"learning/{'resume' if on else 'pause'}")
 
@@ -109,7 +110,7 @@ class Server:
 
     @property
     def starts(self) -> bool:
-        """Its trainer's process is not up yet."""
+        """Whether the trainer's process is still starting."""
         state = self._admin("GET", "learning")
         return state["enabled"] and state["waits"] is None
 
@@ -123,7 +124,7 @@ class Server:
 
 @contextmanager
 def running(system: System, home: Path, args: argparse.Namespace) -> Iterator[Server]:
-    """A server of its own process on a free port, stopped at the end."""
+    """Start a server in a process of its own on a free port, and stop it at the end."""
     command = [sys.executable, "-m", "moedraft", "serve", "--home", str(home), "--port", "0"]
     command += ["--learning" if system.trainer else "--no-learning", "--max-batch-size", str(args.streams)]
     command += ["--max-waiting", "4096", "--target", args.target, "--draft", args.draft]
@@ -181,12 +182,12 @@ def measure(servers: dict[str, list[Server]], args: argparse.Namespace) -> dict[
 
 
 def percentile(values: list[float], share: float) -> float:
-    """In milliseconds; nan of nothing."""
+    """p50 and p99 in milliseconds; nan if there are no values."""
     return round(1e3 * float(np.quantile(values, share, method="higher")), 2) if values else float("nan")
 
 
 def p99_ratio(rounds: list[Load], base: list[list[Load]], name: str) -> dict[str, float]:
-    """Of the times called `name`, all rounds together; rounds that were run in turns are drawn together."""
+    """The p99 of `name` over all rounds against the base's. Rounds run in turns are drawn together."""
 
     def p99(loads: list[list[Load]], drawn: np.ndarray[Any, Any]) -> float:
         times = [several[i].times[name] for several in loads for i in drawn.astype(int)]
@@ -271,7 +272,7 @@ def main() -> None:
     args = arguments()
     if not (args.home / "moedraft.db").is_file():
         raise SystemExit(f"bench_serve: no home at {args.home}; make one with `moedraft demo --home DIR`.")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers end too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the servers as well
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         kinds = {SYSTEMS[name].server: SYSTEMS[name] for name in args.systems}
         servers: dict[str, list[Server]] = {kind: [] for kind in kinds}

@@ -1,19 +1,14 @@
-"""Makes the README's tables of kernel measurements from the files that bench_kernels.py wrote; never by hand.
+"""Make the tables of kernel measurements, in Markdown, from the files that bench_kernels.py wrote.
 
-Prints Markdown; with --write FILE replaces what stands between <!-- kernels:begin --> and
-<!-- kernels:end --> there, with --check FILE fails if that is out of date. A target without a measurement
-says "not yet measured".
+`scripts/tables.py` puts them into docs/benchmarks.md. A target that was not measured says "not yet measured".
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-BEGIN, END = "<!-- kernels:begin -->", "<!-- kernels:end -->"
 # name, case to look up, contender, where its microseconds stand, target in microseconds (one H200)
 TARGETS: list[tuple[str, dict[str, Any], str, tuple[str, ...], float]] = [
     ("verify, B = 1, in a CUDA graph", {"batch": 1, "draft_lse": True}, "moedraft", ("graph", "us"), 15),
@@ -96,30 +91,3 @@ def tables(folder: Path) -> str:
     parts = [target_table(full[0] if full else None)]
     parts += [contender_table(report) for report in (*devices[:1], *processors[:1])]
     return "\n\n".join("\n".join(part) for part in parts)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--results", type=Path, default=Path("results"))
-    action = parser.add_mutually_exclusive_group()
-    action.add_argument("--write", type=Path, metavar="FILE")
-    action.add_argument("--check", type=Path, metavar="FILE")
-    options = parser.parse_args()
-    text = tables(options.results)
-    file = options.write or options.check
-    if file is None:
-        print(text)
-        return
-    before = file.read_text()
-    if BEGIN not in before or END not in before:
-        sys.exit(f"{file} has no {BEGIN} … {END} to fill.")
-    head, rest = before.split(BEGIN, 1)
-    after = f"{head}{BEGIN}\n{text}\n{END}{rest.split(END, 1)[1]}"
-    if options.write:
-        file.write_text(after)
-    elif before != after:
-        sys.exit(f"{file} is out of date: run scripts/kernel_tables.py --write {file}")
-
-
-if __name__ == "__main__":
-    main()

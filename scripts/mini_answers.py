@@ -1,8 +1,9 @@
-"""What the embedded target answers to prompts, and the draft's lesson from it.
+"""Let the embedded target answer prompts, and train the draft on its answers.
 
-A draft has to guess what its target says, not what the training texts say. So after its texts the draft base
-learns from the target's own answers, greedy and sampled, to prompts of its small mixed slice, with the loss
-that its experts learn with: forward KL to the target's 16 most likely tokens and their tail.
+A draft has to guess what its target says, not what the training texts say. So after its texts the draft
+base learns from answers of the target, greedy and sampled, to the prompts of its own training texts. The
+loss is that of the experts: forward KL divergence over the target's 16 most probable tokens and the rest as
+one bucket.
 """
 
 from __future__ import annotations
@@ -16,30 +17,26 @@ import torch
 from rich.progress import Progress
 from safetensors.torch import load_file, save_file
 
-from moedraft.core import ReplayRecord, SamplingParams, Sequence, Verdict
+from moedraft.core import ReplayRecord, SamplingParams
 from moedraft.distill.batches import collate
 from moedraft.engine.engine import Engine
-from moedraft.engine.recorder import replay_record
 from moedraft.kernels import divergence
 from moedraft.models import load_model
+from moedraft.routing.selector import FixedSelector
+from moedraft.system.recorder import replay_record
 
 LENGTH = 96  # tokens of an answer
 LONGEST_PROMPT = 160  # tokens
 AT_ONCE = 64  # sequences decoded together
 CHUNK = 512  # answers in a file
 PER_STEP = 24  # answers in a training step
-TEMPERATURES = (0.0, 0.0, 0.7, 1.0)  # what drafts are used for, in turn
+TEMPERATURES = (
+    0.0,
+    0.0,
+    0.7,
+    1.0,
+)  # of the answers, in turn: drafts are used for greedy and for sampled decoding
 TOPK = 16
-
-
-class Nobody:
-    """No experts to choose from."""
-
-    def assign(self, sequences: list[Sequence]) -> None: ...
-    def settle(self, ending: Sequence | None = None) -> list[Sequence]:
-        return []
-
-    def observe(self, sequences: list[Sequence], verdict: Verdict) -> None: ...
 
 
 def ask(target_folder: Path, prompts: dict[str, list[str]], seconds: float, work: Path, seed: int) -> int:
@@ -49,9 +46,9 @@ def ask(target_folder: Path, prompts: dict[str, list[str]], seconds: float, work
     """
     work.mkdir(parents=True, exist_ok=True)
     target = load_model(str(target_folder), "target")
-    engine = Engine(target, target.tokenizer, None, Nobody(), max_batch_size=AT_ONCE, topk=TOPK)
+    engine = Engine(target, target.tokenizer, None, FixedSelector(), max_batch_size=AT_ONCE, topk=TOPK)
     captured: list[ReplayRecord] = []
-    engine.sinks.append(lambda row: captured.append(replay_record(row, "")))
+    engine.subscribe(lambda row: captured.append(replay_record(row, "")))
     order = in_turn(prompts, seed)
     done = len(list(work.glob("*.safetensors")))
     for _ in range(done * CHUNK):
@@ -76,7 +73,7 @@ def ask(target_folder: Path, prompts: dict[str, list[str]], seconds: float, work
 
 
 def in_turn(prompts: dict[str, list[str]], seed: int) -> Iterator[str]:
-    """Prompts of all domains in turn, each domain's in a random order, for ever."""
+    """Prompts of all domains in turn, each domain's in random order, without end."""
     rng = random.Random(seed)
     decks: dict[str, list[str]] = {name: [] for name in sorted(prompts)}
     while True:
@@ -87,7 +84,7 @@ def in_turn(prompts: dict[str, list[str]], seed: int) -> Iterator[str]:
 
 
 def save(records: list[ReplayRecord], path: Path) -> None:
-    """All of one chunk, padded."""
+    """Write one chunk of answers to a file, padded to one length."""
     longest = max(len(record.token_ids) for record in records)
     ids = torch.zeros(len(records), longest, dtype=torch.int32)
     for row, record in zip(ids, records, strict=True):
@@ -105,7 +102,7 @@ def save(records: list[ReplayRecord], path: Path) -> None:
 
 
 class Answers:
-    """The lesson: a random handful of answers at each step, passing over all of them again and again."""
+    """What a training step learns from: random answers. All answers are used again and again."""
 
     def __init__(self, work: Path, seed: int) -> None:
         self.chunks = [load_file(path) for path in sorted(work.glob("*.safetensors"))]
@@ -131,7 +128,7 @@ class Answers:
         )
 
     def loss(self, model: torch.nn.Module, step: int, device: str) -> torch.Tensor:
-        """Nats per answer token."""
+        """The loss, in nats per token of the answers."""
         passes, at = divmod(step * PER_STEP, self.count)
         order = torch.randperm(self.count, generator=torch.Generator().manual_seed(self.seed + passes))
         batch = collate([self.record(i) for i in order[at : at + PER_STEP].tolist()], torch.device(device))

@@ -16,7 +16,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-OPENING = 200  # characters of a text without a prompt that stand for one
+OPENING = 200  # characters of a text without a prompt that are used as its prompt
 BOS, EOS = "<s>", "</s>"
 HELD_OUT_EVERY = 200  # every 200th document of a domain (by hash of its text) is never trained on
 
@@ -38,11 +38,11 @@ def input_files(paths: list[Path]) -> list[Path]:
 
 class Document(NamedTuple):
     text: str
-    prompt: str  # what a user would send of it
+    prompt: str  # the part that a user would send
 
 
 def documents(path: Path) -> Iterator[Document]:
-    """Texts of one file: prompt, blank line, reference; or the row's `text`; or the whole file."""
+    """The texts of one file: each row's prompt, blank line, reference; or its `text`; or the file."""
     if path.suffix in (".txt", ".md"):
         text = path.read_text(encoding="utf-8", errors="replace")
         yield Document(text, text[:OPENING])
@@ -64,7 +64,7 @@ def documents(path: Path) -> Iterator[Document]:
 def read_domains(
     paths: list[Path],
 ) -> tuple[dict[str, list[Document]], dict[str, list[Document]], dict[str, str]]:
-    """`(train, held_out, sha256)`, each by domain respectively file name."""
+    """Texts to train on and held-out texts, both by domain, and the sha256 of every file by its name."""
     train: dict[str, list[Document]] = {}
     held_out: dict[str, list[Document]] = {}
     hashes: dict[str, str] = {}
@@ -110,13 +110,13 @@ def train_tokenizer(texts: dict[str, list[Document]], vocab: int, seed: int) -> 
 
 @dataclass(frozen=True)
 class Corpus:
-    """One domain's documents end to end: BOS text EOS BOS text EOS …"""
+    """The documents of one domain, one after the other: BOS text EOS BOS text EOS …"""
 
     tokens: np.ndarray  # uint16 [N]
     starts: np.ndarray  # int64 [docs], where each document begins
 
     def window(self, start: int, length: int) -> np.ndarray:
-        """`length` tokens from `start` on, wrapping round at the end."""
+        """`length` tokens from `start` on; after the last token comes the first one."""
         return np.take(self.tokens, np.arange(start, start + length), mode="wrap")
 
 
@@ -133,7 +133,7 @@ def tokenise(tokenizer: PreTrainedTokenizerFast, texts: list[Document], seed: in
 
 
 class Batches:
-    """Random windows that begin at a document; domains weighted by the root of their size."""
+    """Random windows that begin where a document begins. A domain's weight is the square root of its size."""
 
     def __init__(self, corpora: dict[str, Corpus], seq_len: int, size: int, seed: int) -> None:
         self.size, self.tokens_per_step = size, size * seq_len

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Write docs/reference.md from the code: all settings, all metrics, all routes.
+"""Write docs/reference.md, the list of all settings, metrics and routes, from the code.
 
-python scripts/reference.py            # --check: fail where the file is not what the code says
+python scripts/reference.py            # --check: change nothing, fail if the file is out of date
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import fields
 from pathlib import Path
 
 from moedraft.config import Settings
-from moedraft.serve.auth import ACCESS
-from moedraft.serve.metrics import Metrics
-from moedraft.serve.trainer import TrainerState
-from moedraft.serve.worker import Snapshot
+from moedraft.serve.auth.access import ACCESS
+from moedraft.serve.http.metrics import PrometheusMetrics
+from moedraft.serve.supervisor.supervisor import TrainerState
+from moedraft.serve.worker.worker import Snapshot
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "reference.md"
 HEAD = """# Reference
@@ -32,7 +32,8 @@ Settings come from, later ones winning: the defaults, `config.toml` in the home,
 def settings() -> str:
     lines = ["## Settings", "", "| setting | default | meaning |", "| --- | --- | --- |"]
     for name, field in Settings.model_fields.items():
-        default = "the user's data folder" if name == "home" else f"`{field.default!r}`".replace("'", '"')
+        folders = {"home": "the user's data folder", "cache_dir": "the user's cache folder"}
+        default = folders.get(name, f"`{field.default!r}`".replace("'", '"'))
         kind = kind_of(field.annotation)
         bounds = ", ".join(str(m).split("(", 1)[1].rstrip(")") for m in field.metadata)
         about = " · ".join(part for part in (field.description, kind, bounds) if part)
@@ -49,7 +50,7 @@ def kind_of(annotation: object) -> str:
 
 
 class Standing:
-    """A server that stands still, so that its gauges can be read."""
+    """A fake server without work, from which the gauges are read."""
 
     def snapshot(self) -> Snapshot:
         return Snapshot(**{f.name: None if f.name == "failed" else 0 for f in fields(Snapshot)})
@@ -60,10 +61,10 @@ class Standing:
 
 def metrics() -> str:
     standing = Standing()
-    registry = Metrics("mini", standing, standing).registry  # type: ignore[arg-type]
+    registry = PrometheusMetrics("mini", standing, standing).registry  # type: ignore[arg-type]
     lines = ["## Metrics", "", "`GET /metrics`, text format of Prometheus.", ""]
     lines += [
-        "Requests that were aborted or failed count here; the store and the dashboard leave them out.",
+        "Aborted and failed requests are counted here, but not in the dashboard and in `moedraft stats`.",
         "",
     ]
     lines += ["| metric | type | labels | meaning |", "| --- | --- | --- | --- |"]
@@ -76,8 +77,8 @@ def metrics() -> str:
 
 
 def routes() -> str:
-    lines = ["## Routes and scopes", "", "A path takes the scope of its longest prefix here; all others are"]
-    lines += ["refused.", "", "| path | scope |", "| --- | --- |"]
+    lines = ["## Routes and scopes", "", "A path needs the scope of its longest prefix in this table."]
+    lines += ["Other paths are refused.", "", "| path | scope |", "| --- | --- |"]
     lines += [f"| `{path}` | {scope or 'open'} |" for path, scope in sorted(ACCESS.items())]
     return "\n".join(lines)
 

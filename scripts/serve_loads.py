@@ -1,4 +1,4 @@
-"""Loads for a running server, and what its clients see of them: times, tokens, failures."""
+"""Send loads of requests to a running server, and record what clients see: times, tokens, failures."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ TIMES = ("ttft", "gap", "per_token", "latency")
 
 @dataclass
 class Load:
-    """What one load gave. Times in seconds."""
+    """What the clients saw in one load. Times are in seconds."""
 
     tokens: int = 0
-    pieces: int = 0  # of streams, with one token or several
+    pieces: int = 0  # pieces of text that arrived, each with one token or several
     seconds: float = 0.0
     failed: int = 0
-    met_update: bool = False  # the trainer was at work when it began
+    met_update: bool = False  # whether the trainer was in the middle of an update when the load began
     times: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in TIMES})
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Prompts in order, each answered with `max_tokens` tokens; `store`: may the server learn from them?"""
+    """Prompts in order, `max_tokens` tokens for each answer; with `store` the server may learn from them."""
 
     prompts: list[str]
     max_tokens: int
@@ -37,7 +37,7 @@ class Trace:
 
 
 async def ask(client: httpx.AsyncClient, prompt: str, trace: Trace, load: Load) -> None:
-    """One streamed completion."""
+    """Ask for one completion as a stream and record its times."""
     body = {
         "model": "mini",
         "prompt": prompt,
@@ -74,7 +74,7 @@ async def ask(client: httpx.AsyncClient, prompt: str, trace: Trace, load: Load) 
 
 
 async def closed(url: str, trace: Trace, streams: int) -> Load:
-    """`streams` clients that always have one request out."""
+    """A closed loop: `streams` clients, each of which always has one request running."""
     load, left = Load(), iter(trace.prompts)
     async with client_of(url) as client:
 
@@ -89,7 +89,7 @@ async def closed(url: str, trace: Trace, streams: int) -> Load:
 
 
 async def opened(url: str, trace: Trace, gaps: list[float]) -> Load:
-    """Requests that come when they come."""
+    """An open loop: requests are sent at given times, whether or not others are answered."""
     load = Load()
     async with client_of(url) as client, asyncio.TaskGroup() as group:
         began = time.perf_counter()
@@ -114,7 +114,7 @@ def arrivals(kind: str, rate: float, count: int, seed: int) -> list[float]:
 
 
 def mixed(count: int, seed: int) -> list[str]:
-    """So many prompts of the shipped traffic, shuffled."""
+    """`count` prompts of the shipped traffic, shuffled."""
     queries = shipped.traffic()
     random.Random(seed).shuffle(queries)
     return [queries[i % len(queries)].prompt for i in range(count)]

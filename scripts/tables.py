@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Rebuild the tables in the README files from results/*.json and training.json.
+"""Fill the marked tables of the documents from the measurements in results/ and the models' training.json.
 
-`--check` only says whether they are up to date.
+python scripts/tables.py            # --check: change nothing, fail where a document is out of date
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import kernel_tables
+import summary_table
 
 ROOT = Path(__file__).resolve().parents[1]
 MISSING = "not yet measured"
+DOCUMENTS = ("README.md", "docs/benchmarks.md", "data/models/README.md")
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -129,8 +131,9 @@ def serving(found: dict[str, Any]) -> str:
 
 TIMES = {"gap": "gap between pieces", "per_token": "per token", "ttft": "first token"}
 
-
-FEWEST = 5  # rounds that a p99 is told of; a run of open loops has some closed ones, for their rate
+# A load with fewer rounds is left out, since its 99th percentile would be noise. A run that measures open
+# loops also holds a few rounds of closed ones, which only tell it how fast to send.
+FEWEST = 5
 
 
 def learning_cost(found: dict[str, Any]) -> str:
@@ -193,13 +196,15 @@ def models(folder: Path) -> str:
 
 
 def filled(text: str, results: Path) -> str:
-    """The document with every marked table made anew."""
+    """The document, with every table between its two markers replaced by one made from the results."""
 
     def replace(match: re.Match[str]) -> str:
         if match[1] == "models":
             body = models(ROOT / "data" / "models")
         elif match[1] == "kernels":
             body = kernel_tables.tables(results)
+        elif match[1] == "summary":
+            body = summary_table.table(results)
         else:
             file, render = SOURCES[match[1]]
             path = results / file
@@ -210,14 +215,17 @@ def filled(text: str, results: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    for document in (ROOT / "README.md", ROOT / "data" / "models" / "README.md"):
+    for name in DOCUMENTS:
+        document = ROOT / name
         text = document.read_text(encoding="utf-8")
         new = filled(text, ROOT / "results")
         if args.check and new != text:
-            raise SystemExit(f"{document.name} is not what results/ say: run python scripts/tables.py")
+            raise SystemExit(f"The tables in {name} are out of date; run `python scripts/tables.py`.")
         document.write_text(new, encoding="utf-8")
 
 

@@ -49,9 +49,9 @@ class Shape:
     ffn: int
     batch: int  # sequences per step
     lr: float
-    share: float  # of the whole time budget
-    answers: float = 0.0  # with --teach: of that share, the part in which the target answers prompts
-    taught: float = 0.0  # and the part in which the draft learns from the answers
+    share: float  # of the whole time that this model gets
+    answers: float = 0.0  # with --teach: the part of that share in which the target answers prompts
+    taught: float = 0.0  # with --teach: the part in which the draft learns from the answers
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Size:
 
 
 SIZES = {
-    # Deep and narrow against a single layer: the cost ratio is what makes speculation pay.
+    # The target is deep and narrow, the draft a single layer: a draft step must be much cheaper to pay.
     "cpu": Size(
         vocab=8192,
         seq_len=512,
@@ -89,7 +89,7 @@ SIZES = {
 def shared_tokenizer(
     args: argparse.Namespace, texts: dict[str, list[Document]], vocab: int
 ) -> PreTrainedTokenizerFast:
-    """The one of this run, or with `--only` the one of the other model, or a new one."""
+    """The tokenizer of this run, or with `--only` that of the other model, or a new one."""
     kept = args.work / "tokenizer"
     places = [kept, *([args.out / "mini-target", args.out / "mini-draft"] if args.only else [])]
     for place in places:
@@ -152,7 +152,7 @@ def held_out_losses(
 
 
 class Checkpoint:
-    """What a stopped run needs to go on: weights, optimiser state, step, seconds used."""
+    """The file from which a stopped run goes on: weights, optimiser state, step, seconds used."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -171,7 +171,7 @@ class Checkpoint:
         temporary.replace(self.folder / "state.safetensors")
 
     def load(self, model: torch.nn.Module, opts: list[torch.optim.Optimizer]) -> tuple[int, float]:
-        """`(step, seconds)`; `(0, 0.0)` where there is nothing to go on from."""
+        """Load the state and return `(step, seconds)`, or `(0, 0.0)` if there is no such file."""
         path = self.folder / "state.safetensors"
         if not path.exists():
             return 0, 0.0
@@ -190,18 +190,18 @@ class Checkpoint:
 
 
 class Texts:
-    """The lesson of reading: the next token of random windows."""
+    """Learning from texts: predict the next token in random windows."""
 
     def __init__(self, batches: Batches) -> None:
         self.batches, self.tokens_per_step = batches, batches.tokens_per_step
 
     def loss(self, model: torch.nn.Module, step: int, device: str) -> torch.Tensor:
-        """Nats per token."""
+        """The loss, in nats per token."""
         return next_token_loss(model, self.batches.batch(step).to(device, non_blocking=True))
 
 
 class Lesson(Protocol):
-    """What a step learns from."""
+    """What the steps of a training learn from."""
 
     tokens_per_step: int
 
@@ -217,7 +217,7 @@ def train(
     opts = optimisers(model, lr)
     checkpoint = Checkpoint(args.work / name)
     step, used = checkpoint.load(model, opts)
-    even = isinstance(lesson, Texts)  # all steps of one shape
+    even = isinstance(lesson, Texts)  # all steps have the same shape
     run = torch.compile(model) if args.compile and even else model
     cast = nullcontext() if args.precision == "float32" else torch.autocast(device, torch.bfloat16)
     began, saved, smooth = time.monotonic() - used, time.monotonic(), math.nan

@@ -7,7 +7,8 @@ import random
 import torch
 import transformers
 
-from moedraft.lean import LeanForward, fits
+from moedraft import cpu
+from moedraft.cpu.lean import LeanForward, fits
 from moedraft.models import LanguageModel
 
 VOCAB = 97
@@ -21,7 +22,9 @@ CONFIGS = {
 }
 
 
-def random_model(kind: str, seed: int, layers: int = 3, vocab: int = VOCAB) -> LanguageModel:
+def random_model(
+    kind: str, seed: int, layers: int = 3, vocab: int = VOCAB, *, cpu_fast_paths: bool = True
+) -> LanguageModel:
     torch.manual_seed(seed)
     changes = {"num_hidden_layers": layers, "layer_types": None, "vocab_size": vocab}
     config = CONFIGS[kind].__class__.from_dict(CONFIGS[kind].to_dict() | changes)
@@ -30,8 +33,8 @@ def random_model(kind: str, seed: int, layers: int = 3, vocab: int = VOCAB) -> L
     for parameter in model.parameters():  # the usual 0.02 would make every logit a near-tie
         if parameter.ndim == 2:
             parameter.normal_(std=0.15)
-    made = LanguageModel(model, None, kind)
-    made.lean = LeanForward(model, fuse=False) if fits(model) else None
+    made = LanguageModel(model, None, kind, cpu_fast_paths)
+    made.lean = LeanForward(model, fuse=False) if cpu.allows(made) and fits(model) else None
     return made
 
 

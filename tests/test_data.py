@@ -47,21 +47,21 @@ def language(domain):
     return domain.removeprefix("docs-") if domain.startswith("docs-") else "en"
 
 
-def test_domain_files(examples):
+def test_every_domain_has_forty_examples(examples):
     names = {entry.name for entry in DATA.joinpath("domains").iterdir() if entry.name.endswith(".jsonl")}
     assert names == {f"{domain}.jsonl" for domain in DOMAINS}
     assert len(names) >= 10
     assert {domain: len(rows) for domain, rows in examples.items()} == dict.fromkeys(DOMAINS, 40)
 
 
-def test_fields_of_the_examples(examples):
+def test_examples_have_these_fields(examples):
     for rows in examples.values():
         for row in rows:
             assert row.keys() == {"prompt", "origin", "license"}
 
 
 @pytest.mark.parametrize(("name", "per_domain"), [("traffic", 24), ("heldout", 4)])
-def test_fields_and_counts_of_the_mixed_files(name, per_domain, request):
+def test_mixed_files_have_these_fields(name, per_domain, request):
     rows = request.getfixturevalue(name)
     assert Counter(row["true_domain"] for row in rows) == dict.fromkeys(DOMAINS, per_domain)
     for row in rows:
@@ -100,14 +100,14 @@ def test_traffic_is_interleaved(traffic):
 
 
 @pytest.mark.parametrize("lang", sorted(SCRIPTS))
-def test_documentation_prompts_use_the_script_of_their_language(lang, examples, traffic, heldout):
+def test_docs_prompts_use_their_script(lang, examples, traffic, heldout):
     low, high = SCRIPTS[lang]
     mixed = [row for row in traffic + heldout if row["lang"] == lang]
     for row in examples[f"docs-{lang}"] + mixed:
         assert any(low <= char <= high for char in row["prompt"]), row["prompt"]
 
 
-def test_readme_names_every_domain_and_the_licence():
+def test_the_readme_names_domains_and_licence():
     text = DATA.joinpath("README.md").read_text(encoding="utf-8")
     assert "CC0-1.0" in text
     assert [domain for domain in DOMAINS if f"`{domain}`" not in text] == []

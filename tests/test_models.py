@@ -13,16 +13,8 @@ import torch
 import transformers
 
 from moedraft.core import InvalidRequest, UnsupportedModel
-from moedraft.models import (
-    LanguageModel,
-    check_pair,
-    load_model,
-    pick_device,
-    pick_dtype,
-    refuse_layouts,
-    resolve,
-    self_check,
-)
+from moedraft.model_checks import check_pair, refuse_layouts, self_check
+from moedraft.models import LanguageModel, load_model, pick_device, pick_dtype, resolve
 
 from random_models import random_model
 
@@ -78,7 +70,7 @@ def test_mistral_without_a_window_is_fine() -> None:
     refuse_layouts(transformers.MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=None), "m")
 
 
-def test_a_model_that_would_be_run_wrongly_is_refused() -> None:
+def test_a_model_with_other_logits_is_refused() -> None:
     """BLOOM builds its position bias from a two-dimensional mask: the self-check notices."""
     torch.manual_seed(0)
     config = transformers.BloomConfig(vocab_size=60, hidden_size=32, n_layer=2, n_head=4)
@@ -134,7 +126,7 @@ def test_different_tokenizers_are_explained(tmp_path: Path, words: list[str], re
         check_pair(one, other)
 
 
-def test_missing_and_broken_models_are_one_sentence(tmp_path: Path) -> None:
+def test_broken_models_are_refused_in_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="cannot be loaded"):
         load_model(str(tmp_path / "nowhere"), "target")
     folder = save(tmp_path / "broken", ["<unk>", "a"])
@@ -158,7 +150,7 @@ def test_missing_and_broken_models_are_one_sentence(tmp_path: Path) -> None:
         ({"auto_map": {"AutoConfig": "x.X"}, "model_type": "own"}, InvalidRequest, "cannot be loaded"),
     ],
 )
-def test_a_configuration_that_does_not_fit_is_one_sentence(
+def test_a_wrong_configuration_is_refused(
     tmp_path: Path, change: dict[str, object], error: type[Exception], word: str
 ) -> None:
     path = save(tmp_path, ["<unk>", "a"]) / "config.json"
@@ -168,7 +160,7 @@ def test_a_configuration_that_does_not_fit_is_one_sentence(
     assert "\n" not in str(caught.value)
 
 
-def test_missing_weights_are_refused_and_tied_ones_are_not_missing(tmp_path: Path) -> None:
+def test_missing_weights_are_refused_unless_tied(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     file = save(tmp_path, ["<unk>", "a"]) / "model.safetensors"
@@ -199,9 +191,7 @@ def save_tokenizer_of(one: Path, other: Path) -> None:
     transformers.AutoTokenizer.from_pretrained(one).save_pretrained(other)
 
 
-def test_settings_of_generate_that_are_not_followed_are_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_ignored_generate_settings_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(tmp_path, ["<unk>", "a"])
     with caplog.at_level(logging.WARNING, "moedraft"):
         load_model(str(tmp_path), "target", "cpu")
@@ -217,7 +207,7 @@ def test_settings_of_generate_that_are_not_followed_are_named(
     assert "repetition_penalty, min_new_tokens, suppress_tokens, forced_eos_token_id of" in message
 
 
-def test_devices_and_dtypes() -> None:
+def test_devices_and_dtypes_are_chosen() -> None:
     assert pick_device("cpu").type == "cpu"
     with pytest.raises(InvalidRequest, match="nonsense"):
         pick_device("nonsense")

@@ -13,10 +13,10 @@ from moedraft.cli import main
 from moedraft.cli.files import STDIN, read_prompts
 from moedraft.config import load_settings
 from moedraft.core import InvalidRequest, StorageError, check_domain_name
-from moedraft.engine.build import build
+from moedraft.system.build import build
 
 
-def test_public_names() -> None:
+def test_public_names_are_pinned() -> None:
     assert sorted(moedraft.__all__) == [
         "Engine",
         "InvalidRequest",
@@ -34,16 +34,14 @@ def test_public_names() -> None:
         _ = moedraft.nothing  # type: ignore[attr-defined]
 
 
-def test_public_signatures() -> None:
+def test_public_signatures_are_pinned() -> None:
     assert list(inspect.signature(moedraft.load).parameters) == ["target", "draft", "home", "settings"]
     methods = ["abort", "add", "close", "generate", "has_work", "step", "stream"]
     assert all(getattr(moedraft.Engine, name).__doc__ for name in methods if name != "has_work")
     assert list(inspect.signature(moedraft.Engine.generate).parameters)[:3] == ["self", "prompts", "params"]
 
 
-def test_settings_file_below_environment_below_arguments(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_arguments_win_over_environment_and_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.toml").write_text('max_batch_size = 3\nadapter_rank = 5\ndraft = "file"\n')
     monkeypatch.setenv("MOEDRAFT_ADAPTER_RANK", "6")
     monkeypatch.setenv("MOEDRAFT_HOME", str(tmp_path))
@@ -57,7 +55,7 @@ def test_settings_file_below_environment_below_arguments(
     ("text", "word"),
     [("nonsense = 1\n", "nonsense"), ("max_batch_size = 0\n", "max_batch_size"), ("= broken", "config.toml")],
 )
-def test_a_wrong_file_is_one_sentence(tmp_path: Path, text: str, word: str) -> None:
+def test_a_wrong_settings_file_is_refused(tmp_path: Path, text: str, word: str) -> None:
     (tmp_path / "config.toml").write_text(text)
     with pytest.raises(InvalidRequest, match=word):
         load_settings(home=tmp_path)
@@ -87,17 +85,17 @@ def test_lists_in_the_environment_are_json(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 @pytest.mark.parametrize("name", ["", "Upper", "-x", "a/b", "..", "a" * 65, "ümlaut", "shared", "a b", "x\n"])
-def test_bad_domain_names(name: str) -> None:
+def test_bad_domain_names_are_refused(name: str) -> None:
     with pytest.raises(InvalidRequest):
         check_domain_name(name)
 
 
 @pytest.mark.parametrize("name", ["a", "0", "docs-de", "a" * 64, "x_1"])
-def test_good_domain_names(name: str) -> None:
+def test_good_domain_names_are_taken(name: str) -> None:
     assert check_domain_name(name) == name
 
 
-def test_a_home_that_cannot_be_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_impossible_home_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(StorageError, match="is a file, not a folder"):
         build(load_settings(home=tmp_path / "file"))
@@ -110,7 +108,7 @@ def test_a_home_that_cannot_be_is_one_sentence(tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize("closed", [None, "closed"])
-def test_closed_standard_input_is_one_sentence(monkeypatch: pytest.MonkeyPatch, closed: str | None) -> None:
+def test_a_closed_standard_input_is_refused(monkeypatch: pytest.MonkeyPatch, closed: str | None) -> None:
     stream = io.StringIO()
     stream.close()
     monkeypatch.setattr("sys.stdin", stream if closed else None)
@@ -122,7 +120,7 @@ def test_closed_standard_input_is_one_sentence(monkeypatch: pytest.MonkeyPatch, 
     ("option", "word"),
     [(("--top-k", "99999999999999999999"), "top_k"), (("--home", "~nosuchuser/x"), "home")],
 )
-def test_hostile_options_end_with_two(
+def test_hostile_options_exit_with_two(
     option: tuple[str, str], word: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["generate", "a", *option]) == 2

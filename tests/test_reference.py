@@ -1,57 +1,102 @@
-"""The reference in docs/ is what the code says, the tables in README.md what the results say."""
+"""The documents say what the code and the measurements say, and their links lead somewhere."""
 
 from __future__ import annotations
 
-import importlib.util
+import json
+import re
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from scripts_loader import load_script
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("data/**/*.md")])
 
 
 @pytest.fixture(scope="module")
 def reference() -> ModuleType:
-    return script("reference")
+    return load_script("reference")
 
 
-@pytest.fixture
-def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    return script("tables")
+@pytest.fixture(scope="module")
+def tables() -> ModuleType:
+    return load_script("tables")
 
 
-def test_the_reference_is_up_to_date(reference: ModuleType) -> None:
+def test_the_reference_matches_the_code(reference: ModuleType) -> None:
     wanted = reference.text()
     assert reference.FILE.read_text(encoding="utf-8") == wanted, "run `python scripts/reference.py`"
 
 
-def test_it_names_settings_metrics_and_routes(reference: ModuleType) -> None:
+def test_the_reference_names_all_three(reference: ModuleType) -> None:
     text = reference.text()
     for name in ("`max_waiting`", "`moedraft_spec_decode_num_drafts_total`", "`/v1`"):
         assert name in text
 
 
-def test_every_table_stands_in_the_readme_and_is_up_to_date(tables: ModuleType) -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    for name in (*tables.SOURCES, "kernels"):
-        assert text.count(f"<!-- table:{name} -->") == 1
+@pytest.mark.parametrize("name", ["README.md", "docs/benchmarks.md", "data/models/README.md"])
+def test_tables_are_up_to_date(tables: ModuleType, name: str) -> None:
+    assert name in tables.DOCUMENTS
+    text = (ROOT / name).read_text(encoding="utf-8")
     assert tables.filled(text, ROOT / "results") == text, "run `python scripts/tables.py`"
 
 
-def test_an_empty_table_is_filled_and_takes_nothing_with_it(tables: ModuleType, tmp_path: Path) -> None:
+def test_every_table_has_its_place(tables: ModuleType) -> None:
+    benchmarks = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    for name in (*tables.SOURCES, "kernels"):
+        assert benchmarks.count(f"<!-- table:{name} -->") == 1
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert re.findall(r"<!-- table:(\w+) -->", readme) == ["summary"]
+
+
+def test_a_missing_result_says_not_yet_measured(tables: ModuleType, tmp_path: Path) -> None:
     text = "<!-- table:bench -->\n<!-- end -->\nkept\n<!-- table:router -->\nold\n<!-- end -->\n"
     filled = tables.filled(text, tmp_path)
     assert filled.count(tables.MISSING) == 2
     assert "kept" in filled
     assert "old" not in filled
+
+
+def test_a_new_target_joins_the_summary(tables: ModuleType, tmp_path: Path) -> None:
+    """Its rows appear as soon as its folder below results/ holds a measurement."""
+    empty = "<!-- table:summary -->\n<!-- end -->\n"
+    assert "SmolLM2" not in tables.filled(empty, tmp_path)
+    (tmp_path / "smollm2").mkdir()
+    system = {"ratio": 2.5, "tokens_per_step": 3.25}
+    bench = {"systems": {"transformers generate": {"ratio": 1.0}, "moedraft feature drafter": system}}
+    (tmp_path / "smollm2" / "bench.json").write_text(json.dumps(bench))
+    assert "| SmolLM2-135M | feature drafter | 2.50 | 3.25 |  |  |" in tables.filled(empty, tmp_path)
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
+
+
+def anchors(text: str) -> set[str]:
+    """The names by which headings can be linked to, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(document: Path, text: str) -> list[str]:
+    """Links inside the repository whose file, or whose heading in it, does not exist."""
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = link.partition("#")
+        file = document.parent / path if path else document
+        if link.startswith(("http://", "https://")):
+            continue
+        if not file.exists() or (anchor and anchor not in anchors(file.read_text(encoding="utf-8"))):
+            broken.append(link)
+    return broken
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(document: Path) -> None:
+    assert broken_links(document, document.read_text(encoding="utf-8")) == []
+
+
+def test_a_broken_link_is_found() -> None:
+    text = "[a](docs/none.md) [b](README.md#nowhere) [c](README.md#serve-it) [d](https://example.org/x)"
+    assert broken_links(ROOT / "README.md", text) == ["docs/none.md", "README.md#nowhere"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from moedraft.cache import SlotCache
-from moedraft.core import Sequence, Verdict
+from moedraft.evidence import Evidence, HiddenStates
+from moedraft.routing import selector
 
 
 class TinyLM:
@@ -37,6 +38,7 @@ class TinyLM:
         starts: list[int],
         keep: int = 0,
         lengths: list[int] | None = None,
+        hidden: HiddenStates | None = None,
     ) -> torch.Tensor:
         self.forwards.append(tuple(token_ids.shape))
         positions = cache.at(first, starts, token_ids.shape[1], token_ids.device)
@@ -45,6 +47,9 @@ class TinyLM:
         # A token's logits also depend on the one before it, when there is one: a true use of the cache.
         own = seen[:, 0, :, 0].gather(1, positions).long()
         before = seen[:, 0, :, 0].gather(1, (positions - 1).clamp_min(0)).long()
+        if hidden is not None:  # the token and the one before it, the same at every layer
+            pair = torch.stack([own, before], dim=-1).double()
+            hidden.states = dict.fromkeys(hidden.layers, pair)
         logits = self.table[own] + 0.5 * self.table[before].flip(-1) * (positions > 0)[..., None]
         return logits[:, -keep:] if keep else logits
 
@@ -66,18 +71,11 @@ class NumberTokenizer:
         return "".join(f"{i} " for i in ids)
 
 
-class FixedSelector:
-    """Every sequence keeps the expert it came with."""
+class FixedSelector(selector.FixedSelector):
+    """Every sequence keeps the expert it came with; remembers how many rows were observed last."""
 
-    def assign(self, sequences: list[Sequence]) -> None:
-        for sequence in sequences:
-            sequence.expert = sequence.expert or "shared"
-
-    def settle(self, ending: Sequence | None = None) -> list[Sequence]:
-        return []
-
-    def observe(self, sequences: list[Sequence], verdict: Verdict) -> None:
-        self.observed = len(sequences)
+    def observe(self, evidence: Evidence) -> None:
+        self.observed = len(evidence.rows)
 
 
 def random_table(vocab: int, seed: int, scale: float = 1.5) -> torch.Tensor:

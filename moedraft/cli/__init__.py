@@ -1,4 +1,4 @@
-"""The command line. `main` runs a command and turns what can go wrong into one sentence and an exit code."""
+"""The command line. `main` runs a command; if it fails, it prints one sentence and returns an exit code."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _drop_stdout()
         return 1
     except SystemExit as leaving:
-        _drop_stdout()  # only a reader that went away ends a command like this
+        _drop_stdout()  # a command exits this way only if the reader of its output went away
         return int(leaving.code or 0)
     except Exception as error:
         return _explain(error)
@@ -41,13 +41,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _explain(error: Exception) -> int:
-    """One sentence on stderr for what a user can cause or mend; a fault of ours is raised on."""
+    """Print one sentence on stderr for an error that the user can fix. Any other error is raised again."""
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
         say_error(f"{where}{error.strerror or error}.")
     elif isinstance(error, MoedraftError):
         say_error(str(error))
-    elif hasattr(error, "format_message"):  # the command-line parser's own; typer exports no base class
+    # an error of the command-line parser; typer exports no base class for these
+    elif hasattr(error, "format_message"):
         context = getattr(error, "ctx", None)
         see = f" See `{context.command_path} --help`." if context else ""
         say_error(f"{error.format_message().rstrip('.')}.{see}")
@@ -57,6 +58,6 @@ def _explain(error: Exception) -> int:
 
 
 def _drop_stdout() -> None:
-    """Nobody reads any more: what is still buffered must not be flushed at exit, with a complaint."""
+    """Discard buffered output: its reader is gone, and the flush at exit would print an error."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

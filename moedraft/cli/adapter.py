@@ -1,4 +1,4 @@
-"""`moedraft adapter`: versions of experts; which one is live, and out to PEFT."""
+"""`moedraft adapter`: lists versions of experts, changes which one is live, and exports them for PEFT."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def promote(
     as_json: JsonOption = False,
 ) -> None:
     """Make VERSION the one that serves, after checking its files."""
-    from moedraft.serve import manage
+    from moedraft.insight.inventory import live_version
+    from moedraft.storage import changes
 
     settings = settings_for(ctx, home=home)
     remote = owner_of(settings, server)
@@ -68,7 +69,7 @@ def promote(
     else:
         with writing(settings) as store:
             check_expert(store, name)
-            live = manage.promote(store, name, version)
+            live = live_version(name, changes.promote(store, name, version))
     _show_live(live, as_json)
 
 
@@ -81,7 +82,8 @@ def rollback(
     as_json: JsonOption = False,
 ) -> None:
     """Go back to the version that the live one was made from."""
-    from moedraft.serve import manage
+    from moedraft.insight.inventory import live_version
+    from moedraft.storage import changes
 
     settings = settings_for(ctx, home=home)
     remote = owner_of(settings, server)
@@ -90,7 +92,7 @@ def rollback(
     else:
         with writing(settings) as store:
             check_expert(store, name)
-            live = manage.rollback(store, name)
+            live = live_version(name, changes.rollback(store, name))
     _show_live(live, as_json)
 
 
@@ -121,7 +123,7 @@ def export(
 
 
 def _versions(settings: Settings, remote: Remote | None, name: str | None) -> list[dict[str, Any]]:
-    from moedraft.serve import manage
+    from moedraft.insight import inventory
 
     if remote is not None:
         found: list[dict[str, Any]] = remote.get("admin", "adapters", name=name)["adapters"]
@@ -131,7 +133,7 @@ def _versions(settings: Settings, remote: Remote | None, name: str | None) -> li
             check_expert(store, name)
         if store is None:
             note_missing(settings)
-        return manage.adapters(store, name) if store else []
+        return inventory.adapters(store, name) if store else []
 
 
 def _show_live(live: dict[str, Any], as_json: bool) -> None:

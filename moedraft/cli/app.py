@@ -1,4 +1,4 @@
-"""The tree of commands. Imports nothing heavy: `moedraft --help` must come at once."""
+"""The tree of commands. It imports nothing slow, so that `moedraft --help` answers at once."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from moedraft.cli.common import DeviceOption, DraftOption, DtypeOption, HomeOpti
 from moedraft.cli.distill import distill
 from moedraft.cli.doctor import doctor
 from moedraft.cli.domain import app as domain_app
+from moedraft.cli.draft import app as draft_app
 from moedraft.cli.generate import generate
 from moedraft.cli.key import app as key_app
 from moedraft.cli.learning import app as learning_app
@@ -57,6 +58,7 @@ def root(
 
 app.add_typer(domain_app, name="domain")
 app.add_typer(adapter_app, name="adapter")
+app.add_typer(draft_app, name="draft")
 app.add_typer(replay_app, name="replay")
 app.add_typer(learning_app, name="learning")
 app.add_typer(key_app, name="key")

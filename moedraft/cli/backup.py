@@ -22,8 +22,8 @@ def backup(
 
     Keys stay out, so that restoring cannot bring back revoked ones, unless `--keys` is given.
     """
-    from moedraft.serve.keys import KEYS_FILE, KeyFile
     from moedraft.storage.backup import make_backup
+    from moedraft.storage.keys import KEYS_FILE, KeyFile
 
     path = settings_for(ctx, home=home).home
     extras = [CONFIG_FILE, *([KEYS_FILE] if keys else [])]
@@ -50,8 +50,8 @@ def restore(
     as_json: JsonOption = False,
 ) -> None:
     """Make a new home of a backup. Where the old one had keys, the new one is closed until it has one."""
-    from moedraft.serve.keys import KEYS_FILE, KeyFile
     from moedraft.storage.backup import restore_backup
+    from moedraft.storage.keys import KEYS_FILE, KeyFile
 
     path = settings_for(ctx, home=home).home
     with busy("Restoring"):

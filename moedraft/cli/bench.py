@@ -1,10 +1,10 @@
-"""`moedraft bench`: tokens per second beside transformers, on the same prompts, in one run."""
+"""`moedraft bench`: compares tokens per second with transformers, on the same prompts and in one run."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -24,13 +24,18 @@ from moedraft.cli.common import (
 )
 from moedraft.cli.files import read_prompts
 
+if TYPE_CHECKING:
+    from moedraft.showcase.shipped import Query
+
+PromptsFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Rows as of `generate`; default: the shipped held-out."),
+]
+
 
 def bench(
     ctx: typer.Context,
-    prompts_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Rows as of `generate`; default: the shipped held-out."),
-    ] = None,
+    prompts_file: PromptsFile = None,
     limit: Annotated[int, typer.Option(min=1, help="Use that many prompts at most.")] = 30,
     rounds: Annotated[int, typer.Option(min=1, help="Repetitions; medians are shown.")] = 3,
     max_tokens: Annotated[int, typer.Option(min=1, help="The longest answer.")] = 64,
@@ -46,27 +51,38 @@ def bench(
 
     The experts are those of the home; after `moedraft demo` they have learned from its stream.
     """
-    from moedraft.engine.build import opened
-    from moedraft.showcase import shipped
     from moedraft.showcase.bench import run
-    from moedraft.showcase.shipped import Query
+    from moedraft.system.build import opened
 
-    queries = [Query(q.prompt, q.domain, max_tokens) for q in shipped.heldout()]
-    if prompts_file:
-        rows = read_prompts(prompts_file)
-        queries = [Query(row.prompt, row.domain or "", row.max_tokens or max_tokens) for row in rows]
+    queries = _queries(prompts_file, max_tokens)
     queries = queries[:: max(1, len(queries) // limit)][:limit]
     settings = settings_for(ctx, home=home, target=target, draft=draft, device=device, dtype=dtype)
     if out:
-        out.touch()  # rather now than after minutes
+        out.touch()  # an unusable path should fail now, not after minutes
     with opened(settings) as system, bar("Measuring", rounds * len(queries)) as advance:
         found = run(system, queries, rounds, advance)
     if out:
         out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     if as_json:
         emit(found)
-        return
-    table = Table(title=f"Batch 1, {len(queries)} prompts, {rounds} rounds, taking turns")
+    else:
+        _show(found, f"Batch 1, {len(queries)} prompts, {rounds} rounds, taking turns")
+
+
+def _queries(prompts_file: Path | None, max_tokens: int) -> list[Query]:
+    """The rows of the file, or the shipped held-out prompts without one."""
+    from moedraft.showcase import shipped
+    from moedraft.showcase.shipped import Query
+
+    if prompts_file is None:
+        return [Query(one.prompt, one.domain, max_tokens) for one in shipped.heldout()]
+    rows = read_prompts(prompts_file)
+    return [Query(row.prompt, row.domain or "", row.max_tokens or max_tokens) for row in rows]
+
+
+def _show(found: dict[str, Any], title: str) -> None:
+    """Print what was measured: one row for each system, then the times of the models' steps."""
+    table = Table(title=title)
     for name in ("system", "tokens/s", "x transformers", "theory", "tokens per step", "same answers"):
         table.add_column(name, justify="left" if name == "system" else "right", no_wrap=name == "system")
     for name, one in found["systems"].items():

@@ -1,6 +1,6 @@
-"""What every command shares: its options, where output goes, how the home is opened.
+"""What all commands share: their common options, how they print, how they open the home.
 
-Data goes to stdout, everything else to stderr. With `--json` stdout carries JSON lines and nothing else.
+Data goes to stdout and everything else to stderr. With `--json`, stdout carries JSON lines and nothing else.
 """
 
 from __future__ import annotations
@@ -33,7 +33,11 @@ HomeOption = Annotated[
 ]
 TargetOption = Annotated[
     str | None,
-    typer.Option(metavar="MODEL", rich_help_panel=PANEL, help="Target: `mini`, a local folder or a hub id."),
+    typer.Option(
+        metavar="MODEL",
+        rich_help_panel=PANEL,
+        help="Target: `mini`, `smollm2`, a local folder, a GGUF file or a hub id.",
+    ),
 ]
 DraftOption = Annotated[
     str | None,
@@ -49,9 +53,12 @@ DtypeOption = Annotated[
     str | None,
     typer.Option(metavar="DTYPE", rich_help_panel=PANEL, help="`auto`, `float32`, `bfloat16` or `float16`."),
 ]
-Advance = Callable[
-    ..., None
-]  # how many are done; then, optionally, what is being done and how many there are
+# is called with how many are done and, optionally, what is being done and how many there are
+Advance = Callable[..., None]
+RawOption = Annotated[
+    bool,
+    typer.Option("--raw", help="Prompts as they are, not through the chat template that the target has."),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout, and nothing else there.")]
 
 err = Console(stderr=True, highlight=False)
@@ -60,12 +67,12 @@ err = Console(stderr=True, highlight=False)
 
 
 def remember(ctx: typer.Context, **options: object) -> None:
-    """Keep the options given before the subcommand's name."""
+    """Remember the options that were given before the name of the subcommand."""
     ctx.obj = {name: value for name, value in options.items() if value is not None}
 
 
 def settings_for(ctx: typer.Context, **options: object) -> Settings:
-    """Settings with the options of the command line: those after the subcommand win over those before."""
+    """The settings, with the options of the command line. Options after the subcommand have priority."""
     from moedraft.config import load_settings
 
     given = {name: value for name, value in options.items() if value is not None}
@@ -76,7 +83,7 @@ def settings_for(ctx: typer.Context, **options: object) -> Settings:
 
 
 def is_missing(settings: Settings) -> bool:
-    """Whether there is no home yet. A file in its place is not a missing home but a wrong one."""
+    """Whether there is no home yet. A file at its path does not count as missing; opening it is an error."""
     from moedraft.storage.db import DATABASE
 
     home = settings.home
@@ -85,7 +92,7 @@ def is_missing(settings: Settings) -> bool:
 
 @contextmanager
 def reading(settings: Settings) -> Iterator[Store | None]:
-    """The home, read-only, while others may write it; None where there is none yet, which is an empty one."""
+    """The home, opened read-only while others may write to it; None if there is none yet."""
     if is_missing(settings):
         yield None
         return
@@ -95,7 +102,7 @@ def reading(settings: Settings) -> Iterator[Store | None]:
 
 @contextmanager
 def writing(settings: Settings, *, create: bool = False) -> Iterator[Store]:
-    """The home with its writing lock. Without `create` a missing home is an error, and stays missing."""
+    """The home, opened with its write lock. Without `create`, a missing home is an error."""
     if not create and is_missing(settings):
         raise StorageError(f"There is no moedraft home at {settings.home}; register a domain to make one.")
     with _opened(settings, write=True) as store:
@@ -108,7 +115,12 @@ def _opened(settings: Settings, *, write: bool) -> Iterator[Store]:
     from moedraft.storage.store import Store
 
     check_home(settings.home)
-    store = Store.open(settings.home, write=write, replay_capacity=settings.replay_capacity)
+    store = Store.open(
+        settings.home,
+        write=write,
+        replay_capacity=settings.replay_capacity,
+        replay_policy=settings.replay_policy,
+    )
     try:
         yield store
     finally:
@@ -116,14 +128,14 @@ def _opened(settings: Settings, *, write: bool) -> Iterator[Store]:
 
 
 def check_expert(store: Store | None, name: str) -> str:
-    """`name` itself where it is a registered domain or `shared`. Raises InvalidRequest."""
+    """`name` itself if it is `shared` or a registered domain. Otherwise raises InvalidRequest."""
     if name != SHARED:
         find_domain(store, name)
     return name
 
 
 def find_domain(store: Store | None, name: str) -> Domain:
-    """The registered domain; InvalidRequest where it is none, as on a home that is not there yet."""
+    """The registered domain `name`. Raises InvalidRequest if there is none, or no home yet."""
     if store is None or not DOMAIN_NAME.fullmatch(name):
         raise InvalidRequest(
             f"There is no domain named '{name}'; `moedraft domain list` shows those there are."
@@ -135,13 +147,13 @@ def find_domain(store: Store | None, name: str) -> Domain:
 
 
 def say_error(sentence: str) -> None:
-    """One line on stderr, whatever stands in it."""
+    """Print an error as one line on stderr, even if the text holds line breaks or odd characters."""
     line = " ".join(sentence.split()).encode("utf-8", "backslashreplace").decode()
     print("Error:", line, file=sys.stderr)
 
 
 def note(text: str) -> None:
-    """A dim remark on stderr."""
+    """Print a dim remark on stderr."""
     err.print(Text(text, style="dim"), soft_wrap=True)
 
 
@@ -150,13 +162,13 @@ def note_missing(settings: Settings) -> None:
 
 
 def emit(data: dict[str, Any]) -> None:
-    """One JSON object on one line of stdout, at once."""
+    """Print one JSON object as one line on stdout, without buffering."""
     plain = not (sys.stdout.encoding or "").lower().startswith("utf")
     print(json.dumps(_finite(data), ensure_ascii=plain, allow_nan=False), flush=True)
 
 
 def say(text: str) -> None:
-    """A line of plain text on stdout; letters that its encoding lacks are spelt out."""
+    """Print a line of text on stdout. Characters that its encoding lacks are written as escapes."""
     write_text(f"{text}\n")
 
 
@@ -167,7 +179,7 @@ def write_text(text: str) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """A table on stdout; in a pipe it is wide rather than wrapped."""
+    """Print a table on stdout. In a pipe it is wide, so that rows are not wrapped."""
     table = Table(title=title, title_justify="left")
     for column in columns:
         table.add_column(column, overflow="fold")
@@ -185,27 +197,27 @@ def moment(timestamp: float) -> str:
 
 
 def busy(text: str) -> AbstractContextManager[object]:
-    """A spinner on stderr, where that is a terminal."""
+    """A spinner on stderr, if that is a terminal."""
     return err.status(f"{text} …")
 
 
 @contextmanager
 def bar(text: str, total: int | None = None, *, shown: bool = True) -> Iterator[Advance]:
-    """A progress bar on stderr, where that is a terminal."""
+    """A progress bar on stderr, if that is a terminal."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     hidden = not (shown and err.is_terminal)
     with Progress(*columns, console=err, transient=True, disable=hidden, redirect_stdout=False) as progress:
         task = progress.add_task(text, total=total)
 
         def advance(done: int, what: object = None, of: int | None = None) -> None:
-            described = what if isinstance(what, str) else None  # a trainer's callback passes its loss
+            described = what if isinstance(what, str) else None  # a trainer's callback passes its loss here
             progress.update(task, completed=done, total=of, description=described)
 
         yield advance
 
 
 def _finite(value: Any) -> Any:
-    """The same data with null for what JSON cannot say."""
+    """The same data with null for numbers that JSON lacks, such as NaN."""
     if isinstance(value, dict):
         return {key: _finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""`moedraft demo`: the whole idea in a few minutes, on the shipped prompts, and what came of it."""
+"""`moedraft demo`: experts learn from the shipped prompts for a few minutes, and the gain is reported."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def demo(
     as_json: JsonOption = False,
 ) -> None:
     """Register the shipped domains in a fresh home, serve a mixed stream and watch the experts learn."""
-    from moedraft.engine.build import opened
     from moedraft.showcase.demo import Demo, publish, summary
+    from moedraft.system.build import opened
 
     chosen = home or (ctx.obj or {}).get("home") or Path(tempfile.mkdtemp(prefix="moedraft-demo-"))
     settings = settings_for(ctx, home=chosen, target=target, draft=draft, device=device, dtype=dtype)
@@ -57,7 +57,7 @@ def demo(
             f"The demo needs a fresh home, and {settings.home} has one; name another folder."
         )
     if out:
-        out.mkdir(parents=True, exist_ok=True)  # rather now than after minutes
+        out.mkdir(parents=True, exist_ok=True)  # an unusable path should fail now, not after minutes
     began = time.monotonic()
     with opened(settings) as system:
         this = Demo(system, seconds)
@@ -67,17 +67,22 @@ def demo(
         emit(summary(result) | {"lossless": equal, **{name: str(path) for name, path in paths.items()}})
     else:
         show(result, Console(highlight=False))
-        lines = {**{name: str(path) for name, path in paths.items()}, "home": str(settings.home)}
-        lines["took"] = f"{time.monotonic() - began:.0f} s"
-        lines["next"] = f"moedraft bench --home {settings.home}   compares with transformers"
-        for name, line in lines.items():
-            print(f"{name + ':':<10}{line}")
+        _show_paths(paths, settings.home, time.monotonic() - began)
     if not equal:
         raise typer.Exit(1)
 
 
+def _show_paths(paths: dict[str, Path], home: Path, seconds: float) -> None:
+    """Print where picture, report and home are, and the command to try next."""
+    lines = {**{name: str(path) for name, path in paths.items()}, "home": str(home)}
+    lines["took"] = f"{seconds:.0f} s"
+    lines["next"] = f"moedraft bench --home {home}   compares with transformers"
+    for name, line in lines.items():
+        print(f"{name + ':':<10}{line}")
+
+
 def watch(this: Demo) -> tuple[Result, bool]:
-    """Run it under a live table on stderr (where that is a terminal; lines elsewhere)."""
+    """Run the demo under a live table on stderr; without a terminal, print lines instead."""
     phase = ""
     with Live(console=err, refresh_per_second=4, transient=True) as live:
 
@@ -109,7 +114,7 @@ def live_table(this: Demo) -> Table:
 
 
 def show(result: Result, console: Console) -> None:
-    """Before, after, gain; speed against plain decoding; what was checked."""
+    """Print the acceptance before and after, the speed against plain decoding, and what was checked."""
     table = Table(title="Held-out prompts: share of the target's tokens that the draft guesses right")
     for name in ("domain", "before", "after", "gain"):
         table.add_column(name, justify="left" if name == "domain" else "right")

@@ -1,4 +1,4 @@
-"""`moedraft doctor`: is everything there that moedraft needs? Changes nothing, loads no model."""
+"""`moedraft doctor`: checks the installation and the home. It changes nothing and loads no model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from moedraft.core import CorruptAdapter, MoedraftError, StorageError
 if TYPE_CHECKING:
     from moedraft.storage.store import Store
 
-State = Literal["ok", "warn", "fail"]
+Outcome = Literal["ok", "warn", "fail"]
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 PACKAGES = ("torch", "transformers", "peft", "safetensors", "scikit-learn", "sentence-transformers")
 LOW_DISK, FULL_DISK = 2**30, 100 * 2**20  # bytes
@@ -43,7 +43,7 @@ LOW_DISK, FULL_DISK = 2**30, 100 * 2**20  # bytes
 @dataclass(frozen=True)
 class Check:
     name: str
-    state: State
+    state: Outcome
     detail: str
 
 
@@ -105,7 +105,7 @@ def _machine(settings: Settings) -> Iterator[Check]:
 
 
 def _models(settings: Settings) -> Iterator[Check]:
-    """Whether the pair that would be loaded is there; a hub id can only be tried by loading it."""
+    """Whether the chosen models are there; a hub id can only be checked by loading it."""
     from moedraft.models import resolve
 
     for role, name in (("target", settings.target), ("draft", settings.draft)):
@@ -114,7 +114,9 @@ def _models(settings: Settings) -> Iterator[Check]:
         except MoedraftError as error:
             yield Check(role, "fail", str(error))
             continue
-        if (where / "config.json").is_file():
+        if where.suffix == ".gguf" and where.is_file():
+            yield Check(role, "ok", f"{name} ({where.name}, {where.stat().st_size / 2**20:.1f} MB)")
+        elif (where / "config.json").is_file():
             yield Check(role, "ok", f"{name} ({_size(where) / 2**20:.1f} MB)")
         elif where.exists():
             yield Check(role, "fail", f"{name} is no model folder: it has no config.json")
@@ -147,14 +149,14 @@ def _folder(home: Path) -> Check:
 def _disk(home: Path) -> Check:
     there = next(path for path in (home, *home.parents) if path.exists())
     free = shutil.disk_usage(there).free
-    state: State = "ok" if free >= LOW_DISK else "warn" if free >= FULL_DISK else "fail"
+    state: Outcome = "ok" if free >= LOW_DISK else "warn" if free >= FULL_DISK else "fail"
     return Check("disk", state, f"{free / 2**30:.1f} GB free")
 
 
 def _router(settings: Settings, store: Store) -> Check:
     registered = {domain.name for domain in store.registry.domains()}
     try:
-        from moedraft.engine.build import open_router
+        from moedraft.system.build import open_router
 
         known = set(open_router(settings, store).domains)
     except MoedraftError as error:
@@ -167,7 +169,7 @@ def _router(settings: Settings, store: Store) -> Check:
 
 
 def _adapters(store: Store) -> Iterator[Check]:
-    """One line for all intact versions, one for each that is not."""
+    """One check for all intact versions, and one for each damaged version."""
     versions = store.registry.versions()
     intact = 0
     with bar("Checking adapters", len(versions)) as advance:
@@ -183,11 +185,11 @@ def _adapters(store: Store) -> Iterator[Check]:
 
 
 def _size(folder: Path) -> int:
-    """Bytes of all files below `folder`."""
+    """The size of all files below `folder`, in bytes."""
     total = 0
     for path in folder.rglob("*"):
         try:
             total += path.stat().st_size if path.is_file() else 0
-        except OSError:  # gone meanwhile: another process may be writing
+        except OSError:  # the file is gone, since another process may be writing
             continue
     return total

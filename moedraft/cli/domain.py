@@ -13,6 +13,7 @@ from moedraft.cli.common import (
     DtypeOption,
     HomeOption,
     JsonOption,
+    RawOption,
     TargetOption,
     bar,
     busy,
@@ -53,6 +54,7 @@ def register(
         int | None,
         typer.Option(min=1, metavar="N", help="Let the target answer N examples and learn from them now."),
     ] = None,
+    raw: RawOption = False,
     home: HomeOption = None,
     server: ServerOption = None,
     target: TargetOption = None,
@@ -65,7 +67,7 @@ def register(
     settings = settings_for(ctx, home=home, target=target, draft=draft, device=device, dtype=dtype)
     prompts = read_examples(examples)
     check_text(description, "the description")
-    from moedraft.engine.admin import check_examples
+    from moedraft.system.domains import check_examples
 
     check_examples(name, prompts)
     remote, warm = owner_of(settings, server), None
@@ -80,28 +82,28 @@ def register(
     elif warm_start is None:
         data = _register(settings, name, prompts, description)
     else:
-        data, warm = _register_warm(settings, name, prompts, description, warm_start)
+        data, warm = _register_warm(settings, name, prompts, description, warm_start, chat=not raw)
     _show_registered(data, warm, as_json)
 
 
 def _register(settings: Settings, name: str, prompts: list[str], description: str) -> dict[str, Any]:
-    from moedraft.engine.admin import register_domain
-    from moedraft.engine.build import open_router
-    from moedraft.serve.manage import summary
+    from moedraft.insight.inventory import summary
+    from moedraft.system.build import open_router
+    from moedraft.system.domains import register_domain
 
     with writing(settings, create=True) as store, busy("Fitting the router"):
         return summary(register_domain(store, open_router(settings, store), name, prompts, description))
 
 
 def _register_warm(
-    settings: Settings, name: str, prompts: list[str], description: str, count: int
+    settings: Settings, name: str, prompts: list[str], description: str, count: int, *, chat: bool
 ) -> tuple[dict[str, Any], WarmStart]:
     with busy("Loading the models"):
-        from moedraft.distill.build import build_loop
+        from moedraft.distill.loop import build_loop
         from moedraft.distill.warmstart import warm_start
-        from moedraft.engine.admin import register_domain
-        from moedraft.engine.build import build
-        from moedraft.serve.manage import summary
+        from moedraft.insight.inventory import summary
+        from moedraft.system.build import build
+        from moedraft.system.domains import register_domain
 
         system = build(settings.model_copy(update={"adaptive_budget": False}))
     try:
@@ -111,7 +113,8 @@ def _register_warm(
             loop = build_loop(settings, system.store)
             system.refresh()
             with bar("Warm start") as advance:
-                return summary(domain), warm_start(system, loop, domain, count, on_progress=advance)
+                warm = warm_start(system, loop, domain, count, chat=chat, on_progress=advance)
+                return summary(domain), warm
         except MoedraftError as error:
             reason = str(error)
             raise type(error)(
@@ -142,7 +145,7 @@ def list_(
     ctx: typer.Context, home: HomeOption = None, server: ServerOption = None, as_json: JsonOption = False
 ) -> None:
     """List the registered domains."""
-    from moedraft.serve import manage
+    from moedraft.insight import inventory
 
     settings, remote = settings_for(ctx, home=home), given_server(server)
     if remote is not None:
@@ -151,7 +154,7 @@ def list_(
         with reading(settings) as store:
             if store is None:
                 note_missing(settings)
-            found = manage.domains(store) if store else []
+            found = inventory.domains(store) if store else []
     if as_json:
         emit({"domains": found})
         return
@@ -169,7 +172,7 @@ def show(
     as_json: JsonOption = False,
 ) -> None:
     """Show a domain with its examples."""
-    from moedraft.serve import manage
+    from moedraft.insight import inventory
 
     settings, remote = settings_for(ctx, home=home), given_server(server)
     if remote is not None:
@@ -178,7 +181,7 @@ def show(
         with reading(settings) as store:
             find_domain(store, name)
             assert store is not None
-            found = manage.domain(store, name)
+            found = inventory.domain(store, name)
     if as_json:
         emit(found)
         return
@@ -212,8 +215,8 @@ def remove(
 def _remove(settings: Settings, name: str) -> None:
     with writing(settings) as store:
         find_domain(store, name)
-        from moedraft.engine.admin import remove_domain
-        from moedraft.engine.build import open_router
+        from moedraft.system.build import open_router
+        from moedraft.system.domains import remove_domain
 
         with busy("Fitting the router"):
             remove_domain(store, open_router(settings, store), name)

@@ -1,4 +1,4 @@
-"""Example and prompt files: JSON lines, UTF-8. Every complaint names the file and the line."""
+"""Reads files of examples and prompts: JSON lines in UTF-8. Every error names the file and the line."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from moedraft.core import InvalidRequest
 
 STDIN = Path("-")
 PROMPT_KEYS = {"prompt", "domain", "max_tokens"}
-ABOUT_KEYS = {"id", "lang", "license", "origin", "reference", "source", "true_domain"}  # say nothing to us
+# keys that are allowed but not used
+ABOUT_KEYS = {"id", "lang", "license", "origin", "reference", "source", "true_domain"}
 
 
 @dataclass(frozen=True)
 class PromptRow:
-    """One prompt to answer, and where it came from, for complaints ("" for a lone argument)."""
+    """One prompt to answer. `where` names its file and line in errors; it is "" for a single argument."""
 
     prompt: str
     domain: str | None = None
@@ -30,7 +31,10 @@ class PromptRow:
 
 
 def read_examples(path: Path) -> list[str]:
-    """The prompts of a file of {"prompt": …, anything else} rows. Raises InvalidRequest or OSError."""
+    """The prompts of a file with rows {"prompt": …}; other keys are ignored.
+
+    Raises InvalidRequest or OSError.
+    """
     examples = []
     for where, row in _objects(path):
         _check_string(row.get("prompt"), where, "prompt")
@@ -38,11 +42,23 @@ def read_examples(path: Path) -> list[str]:
     return examples
 
 
-def read_prompts(path: Path) -> list[PromptRow]:
-    """The rows of a file of {"prompt", "domain"?, "max_tokens"?} rows; `-` is standard input.
+def read_pairs(path: Path, *, with_answers: bool) -> list[tuple[str, str | None]]:
+    """Prompt and, where wanted, its "reference" (else None) of each row. Raises InvalidRequest or OSError."""
+    pairs: list[tuple[str, str | None]] = []
+    for where, row in _objects(path):
+        for key in ("prompt", "reference") if with_answers else ("prompt",):
+            _check_string(row.get(key), where, key)
+        pairs.append((row["prompt"], row["reference"] if with_answers else None))
+    if not pairs:
+        raise InvalidRequest(f"{_title(path)} holds no prompts.")
+    return pairs
 
-    Keys that only describe a row's origin (ABOUT_KEYS) may stand beside them; any other is an error.
-    Raises InvalidRequest, having looked at every row up to the first bad one, or OSError.
+
+def read_prompts(path: Path) -> list[PromptRow]:
+    """The rows of a file with rows {"prompt", "domain"?, "max_tokens"?}; `-` is standard input.
+
+    Keys that only describe a row's origin (ABOUT_KEYS) are allowed too; any other key is an error. Raises
+    InvalidRequest for the first bad row, or OSError.
     """
     rows = []
     for where, row in _objects(path):
@@ -64,14 +80,14 @@ def read_prompts(path: Path) -> list[PromptRow]:
 
 
 def check_prompt(text: str, name: str = "the prompt") -> str:
-    """`text` itself; InvalidRequest where it is blank or no valid Unicode."""
+    """`text` itself. Raises InvalidRequest if it is blank or not valid Unicode."""
     if not text.strip():
         raise InvalidRequest(f"{name} is empty.")
     return check_text(text, name)
 
 
 def check_text(text: str, name: str) -> str:
-    """`text` itself; InvalidRequest for half a surrogate pair or bytes that were no UTF-8."""
+    """`text` itself. Raises InvalidRequest if it holds half a surrogate pair or bytes that were not UTF-8."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -97,7 +113,7 @@ def _read_stdin() -> bytes:
 
 
 def _objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(file and line, object) of each line that is not blank."""
+    """For each line that is not blank: its file and line number as text, and its object."""
     content = _read_stdin() if path == STDIN else path.read_bytes()
     for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
         where = f"{_title(path)}, line {number}"

@@ -1,4 +1,4 @@
-"""`moedraft generate`: answers, in the order of the prompts, each shown as soon as its turn has come."""
+"""`moedraft generate`: answers prompts and prints the answers in the order of the prompts."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from moedraft.cli.common import (
     DtypeOption,
     HomeOption,
     JsonOption,
+    RawOption,
     TargetOption,
     bar,
     busy,
@@ -33,30 +34,34 @@ from moedraft.config import Settings
 from moedraft.core import InvalidRequest, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
-    from moedraft.engine.build import System
     from moedraft.engine.engine import Engine
+    from moedraft.system.build import System
+
+
+PromptsFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help='Rows {"prompt", "domain"?, "max_tokens"?}; - is standard input.'),
+]
+Stop = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Ends an answer; repeatable.")]
+PinnedDomain = Annotated[
+    str | None, typer.Option(metavar="NAME", help="This expert (or `shared`) instead of the router's.")
+]
 
 
 def generate(
     ctx: typer.Context,
     prompts: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...")] = None,
-    prompts_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help='Rows {"prompt", "domain"?, "max_tokens"?}; - is standard input.'),
-    ] = None,
+    prompts_file: PromptsFile = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="1 switches it off.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="0 switches it off.")] = 0,
     max_tokens: Annotated[int, typer.Option(help="The longest answer.")] = 128,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="Ends an answer; repeatable.")
-    ] = None,
-    domain: Annotated[
-        str | None, typer.Option(metavar="NAME", help="This expert (or `shared`) instead of the router's.")
-    ] = None,
+    stop: Stop = None,
+    domain: PinnedDomain = None,
     no_draft: Annotated[bool, typer.Option("--no-draft", help="Plain decoding, for comparison.")] = False,
     learn: Annotated[bool, typer.Option("--learn/--no-learn", help="Learn from the answers.")] = False,
+    raw: RawOption = False,
     home: HomeOption = None,
     target: TargetOption = None,
     draft: DraftOption = None,
@@ -64,7 +69,10 @@ def generate(
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Answer prompts: exactly what the target says, faster."""
+    """Answer prompts: exactly what the target says, faster.
+
+    A prompt is a user's message where the target has a chat template; --raw lets it be continued instead.
+    """
     params = SamplingParams(temperature, top_k, top_p, max_tokens, tuple(stop or ()), seed)
     for text in params.stop:
         check_text(text, "a stop string")
@@ -72,11 +80,11 @@ def generate(
     settings = settings_for(ctx, home=home, target=target, draft=draft, device=device, dtype=dtype)
     _check_domains(settings, rows)
     with busy("Loading the models"):
-        from moedraft.engine.build import build
+        from moedraft.system.build import build
 
         system = build(settings)
     try:
-        failed = _run(system, rows, params, draft=not no_draft, learn=learn, as_json=as_json)
+        failed = _run(system, rows, params, draft=not no_draft, learn=learn, chat=not raw, as_json=as_json)
     finally:
         system.close()
     if failed:
@@ -109,10 +117,17 @@ def _check_domains(settings: Settings, rows: list[PromptRow]) -> None:
 
 
 def _run(
-    system: System, rows: list[PromptRow], params: SamplingParams, *, draft: bool, learn: bool, as_json: bool
+    system: System,
+    rows: list[PromptRow],
+    params: SamplingParams,
+    *,
+    draft: bool,
+    learn: bool,
+    chat: bool,
+    as_json: bool,
 ) -> int:
-    """Answer all rows; returns how many failed."""
-    ids = [_add(system.engine, row, params, draft, learn) for row in rows]
+    """Answer all rows; returns how many of them failed."""
+    ids = [_add(system.engine, row, params, draft=draft, capture=learn, chat=chat) for row in rows]
     between = _learner(system) if learn else lambda: None
     failed = 0
     with bar("Answering", len(rows), shown=_wants_bar(as_json, len(rows))) as advance:
@@ -133,18 +148,18 @@ def _wants_bar(as_json: bool, count: int) -> bool:
     return as_json and count > 1 and not sys.stdout.isatty()
 
 
-def _add(engine: Engine, row: PromptRow, params: SamplingParams, draft: bool, learn: bool) -> str:
+def _add(engine: Engine, row: PromptRow, params: SamplingParams, **options: Any) -> str:
     try:
         own = replace(params, max_tokens=row.max_tokens or params.max_tokens)
-        return engine.add(row.prompt, own, expert=row.domain, draft=draft, capture=learn)
+        return engine.add(row.prompt, own, expert=row.domain, **options)
     except InvalidRequest as error:
         raise row.complaint(error) from error
 
 
 def _learner(system: System) -> Callable[[], None]:
-    """What to do between two steps when an answer has ended: train whoever is due, load what came of it."""
+    """A function to call after each answer: it trains an adapter that is due, and loads the new version."""
     with busy("Loading the draft base"):
-        from moedraft.distill.build import build_loop
+        from moedraft.distill.loop import build_loop
 
         loop = build_loop(system.settings, system.store)
 
@@ -152,7 +167,8 @@ def _learner(system: System) -> Callable[[], None]:
         update = loop.run_once()
         if update is not None:
             system.refresh()
-            gain = f"{rate(update.acceptance_before)} → {rate(update.acceptance_after)}"
+            made = update.summary
+            gain = f"{rate(made.acceptance_before)} → {rate(made.acceptance_after)}"
             note(f"{update.expert} learned: version {update.version.version}, top-1 agreement {gain}")
 
     return learn
@@ -161,7 +177,10 @@ def _learner(system: System) -> Callable[[], None]:
 def in_order(
     engine: Engine, ids: list[str], on_finish: Callable[[], None]
 ) -> Iterator[Iterator[RequestOutput]]:
-    """For each request its outputs as they grow, the last one finished; each iterator is used up in turn."""
+    """For each request, in order, an iterator over its outputs as they grow.
+
+    The last output is finished. Each iterator must be used up before the next one is taken.
+    """
     latest: dict[str, RequestOutput] = {}
 
     def outputs(request_id: str) -> Iterator[RequestOutput]:
@@ -198,13 +217,13 @@ def _show_text(answer: Iterator[RequestOutput]) -> bool:
 
 
 def summary(output: RequestOutput) -> str:
-    """`sql v3 · 0.812 accepted · 3.40 tokens a check · 48 tokens, 215 a second`"""
+    """One line about an answer: `sql v3 · 0.812 accepted · 3.40 tokens a check · 48 tokens, 215 a second`."""
     parts = [f"{output.expert} v{output.adapter_version}"]
-    if output.mean_acceptance_length is not None:
-        parts.append(f"{rate(output.draft_acceptance_rate)} accepted")
-        parts.append(f"{output.mean_acceptance_length:.2f} tokens a check")
-    if output.num_accepted_lookup_tokens:
-        parts.append(f"{output.num_accepted_lookup_tokens} looked up")
+    if output.speculation.mean_acceptance_length is not None:
+        parts.append(f"{rate(output.speculation.draft_acceptance_rate)} accepted")
+        parts.append(f"{output.speculation.mean_acceptance_length:.2f} tokens a check")
+    if output.speculation.num_accepted_lookup_tokens:
+        parts.append(f"{output.speculation.num_accepted_lookup_tokens} looked up")
     parts.append(f"{len(output.token_ids)} tokens, {output.tokens_per_second:.0f} a second")
     return " · ".join(parts)
 
@@ -216,12 +235,14 @@ def output_data(output: RequestOutput) -> dict[str, Any]:
         "finish_reason": output.finish_reason,
         "expert": output.expert,
         "adapter_version": output.adapter_version,
-        "draft_acceptance_rate": output.draft_acceptance_rate,
-        "mean_acceptance_length": output.mean_acceptance_length,
-        "num_drafts": output.num_drafts,
-        "num_draft_tokens": output.num_draft_tokens,
-        "num_accepted_tokens": output.num_accepted_tokens,
-        "num_lookup_tokens": output.num_lookup_tokens,
-        "num_accepted_lookup_tokens": output.num_accepted_lookup_tokens,
+        "draft_acceptance_rate": output.speculation.draft_acceptance_rate,
+        "mean_acceptance_length": output.speculation.mean_acceptance_length,
+        "num_drafts": output.speculation.num_drafts,
+        "num_draft_tokens": output.speculation.num_draft_tokens,
+        "num_accepted_tokens": output.speculation.num_accepted_tokens,
+        "num_lookup_tokens": output.speculation.num_lookup_tokens,
+        "num_accepted_lookup_tokens": output.speculation.num_accepted_lookup_tokens,
+        "num_steps": output.speculation.num_steps,
+        "tokens_per_step": output.tokens_per_step,
         "tokens_per_second": output.tokens_per_second,
     }

@@ -1,4 +1,4 @@
-"""`moedraft key`: who may use the server, and for what."""
+"""`moedraft key`: makes, lists and revokes the keys with which clients use the server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def create(
     as_json: JsonOption = False,
 ) -> None:
     """Make a key and show it, this once. A server that runs knows it at once."""
-    from moedraft.serve.keys import KeyFile
+    from moedraft.storage.keys import KeyFile
 
     key, secret = KeyFile(settings_for(ctx, home=home).home).create(scope, name)
     if as_json:
@@ -36,7 +36,7 @@ def create(
 @app.command("list")
 def list_(ctx: typer.Context, home: HomeOption = None, as_json: JsonOption = False) -> None:
     """List the keys; what is kept of them opens nothing."""
-    from moedraft.serve.keys import KeyFile
+    from moedraft.storage.keys import KeyFile
 
     keys = KeyFile(settings_for(ctx, home=home).home).keys()
     if as_json:
@@ -57,7 +57,7 @@ def revoke(
     as_json: JsonOption = False,
 ) -> None:
     """Make a key worthless, at once."""
-    from moedraft.serve.keys import KeyFile
+    from moedraft.storage.keys import KeyFile
 
     key = KeyFile(settings_for(ctx, home=home).home).revoke(key_id)
     if as_json:

@@ -1,4 +1,4 @@
-"""`moedraft learning`: what a server's trainer does; hold it, let it go on."""
+"""`moedraft learning`: shows, pauses and resumes the training that a server does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the dashboard shows, as one picture on paper."""
+"""Draws the dashboard's most important charts into one picture file."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from moedraft.core import SHARED, InvalidRequest
 
 if TYPE_CHECKING:
-    from moedraft.serve.observe import Observer
-    from moedraft.serve.spans import Span
-    from moedraft.serve.tables import Column, Table
+    from moedraft.insight.observe import Observer
+    from moedraft.insight.spans import Span
+    from moedraft.insight.table import Column, Table
 
 SUFFIXES = (".png", ".svg", ".pdf")
 HUES = ("#2f6fd0", "#d9772b", "#3c9a5f", "#b04a9c", "#c2a21b", "#7a62c9", "#2aa3b5", "#c44f57")
@@ -20,15 +20,16 @@ GREY, INK, ACCENT = "#9aa1a9", "#1d2023", "#0f766e"
 
 
 def check_file(path: Path) -> None:
-    """Raises InvalidRequest where a picture cannot be called that."""
+    """Raises InvalidRequest if the file's name has no suffix of a supported picture format."""
     if path.suffix.lower() not in SUFFIXES:
         raise InvalidRequest(f"the picture must be a {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file.")
 
 
 def draw(observer: Observer, span: Span, path: Path) -> None:
-    """Acceptance by expert, tokens per second, traffic by domain and what updates gained.
+    """Draw acceptance by expert, tokens per second, traffic by domain and the gain of updates.
 
-    Raises InvalidRequest, nothing written, where nothing was served in `span`; OSError for the file.
+    Raises InvalidRequest, without writing a file, if nothing was served in `span`. Raises OSError if the file
+    cannot be written.
     """
     import matplotlib
 
@@ -130,5 +131,5 @@ def _finish(axes: Any, table: Table, title: str, *, legend: bool) -> None:
 
 
 def _plain(name: str) -> str:
-    """A label that matplotlib takes for neither a formula nor one to be hidden."""
+    """A label that matplotlib shows as it is, not as a formula, and not hidden for a leading underscore."""
     return name.replace("$", r"\$").lstrip("_") or "?"

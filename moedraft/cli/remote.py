@@ -1,7 +1,7 @@
-"""The server that owns a home, or one elsewhere: how the commands that change something reach it.
+"""Reaches a server for the commands that change something: the one that owns the home, or another one.
 
-Found by `--server URL` (with the key in MOEDRAFT_API_KEY), or through the file that a running server keeps in
-its home, so that the same command works whether one runs or not.
+A server elsewhere is given by `--server URL`, with the key in MOEDRAFT_API_KEY. The server that owns the home
+is found by a file that it keeps there, so the same command works whether it runs or not.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 SERVER_FILE = "server.json"
 PROBE_SECONDS = 5.0
-LARGE = 1_000_000  # bytes; a server may close the door on more, before it says why
-SECONDS = 600.0  # embedding the examples of a domain takes its time
+LARGE = 1_000_000  # bytes; a server may close the connection on a larger body before its answer can be read
+SECONDS = 600.0  # embedding the examples of a domain can take minutes
 
 ServerOption = Annotated[
     str | None,
@@ -40,11 +40,11 @@ ServerOption = Annotated[
 
 
 class Unreachable(MoedraftError):
-    """No server answers there."""
+    """No moedraft server answers at the URL."""
 
 
 class _NoRedirects(HTTPRedirectHandler):
-    """A key is for the server it was given for."""
+    """Follows no redirects, because the key must be sent only to the server for which it was given."""
 
     def redirect_request(self, *_: Any, **__: Any) -> None:
         return None
@@ -56,7 +56,7 @@ class Remote:
 
     url: str
     key: str | None
-    local: bool = False  # found in a home on this machine: no proxy lies on the way
+    local: bool = False  # the URL was read from a home on this machine, so no proxy must be used
 
     def get(self, *path: str, **query: str | None) -> dict[str, Any]:
         given = {name: value for name, value in query.items() if value is not None}
@@ -69,7 +69,7 @@ class Remote:
         return self._ask("DELETE", _joined(path))
 
     def answers(self) -> bool:
-        """Whether somebody listens there. A server too busy to say so does."""
+        """Whether a server listens at the URL. One that is too busy to answer in time counts as listening."""
         try:
             self._ask("GET", "/health", seconds=PROBE_SECONDS)
         except Unreachable as error:
@@ -109,7 +109,7 @@ class Remote:
         return found
 
     def _opener(self) -> OpenerDirector:
-        """Without a proxy on the way to this machine."""
+        """An opener for requests. For a server on this machine it ignores proxy settings."""
         local = self.local or urlsplit(self.url).hostname in ("localhost", "127.0.0.1", "::1")
         return build_opener(_NoRedirects, *([ProxyHandler({})] if local else []))
 
@@ -124,7 +124,7 @@ class Remote:
 
 
 def given_server(server: str | None) -> Remote | None:
-    """The one that `--server` names. Raises InvalidRequest for what is no URL of one."""
+    """The server that `--server` names; None if it names none. Raises InvalidRequest if it is not a URL."""
     if server is None:
         return None
     try:
@@ -138,24 +138,24 @@ def given_server(server: str | None) -> Remote | None:
 
 
 def owner_of(settings: Settings, server: str | None) -> Remote | None:
-    """The server to change things through: the one named, or the one that owns the home; else None."""
+    """The server that is named, or else the one that owns the home; None if no server is in use."""
     return given_server(server) or _running(settings.home)
 
 
 def running_url(home: Path) -> str | None:
-    """Where the server of this home is, if one runs."""
+    """The URL of the server that owns this home, if one runs."""
     remote = _running(home)
     return remote.url if remote else None
 
 
 def _running(home: Path) -> Remote | None:
-    """Read from the home; a file left behind by a server that was killed counts for nothing."""
+    """The server that the file in the home names; None if it no longer runs, for example after a crash."""
     try:
         data = json.loads((home / SERVER_FILE).read_bytes())
         remote = Remote(str(data["url"]), str(data["key"]), local=True)
         os.kill(int(data["pid"]), 0)
     except PermissionError:
-        return None  # another user's
+        return None  # the process belongs to another user
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
     return remote if remote.answers() else None

@@ -1,4 +1,4 @@
-"""`moedraft replay`: what is kept to learn from; show it, take it out, delete it."""
+"""`moedraft replay`: shows, exports and deletes the records that experts learn from."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def show(
     ctx: typer.Context, home: HomeOption = None, server: ServerOption = None, as_json: JsonOption = False
 ) -> None:
     """Show how many records each domain has."""
-    from moedraft.serve.manage import replay
+    from moedraft.insight.inventory import replay
 
     settings, remote = settings_for(ctx, home=home), given_server(server)
     if remote is not None:
@@ -111,7 +111,7 @@ def export(
                 file.writelines(json.dumps(asdict(record)) + "\n" for record in records)
                 file.flush()
             except BaseException:
-                out.unlink()  # a part would pass for the whole
+                out.unlink()  # a partial file could be taken for a complete one
                 raise
     if as_json:
         emit({"domain": name, "exported": len(records), "path": str(out)})

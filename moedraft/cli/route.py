@@ -1,4 +1,4 @@
-"""`moedraft route`: which domain a text belongs to. Loads the router's embedder, never a language model."""
+"""`moedraft route`: shows which domain a text belongs to. Loads the embedder, but no language model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from moedraft.config import Settings
 from moedraft.core import SHARED
 
 if TYPE_CHECKING:
-    from moedraft.routing.classifier import Route
+    from moedraft.routing.router import Route
 
 
 def route(
@@ -55,8 +55,8 @@ def route(
 
 
 def _routes(settings: Settings, texts: list[str]) -> list[Route]:
-    from moedraft.engine.build import open_router
-    from moedraft.routing.classifier import Route
+    from moedraft.routing.router import Route
+    from moedraft.system.build import open_router
 
     with reading(settings) as store:
         if store is None:

@@ -23,26 +23,30 @@ from moedraft.cli.common import (
 from moedraft.cli.remote import Unreachable, running_url
 from moedraft.core import InvalidRequest
 
+Host = Annotated[
+    str | None, typer.Option(metavar="ADDRESS", help="Default 127.0.0.1; a public one needs a key.")
+]
+Port = Annotated[int | None, typer.Option(min=0, max=65535, help="Default 8000; 0 takes a free one.")]
+Learning = Annotated[
+    bool | None, typer.Option("--learning/--no-learning", help="Learn from the traffic, beside serving.")
+]
+Capture = Annotated[
+    bool | None, typer.Option("--capture/--no-capture", help="Keep served requests to learn from.")
+]
+ShutdownTimeout = Annotated[
+    float | None, typer.Option(min=0, metavar="SECONDS", help="What running answers get at SIGTERM.")
+]
+
 
 def serve(
     ctx: typer.Context,
-    host: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="Default 127.0.0.1; a public one needs a key.")
-    ] = None,
-    port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="Default 8000; 0 takes a free one.")
-    ] = None,
-    learning: Annotated[
-        bool | None, typer.Option("--learning/--no-learning", help="Learn from the traffic, beside serving.")
-    ] = None,
-    capture: Annotated[
-        bool | None, typer.Option("--capture/--no-capture", help="Keep served requests to learn from.")
-    ] = None,
+    host: Host = None,
+    port: Port = None,
+    learning: Learning = None,
+    capture: Capture = None,
     max_batch_size: Annotated[int | None, typer.Option(min=1, help="Sequences decoded at once.")] = None,
     max_waiting: Annotated[int | None, typer.Option(min=0, help="The longest queue; then 429.")] = None,
-    shutdown_timeout: Annotated[
-        float | None, typer.Option(min=0, metavar="SECONDS", help="What running answers get at SIGTERM.")
-    ] = None,
+    shutdown_timeout: ShutdownTimeout = None,
     home: HomeOption = None,
     target: TargetOption = None,
     draft: DraftOption = None,

@@ -1,4 +1,4 @@
-"""`moedraft stats`: what each expert did, and what waits to be learned. Reads only."""
+"""`moedraft stats`: shows what each expert did and how many records wait to be learned. Changes nothing."""
 
 from __future__ import annotations
 
@@ -24,18 +24,17 @@ from moedraft.cli.common import (
     say,
     settings_for,
 )
-from moedraft.core import SHARED, StorageError
+from moedraft.core import StorageError
 
 if TYPE_CHECKING:
     from moedraft.config import Settings
-    from moedraft.storage.requests import ExpertStats
     from moedraft.storage.store import Store
 
 COLUMNS = (
     *("expert", "requests", "tokens", "acceptance", "recent", "first", "length", "per step", "replay"),
     *("updates", "version"),
 )
-MEASURED = (
+SHOWN_RATES = (
     "acceptance_rate",
     "recent_acceptance_rate",
     "first_acceptance_rate",
@@ -82,12 +81,14 @@ def stats(
 
 
 def _look(settings: Settings) -> dict[str, Any]:
-    """Everything that is shown, read now. Raises StorageError."""
+    """All figures to show, read now. Raises StorageError."""
+    from moedraft.insight.inventory import experts
+
     with reading(settings) as store:
         if store is None:
             note_missing(settings)
         return {
-            "experts": {} if store is None else experts_of(store),
+            "experts": {} if store is None else experts(store),
             "learning": learning_of(store, settings.update_every),
             "engine": engine_of(store),
         }
@@ -111,7 +112,7 @@ def _lines(data: dict[str, Any]) -> list[str]:
 
 
 def _repeat(show: Callable[[], None], every: float) -> None:
-    """Until Ctrl-C, which is how this is meant to end."""
+    """Call `show` every `every` seconds until Ctrl-C, the intended way to end it."""
     try:
         while True:
             show()
@@ -121,7 +122,7 @@ def _repeat(show: Callable[[], None], every: float) -> None:
 
 
 def _watch(settings: Settings, every: float) -> None:
-    """A table that stays in place on the terminal."""
+    """Show a table on the terminal that is updated in place."""
     from rich.console import Group
     from rich.live import Live
     from rich.table import Table
@@ -141,8 +142,8 @@ def _watch(settings: Settings, every: float) -> None:
 
 def _plot(settings: Settings, span: str, path: Path) -> None:
     from moedraft.cli.plot import check_file, draw
-    from moedraft.serve.observe import Observer
-    from moedraft.serve.spans import find_span
+    from moedraft.insight.observe import Observer
+    from moedraft.insight.spans import find_span
 
     check_file(path)
     found = find_span(span)
@@ -155,8 +156,8 @@ def _plot(settings: Settings, span: str, path: Path) -> None:
 
 
 def engine_of(store: Store | None) -> dict[str, Any] | None:
-    """How busy the server of the home was, where it said so within the last seconds."""
-    from moedraft.distill.loop import STALE, read_load
+    """The server's load; None if no server of this home has reported it in the last seconds."""
+    from moedraft.distill.governor import STALE, read_load
 
     load = read_load(store.registry) if store else None
     if load is None or abs(time.time() - load.at) > STALE:
@@ -164,32 +165,9 @@ def engine_of(store: Store | None) -> dict[str, Any] | None:
     return {"idle": load.idle, "waiting": load.waiting}
 
 
-def experts_of(store: Store) -> dict[str, dict[str, Any]]:
-    """Numbers by name: `shared`, then all registered domains, then removed ones that served."""
-    served, sizes = store.requests.summary(), store.replay.sizes()
-    sizes[SHARED] = sum(sizes.values())
-    registered = [domain.name for domain in store.registry.domains()]
-    names = dict.fromkeys([SHARED, *registered, *served])
-    return {name: _expert(store, name, served.get(name), sizes.get(name, 0)) for name in names}
-
-
-def _expert(store: Store, name: str, served: ExpertStats | None, replay_size: int) -> dict[str, Any]:
-    live = store.registry.live(name)
-    return {
-        "requests": served.requests if served else 0,
-        "tokens": served.tokens if served else 0,
-        **{key: getattr(served, key) if served else None for key in MEASURED},
-        "lookup_tokens": served.lookup_tokens if served else 0,
-        "accepted_lookup_tokens": served.accepted_lookup_tokens if served else 0,
-        "replay_size": replay_size,
-        "updates": store.registry.updates(name),
-        "version": live.version if live else 0,
-    }
-
-
 def learning_of(store: Store | None, update_every: int) -> dict[str, Any]:
-    """Who has how many records that it has not learned from, and for whom that is enough."""
-    from moedraft.distill.loop import news
+    """How many new records each adapter has, and which adapters have enough for an update."""
+    from moedraft.distill.governor import news
 
     new_records = news(store) if store else {}
     due = [name for name, count in new_records.items() if count >= update_every]
@@ -203,6 +181,6 @@ def learning_of(store: Store | None, update_every: int) -> dict[str, Any]:
 
 
 def _row(name: str, data: dict[str, Any]) -> list[object]:
-    rates = [rate(data[key]) for key in MEASURED]
+    rates = [rate(data[key]) for key in SHOWN_RATES]
     counts = [data["replay_size"], data["updates"], data["version"]]
     return [name, data["requests"], data["tokens"], *rates, *counts]

@@ -1,7 +1,8 @@
-"""Replay records as padded batches, with the target's distribution at the right positions."""
+"""Replay records as padded batches, each answer token paired with the target's distribution for it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ MAX_CONTEXT = 256  # tokens of the prompt that an update reads, from its end
 
 @dataclass(frozen=True)
 class Batch:
-    """Padded records. The draft's logits at `position` are supervised by the target's top-k there."""
+    """Padded records. Where `mask` is true, the draft's logits are compared with the target's top-k."""
 
     token_ids: torch.Tensor  # int64 [B, L], right-padded with 0
     keep: int  # logits are needed for the last `keep` positions only
@@ -23,13 +24,46 @@ class Batch:
     topk_logprobs: torch.Tensor  # float32 [N, k]
 
 
+def length_of(record: ReplayRecord, max_tokens: int) -> int:
+    """How many tokens of `record` go into a batch whose rows have at most `max_tokens`."""
+    context = min(record.num_prompt_tokens, MAX_CONTEXT)
+    return min(context + len(record.topk_ids), max_tokens)
+
+
+def grouped(records: Sequence[ReplayRecord], max_tokens: int) -> list[list[ReplayRecord]]:
+    """The records in their order, in groups of at most `max_tokens` tokens, padding included."""
+    groups: list[list[ReplayRecord]] = []
+    longest = 0
+    for record in records:
+        longest = max(longest, length_of(record, max_tokens))
+        if groups and longest * (len(groups[-1]) + 1) <= max_tokens:
+            groups[-1].append(record)
+        else:
+            groups.append([record])
+            longest = length_of(record, max_tokens)
+    return groups
+
+
+def shuffled_groups(
+    records: Sequence[ReplayRecord], count: int, max_tokens: int, seed: int
+) -> list[list[ReplayRecord]]:
+    """`count` groups as of `grouped`: all records again and again, each time in a new random order."""
+    generator = torch.Generator().manual_seed(seed)
+    groups: list[list[ReplayRecord]] = []
+    while len(groups) < count:
+        order = torch.randperm(len(records), generator=generator).tolist()
+        groups += grouped([records[index] for index in order], max_tokens)
+    return groups[:count]
+
+
 def collate(
     records: list[ReplayRecord], device: torch.device, max_tokens: int | None = None, vocab: int | None = None
 ) -> Batch:
-    """Records → one batch. Answer token i is predicted by the logits one position before it.
+    """One batch of all `records`. An answer token is predicted by the logits one position before it.
 
-    `max_tokens` cuts long answers from their end, so that a row never exceeds it. Tokens the draft does not
-    have (`vocab` and above) are read as 0; in a top-k they become padding, and their mass goes to the tail.
+    Long prompts are cut at their beginning, to MAX_CONTEXT tokens, and long answers at their end, so that no
+    row has more than `max_tokens`. A draft with a vocabulary of `vocab` tokens lacks the tokens above it:
+    they are read as token 0, and as padding in a top-k, where their probability counts as the tail's.
     """
     context = MAX_CONTEXT if max_tokens is None else min(MAX_CONTEXT, max_tokens // 2)
     rows, starts, counts = [], [], []
@@ -39,15 +73,38 @@ def collate(
         rows.append(record.token_ids[first:last])
         starts.append(record.num_prompt_tokens - first - 1)
         counts.append(len(rows[-1]) - starts[-1] - 1)
-    length, width = max(map(len, rows)), max(len(r.topk_ids[0]) for r in records)
-    keep = length - min(starts)
+    keep = max(map(len, rows)) - min(starts)
+    ids, mask = _padded(rows, starts, counts, vocab)
+    topk_ids, topk_logprobs = _teacher(records, counts, vocab)
+    return Batch(
+        token_ids=ids.to(device),
+        keep=keep,
+        mask=mask[:, -keep:].to(device),
+        topk_ids=topk_ids.to(device),
+        topk_logprobs=topk_logprobs.to(device),
+    )
+
+
+def _padded(
+    rows: list[list[int]], starts: list[int], counts: list[int], vocab: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The token ids [B, L], and a mask [B, L] of the positions whose logits predict an answer token."""
+    length = max(map(len, rows))
     ids = torch.zeros(len(rows), length, dtype=torch.int64)
     mask = torch.zeros(len(rows), length, dtype=torch.bool)
     for b, (row, start, count) in enumerate(zip(rows, starts, counts, strict=True)):
         ids[b, : len(row)] = torch.tensor(row)
-        if vocab is not None:
-            ids[b].masked_fill_(ids[b] >= vocab, 0)
         mask[b, start : start + count] = True
+    if vocab is not None:
+        ids.masked_fill_(ids >= vocab, 0)
+    return ids, mask
+
+
+def _teacher(
+    records: list[ReplayRecord], counts: list[int], vocab: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The target's top-k at all answer tokens of all records, one below the other: ids, log-probabilities."""
+    width = max(len(record.topk_ids[0]) for record in records)
     chosen = [
         (pad_to(top, width, -1), pad_to(logprobs, width, -torch.inf))
         for record, count in zip(records, counts, strict=True)
@@ -58,13 +115,7 @@ def collate(
     if vocab is not None:
         topk_logprobs.masked_fill_(topk_ids >= vocab, -torch.inf)
         topk_ids.masked_fill_(topk_ids >= vocab, -1)
-    return Batch(
-        token_ids=ids.to(device),
-        keep=keep,
-        mask=mask[:, -keep:].to(device),
-        topk_ids=topk_ids.to(device),
-        topk_logprobs=topk_logprobs.to(device),
-    )
+    return topk_ids, topk_logprobs
 
 
 def pad_to(values: list[Any], width: int, fill: float) -> list[Any]:

@@ -1,8 +1,8 @@
-"""An expert out of the home, as one PEFT adapter over the plain draft base.
+"""Writes an expert of the home into a folder, as one PEFT adapter over the plain draft base.
 
-The engine drafts with base + shared + expert. Two low-rank terms are one of the summed rank,
-B₁A₁ + B₂A₂ = [B₁ B₂][A₁; A₂], so the combination is exact; a module that only one of them touches keeps
-that one's rank. Scalings are folded into B, and `lora_alpha` = rank everywhere.
+The engine drafts with base + shared adapter + expert, but PEFT users load one adapter. Two low-rank terms
+can be written as one whose rank is the sum, B₁A₁ + B₂A₂ = [B₁ B₂][A₁; A₂], so the result is exact. A module
+that only one of the two touches keeps that one's rank. Scalings are folded into B, so `lora_alpha` = rank.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from peft import LoraConfig
 from safetensors.torch import save_file
 
 from moedraft.core import SHARED, AdapterVersion, InvalidRequest
-from moedraft.drafting.lora import LORA_A, LORA_B, PREFIX, Delta, scaling
-from moedraft.storage.adapters import CONFIG, WEIGHTS, LoadedAdapter
+from moedraft.drafting.adapter import LORA_A, LORA_B, PREFIX, Delta, scaling
+from moedraft.storage.adapters import LoadedAdapter
+from moedraft.storage.candidate import CONFIG, WEIGHTS
 from moedraft.storage.store import Store
 
 Part = tuple[AdapterVersion, LoadedAdapter]
@@ -31,7 +32,7 @@ Part = tuple[AdapterVersion, LoadedAdapter]
 @dataclass(frozen=True)
 class Exported:
     path: Path
-    versions: dict[str, int]  # what went in, by name
+    versions: dict[str, int]  # those that were combined, by name
     base_hash: str
 
 
@@ -66,7 +67,7 @@ def combine(adapters: Sequence[LoadedAdapter]) -> tuple[LoraConfig, dict[str, to
 
 
 def _parts(store: Store, name: str, expert_only: bool) -> list[Part]:
-    """The live versions that `name` drafts with, shared first; all of one draft base."""
+    """The live versions that `name` drafts with, the shared one first; all belong to one draft base."""
     own = store.adapters.load_live(name)
     below: Part | None = None
     if name != SHARED and not expert_only:
@@ -78,7 +79,7 @@ def _parts(store: Store, name: str, expert_only: bool) -> list[Part]:
 
 
 def _deltas(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Delta]:
-    """A [r, in] and B [out, r] by module, float32, the scaling in B."""
+    """By module: A [r, in] and B [out, r] in float32, with the scaling multiplied into B."""
     deltas = {}
     for key, a in tensors.items():
         if key.endswith(LORA_A):
@@ -105,7 +106,7 @@ def _config(ranks: Mapping[str, int], base: str | None) -> LoraConfig:
 
 
 def _write(out: Path, config: LoraConfig, tensors: dict[str, torch.Tensor]) -> None:
-    """Whole or not at all: written beside, then renamed."""
+    """Write into a temporary folder beside `out` and rename it, so that `out` is whole or not there."""
     out = out.absolute()
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.parent / f".{out.name}-{uuid.uuid4().hex[:8]}"

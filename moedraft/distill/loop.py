@@ -1,161 +1,171 @@
-"""When to train, and whom: the adapter whose next update promises the most, out of those that have news.
+"""Runs updates one at a time: chooses the adapter, trains it, publishes the result, notes what was used.
 
-Beside a server there must be room for it: what the engine says of its load, against what the settings allow.
-
-Promise = measured gain of its recent updates × its share of the traffic. The shared adapter counts all
-traffic, so it goes first on a fresh home; as its gains shrink the experts take over, and an expert whose
-domain is new starts with the same hope as everybody else. Each failure in a row halves the promise, so that
-an adapter whose updates fail for ever goes behind the others.
+The adapter that is trained next promises most, out of those that have enough new records. The promise is
+the gain measured in its recent updates × its share of the traffic × the number of its new records. The
+shared adapter counts all traffic, so it goes first in a new home; as its gains shrink the experts take over,
+and an expert whose domain is new starts with the same expected gain as everybody else. Each failure in a row
+halves the promise, so that an adapter whose updates always fail does not keep the others from learning.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import time
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
 from moedraft.config import Settings
-from moedraft.core import SHARED, StorageError, UpdateRecord
-from moedraft.storage.registry import Registry
+from moedraft.core import SHARED, AdapterVersion, StorageError, UpdateRecord
+from moedraft.distill.governor import news
+from moedraft.distill.outlet import HomeOutlet, Outlet
+from moedraft.distill.trainer import OnStep, Trainer
+from moedraft.learning_state import LearningKind, LearningState, paused, waiting
+from moedraft.models import load_by
+from moedraft.storage.candidate import Candidate, CandidateSummary
 from moedraft.storage.store import Store
-
-if TYPE_CHECKING:  # so that `news` can be asked for without loading PyTorch's and PEFT's training parts
-    from moedraft.distill.trainer import OnStep, Trainer, Update
 
 log = logging.getLogger(__name__)
 
-HOPE = 0.05  # acceptance an adapter is thought to gain by its first update
-FORGET = 0.5  # weight of the newest measured gain
-LOAD = "load"  # meta key
-STALE = 15.0  # s after which a load says nothing any more
+EXPECTED_GAIN = 0.05  # of acceptance, by the first update of an adapter
+LEAST_GAIN = 1e-3  # what an adapter is expected to gain at least, so that it is still trained now and then
+NEWEST_WEIGHT = 0.5  # of the last measured gain in the running mean
+
+
+@dataclass(frozen=True)
+class Update:
+    """A candidate that was published."""
+
+    version: AdapterVersion
+    summary: CandidateSummary
+    seconds: float  # of training and publishing, without the waiting in between
+
+    @property
+    def expert(self) -> str:
+        return self.summary.expert
+
+    @property
+    def gain(self) -> float | None:
+        """Acceptance on held-out records after the update less that before."""
+        before, after = self.summary.acceptance_before, self.summary.acceptance_after
+        return None if before is None or after is None else after - before
+
+    def record(self) -> UpdateRecord:
+        """What is kept of it in the home."""
+        return UpdateRecord(
+            expert=self.expert,
+            version=self.version.version,
+            records=self.summary.records,
+            steps=self.summary.steps,
+            loss=self.summary.loss,
+            seconds=self.seconds,
+            acceptance_before=self.summary.acceptance_before,
+            acceptance_after=self.summary.acceptance_after,
+        )
 
 
 @dataclass
 class DistillLoop:
-    """Runs updates one at a time, when asked. What it has used stands in storage, so a restart goes on."""
+    """Runs updates when asked. Which records were used stands in storage, so a restart goes on from there."""
 
     trainer: Trainer
     store: Store
+    outlet: Outlet
     every: int = 16  # new records that make an update due
     gains: dict[str, float] = field(default_factory=dict)
     failures: dict[str, int] = field(default_factory=dict)  # in a row; gone with a success
-    updates: int = 0
-    waited: float = 0.0  # s of the running update that `on_step` let pass unused; it says so itself
-    status: str = "waiting for records"  # or "training <expert>", "paused: <reason>"
-    failure: str = ""  # the unexpected one that stands in the log already
+    state: LearningState = field(default_factory=waiting)
+    waited: float = 0.0  # s of the running update in which `on_step` only waited; `on_step` adds to it
+    last_fault: str = ""  # the unexpected error that is in the log already
 
     def due(self) -> str | None:
-        """The adapter to train now, None when nobody has enough news."""
+        """The adapter to train now, None when nobody has enough new records."""
         sizes = self.store.replay.sizes()
         total = sum(sizes.values())
-        candidates = {}
+        promises = {}
         for name, count in news(self.store).items():
             if count >= self.every:
                 share = 1.0 if name == SHARED else sizes.get(name, 0) / total
-                gain = max(self.gains.get(name, HOPE), 1e-3)
-                candidates[name] = gain * share * count * 0.5 ** self.failures.get(name, 0)
-        return max(candidates, key=lambda name: candidates[name]) if candidates else None
+                gain = max(self.gains.get(name, EXPECTED_GAIN), LEAST_GAIN)
+                promises[name] = gain * share * count * 0.5 ** self.failures.get(name, 0)
+        return max(promises, key=lambda name: promises[name]) if promises else None
 
     def run_once(
-        self,
-        expert: str | None = None,
-        *,
-        steps: int | None = None,
-        on_step: OnStep | None = None,
+        self, expert: str | None = None, *, steps: int | None = None, on_step: OnStep | None = None
     ) -> Update | None:
-        """Train `expert`, or whoever is due; None when nobody is or nothing can be stored now."""
+        """Update `expert`, or whoever is due; None when nobody is, nothing was learned or it failed.
+
+        `state` tells these apart. Only what is no Exception, such as SystemExit, is raised.
+        """
         expert = expert or self.due()
         if expert is None:
-            self.status = "waiting for records"
+            self.state = waiting()
             return None
-        self.status = f"training {expert}"
+        self.state = LearningState(LearningKind.TRAINING, expert=expert)
         try:
-            last = self.store.replay.last_id(None if expert == SHARED else expert)
-            began, self.waited = time.monotonic(), 0.0
-            update = self.trainer.update(expert, steps=steps, on_step=on_step)
-            record = None if update is None else _record(update, time.monotonic() - began - self.waited)
-            self.trainer.outlet.learned(expert, last, record)
+            update = self._update(expert, steps, on_step)
         except StorageError as error:
             self._failed(expert, str(error))
             return None
         except Exception as error:  # whatever goes wrong in learning, serving goes on
-            reason = f"{type(error).__name__}: {error}"
-            if reason != self.failure:
-                log.exception("Learning is paused.")
-            self.failure = reason
-            self._failed(expert, reason)
+            self._failed_unexpectedly(expert, error)
             return None
-        self.failure = ""
+        self.last_fault = ""
         self.failures.pop(expert, None)
-        self.status = "waiting for records"
-        if update is not None:
-            self.updates += 1
-            self._learn_gain(update)
+        self.state = waiting()
         return update
+
+    def _update(self, expert: str, steps: int | None, on_step: OnStep | None) -> Update | None:
+        """Train, publish, and note which records were used."""
+        last_id = self.store.replay.last_id(None if expert == SHARED else expert)
+        began, self.waited = time.monotonic(), 0.0
+        candidate = self.trainer.update(expert, steps=steps, on_step=on_step)
+        if candidate is None:
+            self.outlet.learned(expert, last_id, None)
+            return None
+        version = self._publish(candidate)
+        update = Update(version, candidate.summary(), time.monotonic() - began - self.waited)
+        self.outlet.learned(expert, last_id, update.record())
+        self._remember_gain(update)
+        return update
+
+    def _publish(self, candidate: Candidate) -> AdapterVersion:
+        """Every candidate is published. This is the place for a gate that refuses those that gain nothing."""
+        try:
+            version = self.outlet.publish(candidate)
+        except BaseException:
+            self.trainer.forget(candidate.expert)
+            raise
+        self.trainer.published(version)
+        return version
+
+    def _failed_unexpectedly(self, expert: str, error: Exception) -> None:
+        reason = f"{type(error).__name__}: {error}"
+        if reason != self.last_fault:
+            log.exception("Learning is paused.")
+        self.last_fault = reason
+        self._failed(expert, reason)
 
     def _failed(self, expert: str, reason: str) -> None:
         self.failures[expert] = self.failures.get(expert, 0) + 1
-        self.status = f"paused: {reason}"
+        self.state = paused(reason)
 
-    def _learn_gain(self, update: Update) -> None:
-        if update.acceptance_before is None or update.acceptance_after is None:
-            return
-        gain = update.acceptance_after - update.acceptance_before
-        before = self.gains.get(update.expert, HOPE)
-        self.gains[update.expert] = (1 - FORGET) * before + FORGET * gain
+    def _remember_gain(self, update: Update) -> None:
+        if update.gain is not None:
+            before = self.gains.get(update.expert, EXPECTED_GAIN)
+            self.gains[update.expert] = (1 - NEWEST_WEIGHT) * before + NEWEST_WEIGHT * update.gain
 
 
-def _record(update: Update, seconds: float) -> UpdateRecord:
-    return UpdateRecord(
-        expert=update.expert,
-        version=update.version.version,
-        records=update.records,
-        steps=update.steps,
-        loss=update.loss,
-        seconds=seconds,
-        acceptance_before=update.acceptance_before,
-        acceptance_after=update.acceptance_after,
+def build_loop(settings: Settings, store: Store, outlet: Outlet | None = None) -> DistillLoop:
+    """A loop with its own copy of the draft base, in float32. Without an outlet it writes the home itself."""
+    draft = load_by(settings, "draft", "float32")
+    trainer = Trainer(
+        draft,
+        store,
+        scope=settings.adapter_scope,
+        rank=settings.adapter_rank,
+        shared_rank=settings.shared_rank,
+        learning_rate=settings.learning_rate,
+        steps=settings.update_steps,
+        tokens_per_step=settings.update_tokens,
+        kind=settings.distill_kind,
     )
-
-
-def news(store: Store) -> dict[str, int]:
-    """Records that came since the last update, for the shared adapter (of all domains) and each domain."""
-    counts = {}
-    for name in [SHARED, *(domain.name for domain in store.registry.domains())]:
-        used = int(store.registry.get_meta(f"trained:{name}") or 0)
-        counts[name] = store.replay.counts_since(None if name == SHARED else name, used)
-    return counts
-
-
-@dataclass(frozen=True)
-class Load:
-    idle: float  # share of the last seconds that the engine had nothing to do, 0 … 1
-    waiting: int  # requests without a slot
-    at: float  # time.time()
-
-
-def write_load(registry: Registry, load: Load) -> None:
-    """Raises StorageError."""
-    registry.set_meta(LOAD, json.dumps(asdict(load)), durable=False)
-
-
-def read_load(registry: Registry) -> Load | None:
-    """What was last written, None without any. Raises StorageError."""
-    text = registry.get_meta(LOAD)
-    try:
-        return Load(**json.loads(text)) if text else None
-    except (ValueError, TypeError):
-        return None
-
-
-def why_wait(load: Load | None, settings: Settings, now: float | None = None) -> str | None:
-    """Why an update must not run now; None where there is room."""
-    if load is None or abs((time.time() if now is None else now) - load.at) > STALE:
-        return "no word from the engine"
-    if load.waiting > settings.train_max_waiting:
-        return f"{load.waiting} requests are waiting"
-    if load.idle < settings.train_idle_share:
-        return f"the engine is busy ({load.idle:.0%} idle)"
-    return None
+    return DistillLoop(trainer, store, outlet or HomeOutlet(store), settings.update_every)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from dataclasses import asdict, replace
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from moedraft.core import AdapterVersion, UpdateRecord
+from moedraft.learning_state import LearningKind, LearningState
+from moedraft.storage.candidate import Candidate, CandidateSummary
 
-TRAINING = "training"  # folder of the home with updates that are handed over
+TRAINING = "training"  # folder of the home in which finished candidates are handed over
 
 Expert = Annotated[str, Field(min_length=1, max_length=64)]
+Rate = Annotated[float, Field(ge=0, le=1)]
 LONGEST = 1000  # characters of a sentence
 Sentence = Annotated[str, Field(max_length=LONGEST)]
 
@@ -25,30 +29,50 @@ class Message(BaseModel):
 # -- from the trainer ----------------------------------------------------------------------------
 
 
-class State(Message):
-    """What the trainer does now; also its sign of life."""
+class StateReport(Message):
+    """What the trainer does now (a LearningState); also its sign of life."""
 
     type: Literal["state"] = "state"
-    status: Sentence
-    waits: Sentence | None = None  # why it does not learn just now
-    expert: Expert | None = None  # whose update is running
-    step: int = Field(default=0, ge=0)  # optimiser steps done, of `steps`
+    kind: LearningKind
+    reason: Sentence = ""
+    expert: Expert | None = None
+    step: int = Field(default=0, ge=0)
     steps: int = Field(default=0, ge=0)
-    loss: float | None = None  # mean over the update so far, nats per token
+    loss: float | None = None
     error: Sentence | None = None  # what went wrong last
+
+    @classmethod
+    def of(cls, state: LearningState, error: str | None = None) -> Self:
+        short = replace(state, reason=state.reason[:LONGEST])
+        return cls(**asdict(short), error=None if error is None else error[:LONGEST])
+
+    def state(self) -> LearningState:
+        return LearningState(**self.model_dump(exclude={"type", "error"}))
 
 
 class Publish(Message):
-    """A finished update stands in `training/<folder>`; answered by Published or Refused."""
+    """The files of a candidate stand in `training/<folder>`; answered by Published or Refused."""
 
     type: Literal["publish"] = "publish"
     folder: str = Field(pattern="^[0-9a-f]{32}$")
     expert: Expert
     parent: int = Field(ge=0)
     base_hash: str = Field(max_length=128)
-    acceptance: float | None = Field(ge=0, le=1)
     rank: int = Field(ge=1)
-    modules: list[str]
+    modules: tuple[str, ...]
+    records: int = Field(ge=0)
+    held_out: int = Field(ge=0)
+    steps: int = Field(ge=0)
+    loss: float
+    acceptance_before: Rate | None
+    acceptance_after: Rate | None
+
+    @classmethod
+    def of(cls, candidate: Candidate, folder: str) -> Self:
+        return cls(folder=folder, **asdict(candidate.summary()))
+
+    def summary(self) -> CandidateSummary:
+        return CandidateSummary(**self.model_dump(exclude={"type", "folder"}))
 
 
 class Learned(Message):
@@ -64,7 +88,7 @@ class Learned(Message):
 
 
 class Begin(Message):
-    """The first line: all settings, whether learning is paused, and whose updates ended the ones before."""
+    """The first line: all settings, whether learning is paused, and in whose updates a trainer has died."""
 
     type: Literal["begin"] = "begin"
     settings: dict[str, Any]
@@ -94,7 +118,7 @@ class Refused(Message):
     reason: str
 
 
-FromTrainer = State | Publish | Learned
+FromTrainer = StateReport | Publish | Learned
 FromServer = Begin | Pause | Resume | Published | Noted | Refused
 from_trainer: TypeAdapter[FromTrainer] = TypeAdapter(Annotated[FromTrainer, Field(discriminator="type")])
 from_server: TypeAdapter[FromServer] = TypeAdapter(Annotated[FromServer, Field(discriminator="type")])

@@ -1,8 +1,8 @@
-"""A new expert's first lesson: the target answers some of its examples, the expert learns from them at once.
+"""Warm start of a new expert: the target answers some of its examples, and the expert learns from them.
 
-What it gained is measured on examples that were not answered: the share of drafted tokens that the target
-accepts, greedy, before and after. The two figures compare where the draft length is fixed (`adaptive_budget`
-off): a budget that drafts only what is sure to be accepted hides what was learned.
+What it gained is measured on other examples: the share of drafted tokens that the target accepts in greedy
+decoding, before and after. Turn `adaptive_budget` off to compare the two figures: a budget that drafts only
+what is sure to be accepted hides what was learned.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 from moedraft.core import Domain, InvalidRequest, RequestOutput, SamplingParams, StorageError
 
 if TYPE_CHECKING:
-    from moedraft.distill.loop import DistillLoop
-    from moedraft.distill.trainer import Update
-    from moedraft.engine.build import System
+    from moedraft.distill.loop import DistillLoop, Update
+    from moedraft.system.build import System
 
 STEPS = 60  # optimiser steps, over UPDATES versions
 UPDATES = 3
@@ -39,7 +38,10 @@ class WarmStart:
 
 
 def split_examples(examples: Sequence[str], count: int) -> tuple[list[str], list[str]]:
-    """`count` examples to answer and the rest to measure on; a quarter, at least 4, is always held out."""
+    """`count` examples to answer, and the others to measure on.
+
+    Where fewer than 4 would be left to measure on, a quarter of all, at least 4, is held out.
+    """
     shuffled = Random(0).sample(list(examples), len(examples))
     least = max(MIN_HELD_OUT, len(examples) // 4)
     cut = count if count <= len(examples) - MIN_HELD_OUT else len(examples) - least
@@ -53,23 +55,33 @@ def warm_start(
     count: int,
     *,
     steps: int = STEPS,
+    chat: bool = True,
     on_progress: Progress = lambda done, text, total: None,
 ) -> WarmStart:
     """Teach `domain` from `count` of its examples. Its versions are published and loaded.
 
+    chat: the examples go through the model's chat template, where it has one.
+
     Raises InvalidRequest where an example cannot be answered, StorageError where nothing can be stored.
     """
     chosen, held_out = split_examples(domain.examples, count)
-    before = _measure(system, domain.name, held_out, on_progress, "Measuring before")
-    _answer(system, domain.name, chosen, on_progress, "Answering examples", learn=True)
+    before = _measure(system, domain.name, held_out, on_progress, "Measuring before", chat)
+    _answer(system, domain.name, chosen, on_progress, "Answering examples", chat, learn=True)
     updates = [_update(loop, domain.name, steps // UPDATES, part, on_progress) for part in range(UPDATES)]
     system.refresh()
-    after = _measure(system, domain.name, held_out, on_progress, "Measuring after")
+    after = _measure(system, domain.name, held_out, on_progress, "Measuring after", chat)
     return WarmStart(len(chosen), len(held_out), updates, before, after)
 
 
 def _answer(
-    system: System, name: str, prompts: list[str], on_progress: Progress, text: str, learn: bool
+    system: System,
+    name: str,
+    prompts: list[str],
+    on_progress: Progress,
+    text: str,
+    chat: bool,
+    *,
+    learn: bool,
 ) -> list[RequestOutput]:
     done = 0
 
@@ -79,18 +91,18 @@ def _answer(
         on_progress(done, text, len(prompts))
 
     on_progress(0, text, len(prompts))
-    return system.engine.generate(prompts, PARAMS, expert=name, learn=learn, on_finish=count)
+    return system.engine.generate(
+        prompts, PARAMS, expert=name, learn=learn, counted=learn, chat=chat, on_finish=count
+    )
 
 
-def _measure(system: System, name: str, prompts: list[str], on_progress: Progress, text: str) -> float | None:
+def _measure(
+    system: System, name: str, prompts: list[str], on_progress: Progress, text: str, chat: bool
+) -> float | None:
     """Accepted of drafted tokens on `prompts`; leaves nothing in the home's statistics."""
-    sinks, system.engine.sinks = system.engine.sinks, []
-    try:
-        outputs = _answer(system, name, prompts, on_progress, text, learn=False)
-    finally:
-        system.engine.sinks = sinks
-    drafted = sum(output.num_draft_tokens for output in outputs)
-    return sum(output.num_accepted_tokens for output in outputs) / drafted if drafted else None
+    outputs = _answer(system, name, prompts, on_progress, text, chat, learn=False)
+    drafted = sum(output.speculation.num_draft_tokens for output in outputs)
+    return sum(output.speculation.num_accepted_tokens for output in outputs) / drafted if drafted else None
 
 
 def _update(loop: DistillLoop, name: str, steps: int, part: int, on_progress: Progress) -> Update:
@@ -99,8 +111,8 @@ def _update(loop: DistillLoop, name: str, steps: int, part: int, on_progress: Pr
         steps=max(steps, 1),
         on_step=lambda done, _: on_progress(part * steps + done, "Learning", UPDATES * steps),
     )
-    if update is None and loop.status.startswith("paused"):
-        raise StorageError(loop.status.removeprefix("paused: "))
+    if update is None and loop.state.is_paused:
+        raise StorageError(loop.state.reason)
     if update is None:
         raise InvalidRequest("the answers were too few to learn from; let more examples be answered.")
     return update

@@ -7,59 +7,17 @@ drawn, else sampling would not be exact any more.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 
 import numpy as np
 
+from moedraft.drafting.acceptance import AcceptanceModel
 from moedraft.drafting.costs import Floats, RoundCosts
-
-REFIT_EVERY = 100
-RIDGE = 5.0
-
-
-class AcceptanceModel:
-    """P(accepted) = sigmoid(w · logit(confidence) + b), for one expert. Confidence: its top-1 mass."""
-
-    def __init__(self) -> None:
-        self.w, self.b = 1.0, 0.0
-        self.mean = 0.6  # running acceptance rate, for the token not drafted yet
-        self.seen: deque[tuple[float, float]] = deque(maxlen=1000)  # (logit(confidence), accepted)
-        self._pending = 0
-
-    def predict(self, confidence: float) -> float:
-        return _sigmoid(self.w * _logit(confidence) + self.b)
-
-    def observe(self, confidences: list[float], accepted: int) -> None:
-        """`confidences` of the drafted tokens, of which the first `accepted` were taken.
-
-        Only verified positions count: those accepted and the first one refused.
-        """
-        for index, confidence in enumerate(confidences[: accepted + 1]):
-            hit = float(index < accepted)
-            self.seen.append((_logit(confidence), hit))
-            self.mean += 0.02 * (hit - self.mean)
-            self._pending += 1
-        if self._pending >= REFIT_EVERY:
-            self._pending = 0
-            self._refit()
-
-    def _refit(self) -> None:
-        """The best of: the curve as it is, a Newton step or a part of one, and a flat curve.
-
-        A draft that is sure of itself and wrong makes the likelihood so flat that a whole step overshoots.
-        """
-        x, hit = np.array(self.seen).T
-        guess = _sigmoids(self.w * x + self.b)
-        curve, miss = guess * (1 - guess), guess - hit
-        slope = np.array([miss @ x + RIDGE * (self.w - 1), miss.sum() + RIDGE * self.b])
-        bend = np.array([[curve @ (x * x), curve @ x], [curve @ x, curve.sum()]]) + RIDGE * np.eye(2)
-        now, step = np.array([self.w, self.b]), np.linalg.solve(bend, slope)
-        curves = [now, np.array([0.0, _logit(hit.mean())]), *(now - step / 2**i for i in range(8))]
-        rising = (np.maximum(one, (0.0, -np.inf)) for one in curves)
-        self.w, self.b = min(rising, key=lambda one: _misfit(x, hit, *one)).tolist()
+from moedraft.evidence import Proposal
 
 
 @dataclass(frozen=True)
@@ -200,7 +158,10 @@ class Budget:
         return np.concatenate([[0.0], np.cumsum(powers.sum(axis=0))])
 
     def _tired(self) -> bool:
-        """Of doing without; times may have changed, or the model may have learned."""
+        """Whether to run a trial drafting round after many without the model.
+
+        The machine may have become faster meanwhile, or the model better.
+        """
         self._idle += 1
         if self._idle >= self._patience + self.TRIES:
             self._idle, self._patience = 0, min(2 * self._patience, self.PATIENCE * self.EXPLORE)
@@ -229,20 +190,53 @@ class Budget:
         return bool(gain * now >= expected * (then - now))
 
 
-def _sigmoid(x: float) -> float:
-    return 1 / (1 + math.exp(-max(-30.0, min(30.0, x))))
+class StopRule:
+    """Whether the draft model should draw one more token; asked after each, with its confidence by row.
+
+    It looks at confidences, which belong to the prefix, and never at which token was drawn.
+    """
+
+    def __init__(
+        self, budget: Budget, experts: list[str], limits: list[int], fixed: list[bool], looked: Proposal
+    ) -> None:
+        """fixed: rows that get exactly their limit. looked: what other rows draft without the model."""
+        self.budget, self.experts, self.limits, self.looked = budget, experts, limits, looked
+        self.free = [b for b, limit in enumerate(limits) if limit and not fixed[b]]
+        self.least = max(
+            (limit for limit, is_fixed in zip(limits, fixed, strict=True) if is_fixed), default=0
+        )
+        self.survival = dict.fromkeys(self.free, 1.0)
+        self.expected = len(limits) + sum(map(sum, map(survival_of, looked.confidences)))
+        self.steps = 0
+
+    def another(self, confidences: list[float]) -> bool:
+        self._take(confidences)
+        open_rows = [b for b in self.free if self.limits[b] > self.steps]
+        if self.steps < self.least:
+            return True
+        return bool(open_rows) and self.budget.another(
+            [self.experts[b] for b in open_rows],
+            [self.survival[b] for b in open_rows],
+            self.expected,
+            self.steps,
+            len(self.limits),
+            (self._verified(self.steps), self._verified(self.steps + 1)),
+        )
+
+    def _take(self, confidences: list[float]) -> None:
+        for b in self.free:
+            if self.steps < self.limits[b]:
+                self.survival[b] *= self.budget.model(self.experts[b]).predict(confidences[b])
+                self.expected += self.survival[b]
+        self.steps += 1
+
+    def _verified(self, steps: int) -> int:
+        """Draft tokens to verify after so many steps, with the padding where that costs as much."""
+        if self.budget.ragged:
+            return sum(self.looked.lengths) + sum(min(limit, steps) for limit in self.limits)
+        return len(self.limits) * max(steps, self.looked.width)
 
 
-def _sigmoids(x: Floats) -> Floats:
-    return 1 / (1 + np.exp(-np.clip(x, -30.0, 30.0)))
-
-
-def _misfit(x: Floats, hit: Floats, w: float, b: float) -> float:
-    """What `hit` says against sigmoid(w · x + b): negative log-likelihood, with a ridge towards (1, 0)."""
-    away = np.where(hit > 0, -1.0, 1.0) * (w * x + b)
-    return float(np.logaddexp(0.0, away).sum() + RIDGE / 2 * ((w - 1) ** 2 + b**2))
-
-
-def _logit(probability: float) -> float:
-    p = min(max(probability, 1e-4), 1 - 1e-4)
-    return math.log(p / (1 - p))
+def survival_of(chances: list[float]) -> list[float]:
+    """Each token's chance, if those before it are accepted → the chance that all up to it are."""
+    return list(accumulate(chances, mul))

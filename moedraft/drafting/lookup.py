@@ -7,9 +7,13 @@ the draft model, row by row, by measured chances is our own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from moedraft.core import Sequence
+from moedraft.drafting.drafter import Another
+from moedraft.evidence import NOBODY, Evidence, Proposal, Rows
 
 SHORTEST, LONGEST = 2, 8  # tokens that must agree, and beyond which a longer match is no better
 CANDIDATES = 8  # earlier places that are compared, newest first
@@ -70,13 +74,9 @@ class MatchAcceptance:
         self.rates = [length / (length + 1) for length in range(LONGEST + 1)]
         self._seen = [0] * (LONGEST + 1)
 
-    def survival(self, length: int, count: int) -> list[float]:
-        """For tokens 1 … count after a match: the chance that all of them up to it are accepted."""
-        chances, chance = [], 1.0
-        for i in range(count):
-            chance *= self.rates[min(length + i, LONGEST)]
-            chances.append(chance)
-        return chances
+    def rates_after(self, length: int, count: int) -> list[float]:
+        """For tokens 1 … count after a match: the chance of each, if those before it are accepted."""
+        return [self.rates[min(length + i, LONGEST)] for i in range(count)]
 
     def observe(self, length: int, drafted: int, accepted: int) -> None:
         """Only verified tokens count: those accepted and the first one refused."""
@@ -86,12 +86,37 @@ class MatchAcceptance:
             self.rates[at] += ((i < accepted) - self.rates[at]) / min(self._seen[at] + 4, 100)
 
 
-class Lookup:
-    """Indices of all running sequences, and what their matches have been worth."""
+class LookupDrafter:
+    """A drafter that takes what followed the row's last tokens before. It needs no model and no cache."""
+
+    source = "lookup"
+    needs: tuple[int, ...] = ()
 
     def __init__(self) -> None:
-        self._indices: dict[str, SuffixIndex] = {}
+        self._indices: dict[str, SuffixIndex] = {}  # by request
+        self._lengths: dict[int, int] = {}  # by row, how long the match of the last proposal was
         self._acceptance = {greedy: MatchAcceptance() for greedy in (True, False)}
+
+    def propose(self, rows: Rows, limits: list[int], another: Another | None = None) -> Proposal:
+        """All of what followed, up to the limit: a looked-up token costs nothing to guess."""
+        matches = [self.find(row, limit) for row, limit in zip(rows.sequences, limits, strict=True)]
+        self._lengths = {b: match.length for b, match in enumerate(matches) if match}
+        nothing = Proposal.nothing(len(rows), rows.device)
+        if not self._lengths:
+            return nothing
+        guesses = [match.tokens if match else [] for match in matches]
+        width = max(map(len, guesses))
+        padded = [guess + [-1] * (width - len(guess)) for guess in guesses]
+        return replace(
+            nothing,
+            token_ids=torch.tensor(padded, device=rows.device),
+            lengths=[len(guess) for guess in guesses],
+            sources=[self.source if match else NOBODY for match in matches],
+            confidences=[
+                self._of(row).rates_after(match.length, len(match.tokens)) if match else []
+                for row, match in zip(rows.sequences, matches, strict=True)
+            ],
+        )
 
     def find(self, row: Sequence, count: int) -> Match | None:
         """At most `count` tokens to follow the row's text."""
@@ -102,16 +127,20 @@ class Lookup:
             index = self._indices[row.request_id] = SuffixIndex(len(row.token_ids))
         return index.find(row.token_ids, count)
 
-    def survival(self, row: Sequence, match: Match) -> list[float]:
-        """Chances that the match's tokens up to each are accepted."""
-        return self._of(row).survival(match.length, len(match.tokens))
-
-    def observe(self, row: Sequence, match: Match, accepted: int) -> None:
-        self._of(row).observe(match.length, len(match.tokens), accepted)
+    def observe(self, evidence: Evidence) -> None:
+        for b in evidence.drafted_by(self.source):
+            drafted, accepted = evidence.proposal.lengths[b], evidence.accepted[b]
+            self._of(evidence.rows[b]).observe(self._lengths[b], drafted, accepted)
 
     def forget(self, row: Sequence) -> None:
-        """It has ended; its id may be used again."""
+        """Drop the finished request's index; its id may be used again."""
         self._indices.pop(row.request_id, None)
+
+    def swap(self, a: int, b: int, length: int) -> None:
+        """Indices belong to requests, not to slots."""
+
+    def clear(self, slot: int) -> None:
+        """Nothing is kept by slot."""
 
     def _of(self, row: Sequence) -> MatchAcceptance:
         """The target repeats itself less where it is sampled."""

@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 import re
+from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from moedraft.core import UnsupportedModel
-from moedraft.models import LanguageModel
 
-# Anything that makes keys or values, alone or fused with queries; a tail expert must not touch it.
+# Names of layers that compute keys or values, alone or together with queries. Tail experts leave them alone.
 MAKES_KV = re.compile(r"(^|_)(k|v|kv|qkv)(_|$)|key|value|c_attn|Wqkv|kv_[ab]_proj|W[kv]$")
 
 
-def adaptable(draft: LanguageModel, scope: str) -> list[str]:
+class AdaptableBase(Protocol):
+    """A draft base that experts can be put on; `LanguageModel` and `FeatureBase` are some."""
+
+    hf: Any  # the module whose linear layers are adapted
+    name: str
+    num_layers: int
+    num_parameters: int
+    cpu_fast_paths: bool
+
+    @property
+    def device(self) -> torch.device: ...
+    def weights_hash(self) -> str: ...
+
+
+def adaptable(draft: AdaptableBase, scope: str) -> list[str]:
     """Names of the linear layers that an adapter of this scope covers; the output layer is the last.
 
-    "full": every one. "tail": those after which no key or value is made, so that the cache of the draft
-    is the same whichever expert is on. Left out in both: routers and token-routed experts of an MoE, whose
-    rows are permuted, so that nobody can tell whose they are. Raises UnsupportedModel where the architecture
-    offers none.
+    "full": every one. "tail": those after which no key or value is computed, so that the draft's cache is
+    the same whichever expert drafts. In a mixture of experts both leave out the routers and the layers that
+    these send tokens to: their rows are reordered, so it is not known which sequence a row belongs to. Raises
+    UnsupportedModel where the architecture has no such layers.
     """
     names = []
     for prefix, layer in _decoder_layers(draft):
@@ -46,7 +61,7 @@ def keeps_cache(name: str, num_layers: int) -> bool:
     return last and not MAKES_KV.search(name.rpartition(".")[2])
 
 
-def _decoder_layers(draft: LanguageModel) -> list[tuple[str, nn.Module]]:
+def _decoder_layers(draft: AdaptableBase) -> list[tuple[str, nn.Module]]:
     for name, module in draft.hf.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == draft.num_layers:
             return [(f"{name}.{i}", layer) for i, layer in enumerate(module)]
@@ -54,7 +69,7 @@ def _decoder_layers(draft: LanguageModel) -> list[tuple[str, nn.Module]]:
 
 
 def _routes(name: str, module: nn.Module) -> bool:
-    """Whether tokens are dealt out to what lies below this module of a decoder layer."""
+    """Whether this part of a decoder layer sends each token to some of the modules inside it only."""
     return isinstance(module, nn.ModuleList) or name.rpartition(".")[2] in ("experts", "router")
 
 

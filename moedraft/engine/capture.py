@@ -7,20 +7,19 @@ are put together and gone through at once, by a thread of its own where there is
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
-    from moedraft.core import TopK
+    from moedraft.core import Sequence, TopK
 
 BATCH_BYTES = 8_000_000  # logits that are gone through together
 
 
-class Batch:
+class LogitStack:
     """Logits of some rounds, until somebody asks what the most likely tokens are. For any thread."""
 
     def __init__(self, topk: int) -> None:
@@ -32,7 +31,7 @@ class Batch:
         self._lock = threading.Lock()
 
     def add(self, logits: torch.Tensor) -> int | None:
-        """[n, V] → the number of its first row; None where somebody goes, or went, through the batch."""
+        """[n, V] → the number of its first row; None once somebody began to go through the stack."""
         if not self._lock.acquire(blocking=False):
             return None
         try:
@@ -62,38 +61,61 @@ class Batch:
         return ids[first : first + count], logprobs[first : first + count]
 
 
+@dataclass(frozen=True)
+class Captured:
+    """Some rows of a stack: those of one sequence in one round."""
+
+    stack: LogitStack
+    first: int
+    count: int
+
+    def top(self) -> TopK:
+        return self.stack.rows(self.first, self.count)
+
+
 class Capture:
-    """Keeps the top `topk`. After `work_beside` at most two batches of logits wait; `close` it then."""
+    """Keeps the top `topk`. After `work_beside` at most two stacks of logits wait; `close` it then."""
 
     def __init__(self, topk: int) -> None:
         self.topk = topk
-        self._batch = Batch(topk)
+        self._stack = LogitStack(topk)
         self._thread: ThreadPoolExecutor | None = None
         self._job: Future[TopK] | None = None
 
-    def keep(self, logits: torch.Tensor, counts: list[int]) -> list[Callable[[], TopK]]:
-        """[Σ counts, V], a copy that is ours → for each count a function that gives its rows' top-k."""
-        first = self._batch.add(logits)
+    def keep(
+        self, sequences: list[Sequence], logits: torch.Tensor, accepted: list[int]
+    ) -> dict[int, Captured]:
+        """By row that may be learned from: of logits [B, K+1, V], the positions where a token was emitted."""
+        wanted = [b for b, row in enumerate(sequences) if row.capture]
+        if not wanted:
+            return {}
+        counts = [accepted[b] + 1 for b in wanted]
+        chosen = torch.cat([logits[b, :count] for b, count in zip(wanted, counts, strict=True)])
+        return dict(zip(wanted, self.stack(chosen, counts), strict=True))
+
+    def stack(self, logits: torch.Tensor, counts: list[int]) -> list[Captured]:
+        """[Σ counts, V], a copy that is ours → for each count, its rows."""
+        first = self._stack.add(logits)
         if first is None:  # a request ended, and was written down
-            self._batch = Batch(self.topk)
-            first = self._batch.add(logits)
+            self._stack = LogitStack(self.topk)
+            first = self._stack.add(logits)
         assert first is not None
-        kept: list[Callable[[], TopK]] = []
+        kept: list[Captured] = []
         for count in counts:
-            kept.append(partial(self._batch.rows, first, count))
+            kept.append(Captured(self._stack, first, count))
             first += count
-        if self._batch.bytes >= BATCH_BYTES:
+        if self._stack.bytes >= BATCH_BYTES:
             self._go_through()
         return kept
 
     def _go_through(self) -> None:
-        batch, self._batch = self._batch, Batch(self.topk)
+        stack, self._stack = self._stack, LogitStack(self.topk)
         if self._thread is None:
-            batch.top()
+            stack.top()
             return
         if self._job is not None:
             wait([self._job])  # it is slower than the engine
-        self._job = self._thread.submit(batch.top)
+        self._job = self._thread.submit(stack.top)
 
     def work_beside(self) -> None:
         if self._thread is None:

@@ -1,54 +1,69 @@
-"""One step after another: schedule, draft, verify, move on. The whole life of a request is in `step`.
+"""The engine: requests in, answers out, one step after another. It knows no file and no network.
 
-The engine knows no file. What a finished request leaves behind goes to `sinks`, new adapters come in
-through `refresh`; both are put in by `build`.
+Its port is small: `add` and `abort` requests, `step` while `has_work`, `recover` after a step that raised,
+and `figures`. Adapters come in through `adapters`, finished requests go out to those who `subscribe`.
 """
 
 from __future__ import annotations
 
-import math
+import logging
 import secrets
-import time
 import uuid
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, KeysView
+from contextlib import suppress
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moedraft.chat import has_template
 from moedraft.core import (
     SHARED,
     FinishReason,
     InvalidRequest,
-    PromptTooLong,
     RequestOutput,
     SamplingParams,
     Sequence,
     check_request,
 )
-from moedraft.drafting.drafter import CausalModel, Drafter
-from moedraft.engine.decoder import Decoder, DraftSource, Round
+from moedraft.drafting.budget import Budget
+from moedraft.drafting.chooser import Chooser, DraftLimits, DraftSource
+from moedraft.drafting.drafter import CausalModel, ExpertDrafter
+from moedraft.drafting.timer import RoundTimer
+from moedraft.engine.answers import WholeAnswers
+from moedraft.engine.capture import Capture
+from moedraft.engine.commit import commit, output_of
 from moedraft.engine.detokenizer import Detokenizer
-from moedraft.engine.outputs import count_round, cut, output_of
+from moedraft.engine.port import AdapterSource, EngineFigures, NoAdapters, OnOutput, Sink
+from moedraft.engine.prompts import tokenise
+from moedraft.engine.round import Round
 from moedraft.engine.scheduler import Scheduler
+from moedraft.engine.target import TargetRunner
+from moedraft.evidence import Evidence
 
 if TYPE_CHECKING:
     from moedraft.routing.selector import ExpertSelector
 
+log = logging.getLogger(__name__)
 
-class Engine:
-    """A target with its drafter. `add` and `abort` requests, call `step` until nothing is left.
 
-    Not thread-safe: one thread owns it. `generate` and `stream` do the stepping themselves.
+class Engine(WholeAnswers):
+    """A target with its drafters. Not thread-safe: one thread owns it.
+
+    `generate` and `stream`, of `WholeAnswers`, do the stepping themselves. closers: called at `close`, in
+    their order.
     """
 
     def __init__(
         self,
         target: CausalModel,
         tokenizer: Any,
-        drafter: Drafter | None,
+        drafter: ExpertDrafter | None,
         selector: ExpertSelector,
         *,
+        adapters: AdapterSource | None = None,
+        sinks: Iterable[Sink] = (),
+        closers: Iterable[Callable[[], None]] = (),
         max_batch_size: int = 8,
         max_model_len: int | None = None,
         prefill_chunk: int = 512,
@@ -60,33 +75,37 @@ class Engine:
         topk: int = 16,
         eos_token_ids: frozenset[int] = frozenset(),
     ) -> None:
-        self.target, self.tokenizer = target, tokenizer
-        self.drafter, self.selector = drafter, selector
+        self.target, self.tokenizer, self.selector = target, tokenizer, selector
+        self.adapters = adapters or NoAdapters()
         self.max_model_len = min(target.max_len, max_model_len or target.max_len)
         self.prefill_chunk, self.truncate_prompts = prefill_chunk, truncate_prompts
         self.eos_token_ids = eos_token_ids
-        self.decoder = Decoder(
-            target,
-            drafter,
-            selector,
-            slots=max_batch_size,
-            max_model_len=self.max_model_len,
-            num_speculative_tokens=num_speculative_tokens,
-            max_speculative_tokens=max_speculative_tokens,
-            adaptive_budget=adaptive_budget,
-            draft_source=draft_source,
-            topk=topk,
-        )
-        self.scheduler = Scheduler(max_batch_size, self.decoder.swap)
-        self.sequences: dict[str, Sequence] = {}
-        self.texts: dict[str, Detokenizer] = {}
-        self.boxes: dict[str, deque[RequestOutput]] = {}  # outputs for `generate` and `stream`, whoever steps
-        self.sinks: list[Callable[[Sequence], None]] = []
-        self.refresh: Callable[[], None] = lambda: None
-        self.knows: Callable[[str], bool] = lambda expert: True  # whether there is such an expert
-        self.closers: list[Callable[[], None]] = [self.decoder.capture.close]
-        self.step_seconds = 0.0  # spent in `step` since the start
-        self._round_ended = math.inf  # when the last round did, unless a prompt was read since
+        self.timer = RoundTimer()
+        self.budget = Budget(max_speculative_tokens, target.ragged)
+        limits = DraftLimits(self.max_model_len, num_speculative_tokens, adaptive_budget)
+        self.chooser = Chooser(drafter, self.budget, self.timer, limits, draft_source)
+        self.runner = TargetRunner(target, max_batch_size, drafter.needs if drafter else ())
+        self.capture = Capture(topk)
+        self.round = Round(self.runner, self.chooser, [self.chooser, selector], self.capture)
+        self.round.verify = self.timer.verifying(self.round.verify)
+        self.scheduler = Scheduler(max_batch_size, self._swap)
+        self._sequences: dict[str, Sequence] = {}
+        self._texts: dict[str, Detokenizer] = {}
+        self._listeners: dict[str, OnOutput] = {}
+        self._sinks = list(sinks)
+        self._closers = [self.capture.close, *closers]
+
+    def subscribe(self, sink: Sink) -> Callable[[], None]:
+        """Have `sink` called with every request that finishes from now on, before its output leaves.
+
+        Call what is returned to end that.
+        """
+        self._sinks.append(sink)
+        return lambda: self._sinks.remove(sink)
+
+    def work_beside(self) -> None:
+        """Let a thread of its own pick out what is kept for learning. A server calls it once."""
+        self.capture.work_beside()
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -99,87 +118,131 @@ class Engine:
         expert: str | None = None,
         draft: bool = True,
         capture: bool = False,
+        counted: bool = True,
+        chat: bool = False,
+        topic: str | None = None,
+        on_output: OnOutput | None = None,
     ) -> str:
         """Queue a prompt (text or token ids); returns the request's id.
 
-        expert pins one; draft=False is plain decoding; capture keeps what learning needs. Raises
-        InvalidRequest for an empty prompt, one longer than the context, an unknown expert, or an id in use.
+        expert pins one; draft=False is plain decoding; capture keeps what learning needs; counted=False
+        leaves the request out of all statistics; chat puts a text through the tokenizer's chat template,
+        where it has one; topic is what the router looks at instead of the prompt; on_output gets its outputs,
+        whoever steps. Raises InvalidRequest for an empty prompt, one longer than the context, an unknown
+        expert, or an id in use.
         """
         params = SamplingParams() if params is None else params
         request_id = uuid.uuid4().hex if request_id is None else request_id
         check_request(request_id, prompt, params, expert)
-        if request_id in self.sequences:
+        if request_id in self._sequences:
             raise InvalidRequest(f"request id {request_id!r} is in use.")
-        if expert is not None and not self.knows(expert):
+        if expert is not None and not self.selector.knows(expert):
             raise InvalidRequest(f"there is no expert named {expert!r}.")
-        token_ids = self._tokenise(prompt)
+        limits = {"vocab_size": self.target.vocab_size, "room": self.max_model_len - 1}
+        ids = tokenise(self.tokenizer, prompt, chat=chat, truncate=self.truncate_prompts, **limits)
         seed = params.seed if params.seed is not None else secrets.randbits(62)
-        sequence = Sequence(request_id, token_ids, len(token_ids), params, seed)
-        sequence.prompt = prompt if isinstance(prompt, str) else self.tokenizer.decode(token_ids)
+        sequence = Sequence(request_id, ids, len(ids), params, seed, capture=capture, counted=counted)
+        sequence.prompt = topic or (prompt if isinstance(prompt, str) else self.tokenizer.decode(ids))
         sequence.expert, sequence.pinned = expert or SHARED, expert is not None
-        sequence.draft, sequence.capture = draft and self.drafter is not None, capture
-        text = Detokenizer(self.tokenizer, params.stop, token_ids if isinstance(prompt, str) else ())
-        self.sequences[request_id], self.texts[request_id] = sequence, text
+        sequence.draft = draft and self.chooser.model is not None
+        goes_on = isinstance(prompt, str) and not (chat and has_template(self.tokenizer))
+        self._texts[request_id] = Detokenizer(self.tokenizer, params.stop, ids if goes_on else ())
+        self._sequences[request_id] = sequence
+        if on_output is not None:
+            self._listeners[request_id] = on_output
         self.scheduler.waiting.append(sequence)
         return request_id
 
     @torch.inference_mode()  # the caches are tensors of `step`'s inference mode, and a slot may be swapped
-    def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request at once and free its slot; None when there is no such request."""
-        if (sequence := self.sequences.get(request_id)) is None:
+    def abort(self, request_id: str, reason: FinishReason = "abort") -> RequestOutput | None:
+        """End a request at once and free its slot; None when there is no such request.
+
+        Never raises: a request that cannot be ended in order is forgotten, without an output.
+        """
+        if (sequence := self._sequences.get(request_id)) is None:
+            self._listeners.pop(request_id, None)  # it may have ended in a step that raised
             return None
-        output = self._finish(sequence, "abort")
+        try:
+            output = self._finish(sequence, reason)
+        except Exception:
+            log.exception("A request could not be aborted; it is forgotten.")
+            self._forget(sequence)
+            self._listeners.pop(request_id, None)
+            return None
         self._deliver([output])
         return output
 
+    def recover(self) -> None:
+        """After a step that raised: what is in a slot ends with "error", what waits for one goes on waiting.
+
+        With nothing in a slot the fault lies elsewhere, and those that wait end too: the engine must not fail
+        step after step for ever.
+        """
+        waiting = set(map(id, self.scheduler.waiting)) if self.scheduler.running else set()
+        for sequence in list(self._sequences.values()):
+            if id(sequence) not in waiting:
+                self.abort(sequence.request_id, "error")
+        self.scheduler.clear()
+        self._listeners = {name: self._listeners[name] for name in self._sequences if name in self._listeners}
+
     @property
     def has_work(self) -> bool:
-        return bool(self.sequences)
+        return bool(self._sequences)
 
-    def _tokenise(self, prompt: str | list[int]) -> list[int]:
-        if isinstance(prompt, str) and not prompt.strip():
-            raise InvalidRequest("the prompt is empty.")
-        ids = list(self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt)
-        if not ids or not all(0 <= token < self.target.vocab_size for token in ids):
-            raise InvalidRequest("the prompt is empty or has token ids outside the vocabulary.")
-        room = self.max_model_len - 1
-        if len(ids) > room and not self.truncate_prompts:
-            sentence = f"the prompt has {len(ids)} tokens and the context takes {room}; "
-            raise PromptTooLong(f"{sentence}shorten it or set long_prompts to 'truncate'.")
-        begins = isinstance(prompt, str) and ids[0] == getattr(self.tokenizer, "bos_token_id", None)
-        head = ids[:1] if begins and room > 1 else []  # models need the mark of a beginning
-        return ids if len(ids) <= room else [*head, *ids[len(head) - room :]]
+    @property
+    def request_ids(self) -> KeysView[str]:
+        """Of the requests that have not ended; changes with them."""
+        return self._sequences.keys()
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """What has not ended, as it stands; for looking only."""
+        return list(self._sequences.values())
+
+    @property
+    def figures(self) -> EngineFigures:
+        scheduler = self.scheduler
+        return EngineFigures(
+            scheduler.slots, len(scheduler.running), len(scheduler.waiting), self.budget.speedup
+        )
 
     # -- one step --------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
-        """Read prompts, draft, verify once. Returns an output for every sequence that got text or ended."""
-        began = time.perf_counter()
-        self.refresh()
+        """Read prompts, then one round. Returns an output for every sequence that got text or ended."""
+        with self.timer.step():
+            self.refresh()
+            self._admit()
+            self._read_prompts()
+            outputs = self._decode() if self.scheduler.num_ready else []
+            self._deliver(outputs)
+        return outputs
+
+    def refresh(self, *, now: bool = False) -> None:
+        """Look for new adapter versions. now: whatever is stored serves when this returns."""
+        self.adapters.refresh(self._sequences.values(), now=now)
+
+    def _admit(self) -> None:
+        """Those that wait get free slots and, now or later, an expert."""
         new = self.scheduler.admit()
         if new:
             self.selector.assign(new)
         self._settle()
         if new or self.scheduler.reading:
-            self._round_ended = math.inf
-        self._read_prompts()
-        outputs = self._decode() if self.scheduler.num_ready else []
-        self._deliver(outputs)
-        self.step_seconds += time.perf_counter() - began
-        return outputs
+            self.timer.interrupted()
 
     def _settle(self, ending: Sequence | None = None) -> None:
         """Experts that were found meanwhile take over."""
-        for sequence in self.selector.settle(ending):
-            if self.drafter is not None and not self.drafter.bank.shares_cache:
-                sequence.draft_cached = 0
+        changed = self.selector.settle(ending)
+        if changed and self.chooser.model is not None:
+            self.chooser.model.experts_changed(changed)
 
     def _read_prompts(self) -> None:
         """The next piece of the prompts that are still being read."""
         pieces = self.scheduler.pieces(self.prefill_chunk)
         if any(count for _, count in pieces):
-            self.decoder.read(pieces)
+            self.chooser.read_prompt(pieces, self.runner.read(pieces))
         for sequence, count in pieces:
             sequence.target_cached += count
             if sequence.target_cached == sequence.num_prompt_tokens - 1:
@@ -187,160 +250,82 @@ class Engine:
 
     def _decode(self) -> list[RequestOutput]:
         """One round for all rows that are ready; the budget learns what it cost and brought."""
-        rows, began = self.scheduler.ready, time.perf_counter()
+        rows, outputs = self.scheduler.ready, []
         before = sum(len(row.token_ids) for row in rows)
-        rounds = self.decoder.round(rows)
-        outputs = [self._advance(row, one) for row, one in zip(rows, rounds, strict=True)]
+        with self.timer.round():
+            reasons: list[FinishReason | None] = []
+            evidence = self.round(rows, lambda evidence, b: reasons.append(self._commit(evidence, b)))
+            for row, reason in zip(rows, reasons, strict=True):
+                outputs.append(self._finish(row, reason) if reason else self._output(row))
         tokens = sum(len(row.token_ids) for row in rows) - before
-        spent = time.perf_counter() - began
-        # What lies between two rounds is saved with every round that drafting saves, so it counts as well.
-        ms = (spent + min(max(0.0, began - self._round_ended), spent)) * 1e3
-        self._round_ended = began + spent
-        if rounds[0].steps and self.drafter is not None:
-            ms -= self.drafter.catch_up_ms  # paid once, not by every round
-        self.decoder.budget.observe(len(rows), rounds[0].steps, rounds[0].verified, tokens, ms)
+        verified = evidence.proposal.verified(self.budget.ragged)
+        self.budget.observe(len(rows), evidence.proposal.steps, verified, tokens, self.timer.ms)
         return outputs
 
-    def _advance(self, row: Sequence, one: Round) -> RequestOutput:
-        """Take the verified tokens into the sequence; end it where it must end."""
-        if one.broken:
-            self._count(row, one, 0)
-            return self._finish(row, "error")
-        tokens, reason = cut(row, one.tokens, self.max_model_len, self.eos_token_ids)
-        stopped = self.texts[row.request_id].add(tokens[:-1] if reason == "stop" else tokens)  # without EOS
-        if stopped is not None:
-            tokens, reason = tokens[:stopped], "stop"
-        self._count(row, one, len(tokens))
-        row.target_cached = len(row.token_ids) + one.accepted
-        row.token_ids += tokens
-        row.logprobs += one.logprobs[: len(tokens)]
-        row.first_token_at = row.first_token_at or time.monotonic()
-        return self._finish(row, reason, at_stop=stopped is not None) if reason else self._output(row)
+    def _commit(self, evidence: Evidence, b: int) -> FinishReason | None:
+        text = self._texts[evidence.rows[b].request_id]
+        return commit(evidence, b, text, self.max_model_len, self.eos_token_ids)
 
-    def _count(self, row: Sequence, one: Round, entered: int) -> None:
-        """The sequence's statistics, its draft cache, and what the budget learns from the row."""
-        count_round(row, one, entered)
-        self.decoder.observe(row, one)
-        if not one.confidences or self.drafter is None:
-            return
-        row.draft_cached += min(one.accepted, one.steps - 1) if row.draft_cached else 0  # 0: a new expert
-        if one.expert == row.expert:
-            row.adapter_version = self.drafter.bank.version(row.expert)
-        if one.accepted < min(entered, len(one.confidences)):
-            row.rejected.append(row.num_generated + one.accepted)
+    # -- the end of a request --------------------------------------------------------------------
 
-    def _finish(self, row: Sequence, reason: FinishReason, *, at_stop: bool = False) -> RequestOutput:
-        held_stop = not at_stop and self.texts[row.request_id].flush()
-        row.finish_reason = "stop" if held_stop and reason == "length" else reason
-        row.finished_at = time.monotonic()
+    def _finish(self, row: Sequence, reason: FinishReason) -> RequestOutput:
+        stopped = self._texts[row.request_id].flush()
+        row.finish_reason = "stop" if stopped and reason == "length" else reason
+        row.finished_at = monotonic()
         if reason in ("stop", "length"):
             self._settle(row)  # what is learned from it must stand under its domain
-        if self.drafter is not None and len(row.token_ids) > self.drafter.model.max_len:
+        elif row.slot >= 0:
+            self.runner.clear(row.slot)
+            self.chooser.clear(row.slot)
+        model = self.chooser.model
+        if model is not None and len(row.token_ids) > model.max_len:
             row.captured = []  # longer than the draft can read, so nothing it could learn from
-        if reason in ("abort", "error") and row.slot >= 0:
-            self.decoder.clear(row.slot)
         self.scheduler.remove(row)
-        self.decoder.forget(row)
         output = self._output(row)
-        del self.sequences[row.request_id], self.texts[row.request_id]
-        for sink in self.sinks:
+        self._forget(row)
+        for sink in self._sinks:
             sink(row)
         return output
 
+    def _forget(self, row: Sequence) -> None:
+        """Nothing of the request stays, whatever state it is in."""
+        self._sequences.pop(row.request_id, None)
+        self._texts.pop(row.request_id, None)
+        self.chooser.forget(row)
+        with suppress(Exception):
+            if row in self.scheduler:
+                self.scheduler.remove(row)
+
     def _output(self, row: Sequence) -> RequestOutput:
-        text = self.texts[row.request_id]
+        text = self._texts[row.request_id]
         shown = len(text.text) if row.finish_reason else text.settled()
         delta, row.text = text.text[len(row.text) : shown], text.text[:shown]
         return output_of(row, delta)
 
-    # -- whole answers ---------------------------------------------------------------------------
-
-    def generate(
-        self,
-        prompts: str | list[str] | list[list[int]],
-        params: SamplingParams | list[SamplingParams] | None = None,
-        *,
-        expert: str | None = None,
-        draft: bool = True,
-        learn: bool = False,
-        on_finish: Callable[[RequestOutput], None] | None = None,
-    ) -> list[RequestOutput]:
-        """Answer all prompts, batched; outputs in input order. `learn` keeps records for distillation.
-
-        Steps requests that were added before as well; their outputs are not returned here.
-        Raises InvalidRequest, nothing started, when one of the prompts cannot be accepted.
-        """
-        ids = self._add_all(prompts, params, expert, draft, learn)
-        box: deque[RequestOutput] = deque()
-        self.boxes.update(dict.fromkeys(ids, box))
-        done: dict[str, RequestOutput] = {}
-        try:
-            while len(done) < len(ids):
-                if not box:
-                    self.step()
-                output = box.popleft() if box else None
-                if output and output.finish_reason:
-                    done[output.request_id] = output
-                    if on_finish:
-                        on_finish(output)
-        finally:
-            for request_id in ids:
-                del self.boxes[request_id]
-                self.abort(request_id)
-        return [done[request_id] for request_id in ids]
-
-    def stream(
-        self,
-        prompt: str,
-        params: SamplingParams | None = None,
-        *,
-        expert: str | None = None,
-        draft: bool = True,
-    ) -> Iterator[RequestOutput]:
-        """Outputs of one prompt as they grow (`delta` holds the new text). Closing it aborts the request."""
-        request_id = self.add(prompt, params, expert=expert, draft=draft)
-        box = self.boxes[request_id] = deque()
-        try:
-            while box or request_id in self.sequences:
-                if box:
-                    yield box.popleft()
-                else:
-                    self.step()
-        finally:
-            del self.boxes[request_id]
-            self.abort(request_id)
-
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
-            if (box := self.boxes.get(output.request_id)) is not None:
-                box.append(output)
+            listener = self._listeners.get(output.request_id)
+            if output.finish_reason is not None:
+                self._listeners.pop(output.request_id, None)
+            if listener is not None:
+                listener(output)
 
-    def _add_all(
-        self, prompts: Any, params: Any, expert: str | None, draft: bool, learn: bool
-    ) -> dict[str, None]:
-        if not isinstance(prompts, Iterable):
-            raise InvalidRequest("prompts must be a string or a list of prompts.")
-        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-        per_prompt = params if isinstance(params, list) else [params] * len(prompts)
-        if len(per_prompt) != len(prompts):
-            raise InvalidRequest(f"{len(prompts)} prompts but {len(per_prompt)} sampling parameters.")
-        ids: dict[str, None] = {}
-        try:
-            for prompt, each in zip(prompts, per_prompt, strict=True):
-                ids[self.add(prompt, each, expert=expert, draft=draft, capture=learn)] = None
-        except InvalidRequest:
-            for request_id in ids:
-                self.abort(request_id)
-            raise
-        return ids
+    def _swap(self, a: int, b: int, length: int) -> None:
+        """Exchange two slots, of texts of at most so many tokens, in all caches.
+
+        What a round has added stands in the caches before it stands in the texts.
+        """
+        length += 1 + self.chooser.longest
+        self.runner.swap(a, b, length)
+        self.chooser.swap(a, b, length)
 
     def close(self) -> None:
         """Abort what runs and let go of the home."""
         try:
-            for request_id in list(self.sequences):
+            for request_id in list(self._sequences):
                 self.abort(request_id)
         finally:
-            for closer in self.closers:
+            for closer in self._closers:
                 closer()
 
     def __enter__(self) -> Engine:

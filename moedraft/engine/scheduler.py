@@ -70,6 +70,14 @@ class Scheduler:
         self.running.pop()
         sequence.slot = -1
 
+    def __contains__(self, sequence: Sequence) -> bool:
+        return any(one is sequence for one in (*self.running, *self.waiting))
+
+    def clear(self) -> None:
+        """Free all slots, whatever stands in them: after a failure that left them in disorder."""
+        self.running.clear()
+        self.num_ready = 0
+
     def _exchange(self, a: int, b: int) -> None:
         if a == b:
             return

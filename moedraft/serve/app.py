@@ -1,4 +1,4 @@
-"""The application: routes, and around them the layers that no request passes by."""
+"""Builds the FastAPI application: its routes, and the middleware that every request passes through."""
 
 from __future__ import annotations
 
@@ -7,26 +7,31 @@ from importlib.metadata import version
 from fastapi import FastAPI
 
 from moedraft.config import Settings
-from moedraft.serve import admin, dashboard, errors, health, openai
-from moedraft.serve.auth import ACCESS, Authority, Guard, is_loopback
-from moedraft.serve.context import ServerContext
-from moedraft.serve.jobs import target_name
-from moedraft.serve.keys import Key, KeyFile, Keyring
-from moedraft.serve.limits import Admission, BodyLimit, Envelope, RestOfBody
-from moedraft.serve.login import login_router
-from moedraft.serve.metrics import Metrics
-from moedraft.serve.prompts import Prompts
-from moedraft.serve.trainer import TrainerSupervisor
-from moedraft.serve.worker import Worker
+from moedraft.serve import dashboard
+from moedraft.serve.auth.access import ACCESS, Authority, Guard, is_loopback
+from moedraft.serve.auth.keyring import Keyring
+from moedraft.serve.auth.login import login_router
+from moedraft.serve.http import admin_routes, errors, health_routes, openai_routes
+from moedraft.serve.http.context import ServerContext
+from moedraft.serve.http.envelope import Envelope
+from moedraft.serve.http.limits import Admission, BodyLimit
+from moedraft.serve.http.metrics import PrometheusMetrics
+from moedraft.serve.http.model_names import target_name
+from moedraft.serve.http.prompts import Prompts
+from moedraft.serve.http.rest_of_body import RestOfBody
+from moedraft.serve.supervisor.supervisor import TrainerSupervisor
+from moedraft.serve.worker.worker import Worker
+from moedraft.storage.keys import Key, KeyFile
 
 
 def create_app(
     worker: Worker, supervisor: TrainerSupervisor | None, settings: Settings, own_key: Key | None = None
 ) -> FastAPI:
-    """Everything that is served over HTTP. `worker` must be started before the first request.
+    """The FastAPI application with everything that is served over HTTP.
 
-    own_key is one of this process only, with which the command line finds in. Nothing is open without a
-    key, save where the settings say a loopback address and no key was ever made.
+    `worker` must be started before the first request. `own_key` exists in this process only; with it the
+    command line reaches the server of its home. Every protected path needs a key, except when the server
+    listens on a loopback address and no key file was ever written.
     """
     ring = Keyring(KeyFile(settings.home), open_without_keys=is_loopback(settings.host), own=own_key)
     authority = Authority(ring, settings.host, settings.allowed_origins)
@@ -34,20 +39,20 @@ def create_app(
         title="moedraft",
         version=version("moedraft"),
         description="An OpenAI-compatible server whose draft experts learn from the traffic.",
-        docs_url=None,  # those pages would load their scripts from elsewhere
+        docs_url=None,  # the standard pages load scripts from other hosts
         redoc_url=None,
         redirect_slashes=False,
     )
     errors.install(app)
-    for router in (health.router, openai.router, admin.router, login_router(authority)):
+    for router in (health_routes.router, openai_routes.router, admin_routes.router, login_router(authority)):
         app.include_router(router)
     context = _context(worker, supervisor, settings, authority)
-    metrics = Metrics(target_name(settings), worker, supervisor)
-    worker.system.engine.sinks.append(metrics.finished)
+    metrics = PrometheusMetrics(target_name(settings), worker, supervisor)
+    worker.system.engine.subscribe(metrics.finished)
     app.state.context, app.state.metrics = context, metrics
     if settings.dashboard:
         dashboard.mount(app, context)
-    # the last one added is the outermost
+    # Starlette runs the layer that was added last first.
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, seconds=settings.body_timeout)
     app.add_middleware(Admission, check_room=worker.check_room)
     app.add_middleware(Guard, authority=authority)
@@ -57,7 +62,7 @@ def create_app(
 
 
 def kind_of(path: str) -> str:
-    """A path as a label: one of a few."""
+    """The path's kind, one of a few, as a label for metrics: "v1", "admin", … or "unknown"."""
     found = [prefix for prefix in ACCESS if path == prefix or path.startswith(f"{prefix}/")]
     return found[0].strip("/") if found else "unknown"
 

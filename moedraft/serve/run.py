@@ -1,4 +1,4 @@
-"""A server from its first to its last breath: what must hold before it starts, signals, cleaning up."""
+"""Runs a server: checks before the start, the start itself, signals, and cleaning up at the end."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from sse_starlette.sse import AppStatus
 
 from moedraft.config import Settings
 from moedraft.core import InvalidRequest, MoedraftError
-from moedraft.engine.build import build
-from moedraft.memory import keep_what_is_loaded
-from moedraft.serve import log
+from moedraft.cpu.memory import keep_what_is_loaded
 from moedraft.serve.app import create_app
-from moedraft.serve.auth import is_loopback
-from moedraft.serve.keys import Key, KeyFile, new_key, write_private
-from moedraft.serve.protocol import LARGEST_HEAD, protocol_of
-from moedraft.serve.trainer import TrainerSupervisor
-from moedraft.serve.worker import Worker
+from moedraft.serve.auth.access import is_loopback
+from moedraft.serve.http import log
+from moedraft.serve.http.protocol import LARGEST_HEAD, protocol_of
+from moedraft.serve.supervisor.supervisor import TrainerSupervisor
+from moedraft.serve.worker.worker import Worker
+from moedraft.storage.keys import Key, KeyFile, new_key, write_private
+from moedraft.system.build import build
 
 SERVER_FILE = "server.json"
-CLOSE_SECONDS = 5  # for connections, when all answers are out
+CLOSE_SECONDS = 5  # how long connections get to close after the last answer has been sent
 WEBSOCKET_BYTES = 1_000_000
 
 logger = logging.getLogger(__name__)
@@ -39,10 +39,11 @@ class EngineEnded(MoedraftError):
 
 
 def serve(settings: Settings, announce: Callable[[str], None] = lambda url: None) -> None:
-    """Serve until a signal comes. `announce` is told the URL when requests are taken.
+    """Serve until a signal comes. `announce` is called with the URL once requests are accepted.
 
-    Raises InvalidRequest for a public address without a key or an address that cannot be bound, and what
-    `build` raises; nothing was begun then. Raises EngineEnded where the engine's thread died.
+    Raises InvalidRequest for a public address without a key and for an address that cannot be bound, and
+    whatever `build` raises. In all these cases nothing was started. Raises EngineEnded if the engine's thread
+    died.
     """
     check_address(settings)
     log.configure()
@@ -58,15 +59,16 @@ def serve(settings: Settings, announce: Callable[[str], None] = lambda url: None
         app = create_app(worker, supervisor, settings, own_key)
         url = url_of(listener, settings.host)
         system.router.warm_up()
-        keep_what_is_loaded()
+        if settings.cpu_fast_paths:
+            keep_what_is_loaded()
         stack.enter_context(_found(settings.home, url, own_key, secret))
-        Server(app, worker, settings, lambda: announce(url)).run(sockets=[listener])
+        GracefulServer(app, worker, settings, lambda: announce(url)).run(sockets=[listener])
         if worker.dead:
             raise EngineEnded(f"The server has ended: {worker.snapshot().failed}")
 
 
 def check_address(settings: Settings) -> None:
-    """Raises InvalidRequest where others could reach a server that asks nobody for a key."""
+    """Raises InvalidRequest if other machines could reach the server although no key exists."""
     if not is_loopback(settings.host) and not KeyFile(settings.home).keys():
         raise InvalidRequest(
             f"The address {settings.host} can be reached by others and there is no key; make one with "
@@ -74,13 +76,14 @@ def check_address(settings: Settings) -> None:
         )
 
 
-AppStatus.enable_automatic_graceful_drain = False  # a stream may say its last words when all else is over
+# A stream may still send its last event while the server shuts down.
+AppStatus.enable_automatic_graceful_drain = False
 
 
-class Server(uvicorn.Server):
-    """uvicorn, ended in two steps: the first signal lets answers finish, the second ends them.
+class GracefulServer(uvicorn.Server):
+    """A uvicorn server that stops in two steps: the first signal lets answers finish, the second ends them.
 
-    While it drains the server still answers: 503 to what is new, so that nobody runs into a closed door.
+    While answers finish, new requests are still answered, with status 503.
     """
 
     def __init__(
@@ -107,13 +110,13 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """In the main thread, between any two of its instructions."""
+        """Called by Python's signal handling in the main thread, possibly in the middle of anything."""
         self._signals += 1
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self.end)
 
     def end(self) -> None:
-        """In the loop: begin to drain; called again, stop at once."""
+        """Called in the event loop. The first call starts draining, the second stops at once."""
         if self._drain is None:
             logger.info("draining")
             self._drain = asyncio.get_running_loop().create_task(self._drained())
@@ -144,7 +147,7 @@ def config_of(app: FastAPI, settings: Settings) -> uvicorn.Config:
 
 
 def url_of(listener: socket.socket, host: str) -> str:
-    """Where this machine finds the server."""
+    """The URL under which a client on this machine reaches the server."""
     port = listener.getsockname()[1]
     name = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host.strip("[]"), host.strip("[]"))
     return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
@@ -152,7 +155,7 @@ def url_of(listener: socket.socket, host: str) -> str:
 
 @contextmanager
 def _bound(settings: Settings) -> Iterator[socket.socket]:
-    """The address, ours before minutes are spent on loading models; it is listened at later."""
+    """A socket bound to the address, before the slow loading of models; uvicorn starts listening later."""
     host = settings.host.strip("[]")
     with ExitStack() as stack:
         try:
@@ -169,10 +172,11 @@ def _bound(settings: Settings) -> Iterator[socket.socket]:
 
 @contextmanager
 def _found(home: Path, url: str, own_key: Key, secret: str) -> Iterator[None]:
-    """Tell the command line of this user where the server is, and a key that dies with it.
+    """Write the file by which this user's command line finds the server, and remove it at the end.
 
-    Whoever can read the file could write the home as well, so it gives nothing away. A disk that takes no
-    more is no reason not to serve; commands then need `--server`.
+    The file holds the URL and a key that is valid only while this process runs. Whoever can read it could
+    also change the home directly, so the key gives nobody new rights. If the file cannot be written, for
+    example because the disk is full, the server serves without it; commands then need `--server`.
     """
     path = home / SERVER_FILE
     try:
@@ -189,7 +193,7 @@ def _found(home: Path, url: str, own_key: Key, secret: str) -> Iterator[None]:
 def _supervised(settings: Settings, worker: Worker, stack: ExitStack) -> TrainerSupervisor | None:
     if not settings.learning:
         return None
-    steps_aside = settings.train_idle_share > 0  # 0: it trains come what may
+    steps_aside = settings.train_idle_share > 0  # 0 means that the trainer never pauses for requests
     supervisor = TrainerSupervisor(
         settings,
         worker.system.store,
@@ -198,7 +202,7 @@ def _supervised(settings: Settings, worker: Worker, stack: ExitStack) -> Trainer
         published=worker.load_new,
     )
     if steps_aside:
-        worker.make_way = supervisor.make_way
+        worker.when_work_comes(supervisor.make_way)
     stack.callback(supervisor.stop)
     supervisor.start()
     return supervisor

@@ -1,1 +1,1 @@
-"""What the demo and the benchmark share: shipped prompts, measurements, a served stream, a report."""
+"""Behind `moedraft demo` and `moedraft bench`: the shipped prompts, measurements, a stream, a report."""

@@ -1,4 +1,4 @@
-"""The engine against transformers at batch 1: same prompts, one run, systems taking turns."""
+"""Compare the engine with transformers, one prompt at a time, all systems in turns on the same prompts."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from moedraft.core import SHARED, RequestOutput, SamplingParams
-from moedraft.engine.build import System
-from moedraft.engine.decoder import DraftSource
-from moedraft.models import load_model
+from moedraft.drafting.chooser import DraftSource
+from moedraft.models import load_by
 from moedraft.showcase.measure import (
+    Timed,
     compare,
     drafting_by,
     step_costs,
@@ -23,48 +23,28 @@ from moedraft.showcase.measure import (
     warm_up,
 )
 from moedraft.showcase.shipped import Query
+from moedraft.system.build import System
 
 BASELINE, ASSISTED = "transformers generate", "transformers assisted"
 
 
+Runner = Callable[[str, int], list[int]]  # prompt and number of tokens → the answer's token ids
+Outputs = dict[str, list[RequestOutput]]  # by system, in the order of the answers
+
+
 def run(system: System, queries: list[Query], rounds: int, advance: Callable[[int], None]) -> dict[str, Any]:
-    """Everything `moedraft bench` prints, as plain data."""
+    """Measure all systems and return what `moedraft bench` prints, as plain data.
+
+    `advance` is called with the number of answered prompts, each counted once for all systems.
+    """
     warm_up(system)
-    outputs: dict[str, list[RequestOutput]] = {}
-
-    def ours(name: str, source: DraftSource = "auto", **options: Any) -> Callable[[str, int], list[int]]:
-        def answer(prompt: str, max_tokens: int) -> list[int]:
-            params = SamplingParams(max_tokens=max_tokens)
-            with drafting_by(system, source):
-                [output] = system.engine.generate(prompt, params, **options)
-            outputs.setdefault(name, []).append(output)
-            return output.token_ids
-
-        return answer
-
-    # A copy without our layers around its own, so that transformers runs it as it would at home.
-    settings = system.settings
-    assistant = load_model(settings.draft, "draft", settings.device, settings.dtype)
-    # With vocabularies of different sizes (one padded further) it would take the tokenizers for different.
-    fits = (
-        assistant.hf.config.get_text_config().vocab_size
-        == system.target.hf.config.get_text_config().vocab_size
-    )
-    assisted = {ASSISTED: transformers_runner(system.target, assistant_model=assistant.hf)} if fits else {}
-    runners = {
-        BASELINE: transformers_runner(system.target),
-        **assisted,
-        "transformers prompt lookup": transformers_runner(system.target, prompt_lookup_num_tokens=8),
-        "moedraft plain": ours("moedraft plain", draft=False),
-        "moedraft generic draft": base_only(system, ours("moedraft generic draft", "model", expert=SHARED)),
-        "moedraft experts": ours("moedraft experts", "model"),
-        "moedraft lookup": ours("moedraft lookup", "lookup"),
-        "moedraft experts + lookup": ours("moedraft experts + lookup"),
-    }
+    outputs: Outputs = {}
+    runners = their_runners(system) | our_runners(system, outputs)
     for runner in runners.values():
         runner(queries[0].prompt, 16)
     outputs.clear()
-    system.engine.decoder.verify_seconds = system.engine.step_seconds = 0.0
+    timer = system.engine.timer
+    timer.verify_seconds = timer.step_seconds = 0.0
     done = 0
 
     def on_progress() -> None:
@@ -73,27 +53,72 @@ def run(system: System, queries: list[Query], rounds: int, advance: Callable[[in
         advance(done)
 
     timed = compare(runners, queries, rounds, on_progress)
-    share = system.engine.decoder.verify_seconds / system.engine.step_seconds
+    share = timer.verify_seconds / timer.step_seconds
     costs = step_costs(system)
     cost_ratio = costs["draft_ms"] / costs["target_ms"]
-    base = timed[BASELINE]
-    systems = {
-        name: {
-            "tokens_per_second": round(one.tokens_per_second, 2),
-            "rounds": [round(value, 2) for value in one.rounds],
-            "ratio": round(one.tokens_per_second / base.tokens_per_second, 3),
-            "same_answers": one.answers == base.answers,
-            **speculation(outputs.get(name, []), cost_ratio),
-        }
-        for name, one in timed.items()
-    }
     return {
-        "systems": systems,
+        "systems": {name: figures(name, timed, outputs, cost_ratio) for name in timed},
         "step_ms": {name: round(value, 3) for name, value in costs.items()},
         "cost_ratio": round(cost_ratio, 4),
         "verify_share": round(share, 4),
         "adapted": bool(system.bank.experts or system.bank.shared),
         "prompts": len(queries),
+        **surroundings(system),
+    }
+
+
+def their_runners(system: System) -> dict[str, Runner]:
+    """The systems of transformers; assisted generation only where it takes this pair of models."""
+    target = system.target
+    # A second copy of the draft without our LoRA layers, so that transformers runs it as it is.
+    assistant = load_by(system.settings, "draft")
+    runners = {BASELINE: transformers_runner(target)}
+    # transformers takes models with vocabularies of different sizes (one padded further) for models with
+    # different tokenizers and refuses them.
+    sizes = {model.hf.config.get_text_config().vocab_size for model in (assistant, target)}
+    if len(sizes) == 1:
+        runners[ASSISTED] = transformers_runner(target, assistant_model=assistant.hf)
+    runners["transformers prompt lookup"] = transformers_runner(target, prompt_lookup_num_tokens=8)
+    return runners
+
+
+def our_runners(system: System, outputs: Outputs) -> dict[str, Runner]:
+    """Our systems. Every answer is added to `outputs` under the name of its system."""
+
+    def ours(name: str, source: DraftSource = "auto", **options: Any) -> Runner:
+        def answer(prompt: str, max_tokens: int) -> list[int]:
+            params = SamplingParams(max_tokens=max_tokens)
+            with drafting_by(system, source):
+                [output] = system.engine.generate(prompt, params, chat=True, **options)
+            outputs.setdefault(name, []).append(output)
+            return output.token_ids
+
+        return answer
+
+    return {
+        "moedraft plain": ours("moedraft plain", draft=False),
+        "moedraft generic draft": base_only(system, ours("moedraft generic draft", "model", expert=SHARED)),
+        "moedraft experts": ours("moedraft experts", "model"),
+        "moedraft lookup": ours("moedraft lookup", "lookup"),
+        "moedraft experts + lookup": ours("moedraft experts + lookup"),
+    }
+
+
+def figures(name: str, timed: dict[str, Timed], outputs: Outputs, cost_ratio: float) -> dict[str, Any]:
+    """What is reported of one system."""
+    one, base = timed[name], timed[BASELINE]
+    return {
+        "tokens_per_second": round(one.tokens_per_second, 2),
+        "rounds": [round(value, 2) for value in one.rounds],
+        "ratio": round(one.tokens_per_second / base.tokens_per_second, 3),
+        "same_answers": one.answers == base.answers,
+        **speculation(outputs.get(name, []), cost_ratio),
+    }
+
+
+def surroundings(system: System) -> dict[str, Any]:
+    """On what it was measured."""
+    return {
         "device": str(system.target.device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
@@ -103,14 +128,15 @@ def run(system: System, queries: list[Query], rounds: int, advance: Callable[[in
 
 
 def speculation(outputs: list[RequestOutput], cost_ratio: float) -> dict[str, float | None]:
-    """Tokens per target step; acceptance and the speed-up in theory where a model alone drafted."""
+    """Tokens per target step, and acceptance and theoretical speed-up if the draft model alone guessed."""
     length = round(tokens_per_step(outputs), 3) if outputs else None
-    drafts = sum(output.num_drafts for output in outputs)
-    if not drafts or any(output.num_lookup_tokens for output in outputs):
+    drafts = sum(output.speculation.num_drafts for output in outputs)
+    if not drafts or any(output.speculation.num_lookup_tokens for output in outputs):
         return {"tokens_per_step": length, "draft_acceptance_rate": None, "theoretical_speedup": None}
-    drafted = sum(output.num_draft_tokens for output in outputs)
-    accepted = sum(output.num_accepted_tokens for output in outputs)
-    # Per-token acceptance α: accepted over verified, the first refused token of a draft being the last one.
+    drafted = sum(output.speculation.num_draft_tokens for output in outputs)
+    accepted = sum(output.speculation.num_accepted_tokens for output in outputs)
+    # Acceptance α of one token: accepted tokens over verified ones. The tokens of a draft after the first
+    # refused one are not verified.
     refused = sum(output.num_rejections for output in outputs)
     alpha = accepted / (accepted + refused)
     return {
@@ -120,8 +146,8 @@ def speculation(outputs: list[RequestOutput], cost_ratio: float) -> dict[str, fl
     }
 
 
-def base_only(system: System, runner: Callable[[str, int], list[int]]) -> Callable[[str, int], list[int]]:
-    """Run with the draft base as it came: the static generic draft."""
+def base_only(system: System, runner: Runner) -> Runner:
+    """The same runner with all adapters switched off: the draft base as it came, the generic draft."""
 
     def run_with_base(prompt: str, max_tokens: int) -> list[int]:
         system.bank.bare(True)

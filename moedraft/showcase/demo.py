@@ -1,4 +1,4 @@
-"""The demo's phases: register, measure, serve and learn, measure again, check. Prints nothing itself."""
+"""The phases of the demo: register, measure, serve and learn, measure again, compare. Prints nothing."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moedraft.distill.build import build_loop
-from moedraft.distill.loop import DistillLoop
-from moedraft.engine.admin import register_all
-from moedraft.engine.build import System
+from moedraft.distill.loop import DistillLoop, build_loop
 from moedraft.showcase import shipped
 from moedraft.showcase.measure import (
     Served,
@@ -24,12 +21,17 @@ from moedraft.showcase.measure import (
 )
 from moedraft.showcase.report import Point, Result, Row, draw, write_html
 from moedraft.showcase.shipped import Query
-from moedraft.showcase.stream import ExpertView, rate, serve_and_learn
+from moedraft.showcase.stream import ExpertProgress, rate, serve_and_learn
+from moedraft.system.build import System
+from moedraft.system.domains import register_all
 
 
 @dataclass
 class Demo:
-    """One run over a fresh home. Training stops when the stream has taken `seconds`."""
+    """One run of the demo in a fresh home. No update begins once the stream has taken `seconds`.
+
+    `on_phase` is called with the name of each phase, `on_event` after each answer and each update.
+    """
 
     system: System
     seconds: float
@@ -37,12 +39,12 @@ class Demo:
     on_event: Callable[[Demo], None] = lambda _: None
     stream: list[Query] = field(default_factory=lambda: shipped.traffic())
     heldout: list[Query] = field(default_factory=lambda: shipped.heldout())
-    views: dict[str, ExpertView] = field(default_factory=dict)
+    views: dict[str, ExpertProgress] = field(default_factory=dict)
     points: list[Point] = field(default_factory=list)
     updates: list[int] = field(default_factory=list)
 
     def run(self) -> tuple[Result, bool]:
-        """The result, and whether every greedy answer equalled plain decoding token for token."""
+        """Run all phases. Returns the result, and whether all answers equalled plain decoding."""
         self.on_phase("registering the shipped domains")
         examples = shipped.examples()
         register_all(self.system.store, self.system.router, examples)
@@ -78,14 +80,17 @@ class Demo:
         return serve(self.system, self.heldout, draft=draft)
 
     def _acceptance(self, plain: Served) -> dict[str, float]:
-        """Mean greedy acceptance by true domain, each prompt with the expert that the router gives it."""
+        """Mean greedy acceptance by true domain, each prompt drafted by the expert the router chooses."""
         prompts = [query.prompt for query in self.heldout]
         experts = [route.domain for route in self.system.router.route(prompts)]
         answers = [output.token_ids for output in plain.outputs]
         return by_domain(self.heldout, greedy_acceptance(self.system, prompts, answers, experts))
 
     def _serve_and_learn(self) -> float:
-        """The model drafts alone, so that experts are seen at all tokens and not at the hard ones only."""
+        """Serve the stream without lookup in the text and return the seconds it took.
+
+        Lookup would take the easy tokens, and the experts' acceptance would be measured on hard ones only.
+        """
         loop = build_loop(self.system.settings, self.system.store)
         began = time.monotonic()
         with drafting_by(self.system, "model"):
@@ -95,13 +100,13 @@ class Demo:
     def _follow(self, loop: DistillLoop, may_train: Callable[[], bool]) -> None:
         for event in serve_and_learn(self.system, loop, self.stream, may_train=may_train):
             if event.output is not None:
-                view = self.views.setdefault(event.output.expert, ExpertView())
+                view = self.views.setdefault(event.output.expert, ExpertProgress())
                 view.add(event.output)
-                share = event.output.draft_acceptance_rate
+                share = event.output.speculation.draft_acceptance_rate
                 if share is not None:
                     self.points.append(Point(len(self.points), event.output.expert, share))
             if event.update is not None:
-                view = self.views.setdefault(event.update.expert, ExpertView())
+                view = self.views.setdefault(event.update.expert, ExpertProgress())
                 view.version = event.update.version.version
                 self.updates.append(len(self.points))
             self.on_event(self)
@@ -116,7 +121,7 @@ class Demo:
 
 
 def publish(result: Result, folder: Path) -> dict[str, Path]:
-    """Picture, page and numbers in `folder`; returns their paths."""
+    """Write picture, page and numbers into `folder`. Returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {"picture": "acceptance.png", "report": "report.html", "numbers": "demo.json"}
     paths = {name: folder / file for name, file in files.items()}
@@ -127,6 +132,7 @@ def publish(result: Result, folder: Path) -> dict[str, Path]:
 
 
 def summary(result: Result) -> dict[str, Any]:
+    """The result as plain data."""
     return {
         "acceptance_before": round(result.before, 4),
         "acceptance_after": round(result.after, 4),

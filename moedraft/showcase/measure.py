@@ -11,10 +11,15 @@ from typing import Any
 
 import torch
 
+from moedraft.cache import SlotCache
+from moedraft.chat import prompt_ids
 from moedraft.core import SHARED, RequestOutput, SamplingParams
-from moedraft.engine.build import System
-from moedraft.engine.decoder import DraftSource
+from moedraft.drafting.base import DraftBase, FeatureBase, first_guesses
+from moedraft.drafting.chooser import DraftSource
 from moedraft.showcase.shipped import Query
+from moedraft.system.build import System
+
+Forward = Callable[[SlotCache, torch.Tensor, int], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -34,30 +39,35 @@ class Served:
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens per target forward, 1 in plain decoding."""
+        """Tokens for each forward of the target; 1 in plain decoding."""
         return tokens_per_step(self.outputs)
 
 
 def tokens_per_step(outputs: list[RequestOutput]) -> float:
-    return sum(len(output.token_ids) for output in outputs) / max(1, sum(o.num_steps for o in outputs))
+    """Tokens of all answers together for each forward of the target."""
+    return sum(len(output.token_ids) for output in outputs) / max(
+        1, sum(o.speculation.num_steps for o in outputs)
+    )
 
 
 @contextmanager
 def drafting_by(system: System, source: DraftSource) -> Iterator[None]:
-    """Where the engine's drafts come from, for a while."""
-    decoder = system.engine.decoder
-    before, decoder.draft_source = decoder.draft_source, source
+    """Set where the engine's guesses come from while the block runs."""
+    chooser = system.engine.chooser
+    before, chooser.source = chooser.source, source
     try:
         yield
     finally:
-        decoder.draft_source = before
+        chooser.source = before
 
 
 def serve(system: System, queries: list[Query], *, draft: bool = True, expert: str | None = None) -> Served:
-    """Greedy answers to all queries at once; the router chooses unless `expert` pins one."""
+    """Answer all queries at once, greedily. The router chooses the experts, or `expert` drafts for all."""
     params = [SamplingParams(max_tokens=query.max_tokens) for query in queries]
     began = time.perf_counter()
-    outputs = system.engine.generate([q.prompt for q in queries], params, expert=expert, draft=draft)
+    outputs = system.engine.generate(
+        [q.prompt for q in queries], params, expert=expert, draft=draft, chat=True
+    )
     return Served(outputs, time.perf_counter() - began)
 
 
@@ -65,18 +75,18 @@ def serve(system: System, queries: list[Query], *, draft: bool = True, expert: s
 def greedy_acceptance(
     system: System, prompts: list[str], answers: list[list[int]], experts: list[str]
 ) -> list[float]:
-    """Per answer, the share of its tokens that the expert's draft would have guessed.
+    """For each answer the share of its tokens that its expert would have guessed.
 
-    Teacher-forced on the target's greedy answer, so it depends neither on draft lengths nor on timing.
+    The draft reads the target's greedy answer and guesses each token from those before it (teacher forcing),
+    so the share depends neither on draft lengths nor on timing.
     """
     shares = []
     for prompt, answer, expert in zip(prompts, answers, experts, strict=True):
-        context = list(system.target.tokenizer(prompt)["input_ids"])
-        ids = torch.tensor([[*context, *answer]], device=system.draft.device)
+        text = [*prompt_ids(system.target.tokenizer, prompt, chat=True), *answer]
         system.bank.select([expert])
-        logits = system.draft.forward(system.draft.new_cache(1), 0, ids, [0], keep=len(answer) + 1)
-        hits = logits[0, :-1].argmax(-1) == ids[0, len(context) :]
-        shares.append(hits.float().mean().item())
+        guesses = first_guesses(system.draft, system.target, text)[-len(answer) :]
+        hits = [guess == token for guess, token in zip(guesses, answer, strict=True)]
+        shares.append(sum(hits) / len(hits))
     return shares
 
 
@@ -90,7 +100,7 @@ def by_domain(queries: list[Query], values: list[float]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Timed:
-    """One system over all prompts: the median over the rounds of tokens per second, one prompt at a time."""
+    """One system's tokens per second over all prompts: those of every round, and their median."""
 
     name: str
     tokens_per_second: float
@@ -104,7 +114,7 @@ def compare(
     rounds: int = 3,
     on_progress: Callable[[], None] = lambda: None,
 ) -> dict[str, Timed]:
-    """Run every system on the same prompts, taking turns prompt by prompt so that noise hits all alike."""
+    """Run every system on the same prompts. They take turns at each prompt, so that noise hits all alike."""
     seconds = {name: [0.0] * rounds for name in runners}
     tokens = {name: [0] * rounds for name in runners}
     answers: dict[str, list[list[int]]] = {name: [] for name in runners}
@@ -126,24 +136,27 @@ def compare(
 def engine_runner(
     system: System, *, draft: bool, expert: str | None = None
 ) -> Callable[[str, int], list[int]]:
+    """A function that answers one prompt with the engine."""
+
     def run(prompt: str, max_tokens: int) -> list[int]:
         params = SamplingParams(max_tokens=max_tokens)
-        return system.engine.generate(prompt, params, draft=draft, expert=expert)[0].token_ids
+        return system.engine.generate(prompt, params, draft=draft, expert=expert, chat=True)[0].token_ids
 
     return run
 
 
 def transformers_runner(target: Any, **options: Any) -> Callable[[str, int], list[int]]:
-    """transformers' own `generate`, greedy; assisted with `assistant_model`, `prompt_lookup_num_tokens` …
+    """A function that answers one prompt with the greedy `generate` of transformers.
 
-    Without the checkpoint's penalties, which we do not apply either.
+    `options` go to `generate`, such as `assistant_model` or `prompt_lookup_num_tokens`. The penalties of the
+    checkpoint are left out, since our engine does not apply them either.
     """
     own, eos = target.hf.generation_config, sorted(target.eos_token_ids)
     bare = type(own)(eos_token_id=eos or None, pad_token_id=eos[0] if eos else 0, do_sample=False)
 
     def run(prompt: str, max_tokens: int) -> list[int]:
-        ids = target.tokenizer(prompt, return_tensors="pt")["input_ids"].to(target.device)
-        target.hf.generation_config = bare  # what is not set is taken from there, whatever is passed
+        ids = torch.tensor([prompt_ids(target.tokenizer, prompt, chat=True)], device=target.device)
+        target.hf.generation_config = bare  # `generate` takes from it all that is not set
         try:
             out = target.hf.generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, **options
@@ -157,9 +170,10 @@ def transformers_runner(target: Any, **options: Any) -> Callable[[str, int], lis
 
 
 def theoretical_speedup(acceptance: float, length: float, cost: float) -> float:
-    """E / (k·c + 1) with E = (1 − α^(k+1)) / (1 − α), where verifying k+1 tokens costs one step.
+    """The speed-up if verifying k+1 tokens cost one target step: E / (k·c + 1), E = (1 − α^(k+1)) / (1 − α).
 
-    acceptance α per token, `length` k drafted tokens a step, `cost` c of a draft step in target steps.
+    `acceptance` is α, the chance of one token; `length` is k, the drafted tokens in a round; `cost` is c, the
+    time of a draft step divided by that of a target step.
     Source: Leviathan et al., arXiv 2211.17192, theorem 3.8.
     """
     expected = length + 1 if acceptance >= 1 else (1 - acceptance ** (length + 1)) / (1 - acceptance)
@@ -168,29 +182,41 @@ def theoretical_speedup(acceptance: float, length: float, cost: float) -> float:
 
 @torch.inference_mode()
 def step_costs(system: System, context: int = 128, repeats: int = 30) -> dict[str, float]:
-    """Median milliseconds of one target step, one draft step, and a verification of five tokens; batch 1."""
+    """Median milliseconds at batch 1: a target step, a draft step, a target forward over five tokens."""
 
-    def measure(model: Any, width: int) -> float:
-        cache = model.new_cache(1)
-        ids = torch.zeros(1, context, dtype=torch.int64, device=model.device)
-        model.forward(cache, 0, ids, [0], keep=1)
+    def measure(forward: Forward, cache: SlotCache, width: int) -> float:
+        ids = torch.zeros(1, context, dtype=torch.int64, device=system.target.device)
+        forward(cache, ids, 0)
         times = []
         for _ in range(repeats):
             began = time.perf_counter()
-            model.forward(cache, 0, ids[:, :width], [context]).sum().item()
+            forward(cache, ids[:, :width], context).sum().item()
             times.append((time.perf_counter() - began) * 1e3)
         return median(times)
 
     system.bank.select([SHARED])
+    target, draft = system.target, system.draft
     return {
-        "target_ms": measure(system.target, 1),
-        "draft_ms": measure(system.draft, 1),
-        "verify5_ms": measure(system.target, 5),
+        "target_ms": measure(_forward_of(target), target.new_cache(1), 1),
+        "draft_ms": measure(_forward_of(draft), draft.new_cache(1), 1),
+        "verify5_ms": measure(_forward_of(target), target.new_cache(1), 5),
     }
 
 
+def _forward_of(model: DraftBase) -> Forward:
+    """(cache, token ids, the first one's position) → logits. A feature drafter reads zeros as features."""
+    if isinstance(model, FeatureBase):
+
+        def forward(cache: SlotCache, ids: torch.Tensor, start: int) -> torch.Tensor:
+            states = model.hf.fc.weight.new_zeros(*ids.shape, model.hf.config.hidden_size)
+            return model.hf.step(cache, 0, states, ids, [start], keep=1)[1]
+
+        return forward
+    return lambda cache, ids, start: model.forward(cache, 0, ids, [start], keep=ids.shape[1])
+
+
 def warm_up(system: System) -> None:
-    """A few tokens, so that the first measured request pays for no initialisation."""
+    """Generate a few tokens, so that the first measured request does not pay for initialisation."""
     params = SamplingParams(max_tokens=8)
     for draft in (False, True):
         system.engine.generate("warm up", params, draft=draft, expert=SHARED)

@@ -1,4 +1,4 @@
-"""The demo's result on paper: a picture of acceptance over time and a page of HTML. No prompts in it."""
+"""The demo's report: a picture of acceptance over time and an HTML page. Neither holds any prompt."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ img { max-width: 100%; border-radius: 6px; }
 
 @dataclass(frozen=True)
 class Row:
-    """One domain's held-out acceptance: shared static draft before, experts after learning."""
+    """A domain's acceptance on held-out prompts: the generic draft's before, its expert's after learning."""
 
     domain: str
     before: float
@@ -31,7 +31,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Point:
-    """One finished request of the stream: when, whose, and the share of drafted tokens that were accepted."""
+    """One answered request: its place in the stream, its expert, its accepted share of drafted tokens."""
 
     index: int
     expert: str
@@ -67,7 +67,7 @@ def running_mean(values: list[float], width: int) -> list[float]:
 
 
 def draw(result: Result, path: Path) -> None:
-    """Acceptance over the stream (left) and per domain before and after (right), as PNG or SVG by suffix."""
+    """Draw acceptance over the stream and per domain before and after. The suffix says whether PNG or SVG."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -100,7 +100,7 @@ def draw(result: Result, path: Path) -> None:
 
 
 def write_html(result: Result, picture: Path, path: Path) -> None:
-    """A page of its own beside the picture; everything is escaped."""
+    """Write an HTML page that shows the picture, which must lie beside it. All text is escaped."""
     rows = "".join(
         f"<tr><td>{html.escape(r.domain)}</td><td>{r.before:.3f}</td><td>{r.after:.3f}</td>"
         f"<td>{r.after - r.before:+.3f}</td></tr>"

@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Query:
-    """A prompt with the domain it was written for, which the system never sees."""
+    """A prompt, and the domain it was written for. The system never sees that domain."""
 
     prompt: str
     domain: str
@@ -25,10 +25,12 @@ def examples() -> dict[str, list[str]]:
 
 
 def traffic() -> list[Query]:
+    """The mixed stream of 360 prompts, in the order in which it is served."""
     return _queries("traffic.jsonl")
 
 
 def heldout() -> list[Query]:
+    """The 60 prompts for measurements before and after learning."""
     return _queries("heldout.jsonl")
 
 

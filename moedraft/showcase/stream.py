@@ -1,4 +1,4 @@
-"""Serve a stream while the experts learn from it, one process: serve a little, train a little."""
+"""Serve a stream while the experts learn from it, in one process: serve some requests, train, go on."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from moedraft.core import RequestOutput, SamplingParams
-from moedraft.distill.loop import DistillLoop
-from moedraft.distill.trainer import Update
-from moedraft.engine.build import System
+from moedraft.distill.loop import DistillLoop, Update
 from moedraft.showcase.shipped import Query
+from moedraft.system.build import System
 
 
 @dataclass
-class ExpertView:
+class ExpertProgress:
     """What the live table shows of one expert. Acceptance: accepted / drafted tokens."""
 
     requests: int = 0
@@ -24,7 +23,7 @@ class ExpertView:
 
     def add(self, output: RequestOutput) -> None:
         self.requests += 1
-        pair = (output.num_accepted_tokens, output.num_draft_tokens)
+        pair = (output.speculation.num_accepted_tokens, output.speculation.num_draft_tokens)
         if pair[1]:
             self.recent.append(pair)
             if len(self.first) < 4:
@@ -32,6 +31,7 @@ class ExpertView:
 
 
 def rate(pairs: list[tuple[int, int]] | deque[tuple[int, int]]) -> float | None:
+    """Accepted over drafted tokens of all pairs together; None if nothing was drafted."""
     drafted = sum(d for _, d in pairs)
     return sum(a for a, _ in pairs) / drafted if drafted else None
 
@@ -54,10 +54,10 @@ def serve_and_learn(
     max_updates: int = 2,
     may_train: Callable[[], bool] = lambda: True,
 ) -> Iterator[Event]:
-    """Serve `queries` in order; after every `window` finished requests train what is due.
+    """Serve `queries` in order, and train what is due after every `window` finished requests.
 
-    Without a loop nothing is learned. Trains at most `max_updates` times in a row, between two steps,
-    so that requests in flight wait no longer than that.
+    Training happens between two steps, at most `max_updates` times in a row, while the running requests wait.
+    Without a loop nothing is learned.
     """
     waiting = deque(queries)
     running: dict[str, Query] = {}
@@ -67,7 +67,7 @@ def serve_and_learn(
         while waiting and len(running) < 2 * system.settings.max_batch_size:
             query = waiting.popleft()
             params = SamplingParams(max_tokens=query.max_tokens)
-            running[engine.add(query.prompt, params, capture=loop is not None)] = query
+            running[engine.add(query.prompt, params, capture=loop is not None, chat=True)] = query
         for output in engine.step():
             if output.finish_reason and output.request_id in running:
                 finished += 1

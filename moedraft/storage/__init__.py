@@ -1,6 +1,7 @@
 """The state of a home on disk: domains, adapter versions, replay, request statistics. Knows no model."""
 
 from moedraft.storage.adapters import AdapterStore, LoadedAdapter
+from moedraft.storage.candidate import Candidate, CandidateSummary
 from moedraft.storage.db import Home, StorageFull
 from moedraft.storage.registry import Registry
 from moedraft.storage.replay import Policy, ReplayBuffer
@@ -10,6 +11,8 @@ from moedraft.storage.updates import UpdateLog
 
 __all__ = [
     "AdapterStore",
+    "Candidate",
+    "CandidateSummary",
     "ExpertStats",
     "Home",
     "LoadedAdapter",

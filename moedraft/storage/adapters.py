@@ -1,12 +1,11 @@
 """Adapter folders in PEFT's format: published atomically, verified on every load, never pickle.
 
 `adapters/<domain>/v<N>` holds adapter_config.json, adapter_model.safetensors and a manifest. Paths are
-always computed from a checked name and a number. Knows nothing of what the tensors mean.
+always computed from a checked name and a number. This module does not know what the tensors mean.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import logging
@@ -15,7 +14,8 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,7 +23,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 
 from moedraft.core import AdapterVersion, CorruptAdapter, StorageError
-from moedraft.storage.db import DATABASE, Home, StorageFull, storage_errors
+from moedraft.storage.candidate import CONFIG, WEIGHTS, Candidate, CandidateSummary, move_files, write_files
+from moedraft.storage.db import DATABASE, Home, storage_errors
 from moedraft.storage.registry import Registry, check_expert_name
 
 if TYPE_CHECKING:
@@ -31,13 +32,10 @@ if TYPE_CHECKING:
 
 FOLDER = "adapters"
 QUARANTINE = "quarantine"  # beside it: versions that the database does not know
-CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1
 ALLOWED = (".safetensors", ".json", ".md")
 TEMPORARY = ".tmp-"
-LIMITS = ("File too large", "quota exceeded")  # as safetensors words EFBIG and EDQUOT
 VERSION_FOLDER = re.compile(r"v([0-9]+)")
 
 log = logging.getLogger(__name__)
@@ -59,7 +57,7 @@ def check_database_is_there(home: Path) -> None:
 
 
 class AdapterStore:
-    """The adapters of a home. Safe to share between threads; only a writable home is ever changed.
+    """The adapters of a home. Safe to share between threads. Changes nothing in a read-only home.
 
     Making one removes temporary folders that a crash left behind. A version that the database does not know
     may be all that is left of it (an older database was put back): it is set aside, never deleted.
@@ -73,45 +71,27 @@ class AdapterStore:
             self._clean()
 
     def folder(self, domain: str, version: int) -> Path:
-        """Where `version` lies. Raises InvalidRequest for a name that is none."""
+        """The folder of `version`. Raises InvalidRequest for an invalid name."""
         return self._root / check_expert_name(domain) / f"v{int(version)}"
 
-    def publish(
-        self,
-        domain: str,
-        write: Callable[[Path], None],
-        *,
-        parent: int,
-        base_hash: str,
-        acceptance: float | None,
-        extra: dict[str, Any],
-    ) -> AdapterVersion:
-        """Makes what `write(folder)` leaves in its folder the live version of `domain`: whole or not at all.
+    def publish(self, candidate: Candidate) -> AdapterVersion:
+        """Writes the candidate's files and makes them the live version of its expert: whole or not at all.
 
-        `extra` (rank, modules …) goes into the manifest. Raises InvalidRequest for an unknown domain,
-        CorruptAdapter for files that are no intact PEFT adapter, StorageFull, StorageError, and
-        whatever `write` raises; the former version serves on then.
+        Raises InvalidRequest for an unknown expert, CorruptAdapter for files that are no intact PEFT adapter
+        (such as weights that are not finite), StorageFull and StorageError; nothing was changed then.
         """
-        self._home.require_writable()
-        self._registry.next_version(domain)  # an unknown name is refused before anything is written
-        with self._home.folder_lock, storage_errors(self._home.path):
-            self._clean()
-            temporary = self._temporary(domain)
-            try:
-                files = _written(temporary, write)
-                number = self._registry.reserve_version(domain)
-                path = self.folder(domain, number).relative_to(self._home.path).as_posix()
-                version = AdapterVersion(
-                    domain, number, parent, path, base_hash, acceptance, time.time(), "live"
-                )
-                (temporary / MANIFEST).write_text(_manifest(version, files, extra), encoding="utf-8")
-                self._install(temporary, version)
-            finally:
-                shutil.rmtree(temporary, ignore_errors=True)
-        return version
+        with self._new_folder(candidate.expert) as folder:
+            write_files(candidate, folder)
+            return self._make_live(folder, candidate)
+
+    def adopt(self, summary: CandidateSummary, staged: Path) -> AdapterVersion:
+        """As `publish`, for a candidate whose files another process has written into the folder `staged`."""
+        with self._new_folder(summary.expert) as folder:
+            move_files(staged, folder)
+            return self._make_live(folder, summary)
 
     def load(self, version: AdapterVersion, base_hash: str | None = None) -> LoadedAdapter:
-        """Files of `version`, verified against its manifest.
+        """The files of `version`, verified against its manifest.
 
         Raises CorruptAdapter where anything is missing, changed or not finite, and StorageError where
         `base_hash` (of the draft base that runs) is given and the adapter belongs to another.
@@ -185,10 +165,38 @@ class AdapterStore:
                 shutil.rmtree(self.folder(domain, number), ignore_errors=True)
         return gone
 
-    def _temporary(self, domain: str) -> Path:
-        parent = self.folder(domain, 0).parent
-        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=parent))
+    @contextmanager
+    def _new_folder(self, domain: str) -> Iterator[Path]:
+        """An empty temporary folder beside the versions of `domain`; nobody else publishes meanwhile."""
+        self._home.require_writable()
+        self._registry.next_version(domain)  # an unknown name is refused before anything is written
+        with self._home.folder_lock, storage_errors(self._home.path):
+            self._clean()
+            parent = self.folder(domain, 0).parent
+            parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=parent))
+            try:
+                yield folder
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _make_live(self, folder: Path, summary: CandidateSummary) -> AdapterVersion:
+        """Checks the files in `folder`, gives them a number and a manifest, and moves them into place."""
+        files = _checked(folder)
+        number = self._registry.reserve_version(summary.expert)
+        version = AdapterVersion(
+            domain=summary.expert,
+            version=number,
+            parent=summary.parent,
+            path=self.folder(summary.expert, number).relative_to(self._home.path).as_posix(),
+            base_hash=summary.base_hash,
+            acceptance=summary.acceptance_after,
+            created_at=time.time(),
+            state="live",
+        )
+        (folder / MANIFEST).write_text(_manifest(version, summary, files), encoding="utf-8")
+        self._install(folder, version)
+        return version
 
     def _install(self, temporary: Path, version: AdapterVersion) -> None:
         """Folder, then row: a crash between them leaves a folder without a row, which `_clean` sets aside."""
@@ -205,14 +213,14 @@ class AdapterStore:
             raise
 
     def reject(self, version: AdapterVersion) -> None:
-        """Rolls `version` back, where it is still there and the home writable: it does not fit its base."""
+        """Roll back a version that does not fit its base, unless it was removed or the home is read-only."""
         self._reject(version)
 
     def _reject(self, version: AdapterVersion) -> None:
         if not self._home.writable:
             return
         with self._home.folder_lock:
-            # rows go before folders: a version without a row was removed meanwhile and is not corrupt
+            # Rows are removed before folders. So a version without a row is not corrupt: it was just removed.
             rows = self._registry.versions(version.domain)
             if version.version in {row.version for row in rows}:
                 self._registry.reject(version.domain, version.version)
@@ -243,29 +251,16 @@ def _title(version: AdapterVersion) -> str:
     return f"Adapter version {version.version} of '{version.domain}'"
 
 
-def _written(folder: Path, write: Callable[[Path], None]) -> dict[str, bytes]:
-    """What `write` leaves in `folder`, checked."""
-    try:
-        write(folder)
-    except SafetensorError as error:
-        if "No space left" in str(error):
-            raise StorageFull(f"The disk that holds {folder.parent} is full; free some space.") from error
-        if any(limit in str(error) for limit in LIMITS):
-            raise StorageFull(f"{folder.parent} may hold no more: {error}.") from error
-        raise
-    except OSError as error:
-        if error.errno in (errno.EFBIG, errno.EDQUOT):
-            raise StorageFull(f"{folder.parent} may hold no more: {error.strerror}.") from error
-        raise
+def _checked(folder: Path) -> dict[str, bytes]:
+    """The files of a new adapter. Raises CorruptAdapter where they are not an intact one."""
     title = "The new adapter"
     files = _contents(folder, title)
-    files.pop(MANIFEST, None)
     _parsed(files, title)
     return files
 
 
 def _contents(folder: Path, title: str) -> dict[str, bytes]:
-    """The bytes of each file. Raises CorruptAdapter for anything but plain files of the kinds allowed."""
+    """The bytes of each file. Raises CorruptAdapter for anything but plain files of the allowed kinds."""
     files = {}
     try:
         for path in sorted(folder.iterdir()):
@@ -286,7 +281,7 @@ def _parsed(files: dict[str, bytes], title: str) -> tuple[dict[str, Any], dict[s
     try:
         tensors: dict[str, torch.Tensor] = load_tensors(files[WEIGHTS])
         finite = {name: bool(tensor.isfinite().all()) for name, tensor in tensors.items()}
-    except (SafetensorError, KeyError, NotImplementedError) as error:  # the latter two: numbers of odd types
+    except (SafetensorError, KeyError, NotImplementedError) as error:  # the last two: unknown dtypes
         raise CorruptAdapter(f"{title}: {WEIGHTS} cannot be read: {error}.") from error
     for name in finite:
         if not finite[name]:
@@ -297,15 +292,15 @@ def _parsed(files: dict[str, bytes], title: str) -> tuple[dict[str, Any], dict[s
 def _object(text: bytes, title: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except (ValueError, RecursionError) as error:  # the latter: nested too deeply
+    except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
         raise CorruptAdapter(f"{title} is missing or no JSON.") from error
     if not isinstance(value, dict):
         raise CorruptAdapter(f"{title} is no JSON object.")
     return value
 
 
-def _manifest(version: AdapterVersion, files: dict[str, bytes], extra: dict[str, Any]) -> str:
-    own = {
+def _manifest(version: AdapterVersion, summary: CandidateSummary, files: dict[str, bytes]) -> str:
+    written = {
         "format": MANIFEST_FORMAT,
         "domain": version.domain,
         "version": version.version,
@@ -314,9 +309,10 @@ def _manifest(version: AdapterVersion, files: dict[str, bytes], extra: dict[str,
         "acceptance": version.acceptance,
         "created_at": version.created_at,
         "files": _hashes(files),
+        "rank": summary.rank,
+        "modules": list(summary.modules),
     }
-    assert not own.keys() & extra.keys(), "extra must not replace what the manifest says itself"
-    return json.dumps({**own, **extra}, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return json.dumps(written, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _hashes(files: dict[str, bytes]) -> dict[str, str]:

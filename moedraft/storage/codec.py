@@ -16,7 +16,7 @@ from moedraft.core import InvalidRequest, ReplayRecord
 
 FORMAT = 1
 HEADER = struct.Struct("<BxHIIII")  # format, k, len(token_ids), len(answer), len(rejected), crc32 of the rest
-LOWEST = float(np.finfo(np.float16).min)  # a finite log-probability stays finite
+LOWEST = float(np.finfo(np.float16).min)  # lower log-probabilities become this, so that they stay finite
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -29,7 +29,7 @@ class Payload(NamedTuple):
 
 
 class DamagedPayload(Exception):
-    """Bytes that this module did not write, or that changed since."""
+    """The bytes were not written by this module, or have changed since."""
 
 
 def encode(record: ReplayRecord) -> bytes:
@@ -49,9 +49,9 @@ def encode(record: ReplayRecord) -> bytes:
 
 
 def decode(payload: bytes, num_prompt_tokens: int) -> Payload:
-    """What `encode` was given; log-probabilities to float16 precision. Raises DamagedPayload.
+    """The inverse of `encode`, with log-probabilities in float16 precision. Raises DamagedPayload.
 
-    `num_prompt_tokens` is kept beside the payload and no part of its checksum.
+    `num_prompt_tokens` is stored beside the payload; the checksum does not cover it.
     """
     if len(payload) < HEADER.size:
         raise DamagedPayload("it is too short")

@@ -52,10 +52,9 @@ class Home:
         self.path = path
         self.writable = lock_file is not None
         self.folder_lock = threading.RLock()
-        self.durable_writes = (
-            0  # committed here; in the one writing process nothing else changes the registry
-        )
-        self.erasing = False  # what was deleted may still be in the journal; `checkpoint` again
+        # Durable transactions committed by this object. In the writing process the registry changes only so.
+        self.durable_writes = 0
+        self.erasing = False  # whether deleted data may still be in the journal; `checkpoint` tries again
         self._lock_file = lock_file
         self._write_lock = threading.RLock()
         self._writer: Engine | None = None
@@ -63,10 +62,10 @@ class Home:
 
     @classmethod
     def open(cls, path: str | Path, *, write: bool = True) -> Home:
-        """The home at `path`; for writing it is created or brought to the newest schema where needed.
+        """Open the home at `path`. For writing it is created, or upgraded to the newest schema, where needed.
 
-        Raises StorageError: another process writes it, no home is there (read), it was made by a newer
-        moedraft or needs an upgrade (read), or the folder cannot be used.
+        Raises StorageError where another process is writing it, it was made by a newer moedraft, or the
+        folder cannot be used; for reading also where there is no home or it needs an upgrade.
         """
         path = Path(path).expanduser().resolve()
         home = cls(path, lock_file=_claim(path) if write else None)
@@ -95,28 +94,29 @@ class Home:
 
     @contextmanager
     def write(self, *, durable: bool = False) -> Iterator[Connection]:
-        """One transaction, alone. It survives the death of this process; `durable`, a power cut as well.
+        """One transaction; others wait. It survives the end of this process, `durable` ones a power cut too.
 
-        Without `durable` a power cut may lose the last transactions, never damage the file.
-        Raises StorageFull or StorageError; nothing was changed then.
+        Without `durable` a power cut may lose the last transactions, but never damages the file. Raises
+        StorageFull or StorageError; nothing was changed then.
         """
         self.require_writable()
         with self._write_lock:
             if self._writer is None:
                 raise StorageError(f"The home {self.path} is closed.")
             with storage_errors(self.path), self._writer.connect() as connection:
-                # synchronous cannot change inside a transaction: below SQLAlchemy, before its BEGIN
+                # `synchronous` cannot change inside a transaction, so it is set before SQLAlchemy begins one.
                 _pragma(connection, f"synchronous = {'FULL' if durable else 'NORMAL'}")
                 with connection.begin():
                     yield connection
                 self.durable_writes += durable
 
     def checkpoint(self, *, wait: bool = True) -> bool:
-        """Empty the journal into the database: what was deleted before is in neither file afterwards.
+        """Move the journal's contents into the database, so that deleted data is left in neither file.
 
-        With `wait`, up to BUSY_SECONDS for readers. False: one reads on (a process that was stopped in mid-
-        read does), or the disk fails; then `erasing` says that it is to be tried again. What was deleted
-        stays deleted, so this raises nothing but what a closed or read-only home does.
+        With `wait`, waits up to BUSY_SECONDS for readers. Returns False if one is still reading then (a
+        process that was suspended while it read is), or if the disk fails; `erasing` says then that it must
+        be tried again. What was deleted stays deleted. Raises StorageError only for a closed
+        or read-only home.
         """
         self.require_writable()
         with self._write_lock:
@@ -154,7 +154,7 @@ class Home:
     def _connect(self) -> None:
         database = self.path / DATABASE
         if self.writable:
-            database.touch(mode=0o600)  # its journal takes the same mode; the folder may be an open one
+            database.touch(mode=0o600)  # the folder may be open to others; the journal gets the same mode
             self._writer = _engine(database, write=True)
             self._migrate()
             self.checkpoint(wait=False)  # a purge before the last end may have left something in the journal
@@ -168,7 +168,7 @@ class Home:
             self._check_revision(connection)
 
     def _migrate(self) -> None:
-        """All missing migrations in one transaction: done or not begun, whatever happens."""
+        """Run all missing migrations in one transaction, so that all of them happen or none."""
         assert self._writer is not None
         with self._writer.connect() as connection:
             current = MigrationContext.configure(connection).get_current_revision()
@@ -178,7 +178,7 @@ class Home:
         if current is not None:
             self._keep_copy(current)
         with self._writer.connect() as connection:
-            # a table rebuilt by a migration would otherwise take the rows that point to it along
+            # with foreign keys on, rebuilding a table would delete the rows of others that refer to it
             _pragma(connection, "foreign_keys = OFF")
             with connection.begin():
                 config = _alembic()
@@ -221,11 +221,11 @@ class Home:
 
 @contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """Errors of the disk and the database as StorageFull or StorageError naming `path`."""
+    """Turn errors of the disk and the database into StorageFull or StorageError that names `path`."""
     try:
         yield
     except IntegrityError:
-        raise  # a fault of ours
+        raise  # a bug of moedraft's, no fault of the disk
     except DatabaseError as error:
         raise _from_sqlite(path, error) from error
     except OSError as error:
@@ -299,7 +299,7 @@ def _give_up_reserve(home: Path) -> bool:
 
 
 def _engine(database: Path, *, write: bool) -> Engine:
-    """The seam for another database: nothing above this function depends on SQLite."""
+    """How connections are opened and transactions begin. Another database needs another such function."""
     mode = "rwc" if write else "ro"
 
     def connect() -> sqlite3.Connection:
@@ -322,7 +322,7 @@ def _engine(database: Path, *, write: bool) -> Engine:
     def read_json(text: str | bytes) -> Any:
         try:
             return json.loads(text)
-        except (ValueError, RecursionError) as error:  # the latter: nested too deeply
+        except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
             raise StorageError(f"The database {database} is damaged: {error}.") from error
 
     pool: type[Pool] = StaticPool if write else QueuePool

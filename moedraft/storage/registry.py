@@ -36,7 +36,7 @@ class Registry:
 
     def __init__(self, home: Home) -> None:
         self._home = home
-        self._generation = (-1, 0)  # after how many of this home's writes, the generation
+        self._generation = (-1, 0)  # (this home's number of writes, the generation after them)
 
     # --- domains
 
@@ -97,7 +97,7 @@ class Registry:
     # --- adapter versions (`domain` is a domain's name or SHARED)
 
     def add_version(self, version: AdapterVersion) -> None:
-        """Adds the row; a `live` one takes the alias from the former, in the same transaction.
+        """Add the row. A live version replaces the former live one in the same transaction.
 
         Raises InvalidRequest for a number that was given before.
         """
@@ -116,12 +116,12 @@ class Registry:
             connection.execute(update(experts).where(experts.c.name == version.domain).values(counts))
 
     def next_version(self, domain: str) -> int:
-        """The number that the next version will bear."""
+        """The number of the next version."""
         with self._home.read() as connection:
             return _last_version(connection, domain) + 1
 
     def reserve_version(self, domain: str) -> int:
-        """A number that no other version ever bore or will bear."""
+        """Take a number that no other version of `domain` ever had or will have."""
         with self._home.write(durable=True) as connection:
             number = _last_version(connection, domain) + 1
             connection.execute(update(experts).where(experts.c.name == domain).values(last_version=number))
@@ -135,7 +135,7 @@ class Registry:
             return [AdapterVersion(**row._mapping) for row in rows]
 
     def live(self, domain: str) -> AdapterVersion | None:
-        """The newest alias, whatever its draft base; None: the untrained expert.
+        """The live version, whatever its draft base; None: the untrained expert serves.
 
         What serves with a certain draft base is the first of `lineage(domain, base_hash)`.
         """
@@ -161,7 +161,7 @@ class Registry:
         return [version for version in found if base_hash in (None, version.base_hash)]
 
     def promote(self, domain: str, version: int) -> AdapterVersion | None:
-        """Makes `version` live and retires the former; 0 goes back to the untrained expert. The live one."""
+        """Make `version` (0: the untrained expert) live, retire the former one, and return the live one."""
         with self._home.write(durable=True) as connection:
             _last_version(connection, domain)
             found = _find(connection, domain, version)
@@ -176,8 +176,8 @@ class Registry:
     def rollback(self, domain: str) -> AdapterVersion | None:
         """Back to the parent of the live version, which becomes rolled_back. Returns what is live now.
 
-        An ancestor that was itself rolled back is passed over. With none left the alias goes to the newest
-        version of another draft base; without one, None is the untrained expert.
+        Ancestors that were rolled back themselves are skipped. Where none is left, the newest version of
+        another draft base becomes live; where there is none either, the untrained expert serves.
         """
         with self._home.write(durable=True) as connection:
             live = _live(connection, domain)
@@ -186,7 +186,7 @@ class Registry:
             return _reject(connection, live)
 
     def reject(self, domain: str, version: int) -> AdapterVersion | None:
-        """Marks `version` rolled_back; was it live, its nearest ancestor serves. Returns what is live now."""
+        """Mark `version` rolled_back. If it was live, an ancestor serves. Returns what is live now."""
         with self._home.write(durable=True) as connection:
             found = _find(connection, domain, version)
             if found is None:
@@ -194,7 +194,7 @@ class Registry:
             return _reject(connection, found)
 
     def forget_versions(self, domain: str, numbers: Iterable[int]) -> None:
-        """Removes rows of versions; a live one among them leaves the untrained expert."""
+        """Remove the rows of these versions. If the live one is among them, the untrained expert serves."""
         chosen = (_domain == domain) & _version.in_(list(numbers))
         with self._home.write(durable=True) as connection:
             if connection.scalar(select(_version).where(chosen, _state == "live")) is not None:
@@ -204,7 +204,7 @@ class Registry:
     # --- counters and notes
 
     def generation(self) -> int:
-        """Rises with every change of a domain or of what is live; cheap enough to ask between two steps."""
+        """A number that grows whenever a domain or a live version changes. Asking for it is cheap."""
         writes = self._home.durable_writes
         if not self._home.writable or writes != self._generation[0]:
             with self._home.read() as connection:
@@ -272,7 +272,7 @@ def _live(connection: Connection, domain: str) -> AdapterVersion | None:
 
 
 def _ancestors(connection: Connection, version: AdapterVersion) -> list[AdapterVersion]:
-    """Those that were not rolled back, nearest first; a damaged row, of a parent no older, ends the line."""
+    """Ancestors that were not rolled back, nearest first; up to a damaged row, whose parent is no older."""
     found = []
     while version.parent < version.version:
         parent = _find(connection, version.domain, version.parent)

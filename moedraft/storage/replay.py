@@ -1,4 +1,4 @@
-"""The replay buffers: what the target really said, bounded per domain. Knows nothing of training.
+"""The replay buffers: what the target answered, a bounded number of records per domain.
 
 The shared adapter has no second copy: its buffer is the records of all domains, drawn evenly by
 `sample_stratified`. Records whose prompt fitted no domain are stored under the domain "shared".
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 _drafted = case((replay.c.drafted > 0, replay.c.drafted), else_=1)
 _rate = case((replay.c.drafted > 0, replay.c.accepted * 1.0 / _drafted), else_=1.0)
-# what goes first when a domain is over its capacity
+# the order in which records are removed when a domain has more than its capacity
 _EVICTION: dict[Policy, tuple[Any, ...]] = {
     "fifo": (replay.c.id,),
     "reservoir": (replay.c.draw.desc(), replay.c.id),
@@ -36,10 +36,11 @@ _EVICTION: dict[Policy, tuple[Any, ...]] = {
 class ReplayBuffer:
     """At most `capacity` records per domain. All methods raise StorageError where the home fails.
 
-    policy: "fifo" keeps the newest; "reservoir" a uniform sample of all that ever came (each record
-    draws a uniform number once and the smallest stay: Vitter's reservoir by random keys); "hardest"
-    those with the smallest share of accepted draft tokens, the newer on a tie, and those that nothing
-    was drafted for go first. `seed` makes the reservoir's draws repeatable.
+    `policy` says which records of a full domain are kept. "fifo": the newest. "reservoir": a uniform sample
+    of all that ever came; each record draws a random number once, and those with the smallest numbers stay
+    (Vitter's reservoir by random keys). "hardest": those with the smallest share of accepted draft tokens,
+    the newer of two with the same share; records without any draft are removed first. `seed` makes the
+    reservoir's draws repeatable.
     """
 
     def __init__(self, home: Home, capacity: int, policy: Policy = "fifo", seed: int | None = None) -> None:
@@ -50,13 +51,13 @@ class ReplayBuffer:
         self._home = home
         self._capacity = capacity
         self._policy = policy
-        # mixed with the last id, or a restart would repeat the draws of the records that are there
+        # With the seed alone, the draws after a restart would repeat those of the records that are kept.
         self._random = Random() if seed is None else Random(f"{seed}:{self.last_id()}")
 
     def add(self, records: Sequence[ReplayRecord]) -> None:
-        """All of `records` or none; they outlive this process once this returns.
+        """Store all of `records` or none. Once this returns they survive the end of this process.
 
-        A record of a domain that is not registered (any more) is filed under "shared".
+        A record of a domain that is not registered (any more) is stored under "shared".
         Raises InvalidRequest for a record that is malformed, StorageFull for a full disk.
         """
         rows = [self._row(record) for record in records]
@@ -90,13 +91,13 @@ class ReplayBuffer:
     ) -> Iterator[ReplayRecord]:
         """`n` different records of `domain` (None: of all), uniformly; all of them where there are fewer.
 
-        With `target_id` only what that target said counts. Read as it is used: take no more than needed.
+        With `target_id` only records of that target are drawn. They are read while the iterator advances.
         """
         ids = [number for numbers in self._ids_by_domain(domain, target_id).values() for number in numbers]
         return self._fetched(Random(seed).sample(ids, min(n, len(ids))))
 
     def sample_stratified(self, n: int, seed: int, target_id: str | None = None) -> Iterator[ReplayRecord]:
-        """As `sample` of all, an equal share per domain; what a small one lacks the others give."""
+        """As `sample` of all, with equal shares of the domains. Small domains give all they have."""
         random, chosen = Random(seed), list[int]()
         ids = self._ids_by_domain(None, target_id)
         for domain, share in _even_shares({name: len(ids[name]) for name in ids}, n).items():
@@ -126,14 +127,14 @@ class ReplayBuffer:
             return connection.scalar(_of(select(func.max(replay.c.id)), domain)) or 0
 
     def purge(self, domain: str | None = None) -> int:
-        """Deletes the records of `domain` (None: of all); returns how many.
+        """Delete the records of `domain` (None: of all). Returns how many.
 
-        Their bytes are overwritten, save where `Home.erasing` says afterwards that a reader held that up.
+        Their bytes are overwritten, unless `Home.erasing` is true afterwards because of a reader.
         """
         query = delete(replay) if domain is None else delete(replay).where(replay.c.domain == domain)
         with self._home.write(durable=True) as connection:
             count = connection.execute(query).rowcount
-        self._home.checkpoint()  # until then the journal holds them still
+        self._home.checkpoint()  # until then the journal still holds them
         return count
 
     def _ids_by_domain(self, domain: str | None, target_id: str | None) -> dict[str, list[int]]:
@@ -182,7 +183,7 @@ def _of(query: Select[Any], domain: str | None) -> Select[Any]:
 
 
 def _even_shares(sizes: dict[str, int], n: int) -> dict[str, int]:
-    """How many of `n` each gives: the same number, or all it has where that is less."""
+    """How many of `n` each domain gives: the same number, or all it has where that is less."""
     shares, left = dict[str, int](), n
     for done, (name, size) in enumerate(sorted(sizes.items(), key=lambda item: item[1])):
         shares[name] = min(size, left // (len(sizes) - done))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from sqlalchemy import Connection, delete, func, insert, select
 
-from moedraft.core import RequestStats
+from moedraft.core import RequestStats, SpeculationStats
 from moedraft.storage.db import Home
 from moedraft.storage.tables import request_totals, requests
 
@@ -46,7 +46,7 @@ class ExpertStats:
 
 
 class RequestLog:
-    """The newest `capacity` requests; the sums of all, those trimmed included.
+    """Keeps the newest `capacity` requests, and for each expert sums over all requests there ever were.
 
     All methods raise StorageError where the home fails.
     """
@@ -56,18 +56,18 @@ class RequestLog:
         self._capacity = capacity
 
     def add(self, stats: Sequence[RequestStats]) -> None:
-        """All of `stats` or none."""
+        """Store all of `stats` or none."""
         if not stats:
             return
         with self._home.write() as connection:
-            connection.execute(insert(requests), [asdict(one) for one in stats])
+            connection.execute(insert(requests), [_row(one) for one in stats])
             for expert in sorted({one.expert for one in stats}):
                 _add_to_totals(connection, expert, [one for one in stats if one.expert == expert])
             last = connection.scalar(select(func.max(requests.c.id))) or 0
             connection.execute(delete(requests).where(requests.c.id <= last - self._capacity))
 
     def summary(self) -> dict[str, ExpertStats]:
-        """Per expert that ever served, removed domains included."""
+        """Statistics of every expert that ever served, those of removed domains included."""
         with self._home.read() as connection:
             totals = connection.execute(select(request_totals).order_by(request_totals.c.expert)).all()
             return {row.expert: _summary(connection, row) for row in totals}
@@ -83,12 +83,12 @@ class RequestLog:
             query = query.where(requests.c.expert == expert)
         with self._home.read() as connection:
             rows = connection.execute(query.order_by(requests.c.id.desc()).limit(limit)).mappings().all()
-        return [RequestStats(**{key: row[key] for key in row if key != "id"}) for row in reversed(rows)]
+        return [_stats(dict(row)) for row in reversed(rows)]
 
     def series(self, expert: str, bucket: int = 20) -> list[tuple[float, int, int]]:
-        """(created_at of the last, accepted, drafted) of every `bucket` kept requests in a row, oldest first.
+        """The kept requests in groups of `bucket`, oldest first: (created_at of the last, accepted, drafted).
 
-        Requests without a draft are left out; the last bucket may be smaller.
+        Requests without a draft are left out; the last group may be smaller.
         """
         query = (
             select(requests.c.created_at, requests.c.num_accepted_tokens, requests.c.num_draft_tokens)
@@ -101,23 +101,36 @@ class RequestLog:
         return [(group[-1][0], sum(r[1] for r in group), sum(r[2] for r in group)) for group in groups]
 
 
+def _row(stats: RequestStats) -> dict[str, Any]:
+    """The columns of the table: those of the request and those of its speculation side by side."""
+    columns = asdict(stats)
+    speculation: dict[str, Any] = columns.pop("speculation")
+    return columns | speculation
+
+
+def _stats(row: Mapping[str, Any]) -> RequestStats:
+    speculation = {one.name: row[one.name] for one in fields(SpeculationStats)}
+    own = {one.name: row[one.name] for one in fields(RequestStats) if one.name != "speculation"}
+    return RequestStats(**own, speculation=SpeculationStats(**speculation))
+
+
 def _add_to_totals(connection: Connection, expert: str, stats: list[RequestStats]) -> None:
     row = connection.execute(select(request_totals).where(request_totals.c.expert == expert)).one_or_none()
     before = dict.fromkeys(request_totals.c.keys(), 0) if row is None else dict(row._mapping)
-    first = [one for one in stats if one.num_draft_tokens][: FIRST - before["first_requests"]]
+    first = [one for one in stats if one.speculation.num_draft_tokens][: FIRST - before["first_requests"]]
     added = {
         "requests": len(stats),
         "tokens": sum(one.num_tokens for one in stats),
-        "steps": sum(one.num_steps for one in stats),
-        "drafts": sum(one.num_drafts for one in stats),
-        "draft_tokens": sum(one.num_draft_tokens for one in stats),
-        "accepted_tokens": sum(one.num_accepted_tokens for one in stats),
+        "steps": sum(one.speculation.num_steps for one in stats),
+        "drafts": sum(one.speculation.num_drafts for one in stats),
+        "draft_tokens": sum(one.speculation.num_draft_tokens for one in stats),
+        "accepted_tokens": sum(one.speculation.num_accepted_tokens for one in stats),
         "seconds": sum(one.seconds for one in stats),
-        "lookup_tokens": sum(one.num_lookup_tokens for one in stats),
-        "accepted_lookup_tokens": sum(one.num_accepted_lookup_tokens for one in stats),
+        "lookup_tokens": sum(one.speculation.num_lookup_tokens for one in stats),
+        "accepted_lookup_tokens": sum(one.speculation.num_accepted_lookup_tokens for one in stats),
         "first_requests": len(first),
-        "first_draft_tokens": sum(one.num_draft_tokens for one in first),
-        "first_accepted_tokens": sum(one.num_accepted_tokens for one in first),
+        "first_draft_tokens": sum(one.speculation.num_draft_tokens for one in first),
+        "first_accepted_tokens": sum(one.speculation.num_accepted_tokens for one in first),
     }
     connection.execute(delete(request_totals).where(request_totals.c.expert == expert))
     sums = {name: before[name] + value for name, value in added.items()}

@@ -8,7 +8,7 @@ from pathlib import Path
 from moedraft.storage.adapters import AdapterStore, check_database_is_there
 from moedraft.storage.db import Home
 from moedraft.storage.registry import Registry
-from moedraft.storage.replay import ReplayBuffer
+from moedraft.storage.replay import Policy, ReplayBuffer
 from moedraft.storage.requests import RequestLog
 from moedraft.storage.updates import UpdateLog
 
@@ -27,7 +27,14 @@ class Store:
     updates: UpdateLog
 
     @classmethod
-    def open(cls, path: Path, *, write: bool = True, replay_capacity: int = 2000) -> Store:
+    def open(
+        cls,
+        path: Path,
+        *,
+        write: bool = True,
+        replay_capacity: int = 2000,
+        replay_policy: Policy = "fifo",
+    ) -> Store:
         check_database_is_there(path.expanduser())
         home = Home.open(path, write=write)
         try:
@@ -36,7 +43,7 @@ class Store:
                 home,
                 registry,
                 AdapterStore(home, registry),
-                ReplayBuffer(home, replay_capacity),
+                ReplayBuffer(home, replay_capacity, replay_policy),
                 RequestLog(home),
                 UpdateLog(home),
             )

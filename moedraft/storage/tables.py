@@ -1,4 +1,4 @@
-"""The tables of a home as they are now. Migrations never import this; a test keeps the two in step."""
+"""The tables of a home as they are now. Migrations never import this; a test checks that the two agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each update of an adapter did: the newest ones, for people to look at."""
+"""A log of the newest updates of adapters, with what each of them did, for people to look at."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moedraft.storage.tables import updates
 
 
 class UpdateLog:
-    """The newest `capacity` updates. All methods raise StorageError where the home fails."""
+    """Keeps the newest `capacity` updates. All methods raise StorageError where the home fails."""
 
     def __init__(self, home: Home, capacity: int = 10_000) -> None:
         self._home = home

@@ -45,7 +45,7 @@ class LetterEmbedder:
 
     id = "letters"
 
-    def __init__(self, source: str = "letters") -> None:
+    def __init__(self, source: str = "letters", **_: object) -> None:
         self.source = source
 
     def embed(self, texts: Sequence[str]) -> Floats:

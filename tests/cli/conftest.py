@@ -55,7 +55,7 @@ def store(home: Path) -> Iterator[Store]:
 
 @pytest.fixture(autouse=True)
 def _no_embedder_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moedraft.engine.build.Embedder", LetterEmbedder)
+    monkeypatch.setattr("moedraft.system.build.Embedder", LetterEmbedder)
 
 
 @pytest.fixture(scope="session")

@@ -9,28 +9,21 @@ import tarfile
 import threading
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
+from candidates import candidate
 from cli_fakes import Run
-from safetensors.torch import save_file
 
 from moedraft.core import SHARED, ReplayRecord
-from moedraft.serve.keys import KEYS_FILE, KeyFile, Keyring
+from moedraft.serve.auth.keyring import Keyring
 from moedraft.storage.adapters import MANIFEST
 from moedraft.storage.db import DATABASE
+from moedraft.storage.keys import KEYS_FILE, KeyFile
 from moedraft.storage.store import Store
 
 
 def publish(store: Store, value: float) -> int:
-    def write(folder: Path) -> None:
-        save_file({"lora_A": torch.full((2, 2), value)}, folder / "adapter_model.safetensors")
-        (folder / "adapter_config.json").write_text("{}")
-
-    extra: dict[str, Any] = {}
-    made = store.adapters.publish(SHARED, write, parent=0, base_hash="b", acceptance=None, extra=extra)
-    return made.version
+    return store.adapters.publish(candidate(SHARED, value)).version
 
 
 def mode(path: Path) -> int:

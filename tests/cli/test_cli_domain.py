@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from cli_fakes import Pair, Run, numbers, write_rows
 
+from moedraft import learning_state
 from moedraft.core import SamplingParams
 from moedraft.distill.loop import DistillLoop
 from moedraft.distill.warmstart import split_examples
@@ -24,10 +25,10 @@ def registered(run: Run, home: Path, low: Path, high: Path, tmp_path: Path) -> N
         run("domain", "register", name, "--examples", path, "--description", f"{name} [/b]", "--home", home)
 
 
-def test_register_without_a_language_model(
+def test_register_loads_no_language_model(
     run: Run, home: Path, low: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moedraft.engine.build.load_model", None)
+    monkeypatch.setattr("moedraft.models.load_model", None)
     result = run("domain", "register", "low", "--examples", low, "--home", home, "--json")
     assert result.code == 0
     assert result.data["examples"] == 12
@@ -37,7 +38,7 @@ def test_register_without_a_language_model(
     assert (shown["version"], shown["updates"], shown["replay_size"]) == (0, 0, 0)
 
 
-def test_register_from_standard_input(
+def test_register_reads_standard_input(
     run: Run, home: Path, low: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with low.open() as stdin:
@@ -46,7 +47,7 @@ def test_register_from_standard_input(
 
 
 @pytest.mark.usefixtures("registered")
-def test_list_show_remove(run: Run, home: Path) -> None:
+def test_domains_are_listed_shown_and_removed(run: Run, home: Path) -> None:
     listed = run("domain", "list", "--home", home, "--json").data["domains"]
     assert [(one["name"], one["description"]) for one in listed] == [
         ("low", "low [/b]"),
@@ -60,7 +61,7 @@ def test_list_show_remove(run: Run, home: Path) -> None:
     assert run("domain", "remove", "low", "--home", home).code == 2
 
 
-def test_a_missing_home_is_an_empty_one(run: Run, home: Path) -> None:
+def test_a_missing_home_counts_as_empty(run: Run, home: Path) -> None:
     assert run("domain", "list", "--json", "--home", home).data == {"domains": []}
     result = run("route", "a", "--json", "--home", home)
     assert result.data == {
@@ -74,8 +75,8 @@ def test_a_missing_home_is_an_empty_one(run: Run, home: Path) -> None:
 
 
 @pytest.mark.usefixtures("registered")
-def test_route(run: Run, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moedraft.engine.build.load_model", None)
+def test_route_shows_probabilities(run: Run, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moedraft.models.load_model", None)
     rows = run("route", LOW, HIGH, "--json", "--home", home).rows
     assert [row["text"] for row in rows] == [LOW, HIGH]
     for row, name in zip(rows, ("low", "high"), strict=True):
@@ -86,7 +87,7 @@ def test_route(run: Run, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert LOW in run("route", LOW + " 1" * 60, "--home", home).out
 
 
-def test_a_router_that_is_behind_is_said(run: Run, home: Path, store: Store) -> None:
+def test_an_outdated_router_is_mentioned(run: Run, home: Path, store: Store) -> None:
     result = run("route", "SELECT 1", "--json", "--home", home)
     assert result.data["domain"] == "shared"
     assert "does not know all" in result.err
@@ -96,14 +97,14 @@ def test_a_router_that_is_behind_is_said(run: Run, home: Path, store: Store) -> 
 
 
 @pytest.mark.parametrize(("total", "count", "answered", "held_out"), [(40, 12, 12, 24), (40, 30, 30, 10)])
-def test_what_is_held_out(total: int, count: int, answered: int, held_out: int) -> None:
+def test_warm_start_holds_examples_out(total: int, count: int, answered: int, held_out: int) -> None:
     chosen, rest = split_examples([str(i) for i in range(total)], count)
     assert (len(chosen), len(rest)) == (answered, held_out)
     assert not set(chosen) & set(rest)
 
 
 @pytest.mark.parametrize(("total", "count", "held_out"), [(40, 40, 10), (40, 37, 10), (8, 8, 4), (8, 5, 4)])
-def test_something_is_always_held_out(total: int, count: int, held_out: int) -> None:
+def test_at_least_one_example_is_held_out(total: int, count: int, held_out: int) -> None:
     chosen, rest = split_examples([str(i) for i in range(total)], count)
     assert (len(chosen), len(rest)) == (total - held_out, held_out)
 
@@ -117,7 +118,7 @@ def brief(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("brief")
-def test_warm_start(run: Run, home: Path, low: Path, pair: Pair) -> None:
+def test_warm_start_raises_acceptance(run: Run, home: Path, low: Path, pair: Pair) -> None:
     result = run(
         "domain", "register", "low", "--examples", low, "--warm-start", 8, *pair, "--json", "--home", home
     )
@@ -132,18 +133,20 @@ def test_warm_start(run: Run, home: Path, low: Path, pair: Pair) -> None:
 
 
 @pytest.mark.usefixtures("brief")
-def test_warm_start_in_words(run: Run, home: Path, low: Path, pair: Pair, monkeypatch: Any) -> None:
+def test_warm_start_is_reported_in_words(
+    run: Run, home: Path, low: Path, pair: Pair, monkeypatch: Any
+) -> None:
     monkeypatch.setattr("moedraft.distill.warmstart.UPDATES", 1)
     result = run("domain", "register", "low", "--examples", low, "--warm-start", 99, *pair, "--home", home)
     assert "8 examples answered, 1 updates; acceptance on 4 held-out examples" in result.out
 
 
 def paused(loop: DistillLoop, *_: object, **__: object) -> None:
-    loop.status = "paused: The disk is full."
+    loop.state = learning_state.paused("The disk is full.")
 
 
 def nothing(loop: DistillLoop, *_: object, **__: object) -> None:
-    loop.status = "waiting for records"
+    loop.state = learning_state.waiting()
 
 
 def interrupted(*_: object, **__: object) -> None:
@@ -176,7 +179,7 @@ def test_a_warm_start_that_fails_leaves_the_domain(
 
 
 @pytest.mark.usefixtures("brief")
-def test_an_example_too_long_for_the_warm_start(run: Run, home: Path, tmp_path: Path, pair: Pair) -> None:
+def test_an_example_too_long_fails_the_warm_start(run: Run, home: Path, tmp_path: Path, pair: Pair) -> None:
     path = write_rows(tmp_path / "long.jsonl", [*numbers(0), {"prompt": "1 " * 200}])
     result = run("domain", "register", "low", "--examples", path, "--warm-start", 8, *pair, "--home", home)
     assert result.code == 2

@@ -76,7 +76,9 @@ def refused(result: Result, *parts: str) -> None:
         (["dance"], "No such command 'dance'"),
     ],
 )
-def test_bad_input(run: Run, tmp_path: Path, home: Path, arguments: list[str], complaint: str) -> None:
+def test_bad_input_is_refused_and_makes_no_home(
+    run: Run, tmp_path: Path, home: Path, arguments: list[str], complaint: str
+) -> None:
     rows = numbers(0)
     write_rows(tmp_path / "good.jsonl", rows)
     write_rows(tmp_path / "few.jsonl", rows[:7] + rows[:7])
@@ -94,7 +96,7 @@ def test_a_taken_name_changes_nothing(run: Run, home: Path, store: Store, low: P
     assert run("domain", "show", "sql", "--home", home, "--json").data["examples"][0] == "SELECT 0"
 
 
-def test_a_home_that_another_process_writes(run: Run, home: Path, store: Store, pair: Pair) -> None:
+def test_a_home_in_use_can_only_be_read(run: Run, home: Path, store: Store, pair: Pair) -> None:
     for command in (["generate", "1", *pair], ["distill"], ["adapter", "rollback", "sql"]):
         refused(run(*command, "--home", home), "being written by another process")
     for command in (
@@ -107,7 +109,7 @@ def test_a_home_that_another_process_writes(run: Run, home: Path, store: Store, 
         assert run(*command, "--json", "--home", home).code == 0
 
 
-def test_a_home_of_a_newer_version(run: Run, home: Path, store: Store, pair: Pair) -> None:
+def test_a_newer_home_is_refused(run: Run, home: Path, store: Store, pair: Pair) -> None:
     store.close()
     with sqlite3.connect(home / "moedraft.db") as connection:
         connection.execute("UPDATE alembic_version SET version_num = '9999'")
@@ -116,25 +118,25 @@ def test_a_home_of_a_newer_version(run: Run, home: Path, store: Store, pair: Pai
         refused(run(*command, "--home", home), "newer moedraft")
 
 
-def test_a_file_where_the_home_should_be(run: Run, tmp_path: Path) -> None:
+def test_a_file_as_home_is_refused(run: Run, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     refused(run("stats", "--home", tmp_path / "file"), "no moedraft home")
 
 
 @pytest.mark.parametrize(("text", "part"), [("colour = 3", "'colour'"), ("topk = ", "config.toml")])
-def test_a_bad_settings_file(run: Run, home: Path, text: str, part: str) -> None:
+def test_a_bad_settings_file_is_refused(run: Run, home: Path, text: str, part: str) -> None:
     home.mkdir()
     (home / "config.toml").write_text(text)
     refused(run("stats", "--home", home), part)
 
 
-def test_different_tokenizers(run: Run, home: Path, pair: Pair, tmp_path: Path) -> None:
+def test_different_tokenizers_are_refused(run: Run, home: Path, pair: Pair, tmp_path: Path) -> None:
     random_model("llama", 2, 1).hf.save_pretrained(tmp_path / "other")
     save_tokenizer(tmp_path / "other", 50)
     refused(run("generate", "1", *pair[:3], tmp_path / "other", "--home", home), "same tokenizer", "97", "50")
 
 
-def test_a_prompt_longer_than_the_context(run: Run, home: Path, pair: Pair, tmp_path: Path) -> None:
+def test_a_prompt_too_long_is_refused_with_its_line(run: Run, home: Path, pair: Pair, tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "1"}, {"prompt": "2 " * 200}])
     result = run("generate", "--prompts-file", rows, *pair, "--home", home, "--json")
     refused(result, "line 2: ", "200 tokens", "127")
@@ -145,7 +147,7 @@ def test_a_prompt_longer_than_the_context(run: Run, home: Path, pair: Pair, tmp_
 
 
 @pytest.mark.parametrize("after", [0, 3])
-def test_interrupted(
+def test_an_interrupt_gives_the_home_back(
     run: Run, home: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, after: int
 ) -> None:
     """In mid-answer, some prompts decoding and some still waiting."""
@@ -177,7 +179,7 @@ def test_a_fault_of_ours_is_shown_whole(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, BrokenPipeError, SystemExit(1)])
-def test_ends_outside_of_a_command(
+def test_an_early_end_sets_the_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Any
 ) -> None:
     def ends(*_: object, **__: object) -> None:
@@ -201,7 +203,7 @@ def test_help_loads_nothing_heavy() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 
 
-def test_a_reader_that_went_away() -> None:
+def test_a_closed_pipe_ends_quietly() -> None:
     process = moedraft("--help", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.close()
@@ -211,7 +213,7 @@ def test_a_reader_that_went_away() -> None:
     process.stderr.close()
 
 
-def test_version_and_help(run: Run) -> None:
+def test_version_and_help_are_complete(run: Run) -> None:
     assert run("--version").out == f"moedraft {__version__}\n"
     assert run().out == run("--help").out
     shown = run("--help").out

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from candidates import candidate
 from peft import LoraConfig, PeftModel
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from moedraft.core import SHARED, Domain, InvalidRequest
@@ -38,14 +38,8 @@ def publish(
             tensors[key] = 0.1 * torch.randn(shape, generator=generator)
     pattern = "|".join(re.escape(module) for module in modules)
     config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=pattern, base_model_name_or_path="base")
-
-    def write(folder: Path) -> None:
-        config.save_pretrained(str(folder))
-        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-
-    store.adapters.publish(
-        name, write, parent=0, base_hash=draft.weights_hash(), acceptance=None, extra={"rank": rank}
-    )
+    facts = {"config": config.to_dict(), "tensors": tensors, "rank": rank}
+    store.adapters.publish(candidate(name, base_hash=draft.weights_hash(), **facts))
 
 
 def filled(home: Path, draft: LanguageModel, scope: str, *, shared: bool = True) -> Store:
@@ -108,7 +102,7 @@ def reload(draft: LanguageModel, kind: str) -> LanguageModel:
     return fresh
 
 
-def test_the_bootstrap_draft(tmp_path: Path) -> None:
+def test_peft_agrees_on_the_bootstrap_draft(tmp_path: Path) -> None:
     folder = Path(__file__).resolve().parents[2].parent / "shared" / "models" / "bootstrap-draft"
     if not folder.is_dir():
         pytest.skip("the bootstrap models, ../shared/models, are not there")
@@ -121,7 +115,7 @@ def test_the_bootstrap_draft(tmp_path: Path) -> None:
     store.close()
 
 
-def test_an_expert_without_a_shared_adapter_below(tmp_path: Path) -> None:
+def test_an_expert_exports_without_shared_adapter(tmp_path: Path) -> None:
     draft = random_model("llama", 3, 2)
     with filled(tmp_path / "home", draft, "tail", shared=False).home as home:
         assert home.writable

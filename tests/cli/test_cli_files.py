@@ -55,14 +55,14 @@ def test_bad_rows_are_refused_with_their_line(tmp_path: Path, line: str | bytes,
         ('{"prompt": "a", "max_tokens": 0}', "not 0"),
     ],
 )
-def test_bad_prompt_rows(tmp_path: Path, row: str, complaint: str) -> None:
+def test_bad_prompt_rows_are_refused(tmp_path: Path, row: str, complaint: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         read_prompts(file(tmp_path, GOOD + row))
     assert "line 2: " in str(caught.value)
     assert complaint in str(caught.value)
 
 
-def test_prompts_with_what_they_may_say(tmp_path: Path) -> None:
+def test_prompt_rows_may_name_domain_and_length(tmp_path: Path) -> None:
     path = file(
         tmp_path, '{"prompt": "a", "domain": "sql", "max_tokens": 3}\n{"prompt": "b", "domain": null}'
     )
@@ -73,13 +73,13 @@ def test_prompts_with_what_they_may_say(tmp_path: Path) -> None:
     ]
 
 
-def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_standard_input_is_named_in_complaints(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(GOOD.encode() + b"{")))
     with pytest.raises(InvalidRequest, match="standard input, line 2"):
         read_prompts(STDIN)
 
 
-def test_a_file_without_prompts_and_a_missing_one(tmp_path: Path) -> None:
+def test_empty_and_missing_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="holds no prompts"):
         read_prompts(file(tmp_path, "\n\n"))
     with pytest.raises(FileNotFoundError):

@@ -14,8 +14,10 @@ from cli_fakes import Pair, Run, write_rows
 
 from moedraft.cli.generate import in_order, summary
 from moedraft.core import RequestOutput, SamplingParams
-from moedraft.drafting.drafter import Drafter, NoExperts
+from moedraft.drafting.drafter import NoExperts
+from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine
+from moedraft.learning_state import paused
 from moedraft.storage.store import Store
 
 from tiny import FixedSelector, NumberTokenizer, TinyLM, random_table
@@ -23,11 +25,11 @@ from tiny import FixedSelector, NumberTokenizer, TinyLM, random_table
 KEYS = [
     *("text", "token_ids", "finish_reason", "expert", "adapter_version", "draft_acceptance_rate"),
     *("mean_acceptance_length", "num_drafts", "num_draft_tokens", "num_accepted_tokens"),
-    *("num_lookup_tokens", "num_accepted_lookup_tokens", "tokens_per_second"),
+    *("num_lookup_tokens", "num_accepted_lookup_tokens", "num_steps", "tokens_per_step", "tokens_per_second"),
 ]
 
 
-def test_json_of_one_prompt(run: Run, home: Path, pair: Pair) -> None:
+def test_one_prompt_gives_one_json_object(run: Run, home: Path, pair: Pair) -> None:
     result = run("generate", "1 2 3", "--max-tokens", 12, *pair, "--json", "--home", home)
     assert result.code == 0
     assert result.err == ""
@@ -37,7 +39,7 @@ def test_json_of_one_prompt(run: Run, home: Path, pair: Pair) -> None:
     assert result.data["draft_acceptance_rate"] is not None
 
 
-def test_plain_decoding_says_the_same_and_has_no_rates(run: Run, home: Path, pair: Pair) -> None:
+def test_plain_decoding_says_the_same(run: Run, home: Path, pair: Pair) -> None:
     options = ["--max-tokens", 12, *pair, "--json", "--home", home]
     drafted, plain = (
         run("generate", "1 2", *options).data,
@@ -51,7 +53,7 @@ def test_plain_decoding_says_the_same_and_has_no_rates(run: Run, home: Path, pai
     )
 
 
-def test_text_on_stdout_and_a_summary_on_stderr(run: Run, home: Path, pair: Pair) -> None:
+def test_text_and_summary_are_kept_apart(run: Run, home: Path, pair: Pair) -> None:
     options = ["--max-tokens", 6, *pair, "--home", home]
     expected = run("generate", "1 2", *options, "--json").data["text"]
     result = run("generate", "1 2", *options)
@@ -63,7 +65,7 @@ def test_text_on_stdout_and_a_summary_on_stderr(run: Run, home: Path, pair: Pair
     assert two.err.count("shared v0") == 2
 
 
-def test_options_before_the_command_and_after_it(run: Run, home: Path, pair: Pair, tmp_path: Path) -> None:
+def test_options_may_stand_on_both_sides(run: Run, home: Path, pair: Pair, tmp_path: Path) -> None:
     before = run("--home", home, *pair, "generate", "1", "--max-tokens", 2, "--json")
     assert len(before.data["token_ids"]) == 2
     assert run("--home", tmp_path / "other", "stats", "--home", home, "--json").data["experts"]
@@ -75,7 +77,9 @@ def test_sampling_is_repeatable(run: Run, home: Path, pair: Pair) -> None:
     assert first["token_ids"] == second["token_ids"]
 
 
-def test_prompts_file(run: Run, home: Path, store: Store, pair: Pair, tmp_path: Path) -> None:
+def test_a_prompts_file_is_answered_in_order(
+    run: Run, home: Path, store: Store, pair: Pair, tmp_path: Path
+) -> None:
     store.close()
     rows = [
         {"prompt": "1 2", "max_tokens": 9},
@@ -89,14 +93,14 @@ def test_prompts_file(run: Run, home: Path, store: Store, pair: Pair, tmp_path: 
     assert [row["expert"] for row in found] == ["sql", "shared", "sql"]
 
 
-def test_prompts_from_standard_input(run: Run, home: Path, pair: Pair, monkeypatch: Any) -> None:
+def test_prompts_come_from_standard_input(run: Run, home: Path, pair: Pair, monkeypatch: Any) -> None:
     text = '{"prompt": "1"}\n\n{"prompt": "2"}\n'
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
     result = run("generate", "--prompts-file", "-", "--max-tokens", 2, *pair, "--json", "--home", home)
     assert len(result.rows) == 2
 
 
-def test_stop(run: Run, home: Path, pair: Pair) -> None:
+def test_a_stop_string_ends_the_answer(run: Run, home: Path, pair: Pair) -> None:
     options = ["--max-tokens", 12, *pair, "--json", "--home", home]
     words = run("generate", "1 2", *options).data["text"].split()
     stopped = run("generate", "1 2", *options, "--stop", f"{words[4]}").data
@@ -111,7 +115,7 @@ def test_nothing_is_learned_unasked(run: Run, home: Path, pair: Pair) -> None:
     assert data["learning"]["records"] == 0
 
 
-def test_learning_between_answers(run: Run, home: Path, pair: Pair, tmp_path: Path) -> None:
+def test_adapters_learn_between_answers(run: Run, home: Path, pair: Pair, tmp_path: Path) -> None:
     home.mkdir()
     (home / "config.toml").write_text(
         "update_every = 4\nupdate_steps = 2\nmax_batch_size = 2\nadaptive_budget = false\n"
@@ -140,7 +144,9 @@ def answered(run: Run, home: Path, store: Store, pair: Pair, tmp_path: Path) -> 
     return home
 
 
-def test_distill_who_is_due(run: Run, answered: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_distill_trains_those_due(
+    run: Run, answered: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = ["--draft", pair[3], "--steps", 2, "--home", answered]
     nothing = run("distill", *options, "--json")
     assert (nothing.code, nothing.out) == (0, "")
@@ -155,25 +161,35 @@ def test_distill_who_is_due(run: Run, answered: Path, pair: Pair, monkeypatch: p
     assert run("stats", "--json", "--home", answered).data["learning"]["due"] == []
 
 
-def test_distill_the_one_named(run: Run, answered: Path, pair: Pair) -> None:
+def test_distill_trains_the_one_named(run: Run, answered: Path, pair: Pair) -> None:
     options = ["--draft", pair[3], "--steps", 2, "--home", answered]
     assert "sql version 1: 2 steps on" in run("distill", "--domain", "sql", *options).out
     assert run("distill", "--domain", "sql", *options, "--json").data["parent"] == 1
     assert run("distill", "--domain", "none", *options).code == 2
 
 
-def test_distill_without_records(run: Run, home: Path, store: Store, pair: Pair) -> None:
+def test_the_divergence_is_chosen_on_the_command_line(run: Run, answered: Path, pair: Pair) -> None:
+    options = ("--domain", "sql", "--draft", pair[3], "--steps", 2, "--home", answered, "--json")
+    usual = run("distill", *options).data["loss"]
+    assert run("adapter", "rollback", "sql", "--home", answered).code == 0
+    assert run("distill", *options, "--kind", "tvd").data["loss"] < min(1, usual)
+    refused = run("distill", *options, "--kind", "l2")
+    assert refused.code == 2
+    assert "'l2' is not one of" in refused.err
+
+
+def test_distill_without_records_is_refused(run: Run, home: Path, store: Store, pair: Pair) -> None:
     store.close()
     result = run("distill", "--domain", "sql", "--draft", pair[3], "--home", home)
     assert result.code == 2
     assert "no records to train 'sql' on" in result.err
 
 
-def test_distill_on_a_full_disk(
+def test_distill_reports_a_full_disk(
     run: Run, answered: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(loop: Any, *_: object, **__: object) -> None:
-        loop.status = "paused: The disk is full."
+        loop.state = paused("The disk is full.")
 
     monkeypatch.setattr("moedraft.distill.loop.DistillLoop.run_once", full)
     result = run("distill", "--domain", "sql", "--draft", pair[3], "--home", answered)
@@ -186,11 +202,11 @@ def test_distill_on_a_full_disk(
 
 def tiny_engine(slots: int = 4) -> Engine:
     target, draft = TinyLM(random_table(16, 0)), TinyLM(random_table(16, 1))
-    drafter = Drafter(draft, NoExperts(), slots, 16)
+    drafter = ModelDrafter(draft, NoExperts(), slots, 16)
     return Engine(target, NumberTokenizer(), drafter, FixedSelector(), max_batch_size=slots)
 
 
-def test_answers_come_in_order_and_as_soon_as_they_can() -> None:
+def test_answers_come_early_and_in_order() -> None:
     engine = tiny_engine()
     lengths = [30, 2, 12]
     ids = [engine.add("1 2", SamplingParams(max_tokens=n)) for n in lengths]
@@ -221,7 +237,9 @@ def test_an_answer_without_probabilities_is_an_error(
     assert "1 of 1 prompts" in result.err
 
 
-def test_letters_that_stdout_lacks(run: Run, home: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_letters_that_stdout_lacks_are_escaped(
+    run: Run, home: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from moedraft.cli.common import emit, say
 
     ascii_only = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
@@ -233,7 +251,7 @@ def test_letters_that_stdout_lacks(run: Run, home: Path, pair: Pair, monkeypatch
     assert lines[1] == "gr\\xf6\\xdfer"
 
 
-def test_summary_of_what_was_not_drafted() -> None:
+def test_a_summary_without_drafts_has_no_rates() -> None:
     engine = tiny_engine()
     (output,) = engine.generate("1 2", SamplingParams(max_tokens=2), draft=False)
     output = replace(output, expert="sql", adapter_version=3, seconds=0.5)

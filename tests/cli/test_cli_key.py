@@ -9,7 +9,8 @@ import pytest
 from cli_fakes import Run
 
 from moedraft.core import StorageError
-from moedraft.serve.keys import KEYS_FILE, Key, KeyFile, Keyring
+from moedraft.serve.auth.keyring import Keyring
+from moedraft.storage.keys import KEYS_FILE, Key, KeyFile
 
 
 def test_a_key_is_made_listed_and_revoked(run: Run, home: Path) -> None:
@@ -42,7 +43,7 @@ def test_a_bad_key_is_not_made(run: Run, home: Path, options: tuple[str, ...]) -
     assert not (home / KEYS_FILE).exists()
 
 
-def test_a_damaged_file_is_said_to_be_one(run: Run, home: Path) -> None:
+def test_a_damaged_key_file_is_left_alone(run: Run, home: Path) -> None:
     home.mkdir()
     (home / KEYS_FILE).write_text("{")
     assert "damaged" in run("key", "list", "--home", home).err
@@ -50,7 +51,7 @@ def test_a_damaged_file_is_said_to_be_one(run: Run, home: Path) -> None:
     assert (home / KEYS_FILE).read_text() == "{"
 
 
-def test_no_server_for_everybody_without_a_key(run: Run, home: Path) -> None:
+def test_a_public_server_needs_a_key(run: Run, home: Path) -> None:
     result = run("serve", "--host", "0.0.0.0", "--home", home)
     assert result.code == 2
     assert "moedraft key create" in result.err
@@ -58,12 +59,12 @@ def test_no_server_for_everybody_without_a_key(run: Run, home: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [("--port", "70000"), ("--port", "x"), ("--max-batch-size", "0")])
-def test_bad_options_of_a_server(run: Run, home: Path, options: tuple[str, ...]) -> None:
+def test_bad_server_options_make_no_home(run: Run, home: Path, options: tuple[str, ...]) -> None:
     assert run("serve", *options, "--home", home).code == 2
     assert not home.exists()
 
 
-def test_a_file_that_could_not_be_read_is_read_again(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_key_file_is_read_again(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a server that runs: too many open files, or a file that was root's."""
     file = KeyFile(home)
     key, secret = file.create(["infer"])

@@ -9,24 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from candidates import candidate
 from cli_fakes import Pair, Run, write_rows
-from safetensors.torch import save_file
 
-from moedraft.core import SHARED, ReplayRecord, RequestStats
+from moedraft.core import SHARED, ReplayRecord, RequestStats, SpeculationStats
 from moedraft.storage.store import Store
 
 RECORD = ReplayRecord("sql", "sql", 1, "tiny", [7, 2, 3], 2, [[3, 9]], [[-0.125, -3.5]], [], 4, 2)
 
 
 def publish(store: Store, name: str, parent: int, value: float = 1.0) -> None:
-    def write(folder: Path) -> None:
-        save_file({"lora_A": torch.full((2, 3), value)}, folder / "adapter_model.safetensors")
-        (folder / "adapter_config.json").write_text('{"r": 2}')
-
-    store.adapters.publish(
-        name, write, parent=parent, base_hash="base", acceptance=0.5 + value / 10, extra={}
-    )
+    store.adapters.publish(candidate(name, value, parent=parent, acceptance_after=0.5 + value / 10))
 
 
 def request(accepted: int) -> RequestStats:
@@ -37,12 +30,14 @@ def request(accepted: int) -> RequestStats:
         lang="latin",
         num_prompt_tokens=3,
         num_tokens=8,
-        num_steps=4,
-        num_drafts=2,
-        num_draft_tokens=10,
-        num_accepted_tokens=accepted,
         seconds=0.5,
         finish_reason="stop",
+        speculation=SpeculationStats(
+            num_steps=4,
+            num_drafts=2,
+            num_draft_tokens=10,
+            num_accepted_tokens=accepted,
+        ),
     )
 
 
@@ -59,14 +54,14 @@ def served(store: Store, home: Path) -> Path:
 # -- stats ---------------------------------------------------------------------------------------
 
 
-def test_stats_of_a_missing_home(run: Run, home: Path) -> None:
+def test_stats_of_a_missing_home_are_empty(run: Run, home: Path) -> None:
     result = run("stats", "--json", "--home", home)
     assert result.data["experts"] == {}
     assert result.data["learning"]["status"] == "waiting for records"
     assert not home.exists()
 
 
-def test_stats(run: Run, served: Path) -> None:
+def test_stats_show_every_expert(run: Run, served: Path) -> None:
     data = run("stats", "--json", "--home", served).data
     assert list(data["experts"]) == [SHARED, "sql"]
     assert data["experts"]["sql"] == {
@@ -97,7 +92,9 @@ def test_stats(run: Run, served: Path) -> None:
     assert "Learning: due: shared, sql" in shown
 
 
-def test_the_home_from_the_environment(run: Run, served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_home_may_come_from_the_environment(
+    run: Run, served: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MOEDRAFT_HOME", str(served))
     assert "sql" in run("stats", "--json").data["experts"]
     assert run("stats", "--json", "--home", served / "none").data["experts"] == {}
@@ -118,7 +115,7 @@ def states(run: Run, home: Path) -> dict[int, str]:
     return {row["version"]: row["state"] for row in rows}
 
 
-def test_adapter_list(run: Run, served: Path, home: Path) -> None:
+def test_adapter_list_shows_all_versions(run: Run, served: Path, home: Path) -> None:
     rows = run("adapter", "list", "--json", "--home", served).data["adapters"]
     assert [(row["domain"], row["version"], row["parent"], row["state"]) for row in rows] == [
         ("sql", 1, 0, "retired"),
@@ -130,7 +127,7 @@ def test_adapter_list(run: Run, served: Path, home: Path) -> None:
     assert missing.data == {"adapters": []}
 
 
-def test_promote_and_roll_back(run: Run, trained: Path) -> None:
+def test_promote_and_rollback_change_the_live_one(run: Run, trained: Path) -> None:
     assert run("adapter", "promote", "sql", 1, "--json", "--home", trained).data == {
         "domain": "sql",
         "version": 1,
@@ -154,7 +151,7 @@ def test_a_corrupt_version_is_not_promoted(run: Run, trained: Path) -> None:
     assert states(run, trained) == {1: "retired", 2: "live"}
 
 
-def test_export_of_a_trained_expert(run: Run, home: Path, pair: Pair, tmp_path: Path) -> None:
+def test_a_trained_expert_is_exported(run: Run, home: Path, pair: Pair, tmp_path: Path) -> None:
     rows = [{"prompt": f"{i}"} for i in range(10)]
     path = write_rows(tmp_path / "rows.jsonl", rows)
     run("generate", "--prompts-file", path, "--learn", "--max-tokens", 4, *pair, "--home", home)
@@ -176,7 +173,7 @@ def found(run: Run, home: Path, pair: Pair, *more: object, code: int = 0) -> dic
     return {check["name"]: check for check in result.data["checks"]}
 
 
-def test_doctor_on_nothing(run: Run, home: Path, pair: Pair) -> None:
+def test_doctor_passes_without_a_home(run: Run, home: Path, pair: Pair) -> None:
     checks = found(run, home, pair)
     assert {
         "python",
@@ -195,7 +192,7 @@ def test_doctor_on_nothing(run: Run, home: Path, pair: Pair) -> None:
     assert "python" in shown.out
 
 
-def test_doctor_on_a_home(run: Run, home: Path, low: Path, pair: Pair) -> None:
+def test_doctor_passes_on_a_home(run: Run, home: Path, low: Path, pair: Pair) -> None:
     run("domain", "register", "low", "--examples", low, "--home", home)
     checks = found(run, home, pair)
     assert checks["router"] == {"name": "router", "state": "ok", "detail": "fitted to 1 domains"}
@@ -212,14 +209,14 @@ def test_doctor_finds_corrupt_adapters(run: Run, trained: Path, pair: Pair) -> N
     assert found(run, trained, pair)["adapter"]["state"] == "warn"
 
 
-def test_doctor_without_models(run: Run, home: Path, pair: Pair, tmp_path: Path) -> None:
+def test_doctor_finds_missing_models(run: Run, home: Path, pair: Pair, tmp_path: Path) -> None:
     checks = found(run, home, pair, "--target", tmp_path, code=1)
     assert checks["target"]["state"] == "fail"
     assert found(run, home, pair, "--draft", "some/hub-id")["draft"]["state"] == "warn"
     assert found(run, home, pair, "--device", "cuda:99", code=1)["device"]["state"] == "fail"
 
 
-def test_doctor_where_things_are_missing(
+def test_doctor_finds_missing_packages(
     run: Run, home: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def gone(name: str, role: str) -> str:
@@ -235,7 +232,7 @@ def test_doctor_where_things_are_missing(
     assert [checks[name]["state"] for name in ("no-such-package", "target", "disk")] == ["fail"] * 3
 
 
-def test_doctor_on_homes_that_cannot_be_used(
+def test_doctor_finds_unusable_homes(
     run: Run, served: Path, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("x")
@@ -244,7 +241,7 @@ def test_doctor_on_homes_that_cannot_be_used(
     assert "not writable" in found(run, served, pair, code=1)["home"]["detail"]
 
 
-def test_doctor_on_a_broken_router(
+def test_doctor_finds_a_broken_router(
     run: Run, served: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> None:
@@ -252,5 +249,5 @@ def test_doctor_on_a_broken_router(
 
         raise StorageError("The router cannot be read.")
 
-    monkeypatch.setattr("moedraft.engine.build.open_router", broken)
+    monkeypatch.setattr("moedraft.system.build.open_router", broken)
     assert found(run, served, pair, code=1)["router"]["state"] == "fail"

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from cli_fakes import Run
 
-from moedraft.core import SHARED, RequestStats, UpdateRecord
-from moedraft.distill.loop import Load, write_load
+from moedraft.core import SHARED, RequestStats, SpeculationStats, UpdateRecord
+from moedraft.distill.governor import Load, write_load
 from moedraft.storage.store import Store
 
 PNG = b"\x89PNG\r\n"
@@ -23,16 +23,18 @@ def request(expert: str, at: float) -> RequestStats:
         lang="latin",
         num_prompt_tokens=3,
         num_tokens=8,
-        num_steps=4,
-        num_drafts=2,
-        num_draft_tokens=10,
-        num_accepted_tokens=7,
         seconds=0.5,
         finish_reason="stop",
         created_at=at,
         confidence=0.8,
-        drafted_at=[6, 4],
-        accepted_at=[5, 2],
+        speculation=SpeculationStats(
+            num_steps=4,
+            num_drafts=2,
+            num_draft_tokens=10,
+            num_accepted_tokens=7,
+            drafted_at=[6, 4],
+            accepted_at=[5, 2],
+        ),
     )
 
 
@@ -60,7 +62,7 @@ def stop_after(looks: int, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return pauses
 
 
-def test_watch_as_json(run: Run, served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_prints_json_each_time(run: Run, served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pauses = stop_after(3, monkeypatch)
     result = run("stats", "--watch", "--every", 7, "--json", "--home", served)
     assert (result.code, result.err, pauses) == (0, "", [7.0, 7.0, 7.0])
@@ -68,14 +70,14 @@ def test_watch_as_json(run: Run, served: Path, monkeypatch: pytest.MonkeyPatch) 
     assert result.rows[0]["engine"] == {"idle": 0.25, "waiting": 3}
 
 
-def test_watch_in_a_pipe(run: Run, served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_prints_text_in_a_pipe(run: Run, served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stop_after(2, monkeypatch)
     shown = run("stats", "--watch", "--home", served).out
     assert shown.count("Learning:") == shown.count("Server: 25 % idle, 3 waiting") == 2
     assert "[red]x[/red]" in shown
 
 
-def test_watch_on_a_terminal(run: Run, served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_tells_a_terminal_how_to_end(run: Run, served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stop_after(2, monkeypatch)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     result = run("stats", "--watch", "--home", served)
@@ -83,21 +85,23 @@ def test_watch_on_a_terminal(run: Run, served: Path, monkeypatch: pytest.MonkeyP
     assert "Ctrl-C ends." in result.out
 
 
-def test_an_old_load_says_nothing(run: Run, served: Path, store: Store) -> None:
+def test_an_old_load_is_not_shown(run: Run, served: Path, store: Store) -> None:
     write_load(store.registry, Load(0.25, 3, time.time() - 60))
     assert run("stats", "--json", "--home", served).data["engine"] is None
     assert "Server:" not in run("stats", "--home", served).out
 
 
 @pytest.mark.parametrize("span", ["15m", "1h", "24h", "all"])
-def test_plot(run: Run, served: Path, tmp_path: Path, span: str) -> None:
+def test_plot_draws_a_picture(run: Run, served: Path, tmp_path: Path, span: str) -> None:
     picture = tmp_path / "stats.png"
     result = run("stats", "--plot", picture, "--range", span, "--home", served)
     assert (result.code, result.out) == (0, "")
     assert picture.read_bytes().startswith(PNG)
 
 
-def test_what_cannot_be_plotted(run: Run, served: Path, store: Store, home: Path, tmp_path: Path) -> None:
+def test_bad_plot_options_are_refused(
+    run: Run, served: Path, store: Store, home: Path, tmp_path: Path
+) -> None:
     picture = tmp_path / "stats.png"
     for options, reason in (
         (("--plot", tmp_path / "stats.doc"), "must be a .png, .svg or .pdf"),
@@ -111,7 +115,7 @@ def test_what_cannot_be_plotted(run: Run, served: Path, store: Store, home: Path
     assert not picture.exists()
 
 
-def test_nothing_to_plot(run: Run, store: Store, home: Path, tmp_path: Path) -> None:
+def test_without_requests_nothing_is_plotted(run: Run, store: Store, home: Path, tmp_path: Path) -> None:
     result = run("stats", "--plot", tmp_path / "stats.png", "--home", home)
     assert result.code == 2
     assert "nothing was served in all time" in result.err

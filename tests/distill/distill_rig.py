@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
-from moedraft.core import SHARED, Domain, ReplayRecord, SamplingParams
+from moedraft.core import SHARED, Domain, ReplayRecord, SamplingParams, Sequence
 from moedraft.distill.loop import DistillLoop
+from moedraft.distill.outlet import HomeOutlet
 from moedraft.distill.trainer import Trainer
-from moedraft.drafting.drafter import Drafter
 from moedraft.drafting.lora import ExpertBank
+from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine
-from moedraft.engine.loader import AdapterLoader
-from moedraft.engine.recorder import Recorder
 from moedraft.storage.store import Store
+from moedraft.system.loader import AdapterLoader
+from moedraft.system.recorder import Recorder
 
 from random_models import VOCAB, prompts_of, random_model
 from tiny import FixedSelector, NumberTokenizer
@@ -36,6 +38,16 @@ def record(number: int, domain: str = "code", target_id: str = "tiny") -> Replay
     )
 
 
+class Immediate:
+    """A loader that uses a new version at the next step, not at its next look."""
+
+    def __init__(self, loader: AdapterLoader) -> None:
+        self.loader = loader
+
+    def refresh(self, running: Iterable[Sequence], *, now: bool = False) -> None:
+        self.loader.refresh(running, now=True)
+
+
 class Rig:
     """Two domains, "code" and "prose", each a corner of the vocabulary."""
 
@@ -46,18 +58,18 @@ class Rig:
         self.target = random_model(kind, 0)
         draft = random_model(kind, 1, layers=2)
         self.bank = ExpertBank(draft, scope)
+        self.loader = AdapterLoader(self.store, self.bank)
         self.engine = Engine(
             self.target,
             NumberTokenizer(),
-            Drafter(draft, self.bank, 8, VOCAB),
+            ModelDrafter(draft, self.bank, 8, VOCAB),
             FixedSelector(),
+            adapters=Immediate(self.loader),
             topk=12,
             adaptive_budget=False,  # rates are compared at one draft length
         )
-        self.loader = AdapterLoader(self.store, self.bank)
-        self.engine.refresh = lambda: self.loader.refresh(self.engine.sequences.values(), now=True)
         self.recorder = Recorder(self.store, "tiny")
-        self.engine.sinks.append(self.recorder)
+        self.engine.subscribe(self.recorder)
         self.trainer = Trainer(
             random_model(kind, 1, layers=2),
             self.store,
@@ -68,11 +80,13 @@ class Rig:
             steps=30,
             tokens_per_step=512,
         )
-        self.loop = DistillLoop(self.trainer, self.store, every=16)
+        self.loop = DistillLoop(self.trainer, self.store, HomeOutlet(self.store), every=16)
 
     def serve(self, expert: str, count: int, seed: int, length: int = 24) -> float:
         """Answer prompts of a "domain" (its own corner of the vocabulary); returns the acceptance rate."""
         low = {"code": 0, "prose": 48, SHARED: 0}[expert]
         prompts = [[low + token % 24 for token in prompt] for prompt in prompts_of(count, seed, 12)]
         outputs = self.engine.generate(prompts, SamplingParams(max_tokens=length), expert=expert, learn=True)
-        return sum(o.num_accepted_tokens for o in outputs) / sum(o.num_draft_tokens for o in outputs)
+        return sum(o.speculation.num_accepted_tokens for o in outputs) / sum(
+            o.speculation.num_draft_tokens for o in outputs
+        )

@@ -1,37 +1,50 @@
-"""Who learns next: promise falls with every failure in a row and comes back with a success."""
+"""Who learns next, what becomes of the candidate, and the settings that reach trainer and store."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from candidates import candidate
 from distill_rig import record
 
-from moedraft.core import SHARED, AdapterVersion, Domain, StorageError
-from moedraft.distill.loop import DistillLoop
-from moedraft.distill.publish import HomeOutlet
-from moedraft.distill.trainer import Update
+from moedraft.config import load_settings
+from moedraft.core import SHARED, AdapterVersion, Domain, InvalidRequest, StorageError
+from moedraft.distill.loop import DistillLoop, Update, build_loop
+from moedraft.distill.outlet import HomeOutlet
+from moedraft.learning_state import waiting
+from moedraft.storage.candidate import Candidate
 from moedraft.storage.store import Store
+from moedraft.system.build import open_store
+
+from random_models import random_model
 
 EVERY = 16
 
 
 @dataclass
 class FakeTrainer:
-    """Learns at once, where `fault` is silent about the adapter."""
+    """Learns at once, unless `fault` names an error for the adapter; keeps the outcomes it was told."""
 
-    outlet: HomeOutlet
     fault: Callable[[str], Exception | None] = lambda expert: None
     tried: list[str] = field(default_factory=list)
+    outcomes: list[str] = field(default_factory=list)
 
-    def update(self, expert: str, **_: object) -> Update:
+    def update(self, expert: str, **_: object) -> Candidate:
         self.tried.append(expert)
         if (error := self.fault(expert)) is not None:
             raise error
-        version = AdapterVersion(expert, 1, 0, "", "base", None, 0.0, "live")
-        return Update(expert, version, EVERY, 1, 1.0, 0.50, 0.55)
+        return candidate(expert)
+
+    def published(self, version: AdapterVersion) -> None:
+        self.outcomes.append(f"{version.domain} v{version.version}")
+
+    def forget(self, expert: str) -> None:
+        self.outcomes.append(f"{expert} forgotten")
 
 
 @pytest.fixture
@@ -43,8 +56,8 @@ def store(store: Store) -> Store:
 
 
 def loop_of(store: Store) -> tuple[DistillLoop, Any]:
-    trainer = FakeTrainer(HomeOutlet(store))
-    return DistillLoop(trainer, store, EVERY), trainer  # type: ignore[arg-type]
+    trainer = FakeTrainer()
+    return DistillLoop(trainer, store, HomeOutlet(store), EVERY), trainer  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), StorageError("not finite")])
@@ -90,3 +103,92 @@ def test_what_was_broken_off_is_no_failure(store: Store) -> None:
         with pytest.raises(SystemExit):
             loop.run_once(SHARED)
     assert loop.due() == SHARED
+
+
+# -- from the candidate to the version -----------------------------------------------------------
+
+
+def test_a_candidate_is_published_and_the_trainer_told(store: Store) -> None:
+    loop, trainer = loop_of(store)
+    store.replay.add([record(n) for n in range(EVERY)])
+    update = loop.run_once("code")
+    assert update is not None
+    assert (update.version, update.gain) == (store.registry.live("code"), pytest.approx(0.05))
+    assert trainer.outcomes == ["code v1"]
+    assert [one.version for one in store.updates.recent("code")] == [1]
+    assert loop.state == waiting()
+
+
+def test_a_candidate_that_is_refused_is_forgotten(store: Store) -> None:
+    loop, trainer = loop_of(store)
+    trainer.update = lambda expert, **_: candidate(expert, float("nan"))
+    assert loop.run_once("code") is None
+    assert loop.state.is_paused
+    assert "not finite" in loop.state.reason
+    assert trainer.outcomes == ["code forgotten"]
+    assert store.registry.versions() == []
+    assert store.registry.get_meta("trained:code") is None
+
+
+def test_records_without_a_candidate_are_noted_as_used(store: Store) -> None:
+    loop, trainer = loop_of(store)
+    store.replay.add([record(n) for n in range(EVERY)])
+    trainer.update = lambda expert, **_: None
+    assert loop.run_once("code") is None
+    assert (loop.state, trainer.outcomes) == (waiting(), [])
+    assert store.registry.get_meta("trained:code") == str(EVERY)
+
+
+# -- settings that reach the trainer and the store -----------------------------------------------
+
+
+@pytest.fixture
+def learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Update]:
+    """Makes one update of "code" with a loop of these settings, from a home with the same records."""
+    monkeypatch.setattr("moedraft.distill.loop.load_by", lambda *_: random_model("llama", 1, layers=2))
+
+    def learn(**options: object) -> Update:
+        home = tmp_path / f"home{len(list(tmp_path.iterdir()))}"
+        small = {"update_steps": 2, "update_tokens": 128, "adapter_rank": 4, "shared_rank": 4}
+        settings = load_settings(home=home, **small, **options)
+        with closing(open_store(settings)) as store:
+            store.registry.add_domain(Domain("code", "", ("x",) * 8, 0.0))
+            store.replay.add([record(n) for n in range(20)])
+            update = build_loop(settings, store).run_once("code")
+        assert update is not None
+        return update
+
+    return learn
+
+
+def test_the_divergence_is_a_setting(learned: Callable[..., Update], monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = {kind: learned(distill_kind=kind).summary.loss for kind in ("fkl", "rkl", "jsd", "tvd")}
+    assert len({round(loss, 4) for loss in losses.values()}) == 4
+    assert 0 < losses["tvd"] < 1 < losses["fkl"]
+    assert learned().summary.loss == losses["fkl"]
+    monkeypatch.setenv("MOEDRAFT_DISTILL_KIND", "tvd")
+    assert learned().summary.loss == losses["tvd"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("distill_kind", "'fkl', 'rkl', 'jsd' or 'tvd'"), ("replay_policy", "'fifo', 'reservoir' or 'hardest'")],
+)
+def test_a_value_that_does_not_exist_is_refused_in_a_sentence(name: str, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"setting '{name}': Input should be {words}"):
+        load_settings(**{name: "newest"})
+
+
+def test_what_a_full_buffer_keeps_is_a_setting(tmp_path: Path) -> None:
+    def kept(policy: str) -> list[int]:
+        settings = load_settings(home=tmp_path / policy, replay_policy=policy, replay_capacity=8)
+        with closing(open_store(settings)) as store:
+            rows = [replace(record(n), domain=SHARED, drafted=100, accepted=n) for n in range(40)]
+            store.replay.add(rows)
+            return sorted(one.accepted for one in store.replay.records())
+
+    assert kept("fifo") == list(range(32, 40))
+    assert kept("hardest") == list(range(8))
+    sample = kept("reservoir")
+    assert len(sample) == 8
+    assert sample not in (kept("fifo"), kept("hardest"))

@@ -15,7 +15,9 @@ from distill_rig import Rig
 
 from moedraft.config import load_settings
 from moedraft.core import SHARED, InvalidRequest, StorageError
-from moedraft.distill.loop import DistillLoop, Load, read_load, why_wait, write_load
+from moedraft.distill.governor import Load, read_load, why_wait, write_load
+from moedraft.distill.link import ServerLink, ServerOutlet
+from moedraft.distill.loop import DistillLoop
 from moedraft.distill.messages import (
     TRAINING,
     Begin,
@@ -27,12 +29,13 @@ from moedraft.distill.messages import (
     Published,
     Refused,
     Resume,
-    State,
+    StateReport,
     from_trainer,
 )
-from moedraft.distill.process import Process, Server, ServerOutlet
-from moedraft.distill.publish import HomeOutlet
+from moedraft.distill.outlet import HomeOutlet
+from moedraft.distill.process import Process
 from moedraft.distill.trainer import Trainer
+from moedraft.learning_state import NO_RECORDS, LearningKind
 from moedraft.storage.store import Store
 
 from random_models import random_model
@@ -66,8 +69,8 @@ class Parent:
             if wanted(message):
                 return message
 
-    def states(self) -> list[State]:
-        return [message for message in self.heard if isinstance(message, State)]
+    def states(self) -> list[StateReport]:
+        return [message for message in self.heard if isinstance(message, StateReport)]
 
     def load(self, idle: float = 1.0, waiting: int = 0, age: float = 0.0) -> None:
         write_load(self.rig.store.registry, Load(idle, waiting, time.time() - age))
@@ -88,14 +91,7 @@ class Parent:
             outlet.learned(message.expert, message.last_id, message.update)
             return Noted()
         staged = self.rig.store.home.path / TRAINING / message.folder
-
-        def write(folder: Path) -> None:
-            for file in staged.iterdir():
-                file.rename(folder / file.name)
-
-        extra = {"rank": message.rank, "modules": message.modules}
-        about = {"parent": message.parent, "base_hash": message.base_hash, "acceptance": message.acceptance}
-        return Published(version=outlet.publish(message.expert, write, **about, extra=extra))
+        return Published(version=outlet.adopt(message.summary(), staged))
 
 
 @pytest.fixture
@@ -107,22 +103,22 @@ def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Parent]:
     (process_reads, parent_writes), (parent_reads, process_writes) = os.pipe(), os.pipe()
     one = Parent(rig, os.fdopen(parent_writes, "wb"), os.fdopen(parent_reads, "rb"))
     ends = os.fdopen(process_reads, "rb"), os.fdopen(process_writes, "wb", buffering=0)
-    server = Server(*ends)
+    link = ServerLink(*ends)
 
     def live() -> None:
         store = Store.open(rig.store.home.path, write=False)
         try:
-            settings = load_settings(**server.begin().settings)
+            settings = load_settings(**link.begin().settings)
             trainer = Trainer(
                 random_model("llama", 1, layers=2),
                 store,
-                outlet=ServerOutlet(server, store.home.path),
                 rank=4,
                 shared_rank=4,
                 steps=settings.update_steps,
                 tokens_per_step=256,
             )
-            Process(settings, store, DistillLoop(trainer, store, settings.update_every), server).run()
+            loop = DistillLoop(trainer, store, ServerOutlet(link, store.home.path), settings.update_every)
+            Process(settings, store, loop, link).run()
         except SystemExit:
             pass
         finally:
@@ -145,7 +141,7 @@ def begin(parent: Parent, paused: bool = False, **settings: object) -> None:
 
 def is_state(**wanted: object) -> Callable[[Message], bool]:
     def check(message: Message) -> bool:
-        return isinstance(message, State) and all(getattr(message, k) == v for k, v in wanted.items())
+        return isinstance(message, StateReport) and all(getattr(message, k) == v for k, v in wanted.items())
 
     return check
 
@@ -170,7 +166,7 @@ def test_an_update_is_handed_over_and_published(parent: Parent) -> None:
         (SHARED, 1, 3),
         ("code", 1, 3),
     ]
-    parent.hear_until(is_state(status="waiting", waits="waiting for records"))
+    parent.hear_until(is_state(kind="waiting", reason=NO_RECORDS))
     assert list((store.home.path / TRAINING).iterdir()) == []
     training = [state for state in parent.states() if state.expert == "code"]
     assert [(state.step, state.steps) for state in training] == [(0, 3), (1, 3), (2, 3), (3, 3)]
@@ -195,10 +191,10 @@ def test_it_waits_where_there_is_no_room(
     if load is not None:
         parent.load(**load)
     begin(parent, paused)
-    state = parent.hear_until(lambda message: isinstance(message, State))
-    assert isinstance(state, State)
-    assert word in (state.waits or "")
-    parent.hear_until(is_state(status="waiting"))  # the heartbeat
+    state = parent.hear_until(lambda message: isinstance(message, StateReport))
+    assert isinstance(state, StateReport)
+    assert word in state.reason
+    parent.hear_until(is_state(kind="waiting"))  # the heartbeat
     assert parent.rig.store.registry.versions() == []
     parent.load()
     parent.tell(Resume())
@@ -216,12 +212,12 @@ def test_it_yields_between_two_optimiser_steps(parent: Parent, how: str) -> None
     parent.on_message = occupy
     parent.load()
     begin(parent, update_steps=40)
-    state = parent.hear_until(lambda message: isinstance(message, State) and "yielding" in message.status)
-    assert isinstance(state, State)
+    state = parent.hear_until(is_state(kind="yielding"))
+    assert isinstance(state, StateReport)
     assert 1 <= state.step < 40
-    again = parent.hear_until(lambda message: isinstance(message, State))  # a sign of life, no step further
-    assert isinstance(again, State)
-    assert (again.step, again.status) == (state.step, state.status)
+    again = parent.hear_until(is_state())  # a sign of life, no step further
+    assert isinstance(again, StateReport)
+    assert (again.step, again.kind) == (state.step, LearningKind.YIELDING)
     parent.load()
     parent.tell(Resume())
     learned = parent.hear_until(is_learned)
@@ -232,14 +228,14 @@ def test_it_yields_between_two_optimiser_steps(parent: Parent, how: str) -> None
 
 def test_waiting_is_no_time_spent_learning(parent: Parent) -> None:
     def occupy(message: Message) -> None:
-        if is_state(step=1, status="training shared")(message) and len(parent.states()) < 5:
+        if is_state(step=1, kind="training", expert=SHARED)(message) and len(parent.states()) < 5:
             parent.load(waiting=3)
 
     parent.on_message = occupy
     parent.load()
     began = time.monotonic()
     begin(parent)
-    parent.hear_until(lambda message: isinstance(message, State) and "yielding" in message.status)
+    parent.hear_until(is_state(kind="yielding"))
     time.sleep(1.5)
     parent.load()
     learned = parent.hear_until(is_learned)
@@ -253,11 +249,11 @@ def test_a_refusal_is_said_and_tried_again_later(parent: Parent, monkeypatch: py
     parent.refuse = "The disk is full."
     parent.load()
     begin(parent)
-    parent.hear_until(is_state(waits="the last update failed", error="The disk is full."))
+    parent.hear_until(is_state(reason="the last update failed", error="The disk is full."))
     assert list((parent.rig.store.home.path / TRAINING).iterdir()) == []
     parent.refuse = ""
     parent.hear_until(is_learned)
-    parent.hear_until(lambda message: isinstance(message, State) and message.error is None)
+    parent.hear_until(lambda message: isinstance(message, StateReport) and message.error is None)
 
 
 def test_records_that_teach_nothing_are_noted_all_the_same(parent: Parent) -> None:
@@ -286,7 +282,7 @@ def test_it_ends_when_the_server_is_gone(parent: Parent, when: str) -> None:
         begin(parent, update_steps=1 if when == "publishing" else 1000)
         parent._reply = lambda message: Noted()  # type: ignore[method-assign]
         seen = {
-            "waiting": is_state(status="waiting"),
+            "waiting": is_state(kind="waiting"),
             "training": is_state(step=2),
             "publishing": is_state(step=1),
         }[when]
@@ -312,7 +308,7 @@ def test_without_its_first_line_it_says_who_starts_it() -> None:
     read, write = os.pipe()
     os.close(write)
     with os.fdopen(read, "rb") as incoming, pytest.raises(InvalidRequest, match="moedraft serve"):
-        Server(incoming, incoming).begin()
+        ServerLink(incoming, incoming).begin()
 
 
 def test_a_load_that_cannot_be_read_is_none(tmp_path: Path) -> None:
@@ -341,8 +337,8 @@ def test_a_home_that_fails_is_waited_for(parent: Parent, monkeypatch: pytest.Mon
     with monkeypatch.context() as patch:
         patch.setattr("moedraft.distill.process.read_load", broken)
         begin(parent)
-        parent.hear_until(is_state(status="waiting", waits="The home is gone."))
+        parent.hear_until(is_state(kind="waiting", reason="The home is gone."))
     with monkeypatch.context() as patch:
         patch.setattr("moedraft.distill.loop.news", broken)
-        parent.hear_until(lambda message: isinstance(message, State) and message.error == "The home is gone.")
+        parent.hear_until(is_state(error="The home is gone."))
     parent.hear_until(is_learned)

@@ -8,17 +8,20 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from candidates import candidate
 from distill_rig import Rig
-from safetensors.torch import save_file
 
 from moedraft.core import SHARED, SamplingParams, UnsupportedModel
 from moedraft.distill.batches import collate
 from moedraft.distill.loop import DistillLoop
+from moedraft.distill.outlet import HomeOutlet
 from moedraft.distill.trainer import Trainer
 from moedraft.drafting.lora import ExpertBank
-from moedraft.engine.loader import AdapterLoader
 from moedraft.kernels import divergence
+from moedraft.learning_state import paused
 from moedraft.models import LanguageModel
+from moedraft.system.loader import AdapterLoader
+from moedraft.system.recorder import LEARNING
 
 from random_models import VOCAB, random_model
 
@@ -83,7 +86,7 @@ def test_experts_stand_on_the_shared_adapter(rig: Rig) -> None:
     rig.loop.run_once(SHARED)
     rig.loader.refresh([], now=True)
     ids, logits = torch.tensor([[3, 4, 5, 6]]), {}
-    model = rig.engine.drafter.model  # type: ignore[union-attr]
+    model = rig.engine.chooser.model.model  # type: ignore[union-attr]
     for name in (SHARED, "code", "prose"):
         rig.bank.select([name])
         logits[name] = model.forward(model.new_cache(1), 0, ids, [0])
@@ -93,9 +96,9 @@ def test_experts_stand_on_the_shared_adapter(rig: Rig) -> None:
     rig.bank.select(["code"])
     alone = model.forward(model.new_cache(1), 0, ids, [0])
     assert not torch.allclose(alone, logits[SHARED], atol=1e-3)
-    trained = rig.trainer
-    trained._activate("code")
-    torch.testing.assert_close(alone, trained.model(ids).logits, atol=1e-4, rtol=1e-4)
+    student = rig.trainer.student
+    student.activate("code")
+    torch.testing.assert_close(alone, student.model(ids).logits, atol=1e-4, rtol=1e-4)
     rig.bank.select(["code", "prose", SHARED])  # merged and mixed paths agree
     mixed = model.forward(model.new_cache(3), 0, ids.expand(3, -1), [0, 0, 0])
     torch.testing.assert_close(mixed[0], alone[0], atol=1e-4, rtol=1e-4)
@@ -113,10 +116,11 @@ def test_other_architectures_learn_too(tmp_path: Path, kind: str, scope: str) ->
     rig.loader.refresh([], now=True)
     rig.bank.select(["code"])
     ids = torch.tensor([[3, 4, 5, 6]])
-    model = rig.engine.drafter.model  # type: ignore[union-attr]
-    rig.trainer._activate("code")
+    model = rig.engine.chooser.model.model  # type: ignore[union-attr]
+    student = rig.trainer.student
+    student.activate("code")
     got = model.forward(model.new_cache(1), 0, ids, [0])
-    torch.testing.assert_close(got, rig.trainer.model(ids).logits, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(got, student.model(ids).logits, atol=1e-4, rtol=1e-4)
 
 
 def test_the_loop_chooses_by_promise_and_remembers(rig: Rig) -> None:
@@ -129,7 +133,7 @@ def test_the_loop_chooses_by_promise_and_remembers(rig: Rig) -> None:
     assert rig.loop.due() == "code"
     rig.loop.run_once("code")
     rig.loop.run_once(SHARED)
-    assert DistillLoop(rig.trainer, rig.store, every=16).due() is None  # after a restart
+    assert loop_of(rig, rig.trainer).due() is None  # after a restart
     assert rig.loop.run_once() is None
     assert rig.loop.run_once("prose") is None  # nothing to learn from
 
@@ -137,16 +141,11 @@ def test_the_loop_chooses_by_promise_and_remembers(rig: Rig) -> None:
 def test_a_restarted_trainer_goes_on_from_the_live_version(rig: Rig) -> None:
     rig.serve("code", 20, seed=1)
     first = rig.loop.run_once("code")
-    other = Trainer(
-        random_model("llama", 1, layers=2),
-        rig.store,
-        rank=16,
-        shared_rank=16,
-    )
-    other._activate("code")
+    student = trainer_of(rig, random_model("llama", 1, layers=2)).student
+    student.activate("code")
     assert first is not None
     tensors = rig.store.adapters.load(first.version).tensors
-    state = {k: v for k, v in other.model.named_parameters() if "adapter_code" in k}
+    state = {k: v for k, v in student.model.named_parameters() if "adapter_code" in k}
     for name, value in tensors.items():
         held = next(v for k, v in state.items() if k.replace(".adapter_code", "") == name)
         assert torch.equal(held, value)
@@ -162,14 +161,51 @@ def test_full_disk_pauses_learning_and_serving_goes_on(rig: Rig, monkeypatch: py
         broken.setattr(rig.store.replay, "add", full)
         broken.setattr(rig.store.adapters, "publish", full)
         rig.serve("code", 2, seed=1)
-        assert rig.recorder.status == "paused: The disk of the home is full."
+        assert rig.recorder.state == paused("The disk of the home is full.")
     rig.serve("code", 20, seed=1)
-    assert rig.recorder.status == "learning"
+    assert rig.recorder.state == LEARNING
     with monkeypatch.context() as broken:
         broken.setattr(rig.store.adapters, "publish", full)
         assert rig.loop.run_once("code") is None
-        assert rig.loop.status.startswith("paused")
+        assert rig.loop.state.is_paused
     assert rig.loop.run_once("code") is not None
+
+
+def test_an_update_publishes_nothing_and_hands_out_copies(rig: Rig) -> None:
+    rig.serve("code", 12, seed=1)
+    trainer = trainer_of(rig, random_model("llama", 1, layers=2))
+    made = trainer.update("code")
+    assert made is not None
+    assert (made.expert, made.parent, made.base_hash) == ("code", 0, rig.bank.base_hash)
+    assert made.records + made.held_out == 12
+    assert (made.steps, made.config["r"], made.rank) == (4, 16, 16)
+    assert rig.store.registry.versions() == []
+    before = {name: tensor.clone() for name, tensor in made.tensors.items()}
+    for parameter in trainer.student.parameters():
+        parameter.data.fill_(7.0)
+    assert all(torch.equal(made.tensors[name], tensor) for name, tensor in before.items())
+
+
+def test_the_next_update_goes_on_from_the_outcome(rig: Rig) -> None:
+    """From the weights in memory where they were published, else from the live version."""
+    rig.serve("code", 12, seed=1)
+    trainer = trainer_of(rig, random_model("llama", 1, layers=2))
+    first = trainer.update("code")
+    assert first is not None
+    trainer.published(rig.store.adapters.publish(first))
+    adam = trainer.student.optimiser("code")
+    second = trainer.update("code")
+    assert second is not None
+    assert second.parent == 1
+    assert trainer.student.optimiser("code") is adam
+    trainer.forget("code")
+    trainer.student.activate("code")
+    _, tensors = trainer.student.export("code")
+    assert all(torch.equal(first.tensors[name], tensor) for name, tensor in tensors.items())
+
+
+def loop_of(rig: Rig, trainer: Trainer) -> DistillLoop:
+    return DistillLoop(trainer, rig.store, HomeOutlet(rig.store), every=16)
 
 
 def trainer_of(rig: Rig, draft: LanguageModel, rank: int = 16, scope: str = "tail") -> Trainer:
@@ -185,9 +221,9 @@ def test_a_smaller_vocabulary_of_the_draft(rig: Rig) -> None:
     first = [top[0] for record in rig.store.replay.records("code") for top in record.topk_ids]
     assert max(first) >= 40
     assert [i == -1 for i in batch.topk_ids[:, 0].tolist()] == [i >= 40 for i in first]  # never a hit
-    update = trainer_of(rig, random_model("llama", 1, layers=2, vocab=40)).update("code")
-    assert update is not None
-    assert update.loss == update.loss
+    made = trainer_of(rig, random_model("llama", 1, layers=2, vocab=40)).update("code")
+    assert made is not None
+    assert made.loss == made.loss
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])
@@ -218,7 +254,7 @@ def test_a_mixture_of_experts_learns_or_is_refused_by_name(rig: Rig, kind: str) 
         assert rig.store.registry.versions("code") == []
         return
     for _ in range(2):
-        update = trainer.update("code")
+        update = loop_of(rig, trainer).run_once("code")
         assert update is not None
         stored = rig.store.adapters.load(update.version)
         assert bank.read(update.version.version, stored.config, stored.tensors).deltas
@@ -230,7 +266,7 @@ def test_rank_and_scope_are_those_of_what_is_stored(rig: Rig) -> None:
     first = rig.loop.run_once("code")
     assert first is not None
     other = trainer_of(rig, random_model("llama", 1, layers=2), rank=4, scope="full")
-    second = other.update("code")
+    second = loop_of(rig, other).run_once("code")
     assert second is not None
     old, new = (rig.store.adapters.load(u.version) for u in (first, second))
     assert {k: v.shape for k, v in old.tensors.items()} == {k: v.shape for k, v in new.tensors.items()}
@@ -244,15 +280,14 @@ def test_weights_that_are_not_finite_are_forgotten(rig: Rig, monkeypatch: pytest
 
     def poison(*args: Any) -> float:
         loss = train(*args)
-        for parameter in rig.trainer.model.parameters():
-            if parameter.requires_grad:
-                parameter.data.fill_(float("nan"))
+        for parameter in rig.trainer.student.parameters():
+            parameter.data.fill_(float("nan"))
         return loss
 
     with monkeypatch.context() as broken:
         broken.setattr(rig.trainer, "_train", poison)
         assert rig.loop.run_once("code", steps=2) is None
-        assert rig.loop.status.startswith("paused")
+        assert rig.loop.state.is_paused
     again = rig.loop.run_once("code", steps=2)
     assert again is not None
     assert again.version.parent == 1
@@ -270,11 +305,11 @@ def test_a_step_that_is_not_finite_is_skipped(rig: Rig, monkeypatch: pytest.Monk
     monkeypatch.setattr("moedraft.distill.trainer.divergence", sometimes)
     update = rig.loop.run_once("code", steps=3)
     assert update is not None
-    assert update.loss == update.loss
+    assert update.summary.loss == update.summary.loss
     nothing = "moedraft.distill.trainer.divergence"
     monkeypatch.setattr(nothing, lambda *a, **o: divergence(*a, **o) * float("nan"))
     assert rig.loop.run_once("code", steps=2) is None
-    assert "finite" in rig.loop.status
+    assert "finite" in rig.loop.state.reason
 
 
 def test_whatever_fails_in_learning_pauses_it(
@@ -289,7 +324,7 @@ def test_whatever_fails_in_learning_pauses_it(
     monkeypatch.setattr(rig.trainer, "update", fail(RuntimeError("out of memory")))
     for _ in range(2):
         assert rig.loop.run_once("code") is None
-        assert rig.loop.status == "paused: RuntimeError: out of memory"
+        assert rig.loop.state == paused("RuntimeError: out of memory")
     assert sum("Learning is paused" in message for message in caplog.messages) == 1
     monkeypatch.setattr(rig.trainer, "update", fail(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
@@ -301,13 +336,9 @@ def test_an_adapter_the_bank_refuses_gives_way_to_its_ancestor(rig: Rig) -> None
     first = rig.loop.run_once("code", steps=2)
     assert first is not None
     loaded = rig.store.adapters.load(first.version)
-
-    def write(folder: Path) -> None:
-        (folder / "adapter_config.json").write_text('{"lora_alpha": "abc"}')
-        save_file(loaded.tensors, folder / "adapter_model.safetensors")
-
-    base = rig.bank.base_hash
-    rig.store.adapters.publish("code", write, parent=1, base_hash=base, acceptance=None, extra={})
+    config, base = {"lora_alpha": "abc"}, rig.bank.base_hash
+    odd = candidate(parent=1, base_hash=base, config=config, tensors=loaded.tensors)
+    rig.store.adapters.publish(odd)
     bank = ExpertBank(random_model("llama", 1, layers=2), "tail")  # after a restart
     AdapterLoader(rig.store, bank).refresh([], now=True)
     assert bank.version("code") == 1
@@ -319,9 +350,9 @@ def test_an_adapter_the_bank_refuses_gives_way_to_its_ancestor(rig: Rig) -> None
 def test_two_draft_bases_keep_their_experts(rig: Rig) -> None:
     rig.serve("code", 12, seed=1)
     rig.loop.run_once("code", steps=2)
-    other = trainer_of(rig, random_model("llama", 7, layers=2))
+    other = loop_of(rig, trainer_of(rig, random_model("llama", 7, layers=2)))
     for _ in range(7):
-        assert other.update("code", steps=1) is not None
+        assert other.run_once("code", steps=1) is not None
     bank = ExpertBank(random_model("llama", 1, layers=2), "tail")
     AdapterLoader(rig.store, bank).refresh([], now=True)
     assert bank.version("code") == 1

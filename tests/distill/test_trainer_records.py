@@ -12,7 +12,7 @@ import torch
 from distill_rig import Rig, record
 
 from moedraft.core import SHARED, ReplayRecord
-from moedraft.distill.batches import Batch
+from moedraft.distill.batches import Batch, grouped, shuffled_groups
 from moedraft.distill.trainer import Trainer, is_held_out
 from moedraft.storage.store import TARGET_ID
 
@@ -34,7 +34,7 @@ def trainer_of(rig: Rig, tokens_per_step: int) -> Trainer:
 
 
 def records_of(trainer: Trainer, expert: str, steps: int) -> tuple[list[ReplayRecord], list[ReplayRecord]]:
-    return trainer._records(expert, steps, lambda: None)
+    return trainer.draw(expert, steps, lambda: None)
 
 
 @pytest.mark.parametrize("expert", [SHARED, "code"])
@@ -65,7 +65,8 @@ def test_no_more_is_read_than_the_steps_can_use(rig: Rig, monkeypatch: pytest.Mo
     assert len(read) < 300
     assert not any(is_held_out(one) for one in train)
     assert all(is_held_out(one) for one in held_out)
-    assert sum(map(len, trainer._batches(train, 2))) == 8  # they are all used, and once
+    groups = shuffled_groups(train, 2, trainer.tokens_per_step, seed=1)
+    assert sum(map(len, groups)) == 8  # they are all used, and once
     train, held_out = records_of(trainer, "code", 1000)
     assert len(train) > 400
     assert len(held_out) == 32
@@ -78,16 +79,16 @@ def test_measuring_takes_no_more_memory_than_learning(rig: Rig, monkeypatch: pyt
 
     def measure(tokens: int) -> tuple[float | None, int]:
         trainer, largest = trainer_of(rig, tokens), 0
-        trainer._activate("code")
-        logits = trainer._logits
+        trainer.student.activate("code")
+        logits = trainer.student.logits
 
         def watched(batch: Batch) -> torch.Tensor:
             nonlocal largest
             largest = max(largest, batch.token_ids.numel())
             return logits(batch)
 
-        monkeypatch.setattr(trainer, "_logits", watched)
-        return trainer._acceptance(held_out, lambda: None), largest
+        monkeypatch.setattr(trainer.student, "logits", watched)
+        return trainer.measure(held_out, lambda: None), largest
 
     (small, few), (large, many) = measure(80), measure(10_000)
     assert few <= 80 < many
@@ -98,8 +99,8 @@ def test_every_batch_is_a_sign_of_life(rig: Rig, monkeypatch: pytest.MonkeyPatch
     """Between any two batches, learning or measuring, and while records are read; never within one."""
     rig.serve("code", 40, seed=1)
     trainer, events = trainer_of(rig, 80), list[Any]()
-    logits = trainer._logits
-    monkeypatch.setattr(trainer, "_logits", lambda batch: events.append("batch") or logits(batch))
+    logits = trainer.student.logits
+    monkeypatch.setattr(trainer.student, "logits", lambda batch: events.append("batch") or logits(batch))
     update = trainer.update("code", on_step=lambda done, loss: events.append((done, loss)))
     assert update is not None
     first = events.index("batch")
@@ -113,7 +114,7 @@ def test_every_batch_is_a_sign_of_life(rig: Rig, monkeypatch: pytest.MonkeyPatch
     assert [loss for _, loss in signs][measured + 1 :] == [update.loss] * (1 + measured)
 
 
-def test_a_long_record_does_not_thin_out_the_batches_after_it(rig: Rig) -> None:
+def test_a_long_record_does_not_thin_out_the_batches_after_it() -> None:
     long = replace(record(0), token_ids=[1] * (4 * LENGTH), topk_ids=[[1]] * (4 * LENGTH - 10))
-    batches = trainer_of(rig, 4 * LENGTH)._grouped([long, *(record(n) for n in range(1, 9))])
+    batches = grouped([long, *(record(n) for n in range(1, 9))], 4 * LENGTH)
     assert list(map(len, batches)) == [1, 4, 4]

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
+import torch
 
 from moedraft.core import SamplingParams, Sequence
 from moedraft.drafting import lookup
-from moedraft.drafting.lookup import LONGEST, SHORTEST, Lookup, Match, MatchAcceptance, SuffixIndex
+from moedraft.drafting.budget import survival_of
+from moedraft.drafting.lookup import LONGEST, SHORTEST, LookupDrafter, Match, MatchAcceptance, SuffixIndex
+from moedraft.evidence import NOBODY, Evidence, Rows
+from moedraft.sampling import SamplingBatch
+
+
+def rows_of(*sequences: Sequence) -> Rows:
+    params = [row.params for row in sequences]
+    return Rows(list(sequences), SamplingBatch.of(params, [0] * len(params), torch.device("cpu")))
 
 
 def brute(tokens: list[int], count: int) -> Match | None:
@@ -60,32 +70,53 @@ def test_few_candidates_are_compared_and_only_the_near_past() -> None:
 def test_worth_follows_what_verification_shows() -> None:
     rng = random.Random(0)
     worth = MatchAcceptance()
-    before = worth.survival(2, 4)
+    before = survival_of(worth.rates_after(2, 4))
     assert before == sorted(before, reverse=True)
     for _ in range(400):
         worth.observe(2, 3, 3 if rng.random() < 0.2 else 0)
-    chances = worth.survival(2, 3)
+    chances = worth.rates_after(2, 3)
     assert chances[0] == pytest.approx(0.2, abs=0.12)
-    assert worth.survival(LONGEST, 1)[0] == pytest.approx(LONGEST / (LONGEST + 1))  # never seen
+    assert worth.rates_after(LONGEST, 1)[0] == pytest.approx(LONGEST / (LONGEST + 1))  # never seen
     worth.observe(2, 1, 1)
-    assert len(worth.survival(LONGEST, 6)) == 6
+    assert len(worth.rates_after(LONGEST, 6)) == 6
 
 
 def test_greedy_and_sampled_rows_are_judged_apart() -> None:
-    found = Lookup()
+    found = LookupDrafter()
     greedy = Sequence("g", [1, 2, 3, 1, 2], 5, SamplingParams(), 0)
     sampled = Sequence("s", [1, 2, 3, 1, 2], 5, SamplingParams(temperature=1.0), 0)
-    match = found.find(greedy, 2)
-    assert match == found.find(sampled, 2) == Match(2, [3, 1])
-    before = found.survival(greedy, match)
+    rows = rows_of(greedy, sampled)
+    proposal = found.propose(rows, [2, 2])
+    assert proposal.token_ids.tolist() == [[3, 1], [3, 1]]
+    assert proposal.sources == ["lookup", "lookup"]
+    before = proposal.confidences[0]
+    refused = replace(proposal, sources=[NOBODY, "lookup"])
     for _ in range(50):
-        found.observe(sampled, match, 0)
-    assert found.survival(greedy, match) == before
-    assert found.survival(sampled, match)[0] < 0.2
+        found.observe(
+            Evidence(rows.sequences, refused, [[0], [0]], [0, 0], [False] * 2, torch.zeros(2, 3, 9))
+        )
+    after = found.propose(rows, [2, 2]).confidences
+    assert after[0] == before
+    assert after[1][0] < 0.2
+
+
+def test_only_rows_with_a_limit_and_a_match_are_drafted_for() -> None:
+    found = LookupDrafter()
+    again, other = [1, 2, 3, 1, 2], [1, 2, 3, 4, 5]
+    rows = rows_of(
+        *(Sequence(str(i), ids, 5, SamplingParams(), 0) for i, ids in enumerate([again, other, again]))
+    )
+    proposal = found.propose(rows, [3, 3, 0])
+    assert proposal.lengths == [3, 0, 0]
+    assert proposal.token_ids.tolist() == [[3, 1, 2], [-1] * 3, [-1] * 3]
+    assert proposal.sources == ["lookup", NOBODY, NOBODY]
+    assert proposal.cut({0: 1}).token_ids.tolist() == [[3], [-1], [-1]]
+    assert not proposal.cut({}).drafted
+    assert proposal.cut({}).sources == [NOBODY] * 3
 
 
 def test_an_id_may_be_used_again() -> None:
-    found = Lookup()
+    found = LookupDrafter()
     found.find(Sequence("a", [1, 2, 3, 1, 2], 5, SamplingParams(), 0), 2)
     found.forget(Sequence("a", [1, 2], 2, SamplingParams(), 0))
     again = Sequence("a", [4, 5, 6, 4, 5], 5, SamplingParams(), 0)

@@ -9,8 +9,11 @@ import torch
 import transformers
 
 from moedraft.core import SHARED, CorruptAdapter, SamplingParams, Sequence, UnsupportedModel
-from moedraft.drafting.drafter import Drafter
-from moedraft.drafting.lora import PREFIX, Adapter, ExpertBank, LoRALinear
+from moedraft.cpu.groups import Grouped
+from moedraft.drafting.adapter import PREFIX, Adapter
+from moedraft.drafting.layer import LoRALinear, Mixed
+from moedraft.drafting.lora import ExpertBank
+from moedraft.drafting.model import ModelDrafter
 from moedraft.drafting.modules import adaptable, keeps_cache
 from moedraft.engine.engine import Engine
 from moedraft.models import LanguageModel
@@ -125,7 +128,7 @@ def test_a_mixed_batch_by_groups_by_masks_and_row_by_row(kind: str, with_shared:
             bank.publish(SHARED, bank.read(1, {}, state(bank, list(bank.layers))))
         bank.publish("a", bank.read(1, {}, state(bank, sorted(bank.tail))))
         bank.publish("b", bank.read(1, {}, state(bank, ["lm_head"])))  # its other layers are the base's
-        grouped = any(layer.groups for layer in select(bank, rows).layers.values())
+        grouped = any(isinstance(layer.product, Grouped) for layer in select(bank, rows).layers.values())
         assert grouped == (megabytes > 0)
         if not one_by_one:
             return model.forward(model.new_cache(len(rows)), 0, ids, [0] * len(rows))
@@ -162,27 +165,54 @@ def test_many_experts_in_a_small_batch_leave_it_to_the_shared_draft(
         drafters = bank.drafters(rows)
         bank.select(drafters)
         few = set(drafters) == {SHARED}
-        assert few == (rows == [SHARED] * 4 or (scope == "tail" and bool(bank._bases)))
+        assert few == (rows == [SHARED] * 4 or (scope == "tail" and bank.grouped))
         return model.forward(model.new_cache(4), 0, ids, [0] * 4)
 
     torch.testing.assert_close(logits(names), logits([SHARED] * 4), atol=1e-4, rtol=1e-4)
     assert (logits(names, "full") - logits([SHARED] * 4, "full")).abs().max() > 0.01  # they own the cache
-    monkeypatch.setattr("moedraft.drafting.lora.SMALL", 1000)  # where mixing is cheap by comparison
+    monkeypatch.setattr("moedraft.cpu.SMALL", 1000)  # where mixing is cheap by comparison
     assert (logits(names) - logits([SHARED] * 4)).abs().max() > 0.01
+
+
+class OnAGpu(LanguageModel):
+    """A model that says it runs on a GPU; its weights lie where the test can reach them."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda")
+
+
+def test_on_a_gpu_every_row_keeps_its_own_expert() -> None:
+    """However many experts a batch holds, and however small the draft is: all go through the mixed layers."""
+    rows = ["a", "b", "c", SHARED, "a"]
+    model = random_model("llama", 1)
+    model.__class__ = OnAGpu
+    model.lean = None
+    bank = ExpertBank(model)
+    for name in "abc":
+        bank.publish(name, bank.read(1, {}, state(bank, sorted(bank.tail))))
+    assert bank.drafters(rows) == rows
+    ids = torch.randint(97, (1, 4)).expand(len(rows), 4)
+    bank.select(bank.drafters(rows))
+    mixed = model.forward(model.new_cache(len(rows)), 0, ids, [0] * len(rows))
+    for row, name in enumerate(rows):
+        bank.select([name])
+        alone = model.forward(model.new_cache(1), 0, ids[:1], [0])
+        torch.testing.assert_close(mixed[row], alone[0], atol=1e-3, rtol=1e-3)
+    assert (mixed[0] - mixed[3]).abs().max() > 0.01
 
 
 def test_filling_a_cache_that_all_share_makes_no_expert_ready() -> None:
     """Merging one takes longer than a step of a small target."""
     model = random_model("llama", 1)
     bank = ExpertBank(model)
-    drafter = Drafter(model, bank, 4, VOCAB)
+    drafter = ModelDrafter(model, bank, 4, VOCAB)
     one = Engine(random_model("llama", 0), NumberTokenizer(), drafter, FixedSelector(), adaptive_budget=False)
-    one.knows = lambda expert: True
     for name in "abc":
         bank.publish(name, bank.read(1, {}, state(bank, sorted(bank.tail))))
         one.add([*range(1, 30)], SamplingParams(max_tokens=9), expert=name)
     one.step()
-    assert all(row.num_drafts for row in one.sequences.values())
+    assert all(row.speculation.num_drafts for row in one.sequences)
     assert not bank.merged
 
 
@@ -211,17 +241,18 @@ def test_an_expert_found_in_mid_round_reads_the_keys_of_no_other(scope: str) -> 
     one = Engine(
         random_model("llama", 0),
         NumberTokenizer(),
-        Drafter(model, bank, 4, VOCAB),
+        ModelDrafter(model, bank, 4, VOCAB),
         SettlesLate(),
         adaptive_budget=False,
         draft_source="model",
     )
     one.add([1, 2, 3], SamplingParams(max_tokens=2))
-    stays = one.sequences[one.add([4, 5, 6], SamplingParams(max_tokens=60))]
+    one.add([4, 5, 6], SamplingParams(max_tokens=60))
+    stays = one.sequences[-1]
     while len(one.sequences) == 2:
         assert stays.expert == SHARED
         one.step()
-    assert stays.drafted
+    assert stays.speculation.num_drafts
     assert stays.expert == "x"
     assert (stays.draft_cached == 0) == (scope == "full")
     one.step()
@@ -257,7 +288,7 @@ def test_merged_weights_stay_within_their_budget() -> None:
     for name in "abcd":
         torch.testing.assert_close(merged[name], mixed[name], atol=1e-4, rtol=1e-4)
     one = sum(b.shape[0] * a.shape[1] * 4 for a, b in roomy.experts["a"].deltas.values())
-    roomy.merged_budget = 2 * one
+    roomy.merged.budget = 2 * one
     roomy.publish("a", None)
     roomy.publish("e", roomy.experts["b"])
     roomy.select(["e"])
@@ -326,7 +357,7 @@ def test_mixed_batches_where_layers_see_flattened_rows() -> None:
 def test_a_mixed_layer_takes_any_shape_of_rows(shape: tuple[int, ...]) -> None:
     layer = LoRALinear(torch.nn.Linear(8, 5))
     x, a, b = torch.randn(shape), torch.randn(2, 8), torch.randn(5, 2)
-    layer.blocks, layer.mask = (a, b), torch.tensor([[1.0, 0.0], [0.0, 1.0]])[:, None]
+    layer.product = Mixed(layer.base, {"a": (a[:1], b[:, :1]), "b": (a[1:], b[:, 1:])}, ["a", "b"])
     half = len(x) // 2
     want = torch.cat([layer.base(x[:half]) + x[:half] @ a[:1].T @ b[:, :1].T])
     other = layer.base(x[half:]) + x[half:] @ a[1:].T @ b[:, 1:].T

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moedraft.engine import capture as capture_module
-from moedraft.engine.capture import Batch, Capture
+from moedraft.engine.capture import Capture, LogitStack
 
 VOCAB, K = 50, 4
 RNG = torch.Generator().manual_seed(0)
@@ -46,20 +46,20 @@ def test_each_row_gets_its_own_whenever_it_asks(
     for number in range(40):
         counts = [1 + (number + row) % 3 for row in range(1 + number % 4)]
         rows = logits(sum(counts))
-        for top, part in zip(capture.keep(rows.clone(), counts), torch.split(rows, counts), strict=True):
+        for top, part in zip(capture.stack(rows.clone(), counts), torch.split(rows, counts), strict=True):
             kept.append(top)
             wanted.append(part)
         if number % 7 == 3:
-            kept[-1]()  # one that ends in the middle of a batch
+            kept[-1].top()  # one that ends in the middle of a batch
     for top, part in zip(kept, wanted, strict=True):
-        ids, logprobs = top()
+        ids, logprobs = top.top()
         assert torch.equal(ids, expected(part)[0])
         torch.testing.assert_close(logprobs, expected(part)[1])
 
 
 def test_a_small_vocabulary_and_half_precision() -> None:
-    [top] = Capture(200).keep(logits(3).bfloat16(), [3])
-    ids, logprobs = top()
+    [top] = Capture(200).stack(logits(3).bfloat16(), [3])
+    ids, logprobs = top.top()
     assert (ids.shape, logprobs.shape, logprobs.dtype) == ((3, VOCAB), (3, VOCAB), torch.float32)
     torch.testing.assert_close(logprobs.exp().sum(-1), torch.ones(3))
 
@@ -67,10 +67,10 @@ def test_a_small_vocabulary_and_half_precision() -> None:
 def test_logits_are_let_go_of(capture: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     """At most two batches of them wait, however slow whoever goes through them."""
     monkeypatch.setattr(capture_module, "BATCH_BYTES", 4 * 10 * VOCAB * 4)  # four rounds
-    batches: set[Batch] = set()
+    batches: set[LogitStack] = set()
     for _ in range(40):
-        [top] = capture.keep(logits(10), [10])
-        batches.add(top.func.__self__)  # type: ignore[attr-defined]
+        [top] = capture.stack(logits(10), [10])
+        batches.add(top.stack)
         held = sum(len(batch._logits) for batch in batches)
         assert held <= 8
     assert len(batches) == 10
@@ -78,7 +78,7 @@ def test_logits_are_let_go_of(capture: Capture, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_engine_does_not_wait_for_a_batch_that_is_gone_through() -> None:
-    batch = Batch(K)
+    batch = LogitStack(K)
     assert batch.add(logits(2)) == 0
     assert batch.add(logits(3)) == 2
     with batch._lock:  # as while another thread goes through it
@@ -90,7 +90,7 @@ def test_the_engine_does_not_wait_for_a_batch_that_is_gone_through() -> None:
 def test_many_ask_at_once() -> None:
     capture = Capture(K)
     rows = logits(64)
-    kept = capture.keep(rows.clone(), [1] * 64)
+    kept = capture.stack(rows.clone(), [1] * 64)
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda top: top()[0], kept))
+        found = list(pool.map(lambda top: top.top()[0], kept))
     assert torch.equal(torch.cat(found), expected(rows)[0])

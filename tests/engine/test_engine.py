@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from moedraft.core import InvalidRequest, RequestOutput, SamplingParams, Sequence
-from moedraft.drafting.drafter import Drafter, NoExperts
+from moedraft.drafting.drafter import NoExperts
+from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine
+from moedraft.engine.prompts import tokenise
 
 from tiny import FixedSelector, NumberTokenizer, TinyLM, random_table
 
@@ -16,7 +18,7 @@ VOCAB = 12
 
 def engine(max_len: int = 128, slots: int = 4, **options: object) -> Engine:
     target = TinyLM(random_table(VOCAB, 1), max_len)
-    drafter = Drafter(TinyLM(target.table, max_len), NoExperts(), slots, VOCAB)
+    drafter = ModelDrafter(TinyLM(target.table, max_len), NoExperts(), slots, VOCAB)
     return Engine(target, NumberTokenizer(), drafter, FixedSelector(), max_batch_size=slots, **options)  # type: ignore[arg-type]
 
 
@@ -98,8 +100,9 @@ def test_truncation_keeps_the_mark_of_the_beginning() -> None:
     [told] = one.generate([[9, *long[-14:]]], SamplingParams(max_tokens=1, logprobs=3))
     [other] = one.generate([long], SamplingParams(max_tokens=1, logprobs=3))  # ids are as they were given
     assert kept.num_prompt_tokens == told.num_prompt_tokens == other.num_prompt_tokens == 15
-    assert one._tokenise(text) == [9, *long[-14:]]
-    assert one._tokenise(long) == long[-15:]
+    for prompt, read in ((text, [9, *long[-14:]]), (long, long[-15:])):
+        ids = tokenise(one.tokenizer, prompt, chat=False, vocab_size=VOCAB, room=15, truncate=True)
+        assert ids == read
     assert kept.logprobs == told.logprobs
 
 
@@ -175,11 +178,11 @@ def test_a_broken_row_ends_alone() -> None:
 def test_sinks_see_every_finished_request_once_and_capture_matches() -> None:
     one = engine()
     seen = []
-    one.sinks.append(seen.append)
+    one.subscribe(seen.append)
     one.generate([[1], [2], [3]], SamplingParams(max_tokens=7), learn=True)
     assert len(seen) == 3
     for sequence in seen:
-        captured = [top() for top in sequence.captured]
+        captured = [rows.top() for rows in sequence.captured]
         rows = sum(len(ids) for ids, _ in captured)
         assert rows >= sequence.num_generated == 7
         first_ids, first_logprobs = captured[0]
@@ -196,7 +199,7 @@ def test_prompts_are_read_beside_decoding() -> None:
     quick = one.add([1, 2], SamplingParams(max_tokens=3))
     one.add([3] * 200, SamplingParams(max_tokens=3))
     steps = 0
-    while quick in one.sequences:
+    while quick in one.request_ids:
         one.step()
         steps += 1
     assert steps <= 3
@@ -217,13 +220,13 @@ def test_prompts_that_come_together_share_a_chunk(
 ) -> None:
     """Many long prompts hold a step up no longer than one does, and none waits for another."""
     one = engine(max_len=512, prefill_chunk=chunk)
-    read, pieces = one.decoder.read, list[list[int]]()
+    read, pieces = one.runner.read, list[list[int]]()
 
     def noted(rows: list[tuple[Sequence, int]]) -> None:
         pieces.append(sorted((count for _, count in rows), reverse=True))
         read(rows)
 
-    monkeypatch.setattr(one.decoder, "read", noted)
+    monkeypatch.setattr(one.runner, "read", noted)
     for length in lengths:
         one.add([3] * length, SamplingParams(max_tokens=1))
     assert len(finish(one)) == len(lengths)
@@ -233,14 +236,13 @@ def test_prompts_that_come_together_share_a_chunk(
 def test_fixed_length_without_adaptive_budget() -> None:
     one = engine(adaptive_budget=False, num_speculative_tokens=3)
     [output] = one.generate([[1]], SamplingParams(max_tokens=41))
-    assert output.num_draft_tokens == 3 * output.num_drafts
-    assert output.mean_acceptance_length == 4.0
+    assert output.speculation.num_draft_tokens == 3 * output.speculation.num_drafts
+    assert output.speculation.mean_acceptance_length == 4.0
 
 
 def test_close_aborts_and_calls_closers() -> None:
     closed = []
-    with engine() as one:
-        one.closers.append(lambda: closed.append(True))
+    with engine(closers=[lambda: closed.append(True)]) as one:
         one.add([1])
     assert not one.has_work
     assert closed == [True]
@@ -283,7 +285,7 @@ def test_a_broken_draft_costs_nothing_but_speed(adaptive: bool) -> None:
     one = Engine(
         target,
         NumberTokenizer(),
-        Drafter(draft, NoExperts(), 4, VOCAB),
+        ModelDrafter(draft, NoExperts(), 4, VOCAB),
         FixedSelector(),
         adaptive_budget=adaptive,
     )
@@ -294,10 +296,10 @@ def test_a_broken_draft_costs_nothing_but_speed(adaptive: bool) -> None:
         ("length", 20),
         ("length", 128),
     ]
-    assert outputs[0].num_draft_tokens > outputs[0].num_accepted_tokens == 0
+    assert outputs[0].speculation.num_draft_tokens > outputs[0].speculation.num_accepted_tokens == 0
     [plain] = one.generate([[3]], SamplingParams(max_tokens=20), draft=False)
     assert outputs[1].token_ids == plain.token_ids
-    confidences = [x for model in one.decoder.budget.acceptance.values() for x, _ in model.seen]
+    confidences = [x for model in one.budget.acceptance.values() for x, _ in model.seen]
     assert all(x == x for x in confidences)
 
 
@@ -309,7 +311,11 @@ def test_acceptance_counts_the_answer_only() -> None:
     one.eos_token_ids = frozenset(whole.token_ids[:1])
     [ended] = one.generate([[1, 2]], SamplingParams(max_tokens=20))
     for output in (stopped, ended):
-        assert (len(output.token_ids), output.num_draft_tokens, output.num_accepted_tokens) == (1, 4, 1)
+        assert (
+            len(output.token_ids),
+            output.speculation.num_draft_tokens,
+            output.speculation.num_accepted_tokens,
+        ) == (1, 4, 1)
 
 
 @pytest.mark.parametrize("adaptive", [True, False])
@@ -323,7 +329,7 @@ def test_a_shorter_draft_does_not_shorten_answers(adaptive: bool) -> None:
         return forward(cache, first, ids, starts, keep)
 
     draft.forward = watched  # type: ignore[method-assign]
-    drafter = Drafter(draft, NoExperts(), 4, VOCAB)
+    drafter = ModelDrafter(draft, NoExperts(), 4, VOCAB)
     one = Engine(target, NumberTokenizer(), drafter, FixedSelector(), adaptive_budget=adaptive)
     prompts, params = [[1, 2], [3] * 30], SamplingParams(max_tokens=500)
     for prompt in prompts:  # alone, so that no other row's drafting reaches further
@@ -341,9 +347,9 @@ def test_a_shorter_draft_does_not_shorten_answers(adaptive: bool) -> None:
 
 def test_an_answer_longer_than_the_draft_reads_is_not_learned_from() -> None:
     target, draft = TinyLM(random_table(VOCAB, 1), 64), TinyLM(random_table(VOCAB, 1), 20)
-    one = Engine(target, NumberTokenizer(), Drafter(draft, NoExperts(), 4, VOCAB), FixedSelector())
+    one = Engine(target, NumberTokenizer(), ModelDrafter(draft, NoExperts(), 4, VOCAB), FixedSelector())
     seen = []
-    one.sinks.append(lambda sequence: seen.append(bool(sequence.captured)))
+    one.subscribe(lambda sequence: seen.append(bool(sequence.captured)))
     one.generate([[1]], SamplingParams(max_tokens=40), learn=True)
     one.generate([[1]], SamplingParams(max_tokens=4), learn=True)
     assert seen == [False, True]
@@ -362,7 +368,7 @@ def test_streams_and_whole_answers_side_by_side_lose_nothing() -> None:
             got[i] += output.delta if output else ""
         inner = inner or one.generate(["5 6"], params)[0].text
     assert [*got, inner] == texts
-    assert not one.boxes
+    assert not one._listeners
     assert not one.has_work
 
 
@@ -372,4 +378,4 @@ def test_a_step_still_returns_everything() -> None:
     first = next(stream)
     assert [o.request_id for o in one.step()] == [first.request_id]
     stream.close()
-    assert not one.boxes
+    assert not one._listeners

@@ -8,19 +8,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save, save_file
+from candidates import candidate
+from safetensors.torch import save
 
 from moedraft.core import SHARED, AdapterVersion, Domain, StorageError
-from moedraft.distill.publish import HomeOutlet
-from moedraft.drafting.lora import PREFIX, ExpertBank
-from moedraft.engine.loader import AdapterLoader
+from moedraft.distill.outlet import HomeOutlet
+from moedraft.drafting.adapter import PREFIX
+from moedraft.drafting.lora import ExpertBank
 from moedraft.storage.store import Store
+from moedraft.system.loader import AdapterLoader
 
 from random_models import VOCAB, random_model
 
@@ -40,7 +41,7 @@ def bank() -> ExpertBank:
 
 @pytest.fixture
 def loader(store: Store, bank: ExpertBank, monkeypatch: pytest.MonkeyPatch) -> Iterator[AdapterLoader]:
-    monkeypatch.setattr("moedraft.engine.loader.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("moedraft.system.loader.POLL_SECONDS", 0.0)
     made = AdapterLoader(store, bank)
     made.refresh([], now=True)
     made.load_beside()
@@ -70,21 +71,9 @@ def publish(store: Store, bank: ExpertBank, name: str) -> int:
         tensors[f"{PREFIX}{module}.lora_A.weight"] = torch.randn(4, inner)
         tensors[f"{PREFIX}{module}.lora_B.weight"] = torch.randn(out, 4)
 
-    def write(folder: Path) -> None:
-        (folder / "adapter_config.json").write_text(
-            json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 4})
-        )
-        save_file(tensors, folder / "adapter_model.safetensors")
-
-    live = store.registry.live(name)
-    made = HomeOutlet(store).publish(
-        name,
-        write,
-        parent=live.version if live else 0,
-        base_hash=bank.base_hash,
-        acceptance=None,
-        extra={"rank": 4},
-    )
+    live, config = store.registry.live(name), {"peft_type": "LORA", "r": 4, "lora_alpha": 4}
+    facts = {"parent": live.version if live else 0, "base_hash": bank.base_hash, "rank": 4}
+    made = HomeOutlet(store).publish(candidate(name, config=config, tensors=tensors, **facts))
     return made.version
 
 
@@ -107,7 +96,7 @@ def logits(bank: ExpertBank, expert: str) -> torch.Tensor:
 def test_who_knows_of_something_new_is_not_told_to_wait(
     loader: AdapterLoader, store: Store, bank: ExpertBank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moedraft.engine.loader.POLL_SECONDS", 1000.0)
+    monkeypatch.setattr("moedraft.system.loader.POLL_SECONDS", 1000.0)
     loader.refresh([])
     made = publish(store, bank, "code")
     for _ in range(50):
@@ -239,7 +228,7 @@ BAD = {
 def test_a_version_that_does_not_fit_is_refused_and_the_older_one_serves(
     store: Store, bank: ExpertBank, weights: bytes, beside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moedraft.engine.loader.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("moedraft.system.loader.POLL_SECONDS", 0.0)
     older, newer = publish(store, bank, "code"), publish(store, bank, "code")
     only, other = publish(store, bank, SHARED), publish(store, bank, "prose")
     spoil(store, bank, "code", newer, weights)
@@ -254,6 +243,22 @@ def test_a_version_that_does_not_fit_is_refused_and_the_older_one_serves(
     assert live is not None
     assert (live.version, store.registry.live(SHARED)) == (older, None)
     loader.close()
+
+
+@pytest.mark.parametrize("tend_memory", [True, False])
+def test_memory_of_replaced_weights_is_given_back_only_where_that_is_wanted(
+    store: Store, bank: ExpertBank, tend_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_back: list[int] = []
+    number = publish(store, bank, "code")
+    monkeypatch.setattr(
+        "moedraft.system.loader.return_free_memory", lambda: given_back.append(bank.version("code"))
+    )
+    loader = AdapterLoader(store, bank, tend_memory=tend_memory)
+    loader.refresh([], now=True)
+    loader.refresh([], now=True)  # nothing is new
+    assert bank.version("code") == number
+    assert given_back == [number] * tend_memory
 
 
 def no_memory(*_: object) -> None:
@@ -271,7 +276,7 @@ def test_without_memory_the_old_ones_serve_until_there_is_some(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A fault of ours is no other: it ends no step either."""
-    monkeypatch.setattr("moedraft.engine.loader.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("moedraft.system.loader.POLL_SECONDS", 0.0)
     tries: list[object] = []
 
     def fails(*_: object) -> None:
@@ -309,7 +314,7 @@ def test_a_version_that_cannot_be_read_now_is_tried_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Too many open files, say. Meanwhile its ancestor serves, and nobody else waits."""
-    monkeypatch.setattr("moedraft.engine.loader.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("moedraft.system.loader.POLL_SECONDS", 0.0)
     older, newer = publish(store, bank, "code"), publish(store, bank, "code")
     other = publish(store, bank, "prose")
     load, loader = store.adapters.load, AdapterLoader(store, bank)
@@ -363,7 +368,7 @@ def test_what_fails_again_and_again_is_tried_ever_less_often(
         tries.append(clock.now)
         raise MemoryError
 
-    monkeypatch.setattr("moedraft.engine.loader.time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr("moedraft.system.loader.time", SimpleNamespace(monotonic=lambda: clock.now))
     loader = AdapterLoader(store, bank)
     loader.refresh([])
     made = publish(store, bank, "code")

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from moedraft.core import SamplingParams
-from moedraft.drafting.drafter import Drafter, NoExperts
-from moedraft.engine.decoder import DraftSource
+from moedraft.drafting.chooser import DraftSource
+from moedraft.drafting.drafter import NoExperts
+from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine
 
 from tiny import FixedSelector, NumberTokenizer, TinyLM, random_table
@@ -23,15 +24,18 @@ def looping() -> TinyLM:
     return TinyLM(table + 0.01 * random_table(VOCAB, 3))
 
 
-def engine(source: DraftSource = "auto", *, target: TinyLM | None = None, longest: int = 8) -> Engine:
+def engine(
+    source: DraftSource = "auto", *, target: TinyLM | None = None, longest: int = 8, **options: int
+) -> Engine:
     return Engine(
         target or looping(),
         NumberTokenizer(),
-        Drafter(TinyLM(random_table(VOCAB, 9)), NoExperts(), 4, VOCAB),
+        ModelDrafter(TinyLM(random_table(VOCAB, 9)), NoExperts(), 4, VOCAB),
         FixedSelector(),
         max_batch_size=4,
         max_speculative_tokens=longest,
         draft_source=source,
+        **options,
     )
 
 
@@ -47,10 +51,10 @@ def test_same_answers_from_wherever_drafts_come(source: DraftSource) -> None:
 
 def test_a_text_that_repeats_itself_takes_few_steps() -> None:
     [output] = engine("lookup").generate([[1, 2]], SamplingParams(max_tokens=60))
-    assert output.num_accepted_lookup_tokens > 20
-    assert output.num_steps < 40
-    assert output.num_draft_tokens == output.num_drafts == 0
-    assert output.draft_acceptance_rate is None
+    assert output.speculation.num_accepted_lookup_tokens > 20
+    assert output.speculation.num_steps < 40
+    assert output.speculation.num_draft_tokens == output.speculation.num_drafts == 0
+    assert output.speculation.draft_acceptance_rate is None
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -58,38 +62,45 @@ def test_every_token_is_accounted_for(source: DraftSource) -> None:
     """Each step gives one token and what it accepted of the draft; the last one may be cut short."""
     one = engine(source)
     for output in one.generate([[1, 2], [3, 4, 3, 4], [8]], SamplingParams(max_tokens=40)):
-        guessed = output.num_accepted_tokens + output.num_accepted_lookup_tokens
-        assert output.num_steps + guessed in (40, 41)
-        assert output.num_accepted_tokens <= output.num_draft_tokens
-        assert output.num_accepted_lookup_tokens <= output.num_lookup_tokens
-        assert source != "model" or output.num_lookup_tokens == 0
-        assert source != "lookup" or output.num_draft_tokens == 0
-    assert not one.decoder.lookup._indices  # nothing is kept of what has ended
+        guessed = output.speculation.num_accepted_tokens + output.speculation.num_accepted_lookup_tokens
+        assert output.speculation.num_steps + guessed in (40, 41)
+        assert output.speculation.num_accepted_tokens <= output.speculation.num_draft_tokens
+        assert output.speculation.num_accepted_lookup_tokens <= output.speculation.num_lookup_tokens
+        assert source != "model" or output.speculation.num_lookup_tokens == 0
+        assert source != "lookup" or output.speculation.num_draft_tokens == 0
+    assert not one.chooser.lookup._indices  # nothing is kept of what has ended
 
 
 def test_plain_decoding_looks_nothing_up() -> None:
     [output] = engine(longest=0).generate([[1, 2]], SamplingParams(max_tokens=30))
-    assert (output.num_steps, output.num_lookup_tokens, output.num_draft_tokens) == (30, 0, 0)
+    assert (
+        output.speculation.num_steps,
+        output.speculation.num_lookup_tokens,
+        output.speculation.num_draft_tokens,
+    ) == (30, 0, 0)
     [output] = engine().generate([[1, 2]], SamplingParams(max_tokens=30), draft=False)
-    assert (output.num_steps, output.num_lookup_tokens, output.num_draft_tokens) == (30, 0, 0)
+    assert (
+        output.speculation.num_steps,
+        output.speculation.num_lookup_tokens,
+        output.speculation.num_draft_tokens,
+    ) == (30, 0, 0)
 
 
 def test_a_seeded_answer_comes_from_the_model_alone() -> None:
     """What a lookup is worth depends on what was served before, and a seed must fix the answer."""
     params = SamplingParams(temperature=1.0, seed=5, max_tokens=40)
     alone = engine().generate([[1, 2, 1, 2]], params)[0]
-    assert alone.num_lookup_tokens == 0 < alone.num_draft_tokens
+    assert alone.speculation.num_lookup_tokens == 0 < alone.speculation.num_draft_tokens
     busy = engine()
     busy.generate([[1, 2]] * 6, SamplingParams(max_tokens=60))
     beside = busy.generate([[1, 2, 1, 2], [1, 2], [3]], [params, *[SamplingParams(max_tokens=60)] * 2])
     assert beside[0].token_ids == alone.token_ids
-    assert beside[0].num_lookup_tokens == 0
-    assert engine("lookup").generate([[1, 2, 1, 2]], params)[0].num_draft_tokens == 0
+    assert beside[0].speculation.num_lookup_tokens == 0
+    assert engine("lookup").generate([[1, 2, 1, 2]], params)[0].speculation.num_draft_tokens == 0
 
 
 def test_an_answer_never_grows_beyond_its_length() -> None:
-    one = engine("lookup")
-    one.max_model_len = one.decoder.max_model_len = 32
+    one = engine("lookup", max_model_len=32)
     [output] = one.generate([[1, 2, 1, 2, 1, 2]], SamplingParams(max_tokens=100))
     assert (output.finish_reason, len(output.token_ids)) == ("length", 26)
     [output] = one.generate([[1, 2, 1, 2, 1, 2]], SamplingParams(max_tokens=3))
@@ -97,11 +108,9 @@ def test_an_answer_never_grows_beyond_its_length() -> None:
 
 
 def test_seeded_rows_may_draft_further_than_the_budget_lets_others() -> None:
-    one = engine(longest=4)
-    one.decoder.num_speculative_tokens = 9
+    one = engine(longest=4, num_speculative_tokens=9)
     seeded = SamplingParams(temperature=1.0, seed=1, max_tokens=30)
     outputs = one.generate([[1, 2, 1, 2], [3, 4, 3, 4], [5]], [seeded, *[SamplingParams(max_tokens=40)] * 2])
     assert [len(output.token_ids) for output in outputs] == [30, 40, 40]
-    alone = engine(longest=4)
-    alone.decoder.num_speculative_tokens = 9
+    alone = engine(longest=4, num_speculative_tokens=9)
     assert alone.generate([[1, 2, 1, 2]], seeded)[0].token_ids == outputs[0].token_ids

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from moedraft.core import SHARED, RequestOutput, SamplingParams
-from moedraft.drafting.drafter import Drafter, NoExperts
-from moedraft.drafting.lora import Adapter, ExpertBank
+from moedraft.drafting.adapter import Adapter
+from moedraft.drafting.drafter import NoExperts
+from moedraft.drafting.lora import ExpertBank
+from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine
 from moedraft.models import LanguageModel
 
@@ -37,7 +39,7 @@ def engine_of(
     target: LanguageModel, draft: LanguageModel, *, scope: str = "tail", slots: int = 8, **kw
 ) -> Engine:
     bank = ExpertBank(draft, scope)
-    drafter = Drafter(draft, bank, slots, target.vocab_size)
+    drafter = ModelDrafter(draft, bank, slots, target.vocab_size)
     return Engine(target, NumberTokenizer(), drafter, FixedSelector(), max_batch_size=slots, **kw)
 
 
@@ -57,23 +59,31 @@ def test_greedy_equals_transformers(kind: str, batch: int, adaptive: bool) -> No
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt_neox", "gpt2"])
-def test_good_draft_is_accepted(kind: str) -> None:
+@pytest.mark.parametrize("fast", [True, False])
+def test_good_draft_is_accepted(kind: str, fast: bool) -> None:
     """The target as its own draft: everything is accepted, and the answer is still the target's."""
-    target, draft = random_model(kind, 0), random_model(kind, 0)
+    target, draft = (random_model(kind, 0, cpu_fast_paths=fast) for _ in range(2))
     engine = engine_of(target, draft, adaptive_budget=False)
     prompts = prompts_of(8, seed=3)
     outputs = engine.generate(prompts, SamplingParams(max_tokens=40))
     assert [o.token_ids for o in outputs] == [expected(target, p, 40) for p in prompts]
-    assert sum(o.num_accepted_tokens for o in outputs) == sum(o.num_draft_tokens for o in outputs) > 0
+    assert (
+        sum(o.speculation.num_accepted_tokens for o in outputs)
+        == sum(o.speculation.num_draft_tokens for o in outputs)
+        > 0
+    )
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt_neox"])
+@pytest.mark.parametrize(
+    ("kind", "fast"), [("llama", True), ("llama", False), ("qwen2", True), ("gpt_neox", True)]
+)
 @pytest.mark.parametrize("scope", ["tail", "full"])
-def test_adapter_swaps_in_mid_answer(kind: str, scope: str) -> None:
+def test_adapter_swaps_in_mid_answer(kind: str, fast: bool, scope: str) -> None:
     """Experts good, random and adversarial, swapped every few steps; more than 2 000 tokens in all."""
-    target, draft = random_model(kind, 0), random_model(kind, 0)
+    target, draft = (random_model(kind, 0, cpu_fast_paths=fast) for _ in range(2))
     engine = engine_of(target, draft, scope=scope)
-    bank = engine.drafter.bank
+    bank = engine.chooser.model.bank
+    assert bank.grouped == fast
     prompts = prompts_of(24, seed=5)
     names = ["a", "b", SHARED]
     ids = [
@@ -88,7 +98,7 @@ def test_adapter_swaps_in_mid_answer(kind: str, scope: str) -> None:
             who = ["a", "b", SHARED][(step // 7) % 3]
             adapter = random_adapter(bank, step, scale, list(bank.layers) if who == SHARED else modules)
             stale = bank.publish(who, adapter)
-            for sequence in engine.sequences.values():
+            for sequence in engine.sequences:
                 if stale and (who == SHARED or sequence.expert == who):
                     sequence.draft_cached = 0
         done |= {o.request_id: o for o in engine.step() if o.finish_reason}
@@ -106,7 +116,7 @@ def test_no_draft_is_plain_decoding() -> None:
     prompts = prompts_of(5, seed=1)
     outputs = engine.generate(prompts, SamplingParams(max_tokens=30))
     assert [o.token_ids for o in outputs] == [expected(target, p, 30) for p in prompts]
-    assert all(o.num_drafts == 0 and o.draft_acceptance_rate is None for o in outputs)
+    assert all(o.speculation.num_drafts == 0 and o.speculation.draft_acceptance_rate is None for o in outputs)
 
 
 def test_draft_off_for_one_request() -> None:
@@ -118,13 +128,15 @@ def test_draft_off_for_one_request() -> None:
     while engine.has_work:
         done |= {o.request_id: o for o in engine.step() if o.finish_reason}
     assert done[plain].token_ids == done[fast].token_ids == expected(target, [1, 2, 3], 20)
-    guessed = {name: done[name].num_draft_tokens + done[name].num_lookup_tokens for name in done}
+    stats = {name: done[name].speculation for name in done}
+    guessed = {name: one.num_draft_tokens + one.num_lookup_tokens for name, one in stats.items()}
     assert guessed[plain] == 0 < guessed[fast]
 
 
-def test_chunked_prefill_and_growth() -> None:
+@pytest.mark.parametrize("fast", [True, False])
+def test_chunked_prefill_and_growth(fast: bool) -> None:
     """Prompts longer than a chunk and than the cache's first capacity, beside short ones."""
-    target, draft = random_model("llama", 0), random_model("llama", 0)
+    target, draft = (random_model("llama", 0, cpu_fast_paths=fast) for _ in range(2))
     engine = engine_of(target, draft, prefill_chunk=16)
     rng = random.Random(9)
     prompts = [[rng.randrange(VOCAB) for _ in range(n)] for n in (300, 3, 17, 200, 1, 2, 64, 33, 5)]
@@ -162,7 +174,7 @@ def test_negative_control_stale_cache_is_noticed() -> None:
     engine.add([5, 6, 7, 8], SamplingParams(max_tokens=40), request_id="x")
     for _ in range(3):
         engine.step()
-    layer = engine.decoder.cache.layers[0]
+    layer = engine.runner.cache.layers[0]
     with torch.inference_mode():
         layer.keys[0] = layer.keys[0].roll(1, dims=0)
     last = None
@@ -174,7 +186,7 @@ def test_negative_control_stale_cache_is_noticed() -> None:
 
 def test_no_experts_bank() -> None:
     target, draft = random_model("llama", 0), random_model("llama", 0)
-    engine = Engine(target, NumberTokenizer(), Drafter(draft, NoExperts(), 8, VOCAB), FixedSelector())
+    engine = Engine(target, NumberTokenizer(), ModelDrafter(draft, NoExperts(), 8, VOCAB), FixedSelector())
     [output] = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=9))
     assert output.token_ids == expected(target, [1, 2, 3], 9)
     assert output.adapter_version == 0
@@ -233,8 +245,12 @@ def test_what_a_broken_draft_leaves_in_its_slot_spoils_no_other_draft(adaptive: 
     bad = [[NOT_A_NUMBER] * 40] * 4
     for output in engine.generate(bad, SamplingParams(max_tokens=12)):
         assert output.token_ids == expected(target, bad[0], 12)
-        assert output.num_accepted_tokens == 0
-    engine.decoder.budget.acceptance.clear()  # it has learned that this draft is worth nothing
+        assert output.speculation.num_accepted_tokens == 0
+    engine.budget.acceptance.clear()  # it has learned that this draft is worth nothing
     outputs = [output for _, output in short_beside_long(engine)]
     assert len(outputs) == 4
-    assert sum(o.num_accepted_tokens for o in outputs) == sum(o.num_draft_tokens for o in outputs) > 0
+    assert (
+        sum(o.speculation.num_accepted_tokens for o in outputs)
+        == sum(o.speculation.num_draft_tokens for o in outputs)
+        > 0
+    )

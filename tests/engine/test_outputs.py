@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from moedraft.core import InvalidRequest, SamplingParams
-from moedraft.drafting.drafter import Drafter, NoExperts
+from moedraft.drafting.drafter import NoExperts
+from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine
 
 from tiny import FixedSelector, NumberTokenizer, TinyLM, random_table
@@ -16,7 +17,7 @@ VOCAB = 12
 
 def engine(draft_seed: int = 1) -> tuple[Engine, TinyLM]:
     target = TinyLM(random_table(VOCAB, 1), 128)
-    drafter = Drafter(TinyLM(random_table(VOCAB, draft_seed), 128), NoExperts(), 4, VOCAB)
+    drafter = ModelDrafter(TinyLM(random_table(VOCAB, draft_seed), 128), NoExperts(), 4, VOCAB)
     made = Engine(
         target, NumberTokenizer(), drafter, FixedSelector(), max_batch_size=4, adaptive_budget=False
     )
@@ -68,13 +69,17 @@ def test_a_wrong_number_of_logprobs_is_named(wrong: object) -> None:
 def test_acceptance_by_position_adds_up() -> None:
     one, _ = engine(draft_seed=2)
     [output] = one.generate([[3, 4]], SamplingParams(max_tokens=40))
-    assert sum(output.drafted_at) == output.num_draft_tokens > sum(output.accepted_at)
-    assert sum(output.accepted_at) == output.num_accepted_tokens
-    assert output.drafted_at[0] == output.num_drafts
-    assert output.accepted_at == sorted(output.accepted_at, reverse=True)
+    assert (
+        sum(output.speculation.drafted_at)
+        == output.speculation.num_draft_tokens
+        > sum(output.speculation.accepted_at)
+    )
+    assert sum(output.speculation.accepted_at) == output.speculation.num_accepted_tokens
+    assert output.speculation.drafted_at[0] == output.speculation.num_drafts
+    assert output.speculation.accepted_at == sorted(output.speculation.accepted_at, reverse=True)
     good, _ = engine(draft_seed=1)
     [output] = good.generate([[3, 4]], SamplingParams(max_tokens=40))
-    assert output.drafted_at == output.accepted_at
+    assert output.speculation.drafted_at == output.speculation.accepted_at
 
 
 def test_times_and_lengths() -> None:

@@ -7,15 +7,17 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from moedraft.core import SHARED, Domain, SamplingParams, Sequence, StorageError, TokenLogprobs
 from moedraft.drafting.lora import ExpertBank
-from moedraft.engine.loader import AdapterLoader
-from moedraft.engine.recorder import Recorder, script_of
+from moedraft.learning_state import paused
 from moedraft.storage.store import Store
+from moedraft.system.loader import AdapterLoader
+from moedraft.system.recorder import LEARNING, Recorder, script_of
 
 from random_models import random_model
 
@@ -69,7 +71,7 @@ def recorded(store: Store) -> int:
 def test_the_engine_waits_for_no_disk(
     store: Store, beside: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moedraft.engine.recorder.FLUSH_SECONDS", 0.1)
+    monkeypatch.setattr("moedraft.system.recorder.FLUSH_SECONDS", 0.1)
     began = time.monotonic()
     with store.home.write():  # as long as another thread writes
         for _ in range(3):
@@ -77,7 +79,7 @@ def test_the_engine_waits_for_no_disk(
         assert time.monotonic() - began < 8  # a disk is waited for longer
         with pytest.raises(StorageError, match="takes no records"):
             beside.flush()
-    monkeypatch.setattr("moedraft.engine.recorder.FLUSH_SECONDS", 10)
+    monkeypatch.setattr("moedraft.system.recorder.FLUSH_SECONDS", 10)
     beside.flush()
     assert recorded(store) == 3
 
@@ -85,7 +87,7 @@ def test_the_engine_waits_for_no_disk(
 def test_those_that_end_together_are_written_together(
     store: Store, beside: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moedraft.engine.recorder.GATHER_SECONDS", 60)  # `flush` waits for nothing
+    monkeypatch.setattr("moedraft.system.recorder.GATHER_SECONDS", 60)  # `flush` waits for nothing
     sizes: list[int] = []
     add = store.requests.add
     monkeypatch.setattr(store.requests, "add", lambda stats: (sizes.append(len(stats)), add(stats)))
@@ -101,13 +103,13 @@ def test_those_that_end_together_are_written_together(
 def test_what_waits_is_bounded_and_learning_goes_on_by_itself(
     store: Store, beside: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moedraft.engine.recorder.MOST", 4)
+    monkeypatch.setattr("moedraft.system.recorder.MOST", 4)
     with store.home.write():
         for _ in range(50):
             beside(sequence("length", 3))
-        assert beside.status == "paused: the disk is slower than the requests"
+        assert beside.state == paused("the disk is slower than the requests")
     beside.flush()
-    assert beside.status == "learning"
+    assert beside.state == LEARNING
     assert recorded(store) <= 8
 
 
@@ -124,13 +126,14 @@ def test_at_the_end_everything_is_written(store: Store) -> None:
 
 def captured(tokens: int, k: int = 4) -> Sequence:
     made = sequence("length", tokens)
-    made.captured = [lambda: (torch.ones(tokens, k, dtype=torch.int64), torch.zeros(tokens, k))]
+    top = torch.ones(tokens, k, dtype=torch.int64), torch.zeros(tokens, k)
+    made.captured = [SimpleNamespace(top=lambda: top)]
     return made
 
 
 def broken() -> Sequence:
     made = sequence("length", 3)
-    made.captured = [None]  # type: ignore[list-item]
+    made.captured = [SimpleNamespace(top=None)]  # type: ignore[list-item]
     return made
 
 
@@ -139,13 +142,13 @@ def test_what_waits_is_bounded_by_its_size_too(
 ) -> None:
     beside(captured(3))
     beside.flush()  # how many alternatives there are is known now
-    monkeypatch.setattr("moedraft.engine.recorder.MOST_BYTES", 100_000)
+    monkeypatch.setattr("moedraft.system.recorder.MOST_BYTES", 100_000)
     with store.home.write():
         for _ in range(50):
             beside(captured(300))  # 25 kB
-        assert beside.status == "paused: the disk is slower than the requests"
+        assert beside.state == paused("the disk is slower than the requests")
     beside.flush()
-    assert beside.status == "learning"
+    assert beside.state == LEARNING
     assert 1 + 3 <= store.replay.count() <= 1 + 6, "three are being written, three wait"
     beside(captured(50_000))  # alone it may be larger
     beside.flush()
@@ -172,7 +175,7 @@ def test_a_record_that_cannot_be_made_costs_no_other(
     beside.flush()
     assert (store.replay.count(), recorded(store)) == (2, 3)
     assert "1 records could not be made" in caplog.text
-    assert beside.status == "learning"
+    assert beside.state == LEARNING
 
 
 @pytest.mark.parametrize("threaded", [False, True])
@@ -184,11 +187,11 @@ def test_where_nothing_can_be_recorded_the_status_says_so(
         recorder.record_beside()
     recorder(broken())
     recorder.flush()
-    assert recorder.status == "paused: records cannot be made (TypeError)"
+    assert recorder.state == paused("records cannot be made (TypeError)")
     assert "1 records could not be made" in caplog.text
     recorder(captured(3))
     recorder.flush()
-    assert recorder.status == "learning"
+    assert recorder.state == LEARNING
     assert store.replay.count() == 1
     recorder.close()
 
@@ -203,10 +206,10 @@ def test_a_fault_of_storage_is_no_end_either(
         patch.setattr(store.requests, "add", fails)
         beside(captured(3))
         beside.flush()
-        assert beside.status == "paused: records cannot be made (RuntimeError)"
+        assert beside.state == paused("records cannot be made (RuntimeError)")
     beside(captured(3))
     beside.flush()
-    assert (beside.status, recorded(store), store.replay.count()) == ("learning", 1, 2)
+    assert (beside.state, recorded(store), store.replay.count()) == (LEARNING, 1, 2)
 
 
 def test_a_failing_home_never_raises_into_the_engine(
@@ -221,7 +224,8 @@ def test_a_failing_home_never_raises_into_the_engine(
         recorder(sequence("length", 3))
         recorder(sequence("length", 3))
         loader.refresh([], now=True)
-    assert recorder.status.startswith("paused: ")
+    assert recorder.state.is_paused
+    assert recorder.state.reason
     assert sum("Learning is paused" in message for message in caplog.messages) == 1
     assert any("not refreshed" in message for message in caplog.messages)
     with pytest.raises(StorageError):

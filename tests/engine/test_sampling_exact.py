@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-import moedraft.drafting.drafter as drafter_module
-import moedraft.engine.decoder as decoder_module
+import moedraft.drafting.drawing as drawing_module
+import moedraft.engine.round as round_module
 from moedraft.core import SamplingParams
-from moedraft.drafting.drafter import Drafter, NoExperts
+from moedraft.drafting.drafter import NoExperts
+from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine
 from moedraft.kernels.philox import ACCEPT, uniform
 from moedraft.sampling import SamplingBatch, filter_logits
@@ -55,7 +56,7 @@ def sample(
     engine = Engine(
         target,
         NumberTokenizer(),
-        Drafter(draft, NoExperts(), 64, VOCAB),
+        ModelDrafter(draft, NoExperts(), 64, VOCAB),
         FixedSelector(),
         max_batch_size=64,
         num_speculative_tokens=3,
@@ -64,7 +65,7 @@ def sample(
     )
     # Fixed costs, as of a target ten times the draft: the budget's choices then depend on confidence alone.
     slopes = np.array([0.0, 0.1, 0.01])
-    engine.decoder.budget.costs.slopes = lambda rows: slopes  # type: ignore[method-assign]
+    engine.budget.costs.slopes = lambda rows: slopes  # type: ignore[method-assign]
     each = [
         SamplingParams(
             params.temperature, params.top_k, params.top_p, LENGTH, seed=None if adaptive else 1000 + i
@@ -73,8 +74,8 @@ def sample(
     ]
     outputs = engine.generate([prompt] * RUNS, each)
     least = RUNS if source == "model" else RUNS / 10  # speculation of each kind took place
-    assert source == "lookup" or sum(o.num_draft_tokens for o in outputs) > least
-    assert source == "model" or sum(o.num_lookup_tokens for o in outputs) > least
+    assert source == "lookup" or sum(o.speculation.num_draft_tokens for o in outputs) > least
+    assert source == "model" or sum(o.speculation.num_lookup_tokens for o in outputs) > least
     return [tuple(o.token_ids) for o in outputs]
 
 
@@ -161,12 +162,12 @@ def test_negative_control_certain_guesses(
     models: tuple[TinyLM, TinyLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A guess that was certain, verified as if it had been drawn evenly, is caught."""
-    real = decoder_module.verify_chain
+    real = round_module.verify_chain
 
     def verify(target, draft, logits, **kw):  # type: ignore[no-untyped-def]
         return real(target, draft, None if logits is None else logits.nan_to_num(neginf=0.0), **kw)
 
-    monkeypatch.setattr(decoder_module, "verify_chain", verify)
+    monkeypatch.setattr(round_module, "verify_chain", verify)
     params = SamplingParams(1.0)
     answers = sample(models[0], STRANGER, params, adaptive=True, source="auto", prompt=REPEATING)
     assert min(p_values(answers, exact(models[0], params, REPEATING))) < 1e-6
@@ -192,7 +193,7 @@ def _wrong_target_distribution(real: Callable) -> Callable:
 def test_negative_controls(
     models: tuple[TinyLM, TinyLM], monkeypatch: pytest.MonkeyPatch, fault: Callable
 ) -> None:
-    monkeypatch.setattr(decoder_module, "verify_chain", fault(decoder_module.verify_chain))
+    monkeypatch.setattr(round_module, "verify_chain", fault(round_module.verify_chain))
     params = SamplingParams(1.0)
     assert min(p_values(sample(*models, params), exact(models[0], params))) < 1e-6
 
@@ -208,7 +209,7 @@ def test_negative_control_shared_noise(
         tokens = (scaled.softmax(-1).cumsum(-1) < u[:, None]).sum(-1).clamp_max(VOCAB - 1)
         return tokens, scaled.logsumexp(-1)
 
-    monkeypatch.setattr(drafter_module, "sample_draft", draw)
+    monkeypatch.setattr(drawing_module, "sample_draft", draw)
     params = SamplingParams(1.0)
     assert min(p_values(sample(*models, params), exact(models[0], params))) < 1e-6
 
@@ -217,7 +218,7 @@ def test_same_seed_same_answer_alone_or_in_a_batch(models: tuple[TinyLM, TinyLM]
     target, draft = models
 
     def run(prompts: list[list[int]], slots: int) -> list[list[int]]:
-        drafter = Drafter(draft, NoExperts(), slots, VOCAB)
+        drafter = ModelDrafter(draft, NoExperts(), slots, VOCAB)
         engine = Engine(target, NumberTokenizer(), drafter, FixedSelector(), max_batch_size=slots)
         each = [SamplingParams(1.0, max_tokens=10 + i, seed=i) for i in range(len(prompts))]
         return [o.token_ids for o in engine.generate(prompts, each)]

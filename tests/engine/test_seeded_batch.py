@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from moedraft.core import SHARED, SamplingParams
-from moedraft.drafting.drafter import Drafter
-from moedraft.drafting.lora import PREFIX, ExpertBank
+from moedraft.drafting.adapter import PREFIX
+from moedraft.drafting.lora import ExpertBank
+from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine
 
 from random_models import VOCAB, prompts_of, random_model
@@ -15,8 +17,8 @@ from tiny import FixedSelector, NumberTokenizer
 EXPERTS = ("a", "b", "c", "d")
 
 
-def engine() -> Engine:
-    draft = random_model("llama", 1)
+def engine(fast: bool = True) -> Engine:
+    draft = random_model("llama", 1, cpu_fast_paths=fast)
     bank = ExpertBank(draft, "tail")
     torch.manual_seed(7)
     for name in EXPERTS:
@@ -26,8 +28,9 @@ def engine() -> Engine:
             tensors[f"{PREFIX}{module}.lora_A.weight"] = torch.randn(4, inner)
             tensors[f"{PREFIX}{module}.lora_B.weight"] = torch.randn(out, 4)
         bank.publish(name, bank.read(1, {}, tensors))
-    drafter = Drafter(draft, bank, 4, VOCAB)
-    return Engine(random_model("llama", 0), NumberTokenizer(), drafter, FixedSelector(), max_batch_size=4)
+    drafter = ModelDrafter(draft, bank, 4, VOCAB)
+    target = random_model("llama", 0, cpu_fast_paths=fast)
+    return Engine(target, NumberTokenizer(), drafter, FixedSelector(), max_batch_size=4)
 
 
 def answers(made: Engine, together: bool, seeded: bool = True) -> list[list[int]]:
@@ -42,15 +45,18 @@ def answers(made: Engine, together: bool, seeded: bool = True) -> list[list[int]
     return [found[expert] for expert in EXPERTS]
 
 
-def test_one_seed_one_answer_whatever_the_batch() -> None:
-    assert answers(engine(), together=True) == answers(engine(), together=False)
+@pytest.mark.parametrize("fast", [True, False])
+def test_one_seed_one_answer_whatever_the_batch(fast: bool) -> None:
+    assert answers(engine(fast), together=True) == answers(engine(fast), together=False)
 
 
-def test_without_seeds_many_experts_leave_it_to_the_shared_draft() -> None:
-    """The control: the same batch is one that the shortcut is made for."""
-    made = engine()
+@pytest.mark.parametrize("fast", [True, False])
+def test_without_seeds_many_experts_leave_it_to_the_shared_draft(fast: bool) -> None:
+    """The control: the same batch is one that the shortcut is made for, and only where it is switched on."""
+    made = engine(fast)
     seen: list[list[str]] = []
-    select = made.drafter.bank.select  # type: ignore[union-attr]
-    made.drafter.bank.select = lambda rows: (seen.append(rows), select(rows))[1]  # type: ignore[union-attr]
+    select = made.chooser.model.bank.select  # type: ignore[union-attr]
+    made.chooser.model.bank.select = lambda rows: (seen.append(rows), select(rows))[1]  # type: ignore[union-attr]
     answers(made, together=True, seeded=False)
-    assert [SHARED] * 4 in seen
+    assert ([SHARED] * 4 in seen) == fast
+    assert (list(EXPERTS) in seen) == (not fast)

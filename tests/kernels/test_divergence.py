@@ -94,7 +94,7 @@ def test_loss_and_gradient_match_the_formulas(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradcheck_of_the_reference(kind: str) -> None:
+def test_the_reference_passes_gradcheck(kind: str) -> None:
     student = torch.randn(3, 7, dtype=torch.float64, requires_grad=True)
     teacher = torch.randn(3, 7, dtype=torch.float64)
     mask = torch.tensor([1, 0, 1])
@@ -108,7 +108,7 @@ def test_gradcheck_of_the_reference(kind: str) -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_reductions_and_the_mask(reduction: str, backend: str, device: str) -> None:
+def test_reductions_respect_the_mask(reduction: str, backend: str, device: str) -> None:
     student, teacher = (
         logits((2, 3, 40), torch.float32, device, 1),
         logits((2, 3, 40), torch.float32, device, 2),
@@ -160,7 +160,7 @@ def test_what_both_exclude_costs_nothing(kind: str, backend: str, device: str) -
 
 @NUMPY
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_sided_exclusion(kind: str, backend: str, device: str) -> None:
+def test_one_sided_exclusion_costs_what_it_must(kind: str, backend: str, device: str) -> None:
     """The teacher's filter is fine for fkl, the student's for rkl; the other way round the loss is +inf."""
     student, teacher = logits((2, 300), torch.float32, device, 1), logits((2, 300), torch.float32, device, 2)
     student[0, 5], teacher[1, 270] = NEG, NEG
@@ -182,14 +182,14 @@ def test_one_sided_exclusion(kind: str, backend: str, device: str) -> None:
 
 @NUMPY
 @pytest.mark.parametrize("kind", KINDS)
-def test_nan_shows(kind: str, backend: str, device: str) -> None:
+def test_a_nan_shows_in_the_loss(kind: str, backend: str, device: str) -> None:
     student, teacher = logits((3, 300), torch.float32, device, 1), logits((3, 300), torch.float32, device, 2)
     student[0, 280], teacher[1, 3] = float("nan"), float("nan")
     loss = kernels.divergence(student, teacher, kind=kind, reduction="none", backend=backend)
     assert loss.isnan().tolist() == [True, True, False]
 
 
-def test_maxima_that_keep_moving(backend: str, device: str) -> None:
+def test_rising_maxima_lose_no_precision(backend: str, device: str) -> None:
     """A ramp shifts the running maximum with every block; without the correction the loss is far off."""
     ramp = torch.linspace(-60, 60, 9000, device=device)
     student = ramp + logits((2, 9000), torch.float32, device, 1)
@@ -207,7 +207,7 @@ def test_maxima_that_keep_moving(backend: str, device: str) -> None:
 
 @NUMPY
 @pytest.mark.parametrize("kind", KINDS)
-def test_topk_with_padding_and_with_everything(kind: str, backend: str, device: str) -> None:
+def test_topk_ignores_padding_and_may_be_all(kind: str, backend: str, device: str) -> None:
     student, teacher = logits((3, 300), torch.float32, device, 1), logits((3, 300), torch.float32, device, 2)
     ids, logprobs = topk(teacher, 6)
     padded_ids = torch.cat((ids, torch.full_like(ids, -1)), 1)[:, [0, 9, 1, 2, 8, 3, 4, 5, 11]]
@@ -231,7 +231,7 @@ def test_topk_with_padding_and_with_everything(kind: str, backend: str, device: 
     assert difference(results[3][1], full.grad) < 1e-4  # type: ignore[arg-type]
 
 
-def test_a_tail_that_is_nearly_nothing_is_not_lost_to_cancellation(backend: str, device: str) -> None:
+def test_a_tiny_tail_survives_cancellation(backend: str, device: str) -> None:
     student = logits((2, 1000), torch.float32, device, 1) * 0.1
     student[:, 0] = 25.0
     ids = torch.zeros(2, 1, dtype=torch.int64, device=device)
@@ -250,7 +250,7 @@ def test_a_tail_that_is_nearly_nothing_is_not_lost_to_cancellation(backend: str,
     assert difference((1 - probs[:, 0]).log(), tail) > 1e-4  # 1 − Σ in float32 would be this far off
 
 
-def test_strided_inputs(backend: str, device: str) -> None:
+def test_strided_inputs_give_the_same(backend: str, device: str) -> None:
     student, teacher = logits((3, 50), torch.float32, device, 1), logits((3, 50), torch.float32, device, 2)
     expected = kernels.divergence(student, teacher, kind="jsd", backend=backend)
     store = torch.zeros(3, 120, device=device)
@@ -264,7 +264,7 @@ def test_strided_inputs(backend: str, device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_gradient_in_place_is_the_gradient(
+def test_the_in_place_gradient_is_the_gradient(
     kind: str, dtype: torch.dtype, backend: str, device: str
 ) -> None:
     hidden = logits((3, 8), dtype, device, 1).requires_grad_()
@@ -281,7 +281,7 @@ def test_the_gradient_in_place_is_the_gradient(
     assert torch.equal(student.detach(), grads[1])  # where the logits were
 
 
-def test_in_place_is_noticed_by_what_kept_the_logits(backend: str, device: str) -> None:
+def test_autograd_notices_the_in_place_gradient(backend: str, device: str) -> None:
     base = logits((2, 40), torch.float32, device, 1).requires_grad_()
     student = torch.tanh(base)  # keeps its own output for the backward pass
     loss = kernels.divergence(student, base.detach(), inplace_grad=True, backend=backend)
@@ -289,7 +289,7 @@ def test_in_place_is_noticed_by_what_kept_the_logits(backend: str, device: str) 
         loss.backward()
 
 
-def test_only_one_backward_where_the_gradient_is_handed_over(backend: str, device: str) -> None:
+def test_an_in_place_gradient_allows_one_backward(backend: str, device: str) -> None:
     student, teacher = logits((2, 40), torch.float32, device, 1), logits((2, 40), torch.float32, device, 2)
     loss = kernels.divergence(student.requires_grad_(), teacher, inplace_grad=True, backend=backend)
     loss.backward(retain_graph=True)
@@ -305,7 +305,7 @@ def test_a_double_backward_raises(backend: str, device: str) -> None:
         (loss + grad.square().sum()).backward()
 
 
-def test_without_gradient_nothing_is_kept_or_overwritten(backend: str, device: str) -> None:
+def test_without_gradient_nothing_is_overwritten(backend: str, device: str) -> None:
     student, teacher = logits((2, 40), torch.float32, device, 1), logits((2, 40), torch.float32, device, 2)
     before = student.clone()
     loss = kernels.divergence(student, teacher, inplace_grad=True, backend=backend)
@@ -334,7 +334,7 @@ def test_compiles_as_one_graph(from_topk: bool, device: str) -> None:
     assert torch.allclose(results[0][1], results[1][1])  # type: ignore[arg-type]
 
 
-def test_the_custom_op_keeps_its_promises_and_cannot_be_differentiated_twice() -> None:
+def test_the_custom_op_passes_opcheck() -> None:
     student, teacher = torch.randn(3, 20, requires_grad=True), torch.randn(3, 20)
     arguments = (student, teacher, None, None, torch.ones(3), "fkl", 0.5, 1.0, True, "reference")
     torch.library.opcheck(torch.ops.moedraft.divergence.default, arguments)
@@ -344,7 +344,7 @@ def test_the_custom_op_keeps_its_promises_and_cannot_be_differentiated_twice() -
         grad.sum().backward()
 
 
-def test_the_fused_path_ran_and_the_reference_did_not(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_fused_path_ran(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("the reference ran")
 
@@ -370,7 +370,7 @@ def test_the_fused_path_ran_and_the_reference_did_not(device: str, monkeypatch: 
         ({"student_logits": torch.zeros(2, 8, dtype=torch.int64)}, "floating"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+def test_bad_arguments_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {"student_logits": torch.zeros(2, 8), "teacher_logits": torch.zeros(2, 8)}
     with pytest.raises(ValueError, match=message):
         kernels.divergence(**{**arguments, **changes})

@@ -27,7 +27,7 @@ def synchronisation(mode: str) -> Iterator[None]:
 
 @pytest.mark.parametrize("with_lse", [False, True])
 @pytest.mark.parametrize("vocab", [151_936, 262_144])
-def test_real_vocabularies(vocab: int, with_lse: bool) -> None:
+def test_real_vocabularies_equal_the_reference(vocab: int, with_lse: bool) -> None:
     chain = make_chain(16, 4, vocab, device="cuda", dtype=torch.bfloat16, temperature=[1.0, 0.0, 0.6])
     chain.lse = chain.extra["lse"] if with_lse else None
     fused, plain = chain.run("triton"), chain.run("reference")
@@ -38,7 +38,7 @@ def test_real_vocabularies(vocab: int, with_lse: bool) -> None:
     assert bool((fused[0] < vocab).all())
 
 
-def test_offsets_past_two_to_the_31() -> None:
+def test_verify_offsets_pass_two_to_the_31() -> None:
     batch, length, vocab = 2900, 4, 151_936
     target = torch.empty(batch, length + 1, vocab, dtype=torch.bfloat16, device="cuda")
     assert target.numel() > 2**31
@@ -66,7 +66,7 @@ def test_divergence_offsets_past_two_to_the_31() -> None:
     assert torch.equal(student.detach()[-4:], tail.grad)
 
 
-def test_capture_in_a_graph() -> None:
+def test_verification_runs_in_a_cuda_graph() -> None:
     chain = make_chain(4, 4, 32_000, device="cuda", temperature=[1.0, 0.0])
     chain.lse = chain.extra["lse"]
     chain.run("triton")  # compiles outside the capture
@@ -103,7 +103,7 @@ def test_verification_never_waits_for_the_device(backend: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_divergence_of_a_real_vocabulary(kind: str) -> None:
+def test_divergence_equals_the_reference(kind: str) -> None:
     gen = torch.Generator("cuda").manual_seed(0)
     student = (torch.randn(32, 151_936, device="cuda", generator=gen) * 2).bfloat16()
     teacher = (student + torch.randn(32, 151_936, device="cuda", generator=gen)).bfloat16()
@@ -120,7 +120,7 @@ def test_divergence_of_a_real_vocabulary(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_in_place_needs_no_memory_and_no_synchronisation(kind: str) -> None:
+def test_in_place_needs_no_memory_and_no_sync(kind: str) -> None:
     student = torch.randn(512, 151_936, device="cuda", dtype=torch.bfloat16)
     teacher = torch.randn_like(student)
     for mode in ("default", "error"):  # the first round compiles
@@ -134,7 +134,7 @@ def test_in_place_needs_no_memory_and_no_synchronisation(kind: str) -> None:
     assert torch.cuda.max_memory_allocated() - before < 2**20
 
 
-def test_compiled_by_inductor() -> None:
+def test_inductor_compiles_the_divergence() -> None:
     student = torch.randn(4, 1000, device="cuda", requires_grad=True)
     teacher = torch.randn(4, 1000, device="cuda")
 

@@ -34,7 +34,7 @@ def words(counter: tuple[int, ...], key: tuple[int, int]) -> list[int]:
         ),
     ],
 )
-def test_known_answers(counter: tuple[int, ...], key: tuple[int, int], expected: str) -> None:
+def test_published_answers_come_out(counter: tuple[int, ...], key: tuple[int, int], expected: str) -> None:
     """The vectors that come with Random123, which hold the implementation below to the standard."""
     assert " ".join(f"{word:08x}" for word in words(counter, key)) == expected
 
@@ -76,7 +76,7 @@ def test_triton_gives_the_same_uniforms(purpose: int, device: str) -> None:
     assert torch.equal(out.cpu(), expected)
 
 
-def test_uniform_of_torch_and_numpy_agree_and_chain_uniforms_are_those() -> None:
+def test_torch_and_numpy_uniforms_agree() -> None:
     seed, position, _ = inputs(50)
     accept, resample = philox.chain_uniforms(seed, position, 3)
     for j in range(4):

@@ -18,7 +18,7 @@ def same(left: tuple[torch.Tensor, ...], right: tuple[torch.Tensor, ...]) -> boo
 
 @pytest.mark.parametrize("vocab", [1, 2, 127, 1000, 4097])
 @pytest.mark.parametrize("temperature", [0.0, 0.7, [0.0, 1.0, 1.9]])
-def test_follows_the_definition(
+def test_tokens_follow_the_definition(
     vocab: int, temperature: float | list[float], backend: str, device: str
 ) -> None:
     chain = make_chain(4, 2, vocab, device=device, temperature=temperature)
@@ -32,7 +32,7 @@ def test_follows_the_definition(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_without_drafts_one_token_of_the_target(temperature: float, backend: str, device: str) -> None:
+def test_without_drafts_the_target_gives_one_token(temperature: float, backend: str, device: str) -> None:
     chain = make_chain(3, 0, 127, device=device, temperature=temperature)
     tokens, num_accepted, _ = chain.run(backend)
     assert tokens.shape == (3, 1)
@@ -49,7 +49,7 @@ def test_identical_distributions_accept_everything(temperature: float, backend: 
     assert bool((tokens[:, 3] >= 0).all())
 
 
-def test_disjoint_support_rejects_at_once_and_stays_in_the_target(backend: str, device: str) -> None:
+def test_disjoint_support_rejects_at_once(backend: str, device: str) -> None:
     chain = make_chain(6, 2, 1000, device=device)
     chain.target[..., 500:] = NEG
     chain.draft[..., :500] = NEG
@@ -61,7 +61,7 @@ def test_disjoint_support_rejects_at_once_and_stays_in_the_target(backend: str, 
     assert bool((tokens[:, 1:] == -1).all())
 
 
-def test_greedy_rejects_at_zero_and_breaks_ties_downwards(backend: str, device: str) -> None:
+def test_greedy_ties_go_to_the_lowest_index(backend: str, device: str) -> None:
     target = torch.zeros(1, 2, 600, device=device)
     target[0, 0, [300, 520]] = 5.0  # in different chunks of the fused kernel
     target[0, 1, [7, 8]] = 5.0
@@ -85,7 +85,7 @@ def test_one_hot_draft_never_repeats_the_rejected_token(backend: str, device: st
             assert tokens[row, num_accepted[row]] != chain.tokens[row, num_accepted[row]]
 
 
-def test_one_hot_draft_of_the_only_token_left(backend: str, device: str) -> None:
+def test_a_one_hot_draft_of_the_only_token_is_taken(backend: str, device: str) -> None:
     """The residual is empty then: the target's row as it is."""
     chain = make_chain(2, 1, 300, device=device)
     chain.draft = None
@@ -114,7 +114,7 @@ def test_zero_residual_falls_back_to_the_target(backend: str, device: str) -> No
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.filterwarnings("ignore:invalid value|All-NaN:RuntimeWarning")  # the interpreter is NumPy
 @pytest.mark.parametrize("poison", ["nan", "inf", "all -inf"])
-def test_invalid_target_rows(temperature: float, poison: str, backend: str, device: str) -> None:
+def test_invalid_target_rows_set_a_status(temperature: float, poison: str, backend: str, device: str) -> None:
     chain = make_chain(3, 2, 300, device=device, temperature=temperature, spread=0.0)
     row = chain.target[:, 1]
     if poison == "all -inf":
@@ -131,9 +131,7 @@ def test_invalid_target_rows(temperature: float, poison: str, backend: str, devi
 @pytest.mark.filterwarnings("ignore:invalid value|All-NaN:RuntimeWarning")
 @pytest.mark.parametrize("with_lse", [False, True])
 @pytest.mark.parametrize("poison", ["nan", "all -inf", "token"])
-def test_invalid_drafts_are_rejected_for_the_target(
-    poison: str, with_lse: bool, backend: str, device: str
-) -> None:
+def test_invalid_drafts_are_rejected(poison: str, with_lse: bool, backend: str, device: str) -> None:
     chain = make_chain(3, 2, 300, device=device, spread=0.0)
     chain.lse = chain.extra["lse"] if with_lse else None
     chain.target[:2, 1, 100:] = NEG
@@ -152,7 +150,7 @@ def test_invalid_drafts_are_rejected_for_the_target(
 
 
 @pytest.mark.filterwarnings("ignore:invalid value|All-NaN:RuntimeWarning")
-def test_a_nan_that_only_the_residual_meets(backend: str, device: str) -> None:
+def test_a_nan_in_the_residual_sets_a_status(backend: str, device: str) -> None:
     chain = make_chain(2, 1, 600, device=device)
     chain.lse = chain.extra["lse"]
     chain.target[0, 0, chain.tokens[0, 0]] = NEG  # row 0 is rejected, and its draft row read
@@ -186,7 +184,7 @@ def test_a_draw_never_leaves_the_filter(backend: str, device: str) -> None:
     assert not status.any()
 
 
-def test_ragged_rows_padded_packed_or_marked_are_one(backend: str, device: str) -> None:
+def test_ragged_rows_are_equal_however_given(backend: str, device: str) -> None:
     chain = make_chain(5, 3, 300, device=device, temperature=[1.0, 0.0, 0.8])
     counts = torch.tensor([3, 0, 2, 1, 3], device=device)
     expected = [oracle(Chain(**{**vars(chain), "num_draft": counts}), row) for row in range(5)]
@@ -220,7 +218,7 @@ def test_rows_behind_the_end_are_not_looked_at(backend: str, device: str) -> Non
     assert same(chain.run(backend, num_draft=counts), expected)
 
 
-def test_strided_and_sliced_inputs(backend: str, device: str) -> None:
+def test_strided_inputs_give_the_same(backend: str, device: str) -> None:
     chain = make_chain(4, 2, 127, device=device)
     expected = chain.run(backend)
     store = torch.full((2, 4, 3, 127 * 2 + 5), 99.0, device=device)
@@ -237,7 +235,7 @@ def test_strided_and_sliced_inputs(backend: str, device: str) -> None:
     assert same(chain.run(backend, target_logits=turned, **columns), expected)
 
 
-def test_a_rows_answer_does_not_depend_on_its_batch(backend: str, device: str) -> None:
+def test_a_row_does_not_depend_on_its_batch(backend: str, device: str) -> None:
     chain = make_chain(7, 2, 1000, device=device, temperature=[1.0, 0.0, 0.6])
     expected = chain.run(backend)
     order = torch.tensor([3, 6, 0, 5, 1, 4, 2], device=device)
@@ -257,13 +255,15 @@ def test_a_rows_answer_does_not_depend_on_its_batch(backend: str, device: str) -
     assert not torch.equal(other[0], expected[0])  # the seed does matter
 
 
-def test_a_float_temperature_is_a_row_of_equals(backend: str, device: str) -> None:
+def test_one_temperature_serves_all_rows(backend: str, device: str) -> None:
     chain = make_chain(3, 2, 127, device=device, temperature=0.8)
     assert same(chain.run(backend, temperature=0.8), chain.run(backend))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9, [0.0, 1.3]])
-def test_sample_draft(temperature: float | list[float], backend: str, device: str) -> None:
+def test_sample_draft_gives_token_and_lse(
+    temperature: float | list[float], backend: str, device: str
+) -> None:
     chain = make_chain(4, 1, 1000, device=device, temperature=temperature)
     logits = chain.draft[:, 0]
     logits[0, 10:] = NEG
@@ -279,7 +279,7 @@ def test_sample_draft(temperature: float | list[float], backend: str, device: st
 
 @pytest.mark.filterwarnings("ignore:invalid value|All-NaN:RuntimeWarning")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_sample_draft_of_rows_that_mean_nothing(temperature: float, backend: str, device: str) -> None:
+def test_sample_draft_marks_invalid_rows(temperature: float, backend: str, device: str) -> None:
     logits = torch.randn(3, 300, device=device)
     logits[0], logits[1, 280] = NEG, float("nan")
     seed = torch.arange(3, device=device)
@@ -288,14 +288,14 @@ def test_sample_draft_of_rows_that_mean_nothing(temperature: float, backend: str
     assert lse.isnan().tolist() == [True, True, False]
 
 
-def test_an_empty_batch(backend: str, device: str) -> None:
+def test_an_empty_batch_gives_empty_results(backend: str, device: str) -> None:
     chain = make_chain(2, 2, 8, device=device)
     fields = ("target", "tokens", "draft", "temperature", "seed", "position")
     empty = Chain(*(getattr(chain, name)[:0] for name in fields))
     assert [tuple(part.shape) for part in empty.run(backend)] == [(0, 3), (0,), (0,)]
 
 
-def test_what_does_not_fit_is_refused_by_name(backend: str, device: str) -> None:
+def test_bad_arguments_are_refused_by_name(backend: str, device: str) -> None:
     chain = make_chain(2, 2, 8, device=device)
     bad: list[tuple[dict[str, object], str]] = [
         ({"draft_tokens": chain.tokens.to(torch.int32)}, "int64"),

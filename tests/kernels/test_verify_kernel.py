@@ -32,7 +32,7 @@ def boundary_distance(chain: Chain, row: int, fused: Tensor, plain: Tensor) -> f
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_tokens_are_the_references(case: dict[str, object], device: str) -> None:
+def test_tokens_equal_the_references(case: dict[str, object], device: str) -> None:
     case = dict(case)
     with_lse, one_hot = case.pop("lse", False), case.pop("one_hot", False)
     batch = 4096 if device == "cuda" else 12
@@ -50,7 +50,7 @@ def test_tokens_are_the_references(case: dict[str, object], device: str) -> None
     assert int((fused[1] < case["length"]).sum()) > 0  # type: ignore[operator]
 
 
-def test_the_fused_path_ran_and_the_reference_did_not(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_fused_path_ran(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     chain = make_chain(2, 2, 40, device=device)
     chain.lse = chain.extra["lse"]
     launched: list[str] = []
@@ -81,7 +81,7 @@ def test_the_fused_path_ran_and_the_reference_did_not(device: str, monkeypatch: 
 
 
 @pytest.mark.filterwarnings("ignore:invalid value|All-NaN:RuntimeWarning")
-def test_with_draft_lse_only_the_rejected_draft_row_is_read(device: str) -> None:
+def test_draft_lse_leaves_one_draft_row_to_read(device: str) -> None:
     chain = make_chain(6, 3, 1000, device=device)
     chain.lse = chain.extra["lse"]
     expected = chain.run("triton")
@@ -96,9 +96,7 @@ def test_with_draft_lse_only_the_rejected_draft_row_is_read(device: str) -> None
 
 
 @pytest.mark.parametrize("per", [1, 2, 4])
-def test_numbers_do_not_depend_on_how_chunks_are_spread(
-    per: int, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_do_not_depend_on_the_grid(per: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     chain = make_chain(2, 2, 1000, device=device)
     expected = chain.run("triton")
     lse = kernels.sample_draft(chain.draft[:, 0], 1.0, chain.seed, chain.position, backend="triton")[1]
@@ -128,7 +126,7 @@ def _offsets(out, stride_b, stride_k, b, j, NARROW: tl.constexpr):  # noqa: N803
 
 
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
-def test_row_offsets_pass_two_to_the_31_and_32_bits_would_not(device: str) -> None:
+def test_row_offsets_are_64_bit(device: str) -> None:
     """The address of row (3, 2) in [4, 5, V] where V takes B·K·V past 2^31, from the kernels' own helper."""
     stride_b, stride_k = 5 * 151_936_000, 151_936_000
     expected = 3 * stride_b + 2 * stride_k
@@ -144,7 +142,7 @@ def test_row_offsets_pass_two_to_the_31_and_32_bits_would_not(device: str) -> No
     assert kernel.row_offset is primitives.row_offset
 
 
-def test_triton_without_cuda_or_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_without_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     chain = make_chain(1, 1, 8)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(ValueError, match="CUDA"):

@@ -90,7 +90,7 @@ def worst_excess(text: Tensor) -> float:
 BATCH = 30_000
 
 
-def test_reference_follows_the_target_at_every_position_and_in_pairs(device: str) -> None:
+def test_the_reference_follows_the_target(device: str) -> None:
     text, accepted, tried = decode(BATCH, "reference", device)
     assert worst_excess(text) < 1
     target, draft = (torch.softmax(table[0].double().cpu(), -1) for table in tables(device))
@@ -144,9 +144,7 @@ def test_control_a_wrong_draft_distribution_shows(device: str) -> None:
     assert worst_excess(text) > 3
 
 
-def test_control_noise_shared_by_draft_and_residual_shows(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_control_shared_noise_shows(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def shared(seed: Tensor, position: Tensor, length: int) -> tuple[Tensor, Tensor]:
         accept, _ = philox.chain_uniforms(seed, position, length)
         steps = torch.arange(length + 1, device=seed.device)

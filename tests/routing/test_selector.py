@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -11,8 +10,9 @@ import pytest
 import torch
 from routing_fakes import WordEmbedder, prompts
 
-from moedraft.core import SHARED, SamplingParams, Sequence, Verdict
-from moedraft.routing.classifier import Route, Router
+from moedraft.core import SHARED, SamplingParams, Sequence
+from moedraft.evidence import Evidence, Proposal
+from moedraft.routing.router import Route, Router
 from moedraft.routing.selector import BackgroundSelector, ExpertSelector, Selector
 
 
@@ -32,7 +32,7 @@ class CountingRouter(Router):
         return super().route(texts)
 
 
-def test_assigns_all_at_once_and_leaves_pinned_ones(
+def test_all_rows_are_routed_at_once_but_pinned(
     tmp_path: Path, embedder: WordEmbedder, examples: dict[str, list[str]]
 ) -> None:
     router = CountingRouter(embedder, tmp_path)
@@ -50,7 +50,7 @@ def test_assigns_all_at_once_and_leaves_pinned_ones(
     assert router.calls == [3]
 
 
-def test_without_domains(tmp_path: Path, embedder: WordEmbedder) -> None:
+def test_without_domains_the_shared_draft_serves(tmp_path: Path, embedder: WordEmbedder) -> None:
     new = [sequence("anything")]
     Selector(Router(embedder, tmp_path)).assign(new)
     assert new[0].expert == SHARED
@@ -59,19 +59,21 @@ def test_without_domains(tmp_path: Path, embedder: WordEmbedder) -> None:
 def test_verification_changes_nothing(tmp_path: Path, embedder: WordEmbedder) -> None:
     selector: ExpertSelector = Selector(Router(embedder, tmp_path))
     row = sequence("anything", expert="sql")
-    tokens = torch.zeros(1, 3, dtype=torch.int64)
-    selector.observe([row], Verdict(tokens, tokens[:, 0], tokens[:, 0].int()))
+    nothing = Proposal.nothing(1, torch.device("cpu"))
+    selector.observe(Evidence([row], nothing, [[0]], [0], [False], torch.zeros(1, 1, 3)))
     assert row.expert == "sql"
 
 
 class GatedRouter(Router):
-    """Routes only once it is let."""
+    """Says when it was asked, and routes only once its gate is open."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)  # type: ignore[arg-type]
+        self.asked = threading.Event()
         self.gate = threading.Event()
 
     def route(self, texts: Iterable[str]) -> list[Route]:
+        self.asked.set()
         assert self.gate.wait(10)
         return super().route(list(texts))
 
@@ -84,27 +86,20 @@ def gated(tmp_path: Path, embedder: WordEmbedder, examples: dict[str, list[str]]
     router.gate.set()
 
 
-def until_settled(selector: BackgroundSelector) -> list[Sequence]:
-    for _ in range(500):
-        if settled := selector.settle():
-            return settled
-        time.sleep(0.01)
-    raise AssertionError("nothing was settled")
-
-
-def test_in_the_background_a_row_begins_with_the_shared_draft(gated: GatedRouter) -> None:
+def test_a_row_begins_with_the_shared_draft(gated: GatedRouter) -> None:
     selector = BackgroundSelector(gated)
     row, pinned = sequence(prompts("sql", 1, seed=3)[0]), sequence("x", pinned=True, expert="garten")
     selector.assign([row, pinned])
     assert selector.settle() == []
     assert (row.expert, row.confidence) == (SHARED, None)
+    assert gated.asked.wait(10)
     gated.gate.set()
-    assert until_settled(selector) == [row]
+    selector.close()  # waits for the prompt that is being routed
+    assert selector.settle() == [row]
     assert row.expert == "sql"
     assert row.confidence is not None
     assert pinned.expert == "garten"
     assert selector.settle() == []
-    selector.close()
 
 
 def test_an_answer_that_ends_waits_for_its_expert(gated: GatedRouter) -> None:
@@ -129,7 +124,7 @@ def test_seeded_sampling_does_not_depend_on_timing(gated: GatedRouter) -> None:
     selector.close()
 
 
-def test_what_cannot_be_routed_stays_with_the_shared_draft(
+def test_an_unroutable_row_stays_shared(
     gated: GatedRouter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(texts: object) -> list[Route]:
@@ -145,7 +140,7 @@ def test_what_cannot_be_routed_stays_with_the_shared_draft(
     selector.close()
 
 
-def test_a_seeded_row_that_cannot_be_routed_stays_with_the_shared_draft(
+def test_an_unroutable_seeded_row_stays_shared(
     gated: GatedRouter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is routed within the step, which must not end for that."""

@@ -12,9 +12,8 @@ import pytest
 from routing_fakes import WordEmbedder, distinct, prompts
 
 from moedraft.core import SHARED
-from moedraft.routing import stages
-from moedraft.routing.classifier import ROUTER_FILE, Router
 from moedraft.routing.embedder import Floats, char_ngrams, features, join, read_tensors, write_tensors
+from moedraft.routing.router import ROUTER_FILE, Router
 from moedraft.routing.stages import NEVER, TwoStage
 
 STRANGE = "quasar nebula telescope xylophone 1234567"
@@ -69,9 +68,7 @@ def test_sure_prompts_are_not_embedded(router: Router, counting: CountingEmbedde
         assert route.confidence == route.probabilities[route.domain] >= router.threshold
 
 
-def test_unsure_prompts_are_embedded_in_one_batch_and_the_order_stays(
-    router: Router, counting: CountingEmbedder
-) -> None:
+def test_unsure_prompts_are_embedded_in_one_batch(router: Router, counting: CountingEmbedder) -> None:
     unsure = [STRANGE, "select table method loop", "rows join tuple class"]
     texts = [unsure[0], *own("d03", 2), unsure[1], "", *own("d07", 1), unsure[2]]
     routes = router.route(texts)
@@ -81,9 +78,7 @@ def test_unsure_prompts_are_embedded_in_one_batch_and_the_order_stays(
     assert [r.domain for r in alone] == [r.domain for r in routes]
 
 
-def test_undecided_prompts_are_routed_as_by_the_full_model(
-    router: Router, counting: CountingEmbedder
-) -> None:
+def test_unsure_prompts_get_the_full_models_route(router: Router, counting: CountingEmbedder) -> None:
     full = Router(counting, router.folder, first_stage=False)
     unsure = [STRANGE, "select table method loop", "rows join tuple class"]
     assert router.route(unsure) == full.route(unsure)
@@ -103,7 +98,7 @@ def test_strangers_are_not_claimed(router: Router, counting: CountingEmbedder) -
 
 
 @pytest.mark.parametrize(("domains", "count"), [(1, 40), (2, 40), (9, 40), (10, 2), (10, 5), (10, 8)])
-def test_with_little_to_go_by_it_never_decides(
+def test_few_examples_never_decide(
     tmp_path: Path, counting: CountingEmbedder, domains: int, count: int
 ) -> None:
     router = Router(counting, tmp_path)
@@ -122,7 +117,7 @@ def test_both_stages_come_back_from_the_file(router: Router, counting: CountingE
 
 
 @pytest.mark.parametrize("version", ["1", "0", ""])
-def test_a_file_of_an_old_version_is_fitted_again(
+def test_an_old_file_is_fitted_again(
     router: Router, counting: CountingEmbedder, tmp_path: Path, version: str
 ) -> None:
     file = shutil.copy(router.folder / ROUTER_FILE, tmp_path / ROUTER_FILE)
@@ -160,7 +155,7 @@ def test_damaged_contents_are_refused(model: TwoStage) -> None:
     assert TwoStage.unpack(*fewer.pack()) is None
 
 
-def test_it_decides_nothing_until_it_is_told_the_threshold(model: TwoStage) -> None:
+def test_without_a_threshold_it_decides_nothing(model: TwoStage) -> None:
     words, texts = WordEmbedder(), distinct(10, 1, seed=1)["d00"]
     asked: list[list[int]] = []
 
@@ -177,15 +172,19 @@ def test_it_decides_nothing_until_it_is_told_the_threshold(model: TwoStage) -> N
     assert model.deciding(1.01).sure == NEVER, "where all is shared there is nothing to agree on"
 
 
-def test_how_sure_it_must_be() -> None:
+def test_confidence_needed_follows_the_trials(model: TwoStage) -> None:
     """Confidences 1.00, 0.99, 0.98 …; the full model agrees with all but those below 0.5."""
+
+    def needed(trials: Floats, threshold: float) -> float:
+        return replace(model, trials=trials).deciding(threshold).sure
+
     confidence = np.linspace(1, 0, 101)
     agree = np.where(confidence > 0.495, 0.9, -1)
     repeated = np.column_stack([confidence, agree]).repeat(10, axis=0)
     # 510 agree, so 4 more may be wrong: (4 + 1) / (514 + 2) is below 1 %; doubt .51 is halved.
-    assert stages._sure(repeated, 0.35) == pytest.approx(1 - 0.51 / 2)
-    assert stages._sure(repeated, 0.8) == pytest.approx(0.8), "never below the threshold"
-    assert stages._sure(repeated[:98], 0.35) < 1
-    assert stages._sure(repeated[:97], 0.35) == NEVER
-    assert stages._sure(repeated, 0.95) == NEVER, "the full model would have said shared"
-    assert stages._sure(repeated[:0], 0.35) == NEVER
+    assert needed(repeated, 0.35) == pytest.approx(1 - 0.51 / 2)
+    assert needed(repeated, 0.8) == pytest.approx(0.8), "never below the threshold"
+    assert needed(repeated[:98], 0.35) < 1
+    assert needed(repeated[:97], 0.35) == NEVER
+    assert needed(repeated, 0.95) == NEVER, "the full model would have said shared"
+    assert needed(repeated[:0], 0.35) == NEVER

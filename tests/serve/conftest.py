@@ -9,8 +9,8 @@ import pytest
 from serve_fakes import tiny_system
 
 from moedraft.config import load_settings
-from moedraft.engine.build import System, build
-from moedraft.serve.worker import Worker
+from moedraft.serve.worker.worker import Worker
+from moedraft.system.build import System, build
 
 
 @pytest.fixture

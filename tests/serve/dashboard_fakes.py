@@ -23,14 +23,24 @@ import uvicorn
 from fastapi import FastAPI
 
 from moedraft.config import load_settings
-from moedraft.core import SHARED, AdapterVersion, Domain, ReplayRecord, RequestStats, UpdateRecord
-from moedraft.routing.classifier import Route
-from moedraft.serve.auth import Authority, Guard
+from moedraft.core import (
+    SHARED,
+    AdapterVersion,
+    Domain,
+    ReplayRecord,
+    RequestStats,
+    SpeculationStats,
+    UpdateRecord,
+)
+from moedraft.learning_state import LearningKind, LearningState, waiting
+from moedraft.routing.router import Route
+from moedraft.serve.auth.access import Authority, Guard
+from moedraft.serve.auth.keyring import Keyring
+from moedraft.serve.auth.login import login_router
 from moedraft.serve.dashboard import mount
-from moedraft.serve.keys import KeyFile, Keyring
-from moedraft.serve.login import login_router
-from moedraft.serve.trainer import TrainerState
-from moedraft.serve.worker import Snapshot
+from moedraft.serve.supervisor.supervisor import TrainerState
+from moedraft.serve.worker.worker import Snapshot
+from moedraft.storage.keys import KeyFile
 from moedraft.storage.store import Store
 
 HOSTILE = '<img src=x onerror="window.hacked=1">{{7*7}}${window.hacked=2}`'
@@ -44,7 +54,7 @@ SERVING = Snapshot(
     tokens_total=611_904,
     tokens_per_second=214.3,
     speedup=1.42,
-    learning="learning",
+    learning=LearningState(LearningKind.LEARNING),
     draining=False,
     failed=None,
 )
@@ -61,8 +71,7 @@ IDLE = replace(
 
 
 WAITING = TrainerState(
-    status="waiting for room",
-    waits="The engine is busy: 12 % idle, and 30 % are needed",
+    waiting("The engine is busy: 12 % idle, and 30 % are needed"),
     pid=4711,
     restarts=1,
     updates=57,
@@ -128,19 +137,21 @@ def invented(expert: str, at: float, level: float, rng: random.Random, version: 
         lang=rng.choice(LANGS.get(expert, ["latin"])),
         num_prompt_tokens=rng.randint(8, 200),
         num_tokens=drafts + sum(accepted) + found,
-        num_steps=drafts + 1,
-        num_drafts=drafts,
-        num_draft_tokens=sum(drafted),
-        num_accepted_tokens=sum(accepted),
         seconds=rng.uniform(0.4, 3),
         finish_reason="stop",
         created_at=at,
         confidence=None if pinned else sure,
         time_to_first_token=rng.lognormvariate(-2.6, 0.4),
-        drafted_at=drafted,
-        accepted_at=accepted,
-        num_lookup_tokens=2 * found,
-        num_accepted_lookup_tokens=found,
+        speculation=SpeculationStats(
+            num_steps=drafts + 1,
+            num_drafts=drafts,
+            num_draft_tokens=sum(drafted),
+            num_accepted_tokens=sum(accepted),
+            drafted_at=drafted,
+            accepted_at=accepted,
+            num_lookup_tokens=2 * found,
+            num_accepted_lookup_tokens=found,
+        ),
     )
 
 

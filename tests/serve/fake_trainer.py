@@ -14,8 +14,8 @@ def say(**message):
     print(json.dumps(message), flush=True)
 
 
-def state(status="waiting", **more):
-    say(type="state", status=status, **more)
+def state(reason="", kind="waiting", **more):
+    say(type="state", kind=kind, reason=reason, **more)
 
 
 def hear():
@@ -30,24 +30,31 @@ def publish(source, expert="code", parent=0, base="tiny", folder=None, **more):
     folder = folder or uuid.uuid4().hex
     if source:
         shutil.copytree(source, home / "training" / folder, symlinks=True)
-    about = {"folder": folder, "expert": expert, "parent": parent, "base_hash": base, "acceptance": 0.5}
-    say(type="publish", **{**about, "rank": 2, "modules": ["m"], **more})
+    say(type="publish", **{**about(folder, expert, parent, base), **more})
     return hear()
+
+
+def about(folder, expert, parent, base):
+    """A candidate without its files."""
+    figures = {"records": 7, "held_out": 1, "steps": 3, "loss": 0.5}
+    figures |= {"acceptance_before": 0.4, "acceptance_after": 0.5}
+    place = {"folder": folder, "expert": expert, "parent": parent, "base_hash": base}
+    return {**place, **figures, "rank": 2, "modules": ["m"]}
 
 
 begin = hear()
 home = Path(begin["settings"]["home"])
 mode, arguments = sys.argv[1], sys.argv[2:]
 if mode == "polite":
-    state(waits="paused" if begin["paused"] else "nothing to do")
+    state("paused" if begin["paused"] else "nothing to do")
     while True:
-        state(waits={"pause": "paused", "resume": "nothing to do"}[hear()["type"]])
+        state({"pause": "paused", "resume": "nothing to do"}[hear()["type"]])
 elif mode == "crash":
     state("about to fail")
     print("Traceback …", "RuntimeError: out of luck", sep="\n", file=sys.stderr)
     sys.exit(3)
 elif mode == "deadly":  # an update of `code` kills it, and is told what it killed before
-    state("training code", expert="code", step=1, steps=2, error=str(begin["failures"]))
+    state(kind="training", expert="code", step=1, steps=2, error=str(begin["failures"]))
     hear() if begin["failures"].get("code", 0) > 1 else os.kill(os.getpid(), signal.SIGKILL)
 elif mode == "killed":
     state()
@@ -87,29 +94,22 @@ elif mode == "noisy":
     hear()
 elif mode == "deaf":
     while True:  # asks and asks, and never takes an answer
-        about = {
-            "folder": "0" * 32,
-            "expert": "code",
-            "parent": 0,
-            "base_hash": "another",
-            "acceptance": None,
-        }
-        say(type="publish", rank=1, modules=[], **about)
+        say(type="publish", **about("0" * 32, "code", 0, "another"))
 elif mode == "talks":
     while True:
         state(step=1)
 elif mode == "trains":  # updates of so many steps, of a hundredth of a second each; only the last succeeds
     for number, steps in enumerate(map(int, arguments)):
         if number:
-            state(waits="the last update failed", error="out of luck")
+            state("the last update failed", error="out of luck")
         for step in range(steps):
-            state("training code", expert="code", step=step, steps=steps)
+            state(kind="training", expert="code", step=step, steps=steps)
             time.sleep(0.01)
     record = {"expert": "code", "version": 1, "records": 8, "steps": 1, "loss": 1.0, "seconds": 100.0}
     record |= {"acceptance_before": None, "acceptance_after": None}
     say(type="learned", expert="code", last_id=7, update=record)
     hear()
-    state(waits="nothing to do")
+    state("nothing to do")
     hear()
 elif mode == "update":
     answers = [publish(arguments[0], **options) for options in map(json.loads, arguments[1:])]

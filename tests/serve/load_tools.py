@@ -24,17 +24,20 @@ from statistics import quantiles
 from typing import Any
 
 import torch
+from candidates import candidate
 from heap import allocated
-from safetensors.torch import save_file
 from server import wait_for
 
 from moedraft.core import SHARED, RequestOutput
-from moedraft.distill.publish import HomeOutlet
-from moedraft.drafting.drafter import Draft
-from moedraft.drafting.lora import LORA_A, LORA_B, PREFIX, ExpertBank, LoRALinear
-from moedraft.engine.build import System
+from moedraft.cpu.groups import Grouped
+from moedraft.cpu.products import Product
+from moedraft.distill.outlet import HomeOutlet
+from moedraft.drafting.adapter import LORA_A, LORA_B, PREFIX
+from moedraft.drafting.layer import LoRALinear
+from moedraft.drafting.lora import ExpertBank
+from moedraft.evidence import Proposal
 from moedraft.serve.run import SERVER_FILE
-from moedraft.storage.adapters import CONFIG, WEIGHTS
+from moedraft.system.build import System
 
 Address = tuple[str, int]
 Row = dict[str, Any]
@@ -249,18 +252,8 @@ def publish(system: System, name: str) -> int:
     number, live = registry.next_version(name), registry.live(name)
     tensors = stamped(system.bank, name, number)
 
-    def write(folder: Path) -> None:
-        (folder / CONFIG).write_text(json.dumps(PEFT))
-        save_file(tensors, folder / WEIGHTS)
-
-    made = HomeOutlet(system.store).publish(
-        name,
-        write,
-        parent=live.version if live else 0,
-        base_hash=system.bank.base_hash,
-        acceptance=None,
-        extra={"rank": RANK},
-    )
+    facts = {"parent": live.version if live else 0, "base_hash": system.bank.base_hash, "rank": RANK}
+    made = HomeOutlet(system.store).publish(candidate(name, config=PEFT, tensors=tensors, **facts))
     assert made.version == number
     return number
 
@@ -269,7 +262,7 @@ def swap_in(system: System, name: str, version: int) -> None:
     """Put a stamped version straight into the bank, between two steps, as the loader does."""
     bank = system.bank
     stale = bank.publish(name, bank.read(version, PEFT, stamped(bank, name, version)))
-    for sequence in system.engine.sequences.values():
+    for sequence in system.engine.sequences:
         if stale and name in (sequence.expert, SHARED):
             sequence.draft_cached = 0
 
@@ -277,28 +270,34 @@ def swap_in(system: System, name: str, version: int) -> None:
 class Witness:
     """Reads off the weights themselves with which versions each draft step multiplies.
 
-    A step is one `propose`: catching up, and one forward per drafted token. In all of its forwards, in all
-    adapted layers, each expert must be of one version, the one that the bank says.
+    A step is one `catch_up` and the `propose` after it, which is one forward per drafted token. In all of
+    its forwards, in all adapted layers, each expert must be of one version, the one that the bank says.
     """
 
     def __init__(self, system: System) -> None:
-        assert system.engine.drafter is not None
+        drafter = system.engine.chooser.model
+        assert drafter is not None
         self.steps = 0
         self.mixed = 0  # steps with several experts
         self.faults: list[str] = []
         self.versions: set[tuple[str, int]] = set()  # that drafted
-        self._bank, self._drafter = system.bank, system.engine.drafter
+        self._bank = system.bank
         self._bases = {name: _corners(layer.base_weight()) for name, layer in self._bank.layers.items()}
         self._seen: dict[str, set[int]] = {}
-        self._propose: Callable[..., Draft] = self._drafter.propose
-        self._drafter.propose = self._watched  # type: ignore[method-assign]
+        self._catch_up: Callable[..., list[int]] = drafter.catch_up
+        self._propose: Callable[..., Proposal] = drafter.propose
+        drafter.catch_up = self._watched_catch_up  # type: ignore[method-assign]
+        drafter.propose = self._watched_propose  # type: ignore[method-assign]
         for name, layer in self._bank.layers.items():
             layer.register_forward_pre_hook(partial(self._look, name))
 
     def _look(self, name: str, layer: LoRALinear, _: object) -> None:
-        assert layer.blocks is None, "a small model goes through merged weights"
         rows = self._bank.selected or ()
-        for chosen, product in layer.groups or [(range(len(rows)), layer.product)]:
+        way = layer.product
+        for chosen, product in way.groups if isinstance(way, Grouped) else [(range(len(rows)), way)]:
+            assert product is None or isinstance(product, Product), (
+                "a small model goes through merged weights"
+            )
             weight = layer.base_weight() if product is None else product.weight
             own, shared = (
                 round((now - before) / STAMP)
@@ -309,16 +308,19 @@ class Witness:
                 if name in self._bank.tail and rows[int(row)] != SHARED:
                     self._seen.setdefault(rows[int(row)], set()).add(own)
 
-    def _watched(self, *arguments: Any) -> Draft:
+    def _watched_catch_up(self, *arguments: Any) -> list[int]:
         self._seen = {}
-        draft = self._propose(*arguments)
+        return self._catch_up(*arguments)
+
+    def _watched_propose(self, *arguments: Any) -> Proposal:
+        proposal = self._propose(*arguments)
         self.steps += 1
         self.mixed += len(self._seen) > 2
         for name, found in self._seen.items():
             if found != {self._bank.version(name)}:
                 self.faults.append(f"{name}: {sorted(found)}, the bank has {self._bank.version(name)}")
             self.versions |= {(name, version) for version in found}
-        return draft
+        return proposal
 
 
 def _corners(weight: torch.Tensor) -> tuple[float, float]:

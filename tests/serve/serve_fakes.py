@@ -11,15 +11,16 @@ from typing import Any
 import numpy as np
 
 from moedraft.config import Settings, load_settings
-from moedraft.core import SHARED, Domain
-from moedraft.drafting.drafter import Drafter, NoExperts
-from moedraft.engine.build import ROUTER_FOLDER, System
+from moedraft.core import Domain
+from moedraft.drafting.drafter import NoExperts
+from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine
-from moedraft.engine.recorder import Recorder
-from moedraft.routing.classifier import Router
 from moedraft.routing.embedder import Floats
+from moedraft.routing.router import Router
 from moedraft.routing.selector import Selector
 from moedraft.storage.store import Store
+from moedraft.system.build import ROUTER_FOLDER, System
+from moedraft.system.recorder import Recorder
 
 from tiny import NumberTokenizer, TinyLM, random_table
 
@@ -64,18 +65,18 @@ def tiny_system(home: Path, *, slots: int = 4, max_len: int = 256, **options: An
     router = Router(WordEmbedder(), settings.home / ROUTER_FOLDER, settings.unknown_threshold)
     router.fit({name: list(examples) for name, examples in DOMAINS.items()})
     target, draft = (TinyLM(random_table(VOCAB, seed), max_len) for seed in (1, 1))
+    recorder = Recorder(store, "tiny")
+    loader = SimpleNamespace(refresh=lambda *_, **__: None, load_beside=lambda: None, hurry=lambda: None)
     engine = Engine(
         target,
         WordTokenizer(),
-        Drafter(draft, NoExperts(), slots, VOCAB),
+        ModelDrafter(draft, NoExperts(), slots, VOCAB),
         Selector(router),
+        adapters=loader,
+        sinks=[recorder],
+        closers=[recorder.close, store.close],
         max_batch_size=slots,
         prefill_chunk=settings.prefill_chunk,
     )
-    recorder = Recorder(store, "tiny")
-    engine.sinks.append(recorder)
-    engine.knows = lambda expert: expert == SHARED or expert in router.domains
-    engine.closers += [recorder.close, store.close]
-    loader = SimpleNamespace(refresh=lambda *_, **__: None, load_beside=lambda: None, hurry=lambda: None)
     bank = SimpleNamespace(version=lambda expert: 0, experts={}, base_hash="tiny")
     return System(settings, store, router, target, draft, bank, loader, recorder, engine)  # type: ignore[arg-type]

@@ -17,11 +17,11 @@ from fastapi import FastAPI
 from serve_fakes import tiny_system
 
 from moedraft.config import Settings, load_settings
-from moedraft.engine.build import System
 from moedraft.serve.app import create_app
-from moedraft.serve.run import Server
-from moedraft.serve.trainer import TrainerState
-from moedraft.serve.worker import Worker
+from moedraft.serve.run import GracefulServer
+from moedraft.serve.supervisor.supervisor import TrainerState
+from moedraft.serve.worker.worker import Worker
+from moedraft.system.build import System
 
 TARGET = "mini"
 QUIET = {"learning": False, "dashboard": False, "port": 0}
@@ -31,7 +31,7 @@ QUIET = {"learning": False, "dashboard": False, "port": 0}
 class Served:
     url: str
     app: FastAPI
-    server: Server
+    server: GracefulServer
     worker: Worker
     system: System
     settings: Settings
@@ -75,7 +75,7 @@ def served(
     system = system or tiny_system(home)
     worker = Worker(system, max_waiting=max_waiting)
     app = create_app(worker, supervisor, settings)
-    server = Server(app, worker, settings)
+    server = GracefulServer(app, worker, settings)
     worker.start()
     try:
         with listening(server) as url:
@@ -86,7 +86,7 @@ def served(
 
 
 @contextmanager
-def listening(server: Server) -> Iterator[str]:
+def listening(server: GracefulServer) -> Iterator[str]:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]

@@ -13,19 +13,20 @@ from serve_fakes import DOMAINS, WordEmbedder
 from server import TARGET, FakeSupervisor, Served, check_error, served, slowed, wait_for
 
 from moedraft.core import AdapterVersion, ReplayRecord
-from moedraft.serve.trainer import TrainerState
+from moedraft.learning_state import waiting
+from moedraft.serve.supervisor.supervisor import TrainerState
 
 LAW = [f"the court of appeal held that clause {i}" for i in range(9)]
 
 
 @pytest.fixture
 def supervisor() -> FakeSupervisor:
-    return FakeSupervisor(TrainerState(status="waiting", pid=7))
+    return FakeSupervisor(TrainerState(waiting(""), pid=7))
 
 
 @pytest.fixture
 def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, supervisor: FakeSupervisor) -> Iterator[Served]:
-    monkeypatch.setattr("moedraft.engine.build.Embedder", lambda source: WordEmbedder())
+    monkeypatch.setattr("moedraft.system.build.Embedder", lambda source, **_: WordEmbedder())
     with served(tmp_path, supervisor=supervisor) as found:
         yield found
 
@@ -108,7 +109,7 @@ def test_a_router_that_fails_leaves_no_domain(client: httpx.Client, monkeypatch:
         def embed(self, texts: Any) -> Any:
             raise RuntimeError("no embedder")
 
-    monkeypatch.setattr("moedraft.engine.build.Embedder", lambda source: Broken())
+    monkeypatch.setattr("moedraft.system.build.Embedder", lambda source, **_: Broken())
     check_error(client.post("/admin/domains", json={"name": "law", "examples": LAW}), 500)
     assert names(client) == ["code", "prose"]
     assert expert(complete(client, DOMAINS["code"][0])) == "code"
@@ -125,7 +126,7 @@ def test_serving_goes_on_while_a_domain_is_fitted(
             assert go_on.wait(10)
             return super().embed(texts)
 
-    monkeypatch.setattr("moedraft.engine.build.Embedder", lambda source: Slow())
+    monkeypatch.setattr("moedraft.system.build.Embedder", lambda source, **_: Slow())
     results: list[int] = []
 
     def register(name: str) -> None:

@@ -15,9 +15,9 @@ import pytest
 from server import TARGET, Served, check_error, events, served, slowed, wait_for
 
 from moedraft.core import SamplingParams
-from moedraft.serve import jobs
-from moedraft.serve.prompts import Prompts, plain_chat
-from moedraft.serve.schema import Message
+from moedraft.serve.http import plan
+from moedraft.serve.http.prompts import Prompts, plain_chat
+from moedraft.serve.http.schema import Message
 
 PROMPT = "1 2 3"
 
@@ -88,8 +88,8 @@ def test_limits_that_are_kept_one_by_one_are_not_together(
     row = chat(n=16, max_tokens=4096, logprobs=True, top_logprobs=20)
     message = check_error(client.post("/v1/chat/completions", json=row), 400, "max_tokens")
     assert "are at most 100000, not 1376256" in message
-    assert jobs.MOST_LOGPROBS > 4096 * 21  # the most that one answer can ask for is taken
-    monkeypatch.setattr(jobs, "MOST_LOGPROBS", 90)
+    assert plan.MOST_LOGPROBS > 4096 * 21  # the most that one answer can ask for is taken
+    monkeypatch.setattr(plan, "MOST_LOGPROBS", 90)
     check_error(client.post("/v1/completions", json=body(n=2, max_tokens=16, logprobs=2)), 400, "max_tokens")
     for fine in ({"n": 2, "max_tokens": 15}, {"n": 2, "max_tokens": 16, "stream": True}):
         assert client.post("/v1/completions", json=body(**fine, logprobs=2)).status_code == 200

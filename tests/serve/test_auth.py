@@ -23,10 +23,12 @@ from starlette.types import Message
 from moedraft.config import Settings, load_settings
 from moedraft.core import InvalidRequest, StorageError
 from moedraft.serve.app import create_app
-from moedraft.serve.auth import ACCESS, COOKIE, FORWARDED, SESSION_SECONDS, Sessions, access_of, is_loopback
-from moedraft.serve.keys import KEYS_FILE, SCOPES, KeyFile, Keyring, digest_of, new_key
+from moedraft.serve.auth.access import ACCESS, FORWARDED, access_of, is_loopback
+from moedraft.serve.auth.keyring import Keyring
+from moedraft.serve.auth.sessions import COOKIE, SESSION_SECONDS, Sessions
 from moedraft.serve.run import check_address
-from moedraft.serve.worker import Worker
+from moedraft.serve.worker.worker import Worker
+from moedraft.storage.keys import KEYS_FILE, SCOPES, KeyFile, digest_of, new_key
 
 LOCAL = "http://127.0.0.1:8000"
 PUBLIC = ("/health", "/ready", "/login", "/logout")

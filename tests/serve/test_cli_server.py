@@ -26,12 +26,13 @@ from moedraft.cli import main
 from moedraft.cli.remote import Remote, Unreachable, owner_of
 from moedraft.config import load_settings
 from moedraft.core import InvalidRequest, RequestOutput
+from moedraft.learning_state import waiting
 from moedraft.routing.classifier import Router
 from moedraft.serve.app import create_app
-from moedraft.serve.keys import KeyFile, new_key, write_private
-from moedraft.serve.run import SERVER_FILE, EngineEnded, Server, _found, serve, url_of
-from moedraft.serve.trainer import TrainerState
-from moedraft.serve.worker import Worker
+from moedraft.serve.run import SERVER_FILE, EngineEnded, GracefulServer, _found, serve, url_of
+from moedraft.serve.supervisor.supervisor import TrainerState
+from moedraft.serve.worker.worker import Worker
+from moedraft.storage.keys import KeyFile, new_key, write_private
 
 LAW = [f"the court of appeal held that clause {i}" for i in range(9)]
 
@@ -55,7 +56,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv("MOEDRAFT_HOME", raising=False)
     monkeypatch.delenv("MOEDRAFT_API_KEY", raising=False)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # not on the way to this machine
-    monkeypatch.setattr("moedraft.engine.build.Embedder", lambda source: WordEmbedder())
+    monkeypatch.setattr("moedraft.system.build.Embedder", lambda source, **_: WordEmbedder())
 
     def call(*arguments: object) -> Result:
         capsys.readouterr()
@@ -86,7 +87,7 @@ def found(home: Path) -> Iterator[Served]:
     own, secret = new_key(["admin"])
     worker = Worker(system, max_waiting=8)
     app = create_app(worker, None, settings, own)
-    server = Server(app, worker, settings)
+    server = GracefulServer(app, worker, settings)
     worker.start()
     with listening(server) as url:
         write_private(home / SERVER_FILE, {"url": url, "pid": os.getpid(), "key": secret})
@@ -141,7 +142,7 @@ def test_learning_is_held_from_the_command_line(
     nobody = run("learning", "resume", "--home", tmp_path / "other")
     assert nobody.code == 2
     assert "No server runs" in nobody.err
-    supervisor = FakeSupervisor(TrainerState(status="waiting"))
+    supervisor = FakeSupervisor(TrainerState(waiting("")))
     monkeypatch.setattr(found.app.state, "context", replace(found.app.state.context, supervisor=supervisor))
     assert run("learning", "pause", "--home", home, "--json").data["paused"] is True
     assert supervisor.now.paused

@@ -17,8 +17,8 @@ import httpx
 import pytest
 from server import Served, check_error, read_all, served, wait_for
 
-from moedraft.serve import limits
-from moedraft.serve.keys import KeyFile
+from moedraft.serve.http import rest_of_body
+from moedraft.storage.keys import KeyFile
 
 LARGE = 20_000_000  # bytes, far more than all buffers between the two ends hold
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
@@ -91,7 +91,7 @@ def test_who_has_no_key_is_told_so_after_a_large_body(tmp_path: Path) -> None:
 
 
 def test_a_body_without_end_is_dropped_up_to_a_bound(tiny: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "DROPPED_BYTES", 1_000_000, raising=False)
+    monkeypatch.setattr(rest_of_body, "DROPPED_BYTES", 1_000_000)
     sent = 0
     with socket.create_connection(tiny.address, timeout=30) as sender:
         sender.sendall(POST + b"content-length: 99999999999\r\n\r\n")

@@ -24,13 +24,14 @@ from dashboard_fakes import HOSTILE, IDLE, SERVING, WAITING, FakeWorker, Site, f
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
 from moedraft.core import SHARED, Domain, UpdateRecord
+from moedraft.insight.observe import Observer
+from moedraft.insight.spans import SPANS
+from moedraft.insight.table import Column, Table
+from moedraft.learning_state import LearningKind, LearningState, paused, waiting
 from moedraft.serve.dashboard import markup
 from moedraft.serve.dashboard.overview import MOST_LINES
 from moedraft.serve.dashboard.pages import SCRIPT
-from moedraft.serve.keys import KeyFile
-from moedraft.serve.observe import Observer
-from moedraft.serve.spans import SPANS
-from moedraft.serve.tables import Column, Table
+from moedraft.storage.keys import KeyFile
 from moedraft.storage.store import Store
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -232,9 +233,12 @@ def test_a_store_that_cannot_be_read(fresh: Site, visit: Visit) -> None:
 
 
 def test_how_the_engine_and_the_trainer_are(fresh: Site, visit: Visit) -> None:
-    fresh.worker.now = replace(IDLE, failed="the device is gone", learning="paused: the disk is full")
+    fresh.worker.now = replace(IDLE, failed="the device is gone", learning=paused("the disk is full"))
     fresh.supervisor.now = replace(
-        WAITING, pid=None, status="starts again in 4 s", last_error="it was killed"
+        WAITING,
+        learning=LearningState(LearningKind.RESTARTING, "in 4 s"),
+        pid=None,
+        last_error="it was killed",
     )
     page = visit(fresh)
     for sentence in (
@@ -245,7 +249,8 @@ def test_how_the_engine_and_the_trainer_are(fresh: Site, visit: Visit) -> None:
         "It was killed.",
     ):
         expect(page.get_by_text(sentence).first).to_be_visible()
-    fresh.supervisor.now = replace(WAITING, waits=None, expert="sql", step=3, steps=16, loss=1.234)
+    training = LearningState(LearningKind.TRAINING, expert="sql", step=3, steps=16, loss=1.234)
+    fresh.supervisor.now = replace(WAITING, learning=training)
     page = visit(fresh, "learning")
     expect(page.get_by_text("Updating the adapter of sql, step 3 of 16, loss 1.23.")).to_be_visible()
 
@@ -459,8 +464,8 @@ def poison(at: Site) -> None:
     at.store.requests.add(rows)
     at.store.registry.add_domain(Domain("sql", HOSTILE, (HOSTILE,) * 8, 1.0))
     at.store.updates.add(UpdateRecord(HOSTILE, 1, 1, 1, 1.0, 1.0, 0.1, 0.2))
-    at.supervisor.now = replace(WAITING, waits=HOSTILE, last_error=HOSTILE)
-    at.worker.now = replace(SERVING, learning=HOSTILE)
+    at.supervisor.now = replace(WAITING, learning=waiting(HOSTILE), last_error=HOSTILE)
+    at.worker.now = replace(SERVING, learning=paused(HOSTILE))
 
 
 def test_hostile_names_stay_text(fresh: Site, visit: Visit) -> None:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 from dashboard_fakes import FakeSupervisor, FakeWorker
 
-from moedraft.serve.metrics import Metrics
+from moedraft.serve.http.metrics import PrometheusMetrics
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 SERIES = re.compile(r"\bmoedraft_\w+")
@@ -23,7 +23,7 @@ def board() -> dict[str, Any]:
 
 def offered() -> set[str]:
     """Every series that a scrape can hold."""
-    metrics = Metrics("mini", cast(Any, FakeWorker()), cast(Any, FakeSupervisor()))
+    metrics = PrometheusMetrics("mini", cast(Any, FakeWorker()), cast(Any, FakeSupervisor()))
     names = set[str]()
     for family in metrics.registry.collect():
         suffixes = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}.get(family.type, [""])

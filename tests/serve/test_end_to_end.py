@@ -37,10 +37,10 @@ from server import TARGET, Served, check_error, events, served, wait_for
 from moedraft.config import load_settings
 from moedraft.core import SHARED, RequestStats
 from moedraft.distill.messages import TRAINING
-from moedraft.engine.build import System, build
-from moedraft.serve.trainer import TrainerSupervisor
+from moedraft.serve.supervisor.supervisor import TrainerSupervisor
 from moedraft.showcase.shipped import examples, traffic
 from moedraft.storage.adapters import CONFIG, WEIGHTS
+from moedraft.system.build import System, build
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 FLAGS = ["--no-sandbox", "--disable-background-networking", "--disable-gpu", "--disable-dev-shm-usage"]
@@ -257,11 +257,11 @@ def ratio(part: float, whole: float) -> float | None:
 
 
 def accepted(rows: Iterable[RequestStats]) -> int:
-    return sum(row.num_accepted_tokens for row in rows)
+    return sum(row.speculation.num_accepted_tokens for row in rows)
 
 
 def drafted(rows: Iterable[RequestStats]) -> int:
-    return sum(row.num_draft_tokens for row in rows)
+    return sum(row.speculation.num_draft_tokens for row in rows)
 
 
 def rate(rows: list[RequestStats]) -> float | None:
@@ -269,7 +269,7 @@ def rate(rows: list[RequestStats]) -> float | None:
 
 
 def length(rows: list[RequestStats]) -> float | None:
-    extra = ratio(accepted(rows), sum(row.num_drafts for row in rows))
+    extra = ratio(accepted(rows), sum(row.speculation.num_drafts for row in rows))
     return None if extra is None else 1 + extra
 
 
@@ -466,7 +466,9 @@ def test_clients_metrics_and_store_agree(stage: Stage) -> None:
             assert scrape.spec("draft_tokens", expert=expert, lang=lang) == drafted(some)
             assert scrape.spec("accepted_tokens", expert=expert, lang=lang) == accepted(some)
         for place in range(3):
-            hits = sum(row.accepted_at[place] for row in own if len(row.accepted_at) > place)
+            hits = sum(
+                row.speculation.accepted_at[place] for row in own if len(row.speculation.accepted_at) > place
+            )
             assert scrape.spec("accepted_tokens_per_pos", expert=expert, position=str(place)) == hits
         ever = stage.found.system.store.requests.summary()[expert]
         assert (ever.requests, ever.draft_tokens, ever.accepted_tokens) == (
@@ -516,7 +518,7 @@ def check_throughput(stage: Stage, table: list[Row]) -> None:
 def check_sources(stage: Stage, table: list[Row]) -> None:
     for row, own in by_step(stage.rows, table):
         tokens = sum(one.num_tokens for one in own)
-        found = sum(one.num_accepted_lookup_tokens for one in own)
+        found = sum(one.speculation.num_accepted_lookup_tokens for one in own)
         parts = {"draft": accepted(own), "text": found, "target": tokens - accepted(own) - found}
         assert {name: row[f"from_{name}"] for name in parts} == parts
         assert {name: row[f"{name}_share"] for name in parts} == {
@@ -589,7 +591,7 @@ def test_each_expert_in_the_overview(stage: Stage, tabs: Tabs, client: httpx.Cli
     assert [row["expert"] for row in rows] == [SHARED, *DOMAINS]
     for row in rows:
         name = row["expert"]
-        now = rate([one for one in stage.of(name) if one.num_draft_tokens][-50:])
+        now = rate([one for one in stage.of(name) if one.speculation.num_draft_tokens][-50:])
         assert row["recent_acceptance_rate"] == now == stage.acceptance(expert=name)
         assert row["change"] == 0  # fewer than 20 requests are both the first and the last
         assert row["share"] == len(stage.of(name)) / len(stage.rows)
@@ -623,7 +625,11 @@ def check_positions(stage: Stage, seen: Seen, name: str) -> None:
     assert places == {"0", "1", "2"}  # counted from 0 there
     for place, row in enumerate(table):
         hits = scrape.spec("accepted_tokens_per_pos", expert=name, position=str(place))
-        guesses = sum(one.drafted_at[place] for one in stage.of(name) if len(one.drafted_at) > place)
+        guesses = sum(
+            one.speculation.drafted_at[place]
+            for one in stage.of(name)
+            if len(one.speculation.drafted_at) > place
+        )
         assert (row["draft_tokens"], row["accepted_tokens"]) == (guesses, hits)
         assert row["acceptance_rate"] == hits / guesses
         assert f"{math.floor(100 * hits / guesses + 0.5)} %" in seen.drawn["by_position"]

@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from server import TARGET, Served, check_error, read_all, send_raw, served, wait_for
 
 from moedraft.core import StorageError
-from moedraft.serve.log import configure, get_logger, places, without_messages
+from moedraft.serve.http.log import configure, get_logger, places, without_messages
 
 SHORT = {"header_timeout": 0.5, "body_timeout": 0.5, "max_body_bytes": 10_000, "max_connections": 12}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"

@@ -23,9 +23,9 @@ from server import TARGET, Served, served, wait_for
 
 from moedraft.config import load_settings
 from moedraft.core import SHARED, SamplingParams
-from moedraft.engine.admin import register_all
-from moedraft.engine.build import System, build
 from moedraft.showcase.shipped import examples, traffic
+from moedraft.system.build import System, build
+from moedraft.system.domains import register_all
 
 STREAMS = 32
 DOMAINS = ("docs-de", "docs-ja", "docs-ru", "docs-ko", "python", "sql")
@@ -42,7 +42,7 @@ def run(work: Coroutine[Any, Any, Any], seconds: float = 60) -> Any:
 @pytest.fixture
 def all_experts_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many experts a batch holds, each drafts for its rows: what changes must be in use."""
-    monkeypatch.setattr("moedraft.drafting.lora.FEW_EXPERTS", len(DOMAINS))
+    monkeypatch.setattr("moedraft.cpu.groups.FEW_EXPERTS", len(DOMAINS))
 
 
 def mini(home: Path, **options: Any) -> System:
@@ -132,7 +132,7 @@ def check_swaps(
 
 @pytest.mark.usefixtures("all_experts_draft")
 def test_adapters_change_under_32_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moedraft.engine.build.Embedder", lambda source: WordEmbedder())
+    monkeypatch.setattr("moedraft.system.build.Embedder", lambda source, **_: WordEmbedder())
     witness, _ = check_swaps(tmp_path / "home", queries(STREAMS, 6), 7, 35, 8, 60)
     assert len(witness.versions) > 20
 
@@ -153,7 +153,7 @@ def test_a_thousand_adapters_under_32_streams(tmp_path: Path, capsys: pytest.Cap
 
 def test_the_witness_sees_a_swap_within_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: versions that change between two forwards of one draft."""
-    monkeypatch.setattr("moedraft.engine.build.Embedder", lambda source: WordEmbedder())
+    monkeypatch.setattr("moedraft.system.build.Embedder", lambda source, **_: WordEmbedder())
     system = mini(tmp_path / "home")
     witness = Witness(system)
     swap_in(system, "sql", 1)

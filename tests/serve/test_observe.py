@@ -12,12 +12,12 @@ from dataclasses import replace
 import pytest
 from dashboard_fakes import HOSTILE, fill, invented, record
 
-from moedraft.core import SHARED, Domain, InvalidRequest, StorageError, UpdateRecord
-from moedraft.serve import figures, observe
-from moedraft.serve.columns import NUMBERS, RequestReader
-from moedraft.serve.observe import Observer
-from moedraft.serve.spans import MOST_STEPS, SPANS, find_span, grid_of
-from moedraft.serve.tables import Column, Table
+from moedraft.core import SHARED, Domain, InvalidRequest, SpeculationStats, StorageError, UpdateRecord
+from moedraft.insight import figures, observe
+from moedraft.insight.columns import NUMBERS, RequestReader
+from moedraft.insight.observe import Observer
+from moedraft.insight.spans import MOST_STEPS, SPANS, find_span, grid_of
+from moedraft.insight.table import Column, Table
 from moedraft.storage.store import Store
 
 ALL = SPANS["all"]
@@ -65,13 +65,15 @@ def test_totals_are_those_of_the_store(filled: Store) -> None:
     rows, sums = filled.requests.rows(), filled.requests.summary()
     assert view.requests == len(rows) == 400
     assert view.tokens == sum(row.num_tokens for row in rows)
-    drafted, accepted = (sum(getattr(row, f"num_{n}_tokens") for row in rows) for n in ("draft", "accepted"))
+    drafted, accepted = (
+        sum(getattr(row.speculation, f"num_{n}_tokens") for row in rows) for n in ("draft", "accepted")
+    )
     assert view.acceptance == accepted / drafted
-    assert view.mean_acceptance_length == 1 + accepted / sum(row.num_drafts for row in rows)
+    assert view.mean_acceptance_length == 1 + accepted / sum(row.speculation.num_drafts for row in rows)
     assert sum(int(n or 0) for n in view.throughput.column("requests")) == 400
     assert sum(int(n or 0) for n in view.throughput.column("tokens")) == view.tokens
     parts = [sum(int(n or 0) for n in view.sources.column(f"from_{key}")) for key in figures.SOURCES]
-    found = sum(row.num_accepted_lookup_tokens for row in rows)
+    found = sum(row.speculation.num_accepted_lookup_tokens for row in rows)
     assert parts == [accepted, found, view.tokens - accepted - found]
     assert all(sum(row[4:]) == pytest.approx(1) for row in view.sources.rows if row[4] is not None)
     assert sum(expert.share or 0 for expert in view.experts) == pytest.approx(1)
@@ -90,12 +92,12 @@ def test_one_expert(filled: Store) -> None:
     rows = filled.requests.rows(expert="python")
     assert sum(int(n or 0) for n in view.acceptance.column("requests")) == len(rows)
     assert sum(int(n or 0) for n in view.acceptance.column("accepted_tokens")) == sum(
-        row.num_accepted_tokens for row in rows
+        row.speculation.num_accepted_tokens for row in rows
     )
     for place, drafted, accepted, rate in view.by_position.rows:
         at = int(place or 0) - 1
-        assert drafted == sum(row.drafted_at[at] for row in rows)
-        assert accepted == sum(row.accepted_at[at] for row in rows)
+        assert drafted == sum(row.speculation.drafted_at[at] for row in rows)
+        assert accepted == sum(row.speculation.accepted_at[at] for row in rows)
         assert rate == int(accepted or 0) / int(drafted or 1)
     assert {lang: n for lang, n, *_ in view.by_language.rows} == {
         lang: sum(row.lang == lang for row in rows) for lang in ("latin", "cyrillic")
@@ -142,11 +144,7 @@ def test_nothing_at_all(store: Store) -> None:
 def test_a_request_that_drafted_nothing(store: Store) -> None:
     plain = replace(
         invented(SHARED, time.time(), 0.5, RNG),
-        num_drafts=0,
-        num_draft_tokens=0,
-        num_accepted_tokens=0,
-        drafted_at=[],
-        accepted_at=[],
+        speculation=SpeculationStats(),
         confidence=None,
         time_to_first_token=None,
     )
@@ -292,7 +290,7 @@ def test_columns_hold_what_the_rows_say(filled: Store) -> None:
     found = RequestReader(filled.requests.rows).read()
     for name in NUMBERS:
         for cell, row in zip(found[name].tolist(), rows, strict=True):
-            value = getattr(row, name)
+            value = getattr(row if hasattr(row, name) else row.speculation, name)
             assert math.isnan(cell) if value is None else cell == value
     assert [found.lang_names[code] for code in found.langs] == [row.lang for row in rows]
 

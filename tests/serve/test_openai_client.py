@@ -13,7 +13,7 @@ from server import TARGET, Served, served, wait_for
 
 from moedraft.config import load_settings
 from moedraft.core import SamplingParams
-from moedraft.engine.build import build
+from moedraft.system.build import build
 
 PROMPT = "Translate the question into SQL.\nSchema:\nshop(item, price)\nQuestion: How many items are there?"
 MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": PROMPT}]
@@ -192,7 +192,7 @@ def test_a_prompt_longer_than_the_context(client: OpenAI) -> None:
 
 
 def test_a_key_is_needed_where_there_are_keys(tmp_path_factory: pytest.TempPathFactory) -> None:
-    from moedraft.serve.keys import KeyFile
+    from moedraft.storage.keys import KeyFile
 
     home = tmp_path_factory.mktemp("keys")
     secret = KeyFile(home).create(["infer"])[1]

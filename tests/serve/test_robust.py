@@ -42,14 +42,14 @@ from server import QUIET, TARGET, Served, listening, served, wait_for
 
 from moedraft.config import load_settings
 from moedraft.core import RequestOutput, Sequence
-from moedraft.engine.build import System, build
-from moedraft.products import KEPT, pays
+from moedraft.cpu.products import KEPT, pays
 from moedraft.serve.app import create_app
-from moedraft.serve.run import Server
-from moedraft.serve.thread import EngineThread
-from moedraft.serve.ticket import Channel, Ticket
-from moedraft.serve.worker import Worker
+from moedraft.serve.run import GracefulServer
+from moedraft.serve.worker.thread import EngineThread
+from moedraft.serve.worker.ticket import Channel, Ticket
+from moedraft.serve.worker.worker import Worker
 from moedraft.showcase.shipped import traffic
+from moedraft.system.build import System, build
 
 
 def run(work: Coroutine[Any, Any, Any], seconds: float = 60) -> Any:
@@ -105,8 +105,8 @@ class Traces:
         state = found.server.server_state
         return cls(
             sequences=len(engine.sequences),
-            texts=len(engine.texts),
-            boxes=len(engine.boxes),
+            texts=len(engine._texts),
+            boxes=len(engine._listeners),
             channels=len(thread._channels),
             outputs=len(thread._box),
             opened=thread.open,
@@ -134,7 +134,7 @@ async def crowd_leaves(found: Served, steps: Steps, stage: str, stream: bool, re
         await until(lambda: thread.open == CROWD)
     await asyncio.to_thread(steps.let, STAGES[stage])
     if stage == "end":
-        assert max(one.num_generated for one in found.system.engine.sequences.values()) == 10
+        assert max(one.num_generated for one in found.system.engine.sequences) == 10
     for writer in writers:
         hang_up(writer, reset=reset)
     if stage not in ("inbox", "race"):
@@ -168,7 +168,7 @@ def stage_of(sequence: Sequence) -> str:
 def test_a_thousand_clients_leave_nothing_behind(tmp_path: Path) -> None:
     system, ends = tiny_system(tmp_path / "home", prefill_chunk=CHUNK), Counter[str]()
     with served(tmp_path, system=system, prefill_chunk=CHUNK) as found, found.client() as client:
-        system.engine.sinks.append(lambda sequence: ends.update([stage_of(sequence)]))
+        system.engine.subscribe(lambda sequence: ends.update([stage_of(sequence)]))
         steps = Steps(system)
         kinds = list(itertools.product(STAGES, (True, False), (True, False)))
 
@@ -285,7 +285,7 @@ def test_a_thousand_leave_the_shipped_pair(tmp_path: Path, capsys: pytest.Captur
 ROWS = """
 import torch
 from heap import allocated
-from moedraft.products import Product
+from moedraft.cpu.products import Product
 
 def multiply(rows):
     torch.ops.mkldnn._linear_pointwise(x[:rows], product.blocked, None, "none", [], "")
@@ -302,7 +302,7 @@ print((allocated() - before) / 1e6)
 # Frees 8 MB and takes 5; prints whether the 5 MB have a mapping of their own.
 BLOCKS = """
 import ctypes, sys
-from moedraft.memory import return_large_blocks
+from moedraft.cpu.memory import return_large_blocks
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
@@ -317,7 +317,7 @@ print(int(ctypes.c_size_t.from_address(address - 8).value & 2))  # glibc: IS_MMA
 # Leaves 50 MB of holes; prints the MB of them that are still resident.
 HOLES = """
 import ctypes, sys
-from moedraft.memory import return_free_memory
+from moedraft.cpu.memory import return_free_memory
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
@@ -339,7 +339,7 @@ print(resident() - before)
 # Prints the seconds that a full collection takes with two million objects that stay.
 OBJECTS = """
 import gc, sys, time
-from moedraft.memory import keep_what_is_loaded
+from moedraft.cpu.memory import keep_what_is_loaded
 
 kept = [[number] for number in range(2_000_000)]
 if sys.argv[1] == "keep":
@@ -389,7 +389,7 @@ def test_what_is_loaded_is_not_looked_through_again() -> None:
 EXTENSIONS = """
 import torch._dynamo
 import triton
-from moedraft.memory import keep_what_is_loaded
+from moedraft.cpu.memory import keep_what_is_loaded
 
 keep_what_is_loaded()
 print(0)
@@ -465,7 +465,7 @@ def clocked(home: Path, system: System, clock: Callable[[], float], **options: A
     settings = load_settings(home=home, **{**QUIET, **options})
     worker = Worker(system, max_waiting=64, clock=clock)
     app = create_app(worker, None, settings)
-    server = Server(app, worker, settings)
+    server = GracefulServer(app, worker, settings)
     worker.start()
     try:
         with listening(server) as url:

@@ -20,7 +20,8 @@ from schemathesis.specs.openapi.checks import (
 from serve_fakes import WordEmbedder
 from server import TARGET, FakeSupervisor, Served, served, wait_for
 
-from moedraft.serve.trainer import TrainerState
+from moedraft.learning_state import waiting
+from moedraft.serve.supervisor.supervisor import TrainerState
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 
@@ -28,9 +29,9 @@ CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance,
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("moedraft.engine.build.Embedder", lambda source: WordEmbedder())
+        patch.setattr("moedraft.system.build.Embedder", lambda source, **_: WordEmbedder())
         options = {
-            "supervisor": FakeSupervisor(TrainerState(status="waiting")),
+            "supervisor": FakeSupervisor(TrainerState(waiting(""))),
             "max_output_tokens": 32,
             "max_n": 4,
         }

@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import expect, sync_playwright
 from server import served
 
-from moedraft.serve.keys import KeyFile
+from moedraft.storage.keys import KeyFile
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 FLAGS = ["--no-sandbox", "--disable-background-networking", "--disable-gpu", "--disable-dev-shm-usage"]

@@ -16,10 +16,10 @@ import pytest
 from serve_fakes import tiny_system
 
 from moedraft.core import InvalidRequest, RequestOutput, SamplingParams, StorageError
-from moedraft.distill.loop import read_load
-from moedraft.engine.build import System
-from moedraft.serve.meter import Meter
-from moedraft.serve.worker import Draining, EngineFailed, Overloaded, Ticket, Worker
+from moedraft.distill.governor import read_load
+from moedraft.serve.worker.meter import Meter
+from moedraft.serve.worker.worker import Draining, EngineFailed, Overloaded, Ticket, Worker
+from moedraft.system.build import System
 
 LONG = SamplingParams(max_tokens=200)
 
@@ -83,7 +83,7 @@ def gated(worker: Worker, gate: Gate) -> Worker:
 def is_clean(worker: Worker) -> bool:
     """No trace of any request."""
     engine, thread = worker.system.engine, worker._engine
-    traces = (engine.sequences, engine.texts, engine.boxes, thread._channels, thread._box)
+    traces = (engine.sequences, engine._texts, engine._listeners, thread._channels, thread._box)
     scheduler = engine.scheduler
     counts = (thread.open, len(scheduler.running), len(scheduler.waiting), scheduler.num_ready)
     return not any(traces) and counts == (0, 0, 0, 0)
@@ -131,7 +131,7 @@ def test_more_requests_than_slots_all_get_their_own_answer(worker: Worker) -> No
 def test_the_first_request_makes_way(gated: Worker, gate: Gate) -> None:
     """Before it reaches the engine; those that come while others are served do not ask again."""
     seen: list[int] = []
-    gated.make_way = lambda: seen.append(gated._engine.open)
+    gated.when_work_comes(lambda: seen.append(gated._engine.open))
 
     async def ask() -> None:
         tickets = [await submitted(gated, gate, i) for i in range(3)]
@@ -284,7 +284,7 @@ def test_a_submission_that_is_cancelled_was_never_made(gated: Worker, gate: Gate
         await asyncio.wait(waiting)
         gate.let()
         await until(lambda: gated._engine.open == 1)
-        assert list(gated.system.engine.sequences) == [holder.request_id]
+        assert list(gated.system.engine.request_ids) == [holder.request_id]
         holder.cancel()
         gate.open()
         await until(lambda: is_clean(gated))
@@ -437,7 +437,7 @@ def test_an_abort_that_fails_touches_no_other(
     async def ask() -> None:
         first, second = [await worker.submit([i], LONG) for i in range(2)]
         await anext(first)
-        monkeypatch.setattr(worker.system.engine.texts[first.request_id], "flush", lambda: 1 // 0)
+        monkeypatch.setattr(worker.system.engine._texts[first.request_id], "flush", lambda: 1 // 0)
         first.cancel()
         assert [output async for output in first][-1].finish_reason == "error"
         assert (await second.result()).finish_reason == "length"
@@ -453,7 +453,7 @@ def test_an_answer_lost_in_a_failing_step_still_ends(worker: Worker, monkeypatch
     def broken(_: object) -> None:
         raise RuntimeError("the sink is full")
 
-    worker.system.engine.sinks.append(broken)
+    worker.system.engine.subscribe(broken)
 
     async def ask() -> None:
         tickets = [await worker.submit("1 2", params(count)) for count in (5, 30)]
@@ -651,7 +651,7 @@ def test_an_idle_engine_never_stalls_nor_spins(timed: Worker, clock: Clock) -> N
 
 def test_new_versions_are_read_at_once(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine without work looks once a second by itself; here it is told."""
-    monkeypatch.setattr("moedraft.serve.thread.REFRESH_SECONDS", 1000.0)
+    monkeypatch.setattr("moedraft.serve.worker.thread.REFRESH_SECONDS", 1000.0)
     worker, said, looked = Worker(system, max_waiting=8), [], threading.Event()
     system.loader.hurry = lambda: said.append("hurry")  # type: ignore[method-assign]
     system.engine.refresh = lambda: (said.append("refresh"), looked.set())[1]
@@ -768,7 +768,7 @@ def test_a_slow_or_broken_disk_holds_up_no_step(system: System, monkeypatch: pyt
         asked.set()
         stuck.wait(20)
 
-    monkeypatch.setattr("moedraft.serve.worker.LOAD_SECONDS", 0.01)
+    monkeypatch.setattr("moedraft.serve.worker.worker.LOAD_SECONDS", 0.01)
     monkeypatch.setattr(system.store.registry, "set_meta", slow)
     worker = Worker(system, max_waiting=8)
     worker.start()

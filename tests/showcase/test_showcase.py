@@ -12,14 +12,14 @@ import pytest
 
 from moedraft.cli import main
 from moedraft.config import load_settings
-from moedraft.engine.build import System, build, load
-from moedraft.models import LanguageModel, load_model
+from moedraft.models import LanguageModel, load_by
 from moedraft.showcase import shipped
 from moedraft.showcase.bench import run
 from moedraft.showcase.demo import Demo, publish, summary
 from moedraft.showcase.measure import compare, serve, theoretical_speedup, transformers_runner
 from moedraft.showcase.report import Point, Result, Row, running_mean
 from moedraft.showcase.shipped import Query
+from moedraft.system.build import System, build, load
 
 MODELS = importlib.resources.files("moedraft.data") / "models"
 pytestmark = pytest.mark.skipif(
@@ -68,7 +68,9 @@ def test_demo_is_lossless_learns_and_reports(small: None, system: System, tmp_pa
     assert json.loads(paths["numbers"].read_text()) == summary(result)
 
 
-def test_demo_command(small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo_and_bench_run_as_commands(
+    small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     home = tmp_path / "home"
     assert main(["demo", "--home", str(home), "--seconds", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -119,18 +121,18 @@ def test_the_baseline_has_no_penalties(system: System) -> None:
         own.repetition_penalty, own.min_new_tokens = None, None
 
 
-def test_bench_leaves_out_what_transformers_does_not_run(
+def test_bench_skips_unequal_vocabularies(
     small: None, system: System, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes models of vocabularies of different size for ones with different tokenizers."""
-    load = load_model
+    """transformers takes such models for models with different tokenizers and refuses them."""
+    load_usual = load_by
 
     def padded(*arguments: Any) -> LanguageModel:
-        model = load(*arguments)
+        model = load_usual(*arguments)
         model.hf.resize_token_embeddings(model.vocab_size + 64)
         return model
 
-    monkeypatch.setattr("moedraft.showcase.bench.load_model", padded)
+    monkeypatch.setattr("moedraft.showcase.bench.load_by", padded)
     found = run(system, shipped.heldout()[:1], 1, lambda done: None)
     assert "transformers assisted" not in found["systems"]
     assert found["systems"]["transformers prompt lookup"]["same_answers"]
@@ -160,13 +162,13 @@ def test_compare_takes_turns() -> None:
     assert len(timed["b"].rounds) == 2
 
 
-def test_theory() -> None:
+def test_theoretical_speedup_follows_the_formula() -> None:
     assert theoretical_speedup(0.0, 4, 0.0) == 1.0
     assert theoretical_speedup(1.0, 4, 0.0) == 5.0
     assert theoretical_speedup(0.8, 4, 0.1) == pytest.approx((1 - 0.8**5) / 0.2 / 1.4)
 
 
-def test_report_averages() -> None:
+def test_report_averages_its_rows() -> None:
     result = Result(
         [Row("<b>", 0.5, 0.75), Row("c", 0.7, 0.85)], [Point(0, "c", 0.5)], [0], {"p": 2.0}, {"<": "&"}
     )

@@ -5,20 +5,23 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
+from pathlib import Path
 
-from storage_fakes import BASE, domain, record, stats, writer
+sys.path.append(str(Path(__file__).parents[1]))  # where pytest finds the modules that tests share
+
+from storage_fakes import candidate, domain, record, stats
 
 from moedraft.storage import AdapterStore, Home, Registry, ReplayBuffer, RequestLog
 
 
 def serve(home: Home) -> None:
-    """Writes, says so, and waits to be killed."""
+    """Writes, says so, and waits to be killed; ends by itself if nobody does that within a minute."""
     Registry(home).add_domain(domain())
     ReplayBuffer(home, 10).add([record(token=42)])
     RequestLog(home).add([stats()])
     print("written", flush=True)
-    time.sleep(60)
+    signal.alarm(60)
+    signal.pause()
 
 
 def publish(home: Home) -> None:
@@ -27,7 +30,7 @@ def publish(home: Home) -> None:
     registry.add_domain(domain())
     store = AdapterStore(home, registry)
     registry.add_version = lambda version: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
-    store.publish("sql", writer(), parent=0, base_hash=BASE, acceptance=None, extra={})
+    store.publish(candidate())
 
 
 if __name__ == "__main__":

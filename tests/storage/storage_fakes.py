@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import asdict, replace
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
+import candidates
 
-from moedraft.core import AdapterVersion, Domain, ReplayRecord, RequestStats
-from moedraft.storage import AdapterStore
+from moedraft.core import AdapterVersion, Domain, ReplayRecord, RequestStats, SpeculationStats
+from moedraft.storage import AdapterStore, Candidate
 
 BASE = "sha256:base"
 
@@ -48,30 +44,25 @@ def stats(expert: str = "sql", drafted: int = 10, accepted: int = 5, **changes: 
         lang="en",
         num_prompt_tokens=3,
         num_tokens=8,
-        num_steps=4,
-        num_drafts=2 if drafted else 0,
-        num_draft_tokens=drafted,
-        num_accepted_tokens=accepted,
         seconds=0.5,
         finish_reason="stop",
         created_at=1.0,
+        speculation=SpeculationStats(
+            num_steps=4,
+            num_drafts=2 if drafted else 0,
+            num_draft_tokens=drafted,
+            num_accepted_tokens=accepted,
+        ),
     )
-    return replace(plain, **changes)
+    speculation = {name: changes.pop(name) for name in asdict(plain.speculation) if name in changes}
+    return replace(plain, speculation=replace(plain.speculation, **speculation), **changes)
 
 
-def writer(value: float = 1.0, **extra_files: str) -> Callable[[Path], None]:
-    """Writes a PEFT folder whose only tensor is filled with `value`."""
-
-    def write(folder: Path) -> None:
-        save_file({"lora_A": torch.full((2, 3), value)}, folder / "adapter_model.safetensors")
-        (folder / "adapter_config.json").write_text(json.dumps({"r": 2, "peft_type": "LORA"}))
-        for name, text in extra_files.items():
-            (folder / name).write_text(text)
-
-    return write
+def candidate(value: float = 1.0, parent: int = 0, name: str = "sql", **changes: Any) -> Candidate:
+    """An adapter whose only tensor is filled with `value`."""
+    facts = {"base_hash": BASE, "modules": ("q_proj",), "acceptance_after": 0.5}
+    return candidates.candidate(name, value, parent=parent, **{**facts, **changes})
 
 
 def publish(store: AdapterStore, value: float, parent: int, name: str = "sql") -> AdapterVersion:
-    return store.publish(
-        name, writer(value), parent=parent, base_hash=BASE, acceptance=0.5, extra={"rank": 2}
-    )
+    return store.publish(candidate(value, parent, name))

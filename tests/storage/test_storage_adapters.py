@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +15,12 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from storage_fakes import BASE, domain, publish, writer
+from storage_fakes import BASE, candidate, domain, publish
 
 from moedraft.core import SHARED, AdapterVersion, CorruptAdapter, InvalidRequest, StorageError
 from moedraft.storage import AdapterStore, Home, Registry, StorageFull
 from moedraft.storage.adapters import QUARANTINE
+from moedraft.storage.candidate import write_files
 from moedraft.storage.db import DATABASE
 from moedraft.storage.store import Store
 
@@ -96,21 +97,14 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 def test_published_files_come_back(home: Home, store: AdapterStore, registry: Registry) -> None:
-    version = store.publish(
-        "sql",
-        writer(2.0, **{"README.md": "# sql\n"}),
-        parent=0,
-        base_hash=BASE,
-        acceptance=0.75,
-        extra={"rank": 2, "modules": ["q_proj"]},
-    )
+    version = store.publish(candidate(2.0, acceptance_after=0.75))
     assert version == registry.live("sql")
     assert (version.version, version.path, version.acceptance) == (1, "adapters/sql/v1", 0.75)
     config, tensors, manifest = store.load(version, BASE)
     assert config["r"] == 2
     assert torch.equal(tensors["lora_A"], torch.full((2, 3), 2.0))
     assert (manifest["rank"], manifest["modules"], manifest["parent"]) == (2, ["q_proj"], 0)
-    assert set(manifest["files"]) == {"README.md", "adapter_config.json", WEIGHTS}
+    assert set(manifest["files"]) == {"adapter_config.json", WEIGHTS}
     assert manifest["created_at"] == version.created_at
     assert folders(store) == ["v1"]
 
@@ -123,14 +117,14 @@ def test_live_is_the_newest(store: AdapterStore, chain: list[AdapterVersion]) ->
     assert store.load_live(SHARED) is None
 
 
-def test_the_shared_adapter(store: AdapterStore) -> None:
+def test_the_shared_adapter_is_stored_like_others(store: AdapterStore) -> None:
     publish(store, 1.0, 0, SHARED)
     assert folders(store, SHARED) == ["v1"]
     assert store.load_live(SHARED, BASE) is not None
 
 
 @pytest.mark.parametrize("kind", CORRUPTIONS)
-def test_a_corrupt_version_is_refused_and_its_parent_serves(
+def test_the_parent_of_a_corrupt_version_serves(
     kind: str,
     store: AdapterStore,
     registry: Registry,
@@ -150,7 +144,7 @@ def test_a_corrupt_version_is_refused_and_its_parent_serves(
     assert message in caplog.text
 
 
-def test_nothing_intact_is_the_untrained_expert(
+def test_without_an_intact_version_none_serves(
     store: AdapterStore, registry: Registry, chain: list[AdapterVersion]
 ) -> None:
     for version in chain:
@@ -160,7 +154,7 @@ def test_nothing_intact_is_the_untrained_expert(
     assert {v.state for v in registry.versions("sql")} == {"rolled_back"}
 
 
-def test_another_draft_base(
+def test_a_version_of_another_base_is_not_corrupt(
     store: AdapterStore, registry: Registry, chain: list[AdapterVersion], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Not corrupt: it serves again as soon as its base does."""
@@ -175,10 +169,10 @@ def test_another_draft_base(
         store.load(chain[2])
 
 
-def test_a_corrupt_ancestor_under_a_foreign_live_version(
+def test_a_corrupt_ancestor_of_a_foreign_version(
     store: AdapterStore, registry: Registry, chain: list[AdapterVersion]
 ) -> None:
-    other = store.publish("sql", writer(), parent=3, base_hash="other", acceptance=None, extra={})
+    other = store.publish(candidate(parent=3, base_hash="other"))
     flip(store.folder("sql", 3))
     found = store.load_live("sql", BASE)
     assert found is not None
@@ -202,7 +196,7 @@ def test_a_reader_falls_back_without_writing(
     assert folders(store) == ["v1", "v2", "v3", "v9"]
 
 
-def test_a_version_removed_meanwhile_is_not_called_corrupt(
+def test_a_removed_version_is_not_called_corrupt(
     store: AdapterStore, registry: Registry, chain: list[AdapterVersion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lineage = registry.lineage("sql")
@@ -212,48 +206,139 @@ def test_a_version_removed_meanwhile_is_not_called_corrupt(
     assert registry.versions("sql") == []
 
 
-def failing(error: Exception) -> Callable[[Path], None]:
-    def write(folder: Path) -> None:
-        (folder / WEIGHTS).write_bytes(b"half of")
+def failing(error: Exception) -> Callable[..., None]:
+    """Instead of safetensors' `save_file`: breaks off in the middle of the file."""
+
+    def save(tensors: object, path: Path, metadata: object) -> None:
+        path.write_bytes(b"half of")
         raise error
 
-    return write
+    return save
 
 
+@pytest.fixture
+def unchanged(store: AdapterStore, registry: Registry, chain: list[AdapterVersion]) -> Iterator[None]:
+    """After the test the versions are those of `chain`, and the third is live."""
+    generation = registry.generation()
+    yield
+    assert folders(store) == ["v1", "v2", "v3"]
+    assert registry.live("sql") == chain[2]
+    assert registry.generation() == generation
+
+
+@pytest.mark.usefixtures("unchanged")
 @pytest.mark.parametrize(
-    ("write", "error", "message"),
+    ("fault", "error", "message"),
     [
-        (failing(ZeroDivisionError("x")), ZeroDivisionError, "x"),
-        (failing(OSError(errno.ENOSPC, "No space left on device")), StorageFull, "No space left"),
-        (failing(SafetensorError("I/O error: No space left on device")), StorageFull, "is full"),
-        (failing(SafetensorError("header too large")), SafetensorError, "header too large"),
-        (lambda folder: None, CorruptAdapter, "lacks adapter_config.json and adapter_model.safetensors"),
-        (writer(**{"training_args.bin": "x"}), CorruptAdapter, "holds 'training_args.bin'"),
-        (writer(**{"adapter_model.pt": "x"}), CorruptAdapter, "holds 'adapter_model.pt'"),
-        (writer(**{"optimizer.pkl": "x"}), CorruptAdapter, "holds 'optimizer.pkl'"),
-        (lambda folder: (folder / "sub.json").mkdir(), CorruptAdapter, "holds 'sub.json'"),
-        (writer(float("inf")), CorruptAdapter, "tensor 'lora_A' is not finite"),
-        (writer(**{"adapter_config.json": "{"}), CorruptAdapter, "no JSON"),
+        (ZeroDivisionError("x"), ZeroDivisionError, "x"),
+        (OSError(errno.ENOSPC, "No space left on device"), StorageFull, "No space left"),
+        (SafetensorError("I/O error: No space left on device"), StorageFull, "is full"),
+        (SafetensorError("header too large"), SafetensorError, "header too large"),
     ],
 )
-def test_a_failed_publication_leaves_nothing(
-    write: Callable[[Path], None],
+def test_a_candidate_that_cannot_be_written_leaves_nothing(
+    fault: Exception,
     error: type[Exception],
     message: str,
     store: AdapterStore,
     registry: Registry,
-    chain: list[AdapterVersion],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    generation = registry.generation()
+    monkeypatch.setattr("moedraft.storage.candidate.save_file", failing(fault))
     with pytest.raises(error, match=message):
-        store.publish("sql", write, parent=3, base_hash=BASE, acceptance=None, extra={})
-    assert folders(store) == ["v1", "v2", "v3"]
-    assert registry.live("sql") == chain[2]
-    assert registry.generation() == generation
+        publish(store, 1.0, 3)
     assert registry.next_version("sql") == 4
 
 
-def test_a_row_that_cannot_be_written(
+@pytest.mark.usefixtures("unchanged")
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_not_finite_are_no_version(store: AdapterStore, value: float) -> None:
+    with pytest.raises(CorruptAdapter, match="tensor 'lora_A' is not finite"):
+        publish(store, value, 3)
+
+
+@pytest.mark.usefixtures("unchanged")
+def test_a_failure_between_folder_and_row_leaves_nothing(
+    store: AdapterStore, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(version: AdapterVersion) -> None:
+        assert store.folder("sql", version.version).exists()
+        raise StorageError("The database is gone.")
+
+    monkeypatch.setattr(registry, "add_version", broken)
+    with pytest.raises(StorageError, match="is gone"):
+        publish(store, 1.0, 3)
+
+
+# -- a candidate whose files another process has written -----------------------------------------
+
+
+@pytest.fixture
+def staged(tmp_path: Path) -> Path:
+    folder = tmp_path / "staged"
+    folder.mkdir()
+    write_files(candidate(4.0), folder)
+    return folder
+
+
+def test_staged_files_are_moved_into_the_version(store: AdapterStore, staged: Path) -> None:
+    (staged / "optimizer.pkl").write_bytes(b"never taken")
+    version = store.adopt(candidate().summary(), staged)
+    assert [path.name for path in staged.iterdir()] == ["optimizer.pkl"]
+    assert sorted(path.name for path in store.folder("sql", 1).iterdir()) == [
+        "adapter_config.json",
+        WEIGHTS,
+        "manifest.json",
+    ]
+    assert store.load(version, BASE).tensors["lora_A"][0, 0] == 4
+
+
+def no_weights(folder: Path) -> None:
+    (folder / WEIGHTS).write_bytes(b"no tensors")
+
+
+def linked(folder: Path) -> None:
+    (folder / WEIGHTS).rename(folder / "elsewhere")
+    (folder / WEIGHTS).symlink_to(folder / "elsewhere")
+
+
+def not_finite(folder: Path) -> None:
+    write_files(candidate(float("nan")), folder)
+
+
+@pytest.mark.usefixtures("unchanged")
+@pytest.mark.parametrize(
+    ("damage", "error", "message"),
+    [
+        (lambda folder: (folder / WEIGHTS).unlink(), StorageError, "No such file"),
+        (lambda folder: (folder / "adapter_config.json").write_text("{"), CorruptAdapter, "no JSON"),
+        (lambda folder: (folder / "adapter_config.json").write_text("[1]"), CorruptAdapter, "no JSON object"),
+        (no_weights, CorruptAdapter, "cannot be read"),
+        (linked, CorruptAdapter, f"holds '{WEIGHTS}'"),
+        (not_finite, CorruptAdapter, "not finite"),
+    ],
+)
+def test_damaged_staged_files_leave_nothing(
+    damage: Callable[[Path], None],
+    error: type[Exception],
+    message: str,
+    store: AdapterStore,
+    staged: Path,
+) -> None:
+    damage(staged)
+    with pytest.raises(error, match=message):
+        store.adopt(candidate(parent=3).summary(), staged)
+
+
+def test_a_staged_folder_that_is_a_link_is_refused(store: AdapterStore, staged: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(staged)
+    with pytest.raises(InvalidRequest, match="in the home itself"):
+        store.adopt(candidate().summary(), tmp_path / "link")
+    assert len(list(staged.iterdir())) == 2
+    assert folders(store) == []
+
+
+def test_a_row_that_fails_leaves_no_folder(
     home: Home, store: AdapterStore, registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(version: AdapterVersion) -> None:
@@ -289,7 +374,7 @@ def test_the_folder_is_whole_before_the_row(
     assert registry.live("sql") is not None
 
 
-def test_a_process_killed_between_folder_and_row(path: Path) -> None:
+def test_a_folder_without_row_is_cleaned_up(path: Path) -> None:
     assert subprocess.run([sys.executable, WORKER, "publish", path], check=False).returncode == -9
     assert (path / "adapters/sql/v1" / WEIGHTS).exists()
     with Home.open(path) as home:
@@ -354,7 +439,7 @@ def test_a_new_database_beside_adapters_is_refused(path: Path, write: bool) -> N
 
 
 @pytest.mark.parametrize("name", ["../sql", "..", "", "a/b", "/tmp", "sql\0", "SQL"])
-def test_names_lead_nowhere_else(name: str, home: Home, store: AdapterStore) -> None:
+def test_bad_names_never_leave_the_folder(name: str, home: Home, store: AdapterStore) -> None:
     version = AdapterVersion(name, 1, 0, "adapters/sql/v1", BASE, None, 1.0, "live")
     for use in (
         lambda: store.folder(name, 1),
@@ -371,7 +456,7 @@ def test_the_path_of_a_row_is_not_trusted(store: AdapterStore, chain: list[Adapt
     assert store.load(replace(chain[0], path="../../etc")).tensors["lora_A"][0, 0] == 1
 
 
-def test_an_unknown_domain_is_refused_before_anything_is_written(store: AdapterStore) -> None:
+def test_an_unknown_domain_writes_nothing(store: AdapterStore) -> None:
     with pytest.raises(InvalidRequest, match="no domain named 'python'"):
         publish(store, 1.0, 0, "python")
     assert folders(store, "python") == []
@@ -389,7 +474,9 @@ def test_an_unreadable_file_is_not_corrupt(
     assert registry.live("sql") == chain[2]
 
 
-def test_removing(store: AdapterStore, registry: Registry, chain: list[AdapterVersion]) -> None:
+def test_removing_deletes_files_and_rows(
+    store: AdapterStore, registry: Registry, chain: list[AdapterVersion]
+) -> None:
     generation = registry.generation()
     store.remove("sql")
     assert not store.folder("sql", 1).parent.exists()
@@ -399,7 +486,7 @@ def test_removing(store: AdapterStore, registry: Registry, chain: list[AdapterVe
     assert publish(store, 1.0, 0).version == 4
 
 
-def test_removing_after_the_domain_went(
+def test_removing_works_after_the_domain_is_gone(
     store: AdapterStore, registry: Registry, chain: list[AdapterVersion]
 ) -> None:
     registry.remove_domain("sql")
@@ -409,7 +496,7 @@ def test_removing_after_the_domain_went(
     assert store.load_live("sql") is None
 
 
-def test_pruning(store: AdapterStore, registry: Registry) -> None:
+def test_pruning_keeps_newest_live_and_parent(store: AdapterStore, registry: Registry) -> None:
     for number in range(1, 9):
         publish(store, float(number), number - 1)
     registry.promote("sql", 3)
@@ -426,9 +513,7 @@ def test_each_draft_base_has_its_own_line(
     store: AdapterStore, registry: Registry, chain: list[AdapterVersion]
 ) -> None:
     for number in (4, 5, 6, 7):
-        store.publish(
-            "sql", writer(), parent=number - 1 if number > 4 else 0, base_hash="b", acceptance=None, extra={}
-        )
+        store.publish(candidate(parent=number - 1 if number > 4 else 0, base_hash="b"))
     assert store.prune("sql", keep=2) == [1, 4, 5]
     assert registry.live("sql").version == 7  # type: ignore[union-attr]
     flip(store.folder("sql", 3))
@@ -438,7 +523,7 @@ def test_each_draft_base_has_its_own_line(
     assert registry.rollback("sql") == store.load_live("sql", BASE)[0]  # type: ignore[index]
 
 
-def test_brackets_without_end_are_corrupt(store: AdapterStore, chain: list[AdapterVersion]) -> None:
+def test_deeply_nested_json_is_corrupt(store: AdapterStore, chain: list[AdapterVersion]) -> None:
     (store.folder("sql", 3) / "manifest.json").write_text("[" * 200_000)
     assert store.load_live("sql", BASE)[0].version == 2  # type: ignore[index]
 
@@ -451,7 +536,10 @@ def test_brackets_without_end_are_corrupt(store: AdapterStore, chain: list[Adapt
         SafetensorError("I/O error: File too large (os error 27)"),
     ],
 )
-def test_a_write_limit_is_a_full_disk(store: AdapterStore, error: Exception) -> None:
+def test_a_write_limit_is_a_full_disk(
+    store: AdapterStore, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moedraft.storage.candidate.save_file", failing(error))
     with pytest.raises(StorageFull):
-        store.publish("sql", failing(error), parent=0, base_hash=BASE, acceptance=None, extra={})
+        publish(store, 1.0, 0)
     assert folders(store) == []

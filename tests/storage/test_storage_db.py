@@ -21,7 +21,7 @@ from moedraft.storage.db import DATABASE, LOCK, storage_errors
 WORKER = Path(__file__).with_name("crash_worker.py")
 
 
-def test_a_killed_process_loses_nothing_and_its_lock_is_free(path: Path) -> None:
+def test_a_killed_process_loses_nothing(path: Path) -> None:
     with subprocess.Popen([sys.executable, WORKER, "serve", path], stdout=subprocess.PIPE) as other:
         try:
             assert other.stdout is not None
@@ -47,7 +47,7 @@ def test_the_folder_belongs_to_its_owner_alone(path: Path, home: Home) -> None:
     assert (path / LOCK).read_text() == f"{os.getpid()}\n"
 
 
-def test_pragmas_of_the_writing_connection(home: Home) -> None:
+def test_writers_set_durability_and_deletion(home: Home) -> None:
     def pragmas(durable: bool) -> list[object]:
         with home.write(durable=durable) as connection:
             names = ("journal_mode", "foreign_keys", "secure_delete", "synchronous")
@@ -68,12 +68,12 @@ def test_a_failed_transaction_leaves_nothing(home: Home, registry: Registry) -> 
     assert len(registry.domains()) == 1
 
 
-def test_a_fault_of_ours_is_not_dressed_up(home: Home) -> None:
+def test_our_own_faults_stay_visible(home: Home) -> None:
     with pytest.raises(IntegrityError), home.write() as connection:
         connection.exec_driver_sql("INSERT INTO domains VALUES ('x', '', '[]', 0)")  # no such expert
 
 
-def test_reading_a_home_that_is_not_there(path: Path) -> None:
+def test_reading_a_missing_home_is_refused(path: Path) -> None:
     with pytest.raises(StorageError, match=f"There is no moedraft home at {path}"):
         Home.open(path, write=False)
     assert not path.exists()
@@ -92,7 +92,7 @@ def test_a_reader_cannot_write(path: Path, home: Home, registry: Registry) -> No
         assert Registry(reader).generation() == 3
 
 
-def test_a_closed_home(path: Path) -> None:
+def test_a_closed_home_is_refused(path: Path) -> None:
     home = Home.open(path)
     registry = Registry(home)
     home.close()
@@ -104,7 +104,7 @@ def test_a_closed_home(path: Path) -> None:
     Home.open(path).close()
 
 
-def test_not_a_folder(tmp_path: Path) -> None:
+def test_a_home_must_be_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(StorageError, match="cannot be used"):
         Home.open(tmp_path / "file")
@@ -113,7 +113,7 @@ def test_not_a_folder(tmp_path: Path) -> None:
         Home.open(tmp_path)
 
 
-def test_a_lock_that_the_disk_does_not_know(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_locks_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unsupported(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -124,7 +124,7 @@ def test_a_lock_that_the_disk_does_not_know(path: Path, monkeypatch: pytest.Monk
     Home.open(path).close()
 
 
-def test_a_damaged_database(path: Path) -> None:
+def test_a_damaged_database_is_reported(path: Path) -> None:
     path.mkdir()
     (path / DATABASE).write_bytes(b"no database at all" * 100)
     for write in (True, False):
@@ -143,14 +143,14 @@ def test_a_damaged_database(path: Path) -> None:
         (errno.EACCES, StorageError),
     ],
 )
-def test_errors_of_the_disk(path: Path, number: int, kind: type[StorageError]) -> None:
+def test_disk_errors_name_the_home(path: Path, number: int, kind: type[StorageError]) -> None:
     with pytest.raises(StorageError) as caught, storage_errors(path):
         raise OSError(number, os.strerror(number))
     assert type(caught.value) is kind
     assert str(path) in str(caught.value)
 
 
-def test_a_full_disk_and_its_recovery(home: Home, registry: Registry) -> None:
+def test_a_full_disk_loses_nothing_and_recovers(home: Home, registry: Registry) -> None:
     replay = ReplayBuffer(home, 10_000)
     replay.add([record()])
     with home.write() as connection:
@@ -166,12 +166,12 @@ def test_a_full_disk_and_its_recovery(home: Home, registry: Registry) -> None:
     assert replay.count() == 501
 
 
-def test_another_failure_of_the_database(home: Home) -> None:
+def test_other_database_errors_are_reported(home: Home) -> None:
     with pytest.raises(StorageError, match=r"cannot be used: .*no such table"), home.read() as connection:
         connection.exec_driver_sql("SELECT * FROM not_there")
 
 
-def test_many_threads(home: Home, registry: Registry) -> None:
+def test_many_threads_read_and_write(home: Home, registry: Registry) -> None:
     replay, log, failures = ReplayBuffer(home, 10_000), RequestLog(home), []
 
     def work(number: int) -> None:

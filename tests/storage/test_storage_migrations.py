@@ -65,7 +65,7 @@ def later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return scripts
 
 
-def test_a_home_of_the_first_schema_still_serves(first: Path) -> None:
+def test_a_first_schema_home_still_serves(first: Path) -> None:
     with Home.open(first) as home:
         registry = Registry(home)
         assert registry.domains() == [domain()]
@@ -74,7 +74,7 @@ def test_a_home_of_the_first_schema_still_serves(first: Path) -> None:
         assert registry.generation() == 3
         assert registry.get_meta("target") == "tiny"
         assert ReplayBuffer(home, 10).records() == [record()]
-        assert RequestLog(home).summary()["sql"].accepted_tokens == stats().num_accepted_tokens
+        assert RequestLog(home).summary()["sql"].accepted_tokens == stats().speculation.num_accepted_tokens
 
 
 def test_a_copy_is_kept_before_an_upgrade(first: Path) -> None:
@@ -127,12 +127,12 @@ def test_the_first_migration_was_never_edited(path: Path, tmp_path: Path, later:
     assert schema(path) == schema(known)
 
 
-def test_migrations_lead_to_the_tables(home: Home) -> None:
+def test_migrations_end_at_the_declared_tables(home: Home) -> None:
     with home.read() as connection:
         assert compare_metadata(MigrationContext.configure(connection), metadata) == []
 
 
-def test_a_home_of_the_future_is_refused_and_left_alone(path: Path) -> None:
+def test_a_newer_home_is_refused_unchanged(path: Path) -> None:
     Home.open(path).close()
     execute(path, "UPDATE alembic_version SET version_num = '9999'")
     before = (path / DATABASE).read_bytes()
@@ -142,7 +142,7 @@ def test_a_home_of_the_future_is_refused_and_left_alone(path: Path) -> None:
     assert (path / DATABASE).read_bytes() == before
 
 
-def test_an_older_home_is_upgraded_by_a_writer_alone(first: Path, later: Path) -> None:
+def test_only_a_writer_upgrades_an_older_home(first: Path, later: Path) -> None:
     with pytest.raises(StorageError, match="made by an older moedraft"):
         Home.open(first, write=False)
     with Home.open(first) as home:
@@ -156,7 +156,7 @@ def test_an_older_home_is_upgraded_by_a_writer_alone(first: Path, later: Path) -
         assert len(Registry(reader).versions()) == 2
 
 
-def test_an_upgrade_that_fails_changes_nothing(first: Path, later: Path) -> None:
+def test_a_failed_upgrade_changes_nothing(first: Path, later: Path) -> None:
     with (later / "versions/later.py").open("a") as script:
         script.write('    raise RuntimeError("half way")\n')
     before = schema(first)

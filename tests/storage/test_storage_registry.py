@@ -35,12 +35,12 @@ def test_domains_come_back_as_they_were(registry: Registry) -> None:
 
 
 @pytest.mark.parametrize("name", ["../x", "", "a/b", "A", SHARED, ".", "x" * 65])
-def test_names_that_are_none(registry: Registry, name: str) -> None:
+def test_bad_names_are_refused(registry: Registry, name: str) -> None:
     with pytest.raises(InvalidRequest):
         registry.add_domain(domain(name))
 
 
-def test_taken_and_unknown_names(registry: Registry) -> None:
+def test_taken_and_unknown_names_are_refused(registry: Registry) -> None:
     with pytest.raises(InvalidRequest) as taken:
         registry.add_domain(domain())
     assert str(taken.value) == (
@@ -58,7 +58,7 @@ def test_taken_and_unknown_names(registry: Registry) -> None:
     assert registry.generation() == 1
 
 
-def test_removing_a_domain(home: Home, chain: Registry) -> None:
+def test_removing_a_domain_keeps_its_statistics(home: Home, chain: Registry) -> None:
     replay, log = ReplayBuffer(home, 10), RequestLog(home)
     replay.add([record(), record(SHARED)])
     log.add([stats()])
@@ -86,14 +86,6 @@ def test_a_new_live_version_retires_the_former(chain: Registry) -> None:
     assert chain.live(SHARED) is None
 
 
-def test_a_candidate_does_not_serve(chain: Registry) -> None:
-    chain.add_version(version(4, 3, state="candidate"))
-    assert chain.live("sql") == version(3, 2)
-    assert chain.generation() == 4
-    chain.promote("sql", 4)
-    assert chain.live("sql") == version(4, 3)
-
-
 def test_numbers_are_never_given_twice(chain: Registry) -> None:
     assert chain.next_version("sql") == 4
     assert [chain.reserve_version("sql"), chain.reserve_version("sql")] == [4, 5]
@@ -108,7 +100,7 @@ def test_numbers_are_never_given_twice(chain: Registry) -> None:
     assert chain.live("sql") == version(5, 3)
 
 
-def test_promoting(chain: Registry) -> None:
+def test_promoting_makes_a_version_live(chain: Registry) -> None:
     assert chain.promote("sql", 1) == version(1)
     assert states(chain) == {1: "live", 2: "retired", 3: "retired"}
     generation = chain.generation()
@@ -122,7 +114,7 @@ def test_promoting(chain: Registry) -> None:
         chain.promote("sql", 7)
 
 
-def test_rolling_back_to_the_untrained_expert(chain: Registry) -> None:
+def test_the_first_version_rolls_back_to_untrained(chain: Registry) -> None:
     assert chain.rollback("sql") == replace(version(2, 1), state="live")
     assert chain.rollback("sql") == version(1)
     generation = chain.generation()
@@ -133,7 +125,7 @@ def test_rolling_back_to_the_untrained_expert(chain: Registry) -> None:
         chain.rollback("sql")
 
 
-def test_rolling_back_passes_over_what_was_rolled_back(chain: Registry) -> None:
+def test_rollback_skips_rolled_back_versions(chain: Registry) -> None:
     generation = chain.generation()
     assert chain.reject("sql", 2) == version(3, 2)
     assert chain.generation() == generation  # it was not live
@@ -144,7 +136,7 @@ def test_rolling_back_passes_over_what_was_rolled_back(chain: Registry) -> None:
 
 
 @pytest.mark.parametrize("parent", [2, 3], ids=["itself", "a circle"])
-def test_a_line_of_descent_that_goes_in_circles_ends(home: Home, chain: Registry, parent: int) -> None:
+def test_a_circular_lineage_ends(home: Home, chain: Registry, parent: int) -> None:
     with home.write() as connection:
         second = (adapter_versions.c.domain == "sql") & (adapter_versions.c.version == 2)
         connection.execute(update(adapter_versions).where(second).values(parent=parent))
@@ -153,7 +145,7 @@ def test_a_line_of_descent_that_goes_in_circles_ends(home: Home, chain: Registry
     assert chain.rollback("sql") is None
 
 
-def test_forgetting_versions(chain: Registry) -> None:
+def test_forgetting_the_live_version_leaves_none(chain: Registry) -> None:
     generation = chain.generation()
     chain.forget_versions("sql", [1])
     assert chain.generation() == generation
@@ -170,7 +162,7 @@ def test_the_shared_adapter_has_versions_too(registry: Registry) -> None:
     assert registry.updates("sql") == 0
 
 
-def test_notes(registry: Registry) -> None:
+def test_notes_are_kept_until_removed(registry: Registry) -> None:
     assert registry.get_meta("base") is None
     assert registry.get_meta("base", "none") == "none"
     registry.set_meta("base", "a")
@@ -188,7 +180,7 @@ def test_a_second_registry_sees_the_same_generation(home: Home, registry: Regist
 
 
 @pytest.mark.parametrize("damage", ["{", "[" * 100_000, "7", "null", '"text"', "[1]", '{"a": 1}', "x'ff'"])
-def test_examples_that_are_damaged(home: Home, registry: Registry, damage: str) -> None:
+def test_damaged_examples_are_reported(home: Home, registry: Registry, damage: str) -> None:
     value = damage if damage.startswith("x'") else f"'{damage}'"
     with home.write() as connection:
         connection.execute(text(f"UPDATE domains SET examples = {value}"))

@@ -40,7 +40,7 @@ def test_records_come_back_as_they_were(home: Home) -> None:
     assert replay.records() == [record(SHARED, drafted=0, accepted=0, rejected=[]), record()]
 
 
-def test_order_limit_and_ids(mixed: ReplayBuffer) -> None:
+def test_records_are_found_by_order_limit_and_id(mixed: ReplayBuffer) -> None:
     assert first_tokens(mixed.records("sql", limit=3)) == [99, 98, 97]
     assert first_tokens(mixed.records("sql", limit=2, newest_first=False)) == [0, 1]
     last = mixed.last_id("python")
@@ -63,7 +63,7 @@ def test_a_batch_is_added_whole_or_not_at_all(home: Home) -> None:
     assert replay.count() == 0
 
 
-def test_records_of_a_domain_that_is_gone(home: Home, registry: Registry) -> None:
+def test_records_of_a_removed_domain_are_dropped(home: Home, registry: Registry) -> None:
     replay = ReplayBuffer(home, 10)
     registry.remove_domain("sql")
     replay.add([record()])
@@ -79,7 +79,7 @@ def test_fifo_is_bounded_per_domain(home: Home) -> None:
     assert replay.sizes() == {SHARED: 1, "sql": 5}
 
 
-def test_hardest_keeps_what_was_refused_most(home: Home) -> None:
+def test_hardest_keeps_the_most_refused(home: Home) -> None:
     replay = ReplayBuffer(home, 3, "hardest")
     replay.add([record(token=n, drafted=10, accepted=n) for n in (9, 2, 5, 0)])
     replay.add([record(token=77, drafted=0, accepted=0)])
@@ -101,11 +101,11 @@ def deciles_chi_square(home: Home, policy: Policy, trials: int = 150) -> float:
     return sum((count - trials) ** 2 / trials for count in kept)
 
 
-def test_the_reservoir_is_a_uniform_sample_of_all_that_came(home: Home) -> None:
+def test_the_reservoir_samples_uniformly(home: Home) -> None:
     assert deciles_chi_square(home, "reservoir") < 27.9  # p = 0.001
 
 
-def test_control_fifo_is_not(home: Home) -> None:
+def test_control_fifo_is_not_uniform(home: Home) -> None:
     assert deciles_chi_square(home, "fifo", trials=20) > 100
 
 
@@ -114,7 +114,7 @@ def draws(home: Home) -> list[float]:
         return list(connection.scalars(select(table.c.draw)))
 
 
-def test_draws_are_repeatable_but_not_repeated(path: Path, tmp_path: Path) -> None:
+def test_draws_are_repeatable_but_differ(path: Path, tmp_path: Path) -> None:
     def run(folder: Path) -> list[float]:
         for _ in range(2):  # the second time is a restart with the same seed
             with Home.open(folder) as home:
@@ -134,12 +134,12 @@ def test_without_a_seed_draws_differ(home: Home) -> None:
 
 
 @pytest.mark.parametrize(("capacity", "policy"), [(0, "fifo"), (-1, "fifo"), (5, "lifo")])
-def test_settings_that_mean_nothing(home: Home, capacity: int, policy: Policy) -> None:
+def test_bad_settings_are_refused(home: Home, capacity: int, policy: Policy) -> None:
     with pytest.raises(InvalidRequest, match="replay"):
         ReplayBuffer(home, capacity, policy)
 
 
-def test_samples(mixed: ReplayBuffer) -> None:
+def test_a_sample_has_no_repeats_and_a_seed(mixed: ReplayBuffer) -> None:
     def drawn(name: str | None, n: int, seed: int) -> list[int]:
         return first_tokens(list(mixed.sample(name, n, seed)))
 
@@ -154,7 +154,7 @@ def test_samples(mixed: ReplayBuffer) -> None:
     assert drawn("nothing", 3, 0) == []
 
 
-def test_a_sample_larger_than_one_query(home: Home) -> None:
+def test_a_sample_may_need_several_queries(home: Home) -> None:
     replay = ReplayBuffer(home, 10_000)
     replay.add([record(token=n) for n in range(CHUNK + 20)])
     sample = first_tokens(list(replay.sample("sql", CHUNK + 10, seed=1)))
@@ -174,7 +174,9 @@ def test_a_sample_larger_than_one_query(home: Home) -> None:
         (0, (0, 0, 0)),
     ],
 )
-def test_stratified_shares(mixed: ReplayBuffer, n: int, shares: tuple[int, int, int]) -> None:
+def test_stratified_samples_are_shared_evenly(
+    mixed: ReplayBuffer, n: int, shares: tuple[int, int, int]
+) -> None:
     sample = list(mixed.sample_stratified(n, seed=2))
     names = [one.domain for one in sample]
     assert (names.count("sql"), names.count("python"), names.count(SHARED)) == shares
@@ -190,7 +192,7 @@ def test_stratified_is_shuffled_and_may_be_empty(mixed: ReplayBuffer) -> None:
     assert list(mixed.sample_stratified(4, seed=1)) == []
 
 
-def test_a_sample_of_one_target(mixed: ReplayBuffer) -> None:
+def test_a_sample_holds_one_target_only(mixed: ReplayBuffer) -> None:
     """The few records of the present target are all drawn, however many there are of a former one."""
     mixed.add([record(token=300 + n, target_id="new") for n in range(6)])
     mixed.add([record("python", token=400 + n, target_id="new") for n in range(2)])
@@ -212,7 +214,7 @@ def test_a_sample_is_read_as_it_is_used(home: Home, mixed: ReplayBuffer) -> None
     assert {*range(100, 120), *range(200, 204)} <= {first.token_ids[0], *rest}
 
 
-def test_purging(mixed: ReplayBuffer) -> None:
+def test_purging_removes_records_but_no_ids(mixed: ReplayBuffer) -> None:
     last = mixed.last_id()
     assert mixed.purge("sql") == 100
     assert mixed.sizes() == {"python": 20, SHARED: 4}
@@ -233,7 +235,7 @@ def test_a_damaged_record_is_skipped(
     assert "replay record 2 of 'sql' is damaged and skipped" in caplog.text
 
 
-def test_a_prompt_that_does_not_end_where_the_answer_begins_is_damage(
+def test_a_wrong_prompt_length_is_damage(
     home: Home, mixed: ReplayBuffer, caplog: pytest.LogCaptureFixture
 ) -> None:
     with home.write() as connection:

@@ -6,7 +6,7 @@ from storage_fakes import stats
 from moedraft.storage import ExpertStats, Home, RequestLog
 
 
-def test_sums_and_rates(home: Home) -> None:
+def test_summary_adds_up_requests(home: Home) -> None:
     log = RequestLog(home)
     log.add([])
     assert log.summary() == {}
@@ -20,7 +20,7 @@ def test_sums_and_rates(home: Home) -> None:
     assert summary["shared"].mean_acceptance_length is None
 
 
-def test_first_and_recent_requests(home: Home) -> None:
+def test_first_and_recent_rates_skip_undrafted(home: Home) -> None:
     """Requests without a draft say nothing of acceptance and do not fill the windows."""
     log = RequestLog(home)
     log.add([stats(drafted=0, accepted=0)] * 30)
@@ -35,7 +35,7 @@ def test_first_and_recent_requests(home: Home) -> None:
     assert found.acceptance_rate == pytest.approx((15 + 45 + 450) / 800)
 
 
-def test_figures_of_all_time_survive_trimming(home: Home) -> None:
+def test_totals_survive_trimming(home: Home) -> None:
     log = RequestLog(home, capacity=3)
     log.add([stats(accepted=number) for number in range(5)])
     log.add([stats(accepted=5), stats("python")])
@@ -47,7 +47,7 @@ def test_figures_of_all_time_survive_trimming(home: Home) -> None:
         assert connection.exec_driver_sql("SELECT count(*) FROM requests").scalar() == 3
 
 
-def test_series(home: Home) -> None:
+def test_series_groups_requests_in_buckets(home: Home) -> None:
     log = RequestLog(home)
     log.add([stats(accepted=n, created_at=float(n)) for n in range(1, 6)])
     log.add([stats(drafted=0, accepted=0, created_at=9.0)])

@@ -14,7 +14,7 @@ def update(expert: str = "sql", version: int = 1) -> UpdateRecord:
     return UpdateRecord(expert, version, 20, 16, 1.5, 2.25, 0.4, None, created_at=float(version))
 
 
-def test_updates_come_back_oldest_first_and_survive(path: Path) -> None:
+def test_updates_survive_and_come_oldest_first(path: Path) -> None:
     with Home.open(path) as home:
         log = UpdateLog(home)
         for version in range(1, 6):
@@ -34,7 +34,7 @@ def test_the_log_of_updates_is_bounded(path: Path) -> None:
         assert [one.version for one in log.recent()] == [5, 6, 7]
 
 
-def test_requests_of_a_span_of_time(path: Path) -> None:
+def test_requests_are_found_by_time_and_expert(path: Path) -> None:
     rows = [
         stats(expert, created_at=float(at), confidence=0.5, drafted_at=[2, 1], accepted_at=[1])
         for at, expert in enumerate(["sql", "python", "sql", "sql"])

@@ -1,7 +1,7 @@
-"""The page for people who would rather look than read. Read-only, live, and nothing of it from elsewhere.
+"""The dashboard: read-only pages that update themselves. The browser loads nothing from other hosts.
 
-`mount` puts NiceGUI into the server's own application. Who may look is decided before: the server's guard
-stands in front of `/dashboard`, its websocket included.
+`mount` adds NiceGUI to the server's own application. Access is checked before any page is reached: the
+server's guard also covers `/dashboard` and its websocket.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from fastapi import FastAPI
 from nicegui import core, ui
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from moedraft.insight.observe import Observer
 from moedraft.serve.dashboard import pages
 from moedraft.serve.dashboard.files import csv_file
 from moedraft.serve.dashboard.looking import LOOKING, Looking
-from moedraft.serve.jobs import target_name
-from moedraft.serve.observe import Observer
+from moedraft.serve.http.model_names import target_name
 
 if TYPE_CHECKING:
-    from moedraft.serve.context import ServerContext
+    from moedraft.serve.http.context import ServerContext
 
 PATH = "/dashboard"
 ICON = (
@@ -31,7 +31,7 @@ ICON = (
     'fill="#0f766e"/><path d="M8 21l5-9 4 6 3-4 4 7" fill="none" stroke="#fff" stroke-width="2.6" '
     'stroke-linecap="round" stroke-linejoin="round"/></svg>'
 )
-# NiceGUI compiles templates in the browser, hence unsafe-eval; what it may load or reach is only us.
+# NiceGUI compiles templates in the browser, which needs 'unsafe-eval'. Everything else must come from us.
 POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data:; font-src 'self'; connect-src 'self'; object-src 'none'; base-uri 'none'; "
@@ -40,7 +40,8 @@ POLICY = (
 HEADERS = (
     (b"content-security-policy", POLICY.encode()),
     (b"x-content-type-options", b"nosniff"),
-    (b"referrer-policy", b"same-origin"),  # without one a form sends no origin, and is refused
+    # so that browsers send our forms with their origin, which is checked
+    (b"referrer-policy", b"same-origin"),
 )
 
 
@@ -65,7 +66,7 @@ def mount(app: FastAPI, context: ServerContext, *, clock: Callable[[], float] = 
 
 
 class Frame:
-    """ASGI: tells the pages what to look at, and the browser what it may do."""
+    """ASGI layer: tells the pages what to show, and adds headers that limit what the browser may do."""
 
     def __init__(self, app: ASGIApp, looking: Looking) -> None:
         self.app, self.looking = app, looking
@@ -81,7 +82,7 @@ class Frame:
 
 @cache
 def _host() -> FastAPI:
-    """The application NiceGUI lives in. It knows one per process, so all dashboards of a process share it."""
+    """The application that NiceGUI runs in. NiceGUI supports one per process, so all dashboards share it."""
     host = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     host.add_api_route("/csv/{table}", csv_file, methods=["GET"])
     pages.register()
@@ -101,7 +102,8 @@ def _host() -> FastAPI:
 
 @asynccontextmanager
 async def _host_lifespan() -> AsyncIterator[None]:
-    """NiceGUI's own; the one that `run_with` gives searches the whole memory for a server."""
-    core.sio.eio.start_service_task = True  # of this event loop, should there have been another before
+    """NiceGUI's own start and stop. Those that `run_with` sets up search all objects in memory."""
+    # for the current event loop, if NiceGUI has run in another one before
+    core.sio.eio.start_service_task = True
     async with core.app.router.lifespan_context(core.app):
         yield

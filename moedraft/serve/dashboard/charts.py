@@ -1,7 +1,7 @@
-"""ECharts options out of tables.
+"""Turns tables into options for ECharts.
 
-Colours are CSS variables, so that one chart serves the light and the dark page. Names are only ever values,
-never keys: NiceGUI runs what stands under a key that begins with a colon.
+Colours are CSS variables, so that the same chart fits the light and the dark page. Names are used only as
+values, never as keys, because NiceGUI executes the value of a key that begins with a colon.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moedraft.core import SHARED
-from moedraft.serve.figures import ALL
-from moedraft.serve.tables import Cell, Column, Kind, Table
+from moedraft.insight.figures import ALL
+from moedraft.insight.table import Cell, Column, Kind, Table
 
 Options = dict[str, Any]
 
 FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", "Noto Sans", Arial, sans-serif'
-HUES = 8  # --hue-0 … in the style sheet
-SYMBOLS_UP_TO = 14  # points; more of them need no dots
+HUES = 8  # number of colours --hue-0 … in the style sheet
+SYMBOLS_UP_TO = 14  # a line with more points is drawn without dots
 FORMATS: dict[Kind, str] = {
     "share": "v => v == null ? '–' : (100 * v).toFixed(1) + ' %'",
     "gain": "v => v == null ? '–' : (v > 0 ? '+' : '') + (100 * v).toFixed(1)",
@@ -27,7 +27,7 @@ FORMATS: dict[Kind, str] = {
     "seconds": "v => v == null ? '–' : v.toFixed(1) + ' s'",
 }
 WHOLE: Options = {"min": 0, "max": 1, "interval": 0.25}
-CLOCK = {  # labels of a time axis, none of them in bold
+CLOCK = {  # formats for the labels of a time axis, without ECharts' bold text
     "year": "{yyyy}",
     "month": "{MMM}",
     "day": "{MMM} {d}",
@@ -45,17 +45,17 @@ TICKS: dict[Kind, str] = {
 
 
 def colours(names: Sequence[str]) -> dict[str, str]:
-    """A colour for each, by order; `shared` and the sum of all have their own."""
+    """A colour for each name, in the given order; `shared` and the sum of all have fixed ones."""
     others = [name for name in names if name not in (SHARED, ALL)]
     found = {name: f"var(--hue-{place % HUES})" for place, name in enumerate(others)}
     return {**found, SHARED: "var(--hue-shared)", ALL: "var(--ink)"}
 
 
 def over_time(table: Table, columns: Sequence[Column], paints: dict[str, str]) -> Options:
-    """Columns of `table` as lines against its first.
+    """A line chart: columns of `table` over its first column, the time.
 
-    Shares are compared with one another, so their axis need not begin at zero; a line of another kind that
-    is alone stands on a pale area.
+    The axis of shares covers only the range of the values, so that differences are visible. A single line of
+    another kind is drawn with a shaded area below it.
     """
     kind = columns[0].kind
     series = [_line(table, column, paints[column.label]) for column in columns]
@@ -68,7 +68,7 @@ def over_time(table: Table, columns: Sequence[Column], paints: dict[str, str]) -
 
 
 def stacked(table: Table, columns: Sequence[Column], paints: dict[str, str]) -> Options:
-    """Columns of `table` that add up to one, as bars that touch; a step without any has none."""
+    """Touching bars for columns of `table` that add up to one. A step without values has no bar."""
     at = [1000 * _number(cell) for cell in table.column("at")]
     series = [
         {
@@ -86,7 +86,7 @@ def stacked(table: Table, columns: Sequence[Column], paints: dict[str, str]) -> 
 
 
 def scatter(table: Table, key: str, paints: dict[str, str]) -> Options:
-    """One dot a row, its colour that of the row's expert, against time."""
+    """A dot for each row over time, in the colour of the row's expert."""
     kind = _kind(table, key)
     dots: dict[str, list[list[Cell]]] = {}
     for at, name, value in zip(table.column("at"), table.column("expert"), table.column(key), strict=True):
@@ -121,7 +121,7 @@ def bars(
     lying: bool = False,
     gap: str = "35%",
 ) -> Options:
-    """Bars by label, stacked where there are several columns; lying ones read from the top."""
+    """Bars by label, stacked if there are several columns. lying=True: horizontal, from top to bottom."""
     series: list[Options] = [
         {
             "type": "bar",
@@ -149,7 +149,7 @@ def bars(
 
 
 def _options(series: list[Options], x: Options, y: Options, kind: Kind, *, lying: bool = False) -> Options:
-    """What all charts have in common: calm axes, a tooltip that keeps to the card."""
+    """The options that all charts have in common, such as plain axes and a tooltip that stays in its card."""
     text = {"color": "var(--muted)", "fontSize": 12}
     line = {"lineStyle": {"color": "var(--line)"}}
     tick = {":formatter": TICKS[kind]} if kind in TICKS else {}
@@ -178,7 +178,7 @@ def _options(series: list[Options], x: Options, y: Options, kind: Kind, *, lying
 
 
 def _close(values: Sequence[float]) -> Options:
-    """An axis that shows what differs between shares: tenths around them, or the whole where they are far."""
+    """An axis in tenths around the values, to make differences visible; 0 … 1 if they are far apart."""
     tenths = [10 * value for value in values] or [0.0]
     low, high = max(0, math.floor(min(tenths) - 0.2)), min(10, math.ceil(max(tenths) + 0.2))
     low, high = (low, low + 2) if high - low < 2 and low <= 8 else (low, high)
@@ -207,7 +207,7 @@ def _time(table: Table) -> Options:
 
 
 def _marks(table: Table) -> Options:
-    """Thin upright lines; with many of them only the last ones say what they are."""
+    """Thin vertical lines for the table's marks. If there are many, only the last ones get a label."""
     named = 6
     data = [
         {"xAxis": 1000 * mark.at, "name": mark.label, "label": {"show": place >= len(table.marks) - named}}

@@ -1,4 +1,4 @@
-"""One expert closely: acceptance over time with its versions, by place in the draft, by writing system."""
+"""The page about one expert: acceptance over time, by position in the draft and by writing system."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from nicegui import ui
 
 from moedraft.core import SHARED
+from moedraft.insight.views import Expert, ExpertView
 from moedraft.serve.dashboard import charts
 from moedraft.serve.dashboard.looking import Look
 from moedraft.serve.dashboard.markup import (
@@ -24,108 +25,127 @@ from moedraft.serve.dashboard.markup import (
     tag,
 )
 from moedraft.serve.dashboard.panels import Live, NumbersPanel, Panel, Text
-from moedraft.serve.observe import Expert, ExpertView
 
-STEP = "acceptance_rate"
+RATE = "acceptance_rate"
 
 
 @dataclass(frozen=True)
-class View:
+class ExpertsPageData:
     experts: tuple[Expert, ...]
-    chosen: ExpertView | None  # None: the address names nobody
+    chosen: ExpertView | None  # None: no expert has the name in the URL
 
 
 def experts_page(look: Look) -> None:
     name = look.expert
 
-    def see() -> View:
+    def see() -> ExpertsPageData:
         nonlocal name
         experts = look.at.observer.experts(look.span)
-        name = name or _first(experts)  # once: whoever reads of one is not to be shown another
-        return View(experts, look.at.observer.expert(name, look.span))
+        # Chosen once, so that the page does not switch to another expert while somebody reads it.
+        name = name or _first(experts)
+        return ExpertsPageData(experts, look.at.observer.expert(name, look.span))
 
     Live(look, see, lambda view: _build(look, view), lambda view: view.chosen is None)
 
 
+@dataclass(frozen=True)
+class ExpertPanels:
+    """The charts and the table of one expert."""
+
+    over_time: Panel
+    positions: Panel
+    languages: Panel
+    versions: NumbersPanel
+
+    @classmethod
+    def lay_out(cls, look: Look) -> ExpertPanels:
+        """Add the panels to the page, still empty."""
+        with ui.element("div").classes("grid"):
+            return cls(
+                over_time=Panel(
+                    look,
+                    "acceptance",
+                    "Acceptance over time",
+                    "Upright lines mark new versions.",
+                    "Nothing was drafted for this expert in this time.",
+                    wide=True,
+                    height=280,
+                ),
+                positions=Panel(
+                    look,
+                    "by_position",
+                    "By place in the draft",
+                    "The further ahead a token is guessed, the harder it is.",
+                    "Nothing was drafted in this time.",
+                ),
+                languages=Panel(
+                    look,
+                    "by_language",
+                    "By writing of the prompt",
+                    "Which scripts this expert guesses well.",
+                    "No request in this time.",
+                ),
+                versions=NumbersPanel(
+                    look,
+                    "versions",
+                    "Versions",
+                    "When made: on held-out records. In traffic: of requests in this time.",
+                    "No version yet: an untrained adapter changes nothing.",
+                ),
+            )
+
+    def show(self, seen: ExpertView, paint: str) -> None:
+        """Draw the expert's figures, in its colour `paint`."""
+        column = seen.acceptance.columns[4:5]
+        self.over_time.show(
+            seen.acceptance,
+            lambda: charts.over_time(seen.acceptance, column, {column[0].label: paint}),
+            some=seen.expert.acceptance is not None,
+        )
+        places = [str(place) for place in seen.by_position.column("position")]
+        rates = {"acceptance": seen.by_position.column(RATE)}
+        self.positions.show(
+            seen.by_position, lambda: charts.bars(places, rates, "share", [paint]), some=bool(places)
+        )
+        langs = [str(lang) for lang in seen.by_language.column("lang")]
+        by_lang = {"acceptance": seen.by_language.column(RATE)}
+        self.languages.show(
+            seen.by_language,
+            lambda: charts.bars(langs, by_lang, "share", [paint], lying=True),
+            some=bool(langs),
+        )
+        self.versions.show(seen.versions)
+
+
 def _first(experts: tuple[Expert, ...]) -> str:
-    """Whom to show where the address names nobody: the domain with most traffic."""
+    """The expert to show if the URL names none: the domain with the most requests."""
     domains = [expert for expert in experts if expert.name != SHARED]
     busiest = max(domains, key=lambda expert: expert.requests, default=None)
     return busiest.name if busiest else SHARED
 
 
-def _build(look: Look, view: View) -> Callable[[View], None]:
+def _build(look: Look, view: ExpertsPageData) -> Callable[[ExpertsPageData], None]:
     choice = Text("choice-slot")
     if view.chosen is None:
         ui.html(notice("There is no such expert", "It was removed and never served, or the name is another."))
         return lambda view: choice.show(_choice(look, view))
     look = replace(look, expert=view.chosen.expert.name)
     top = Text("strip")
-    with ui.element("div").classes("grid"):
-        over_time = Panel(
-            look,
-            "acceptance",
-            "Acceptance over time",
-            "Upright lines mark new versions.",
-            "Nothing was drafted for this expert in this time.",
-            wide=True,
-            height=280,
-        )
-        positions = Panel(
-            look,
-            "by_position",
-            "By place in the draft",
-            "The further ahead a token is guessed, the harder it is.",
-            "Nothing was drafted in this time.",
-        )
-        languages = Panel(
-            look,
-            "by_language",
-            "By writing of the prompt",
-            "Which scripts this expert guesses well.",
-            "No request in this time.",
-        )
-        versions = NumbersPanel(
-            look,
-            "versions",
-            "Versions",
-            "When made: on held-out records. In traffic: of requests in this time.",
-            "No version yet: an untrained adapter changes nothing.",
-        )
+    panels = ExpertPanels.lay_out(look)
 
-    def update(view: View) -> None:
+    def update(view: ExpertsPageData) -> None:
         choice.show(_choice(look, view))
         if view.chosen is None:
             return
-        seen = view.chosen
-        top.show(_strip(look, seen.expert))
-        paint = charts.colours([expert.name for expert in view.experts])[seen.expert.name]
-        column = seen.acceptance.columns[4:5]
-        some = seen.expert.acceptance is not None
-        over_time.show(
-            seen.acceptance,
-            lambda: charts.over_time(seen.acceptance, column, {column[0].label: paint}),
-            some=some,
-        )
-        places = [str(place) for place in seen.by_position.column("position")]
-        rates = {"acceptance": seen.by_position.column(STEP)}
-        positions.show(
-            seen.by_position, lambda: charts.bars(places, rates, "share", [paint]), some=bool(places)
-        )
-        langs = [str(lang) for lang in seen.by_language.column("lang")]
-        by_lang = {"acceptance": seen.by_language.column(STEP)}
-        languages.show(
-            seen.by_language,
-            lambda: charts.bars(langs, by_lang, "share", [paint], lying=True),
-            some=bool(langs),
-        )
-        versions.show(seen.versions)
+        top.show(_strip(look, view.chosen.expert))
+        paint = charts.colours([expert.name for expert in view.experts])[view.chosen.expert.name]
+        panels.show(view.chosen, paint)
 
     return update
 
 
-def _choice(look: Look, view: View) -> Markup:
-    """Every expert as a link, with its acceptance now."""
+def _choice(look: Look, view: ExpertsPageData) -> Markup:
+    """A link for every expert, with its current acceptance."""
     paints = charts.colours([expert.name for expert in view.experts])
     chosen = view.chosen.expert.name if view.chosen else None
     links = [

@@ -1,4 +1,4 @@
-"""Every chart's numbers as a CSV file."""
+"""The numbers of every chart as a CSV file."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import cast
 from fastapi import Request, Response
 
 from moedraft.core import SHARED, InvalidRequest, StorageError
+from moedraft.insight.observe import Observer
+from moedraft.insight.spans import Span, find_span
+from moedraft.insight.table import Table
+from moedraft.insight.views import ExpertView
 from moedraft.serve.dashboard.looking import LOOKING, Looking
-from moedraft.serve.observe import ExpertView, Observer
-from moedraft.serve.spans import Span, find_span
-from moedraft.serve.tables import Table
 
 Find = Callable[[Observer, Span, str], Table]
 
@@ -42,7 +43,7 @@ FILES: dict[str, Find] = {
 
 
 def csv_file(request: Request, table: str, range: str | None = None, expert: str = SHARED) -> Response:
-    """The table as a file; 404 for a table or an expert that is not there, 400 for another range."""
+    """The table as a CSV file; 404 for an unknown table or expert, 400 for an unknown time range."""
     looking = cast(Looking, request.scope[LOOKING])
     find = FILES.get(table)
     if find is None:
@@ -55,7 +56,7 @@ def csv_file(request: Request, table: str, range: str | None = None, expert: str
         found = find(looking.observer, span, expert)
     except InvalidRequest as error:
         return Response(f"{error}\n", 404, media_type="text/plain")
-    except StorageError:  # its sentence names the home
+    except StorageError:  # its message names the home's path, which is not shown
         return Response("The figures cannot be read now.\n", 503, media_type="text/plain")
     name = re.sub(r"[^\w-]+", "-", f"moedraft-{table}-{span.key}", flags=re.ASCII)
     headers = {"content-disposition": f'attachment; filename="{name}.csv"', "cache-control": "no-store"}

@@ -1,4 +1,4 @@
-"""What learning did and does: updates, what they gained, loss, time, and why the trainer waits."""
+"""The page about learning: updates, what they gained, loss, time spent, and what the trainer waits for."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from nicegui import ui
 
+from moedraft.insight.views import LearningView
 from moedraft.serve.dashboard import charts
 from moedraft.serve.dashboard.looking import Look
 from moedraft.serve.dashboard.markup import (
@@ -26,30 +27,29 @@ from moedraft.serve.dashboard.markup import (
 )
 from moedraft.serve.dashboard.panels import Live, NumbersPanel, Panel, Text
 from moedraft.serve.dashboard.words import sentence, trainer_state
-from moedraft.serve.observe import LearningView
 
 if TYPE_CHECKING:
-    from moedraft.serve.trainer import TrainerState
-    from moedraft.serve.worker import Snapshot
+    from moedraft.serve.supervisor.supervisor import TrainerState
+    from moedraft.serve.worker.worker import Snapshot
 
 
 @dataclass(frozen=True)
-class View:
+class LearningPageData:
     figures: LearningView
     engine: Snapshot
     trainer: TrainerState | None
 
 
 def learning_page(look: Look) -> None:
-    def see() -> View:
+    def see() -> LearningPageData:
         supervisor = look.at.supervisor
         trainer = supervisor.state() if supervisor else None
-        return View(look.at.observer.learning(look.span), look.at.worker.snapshot(), trainer)
+        return LearningPageData(look.at.observer.learning(look.span), look.at.worker.snapshot(), trainer)
 
     Live(look, see, lambda view: _build(look))
 
 
-def _build(look: Look) -> Callable[[View], None]:
+def _build(look: Look) -> Callable[[LearningPageData], None]:
     banner, top = Text(), Text("strip")
     with ui.element("div").classes("grid"):
         gain = Panel(
@@ -70,7 +70,7 @@ def _build(look: Look) -> Callable[[View], None]:
         )
         updates = NumbersPanel(look, "updates", "Updates", "The newest first.", "No update in this time.")
 
-    def update(view: View) -> None:
+    def update(view: LearningPageData) -> None:
         seen = view.figures
         banner.show(_banner(view))
         top.show(_strip(view))
@@ -93,19 +93,19 @@ def _build(look: Look) -> Callable[[View], None]:
     return update
 
 
-def _banner(view: View) -> Markup:
-    """What the trainer does now, and why it waits."""
+def _banner(view: LearningPageData) -> Markup:
+    """What the trainer does now, or what it waits for."""
     state = trainer_state(view.trainer)
     words = [tag("p", state.sentence, data_figure="trainer_state", data_value=state.word)]
     trainer = view.trainer
     if trainer and trainer.last_error and state.tone != "bad":
         words.append(tag("p", f"Its last failure: {trainer.last_error}", class_="hint"))
-    if view.engine.learning != "learning":
-        words.append(tag("p", f"No records are kept: {sentence(view.engine.learning)}", class_="bad"))
+    if view.engine.learning.is_paused:
+        words.append(tag("p", f"No records are kept: {sentence(view.engine.learning.reason)}", class_="bad"))
     return tag("section", pill(state.word, state.tone), join(words), class_="card banner")
 
 
-def _strip(view: View) -> Markup:
+def _strip(view: LearningPageData) -> Markup:
     seen, trainer = view.figures, view.trainer
     made = len(seen.updates.rows)
     restarts = trainer.restarts if trainer else None

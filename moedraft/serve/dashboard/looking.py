@@ -1,4 +1,4 @@
-"""What one look at the dashboard is at: the running parts, the time range and the expert, as in the URL."""
+"""What a page shows: the running server, and the time range and expert that the URL names."""
 
 from __future__ import annotations
 
@@ -10,45 +10,45 @@ from urllib.parse import urlencode
 from starlette.requests import HTTPConnection
 
 from moedraft.core import InvalidRequest
-from moedraft.serve.errors import ApiError
-from moedraft.serve.observe import Observer
-from moedraft.serve.spans import DEFAULT, SPANS, Span, find_span
+from moedraft.insight.observe import Observer
+from moedraft.insight.spans import DEFAULT, SPANS, Span, find_span
+from moedraft.serve.http.errors import ApiError
 
 if TYPE_CHECKING:
-    from moedraft.serve.context import Authorise
-    from moedraft.serve.trainer import TrainerSupervisor
-    from moedraft.serve.worker import Worker
+    from moedraft.serve.http.context import Authorise
+    from moedraft.serve.supervisor.supervisor import TrainerSupervisor
+    from moedraft.serve.worker.worker import Worker
 
-LOOKING = "moedraft.dashboard"  # key in the ASGI scope
+LOOKING = "moedraft.dashboard"  # key in the ASGI scope under which `Looking` is found
 
 
 @dataclass(frozen=True)
 class Looking:
-    """What there is to look at."""
+    """The parts of the running server that pages read from."""
 
     worker: Worker
     supervisor: TrainerSupervisor | None  # None: learning is off
     observer: Observer
     model: str  # the target's name in the API
-    authorise: Authorise  # who may look
+    authorise: Authorise  # checks who may look
 
 
 @dataclass(frozen=True)
 class Look:
-    """One page as the URL names it. `base` is where the dashboard is mounted."""
+    """One page as its URL names it. `base` is the path at which the dashboard is mounted."""
 
     at: Looking
-    connection: HTTPConnection  # that asked for the page
+    connection: HTTPConnection  # the request for the page
     base: str
-    server: str  # its URL without a path
+    server: str  # the server's URL without a path
     page: str = ""
     span: Span = SPANS[DEFAULT]
     expert: str | None = None
-    signed_in: bool = False  # by a key
+    signed_in: bool = False  # whether the reader signed in with a key
 
     @classmethod
     def of(cls, connection: HTTPConnection, page: str, query: Mapping[str, str]) -> Look:
-        """A range that is unknown is taken for the default: a page is shown rather than an error."""
+        """The look that a request asks for. An unknown time range becomes the default instead of an error."""
         try:
             span = find_span(query.get("range"))
         except InvalidRequest:
@@ -61,7 +61,7 @@ class Look:
 
     @property
     def allowed(self) -> bool:
-        """Whether whoever asked for the page may still look: an open page can outlive its key."""
+        """Whether the reader may still see the dashboard: the key may be revoked while a page is open."""
         try:
             self.at.authorise(self.connection, "dashboard")
         except ApiError:
@@ -69,7 +69,7 @@ class Look:
         return True
 
     def url(self, page: str | None = None, *, span: Span | None = None, expert: str | None = None) -> str:
-        """The same look, changed in one thing."""
+        """The URL of this page with some of its parts changed."""
         other = replace(
             self,
             page=self.page if page is None else page,

@@ -1,6 +1,7 @@
-"""HTML as text that cannot be forgotten to be escaped, and figures as people read them.
+"""Builds HTML in which all text is escaped, and writes figures so that people can read them.
 
-Whatever is not `Markup` is text and stays text, whoever wrote it: names of domains come from users.
+Only `Markup` counts as HTML. Everything else is text and is escaped, because names of domains come from
+users.
 """
 
 from __future__ import annotations
@@ -11,21 +12,24 @@ import time
 from collections.abc import Iterable
 from datetime import UTC, datetime
 
-from moedraft.serve.tables import Cell, Column, Table
+from moedraft.insight.table import Cell, Column, Table
 
 NONE = "–"
 VOID = ("br", "hr", "img", "input", "meta", "link")
-MANY_ROWS = 200  # more are left to the CSV
+MANY_ROWS = 200  # the pages show at most so many rows of a table; the CSV file has all of them
 
 
 class Markup(str):
-    """HTML that was put together by `tag`."""
+    """HTML that `tag` has built and that needs no escaping."""
 
     __slots__ = ()
 
 
 def tag(name: str, *children: str, **attributes: object) -> Markup:
-    """<name attribute="…">children</name>; `data_value` is data-value, `class_` class, None is left out."""
+    """An element: <name attribute="…">children</name>.
+
+    `data_value` becomes data-value and `class_` becomes class; attributes that are None are left out.
+    """
     written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{html.escape(str(value))}"'
         for key, value in attributes.items()
@@ -47,7 +51,7 @@ def share(value: float | None, digits: int = 0) -> str:
 
 
 def points(value: float | None) -> str:
-    """A difference of shares, in points of a hundred."""
+    """The difference of two shares in percentage points."""
     return NONE if value is None else f"{100 * value:+.1f}".replace("-", "−")
 
 
@@ -56,7 +60,7 @@ def count(value: float | None) -> str:
 
 
 def short(value: float | None) -> str:
-    """A count that fits where there is little room: 950, 12.3k, 4.1M."""
+    """A count in few characters: 950, 12.3k, 4.1M."""
     if value is None:
         return NONE
     for limit, sign in ((1e6, "M"), (1e4, "k")):
@@ -71,7 +75,7 @@ def number(value: float | None, digits: int = 2) -> str:
 
 
 def rate(value: float | None) -> str:
-    """A speed: three digits that tell something."""
+    """A speed with about three significant digits."""
     return NONE if value is None else count(value) if value >= 100 else number(value, 1)
 
 
@@ -100,7 +104,7 @@ def ago(at: float | None, now: float | None = None) -> str:
 
 
 def moment(at: float) -> Markup:
-    """UTC; the page's script writes it in the reader's own time."""
+    """A time in UTC; a script in the page converts it to the reader's time zone."""
     stamp = datetime.fromtimestamp(at, UTC)
     return tag("time", stamp.strftime("%Y-%m-%d %H:%M:%S UTC"), datetime=stamp.isoformat())
 
@@ -127,7 +131,7 @@ def shown(cell: Cell, column: Column) -> str:
 
 
 def figure(key: str, label: str, value: float | int | str | None, text: str, note: str = "") -> Markup:
-    """A figure worth a large type. `value` is the exact one, for whoever reads the page by program."""
+    """A figure in large type. `value` is the exact number, for programs that read the page."""
     return tag(
         "div",
         tag("dt", label),
@@ -142,12 +146,12 @@ def figures(*items: Markup) -> Markup:
 
 
 def pill(text: str, tone: str) -> Markup:
-    """tone: good, busy, bad or quiet; the text says the same, so that colour is never needed."""
+    """A coloured label. tone: good, busy, bad or quiet. The text always says the same as the colour."""
     return tag("span", text, class_=f"pill {tone}")
 
 
 def numbers(table: Table) -> Markup:
-    """The table itself, the newest rows first where it tells of time."""
+    """The table in HTML, with the newest rows first if it has a time column."""
     rows = table.rows[::-1] if table.columns[0].kind == "time" else table.rows
     head = tag(
         "tr", *(tag("th", column.label, scope="col", class_=_align(column)) for column in table.columns)
@@ -172,7 +176,7 @@ def _align(column: Column) -> str:
 
 
 def legend(entries: Iterable[tuple[str, str, str]]) -> Markup:
-    """(name, colour, last figure) of every line."""
+    """A legend from the (name, colour, last figure) of every line."""
     items = [
         tag("li", tag("i", style=f"background:{colour}"), tag("span", name), tag("b", text))
         for name, colour, text in entries

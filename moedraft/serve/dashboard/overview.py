@@ -1,4 +1,4 @@
-"""Everything at a glance: how fast, how much of it drafting wins, which expert earns its place."""
+"""The overview page: speed, acceptance, where tokens come from, and a table of all experts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 from nicegui import ui
 
 from moedraft.core import SHARED
-from moedraft.serve.columns import ratio
+from moedraft.insight.columns import ratio
+from moedraft.insight.figures import ALL
+from moedraft.insight.views import Expert, Overview
 from moedraft.serve.dashboard import charts
 from moedraft.serve.dashboard.looking import Look
 from moedraft.serve.dashboard.markup import (
@@ -31,12 +33,10 @@ from moedraft.serve.dashboard.markup import (
 )
 from moedraft.serve.dashboard.panels import Live, NumbersPanel, Panel, Text, join_title
 from moedraft.serve.dashboard.words import engine_state, idle_note, sentence, speedup_note, trainer_state
-from moedraft.serve.figures import ALL
-from moedraft.serve.observe import Expert, Overview
 
 if TYPE_CHECKING:
-    from moedraft.serve.trainer import TrainerState
-    from moedraft.serve.worker import Snapshot
+    from moedraft.serve.supervisor.supervisor import TrainerState
+    from moedraft.serve.worker.worker import Snapshot
 
 
 MOST_LINES = 12  # of experts in a chart; the numbers and the CSV have all
@@ -44,22 +44,22 @@ SOURCE_PAINTS = ("var(--accent)", "var(--hue-1)", "var(--hue-shared)")  # of dra
 
 
 @dataclass(frozen=True)
-class View:
+class OverviewPageData:
     figures: Overview
     engine: Snapshot
     trainer: TrainerState | None
 
 
 def overview_page(look: Look) -> None:
-    def see() -> View:
+    def see() -> OverviewPageData:
         supervisor = look.at.supervisor
         trainer = supervisor.state() if supervisor else None
-        return View(look.at.observer.overview(look.span), look.at.worker.snapshot(), trainer)
+        return OverviewPageData(look.at.observer.overview(look.span), look.at.worker.snapshot(), trainer)
 
     Live(look, see, lambda view: _build(look), lambda view: None)
 
 
-def _build(look: Look) -> Callable[[View], None]:
+def _build(look: Look) -> Callable[[OverviewPageData], None]:
     top, welcome = Text("strip"), Text("welcome-slot")
     with ui.element("div").classes("grid"):
         speed = Panel(
@@ -97,7 +97,7 @@ def _build(look: Look) -> Callable[[View], None]:
             "There is no expert yet.",
         )
 
-    def update(view: View) -> None:
+    def update(view: OverviewPageData) -> None:
         seen = view.figures
         top.show(_strip(look, view))
         served = any(expert.stats for expert in seen.experts)
@@ -117,7 +117,7 @@ def _build(look: Look) -> Callable[[View], None]:
     return update
 
 
-def _strip(look: Look, view: View) -> Markup:
+def _strip(look: Look, view: OverviewPageData) -> Markup:
     seen, now = view.figures, view.engine
     speedup = NONE if now.speedup is None else f"{number(now.speedup)}×"
     first = f"First token after {duration(seen.time_to_first_token)} (median)."
@@ -204,7 +204,7 @@ def _show_sources(panel: Panel, seen: Overview) -> None:
     )
 
 
-def _state(view: View) -> Markup:
+def _state(view: OverviewPageData) -> Markup:
     engine, trainer = engine_state(view.engine), trainer_state(view.trainer)
     rows = [("Engine", engine, "engine_state"), ("Trainer", trainer, "trainer_state")]
     parts = [
@@ -222,8 +222,9 @@ def _state(view: View) -> Markup:
             ("Updates", count(view.trainer.updates)),
             ("Restarts of the trainer", count(view.trainer.restarts)),
         ]
-    if now.learning != "learning":
-        parts.append(tag("li", tag("p", f"No records are kept: {sentence(now.learning)}"), class_="bad"))
+    if now.learning.is_paused:
+        reason = sentence(now.learning.reason)
+        parts.append(tag("li", tag("p", f"No records are kept: {reason}"), class_="bad"))
     listed = tag("dl", *(join([tag("dt", name), tag("dd", text)]) for name, text in facts), class_="facts")
     return join([tag("ul", *parts, class_="states"), listed])
 

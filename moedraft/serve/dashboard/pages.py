@@ -1,4 +1,4 @@
-"""The four pages and what surrounds them. Each is a function of the URL: address and page say the same."""
+"""The four pages and the frame around them. The URL alone determines what a page shows."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from fastapi import Request
 from nicegui import PageArguments, ui
 from nicegui.elements.sub_pages import SubPages
 
+from moedraft.insight.spans import SPANS
 from moedraft.serve.dashboard.experts import experts_page
 from moedraft.serve.dashboard.learning import learning_page
 from moedraft.serve.dashboard.looking import Look
 from moedraft.serve.dashboard.markup import Markup, join, notice, tag
 from moedraft.serve.dashboard.overview import overview_page
 from moedraft.serve.dashboard.router import router_page
-from moedraft.serve.spans import SPANS
 
 PAGES: dict[str, tuple[str, Callable[[Look], None]]] = {
     "": ("Overview", overview_page),
@@ -34,19 +34,19 @@ MARK = Markup(
 
 
 def register() -> None:
-    """Tell NiceGUI of the pages. Once per process."""
+    """Register the pages with NiceGUI, once per process."""
     ui.page("/", title="moedraft")(shell)
     ui.page("/{_:path}", title="moedraft")(shell)
 
 
 def shell(request: Request) -> None:
-    """What all pages share. From here on links change the page within the browser."""
+    """The frame that all pages share; links inside it replace only the page in the middle."""
     ui.add_head_html(f"<style>{STYLE}</style><script>{SCRIPT}</script>")
     CurrentPage({f"/{name}": _page(request, name) for name in PAGES})
 
 
 class CurrentPage(SubPages):
-    """The page the address names."""
+    """The page that the URL names, inside the frame."""
 
     def _render_404(self) -> None:
         self._say("There is no such page", "The address is not one of the dashboard.")
@@ -71,7 +71,8 @@ def _page(request: Request, name: str) -> Callable[[PageArguments], None]:
         ui.html(tag("h1", title, class_="unseen"))
         build(look)
 
-    page.__annotations__ = {"arguments": PageArguments}  # NiceGUI looks for the class itself
+    # NiceGUI reads the annotation and needs the class, not its name as text
+    page.__annotations__ = {"arguments": PageArguments}
     return page
 
 

@@ -1,4 +1,4 @@
-"""What pages are made of: the part that is live, a chart with its numbers, a text that changes."""
+"""The building blocks of pages: a part that updates itself, a chart with its numbers, a changing text."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any, Generic, TypeVar
 from nicegui import ui
 
 from moedraft.core import StorageError
+from moedraft.insight.table import Table
 from moedraft.serve.dashboard.charts import Options
 from moedraft.serve.dashboard.looking import Look
 from moedraft.serve.dashboard.markup import Markup, legend, notice, numbers, tag
-from moedraft.serve.tables import Table
 
 V = TypeVar("V")
 Legend = Iterable[tuple[str, str, str]]  # (name, colour, last figure)
@@ -29,7 +29,7 @@ TROUBLE = "The figures cannot be read now. What is shown may be old; the page tr
 
 
 class Text:
-    """HTML that changes; nothing is sent where it does not."""
+    """HTML that can be replaced; it is sent to the browser only if it has changed."""
 
     def __init__(self, class_: str = "") -> None:
         self._element = ui.html("", sanitize=True).classes(class_)
@@ -40,11 +40,11 @@ class Text:
 
 
 class Live(Generic[V]):
-    """The part of a page that follows what happens.
+    """The part of a page that updates itself.
 
-    `see` makes the view, beside the event loop. `build` lays it out and returns what brings it up to date;
-    it is called again where `shape(view)` has changed. Before the first view there is a sketch of the page,
-    and where a view cannot be made a notice that says so. Whoever may look no longer is shown nothing more.
+    `see` reads the figures, in a thread. `build` lays the page out and returns a function that updates it; it
+    is called again if `shape(view)` changes. Before the first figures a grey outline of the page is shown,
+    and if figures cannot be read, a notice. A reader whose access has ended is shown nothing more.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Live(Generic[V]):
             return
         try:
             view = await asyncio.get_running_loop().run_in_executor(VIEWS, self._see)
-        except Exception as error:  # old figures must not pass for new ones, whatever went wrong
+        except Exception as error:  # whatever went wrong, a notice must say that the figures are old
             expected = isinstance(error, StorageError)
             log.warning("The dashboard has no new figures: %s", error, exc_info=None if expected else error)
             self._trouble.show(notice("No connection to the figures", TROUBLE, "bad"))
@@ -86,7 +86,7 @@ class Live(Generic[V]):
 
 
 class Panel:
-    """A chart with a title and a line that says what it shows, its legend, its numbers and its CSV."""
+    """A chart with a title and an explanation, its legend, its numbers and its CSV file."""
 
     def __init__(
         self,
@@ -123,9 +123,9 @@ class Panel:
         some: bool = True,
         written: Markup | None = None,
     ) -> None:
-        """Draw where `table` has changed. some=False: there is nothing to be seen in it yet.
+        """Draw the chart if `table` has changed. some=False: show the text for an empty chart instead.
 
-        written: the table's numbers, where another panel needs them too.
+        written: the table's numbers as HTML, if the caller has built them already.
         """
         if table == self._table:
             return
@@ -141,7 +141,7 @@ class Panel:
 
 
 class NumbersPanel:
-    """A table that is shown as one."""
+    """A card that shows a table as a table instead of a chart."""
 
     def __init__(self, look: Look, key: str, title: str, note: str, empty: str) -> None:
         self._empty = empty
@@ -152,13 +152,13 @@ class NumbersPanel:
                 ui.html(tag("a", "CSV", href=look.csv(key), download="", class_="csv"))
 
     def show(self, table: Table, body: Markup | None = None) -> None:
-        """`body` instead of the plain table, where there is a better look to it."""
+        """Show `body` instead of the plain table, if it is given."""
         nothing = tag("div", tag("p", self._empty), class_="nothing")
         self._body.show((body or numbers(table)) if table.rows else nothing)
 
 
 def show_out() -> None:
-    """Of a page that may no longer be looked at: asked for anew, the guard leads it to the sign-in."""
+    """Reload a page whose reader has lost access; the guard then redirects to the sign-in form."""
     ui.navigate.reload()
 
 
@@ -167,6 +167,6 @@ def join_title(title: str, note: str) -> Markup:
 
 
 def last_figures(table: Table, keys: Iterable[str], write: Callable[[Any], str]) -> list[str]:
-    """The newest figure there is of each column."""
+    """The newest figure of each column, as text."""
     columns = (table.column(key) for key in keys)
     return [write(next((v for v in reversed(column) if v is not None), None)) for column in columns]

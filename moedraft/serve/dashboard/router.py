@@ -1,24 +1,26 @@
-"""Where prompts go: share by domain, how sure the router is, what fits nobody, and a box to try one."""
+"""The page about the router: requests by domain, confidence, unknown traffic, and a box to try a prompt."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 from nicegui import events, ui
 
 from moedraft.core import SHARED
-from moedraft.routing.classifier import Route
+from moedraft.insight.views import RouterView
+from moedraft.routing.router import Route
 from moedraft.serve.dashboard import charts
 from moedraft.serve.dashboard.looking import Look
 from moedraft.serve.dashboard.markup import Markup, figure, figures, join, notice, share, short, tag
 from moedraft.serve.dashboard.panels import Live, Panel, Text, join_title, last_figures, show_out
-from moedraft.serve.observe import RouterView
 
-MUCH = 0.25  # share of unknown traffic from which a domain is worth registering
-LEAST = 20  # requests before that is said
-LONGEST = 8000  # letters of a prompt to try
+MUCH = 0.25  # the share of unknown requests from which the page advises to register a domain
+LEAST = 20  # no advice is given before that many requests
+LONGEST = 8000  # characters of a prompt to try
 PATIENCE = 10.0  # seconds for the router to answer
 
 log = logging.getLogger(__name__)
@@ -26,6 +28,69 @@ log = logging.getLogger(__name__)
 
 def router_page(look: Look) -> None:
     Live(look, lambda: look.at.observer.router(look.span), lambda view: _build(look))
+
+
+@dataclass(frozen=True)
+class RouterPanels:
+    """The charts about routed requests."""
+
+    confidence: Panel
+    shares: Panel
+    unknown: Panel
+
+    @classmethod
+    def lay_out(cls, look: Look) -> RouterPanels:
+        """Add the panels to the page, still empty."""
+        empty = "Nothing was routed in this time."
+        confidence = Panel(
+            look,
+            "confidences",
+            "How sure the router is",
+            "Requests by the probability of their best domain.",
+            empty,
+        )
+        shares = Panel(
+            look,
+            "shares",
+            "Traffic by domain",
+            "Share of the routed requests; “shared” takes what fits no domain.",
+            empty,
+            wide=True,
+            height=280,
+        )
+        unknown = Panel(
+            look,
+            "unknown",
+            "Traffic that fits no domain",
+            "It is drafted by the shared expert; much of it is a domain to be registered.",
+            empty,
+            wide=True,
+        )
+        return cls(confidence, shares, unknown)
+
+    def show(self, view: RouterView) -> None:
+        """Draw the figures of `view`."""
+        paints, some = charts.colours(view.names), view.routed > 0
+        columns = view.shares.columns[2:]
+        latest = _mean_shares(view)
+        entries = [(c.label, paints[c.label], text) for c, text in zip(columns, latest, strict=True)]
+        draw_shares = partial(charts.stacked, view.shares, columns, paints)
+        self.shares.show(view.shares, draw_shares, entries, some=some)
+        self.confidence.show(
+            view.histogram,
+            lambda: _histogram(view),
+            [("to an expert", "var(--accent)", ""), ("fits none", "var(--hue-shared)", "")],
+            some=some,
+        )
+        lines = view.unknown_share.columns[3:]
+        hues = {"share that fits none": "var(--hue-1)", "mean confidence": "var(--accent)"}
+        texts = last_figures(view.unknown_share, [line.key for line in lines], share)
+        self.unknown.show(
+            view.unknown_share,
+            lambda: charts.over_time(view.unknown_share, lines, hues),
+            [(line.label, hues[line.label], text) for line, text in zip(lines, texts, strict=True)],
+            some=some,
+        )
 
 
 def _build(look: Look) -> Callable[[RouterView], None]:
@@ -36,54 +101,12 @@ def _build(look: Look) -> Callable[[RouterView], None]:
                 join_title("Try a prompt", "Which expert would draft for it, and how sure is the router?")
             )
             TryBox(look)
-        confidence = Panel(
-            look,
-            "confidences",
-            "How sure the router is",
-            "Requests by the probability of their best domain.",
-            "Nothing was routed in this time.",
-        )
-        shares = Panel(
-            look,
-            "shares",
-            "Traffic by domain",
-            "Share of the routed requests; “shared” takes what fits no domain.",
-            "Nothing was routed in this time.",
-            wide=True,
-            height=280,
-        )
-        unknown = Panel(
-            look,
-            "unknown",
-            "Traffic that fits no domain",
-            "It is drafted by the shared expert; much of it is a domain to be registered.",
-            "Nothing was routed in this time.",
-            wide=True,
-        )
+        panels = RouterPanels.lay_out(look)
 
     def update(view: RouterView) -> None:
-        paints, some = charts.colours(view.names), view.routed > 0
         top.show(_strip(view))
         advice.show(_advice(view))
-        columns = view.shares.columns[2:]
-        latest = _mean_shares(view)
-        entries = [(c.label, paints[c.label], text) for c, text in zip(columns, latest, strict=True)]
-        shares.show(view.shares, lambda: charts.stacked(view.shares, columns, paints), entries, some=some)
-        confidence.show(
-            view.histogram,
-            lambda: _histogram(view),
-            [("to an expert", "var(--accent)", ""), ("fits none", "var(--hue-shared)", "")],
-            some=some,
-        )
-        lines = view.unknown_share.columns[3:]
-        hues = {"share that fits none": "var(--hue-1)", "mean confidence": "var(--accent)"}
-        texts = last_figures(view.unknown_share, [line.key for line in lines], share)
-        unknown.show(
-            view.unknown_share,
-            lambda: charts.over_time(view.unknown_share, lines, hues),
-            [(line.label, hues[line.label], text) for line, text in zip(lines, texts, strict=True)],
-            some=some,
-        )
+        panels.show(view)
 
     return update
 
@@ -113,7 +136,7 @@ def _advice(view: RouterView) -> Markup:
 
 
 def _mean_shares(view: RouterView) -> list[str]:
-    """Each column's share of all the requests in the table."""
+    """Each column's mean over all requests of the table."""
     weights = [int(n or 0) for n in view.shares.column("requests")]
     found = []
     for column in view.shares.columns[2:]:
@@ -130,7 +153,10 @@ def _histogram(view: RouterView) -> charts.Options:
 
 
 class TryBox:
-    """One prompt at a time, asked between two steps of the engine, shown to nobody else, kept nowhere."""
+    """Routes a prompt that the reader writes, between two steps of the engine.
+
+    It handles one prompt at a time. Nobody else sees the prompt, and it is not stored.
+    """
 
     def __init__(self, look: Look) -> None:
         self._look = look
@@ -140,7 +166,7 @@ class TryBox:
         )
         area.props["placeholder"] = "SELECT name, count(*) FROM orders GROUP BY …"
         area.props["aria-label"] = "Prompt to try"
-        # the prompt travels once, when asked for; nothing is sent while it is typed
+        # The browser sends the prompt only when the button is pressed, not while it is typed.
         read = f"emit(document.getElementById('c{area.id}').value)"
         area.on(
             "keydown",
@@ -168,7 +194,7 @@ class TryBox:
         self._answer.show(tag("p", "Asking …", class_="hint"))
         try:
             self._answer.show(_answer(await self._route(prompt[:LONGEST])))
-        except Exception as error:  # whatever it is, the box must not seem to go on asking
+        except Exception as error:  # whatever went wrong, show that the attempt is over
             log.warning("The router did not answer: %s", type(error).__name__)
             text = "The engine is busy, shutting down or failed. Try again in a moment."
             self._answer.show(notice("The router did not answer", text, "bad"))

@@ -1,4 +1,4 @@
-"""How the engine and the trainer are, said in a word, a tone and a sentence."""
+"""Describes the state of the engine and of the trainer by a word, a tone and a sentence."""
 
 from __future__ import annotations
 
@@ -8,58 +8,58 @@ from typing import TYPE_CHECKING
 from moedraft.serve.dashboard.markup import share
 
 if TYPE_CHECKING:
-    from moedraft.serve.trainer import TrainerState
-    from moedraft.serve.worker import Snapshot
+    from moedraft.serve.supervisor.supervisor import TrainerState
+    from moedraft.serve.worker.worker import Snapshot
 
 
 @dataclass(frozen=True)
-class State:
-    """tone: good, busy, bad or quiet."""
+class StatusText:
+    """A description of a state. tone: good, busy, bad or quiet."""
 
     word: str
     tone: str
     sentence: str
 
 
-def engine_state(now: Snapshot) -> State:
+def engine_state(now: Snapshot) -> StatusText:
     if now.failed:
-        return State("Failed", "bad", f"The engine cannot serve: {now.failed}")
+        return StatusText("Failed", "bad", f"The engine cannot serve: {now.failed}")
     if now.draining:
-        return State("Shutting down", "busy", "New requests are refused; running ones are finished.")
+        return StatusText("Shutting down", "busy", "New requests are refused; running ones are finished.")
     if now.running or now.waiting:
         queue = f", {now.waiting} wait for one" if now.waiting else ""
-        return State("Serving", "good", f"{now.running} of {now.slots} slots are taken{queue}.")
-    return State("Idle", "quiet", f"Ready; all {now.slots} slots are free.")
+        return StatusText("Serving", "good", f"{now.running} of {now.slots} slots are taken{queue}.")
+    return StatusText("Idle", "quiet", f"Ready; all {now.slots} slots are free.")
 
 
-def trainer_state(now: TrainerState | None) -> State:
-    """None: learning is switched off for this server."""
+def trainer_state(now: TrainerState | None) -> StatusText:
+    """The trainer's state as text. None means that learning is switched off."""
     if now is None:
-        return State("Off", "quiet", "This server was started without learning.")
+        return StatusText("Off", "quiet", "This server was started without learning.")
     if now.paused:
-        return State("Paused", "quiet", "Learning was paused by an administrator.")
+        return StatusText("Paused", "quiet", "Learning was paused by an administrator.")
     if now.pid is None:
-        again = f"The trainer is not running: {now.status}."
+        again = f"The trainer is not running: {now.learning.text}."
         return (
-            State("Down", "bad", f"{again} {sentence(now.last_error)}")
+            StatusText("Down", "bad", f"{again} {sentence(now.last_error)}")
             if now.last_error
-            else (State("Starting", "quiet", again))
+            else (StatusText("Starting", "quiet", again))
         )
-    if now.expert:
-        done = f", step {now.step} of {now.steps}" if now.steps else ""
-        loss = f", loss {now.loss:.2f}" if now.loss is not None else ""
-        if now.waits or now.held:
-            reason = sentence(now.waits or "requests are being served")
-            return State("Yielding", "busy", f"In the middle of {now.expert}{done}: {reason}")
-        return State("Training", "good", f"Updating the adapter of {now.expert}{done}{loss}.")
-    if now.waits:
-        return State("Waiting", "busy", sentence(now.waits))
-    return State("Running", "quiet", sentence(now.status))
+    doing = now.learning
+    if doing.expert:
+        done = f", step {doing.step} of {doing.steps}" if doing.steps else ""
+        loss = f", loss {doing.loss:.2f}" if doing.loss is not None else ""
+        if doing.waits_for or now.held:
+            reason = sentence(doing.waits_for or "requests are being served")
+            return StatusText("Yielding", "busy", f"In the middle of {doing.expert}{done}: {reason}")
+        return StatusText("Training", "good", f"Updating the adapter of {doing.expert}{done}{loss}.")
+    if doing.waits_for:
+        return StatusText("Waiting", "busy", sentence(doing.waits_for))
+    return StatusText("Running", "quiet", sentence(doing.reason if doing.is_paused else doing.text))
 
 
 def sentence(text: str) -> str:
-    """With a capital letter and a full stop, and without what the label beside it says already."""
-    text = text.removeprefix("paused: ")
+    """With a capital letter and a full stop."""
     return f"{text[:1].upper()}{text[1:].rstrip('.')}."
 
 

@@ -9,6 +9,7 @@ down_revision = None
 
 def upgrade() -> None:
     _registry_tables()
+    _version_table()
     _replay_table()
     _request_tables()
     op.execute("INSERT INTO experts (name, last_version, updates) VALUES ('shared', 0, 0)")
@@ -39,6 +40,9 @@ def _registry_tables() -> None:
         sa.Column("examples", sa.JSON, nullable=False),
         sa.Column("created_at", sa.Float, nullable=False),
     )
+
+
+def _version_table() -> None:
     op.create_table(
         "adapter_versions",
         sa.Column("domain", sa.String(64), sa.ForeignKey("experts.name"), primary_key=True),

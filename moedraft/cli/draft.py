@@ -1,0 +1,144 @@
+"""`moedraft draft`: bases that guess. `train` makes a feature drafter for a target, from prompts alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moedraft.cli.common import (
+    DeviceOption,
+    DtypeOption,
+    HomeOption,
+    JsonOption,
+    TargetOption,
+    bar,
+    busy,
+    emit,
+    say,
+    settings_for,
+)
+from moedraft.cli.files import read_pairs
+from moedraft.core import InvalidRequest
+
+if TYPE_CHECKING:
+    from moedraft.config import Settings
+    from moedraft.feature.corpus import Text
+    from moedraft.feature.session import Report
+    from moedraft.models import LanguageModel
+
+app = typer.Typer(name="draft", help="Draft bases: train one for a target.", no_args_is_help=True)
+
+LONGEST = 256  # tokens of a prompt with its answer that are read
+
+
+@app.callback()
+def draft() -> None:
+    """Draft bases: train one for a target."""
+
+
+@app.command()
+def train(
+    ctx: typer.Context,
+    prompts: Annotated[
+        list[Path],
+        typer.Option(metavar="FILE", help='JSON lines of {"prompt": …}; may be given more than once.'),
+    ],
+    minutes: Annotated[float, typer.Option(min=0, help="Time to train, once the target has answered.")] = 60,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where to; by default a folder in the home.")
+    ] = None,
+    texts: Annotated[
+        bool, typer.Option("--texts", help='Rows have a "reference", which is read in place of an answer.')
+    ] = False,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens that the target answers.")] = 96,
+    vocabulary: Annotated[int, typer.Option(min=16, help="Tokens that can be drafted.")] = 12_288,
+    layers: Annotated[
+        str | None, typer.Option(metavar="I,J,K", help="Target layers to read; default 2, L/2, L−3.")
+    ] = None,
+    home: HomeOption = None,
+    target: TargetOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Train a feature drafter for the target. Run again, it goes on where it stopped.
+
+    The target answers the prompts, then a single layer learns to guess its next tokens from what it computes
+    anyway. The drafter is written in the EAGLE-3 format of speculators, which other engines read too.
+    """
+    settings = settings_for(ctx, home=home, target=target, device=device, dtype=dtype)
+    chosen = layer_ids(layers)
+    pairs = [pair for file in prompts for pair in read_pairs(file, with_answers=texts)]
+    with busy("Loading the target"):
+        from moedraft.models import load_model
+
+        model = load_model(settings.target, "target", settings.device, settings.dtype)
+    folder = out or home_of(settings, model)
+    found = answers(model, pairs, folder, max_tokens)
+    report = learn(model, found, folder, minutes, vocabulary, chosen)
+    show(report, folder, as_json)
+
+
+def layer_ids(text: str | None) -> tuple[int, ...]:
+    """`2,15,27` → numbers. Raises InvalidRequest."""
+    try:
+        return tuple(int(part) for part in text.split(",")) if text else ()
+    except ValueError as error:
+        raise InvalidRequest(f"--layers takes numbers such as 2,15,27, not {text!r}.") from error
+
+
+def home_of(settings: Settings, model: LanguageModel) -> Path:
+    """The target's own folder in the home."""
+    folder: Path = settings.home / "bases" / model.weights_hash()
+    return folder
+
+
+def answers(
+    model: LanguageModel, pairs: list[tuple[str, str | None]], folder: Path, max_tokens: int
+) -> list[Text]:
+    from moedraft.feature.session import collect
+
+    with bar("The target answers", len(pairs)) as advance:
+        done = 0
+
+        def progress(more: int, what: str) -> None:
+            nonlocal done
+            done += more
+            advance(done)
+
+        return collect(model, pairs, folder, max_tokens, LONGEST, progress)
+
+
+def learn(
+    model: LanguageModel,
+    texts: list[Text],
+    folder: Path,
+    minutes: float,
+    vocabulary: int,
+    layers: tuple[int, ...],
+) -> Report:
+    from moedraft.feature.session import Session
+
+    session = Session(model, texts, folder, size=vocabulary, layers=layers)
+    with bar("Training the drafter", int(minutes * 60)) as advance:
+        done = 0
+
+        def progress(more: int, what: str) -> None:
+            nonlocal done
+            done += more
+            advance(done, what or None)
+
+        session.run(minutes * 60, progress)
+    with busy("Measuring"):
+        return session.finish()
+
+
+def show(report: Report, folder: Path, as_json: bool) -> None:
+    if as_json:
+        emit({"folder": str(folder / "base"), **vars(report)})
+        return
+    depths = ", ".join(f"{value:.2f}" for value in report.acceptance)
+    say(f"{folder / 'base'}: {report.steps} steps, {report.tokens} tokens, {report.seconds:.0f} s.")
+    say(f"Guessed right on held-out answers, by depth, each given the ones before: {depths}.")

@@ -1,0 +1,204 @@
+"""A Llama-like model's forward in fewer, larger operations, in float32. The plain twin is transformers' own.
+
+At batch 1 a small model on a CPU spends most of a step on calling operations, not on computing them. Here
+queries, keys and values are one product, gate and up are another, a norm's weight is part of the product
+after it, and attention over few queries is two products. Padding is left out of the products where rows
+differ in length. A small target's weights are copied into the layouts of `products.py`. `models.py` compares
+the result with that of the model's own forward when it loads a model, and uses that one where they differ.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
+
+from moedraft.cache import SlotCache, SlotLayer
+from moedraft.cpu.products import Product
+from moedraft.evidence import HiddenStates
+
+# Architectures with RMS norms before attention and MLP, rotary positions, a SiLU gate, and nothing else.
+KNOWN = ("llama", "mistral", "qwen2")
+FEW_QUERIES = 16  # tokens a row up to which plain attention beats the fused kernel on a CPU
+FULL = 0.8  # share of real tokens from which leaving out the padding costs more than it saves
+
+
+def fits(hf: Any) -> bool:
+    """Whether this module can run the model: a known architecture in float32, with the usual attention."""
+    config = hf.config
+    return (
+        config.model_type in KNOWN
+        and config._attn_implementation == "sdpa"
+        and hf.dtype == torch.float32
+        and config.hidden_act == "silu"
+        and not getattr(config, "pretraining_tp", 1) > 1
+    )
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Converts between padded tokens [B, T, …] and the real tokens alone [N, …].
+
+    Where no token is padding, or little is, it leaves them as they are.
+    """
+
+    shape: tuple[int, int]
+    real: torch.Tensor | None  # int64 [N]: the places of the real tokens among all B · T
+
+    @classmethod
+    def of(cls, token_ids: torch.Tensor, lengths: list[int] | None) -> Packing:
+        batch, width = token_ids.shape
+        if lengths is None or sum(lengths) > FULL * batch * width:
+            return cls((batch, width), None)
+        places = [row * width + i for row, length in enumerate(lengths) for i in range(length)]
+        return cls((batch, width), torch.tensor(places, device=token_ids.device))
+
+    def pack(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.real is None else x.flatten(0, 1)[self.real]
+
+    def pad(self, x: torch.Tensor) -> torch.Tensor:
+        """The inverse of `pack`; padding becomes 0."""
+        if self.real is None:
+            return x
+        batch, width = self.shape
+        flat = x.new_zeros(batch * width, *x.shape[1:]).index_copy_(0, self.real, x)
+        return flat.view(batch, width, *x.shape[1:])
+
+
+class LeanForward:
+    """Runs one model; called like `LanguageModel.forward`.
+
+    `fuse` joins projections and copies their weights into faster layouts. It is for small models only, and
+    only for those whose layers are never adapted or trained.
+    """
+
+    def __init__(self, hf: Any, *, fuse: bool) -> None:
+        self.ragged = fuse and hf.device.type == "cpu"  # padding costs as much as tokens do
+        self.embed = hf.model.embed_tokens
+        self.rotary = hf.model.rotary_emb
+        self.norm = hf.model.norm
+        self.hf = hf  # its lm_head may be replaced by an adapted one
+        self.layers = [LeanLayer(layer, hf.config, fuse=fuse) for layer in hf.model.layers]
+        self.head = join([hf.lm_head], self.norm) if fuse else None
+
+    def __call__(
+        self,
+        cache: SlotCache,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor,
+        keep: int,
+        lengths: list[int] | None = None,
+        wanted: HiddenStates | None = None,
+    ) -> torch.Tensor:
+        """Logits [B, keep or T, V]; mask bool [B, 1, T, length]; the rest as in `LanguageModel.forward`."""
+        packing = Packing.of(token_ids, lengths)
+        hidden = self.embed(token_ids)
+        turns = self.rotary(hidden, positions)
+        cos, sin = (packing.pack(turn.expand(*token_ids.shape, -1))[..., None, :] for turn in turns)
+        hidden = packing.pack(hidden)
+        # A single token sees every position that is stored, so it needs no mask.
+        open_mask = None if mask.shape[0] * mask.shape[2] == 1 else mask
+        for number, (layer, store) in enumerate(zip(self.layers, cache.layers, strict=True)):
+            if wanted is not None and number in wanted.layers:
+                wanted.states[number] = packing.pad(hidden)
+            hidden = layer(hidden, cos, sin, open_mask, store, packing)
+        if keep:
+            packing, hidden = Packing((0, 0), None), packing.pad(hidden)[:, -keep:]
+        if self.head is not None:
+            return packing.pad(self.head(scaled(hidden, self.norm)))
+        logits: torch.Tensor = self.hf.lm_head(normed(hidden, self.norm))
+        return packing.pad(logits)
+
+
+class LeanLayer:
+    """One decoder layer."""
+
+    def __init__(self, layer: Any, config: Any, *, fuse: bool) -> None:
+        self.attention, self.mlp = layer.self_attn, layer.mlp
+        self.before, self.between = layer.input_layernorm, layer.post_attention_layernorm
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = self.attention.head_dim
+        self.grouped = self.heads != self.kv_heads
+        at = self.attention
+        self.qkv = join([at.q_proj, at.k_proj, at.v_proj], self.before) if fuse else None
+        self.gate_up = join([self.mlp.gate_proj, self.mlp.up_proj], self.between) if fuse else None
+        self.out = join([at.o_proj]) if fuse else None
+        self.down = join([self.mlp.down_proj]) if fuse else None
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        mask: torch.Tensor | None,
+        store: SlotLayer,
+        packing: Packing,
+    ) -> torch.Tensor:
+        joined = self._project(hidden).view(*hidden.shape[:-1], -1, self.head_dim)
+        turned = joined[..., : -self.kv_heads, :]  # queries and keys
+        first, second = turned.chunk(2, dim=-1)
+        turned = packing.pad(turned * cos + torch.cat((-second, first), dim=-1) * sin)
+        fresh = packing.pad(joined[..., -self.kv_heads :, :])
+        keys, values = store.update(turned[:, :, self.heads :].transpose(1, 2), fresh.transpose(1, 2))
+        mixed = self._attend(turned[:, :, : self.heads].transpose(1, 2), keys, values, mask)
+        mixed = packing.pack(mixed.transpose(1, 2).flatten(2))
+        hidden = hidden + (self.out or self.attention.o_proj)(mixed)
+        result: torch.Tensor = hidden + (self.down or self.mlp.down_proj)(self._gated(hidden))
+        return result
+
+    def _project(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Queries, keys and values of all heads, end to end."""
+        if self.qkv is not None:
+            return self.qkv(scaled(hidden, self.before))
+        at, x = self.attention, normed(hidden, self.before)
+        return torch.cat((at.q_proj(x), at.k_proj(x), at.v_proj(x)), dim=-1)
+
+    def _attend(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """[B, heads, T, head_dim]; mask bool [B, 1, T, length]."""
+        if self.grouped or queries.shape[2] > FEW_QUERIES or queries.device.type != "cpu":
+            return scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=self.grouped)
+        scores: torch.Tensor = (queries * self.head_dim**-0.5) @ keys.transpose(2, 3)
+        if mask is not None:
+            scores = scores.masked_fill_(~mask, -torch.inf)
+        return scores.softmax(-1) @ values
+
+    def _gated(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.gate_up is not None:
+            gate, up = self.gate_up(scaled(hidden, self.between)).chunk(2, dim=-1)
+            return silu(gate) * up
+        x = normed(hidden, self.between)
+        gated: torch.Tensor = silu(self.mlp.gate_proj(x)) * self.mlp.up_proj(x)
+        return gated
+
+
+def join(layers: list[nn.Linear], norm: Any = None) -> Product:
+    """One product that gives the outputs of several layers end to end.
+
+    The weight of `norm`, which comes before them, is multiplied into theirs; the input must be `scaled` then.
+    """
+    weight = torch.cat([layer.weight.data for layer in layers])
+    if norm is not None:
+        weight = weight * (norm.weight.data * norm.weight.numel() ** 0.5)
+    bias = None if layers[0].bias is None else torch.cat([layer.bias.data for layer in layers])
+    return Product(weight, bias, small=True)
+
+
+def scaled(x: torch.Tensor, norm: Any) -> torch.Tensor:
+    """x / √(Σ x² + n ε): the RMS norm without its weight and without its factor √n, for `join`ed products."""
+    squares = (x * x).sum(-1, keepdim=True)
+    factor: torch.Tensor = squares.add_(norm.variance_epsilon * x.shape[-1]).rsqrt_()
+    return x * factor
+
+
+def normed(x: torch.Tensor, norm: Any) -> torch.Tensor:
+    """The whole RMS norm."""
+    if x.device.type != "cpu":
+        return rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+    # PyTorch has no fused norm for CPUs and would run more operations one by one.
+    return scaled(x, norm).mul_(norm.weight * norm.weight.numel() ** 0.5)

@@ -1,0 +1,258 @@
+"""A Llama-like model's forward on a CPU, for models whose weights are too many to stay in its caches.
+
+There a step takes as long as reading the weights once. Each weight is therefore laid out once as oneDNN's
+products read it, in float32, or in bfloat16 where the CPU multiplies that itself: then half as many bytes are
+read. The sum over layers is kept in float32 in both cases.
+
+In bfloat16 rounding is coarse, and two almost equal logits often become equal or change places. Greedy
+answers are still those of plain decoding, because a token's logits do not depend on what is computed
+together with it, to the last bit:
+
+- weights are laid out for one row, a layout for which oneDNN has one order of summing, whatever the rows;
+- many rows are multiplied in pieces of at most `PIECE` rows, since larger ones are summed otherwise;
+- attention reads a whole number of `BLOCK` positions, the last of them masked, and the queries that share a
+  key stand side by side, so that sums over positions do not depend on who else reads how far.
+
+`independent` measures whether this holds on the CPU at hand. The plain twin is transformers' own forward.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.functional import pad, scaled_dot_product_attention, silu
+
+from moedraft.cache import SlotCache, SlotLayer
+from moedraft.cpu import SMALL
+from moedraft.cpu.lean import KNOWN, Packing
+from moedraft.cpu.pages import use_huge_pages
+from moedraft.cpu.products import bound_caches, packs
+from moedraft.evidence import HiddenStates
+
+PIECE = 128  # rows of one product
+BLOCK = 32  # positions that attention reads at a time
+SINGLE, DOUBLE = 8, 16  # up to so many rows each count, each second one has code of its own; then each 8th
+# Rows that a weight is laid out for, and the fewest that are multiplied: one row alone is summed otherwise.
+LAYOUT = {torch.bfloat16: (1, 1), torch.float32: (5, 2)}
+
+
+def fits(hf: Any) -> bool:
+    """Whether this module can run the model and is worth it: a known architecture, a CPU, a large model."""
+    config = hf.config
+    return (
+        config.model_type in KNOWN
+        and config._attn_implementation == "sdpa"
+        and config.hidden_act == "silu"
+        and not getattr(config, "pretraining_tp", 1) > 1
+        and hf.num_parameters() > SMALL
+        and packs(hf.get_output_embeddings().weight)
+    )
+
+
+def prefers_bfloat16(config: Any, num_parameters: int) -> bool:
+    """Whether a target of this kind is faster in bfloat16 here; `independent` says whether it may be."""
+    known = config.model_type in KNOWN and num_parameters > SMALL
+    return known and packs(torch.empty(0, dtype=torch.bfloat16))
+
+
+class SteadyProduct:
+    """x → x Wᵀ + bias for layers whose outputs stand end to end; their weights do not change any more."""
+
+    def __init__(self, layers: list[nn.Linear]) -> None:
+        bound_caches()
+        weight = torch.cat([layer.weight.detach() for layer in layers])
+        self.bias = None if layers[0].bias is None else torch.cat([layer.bias.detach() for layer in layers])
+        rows, self.fewest = LAYOUT[weight.dtype]
+        self.blocked = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [rows, in] → [rows, out]"""
+        if x.shape[0] > PIECE:
+            return torch.cat([self._piece(piece) for piece in torch.split(x, PIECE)])
+        return self._piece(x)
+
+    def _piece(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.shape[0]
+        wanted = max(stepped(rows), self.fewest)
+        padded = x if wanted == rows else pad(x, (0, 0, 0, wanted - rows))
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(padded, self.blocked, self.bias, "none", [], "")
+        return y if wanted == rows else y[:rows]
+
+
+def stepped(rows: int) -> int:
+    """Up to a count that code is generated for; a server sees any number of rows, and keeps all code."""
+    return rows + -rows % (1 if rows <= SINGLE else 2 if rows <= DOUBLE else 8)
+
+
+class Norm:
+    """RMS norm of float32 rows, in the precision of the products."""
+
+    def __init__(self, norm: Any, dtype: torch.dtype) -> None:
+        weight = norm.weight.detach().float()
+        self.weight, self.dtype = weight * weight.numel() ** 0.5, dtype
+        self.epsilon = norm.variance_epsilon * weight.numel()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [N, H] → x · weight / √(mean x² + ε), [N, H]"""
+        factor = (x * x).sum(-1, keepdim=True).add_(self.epsilon).rsqrt_()
+        return torch.mul(x * factor, self.weight, out=torch.empty_like(x, dtype=self.dtype))
+
+
+class SteadyForward:
+    """Runs one model; called like `LanguageModel.forward`. Its weights are copied into another layout."""
+
+    ragged = True  # padding costs as much as tokens do
+
+    def __init__(self, hf: Any) -> None:
+        self.dtype = hf.dtype
+        self.embed = hf.model.embed_tokens
+        self.rotary = hf.model.rotary_emb
+        self.layers = [SteadyLayer(layer, hf.config, hf.dtype) for layer in hf.model.layers]
+        self.norm = Norm(hf.model.norm, hf.dtype)
+        self.head = SteadyProduct([hf.lm_head])
+        self.group = hf.config.num_attention_heads // hf.config.num_key_value_heads
+        products = [product for layer in self.layers for product in layer.products]
+        use_huge_pages(product.blocked for product in (*products, self.head))
+
+    def __call__(
+        self,
+        cache: SlotCache,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor,
+        keep: int,
+        lengths: list[int] | None = None,
+        wanted: HiddenStates | None = None,
+    ) -> torch.Tensor:
+        """Logits [B, keep or T, V]; `mask` is not read; the rest as in `LanguageModel.forward`."""
+        packing = Packing.of(token_ids, lengths)
+        hidden = self.embed(token_ids).float()
+        turns = self._turns(hidden, positions, packing)
+        bias = self._bias(cache, token_ids.shape[1])
+        hidden = self._flat(hidden, packing)
+        for number, (layer, store) in enumerate(zip(self.layers, cache.layers, strict=True)):
+            if wanted is not None and number in wanted.layers:
+                wanted.states[number] = self._padded(hidden, packing)
+            hidden = layer(hidden, turns, bias, store, packing)
+        if keep:
+            hidden = self._padded(hidden, packing)[:, -keep:].flatten(0, 1)
+        logits = self.head(self.norm(hidden))
+        if keep:
+            return logits.view(len(token_ids), -1, logits.shape[-1])
+        return self._padded(logits, packing)
+
+    def _turns(
+        self, hidden: torch.Tensor, positions: torch.Tensor, packing: Packing
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines, and sines with the sign that the exchanged halves get; [N, 1, 2, head_dim / 2]."""
+        batch, width = hidden.shape[:2]
+        turns = (turn.expand(batch, width, -1) for turn in self.rotary(hidden, positions))
+        flat = (self._flat(turn, packing) for turn in turns)
+        cos, sin = (turn.view(len(turn), 1, 2, -1) for turn in flat)
+        signs = torch.tensor([[-1.0], [1.0]])
+        return cos.to(self.dtype), (sin * signs).to(self.dtype)
+
+    def _bias(self, cache: SlotCache, width: int) -> torch.Tensor:
+        """What attention adds to the scores: 0 up to a token itself, −∞ after it. [B, 1, T · group, read]"""
+        cursor = cache.cursor
+        assert cursor.positions is not None
+        read = min(cursor.length + -cursor.length % BLOCK, cache.capacity)
+        later = torch.arange(read) > cursor.positions[:, :, None]
+        bias = torch.zeros(later.shape, dtype=self.dtype).masked_fill_(later, -torch.inf)
+        return bias.repeat_interleave(self.group, dim=1)[:, None]
+
+    @staticmethod
+    def _flat(x: torch.Tensor, packing: Packing) -> torch.Tensor:
+        return x.flatten(0, 1) if packing.real is None else packing.pack(x)
+
+    @staticmethod
+    def _padded(x: torch.Tensor, packing: Packing) -> torch.Tensor:
+        return x.view(*packing.shape, *x.shape[1:]) if packing.real is None else packing.pad(x)
+
+
+class SteadyLayer:
+    """One decoder layer. The hidden states [N, H] of all real tokens are float32."""
+
+    def __init__(self, layer: Any, config: Any, dtype: torch.dtype) -> None:
+        at, mlp = layer.self_attn, layer.mlp
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.before, self.between = (
+            Norm(layer.input_layernorm, dtype),
+            Norm(layer.post_attention_layernorm, dtype),
+        )
+        self.qkv = SteadyProduct([at.q_proj, at.k_proj, at.v_proj])
+        self.gate_up = SteadyProduct([mlp.gate_proj, mlp.up_proj])
+        self.out, self.down = SteadyProduct([at.o_proj]), SteadyProduct([mlp.down_proj])
+        self.products = (self.qkv, self.out, self.gate_up, self.down)
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        turns: tuple[torch.Tensor, torch.Tensor],
+        bias: torch.Tensor,
+        store: SlotLayer,
+        packing: Packing,
+    ) -> torch.Tensor:
+        mixed = self._attend(self.qkv(self.before(hidden)), turns, bias, store, packing)
+        hidden = hidden + self.out(mixed)
+        gate, up = self.gate_up(self.between(hidden)).chunk(2, dim=-1)
+        return hidden + self.down(silu(gate).mul_(up))
+
+    def _attend(
+        self,
+        joined: torch.Tensor,
+        turns: tuple[torch.Tensor, torch.Tensor],
+        bias: torch.Tensor,
+        store: SlotLayer,
+        packing: Packing,
+    ) -> torch.Tensor:
+        """From queries, keys and values [N, (heads + 2 kv_heads) · head_dim] to [N, heads · head_dim]."""
+        (batch, width), (cos, sin) = packing.shape, turns
+        halves = joined.view(joined.shape[0], -1, 2, cos.shape[-1])
+        turned = halves[:, : -self.kv_heads]
+        turned = (turned * cos).addcmul_(turned.flip(-2), sin).flatten(2)
+        turned = SteadyForward._padded(turned, packing)
+        fresh = SteadyForward._padded(halves[:, -self.kv_heads :].flatten(2), packing)
+        store.update(turned[:, :, self.heads :].transpose(1, 2), fresh.transpose(1, 2))
+        rows, read = slice(store.cursor.first, store.cursor.last), bias.shape[-1]
+        # Queries that share a key stand side by side, all of one token before all of the next.
+        group = self.heads // self.kv_heads
+        queries = turned[:, :, : self.heads].view(batch, width, self.kv_heads, group, -1)
+        queries = queries.transpose(1, 2).flatten(2, 3)
+        mixed = scaled_dot_product_attention(
+            queries, store.keys[rows, :, :read], store.values[rows, :, :read], bias
+        )
+        mixed = mixed.view(batch, self.kv_heads, width, group, -1).transpose(1, 2).flatten(2)
+        return SteadyForward._flat(mixed, packing)
+
+
+class Model(Protocol):
+    """What `independent` needs of a `LanguageModel`."""
+
+    vocab_size: int
+
+    def new_cache(self, slots: int) -> SlotCache: ...
+
+    def forward(
+        self, cache: SlotCache, first: int, token_ids: torch.Tensor, starts: list[int]
+    ) -> torch.Tensor: ...
+
+
+@torch.inference_mode()
+def independent(model: Model) -> bool:
+    """Whether logits are the same to the last bit, however many tokens and rows are computed together."""
+    ids = torch.randint(model.vocab_size, (6, 45), generator=torch.Generator().manual_seed(0))
+    cache = model.new_cache(6)
+    for row in range(6):  # each by itself
+        model.forward(cache, row, ids[row : row + 1, :30], [0])
+    singly = [model.forward(cache, 2, ids[2:3, at : at + 1], [at])[0, 0] for at in range(30, 45)]
+    for rows, width in ((1, 5), (6, 5), (6, 15)):
+        first = 2 if rows == 1 else 0
+        logits = model.forward(cache, first, ids[first : first + rows, 30 : 30 + width], [30] * rows)
+        if not all(torch.equal(logits[2 - first, at], singly[at]) for at in range(width)):
+            return False
+    whole = model.new_cache(6)
+    together = model.forward(whole, 0, ids, [0] * 6)
+    return all(torch.equal(together[2, 30 + at], singly[at]) for at in range(15))

@@ -1,0 +1,159 @@
+"""The draft base that learns: the trainer's own copy of it, with PEFT adapters that follow the live versions.
+
+Drafts are made by base + shared adapter + expert. While an expert learns, the shared adapter is switched on
+below it and frozen; the shared adapter learns alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+
+from moedraft.core import SHARED, AdapterVersion, UnsupportedModel
+from moedraft.distill.batches import Batch
+from moedraft.drafting.adapter import LORA_A, PREFIX
+from moedraft.drafting.modules import adaptable
+from moedraft.models import LanguageModel
+from moedraft.storage.adapters import AdapterStore, LoadedAdapter
+
+# What a new version takes over from the configuration of the stored one.
+KEPT = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora")
+
+
+class Student:
+    """Owns its copy of the draft base, in float32, and the optimiser of each adapter on it."""
+
+    def __init__(
+        self, draft: LanguageModel, adapters: AdapterStore, *, scope: str, rank: int, shared_rank: int
+    ) -> None:
+        self.draft = draft
+        self.base_hash = draft.weights_hash()
+        self.model: Any = None  # the PEFT model, once there is an adapter
+        self.versions: dict[str, int] = {}  # which version an adapter's weights were taken from
+        self._adapters = adapters
+        self._scope, self._rank, self._shared_rank = scope, rank, shared_rank
+        self._modules = {name: adaptable(draft, name) for name in ("tail", "full")}
+        self._configs: dict[str, LoraConfig] = {}
+        self._optimisers: dict[str, torch.optim.Optimizer] = {}
+
+    def activate(self, expert: str) -> None:
+        """Make `expert` (or SHARED) the adapter that learns, beginning with its live version.
+
+        Raises UnsupportedModel where PEFT covers other modules than the engine does, and StorageError.
+        """
+        wanted = [SHARED] if expert == SHARED else [SHARED, expert]
+        for name in wanted:
+            self._follow(name)
+        self.model.base_model.set_adapter([_key(name) for name in wanted])
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(f".{_key(expert)}." in name)
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Those that learn."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def optimiser(self, expert: str) -> torch.optim.Optimizer:
+        """The optimiser of the active `expert`; its state is kept from one update to the next."""
+        if expert not in self._optimisers:
+            self._optimisers[expert] = torch.optim.AdamW(self.parameters(), weight_decay=0.0)
+        return self._optimisers[expert]
+
+    def logits(self, batch: Batch) -> torch.Tensor:
+        """The logits [N, V] at the positions of `batch.mask`.
+
+        The output layer, the largest of all, is given only those positions.
+        """
+
+        def choose(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            hidden, *rest = inputs
+            return (hidden[:, -batch.keep :][batch.mask], *rest)
+
+        with self.model.get_output_embeddings().register_forward_pre_hook(choose):
+            out = self.model(input_ids=batch.token_ids, use_cache=False, logits_to_keep=batch.keep)
+        logits: torch.Tensor = out.logits
+        return logits
+
+    def export(self, expert: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """The adapter of `expert` as it is now: its PEFT configuration and copies of its tensors."""
+        config = copy.deepcopy(self._configs[expert])
+        config.base_model_name_or_path = self.draft.name
+        config.inference_mode = True
+        plain = {
+            key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()
+        }
+        tensors = {
+            name: value.detach().to("cpu", torch.float32, copy=True).contiguous()
+            for name, value in self._state(expert).items()
+        }
+        return plain, tensors
+
+    def published(self, version: AdapterVersion) -> None:
+        """What was exported last is now this version, so that the next update may go on from it."""
+        self.versions[version.domain] = version.version
+
+    def forget(self, name: str) -> None:
+        """Nothing of `name` stays in memory; the next update takes it from storage."""
+        for known in (self.versions, self._configs, self._optimisers):
+            known.pop(name, None)
+        if self.model is not None and _key(name) in self.model.peft_config:
+            self.model.delete_adapter(_key(name))
+
+    def _follow(self, name: str) -> None:
+        """Load the live version of `name`, unless that is what is loaded."""
+        key, found = _key(name), self._adapters.load_live(name, self.base_hash)
+        version = found[0].version if found else 0
+        if self.versions.get(name) == version:
+            return
+        self.forget(name)
+        config = self._config(name, found[1] if found else None)
+        self._configs[name] = copy.deepcopy(config)  # PEFT may change its own
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PEFT's advice about tied output layers; we merge into a copy
+            if self.model is None:
+                self.model = get_peft_model(self.draft.hf, config, adapter_name=key)
+            else:
+                self.model.add_adapter(key, config)
+            self._state(name)  # refuses a model whose adapters could never be published
+            if found:
+                set_peft_model_state_dict(self.model, found[1].tensors, adapter_name=key)
+        self.versions[name] = version
+
+    def _config(self, name: str, stored: LoadedAdapter | None) -> LoraConfig:
+        """Rank and modules of the stored version where there is one, else those of the settings."""
+        if stored is None:
+            rank = self._shared_rank if name == SHARED else self._rank
+            modules = self._modules["full" if name == SHARED else self._scope]
+            options: dict[str, Any] = {"r": rank, "lora_alpha": rank}
+        else:
+            modules = sorted(modules_of(stored.tensors))
+            options = {key: stored.config[key] for key in KEPT if key in stored.config}
+        pattern = "|".join(re.escape(module) for module in modules)  # PEFT matches it as a whole
+        return LoraConfig(**options, target_modules=f"(?:{pattern})", bias="none")
+
+    def _state(self, name: str) -> dict[str, torch.Tensor]:
+        """The adapter's tensors, of exactly the modules wanted. Raises UnsupportedModel."""
+        state: dict[str, torch.Tensor] = get_peft_model_state_dict(
+            self.model, adapter_name=_key(name), save_embedding_layers=False
+        )
+        pattern = str(self._configs[name].target_modules)
+        held, wanted = modules_of(state), {m for m in self._modules["full"] if re.fullmatch(pattern, m)}
+        if held != wanted or len(state) != 2 * len(held):
+            other = ", ".join(sorted(held ^ wanted)[:3]) or "something else than lora_A and lora_B"
+            raise UnsupportedModel(f"{self.draft.name}: PEFT and the engine do not agree on {other}.")
+        return state
+
+
+def modules_of(tensors: Mapping[str, torch.Tensor]) -> set[str]:
+    """The modules of the draft base that these tensors of an adapter belong to."""
+    return {key.removeprefix(PREFIX).removesuffix(LORA_A) for key in tensors if key.endswith(LORA_A)}
+
+
+def _key(name: str) -> str:
+    """What PEFT calls the adapter of `name`; never the name of an attribute of PyTorch's ModuleDict."""
+    return f"adapter_{name}"

@@ -1,0 +1,84 @@
+"""LoRA adapters as the bank runs them, read from PEFT's format. Knows nothing of batches or of who drafts."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from moedraft.core import CorruptAdapter
+
+PREFIX, LORA_A, LORA_B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}  # that an adapter may have
+
+Delta = tuple[torch.Tensor, torch.Tensor]  # A [r, in], B [out, r] with the scaling folded in
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One version of one expert, ready to run."""
+
+    version: int
+    deltas: Mapping[str, Delta]  # by module name
+
+
+def read_adapter(
+    version: int,
+    config: Mapping[str, object],
+    tensors: Mapping[str, torch.Tensor],
+    weights: Mapping[str, torch.Tensor],
+) -> Adapter:
+    """An `Adapter` from a PEFT configuration and state, for a draft base with these weights [out, in].
+
+    Raises CorruptAdapter where it does not fit them.
+    """
+    firsts = [key for key in tensors if key.startswith(PREFIX) and key.endswith(LORA_A)]
+    names = {key.removeprefix(PREFIX).removesuffix(LORA_A) for key in firsts}
+    if not names or len(tensors) != 2 * len(names):
+        raise CorruptAdapter("the adapter holds something else than pairs of lora_A and lora_B.")
+    deltas: dict[str, Delta] = {}
+    for name in sorted(names):
+        if name not in weights:
+            raise CorruptAdapter(f"the adapter's module {name!r} does not exist in the draft base.")
+        a, b = _pair(name, tensors, weights[name])
+        scale = _scale(config, name, len(a))
+        deltas[name] = (a.to(weights[name]), (b * scale).to(weights[name]))
+    return Adapter(version, deltas)
+
+
+def _pair(name: str, tensors: Mapping[str, torch.Tensor], weight: torch.Tensor) -> Delta:
+    """A and B of one module as they are stored. Raises CorruptAdapter."""
+    a, b = tensors[PREFIX + name + LORA_A], tensors.get(PREFIX + name + LORA_B)
+    if b is None or a.shape[1:] != weight.shape[1:] or b.shape != (weight.shape[0], len(a)):
+        raise CorruptAdapter(f"the adapter's shapes for {name!r} do not fit the draft base.")
+    if not {a.dtype, b.dtype} <= DTYPES:
+        raise CorruptAdapter(f"the adapter's numbers for {name!r} are {a.dtype} and {b.dtype}.")
+    return a, b
+
+
+def _scale(config: Mapping[str, object], name: str, rank: int) -> float:
+    """As `scaling`. Raises CorruptAdapter."""
+    try:
+        return scaling(config, name, rank)
+    except (ValueError, TypeError, OverflowError, ZeroDivisionError, RecursionError, re.error) as error:
+        raise CorruptAdapter(f"the adapter's scaling for {name!r} makes no sense: {error}.") from error
+
+
+def scaling(config: Mapping[str, object], name: str, rank: int) -> float:
+    """PEFT's factor on B·A: lora_alpha / r, or lora_alpha / √r with rsLoRA; patterns by module suffix.
+
+    Raises ValueError, TypeError or re.error for a configuration that makes no sense.
+    """
+    alpha = float(str(config.get("lora_alpha", rank)))
+    patterns = config.get("alpha_pattern")
+    if isinstance(patterns, Mapping):
+        for pattern, value in patterns.items():
+            if re.fullmatch(rf"(.*\.)?({pattern})", name):
+                alpha = float(value)
+                break
+    if not math.isfinite(alpha):
+        raise ValueError(f"lora_alpha is {alpha}")
+    return float(alpha / (rank**0.5 if config.get("use_rslora") else rank))

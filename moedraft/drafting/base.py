@@ -1,0 +1,143 @@
+"""The draft base that a target is served with: an independent model, or a feature drafter."""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moedraft.cache import SlotCache
+from moedraft.config import Settings
+from moedraft.core import InvalidRequest, MoedraftError, UnsupportedModel
+from moedraft.drafting.drafter import ExpertDrafter
+from moedraft.drafting.feature import FeatureDrafter
+from moedraft.drafting.lora import ExpertBank
+from moedraft.drafting.model import ModelDrafter
+from moedraft.evidence import HiddenStates
+from moedraft.feature.checkpoint import CONFIG, load_draft
+from moedraft.feature.model import FeatureDraft
+from moedraft.gguf import HUB_ID, SMOLLM2
+from moedraft.model_checks import check_pair
+from moedraft.model_hash import hash_files
+from moedraft.models import LanguageModel, load_by, snapshot_folder
+
+AUTO, MINI = "auto", "mini"
+SHIPPED = {SMOLLM2: "smollm2-eagle3", HUB_ID: "smollm2-eagle3"}  # by target, in moedraft.data
+TRAINED = "draft-base"  # folder of the home with a drafter that was trained there
+
+
+class FeatureBase:
+    """A feature drafter with what the bank and others ask of a draft base."""
+
+    def __init__(self, draft: FeatureDraft, target: LanguageModel, folder: Path) -> None:
+        self.hf = draft
+        self.folder = folder
+        self.name = str(folder)
+        self.tokenizer = target.tokenizer
+        self.vocab_size = target.vocab_size
+        self.num_layers = 1
+        self.max_len = draft.config.max_len
+        self.num_parameters = sum(parameter.numel() for parameter in draft.parameters())
+        self.cpu_fast_paths = target.cpu_fast_paths
+
+    @property
+    def device(self) -> torch.device:
+        return self.hf.fc.weight.device
+
+    def new_cache(self, slots: int) -> SlotCache:
+        return self.hf.new_cache(slots)
+
+    def weights_hash(self) -> str:
+        """As `LanguageModel.weights_hash`: adapters belong to exactly one base."""
+        return hash_files(self.folder)
+
+
+DraftBase = LanguageModel | FeatureBase
+
+
+def draft_name(settings: Settings) -> str:
+    """What `settings.draft` stands for where it is "auto". Raises InvalidRequest where nothing is known.
+
+    The embedded draft for the embedded target; else a drafter that was trained in the home; else the one that
+    is shipped for this target.
+    """
+    if settings.draft != AUTO:
+        return settings.draft
+    if settings.target == MINI:
+        return MINI
+    if (trained := settings.home / TRAINED / CONFIG).exists():
+        return str(trained.parent)
+    if settings.target in SHIPPED:
+        shipped = importlib.resources.files("moedraft.data") / "models" / SHIPPED[settings.target]
+        if (shipped / CONFIG).is_file():
+            return str(shipped)
+    raise InvalidRequest(
+        f"no draft base is known for the target {settings.target!r}; name one with --draft (a small model "
+        "with the same tokenizer, or an EAGLE-3 checkpoint)."
+    )
+
+
+def load_base(settings: Settings, target: LanguageModel) -> DraftBase:
+    """The draft base for this target. Raises InvalidRequest or UnsupportedModel."""
+    name = draft_name(settings)
+    folder = snapshot_folder(name)
+    if folder is None or not is_feature_checkpoint(folder):
+        draft = load_by(settings, "draft", name=name)
+        check_pair(target, draft)
+        return draft
+    return load_feature_base(folder, target)
+
+
+def load_feature_base(folder: Path, target: LanguageModel) -> FeatureBase:
+    """The feature drafter in `folder`, on this target; it is small, and runs in float32 on a CPU."""
+    layers = (target.hf.get_input_embeddings(), target.hf.get_output_embeddings())
+    embeddings, output = (layer.weight.detach() for layer in layers)
+    try:
+        draft = load_draft(folder, embeddings, output, target.num_layers)
+        if max(draft.config.feature_layers) >= target.num_layers:
+            raise UnsupportedModel(f"{folder}: the drafter reads states behind the target's last layer.")
+    except MoedraftError:
+        raise
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise InvalidRequest(f"the drafter in {folder} does not fit {target.name}: {error}") from error
+    dtype = torch.float32 if target.device.type == "cpu" else target.dtype
+    return FeatureBase(draft.to(target.device, dtype).eval().requires_grad_(False), target, folder)
+
+
+def is_feature_checkpoint(folder: Path) -> bool:
+    """Whether the folder's configuration is that of an EAGLE-3 drafter, in one of its layouts."""
+    try:
+        config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    named = " ".join(map(str, config.get("architectures") or ()))
+    return "speculators_model_type" in config or "eagle3" in named.lower()
+
+
+@torch.inference_mode()
+def first_guesses(base: DraftBase, target: LanguageModel, token_ids: list[int]) -> list[int]:
+    """By position of a text, what the base would have guessed there as its first token; −1: it cannot.
+
+    A feature drafter reads the target's states for it. The bank decides which expert guesses.
+    """
+    ids = torch.tensor([token_ids], device=target.device)
+    if isinstance(base, LanguageModel):
+        logits = base.forward(base.new_cache(1), 0, ids.to(base.device), [0])
+        return [-1, *logits[0, :-1].argmax(-1).tolist()]
+    draft, wanted = base.hf, HiddenStates(base.hf.config.feature_layers)
+    target.forward(target.new_cache(1), 0, ids, [0], keep=1, hidden=wanted)
+    features = torch.cat([wanted.states[i] for i in wanted.layers], dim=-1)[:, :-2]
+    states = draft.fuse(features.to(draft.fc.weight.dtype))
+    hidden = draft.advance(draft.new_cache(1), 0, states, ids[:, 1:-1], [0])
+    return [-1, -1, *draft.vocabulary[draft.logits(hidden)[0].argmax(-1)].tolist()]
+
+
+def drafter_of(base: DraftBase, bank: ExpertBank, settings: Settings, vocab_size: int) -> ExpertDrafter:
+    """The drafter that runs this base in an engine."""
+    slots = settings.max_batch_size
+    if isinstance(base, FeatureBase):
+        return FeatureDrafter(base.hf, bank, slots, vocab_size)
+    return ModelDrafter(base, bank, slots, vocab_size, settings.prefill_chunk)

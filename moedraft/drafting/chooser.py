@@ -1,0 +1,176 @@
+"""Who drafts for each row, and how far: the draft model, what the row looks up in its own text, or nobody."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar
+
+import torch
+
+from moedraft.core import Sequence
+from moedraft.drafting.budget import Budget, StopRule, survival_of
+from moedraft.drafting.drafter import ExpertDrafter
+from moedraft.drafting.lookup import LookupDrafter
+from moedraft.drafting.timer import RoundTimer
+from moedraft.evidence import Evidence, Proposal, Rows
+
+DraftSource = Literal["auto", "model", "lookup"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class DraftLimits:
+    """How far rows may be drafted for."""
+
+    max_model_len: int  # tokens of prompt and answer
+    num_speculative_tokens: int = 4  # for rows whose length is fixed
+    adaptive: bool = True  # False: the length of every row is fixed
+
+
+class Chooser:
+    """Puts one proposal together from what the draft model and the lookup guess, as the budget allows.
+
+    model: None where there is no draft model; then nothing is drafted at all.
+    """
+
+    def __init__(
+        self,
+        model: ExpertDrafter | None,
+        budget: Budget,
+        timer: RoundTimer,
+        limits: DraftLimits,
+        source: DraftSource = "auto",
+    ) -> None:
+        self.model, self.lookup = model, LookupDrafter()
+        self.budget, self.timer = budget, timer
+        self.limits = limits
+        self.source: DraftSource = source
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that a row is ever drafted for."""
+        return max(self.budget.longest, self.limits.num_speculative_tokens)
+
+    def propose(self, rows: Rows) -> Proposal:
+        """Guess for every row that wants it; nothing where drafting does not pay."""
+        if self.model is None:
+            return Proposal.nothing(len(rows), rows.device)
+        # A seeded answer must not depend on timing, so its draft length is fixed, and the model drafts it.
+        fixed = [not self.limits.adaptive or row.reproducible for row in rows.sequences]
+        limits = [self._limit(row, f) for row, f in zip(rows.sequences, fixed, strict=True)]
+        looked = self._look_up(rows, fixed)
+        experts = self.model.experts_of(rows.sequences)
+        free = {b: experts[b] for b, limit in enumerate(limits) if limit and not fixed[b]}
+        found = {b: survival_of(chances) for b, chances in enumerate(looked.confidences) if chances}
+        least = max((limit for limit, is_fixed in zip(limits, fixed, strict=True) if is_fixed), default=0)
+        plan = self.budget.plan(free, found, len(rows), least)
+        looked = looked.cut(plan.looking)
+        limits = [
+            limit if is_fixed or (plan.model and not looked.lengths[b]) else 0
+            for b, (limit, is_fixed) in enumerate(zip(limits, fixed, strict=True))
+        ]
+        if not any(limits):
+            return looked
+        with self.timer.apart():
+            limits = self.model.catch_up(rows, limits)
+        if not any(limits):
+            return looked
+        rule = StopRule(self.budget, experts, limits, fixed, looked)
+        return merged(self.model.propose(rows, limits, rule.another), looked)
+
+    def _look_up(self, rows: Rows, fixed: list[bool]) -> Proposal:
+        if self.source == "model":
+            return Proposal.nothing(len(rows), rows.device)
+        longest = self.budget.longest
+        limits = [
+            0 if f else min(self._room(row), longest) for row, f in zip(rows.sequences, fixed, strict=True)
+        ]
+        return self.lookup.propose(rows, limits)
+
+    def _limit(self, row: Sequence, fixed: bool) -> int:
+        """The most tokens that the model may draft for this row."""
+        if self.model is None or self.source == "lookup":
+            return 0
+        # Past the draft's own context the target goes on alone.
+        room = min(self._room(row), max(0, self.model.max_len - len(row.token_ids)))
+        return min(room, self.limits.num_speculative_tokens if fixed else self.budget.longest)
+
+    def _room(self, row: Sequence) -> int:
+        """The most tokens this row may draft: one less than it may still emit."""
+        if not row.draft:
+            return 0
+        left = min(row.params.max_tokens - row.num_generated, self.limits.max_model_len - len(row.token_ids))
+        return max(0, left - 1)
+
+    # -- what follows from a round ---------------------------------------------------------------
+
+    def observe(self, evidence: Evidence) -> None:
+        """Both drafters learn, and the budget learns how far to trust the model's confidence."""
+        self.lookup.observe(evidence)
+        if self.model is None:
+            return
+        proposal = evidence.proposal
+        for b in evidence.drafted_by(self.model.source):
+            # A draft that gives NaN is refused by verification; its confidence is none.
+            chances = [0.0 if math.isnan(chance) else chance for chance in proposal.confidences[b]]
+            self.budget.model(proposal.experts[b]).observe(chances, evidence.accepted[b])
+        self.model.observe(evidence)
+
+    def read_prompt(self, pieces: list[tuple[Sequence, int]], hidden: Mapping[int, torch.Tensor]) -> None:
+        """As `ExpertDrafter.read_prompt`."""
+        if self.model is not None:
+            self.model.read_prompt(pieces, hidden)
+
+    def forget(self, row: Sequence) -> None:
+        self.lookup.forget(row)
+        if self.model is not None:
+            self.model.forget(row)
+
+    def swap(self, a: int, b: int, length: int) -> None:
+        if self.model is not None:
+            self.model.swap(a, b, length)
+
+    def clear(self, slot: int) -> None:
+        if self.model is not None:
+            self.model.clear(slot)
+
+
+def merged(drawn: Proposal, looked: Proposal) -> Proposal:
+    """What the model drew, and in the rows that looked something up, that.
+
+    What was looked up is certain: its row of logits is 0 at the token and −inf elsewhere, with the
+    log-sum-exp 0 at any temperature.
+    """
+    rows = [b for b, length in enumerate(looked.lengths) if length]
+    if not rows:
+        return drawn
+    width = max(drawn.width, looked.width)
+    token_ids = padded(drawn.token_ids, width, -1)
+    token_ids[rows, : looked.width] = looked.token_ids[rows]
+    logits, lse = drawn.logits, drawn.lse
+    if logits is not None and lse is not None:
+        logits = torch.nn.functional.pad(logits, (0, 0, 0, width - drawn.width))
+        certain = torch.full_like(logits[rows], -torch.inf)
+        logits[rows] = certain.scatter_(2, token_ids[rows].clamp_min(0)[..., None], 0.0)
+        lse = padded(lse, width, 0.0)
+        lse[rows] = 0.0
+
+    def either(theirs: list[T], ours: list[T]) -> list[T]:
+        return [ours[b] if looked.lengths[b] else theirs[b] for b in range(len(theirs))]
+
+    return replace(
+        drawn,
+        token_ids=token_ids,
+        lengths=either(drawn.lengths, looked.lengths),
+        sources=either(drawn.sources, looked.sources),
+        confidences=either(drawn.confidences, looked.confidences),
+        logits=logits,
+        lse=lse,
+    )
+
+
+def padded(values: torch.Tensor, width: int, fill: float) -> torch.Tensor:
+    """[B, K] → a copy [B, width]."""
+    return torch.nn.functional.pad(values, (0, width - values.shape[1]), value=fill)

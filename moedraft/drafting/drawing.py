@@ -1,0 +1,100 @@
+"""The tokens that a draft model draws, step by step, put together into one proposal."""
+
+from __future__ import annotations
+
+import torch
+
+from moedraft.evidence import NOBODY, Proposal, Rows
+from moedraft.kernels import sample_draft
+from moedraft.sampling import SamplingBatch, filter_logits
+
+
+class LogitBuffer:
+    """Holds the logits that tokens were drawn from, [B, K, V]; its memory is used again each round."""
+
+    def __init__(self) -> None:
+        self._kept = torch.empty(0, 0, 0)
+
+    def put(self, logits: torch.Tensor, step: int, most: int) -> None:
+        """Keep logits [B, V] of one step of a round that has at most `most` steps."""
+        rows, vocab = logits.shape
+        fits = self._kept.dtype == logits.dtype and self._kept.shape[2] == vocab
+        if not fits or self._kept.shape[0] < rows or self._kept.shape[1] < most:
+            assert step == 0, "the buffer was made for the whole round"
+            self._kept = logits.new_empty(rows, most, vocab)
+        self._kept[:rows, step] = logits
+
+    def of(self, rows: int, steps: int) -> torch.Tensor:
+        return self._kept[:rows, :steps]
+
+
+class Drawing:
+    """What one round draws for its rows. `limits`: the most tokens of each row."""
+
+    def __init__(self, rows: Rows, limits: list[int], buffer: LogitBuffer) -> None:
+        self.rows, self.limits, self.buffer = rows, limits, buffer
+        self.tokens: list[torch.Tensor] = []  # by step, int64 [B]
+        self.lses: list[torch.Tensor] = []
+        self.confidences: list[list[float]] = []
+
+    @property
+    def steps(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def positions(self) -> list[int]:
+        """By row, the position of the token that is drawn next."""
+        return [len(row.token_ids) + self.steps for row in self.rows.sequences]
+
+    def draw(self, logits: torch.Tensor, names: torch.Tensor | None = None, vocab_size: int = 0) -> None:
+        """Draw one token a row from logits [B, V].
+
+        names int64 [v]: the token ids that logits [B, v] stand for, in a vocabulary of `vocab_size`; no other
+        token can be drawn then.
+        """
+        sampling = self.rows.sampling
+        if names is not None and not sampling.greedy:
+            every = logits.new_full((len(logits), vocab_size), -torch.inf)
+            logits, names = every.index_copy_(1, names, logits), None
+        filtered = filter_logits(logits, sampling)
+        drawn, lse, chances = draw(filtered, sampling, self.positions)
+        if not sampling.greedy:
+            self.buffer.put(filtered, self.steps, max(self.limits))
+        self.tokens.append(drawn if names is None else names[drawn])
+        self.lses.append(lse)
+        self.confidences.append(chances)
+
+    def proposal(self, source: str, experts: list[str], versions: list[int]) -> Proposal:
+        """Everything that was drawn; a row keeps no more than its limit."""
+        lengths = [min(limit, self.steps) for limit in self.limits]
+        token_ids = torch.stack(self.tokens, dim=1)
+        drafted = torch.tensor(lengths, device=token_ids.device)
+        padding = torch.arange(self.steps, device=token_ids.device) >= drafted[:, None]
+        sampled = not self.rows.sampling.greedy
+        return Proposal(
+            token_ids=token_ids.masked_fill_(padding, -1),
+            lengths=lengths,
+            sources=[source if length else NOBODY for length in lengths],
+            experts=experts,
+            versions=versions,
+            confidences=[[step[b] for step in self.confidences[:n]] for b, n in enumerate(lengths)],
+            steps=self.steps,
+            logits=self.buffer.of(len(lengths), self.steps) if sampled else None,
+            lse=torch.stack(self.lses, dim=1) if sampled else None,
+        )
+
+
+def draw(
+    logits: torch.Tensor, sampling: SamplingBatch, positions: list[int]
+) -> tuple[torch.Tensor, torch.Tensor, list[float]]:
+    """Tokens int64 [B], their log-sum-exps [B] and, by row, the mass of the most likely token.
+
+    The mass belongs to the prefix alone, whichever token was drawn: drafting may stop because of it.
+    """
+    where = torch.tensor(positions, device=logits.device)
+    temperature = 0.0 if sampling.greedy else sampling.temperature
+    drawn, lse = sample_draft(logits, temperature, sampling.seed, where)
+    top = logits.amax(-1).float()
+    if not sampling.greedy:
+        top = top / torch.where(sampling.temperature > 0, sampling.temperature, 1.0)
+    return drawn, lse, (top - lse).exp().tolist()

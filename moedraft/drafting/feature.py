@@ -1,0 +1,156 @@
+"""A drafter that reads what the target has just computed (EAGLE-3 type): no draft model of its own is needed.
+
+Entry i of its cache stands for the target's features at position i and the token at i + 1, and guesses the
+token at i + 2. Features of a position exist once the target has read it, so the entries that are still to be
+read wait in `_waiting`; there is always one at least when the row is drafted for. Guesses are read on the
+drafter's own output instead: those entries are overwritten after verification.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from moedraft.core import SHARED, Sequence
+from moedraft.drafting.drafter import Another, Bank
+from moedraft.drafting.drawing import Drawing, LogitBuffer
+from moedraft.evidence import Evidence, Proposal, Rows
+from moedraft.feature.model import FeatureDraft
+
+MOST_WAITING = 128  # features of a row that is not drafted for; more are read into the cache meanwhile
+
+
+class FeatureDrafter:
+    """A feature draft base with experts on it. vocab_size: the target's.
+
+    Experts must leave keys and values alone (`Bank.shares_cache`): a stale entry could not be read again,
+    since features are not kept.
+    """
+
+    source = "feature"
+
+    def __init__(self, draft: FeatureDraft, bank: Bank, slots: int, vocab_size: int) -> None:
+        self.draft = draft
+        self.bank = bank
+        self.vocab_size = vocab_size
+        self.needs = draft.config.feature_layers
+        self.max_len = draft.config.max_len
+        self.cache = draft.new_cache(slots)
+        self._waiting: dict[
+            str, torch.Tensor
+        ] = {}  # by request, features [n, 3H] from entry `draft_cached` on
+        self._buffer = LogitBuffer()
+
+    def experts_of(self, rows: list[Sequence]) -> list[str]:
+        """A reproducible row has its own expert in any batch, so then all rows have."""
+        experts = [row.expert if row.draft else SHARED for row in rows]
+        return experts if any(row.reproducible for row in rows) else self.bank.drafters(experts)
+
+    def experts_changed(self, rows: list[Sequence]) -> None:
+        """Nothing in the cache depends on the expert."""
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def read_prompt(self, pieces: list[tuple[Sequence, int]], hidden: Mapping[int, torch.Tensor]) -> None:
+        """All but the last position at once: the features are here, and so are the tokens after them."""
+        features = self._joined(hidden)
+        for b, (row, count) in enumerate(pieces):
+            self._keep(row, features[b, :count])
+        self._read_ahead([row for row, _ in pieces])
+
+    def catch_up(self, rows: Rows, limits: list[int]) -> list[int]:
+        """What waits is read together with the first guess; after a prompt of one token nothing waits yet."""
+        return [limit if len(self._of(row)) else 0 for row, limit in zip(rows.sequences, limits, strict=True)]
+
+    def observe(self, evidence: Evidence) -> None:
+        """The features of what was emitted wait until the row is drafted for, whoever drafted it now."""
+        features = self._joined(evidence.hidden)
+        for b, row in enumerate(evidence.rows):
+            self._keep(row, features[b, : evidence.accepted[b] + 1])
+            if len(self._of(row)) > MOST_WAITING:
+                self._read_ahead([row])
+        self._give_up_broken(evidence)
+
+    def _give_up_broken(self, evidence: Evidence) -> None:
+        """A row whose guesses are no numbers is decoded plainly from now on."""
+        for b in evidence.drafted_by(self.source):
+            if any(chance != chance for chance in evidence.proposal.confidences[b]):
+                evidence.rows[b].draft = False
+                self.clear(evidence.rows[b].slot)
+
+    def _joined(self, hidden: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """By layer [B, T, H] → [B, T, 3H], a copy."""
+        return torch.cat([hidden[layer] for layer in self.needs], dim=-1).to(self.draft.fc.weight.dtype)
+
+    def _of(self, row: Sequence) -> torch.Tensor:
+        return self._waiting.get(row.request_id, self.draft.fc.weight.new_empty(0, 0))
+
+    def _keep(self, row: Sequence, features: torch.Tensor) -> None:
+        if row.draft:
+            before = self._waiting.get(row.request_id)
+            self._waiting[row.request_id] = (
+                features.clone() if before is None else torch.cat([before, features])
+            )
+
+    def _read_ahead(self, rows: list[Sequence]) -> None:
+        """Read all that waits but the last entry, whose output will be the first guess."""
+        self._read(rows, [max(0, len(self._of(row)) - 1) for row in rows])
+
+    def _read(self, rows: list[Sequence], counts: list[int]) -> torch.Tensor:
+        """Read so many waiting entries of each row, in neighbouring slots; the layer's output [B, T, H].
+
+        Output t belongs to a row's t-th entry; behind its count it means nothing, and what stands in the
+        cache there is overwritten later.
+        """
+        width = max(counts)
+        states = self.draft.fc.weight.new_zeros(len(rows), width, self.draft.config.features_size)
+        ids = torch.zeros(len(rows), width, dtype=torch.int64, device=states.device)
+        starts = [row.draft_cached for row in rows]
+        for b, (row, count) in enumerate(zip(rows, counts, strict=True)):
+            if count:
+                waiting = self._waiting[row.request_id]
+                states[b, :count] = waiting[:count]
+                tokens = row.token_ids[row.draft_cached + 1 :][:count]
+                ids[b, :count] = torch.tensor(tokens, device=ids.device)
+                self._waiting[row.request_id] = waiting[count:]
+                row.draft_cached += count
+        if not width:
+            return states
+        return self.draft.advance(self.cache, rows[0].slot, self.draft.fuse(states), ids, starts)
+
+    # -- proposing -------------------------------------------------------------------------------
+
+    def propose(self, rows: Rows, limits: list[int], another: Another) -> Proposal:
+        """All rows in one forward a token, whatever their experts."""
+        experts = self.experts_of(rows.sequences)
+        self.bank.select(experts)
+        drawing = Drawing(rows, limits, self._buffer)
+        states = self._first(rows.sequences, limits)
+        while True:
+            starts = [position - 1 for position in drawing.positions]
+            drawing.draw(self.draft.logits(states)[:, 0], self.draft.vocabulary, self.vocab_size)
+            if not another(drawing.confidences[-1]):
+                break
+            states = self.draft.advance(self.cache, 0, states, drawing.tokens[-1][:, None], starts)
+        return drawing.proposal(self.source, experts, [self.bank.version(expert) for expert in experts])
+
+    def _first(self, rows: list[Sequence], limits: list[int]) -> torch.Tensor:
+        """Read what waits; the layer's output [B, 1, H] at each row's last entry."""
+        waiting = [len(self._of(row)) for row in rows]
+        width = max(count for count, limit in zip(waiting, limits, strict=True) if limit)
+        counts = [count if count <= width else 0 for count in waiting]  # others read on when it is their turn
+        hidden = self._read(rows, counts)
+        last = torch.tensor([max(count, 1) - 1 for count in counts], device=hidden.device)
+        return hidden[torch.arange(len(rows), device=hidden.device), last][:, None]
+
+    # -- slots -----------------------------------------------------------------------------------
+
+    def forget(self, row: Sequence) -> None:
+        self._waiting.pop(row.request_id, None)
+
+    def swap(self, a: int, b: int, length: int) -> None:
+        self.cache.swap(a, b, length)
+
+    def clear(self, slot: int) -> None:
+        self.cache.clear(slot)

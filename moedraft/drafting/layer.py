@@ -1,0 +1,73 @@
+"""A linear layer of the draft base whose weight may differ from row to row of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from moedraft.cpu.products import Product, expect
+from moedraft.drafting.adapter import Delta
+
+Multiplies = Callable[[torch.Tensor], torch.Tensor]  # x [..., in] → [..., out]
+
+
+class LoRALinear(nn.Module):
+    """A linear layer that multiplies by what the bank has put into `product`, or else by its own weight."""
+
+    def __init__(self, base: nn.Module, small: bool = False) -> None:
+        """small: whether its products use the layouts for small models on a CPU."""
+        super().__init__()
+        self.base = base
+        self.small = small
+        self.transposed = not isinstance(base, nn.Linear)  # GPT-2's Conv1D keeps [in, out]
+        self.product: Multiplies | None = None
+        if small:
+            expect(self.base_weight(), base.bias)  # type: ignore[arg-type]
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The base layer's weight; some models' own code asks for it."""
+        return self.base.weight  # type: ignore[return-value]
+
+    def base_weight(self) -> torch.Tensor:
+        """[out, in]"""
+        weight: torch.Tensor = self.base.weight  # type: ignore[assignment]
+        return weight.T if self.transposed else weight
+
+    def with_weight(self, weight: torch.Tensor) -> Product:
+        """The same layer with another weight [out, in]."""
+        return Product(weight, self.base.bias, small=self.small)  # type: ignore[arg-type]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.base(x) if self.product is None else self.product(x)
+        return y
+
+
+class Mixed:
+    """x → x Wᵀ + (x Aᵀ ∘ mask) Bᵀ for one batch, where each row has its own expert or none.
+
+    A and B are the low-rank factors of all experts in the batch, end to end: two products, whatever the
+    number of experts. The mask of zeros and ones lets a row see its own expert's factors only.
+    """
+
+    def __init__(self, plain: Multiplies, deltas: Mapping[str, Delta], rows: Sequence[str]) -> None:
+        """plain: x → x Wᵀ, what all rows have in common. deltas: by expert. rows: the expert of each row."""
+        self.plain = plain
+        self.down = torch.cat([a for a, _ in deltas.values()])  # A [R, in]
+        self.up = torch.cat([b for _, b in deltas.values()], dim=1)  # B [out, R]
+        owners = [expert for expert, (a, _) in deltas.items() for _ in range(a.shape[0])]
+        mask = [[float(owner == row) for owner in owners] for row in rows]
+        self.mask = torch.tensor(mask, dtype=self.down.dtype, device=self.down.device)[:, None]  # [B, 1, R]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        seen = nn.functional.linear(x, self.down) * _shaped(self.mask, x)
+        return self.plain(x) + nn.functional.linear(seen, self.up)
+
+
+def _shaped(mask: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """mask [B, 1, R] in the shape that fits x: [B, T, in], [B, …, in], or [B·T, in] row after row."""
+    if x.dim() == 2:
+        return mask[:, 0].repeat_interleave(x.shape[0] // mask.shape[0], dim=0)
+    return mask.view(mask.shape[0], *[1] * (x.dim() - 2), mask.shape[2])

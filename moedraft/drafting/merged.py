@@ -1,0 +1,65 @@
+"""Experts merged into the draft base's weights: those used last, within a budget of memory."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+
+from moedraft.cpu.products import Product
+from moedraft.drafting.adapter import Adapter
+
+RECENT = 2  # experts whose next version is merged before it is used
+
+Products = dict[str, Product]  # by module name
+
+
+class MergedExperts:
+    """The merged weights of some experts, by name, the one used last at the end."""
+
+    def __init__(self, budget: int, copies: int) -> None:
+        """budget: bytes of all merged weights together. copies: how many a `Product` keeps of its weight."""
+        self.budget = budget
+        self.copies = copies
+        self._kept: OrderedDict[str, tuple[int, Products]] = OrderedDict()  # with their bytes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._kept)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def recent(self) -> list[str]:
+        """The experts used last."""
+        return list(self._kept)[-RECENT:]
+
+    def keep(self, expert: str, adapter: Adapter, products: Products) -> None:
+        self._kept[expert] = (self._bytes(adapter), products)
+
+    def drop(self, expert: str) -> None:
+        self._kept.pop(expert, None)
+
+    def clear(self) -> None:
+        self._kept.clear()
+
+    def of(
+        self, adapters: Mapping[str, Adapter], merge: Callable[[Adapter], Products]
+    ) -> dict[str, Products] | None:
+        """Merged weights of these experts, made by `merge` where they are not kept.
+
+        None where all of them together would be over the budget. Those that were not used for longest are
+        dropped to stay below it.
+        """
+        if len(adapters) * max(map(self._bytes, adapters.values()), default=0) > self.budget:
+            return None
+        for expert, adapter in adapters.items():
+            if expert not in self._kept:
+                self.keep(expert, adapter, merge(adapter))
+            self._kept.move_to_end(expert)
+        while sum(size for size, _ in self._kept.values()) > self.budget:
+            self._kept.popitem(last=False)
+        return {expert: self._kept[expert][1] for expert in adapters}
+
+    def _bytes(self, adapter: Adapter) -> int:
+        deltas = adapter.deltas.values()
+        return self.copies * sum(b.shape[0] * a.shape[1] * a.element_size() for a, b in deltas)

@@ -1,0 +1,69 @@
+"""What time rounds take, taken from outside: nobody within a round looks at a clock."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class RoundTimer:
+    """Wraps each step and round of an engine, on the thread that owns it.
+
+    What lies between two rounds (prompts aside) is part of a round's cost, since drafting saves that as well
+    with every round it saves. What is paid once and not by every round, such as filling a cache, is left out
+    (`apart`).
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.ms = 0.0  # of the last round
+        self.step_seconds = 0.0  # spent in steps since the start
+        self.verify_seconds = 0.0  # of these, in what `verifying` wraps
+        self._clock = clock
+        self._ended = math.inf  # when the last round did, unless a prompt was read since
+        self._apart = 0.0  # seconds of the running round that are not its own
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        began = self._clock()
+        yield
+        self.step_seconds += self._clock() - began
+
+    @contextmanager
+    def round(self) -> Iterator[None]:
+        """After it, `ms` is what this round cost."""
+        began, self._apart = self._clock(), 0.0
+        yield
+        now = self._clock()
+        spent = now - began
+        self.ms = (spent + min(max(0.0, began - self._ended), spent) - self._apart) * 1e3
+        self._ended = now
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        began = self._clock()
+        yield
+        self._apart += self._clock() - began
+
+    def interrupted(self) -> None:
+        """Something else than a round takes place now: the time until the next round is not the round's."""
+        self._ended = math.inf
+
+    def verifying(self, work: Callable[P, T]) -> Callable[P, T]:
+        """`work`, with its time counted as verification; it must wait for the device before it returns."""
+
+        @wraps(work)
+        def timed(*args: P.args, **kwargs: P.kwargs) -> T:
+            began = self._clock()
+            try:
+                return work(*args, **kwargs)
+            finally:
+                self.verify_seconds += self._clock() - began
+
+        return timed

@@ -1,0 +1,98 @@
+"""What verification emitted enters a sequence: tokens, text, counts, and the end of the answer."""
+
+from __future__ import annotations
+
+import time
+from copy import copy
+from itertools import zip_longest
+
+from moedraft.core import FinishReason, RequestOutput, Sequence, SpeculationStats
+from moedraft.drafting.lookup import LookupDrafter
+from moedraft.engine.detokenizer import Detokenizer
+from moedraft.evidence import NOBODY, Evidence
+
+
+def commit(
+    evidence: Evidence, b: int, text: Detokenizer, max_model_len: int, eos_token_ids: frozenset[int]
+) -> FinishReason | None:
+    """Take row b's verified tokens into its sequence and its text; why the answer ends there, if it does."""
+    row = evidence.rows[b]
+    if evidence.broken[b]:
+        count_round(evidence, b, 0)
+        return "error"
+    tokens, reason = cut(row, evidence.tokens[b], max_model_len, eos_token_ids)
+    stopped = text.add(tokens[:-1] if reason == "stop" else tokens)  # the text goes without the EOS token
+    if stopped is not None:
+        tokens, reason = tokens[:stopped], "stop"
+    count_round(evidence, b, len(tokens))
+    row.target_cached = len(row.token_ids) + evidence.accepted[b]
+    row.logprobs += evidence.logprobs(b)[: len(tokens)]
+    row.token_ids += tokens
+    row.first_token_at = row.first_token_at or time.monotonic()
+    return reason
+
+
+def cut(
+    row: Sequence, tokens: list[int], max_model_len: int, eos_token_ids: frozenset[int]
+) -> tuple[list[int], FinishReason | None]:
+    """The tokens up to the end of the answer, and why it ends there, if it does."""
+    room = min(row.params.max_tokens - row.num_generated, max_model_len - len(row.token_ids))
+    for index, token in enumerate(tokens[:room]):
+        if token in eos_token_ids and not row.params.ignore_eos:
+            return tokens[: index + 1], "stop"
+    return tokens[:room], "length" if len(tokens) >= room else None
+
+
+def count_round(evidence: Evidence, b: int, entered: int) -> None:
+    """Row b's statistics. Only the first `entered` of its tokens became part of the answer."""
+    row, proposal = evidence.rows[b], evidence.proposal
+    drafted, accepted = proposal.lengths[b], min(evidence.accepted[b], entered)
+    stats = row.speculation
+    stats.num_steps += 1
+    if (top := evidence.topk.get(b)) is not None:
+        row.captured.append(top)
+    if proposal.sources[b] == LookupDrafter.source:
+        stats.num_lookup_tokens += drafted
+        stats.num_accepted_lookup_tokens += accepted
+    elif proposal.sources[b] != NOBODY:
+        count_drafted(stats, drafted, accepted)
+        if proposal.experts[b] == row.expert:
+            row.adapter_version = proposal.versions[b]
+        if evidence.accepted[b] < min(entered, drafted):
+            row.rejected.append(row.num_generated + evidence.accepted[b])
+
+
+def count_drafted(stats: SpeculationStats, drafted: int, accepted: int) -> None:
+    """One verification of `drafted` tokens, of which the first `accepted` became part of the answer."""
+    stats.num_drafts += 1
+    stats.num_draft_tokens += drafted
+    stats.num_accepted_tokens += accepted
+    stats.drafted_at = _plus_one(stats.drafted_at, drafted)
+    stats.accepted_at = _plus_one(stats.accepted_at, accepted)
+
+
+def _plus_one(counts: list[int], first: int) -> list[int]:
+    """`counts` with one more at each of the first `first` positions."""
+    return [before + more for before, more in zip_longest(counts, [1] * first, fillvalue=0)]
+
+
+def output_of(row: Sequence, delta: str) -> RequestOutput:
+    """The answer as it stands; `delta` is the text that is new."""
+    first = row.first_token_at
+    return RequestOutput(
+        request_id=row.request_id,
+        prompt=row.prompt,
+        text=row.text,
+        token_ids=row.generated,
+        finish_reason=row.finish_reason,
+        expert=row.expert,
+        adapter_version=row.adapter_version,
+        speculation=copy(row.speculation),  # its lists are replaced, never changed
+        num_rejections=len(row.rejected),
+        seconds=(row.finished_at or time.monotonic()) - row.arrived_at,
+        delta=delta,
+        num_prompt_tokens=row.num_prompt_tokens,
+        confidence=row.confidence,
+        time_to_first_token=None if first is None else first - row.arrived_at,
+        logprobs=list(row.logprobs) if row.params.logprobs is not None else None,
+    )

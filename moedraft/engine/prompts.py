@@ -1,0 +1,28 @@
+"""A request's prompt as the engine takes it: token ids of the vocabulary, no more than fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moedraft.chat import prompt_ids
+from moedraft.core import InvalidRequest, PromptTooLong
+
+
+def tokenise(
+    tokenizer: Any, prompt: str | list[int], *, chat: bool, vocab_size: int, room: int, truncate: bool
+) -> list[int]:
+    """Token ids of a prompt, at most `room`. Raises InvalidRequest for an empty, a wrong or a long one.
+
+    truncate: keep the end of a long one, and the mark of its beginning, which models need.
+    """
+    if isinstance(prompt, str) and not prompt.strip():
+        raise InvalidRequest("the prompt is empty.")
+    ids = prompt_ids(tokenizer, prompt, chat=chat) if isinstance(prompt, str) else list(prompt)
+    if not ids or not all(0 <= token < vocab_size for token in ids):
+        raise InvalidRequest("the prompt is empty or has token ids outside the vocabulary.")
+    if len(ids) > room and not truncate:
+        sentence = f"the prompt has {len(ids)} tokens and the context takes {room}; "
+        raise PromptTooLong(f"{sentence}shorten it or set long_prompts to 'truncate'.")
+    begins = isinstance(prompt, str) and ids[0] == getattr(tokenizer, "bos_token_id", None)
+    head = ids[:1] if begins and room > 1 else []
+    return ids if len(ids) <= room else [*head, *ids[len(head) - room :]]

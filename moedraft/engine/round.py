@@ -1,0 +1,87 @@
+"""One round of speculative decoding: propose → verify → commit (Leviathan et al., arXiv 2211.17192)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import torch
+
+from moedraft.core import Sequence
+from moedraft.engine.capture import Capture
+from moedraft.engine.target import TargetRunner
+from moedraft.evidence import Evidence, Proposal, Rows
+from moedraft.kernels import TARGET_INVALID, verify_chain
+from moedraft.sampling import SamplingBatch, filter_logits
+
+Commit = Callable[[Evidence, int], None]  # takes one row's verified tokens into its sequence
+
+
+class Proposer(Protocol):
+    def propose(self, rows: Rows) -> Proposal: ...
+
+
+class Observer(Protocol):
+    def observe(self, evidence: Evidence) -> None: ...
+
+
+class Round:
+    """Called with the sequences in slots 0 … B−1; each of them gets at least one token."""
+
+    def __init__(
+        self, target: TargetRunner, proposer: Proposer, observers: Iterable[Observer], capture: Capture
+    ) -> None:
+        self.target, self.proposer, self.observers, self.capture = target, proposer, observers, capture
+        self.verify = verify
+        self._last: Evidence | None = None
+        self._sampling: tuple[list[Sequence], SamplingBatch] | None = None
+
+    def __call__(self, sequences: list[Sequence], commit: Commit) -> Evidence:
+        rows = Rows(sequences, self._sampling_of(sequences), self._last)
+        # Propose: a drafter guesses up to K tokens for each row.
+        proposal = self.proposer.propose(rows)
+        # Verify: one forward of the target scores them all; each row keeps those that the target agrees with.
+        logits, hidden = self.target.score(sequences, proposal)
+        tokens, accepted, broken = self.verify(rows, proposal, logits)
+        topk = self.capture.keep(sequences, logits, accepted)
+        evidence = Evidence(sequences, proposal, tokens, accepted, broken, logits, hidden, topk)
+        # Whoever learns from it does so before the rows move on.
+        for observer in self.observers:
+            observer.observe(evidence)
+        # Commit: the accepted tokens, and one more from the target itself, enter the rows.
+        for b in range(len(sequences)):
+            commit(evidence, b)
+        self._last = evidence
+        return evidence
+
+    def _sampling_of(self, sequences: list[Sequence]) -> SamplingBatch:
+        """Their parameters as tensors, made anew when the batch changes."""
+        known = self._sampling
+        # The same objects: the id of a request that has ended may be used again.
+        if known is None or [id(row) for row in known[0]] != [id(row) for row in sequences]:
+            params, seeds = [row.params for row in sequences], [row.seed for row in sequences]
+            known = self._sampling = (sequences, SamplingBatch.of(params, seeds, self.target.model.device))
+        return known[1]
+
+
+def verify(
+    rows: Rows, proposal: Proposal, logits: torch.Tensor
+) -> tuple[list[list[int]], list[int], list[bool]]:
+    """By row: the tokens emitted, how many of them were drafted, and whether the target's logits are broken.
+
+    logits [B, K+1, V] are the target's. What is emitted follows the target's distribution exactly.
+    """
+    device, sampling = logits.device, rows.sampling
+    emitted, accepted, status = verify_chain(
+        filter_logits(logits, sampling),
+        proposal.token_ids,
+        proposal.logits,
+        draft_lse=proposal.lse,
+        num_draft=torch.tensor(proposal.lengths, device=device),
+        temperature=0.0 if sampling.greedy else sampling.temperature,
+        seed=sampling.seed,
+        position=torch.tensor([len(row.token_ids) for row in rows.sequences], device=device),
+    )
+    counts = accepted.tolist()
+    tokens = [row[: count + 1] for row, count in zip(emitted.tolist(), counts, strict=True)]
+    return tokens, counts, [bool(value & TARGET_INVALID) for value in status.tolist()]

@@ -1,0 +1,148 @@
+"""A whole training of a drafter in one folder: answers, steps, the finished base; taken up where it stopped.
+
+The folder holds `texts.jsonl` (what the target answered, or was given), `training.safetensors` (the state of
+the training) and, at the end, the drafter itself in the format of `speculators`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moedraft.core import InvalidRequest
+from moedraft.feature.checkpoint import save_draft
+from moedraft.feature.config import config_for, default_layers
+from moedraft.feature.corpus import Text, answered, choose_vocabulary, given, prompt_ids
+from moedraft.feature.features import Teacher
+from moedraft.feature.model import FeatureDraft
+from moedraft.feature.training import FeatureTrainer, TrainingPlan
+from moedraft.models import LanguageModel
+
+TEXTS, STATE = "texts.jsonl", "training.safetensors"
+HELD_OUT, MOST_HELD_OUT = 0.05, 60  # share and number of texts that acceptance is measured on
+ANSWERED = 64  # prompts between two notes of how far it is
+KEPT_EVERY = 120.0  # seconds between two states on disk
+
+Progress = Callable[[int, str], None]  # how much more is done, and a word about it
+
+
+@dataclass(frozen=True)
+class Report:
+    """What came of a training."""
+
+    steps: int
+    tokens: int  # read, repetitions included
+    seconds: float
+    acceptance: list[float]  # by depth, each given the earlier ones
+
+
+def collect(
+    model: LanguageModel,
+    pairs: list[tuple[str, str | None]],
+    folder: Path,
+    max_tokens: int,
+    longest: int,
+    progress: Progress = lambda done, what: None,
+) -> list[Text]:
+    """Texts of (prompt, answer); where there is no answer the target's own. Kept in `folder` as they come."""
+    known = read_texts(folder / TEXTS)
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = [given(model, prompt, answer, longest) for prompt, answer in pairs if answer is not None]
+    asked = [prompt_ids(model.tokenizer, prompt)[-longest:] for prompt, answer in pairs if answer is None]
+    done = {tuple(text.token_ids[: text.num_prompt_tokens]): text for text in known}
+    texts += [done[key] for ids in asked if (key := tuple(ids)) in done]
+    open_ones = [ids for ids in asked if tuple(ids) not in done]
+    progress(len(pairs) - len(open_ones), "")
+    for first in range(0, len(open_ones), ANSWERED):
+        chosen = open_ones[first : first + ANSWERED]
+        fresh = answered(model, chosen, max_tokens)
+        with (folder / TEXTS).open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps([t.token_ids, t.num_prompt_tokens]) + "\n" for t in fresh)
+        texts += fresh
+        progress(len(chosen), "")
+    return texts
+
+
+def read_texts(file: Path) -> list[Text]:
+    """What an earlier run had answered. A last line that was not finished is left out."""
+    texts = []
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
+        try:
+            texts.append(Text(*json.loads(line)))
+        except (ValueError, TypeError):
+            continue
+    return texts
+
+
+def new_draft(
+    model: LanguageModel, texts: list[Text], size: int, layers: tuple[int, ...] = (), **switches: Any
+) -> FeatureDraft:
+    """An untrained drafter for `model`, with the `size` tokens that its texts use most."""
+    text_config = model.hf.config.get_text_config()
+    count = min(size, model.vocab_size)
+    vocabulary = choose_vocabulary(texts, count, model.vocab_size, model.eos_token_ids)
+    layers = layers or default_layers(model.num_layers)
+    config = config_for(text_config, draft_vocab_size=count, feature_layers=layers, **switches)
+    embeddings = model.hf.get_input_embeddings().weight.detach()
+    draft = FeatureDraft(config, vocabulary, embeddings, model.hf.get_output_embeddings().weight.detach())
+    with torch.no_grad():  # what is added to the feature starts small
+        draft.layer.self_attn.o_proj.weight.mul_(0.1)
+        draft.layer.mlp.down_proj.weight.mul_(0.1)
+    return draft.to(model.device)
+
+
+class Session:
+    """A drafter being trained in `folder`. Raises InvalidRequest where there are too few texts."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        texts: list[Text],
+        folder: Path,
+        *,
+        size: int,
+        layers: tuple[int, ...] = (),
+        plan: TrainingPlan | None = None,
+    ) -> None:
+        held_out = max(1, min(MOST_HELD_OUT, int(len(texts) * HELD_OUT)))
+        if len(texts) < 2:
+            raise InvalidRequest("a drafter needs at least two texts: one to learn from, one to measure on.")
+        self.model, self.folder = model, folder
+        self.held_out, learned = texts[:held_out], texts[held_out:]
+        draft = new_draft(model, learned, size, layers, fc_norm=True)
+        teacher = Teacher(model.hf, draft.config.feature_layers, draft.vocabulary)
+        self.trainer = FeatureTrainer(draft, teacher, learned, plan)
+        if (folder / STATE).exists():
+            self.trainer.load(folder / STATE)
+
+    def run(self, seconds: float, progress: Progress = lambda done, what: None) -> None:
+        """Train until it took `seconds` in all, earlier runs included."""
+        trainer = self.trainer
+        kept = began = time.monotonic()
+        before = trainer.seconds
+        progress(int(before), "")
+        while trainer.seconds < seconds:
+            loss = trainer.step(trainer.seconds / seconds)
+            now = time.monotonic()
+            whole = int(trainer.seconds)
+            trainer.seconds = before + now - began
+            progress(int(trainer.seconds) - whole, f"{trainer.tokens} tokens, loss {loss:.2f}")
+            if now - kept > KEPT_EVERY:
+                trainer.save(self.folder / STATE)
+                kept = now
+        trainer.save(self.folder / STATE)
+
+    def finish(self, depth: int = 5) -> Report:
+        """Measure, and write the drafter into the folder, beside what going on needs."""
+        trainer = self.trainer
+        rates = trainer.acceptance(self.held_out, depth)
+        hf = self.model.hf
+        name = str(self.model.folder or self.model.name)
+        save_draft(trainer.draft, self.folder / "base", target=name, architectures=(type(hf).__name__,))
+        return Report(trainer.steps, trainer.tokens, trainer.seconds, rates)

@@ -1,0 +1,109 @@
+"""The contents of a home as plain data: domains, experts, adapter versions, replay records.
+
+The operator's routes and the command line show the same data, which is built here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moedraft.core import SHARED, AdapterVersion, Domain
+from moedraft.storage.changes import check_expert, find_domain
+from moedraft.storage.requests import ExpertStats
+from moedraft.storage.store import Store
+
+Data = dict[str, Any]
+RATES = (
+    "acceptance_rate",
+    "recent_acceptance_rate",
+    "first_acceptance_rate",
+    "mean_acceptance_length",
+    "tokens_per_step",
+)
+
+
+def domains(store: Store) -> list[Data]:
+    """All domains in the order of their registration, without their examples."""
+    return [{**summary(domain), **_state(store, domain.name)} for domain in store.registry.domains()]
+
+
+def domain(store: Store, name: str) -> Data:
+    """One domain with its examples. Raises InvalidRequest if it does not exist."""
+    found = find_domain(store, name)
+    return {**summary(found), "examples": list(found.examples), **_state(store, name)}
+
+
+def summary(domain: Domain) -> Data:
+    return {
+        "name": domain.name,
+        "description": domain.description,
+        "examples": len(domain.examples),
+        "created_at": domain.created_at,
+    }
+
+
+def adapters(store: Store, name: str | None = None) -> list[Data]:
+    """All versions, or those of one expert, oldest first. Raises InvalidRequest for an unknown name."""
+    if name is not None:
+        check_expert(store, name)
+    return [_version(version) for version in store.registry.versions(name)]
+
+
+def replay(store: Store) -> dict[str, int]:
+    """The number of records by domain. `shared` has those whose prompts fitted no domain."""
+    sizes = store.replay.sizes()
+    names = dict.fromkeys([SHARED, *(domain.name for domain in store.registry.domains()), *sizes])
+    return {name: sizes.get(name, 0) for name in names}
+
+
+def experts(store: Store) -> dict[str, Data]:
+    """Figures since the beginning for `shared`, the registered domains, and removed ones that once served.
+
+    The replay size of `shared` counts all records, because the shared adapter learns from all traffic.
+    """
+    served, sizes = store.requests.summary(), store.replay.sizes()
+    sizes[SHARED] = sum(sizes.values())
+    registered = [domain.name for domain in store.registry.domains()]
+    names = dict.fromkeys([SHARED, *registered, *served])
+    return {name: _expert(store, name, served.get(name), sizes.get(name, 0)) for name in names}
+
+
+def _expert(store: Store, name: str, served: ExpertStats | None, replay_size: int) -> Data:
+    live = store.registry.live(name)
+    return {
+        "requests": served.requests if served else 0,
+        "tokens": served.tokens if served else 0,
+        **{key: getattr(served, key) if served else None for key in RATES},
+        "lookup_tokens": served.lookup_tokens if served else 0,
+        "accepted_lookup_tokens": served.accepted_lookup_tokens if served else 0,
+        "replay_size": replay_size,
+        "updates": store.registry.updates(name),
+        "version": live.version if live else 0,
+    }
+
+
+def _state(store: Store, name: str) -> Data:
+    live = store.registry.live(name)
+    return {
+        "version": live.version if live else 0,
+        "updates": store.registry.updates(name),
+        "replay_size": store.replay.count(name),
+    }
+
+
+def _version(version: AdapterVersion) -> Data:
+    """The version without its path, which clients of the server need not know."""
+    return {
+        "domain": version.domain,
+        "version": version.version,
+        "state": version.state,
+        "parent": version.parent,
+        "acceptance": version.acceptance,
+        "created_at": version.created_at,
+        "base_hash": version.base_hash,
+    }
+
+
+def live_version(name: str, live: AdapterVersion | None) -> Data:
+    """The version of expert `name` that serves; 0 is the untrained expert."""
+    return {"domain": name, "version": live.version if live else 0}

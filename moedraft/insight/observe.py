@@ -1,0 +1,201 @@
+"""Reads a home's store and builds the views that are shown of it: overview, experts, router, learning.
+
+The dashboard's pages, its CSV files and `moedraft stats --plot` all take their numbers from here.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+
+from moedraft.core import SHARED, UpdateRecord
+from moedraft.insight import figures
+from moedraft.insight.columns import RequestReader, Requests, ratio
+from moedraft.insight.expert_tables import experts_table, versions_table
+from moedraft.insight.spans import Grid, Span, grid_of
+from moedraft.insight.views import Expert, ExpertView, LearningView, Overview, RouterView
+from moedraft.storage.requests import ExpertStats
+from moedraft.storage.store import Store
+
+T = TypeVar("T")
+
+FRESH = 1.0  # seconds for which a view is reused for other readers
+KEPT_VIEWS = 64
+UPDATES = 500  # so many are read first, and more only if a span needs them
+
+
+class Observer:
+    """Builds read-only views of a home. Its methods raise StorageError.
+
+    Thread-safe. A view that was built within the last FRESH seconds is reused.
+    """
+
+    def __init__(self, store: Store, clock: Callable[[], float] = time.time) -> None:
+        self._store = store
+        self._clock = clock
+        self._reader = RequestReader(store.requests.rows, clock=clock)
+        self._views: dict[tuple[Any, ...], tuple[float, Any]] = {}
+        self._lock = threading.Lock()
+
+    # -- views -----------------------------------------------------------------------------------
+
+    def overview(self, span: Span) -> Overview:
+        return self._fresh(("overview", span), lambda: self._overview(span))
+
+    def experts(self, span: Span) -> tuple[Expert, ...]:
+        """All experts: `shared`, the registered domains, then removed ones that once served."""
+        return self._fresh(("experts", span), lambda: self._experts(*self._look(span)[:1]))
+
+    def expert(self, name: str, span: Span) -> ExpertView | None:
+        """One expert; None if it is neither registered nor has ever served."""
+        return self._fresh(("expert", name, span), lambda: self._expert(name, span))
+
+    def router(self, span: Span) -> RouterView:
+        return self._fresh(("router", span), lambda: self._router(span))
+
+    def learning(self, span: Span) -> LearningView:
+        return self._fresh(("learning", span), lambda: self._learning(span))
+
+    def _fresh(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
+        """The view stored under `key`, or one built now if that is too old. One caller builds at a time."""
+        with self._lock:
+            made, view = self._views.get(key, (-math.inf, None))
+            if not made <= self._clock() < made + FRESH:
+                view = make()
+                if len(self._views) >= KEPT_VIEWS:
+                    self._views.clear()
+                self._views[key] = self._clock(), view
+            found: T = view
+            return found
+
+    def _look(self, span: Span) -> tuple[Requests, Grid]:
+        """The requests of `span`, and its division into steps."""
+        now = self._clock()
+        ahead = grid_of(span, now, None).start if span.seconds else 0.0
+        everything = self._reader.read(ahead)
+        at = everything["created_at"]
+        grid = grid_of(span, now, float(at.min()) if len(at) else None)
+        return everything.between(grid.start, grid.end), grid
+
+    # -- overview and experts --------------------------------------------------------------------
+
+    def _overview(self, span: Span) -> Overview:
+        requests, grid = self._look(span)
+        experts = self._experts(requests)
+        waited = requests["time_to_first_token"]
+        waited = waited[np.isfinite(waited)]
+        return Overview(
+            requests=len(requests),
+            tokens=requests.total("num_tokens"),
+            acceptance=requests.acceptance,
+            mean_acceptance_length=requests.mean_acceptance_length,
+            time_to_first_token=float(np.median(waited)) if len(waited) else None,
+            throughput=figures.throughput(requests, grid),
+            sources=figures.sources(requests, grid),
+            by_expert=figures.acceptance_by_expert(requests, grid, [e.name for e in experts if e.requests]),
+            by_figures=experts_table(experts),
+            experts=experts,
+        )
+
+    def _experts(self, requests: Requests) -> tuple[Expert, ...]:
+        served, sizes = self._store.requests.summary(), self._store.replay.sizes()
+        registered = self._registered()
+        return tuple(
+            self._figures(name, name in registered, requests, served.get(name), sizes.get(name, 0))
+            for name in dict.fromkeys([*registered, *served])
+        )
+
+    def _registered(self) -> list[str]:
+        return [SHARED, *(domain.name for domain in self._store.registry.domains())]
+
+    def _names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys([*self._registered(), *self._store.requests.summary()]))
+
+    def _figures(
+        self, name: str, registered: bool, requests: Requests, served: ExpertStats | None, size: int
+    ) -> Expert:
+        own = requests.of(name)
+        live = self._store.registry.live(name)
+        oldest, newest = (self._replay_end(name, newest) if size else None for newest in (False, True))
+        return Expert(
+            name=name,
+            registered=registered,
+            stats=served,
+            share=ratio(len(own), len(requests)),
+            requests=len(own),
+            acceptance=own.acceptance,
+            mean_acceptance_length=own.mean_acceptance_length,
+            replay_size=size,
+            replay_oldest=oldest,
+            replay_newest=newest,
+            version=live.version if live else 0,
+            updates=self._store.registry.updates(name),
+        )
+
+    def _replay_end(self, name: str, newest: bool) -> float | None:
+        found = self._store.replay.records(name, limit=1, newest_first=newest)
+        return found[0].created_at if found else None
+
+    def _expert(self, name: str, span: Span) -> ExpertView | None:
+        requests, grid = self._look(span)
+        experts = self._experts(requests)
+        expert = next((one for one in experts if one.name == name), None)
+        if expert is None:
+            return None
+        own = requests.of(name)
+        return ExpertView(
+            expert=expert,
+            experts=experts,
+            acceptance=figures.acceptance(own, grid),
+            by_position=figures.by_position(own),
+            by_language=figures.by_language(own),
+            versions=versions_table(self._store.registry.versions(name), own),
+        )
+
+    # -- router ----------------------------------------------------------------------------------
+
+    def _router(self, span: Span) -> RouterView:
+        requests, grid = self._look(span)
+        routed = requests.where(np.isfinite(requests["confidence"]))
+        names = self._names()
+        served = [name for name in names if name != SHARED and len(routed.of(name))]
+        return RouterView(
+            routed=len(routed),
+            unknown=len(routed.of(SHARED)),
+            confidence=float(routed["confidence"].mean()) if len(routed) else None,
+            domains=tuple(domain.name for domain in self._store.registry.domains()),
+            names=names,
+            shares=figures.shares(routed, grid, [*served, SHARED]),
+            histogram=figures.confidences(routed),
+            unknown_share=figures.unknown(routed, grid),
+        )
+
+    # -- learning --------------------------------------------------------------------------------
+
+    def _learning(self, span: Span) -> LearningView:
+        now = self._clock()
+        everything = self._updates(grid_of(span, now, None).start if span.seconds else -math.inf)
+        grid = grid_of(span, now, everything[0].created_at if everything else None)
+        updates = [update for update in everything if update.created_at >= grid.start]
+        gains = [gain for gain in map(figures.gain_of, updates) if gain is not None]
+        return LearningView(
+            names=self._names(),
+            updates=figures.updates_table(updates, grid),
+            by_expert=figures.updates_by_expert(updates),
+            seconds=sum(update.seconds for update in updates),
+            gain=ratio(sum(gains), len(gains)),
+        )
+
+    def _updates(self, since: float) -> list[UpdateRecord]:
+        """The newest updates, oldest first, including at least all since the time `since`."""
+        limit = UPDATES
+        while True:
+            found = self._store.updates.recent(limit=limit)
+            if len(found) < limit or found[0].created_at < since:
+                return found
+            limit *= 4

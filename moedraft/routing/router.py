@@ -1,0 +1,173 @@
+"""Which domain a prompt belongs to: `Router`, over a `TwoStage` model and an embedder's vectors.
+
+Knows domains as names with example prompts; knows no expert, no engine and no database.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from threadpoolctl import threadpool_limits
+
+from moedraft.core import SHARED, InvalidRequest
+from moedraft.routing.embedder import (
+    FEW,
+    MAX_TOKENS,
+    STEP,
+    EmbeddingCache,
+    Floats,
+    TextEmbedder,
+    char_ngrams,
+    features,
+    read_tensors,
+    write_tensors,
+)
+from moedraft.routing.stages import TwoStage
+
+ROUTER_VERSION = 2  # 1 had no first stage
+ROUTER_FILE = "router.safetensors"
+CACHE_FILE = "embeddings.safetensors"
+MAX_EXAMPLES = 128  # per domain; more make every refit slower and the router hardly better
+
+
+@dataclass(frozen=True)
+class Route:
+    """Which domain a prompt was found to belong to.
+
+    `confidence` is the probability of the best domain, even where that was too unlikely to be chosen.
+    `probabilities` has an entry for every registered domain and for `shared` (none of them); they sum to 1.
+    """
+
+    domain: str  # a registered domain, or SHARED
+    confidence: float
+    probabilities: dict[str, float]
+
+
+class Router:
+    """Routes prompts by what it was last fitted on, which it keeps in `folder`.
+
+    Everything in the folder can be computed again. Where it is missing, damaged, of another version or made
+    with another embedder, the router is empty and every prompt goes to `shared` until the next `fit`.
+
+    Most prompts of well-known domains are told by their n-grams alone and not embedded, see `TwoStage`.
+    With `first_stage` False every prompt is embedded, which is many times slower; it serves for comparison.
+    """
+
+    def __init__(
+        self, embedder: TextEmbedder, folder: Path, threshold: float = 0.35, *, first_stage: bool = True
+    ) -> None:
+        self.embedder = embedder
+        self.folder = folder
+        self.threshold = threshold
+        self.first_stage = first_stage
+        self._cache = EmbeddingCache(embedder, folder / CACHE_FILE)
+        self._model: TwoStage | None = None
+        self._fitted_on = ""
+        self.load_or_empty()
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        return self._model.names if self._model else ()
+
+    def matches(self, examples: Mapping[str, Sequence[str]]) -> bool:
+        """Whether the router was fitted on exactly these examples, with this embedder."""
+        return self._fitted_on == _digest(examples) if examples else not self.domains
+
+    def warm_up(self) -> None:
+        """Load the embedder and embed texts in every number and length, if there are domains to tell apart.
+
+        This takes a second or two, which no request should have to wait for. The code that is generated for
+        these shapes stays in memory.
+        """
+        if self._model is not None:
+            for count in range(1, FEW + 1):
+                for words in range(1, MAX_TOKENS, STEP):
+                    self.embedder.embed(["a " * words] * count)
+
+    def fit(self, examples: Mapping[str, Sequence[str]]) -> None:
+        """Learn the domains from {name: prompts}. They replace all former ones; {} leaves no domain.
+
+        Of a domain with more than MAX_EXAMPLES prompts that many are used, evenly spread. Prompts that were
+        used by the last fit are not embedded again. Raises InvalidRequest for a domain with fewer than two
+        prompts, and StorageError where the folder cannot be written; the router stays as it was then.
+        """
+        for name, texts in examples.items():
+            if len(texts) < 2:
+                raise InvalidRequest(f"domain {name!r} needs at least two example prompts.")
+        chosen = {name: _spread(texts) for name, texts in examples.items()}
+        rows = self._features_of(chosen) if examples else None
+        # The products are small: sharing them out over threads takes ten times as long as computing them.
+        with threadpool_limits(1, user_api="blas"):
+            model = TwoStage.fit(*rows) if rows else None
+        self._save(model, _digest(examples))
+        self._model, self._fitted_on = self._deciding(model), _digest(examples)
+
+    def route(self, texts: Sequence[str]) -> list[Route]:
+        """One Route per text, in order. Blank texts go to `shared`; without domains all do."""
+        routes = [Route(SHARED, 0.0, dict.fromkeys(self.domains, 0.0) | {SHARED: 1.0}) for _ in texts]
+        rows = [i for i, text in enumerate(texts) if text.strip()]
+        if self._model is None or not rows:
+            return routes
+        names, found = self.probabilities([texts[i] for i in rows])
+        for i, probabilities in zip(rows, found, strict=True):
+            routes[i] = self._decide(names, probabilities)
+        return routes
+
+    def probabilities(self, texts: Sequence[str]) -> tuple[tuple[str, ...], Floats]:
+        """Names of the D domains, and float32 [len(texts), D]; 1 − a row's sum is the probability of none."""
+        model = self._model  # another thread may fit a new one meanwhile
+        if model is None:
+            return (), np.zeros((len(texts), 0), dtype=np.float32)
+        embed = self.embedder.embed
+        return model.names, model.probabilities(
+            char_ngrams(texts), lambda rows: embed([texts[row] for row in rows])
+        )
+
+    def load_or_empty(self) -> None:
+        """Use what the folder holds. The router becomes empty where that is nothing usable."""
+        tensors, metadata = read_tensors(self.folder / ROUTER_FILE) or ({}, {})
+        ours = metadata.get("version") == str(ROUTER_VERSION) and metadata.get("embedder") == self.embedder.id
+        model = TwoStage.unpack(tensors, metadata) if ours else None
+        self._fitted_on = metadata.get("examples", "") if model else ""
+        self._model = self._deciding(model)  # one assignment: other threads read `domains` meanwhile
+
+    def _deciding(self, model: TwoStage | None) -> TwoStage | None:
+        return model.deciding(self.threshold) if model and self.first_stage else model
+
+    def _features_of(self, examples: Mapping[str, Sequence[str]]) -> tuple[dict[str, Floats], int]:
+        """Features {name: [n, d + number of n-grams]} in the order of names, and d, the embedding's width."""
+        names = sorted(examples)
+        texts = [text for name in names for text in examples[name]]
+        embeddings = self._cache.embed(texts)
+        ends = np.cumsum([len(examples[name]) for name in names])
+        rows = np.split(features(embeddings, texts), ends[:-1])
+        return dict(zip(names, rows, strict=True)), embeddings.shape[1]
+
+    def _save(self, model: TwoStage | None, digest: str) -> None:
+        origin = {"version": str(ROUTER_VERSION), "embedder": self.embedder.id, "examples": digest}
+        tensors, metadata = model.pack() if model else ({}, {})
+        write_tensors(self.folder / ROUTER_FILE, tensors, origin | metadata)
+
+    def _decide(self, names: tuple[str, ...], row: Floats) -> Route:
+        best = int(row.argmax())
+        confidence = float(row[best])
+        probabilities = {name: float(p) for name, p in zip(names, row, strict=True)}
+        probabilities[SHARED] = max(0.0, 1.0 - sum(probabilities.values()))
+        domain = names[best] if confidence >= self.threshold else SHARED
+        return Route(domain, confidence, probabilities)
+
+
+def _spread(texts: Sequence[str]) -> list[str]:
+    """At most MAX_EXAMPLES of them, evenly spread over the whole, in order."""
+    count = min(len(texts), MAX_EXAMPLES)
+    return [texts[i * len(texts) // count] for i in range(count)]
+
+
+def _digest(examples: Mapping[str, Sequence[str]]) -> str:
+    text = json.dumps({name: list(examples[name]) for name in sorted(examples)})
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,183 @@
+"""The operator's routes: domains, versions, learning, replay. Only one change is made at a time.
+
+Slow work (embedding the examples of a domain) runs in another thread than the engine's. The engine's thread
+only loads the finished router and adapters, between two steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Annotated, Any, TypeVar
+
+from fastapi import APIRouter, Path, Query, Request
+from pydantic import Field
+
+from moedraft.insight import inventory
+from moedraft.serve.http.body import StrictRoute
+from moedraft.serve.http.context import ServerContext, context_of
+from moedraft.serve.http.errors import ApiError
+from moedraft.serve.http.schema import ErrorBody, Strict
+from moedraft.serve.supervisor.supervisor import TrainerSupervisor
+from moedraft.storage import changes
+from moedraft.system.build import System, open_router
+from moedraft.system.domains import check_examples, register_domain, remove_domain
+
+MOST_EXAMPLES = 10_000
+MOST_TEXTS = 16  # texts in one request at most, since the engine waits while they are routed
+T = TypeVar("T")
+Name = Annotated[str, Path(max_length=256)]
+Data = dict[str, Any]
+
+router = APIRouter(prefix="/admin", route_class=StrictRoute, responses={"default": {"model": ErrorBody}})
+
+
+class Registration(Strict):
+    name: str = Field(max_length=256)
+    examples: list[str] = Field(min_length=1, max_length=MOST_EXAMPLES)
+    description: str = Field("", max_length=4000)
+
+
+class Promotion(Strict):
+    version: int = Field(ge=0, lt=2**31, description="0: the untrained expert")
+
+
+class Purge(Strict):
+    domain: str | None = Field(max_length=256, description="null: the records of all")
+
+
+class Texts(Strict):
+    texts: list[str] = Field(min_length=1, max_length=MOST_TEXTS)
+
+
+@router.get("/domains")
+def list_domains(request: Request) -> Data:
+    return {"domains": inventory.domains(context_of(request).store)}
+
+
+@router.post("/domains", status_code=201)
+async def register(request: Request, body: Registration) -> Data:
+    """Register a domain by example prompts, and fit the router to it."""
+    context = context_of(request)
+    check_examples(body.name, body.examples)
+
+    def work() -> Data:
+        # a router of this request's own; the engine's keeps routing meanwhile
+        own = open_router(context.settings, context.store)
+        found = register_domain(context.store, own, body.name, body.examples, body.description)
+        return inventory.summary(found)
+
+    return await _change(context, work)
+
+
+@router.get("/domains/{name}")
+def show_domain(request: Request, name: Name) -> Data:
+    return inventory.domain(context_of(request).store, name)
+
+
+@router.delete("/domains/{name}")
+async def delete_domain(request: Request, name: Name) -> Data:
+    """Forget a domain: its examples, its replay and its adapters."""
+    context = context_of(request)
+
+    def work() -> Data:
+        changes.find_domain(context.store, name)
+        context.worker.system.recorder.flush()
+        remove_domain(context.store, open_router(context.settings, context.store), name)
+        return {"removed": name}
+
+    return await _change(context, work)
+
+
+@router.get("/adapters")
+def list_adapters(request: Request, name: Annotated[str | None, Query(max_length=256)] = None) -> Data:
+    return {"adapters": inventory.adapters(context_of(request).store, name)}
+
+
+@router.post("/adapters/{name}/promote")
+async def promote(request: Request, name: Name, body: Promotion) -> Data:
+    """Make a version the one that serves, after checking its files."""
+    context = context_of(request)
+
+    def work() -> Data:
+        return inventory.live_version(name, changes.promote(context.store, name, body.version))
+
+    return await _change(context, work)
+
+
+@router.post("/adapters/{name}/rollback")
+async def rollback(request: Request, name: Name) -> Data:
+    """Go back to the version that the live one was made from."""
+    context = context_of(request)
+
+    def work() -> Data:
+        return inventory.live_version(name, changes.rollback(context.store, name))
+
+    return await _change(context, work)
+
+
+@router.get("/learning")
+def learning(request: Request) -> Data:
+    context = context_of(request)
+    if context.supervisor is None:
+        return {"enabled": False}
+    return {"enabled": True, **context.supervisor.state().data()}
+
+
+@router.post("/learning/pause")
+def pause(request: Request) -> Data:
+    """No update is begun, and one that goes on waits, until `resume`."""
+    _supervisor(request).pause()
+    return learning(request)
+
+
+@router.post("/learning/resume")
+def resume(request: Request) -> Data:
+    _supervisor(request).resume()
+    return learning(request)
+
+
+@router.get("/replay")
+def replay(request: Request) -> Data:
+    context = context_of(request)
+    context.worker.system.recorder.flush()
+    return {"records": inventory.replay(context.store)}
+
+
+@router.post("/replay/purge")
+def purge(request: Request, body: Purge) -> Data:
+    """Delete the records of a domain, or all. `overwritten`: their bytes too; else that is tried again."""
+    context = context_of(request)
+    # Records of requests that were answered before must not be written after the purge.
+    context.worker.system.recorder.flush()
+    count = changes.purge(context.store, body.domain)
+    return {"domain": body.domain, "purged": count, "overwritten": not context.store.home.erasing}
+
+
+@router.post("/route")
+async def route(request: Request, body: Texts) -> Data:
+    """Which domain each text belongs to, and how sure the router is."""
+    found = await context_of(request).worker.call(lambda system: system.router.route(body.texts))
+    return {"routes": [asdict(one) for one in found]}
+
+
+async def _change(context: ServerContext, work: Callable[[], T]) -> T:
+    """Do `work` in a thread, one change at a time, and have the engine load the result."""
+    async with context.changes:
+        try:
+            return await asyncio.to_thread(work)
+        finally:
+            await context.worker.call(_take_in)
+
+
+def _take_in(system: System) -> None:
+    system.router.load_or_empty()
+    system.refresh()
+
+
+def _supervisor(request: Request) -> TrainerSupervisor:
+    supervisor = context_of(request).supervisor
+    if supervisor is None:
+        raise ApiError(409, "This server runs without learning.", code="learning_off")
+    return supervisor

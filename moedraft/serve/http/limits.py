@@ -1,0 +1,99 @@
+"""Two ASGI layers that limit what clients can demand of the server.
+
+`Admission` refuses requests for which there is no room; `BodyLimit` reads bodies up to a size and within a
+time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from moedraft.core import MoedraftError
+from moedraft.serve.http.errors import ApiError, api_error
+
+
+class Admission:
+    """Refuses requests for answers while there is no room for more, before their body is read.
+
+    `check_room` raises when there is no room. Refusing early is cheap, so that even ten times too many
+    requests hardly slow down those that are being served.
+    """
+
+    def __init__(self, app: ASGIApp, check_room: Callable[[], None]) -> None:
+        self.app, self.check_room = app, check_room
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"].startswith("/v1/"):
+            try:
+                self.check_room()
+            except MoedraftError as error:
+                await api_error(error).response()(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+
+class BodyLimit:
+    """Reads the body before the route runs: at most `max_bytes`, within `seconds`."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int, seconds: float) -> None:
+        self.app, self.max_bytes, self.seconds = app, max_bytes, seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        try:
+            self._check_length(scope)
+            async with asyncio.timeout(self.seconds):
+                body = await self._read(receive)
+        except TimeoutError:
+            await _too_slow().response()(scope, receive, send)
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+        else:
+            await self.app(scope, _replay(body, receive), send)
+
+    def _check_length(self, scope: Scope) -> None:
+        for name, value in scope["headers"]:
+            if name == b"content-length":
+                with suppress(ValueError):
+                    self._check(int(value))
+
+    async def _read(self, receive: Receive) -> bytes:
+        body = bytearray()
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            body += message.get("body", b"")
+            self._check(len(body))
+            if not message.get("more_body", False):
+                return bytes(body)
+
+    def _check(self, size: int) -> None:
+        if size > self.max_bytes:
+            raise ApiError(413, f"A body has at most {self.max_bytes} bytes here.", code="body_too_large")
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that gives the whole body in one message, and then what the connection gives."""
+    told = False
+
+    async def replay() -> Message:
+        nonlocal told
+        if told:
+            return await receive()
+        told = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay
+
+
+def _too_slow() -> ApiError:
+    headers = {"connection": "close"}
+    return ApiError(408, "The body did not arrive in time.", code="body_timeout", headers=headers)

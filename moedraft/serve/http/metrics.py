@@ -1,0 +1,132 @@
+"""The figures of `/metrics`. Requests are counted when they end; gauges are read for each scrape.
+
+Requests that were aborted or failed are counted too, unlike in the store and the dashboard. Labels are the
+model's name, experts and writing systems; nothing is taken from a prompt.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from moedraft.core import Sequence
+from moedraft.serve.supervisor.supervisor import TrainerSupervisor
+from moedraft.serve.worker.worker import Worker
+from moedraft.system.recorder import script_of
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+EXPERT = ("model_name", "expert", "lang")
+LATENCIES = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)  # seconds
+GAPS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2)
+
+
+class PrometheusMetrics:
+    """The server's counters and histograms, in a registry of its own so that several servers can coexist."""
+
+    def __init__(self, model_name: str, worker: Worker, supervisor: TrainerSupervisor | None) -> None:
+        # Otherwise each counter had a second series with its creation time, which nobody reads.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = CollectorRegistry()
+        self._model_name = model_name
+        spec = "moedraft_spec_decode_num"
+        self._drafts = self._counter(f"{spec}_drafts", "Verification steps with a model's draft", EXPERT)
+        self._drafted = self._counter(f"{spec}_draft_tokens", "Draft tokens by the model", EXPERT)
+        self._accepted = self._counter(f"{spec}_accepted_tokens", "Of those, accepted", EXPERT)
+        self._looked_up = self._counter(
+            f"{spec}_lookup_tokens", "Draft tokens looked up in the text, apart from the model's", EXPERT
+        )
+        self._lookup_accepted = self._counter(f"{spec}_accepted_lookup_tokens", "Of those, accepted", EXPERT)
+        self._accepted_at = self._counter(
+            f"{spec}_accepted_tokens_per_pos", "Draft tokens accepted, by position", (*EXPERT, "position")
+        )
+        self._prompt = self._counter("moedraft_prompt_tokens", "Prompt tokens read", EXPERT)
+        self._generated = self._counter("moedraft_generation_tokens", "Tokens generated", EXPERT)
+        self._finished = self._counter(
+            "moedraft_request_success", "Requests that ended", ("model_name", "finished_reason")
+        )
+        self._http = self._counter("moedraft_http_responses", "Responses", ("kind", "status"))
+        self._first = self._histogram("time_to_first_token", "Arrival to the first token", LATENCIES)
+        self._gap = self._histogram("inter_token_latency", "Mean gap between an answer's tokens", GAPS)
+        self._whole = self._histogram("e2e_request_latency", "Arrival to the last token", LATENCIES)
+        self.registry.register(Gauges(model_name, worker, supervisor))
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+    def finished(self, sequence: Sequence) -> None:
+        """Count a request that has ended. The engine calls this from its thread."""
+        labels = (self._model_name, sequence.expert, script_of(sequence.prompt))
+        self._finished.labels(self._model_name, sequence.finish_reason or "").inc()
+        self._prompt.labels(*labels).inc(sequence.num_prompt_tokens)
+        self._generated.labels(*labels).inc(sequence.num_generated)
+        stats = sequence.speculation
+        self._drafts.labels(*labels).inc(stats.num_drafts)
+        self._drafted.labels(*labels).inc(stats.num_draft_tokens)
+        self._accepted.labels(*labels).inc(stats.num_accepted_tokens)
+        self._looked_up.labels(*labels).inc(stats.num_lookup_tokens)
+        self._lookup_accepted.labels(*labels).inc(stats.num_accepted_lookup_tokens)
+        for position, count in enumerate(stats.accepted_at):
+            self._accepted_at.labels(*labels, position).inc(count)
+        self._time(sequence)
+
+    def answered(self, kind: str, status: int) -> None:
+        """Count an HTTP response. `kind` is one of a few labels, never a path that a client chose."""
+        self._http.labels(kind, status).inc()
+
+    def _time(self, sequence: Sequence) -> None:
+        end, first = sequence.finished_at or time.monotonic(), sequence.first_token_at
+        if first is None or sequence.finish_reason not in ("stop", "length"):
+            return
+        self._first.labels(self._model_name).observe(first - sequence.arrived_at)
+        self._whole.labels(self._model_name).observe(end - sequence.arrived_at)
+        if sequence.num_generated > 1:
+            self._gap.labels(self._model_name).observe((end - first) / (sequence.num_generated - 1))
+
+    def _counter(self, name: str, text: str, labels: tuple[str, ...]) -> Counter:
+        return Counter(name, f"{text}.", labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        name = f"moedraft_{name}_seconds"
+        return Histogram(name, f"{text}, seconds.", ("model_name",), buckets=buckets, registry=self.registry)
+
+
+class Gauges(Collector):
+    """Figures that are read from the worker and the supervisor at the moment of a scrape."""
+
+    def __init__(self, model_name: str, worker: Worker, supervisor: TrainerSupervisor | None) -> None:
+        self._model_name, self._worker, self._supervisor = model_name, worker, supervisor
+
+    def describe(self) -> list[Metric]:
+        return []  # the worker may not have started when the collector is registered
+
+    def collect(self) -> Iterator[Metric]:
+        now = self._worker.snapshot()
+        yield self._gauge("num_requests_running", "Requests in a slot", now.running)
+        yield self._gauge("num_requests_waiting", "Requests without a slot yet", now.waiting)
+        yield self._gauge("engine_steps", "Steps since the start", now.steps)
+        yield self._gauge("engine_idle_share", "Share of the last seconds without work", now.idle_share)
+        yield self._gauge("tokens_per_second", "Over the last seconds", now.tokens_per_second)
+        yield self._gauge("engine_failed", "1 where the engine cannot serve", float(now.failed is not None))
+        yield self._gauge("draining", "1 while the server shuts down", float(now.draining))
+        if now.speedup is not None:
+            yield self._gauge("speedup", "Against plain decoding, measured by plain steps", now.speedup)
+        if self._supervisor is not None:
+            state = self._supervisor.state()
+            yield self._gauge("trainer_running", "1 while a trainer lives", float(state.pid is not None))
+            yield self._gauge("trainer_restarts", "Since the start of the server", state.restarts)
+            yield self._gauge("trainer_updates", "Since the start of the server", state.updates)
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(f"moedraft_{name}", f"{text}.", labels=["model_name"])
+        family.add_metric([self._model_name], value)
+        return family

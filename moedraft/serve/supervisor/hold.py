@@ -1,0 +1,76 @@
+"""Suspends the trainer process while requests are served, so that they have all cores at once."""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+from moedraft.serve.supervisor.child import Child
+
+LONGEST = 60.0  # seconds; then the process runs on, reads the server's load and pauses by itself
+# seconds without requests before it runs on, because its work displaces the requests' data in the caches
+CALM = 0.25
+# signals that Windows does not have
+STOP, GO = getattr(signal, "SIGSTOP", None), getattr(signal, "SIGCONT", None)
+
+
+class Hold:
+    """Suspends `child` while `busy()` returns true. All methods may be called from any thread.
+
+    Call `turn` often while the child runs, and `end` before the child is asked to end.
+    """
+
+    def __init__(self, child: Child, busy: Callable[[], bool]) -> None:
+        self.child = child
+        self.seconds = 0.0  # total time suspended; the caller sets it back to 0
+        self._busy = busy
+        self._lock = threading.Lock()
+        self._since: float | None = None
+        self._busy_at = -math.inf  # the last time that requests were being served
+        # it was already suspended for LONGEST seconds and must not be suspended again until there is a pause
+        self._done = False
+        self._ended = False
+
+    @property
+    def held(self) -> bool:
+        return self._since is not None
+
+    def turn(self, works: bool) -> None:
+        """Suspend the child if it trains (`works`) while requests are served; resume it otherwise."""
+        with self._lock:
+            self._turn(works, self._busy())
+
+    def make_way(self, works: bool) -> None:
+        """Suspend the child now if it trains, because a request has just arrived."""
+        with self._lock:
+            self._turn(works, True)
+
+    def end(self) -> None:
+        """Resume the child, and never suspend it again."""
+        with self._lock:
+            self._ended = True
+            self._release()
+
+    def _turn(self, works: bool, busy: bool) -> None:
+        now = time.monotonic()
+        if busy:
+            self._busy_at = now
+        if not (works and STOP) or self._ended or now - self._busy_at > CALM:
+            self._release()
+            self._done = False
+        elif self._since is None:
+            if not self._done:
+                self.child.process.send_signal(STOP)
+                self._since = now
+        elif now - self._since > LONGEST:
+            self._release()
+            self._done = True
+
+    def _release(self) -> None:
+        if self._since is not None and GO:
+            self.child.process.send_signal(GO)
+            self.seconds += time.monotonic() - self._since
+            self._since = None

@@ -1,0 +1,51 @@
+"""What an operator may change in a home: which version of an expert serves, and which records are kept.
+
+Registering and removing domains is not here, because it needs a router.
+"""
+
+from __future__ import annotations
+
+from moedraft.core import DOMAIN_NAME, SHARED, AdapterVersion, Domain, UnknownName
+from moedraft.storage.store import Store
+
+
+def promote(store: Store, name: str, version: int) -> AdapterVersion | None:
+    """Check the files of `version` and make it the one that serves; 0 is the untrained expert.
+
+    Returns the version that serves now, None for the untrained expert. Raises InvalidRequest.
+    """
+    check_expert(store, name)
+    found = [one for one in store.registry.versions(name) if one.version == version]
+    if found:
+        store.adapters.load(found[0])
+    return store.registry.promote(name, version)
+
+
+def rollback(store: Store, name: str) -> AdapterVersion | None:
+    """Go back to the version that the live one was made from.
+
+    Returns the version that serves now, None for the untrained expert. Raises InvalidRequest where no
+    version is live.
+    """
+    check_expert(store, name)
+    return store.registry.rollback(name)
+
+
+def purge(store: Store, name: str | None) -> int:
+    """Delete the records of `name`, or all (None). Returns how many there were. Raises InvalidRequest."""
+    if name is not None:
+        check_expert(store, name)
+    return store.replay.purge(name)
+
+
+def check_expert(store: Store, name: str) -> None:
+    """Raises InvalidRequest where `name` is neither a registered domain nor `shared`."""
+    if name != SHARED:
+        find_domain(store, name)
+
+
+def find_domain(store: Store, name: str) -> Domain:
+    """Raises UnknownName where no domain of that name is registered."""
+    if not DOMAIN_NAME.fullmatch(name):
+        raise UnknownName("there is no domain of that name: it is no slug.")
+    return store.registry.domain(name)

@@ -1,0 +1,146 @@
+"""The only place where the parts are put together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moedraft.config import Settings, check_home, load_settings
+from moedraft.cpu.threads import set_threads
+from moedraft.drafting.base import DraftBase, drafter_of, load_base
+from moedraft.drafting.lora import ExpertBank
+from moedraft.engine.engine import Engine
+from moedraft.models import LanguageModel, load_by
+from moedraft.routing.embedder import Embedder
+from moedraft.routing.router import Router
+from moedraft.routing.selector import BackgroundSelector
+from moedraft.storage.db import DATABASE
+from moedraft.storage.store import TARGET_ID, Store
+from moedraft.system.loader import AdapterLoader
+from moedraft.system.recorder import Recorder
+
+ROUTER_FOLDER = "router"
+
+
+@dataclass(frozen=True)
+class System:
+    """A running engine with everything around it. `close` lets go of the home."""
+
+    settings: Settings
+    store: Store
+    router: Router
+    target: LanguageModel
+    draft: DraftBase
+    bank: ExpertBank
+    loader: AdapterLoader
+    recorder: Recorder
+    engine: Engine
+
+    def refresh(self) -> None:
+        """Load new adapter versions now."""
+        self.engine.refresh(now=True)
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def open_store(settings: Settings, *, write: bool = True) -> Store:
+    """Raises StorageError as `Home.open` does, and for a file in the home's place."""
+    check_home(settings.home)
+    return Store.open(
+        settings.home,
+        write=write,
+        replay_capacity=settings.replay_capacity,
+        replay_policy=settings.replay_policy,
+    )
+
+
+def open_router(settings: Settings, store: Store) -> Router:
+    """The home's router, refitted where the registered domains are not the ones it knows."""
+    embedder = Embedder(settings.embedder, cpu_fast_paths=settings.cpu_fast_paths)
+    router = Router(embedder, settings.home / ROUTER_FOLDER, settings.unknown_threshold)
+    registered = {domain.name: list(domain.examples) for domain in store.registry.domains()}
+    if not router.matches(registered) and store.home.writable:
+        router.fit(registered)
+    return router
+
+
+def build(settings: Settings) -> System:
+    """Models, home, router, experts and engine of these settings."""
+    # A home that is there is claimed before the models are loaded, a new one is made only after they fit.
+    check_home(settings.home)
+    store = open_store(settings) if (settings.home / DATABASE).exists() else None
+    try:
+        target, draft = load_pair(settings)
+        store = store or open_store(settings)
+        return assemble(settings, store, target, draft)
+    except BaseException:
+        if store is not None:
+            store.close()
+        raise
+
+
+def load_pair(settings: Settings) -> tuple[LanguageModel, DraftBase]:
+    """Target and draft base. Raises InvalidRequest or UnsupportedModel."""
+    target = load_by(settings, "target")
+    draft = load_base(settings, target)
+    set_threads(settings.threads, target)
+    return target, draft
+
+
+def assemble(settings: Settings, store: Store, target: LanguageModel, draft: DraftBase) -> System:
+    bank = ExpertBank(draft, settings.adapter_scope, settings.merged_cache_mb)
+    router = open_router(settings, store)
+    selector = BackgroundSelector(router)
+    loader = AdapterLoader(store, bank, tend_memory=settings.cpu_fast_paths)
+    recorder = Recorder(store, target_id=target.weights_hash())
+    store.registry.set_meta(TARGET_ID, recorder.target_id)
+    engine = Engine(
+        target,
+        target.tokenizer,
+        drafter_of(draft, bank, settings, target.vocab_size),
+        selector,
+        adapters=loader,
+        sinks=[recorder],
+        closers=[selector.close, loader.close, recorder.close, store.close],
+        max_batch_size=settings.max_batch_size,
+        max_model_len=settings.max_model_len,
+        prefill_chunk=settings.prefill_chunk,
+        truncate_prompts=settings.long_prompts == "truncate",
+        num_speculative_tokens=settings.num_speculative_tokens,
+        draft_source=settings.draft_source,
+        max_speculative_tokens=settings.max_speculative_tokens,
+        adaptive_budget=settings.adaptive_budget,
+        topk=settings.topk,
+        eos_token_ids=target.eos_token_ids,
+    )
+    loader.refresh([], now=True)
+    return System(settings, store, router, target, draft, bank, loader, recorder, engine)
+
+
+def load(
+    target: str = "mini",
+    draft: str = "auto",
+    home: str | Path | None = None,
+    **settings: Any,
+) -> Engine:
+    """An engine over `target` and `draft` with its experts in `home`.
+
+    Both are named alike: `mini`, `smollm2`, a folder, a GGUF file or a hub id. `settings` are those of
+    `moedraft.config.Settings`. Close it, or use it as a context manager: it holds the home's writing lock.
+    Raises InvalidRequest, UnsupportedModel or StorageError, one sentence each.
+    """
+    return build(load_settings(target=target, draft=draft, home=home, **settings)).engine
+
+
+@contextmanager
+def opened(settings: Settings) -> Iterator[System]:
+    """`build`, closed at the end whatever happens."""
+    system = build(settings)
+    try:
+        yield system
+    finally:
+        system.close()

@@ -1,0 +1,65 @@
+"""Register and remove domains: registry, router and adapters move together."""
+
+from __future__ import annotations
+
+import time
+
+from moedraft.core import Domain, InvalidRequest, check_domain_name
+from moedraft.routing.router import Router
+from moedraft.storage.store import Store
+
+MIN_EXAMPLES = 8
+
+
+def check_examples(name: str, examples: list[str]) -> list[str]:
+    """The different, non-empty ones, stripped. Raises InvalidRequest for a bad name or too few of them."""
+    check_domain_name(name)
+    distinct = list(dict.fromkeys(example.strip() for example in examples if example.strip()))
+    if len(distinct) < MIN_EXAMPLES:
+        raise InvalidRequest(
+            f"domain {name!r} needs at least {MIN_EXAMPLES} different example prompts, got {len(distinct)}."
+        )
+    return distinct
+
+
+def register_domain(
+    store: Store, router: Router, name: str, examples: list[str], description: str = ""
+) -> Domain:
+    """Add a domain and refit the router. Raises InvalidRequest, having changed nothing.
+
+    At least MIN_EXAMPLES different, non-empty example prompts are needed. Should the router fail to fit,
+    the domain is taken out again.
+    """
+    domain = _add(store, name, examples, description)
+    try:
+        refit(store, router)
+    except BaseException:
+        store.registry.remove_domain(name)
+        raise
+    return domain
+
+
+def register_all(store: Store, router: Router, examples: dict[str, list[str]]) -> None:
+    """Add several domains and fit the router once. Raises InvalidRequest as `register_domain` does."""
+    for name, prompts in examples.items():
+        _add(store, name, prompts, "")
+    refit(store, router)
+
+
+def remove_domain(store: Store, router: Router, name: str) -> None:
+    """Forget a domain: its examples, replay, adapters. Raises InvalidRequest for an unknown name."""
+    store.registry.domain(name)
+    store.adapters.remove(name)
+    store.registry.remove_domain(name)
+    refit(store, router)
+
+
+def refit(store: Store, router: Router) -> None:
+    """Fit the router on the examples of all registered domains."""
+    router.fit({domain.name: list(domain.examples) for domain in store.registry.domains()})
+
+
+def _add(store: Store, name: str, examples: list[str], description: str) -> Domain:
+    domain = Domain(name, description, tuple(check_examples(name, examples)), time.time())
+    store.registry.add_domain(domain)
+    return domain

@@ -1,0 +1,232 @@
+"""What becomes of finished requests: statistics and replay records go into storage.
+
+A full or slow disk never stops serving: learning pauses, the reason stands in `state`, and it goes on by
+itself when a write succeeds again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import unicodedata
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
+
+import torch
+
+from moedraft.core import ReplayRecord, RequestStats, Sequence, StorageError
+from moedraft.learning_state import LearningKind, LearningState, paused
+from moedraft.storage.store import Store
+
+GATHER_SECONDS = 0.1  # after the first request to be written: those that end meanwhile share its transaction
+MOST = 1000  # requests that wait to be written, about 30 MB as a rule; what comes then is not recorded
+MOST_BYTES = 100_000_000  # that these keep, or one alone; while it is written it takes some six times as much
+NUMBER_BYTES = 36  # of a token id in a list
+TOPK_BYTES = 12  # of each of a token's k alternatives, as tensors
+LOGPROB_BYTES = 120  # of each alternative that was asked for with the answer
+USUAL_TOPK = 16  # what k is taken to be before the first record tells
+FLUSH_SECONDS = 10.0
+
+log = logging.getLogger(__name__)
+
+LEARNING = LearningState(LearningKind.LEARNING)
+
+SCRIPTS = {
+    "LATIN": "latin",
+    "CYRILLIC": "cyrillic",
+    "CJK": "han",
+    "HIRAGANA": "kana",
+    "KATAKANA": "kana",
+    "HANGUL": "hangul",
+    "ARABIC": "arabic",
+    "GREEK": "greek",
+    "DEVANAGARI": "devanagari",
+}
+
+
+@lru_cache(maxsize=4096)
+def _script_of_letter(letter: str) -> str:
+    return SCRIPTS.get(unicodedata.name(letter, "").split(" ")[0], "other")
+
+
+def script_of(text: str) -> str:
+    """The writing system of most letters, "other" where none is known. Kana anywhere means Japanese."""
+    names = Counter[str]()
+    for letter, count in Counter(text[:2000]).items():
+        if letter.isalpha():
+            names[_script_of_letter(letter)] += count
+    if names["kana"] > 0.05 * names.total():
+        return "kana"
+    return names.most_common(1)[0][0] if names.total() else "other"
+
+
+class Recorder:
+    """An engine sink: statistics of every finished request, a replay record of those captured.
+
+    After `record_beside` a thread of its own writes them, those of a tenth of a second in one transaction,
+    and the engine waits for no disk. `close` it then.
+    """
+
+    def __init__(self, store: Store, target_id: str) -> None:
+        self.store = store
+        self.target_id = target_id
+        self.state = LEARNING  # or paused, with the reason
+        self._thread: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()  # of `_box` and `_job`
+        self._box: list[Sequence] = []  # ended, not yet written
+        self._bytes = 0  # of these, about
+        self._topk = USUAL_TOPK
+        self._job: Future[None] | None = None  # the last one that was to empty it
+        self._hurry = threading.Event()
+
+    def __call__(self, sequence: Sequence) -> None:
+        if not sequence.counted or sequence.finish_reason in ("abort", "error") or not sequence.num_generated:
+            return
+        if self._thread is None:
+            self._write([sequence])
+            return
+        size = self._size(sequence)
+        with self._lock:
+            if not self._box or (len(self._box) < MOST and self._bytes + size <= MOST_BYTES):
+                self._box.append(sequence)
+                self._bytes += size
+                if len(self._box) == 1:
+                    self._job = self._thread.submit(self._write_box)
+                return
+        self._pause("the disk is slower than the requests")
+
+    def _size(self, sequence: Sequence) -> int:
+        """About how many bytes it keeps from being freed."""
+        alternatives = len(sequence.logprobs) * (1 + (sequence.params.logprobs or 0))
+        size = NUMBER_BYTES * len(sequence.token_ids) + LOGPROB_BYTES * alternatives
+        return size + (TOPK_BYTES * self._topk * sequence.num_generated if sequence.captured else 0)
+
+    def record_beside(self) -> None:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "moedraft-recorder", initializer=torch.get_num_threads)
+
+    def flush(self) -> None:
+        """Returns when what has ended before is written down, or could not be.
+
+        Raises StorageError where that takes longer than FLUSH_SECONDS.
+        """
+        with self._lock:
+            job = self._job
+        if job is None:
+            return
+        self._hurry.set()
+        try:
+            job.result(FLUSH_SECONDS)
+        except TimeoutError:
+            raise StorageError(f"The home {self.store.home.path} takes no records; try again.") from None
+        finally:
+            self._hurry.clear()
+
+    def close(self) -> None:
+        """Write what is there, and end the thread. A second call does nothing."""
+        self._hurry.set()
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    def _write_box(self) -> None:
+        self._hurry.wait(GATHER_SECONDS)
+        with self._lock:
+            batch, self._box, self._bytes = self._box, [], 0
+        self._write(batch)
+
+    def _write(self, batch: list[Sequence]) -> None:
+        """Never raises. What cannot be made of one request costs the others nothing."""
+        captured = [one for one in batch if one.captured]
+        try:
+            lost = add_all(self._add_records, captured)
+            uncounted = add_all(self._add_stats, batch)
+        except StorageError as error:
+            self._pause(str(error))
+            return
+        if faults := lost + uncounted:
+            log.error("%d records could not be made.", len(faults), exc_info=faults[0])
+        if len(lost) == len(captured) > 0 or len(uncounted) == len(batch):
+            self._pause(f"records cannot be made ({type(faults[0]).__name__})")
+            return
+        if self.state.is_paused:
+            log.warning("Learning goes on: records can be stored again.")
+        self.state = LEARNING
+
+    def _add_records(self, batch: list[Sequence]) -> None:
+        records = [replay_record(one, self.target_id) for one in batch]
+        self._topk = len(records[0].topk_ids[0])
+        self.store.replay.add(records)
+
+    def _add_stats(self, batch: list[Sequence]) -> None:
+        self.store.requests.add([request_stats(one) for one in batch])
+
+    def _pause(self, reason: str) -> None:
+        if not self.state.is_paused:
+            log.warning("Learning is paused: %s", reason)
+        self.state = paused(reason)
+
+
+def add_all(add: Callable[[list[Sequence]], None], batch: list[Sequence]) -> list[Exception]:
+    """All in one transaction or, where one of them spoils it, each in its own; what was wrong with which.
+
+    Raises StorageError.
+    """
+    try:
+        if batch:
+            add(batch)
+    except StorageError:
+        raise
+    except Exception as error:
+        if len(batch) == 1:
+            return [error]
+        return [fault for one in batch for fault in add_all(add, [one])]
+    return []
+
+
+def replay_record(sequence: Sequence, target_id: str) -> ReplayRecord:
+    """Position i of the top-k belongs to answer token i; what was verified past the end is dropped."""
+    count = sequence.num_generated
+    captured = [rows.top() for rows in sequence.captured]
+    ids = torch.cat([ids for ids, _ in captured])[:count]
+    logprobs = torch.cat([logprobs for _, logprobs in captured])[:count]
+    return ReplayRecord(
+        domain=sequence.expert,
+        expert=sequence.expert,
+        adapter_version=sequence.adapter_version,
+        target_id=target_id,
+        token_ids=list(sequence.token_ids),
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        topk_ids=ids.tolist(),
+        topk_logprobs=logprobs.tolist(),
+        rejected=[i for i in sequence.rejected if i < count],
+        drafted=sequence.speculation.num_draft_tokens,
+        accepted=sequence.speculation.num_accepted_tokens,
+        created_at=ended_at(sequence),
+    )
+
+
+def request_stats(sequence: Sequence) -> RequestStats:
+    finished = sequence.finished_at or time.monotonic()
+    return RequestStats(
+        request_id=sequence.request_id,
+        expert=sequence.expert,
+        adapter_version=sequence.adapter_version,
+        lang=script_of(sequence.prompt),
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        num_tokens=sequence.num_generated,
+        speculation=sequence.speculation,
+        seconds=finished - sequence.arrived_at,
+        finish_reason=sequence.finish_reason or "",
+        confidence=sequence.confidence,
+        time_to_first_token=sequence.first_token_at and sequence.first_token_at - sequence.arrived_at,
+        created_at=ended_at(sequence),
+    )
+
+
+def ended_at(sequence: Sequence) -> float:
+    """Seconds since the epoch; it may be written down later."""
+    now = time.monotonic()
+    return time.time() - (now - (sequence.finished_at or now))

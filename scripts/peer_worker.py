@@ -1,0 +1,126 @@
+"""One system of `bench_peers.py`, in whatever environment it lives: answers of a fixed length, timed outside.
+
+Reads a JSON line {"prompts": [[token ids]], "tokens": n}, answers greedily with exactly n tokens each, and
+writes {"answers": [[token ids]]}. Needs nothing of moedraft but for the system of that name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+Answer = Callable[[list[list[int]], int], list[list[int]]]
+
+
+def transformers(model: str, dtype: str, threads: int) -> Answer:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(threads)
+    hf = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
+    hf.generation_config.eos_token_id = None
+
+    def answer(prompts: list[list[int]], tokens: int) -> list[list[int]]:
+        ids = torch.tensor(prompts)
+        out = hf.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False, pad_token_id=0
+        )
+        return [row[ids.shape[1] :] for row in out.tolist()]
+
+    return answer
+
+
+def moedraft(model: str, dtype: str, threads: int) -> Answer:
+    import torch
+
+    from moedraft.core import SamplingParams
+    from moedraft.engine.engine import Engine
+    from moedraft.models import load_model
+
+    torch.set_num_threads(threads)
+    target = load_model(model, "target", "cpu", dtype)
+    engine = Engine(target, target.tokenizer, None, NoExperts())
+
+    def answer(prompts: list[list[int]], tokens: int) -> list[list[int]]:
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        return [output.token_ids for output in engine.generate(prompts, params)]
+
+    return answer
+
+
+class NoExperts:
+    """The selector of an engine that drafts nothing."""
+
+    def assign(self, sequences: Any) -> None:
+        pass
+
+    def settle(self, ending: Any = None) -> list[Any]:
+        return []
+
+    def observe(self, *_: Any) -> None:
+        pass
+
+
+def vllm(model: str, dtype: str, threads: int, **options: Any) -> Answer:
+    os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{threads - 1}"
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(model=model, dtype=dtype, max_model_len=1024, max_num_seqs=8, **options)
+
+    def answer(prompts: list[list[int]], tokens: int) -> list[list[int]]:
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    return answer
+
+
+def vllm_ngram(model: str, dtype: str, threads: int) -> Answer:
+    ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
+    return vllm(model, dtype, threads, speculative_config=ngram)
+
+
+def llama_cpp(model: str, dtype: str, threads: int) -> Answer:
+    """The GGUF file as it is; one answer after another."""
+    from llama_cpp import Llama
+
+    llm = Llama(model, n_ctx=1024, n_threads=threads, n_threads_batch=threads, verbose=False)
+
+    def one(ids: list[int], tokens: int) -> list[int]:
+        llm.reset()
+        found: list[int] = []
+        for token in llm.generate(ids, temp=0.0, repeat_penalty=1.0):
+            found.append(token)
+            if len(found) == tokens:
+                break
+        return found
+
+    return lambda prompts, tokens: [one(ids, tokens) for ids in prompts]
+
+
+SYSTEMS = {
+    "transformers": transformers,
+    "moedraft": moedraft,
+    "vllm": vllm,
+    "vllm-ngram": vllm_ngram,
+    "llama.cpp": llama_cpp,
+}
+
+
+def main() -> None:
+    system, model, dtype, threads = sys.argv[1:5]
+    lines, sys.stdout = sys.stdout, sys.stderr  # whatever libraries print
+    answer = SYSTEMS[system](model, dtype, int(threads))
+    print(json.dumps({"ready": True}), file=lines, flush=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        print(json.dumps({"answers": answer(asked["prompts"], asked["tokens"])}), file=lines, flush=True)
+
+
+if __name__ == "__main__":
+    main()

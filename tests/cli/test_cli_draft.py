@@ -1,0 +1,48 @@
+"""`draft train` on a tiny target, end to end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from cli_fakes import Pair, Run, write_rows
+
+TRAIN = ("draft", "train", "--vocabulary", 40, "--layers", "0,1,2", "--max-tokens", 8)
+
+
+def test_a_base_is_trained_and_a_second_run_goes_on(run: Run, home: Path, pair: Pair, tmp_path: Path) -> None:
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": f"{i} {i + 1}"} for i in range(24)])
+    options = [*TRAIN, "--prompts", prompts, *pair[:2], "--out", tmp_path / "base", "--home", home]
+    result = run(*options, "--minutes", 0.02, "--json")
+    assert result.code == 0, result.err
+    assert len(result.data["acceptance"]) == 5
+    first = result.data["steps"]
+    config = json.loads((Path(result.data["folder"]) / "config.json").read_text())
+    assert (config["speculators_model_type"], config["draft_vocab_size"]) == ("eagle3", 40)
+    answers = (tmp_path / "base" / "texts.jsonl").read_text()
+    assert len(answers.splitlines()) == 24
+    result = run(*options, "--minutes", 0.03)
+    assert result.code == 0
+    assert "by depth" in result.out
+    assert int(result.out.split(" steps")[0].split()[-1]) > first
+    assert (tmp_path / "base" / "texts.jsonl").read_text() == answers
+
+
+def test_given_answers_are_read_in_place_of_the_targets(
+    run: Run, home: Path, pair: Pair, tmp_path: Path
+) -> None:
+    rows = [json.dumps({"prompt": f"{i} 1", "reference": f"{i} 2 3 4"}) for i in range(4)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(rows))
+    options = [*TRAIN, "--prompts", tmp_path / "texts.jsonl", "--texts", *pair[:2], "--home", home]
+    assert run(*options, "--minutes", 0.001).code == 0
+    (folder,) = (home / "bases").iterdir()
+    assert (folder / "base" / "model.safetensors").exists()
+
+
+def test_bad_input_gets_one_sentence(run: Run, home: Path, pair: Pair, tmp_path: Path) -> None:
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "1 2"}, {"prompt": "3 4"}])
+    options = [*TRAIN, "--prompts", prompts, *pair[:2], "--home", home]
+    result = run(*options, "--texts")
+    assert (result.code, result.err) == (2, f"Error: {prompts}, line 1: 'reference' is missing.\n")
+    assert "such as 2,15,27" in run(*options, "--layers", "two").err
+    assert not home.exists()

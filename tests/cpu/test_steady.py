@@ -1,0 +1,118 @@
+"""The forward for large models on a CPU: the model's own logits, and each token's whatever goes with it."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from moedraft.cpu import steady
+from moedraft.cpu.pages import use_huge_pages
+from moedraft.cpu.products import packs
+from moedraft.model_checks import self_check
+from moedraft.models import LanguageModel, gains_by_bfloat16
+
+from random_models import CONFIGS, random_model
+
+pytestmark = pytest.mark.skipif(not packs(torch.ones(1)), reason="no blocked products here")
+half = pytest.mark.skipif(
+    not packs(torch.ones(1, dtype=torch.bfloat16)), reason="this CPU does not multiply bfloat16 itself"
+)
+
+
+def steady_model(kind: str, dtype: torch.dtype = torch.float32) -> LanguageModel:
+    model = random_model(kind, 3)
+    model.hf.to(dtype)
+    model.lean = steady.SteadyForward(model.hf)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_same_logits_ragged_and_chunked(kind: str) -> None:
+    model = steady_model(kind)
+    ids = torch.randint(97, (3, 11))
+    whole = model.hf(ids).logits
+    self_check(model)
+    cache = model.new_cache(4)
+    first = model.forward(cache, 1, ids[:, :6], [0, 0, 0])
+    torch.testing.assert_close(first, whole[:, :6], atol=1e-4, rtol=1e-4)
+    ragged = torch.stack([ids[0, 4:7], ids[1, 6:9], ids[2, 5:8]])
+    rest = model.forward(cache, 1, ragged, [4, 6, 5], keep=2)
+    for row, start in enumerate((4, 6, 5)):
+        torch.testing.assert_close(rest[row], whole[row, start + 1 : start + 3], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(model.hf(ids).logits, whole, atol=1e-5, rtol=1e-5)  # its layers still work
+
+
+def test_padding_is_left_out() -> None:
+    model = steady_model("llama")
+    ids = torch.randint(model.vocab_size, (4, 9))
+    lengths = [9, 1, 2, 1]
+    whole = model.forward(model.new_cache(4), 0, ids, [0] * 4)
+    packed = model.forward(model.new_cache(4), 0, ids, [0] * 4, lengths=lengths)
+    for row, length in enumerate(lengths):
+        torch.testing.assert_close(packed[row, :length], whole[row, :length], rtol=1e-4, atol=1e-5)
+
+
+def test_a_long_prompt_goes_in_pieces_and_past_the_first_capacity() -> None:
+    model = steady_model("llama")
+    ids = torch.randint(model.vocab_size, (1, 300))
+    whole = model.hf(ids).logits
+    torch.testing.assert_close(model.forward(model.new_cache(1), 0, ids, [0]), whole, atol=1e-4, rtol=1e-4)
+
+
+@half
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_in_bfloat16_a_token_is_the_same_whatever_goes_with_it(kind: str) -> None:
+    model = steady_model(kind, torch.bfloat16)
+    self_check(model)
+    assert steady.independent(model)
+    exact = steady_model(kind)
+    ids = torch.randint(97, (2, 30))
+    right = exact.forward(exact.new_cache(2), 0, ids, [0, 0])
+    gap = model.forward(model.new_cache(2), 0, ids, [0, 0]).float() - right
+    assert gap.square().mean().sqrt() < 0.05 * right.std()
+
+
+@half
+def test_what_depends_on_the_batch_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: attention that reads just as far as it must sums in another order."""
+    model = steady_model("llama", torch.bfloat16)
+    forward = model.forward
+    shaken = lambda c, f, ids, s: forward(c, f, ids, s) * (1 + 2**-6 * (ids.shape[1] > 1))  # noqa: E731
+    monkeypatch.setattr(model, "forward", shaken)
+    assert not steady.independent(model)
+
+
+def test_for_large_models_of_known_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = random_model("llama", 0)
+    assert not steady.fits(small.hf)
+    monkeypatch.setattr("moedraft.cpu.steady.SMALL", 1000)
+    assert steady.fits(small.hf)
+    assert not steady.fits(random_model("gpt_neox", 0).hf)
+    assert not steady.fits(random_model("llama", 0).hf.double())
+
+
+@half
+def test_bfloat16_is_preferred_for_large_known_targets_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not gains_by_bfloat16(CONFIGS["llama"])
+    monkeypatch.setattr("moedraft.cpu.steady.SMALL", 1000)
+    assert gains_by_bfloat16(CONFIGS["llama"])
+    assert not gains_by_bfloat16(CONFIGS["gpt2"])
+
+
+def test_few_row_counts_are_ever_used() -> None:
+    used = {steady.stepped(rows) for rows in range(1, steady.PIECE + 1)}
+    assert len(used) <= 26
+    assert all(rows <= steady.stepped(rows) < rows + 8 for rows in range(1, steady.PIECE + 1))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux is asked")
+def test_weights_are_unchanged_in_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = torch.randn(2048, 1024), torch.randn(2, 1024)
+    blocked = torch.ops.mkldnn._reorder_linear_weight(weight, 5)
+    before = torch.ops.mkldnn._linear_pointwise(x, blocked, None, "none", [], "")
+    use_huge_pages([blocked])
+    assert torch.equal(torch.ops.mkldnn._linear_pointwise(x, blocked, None, "none", [], ""), before)
+    monkeypatch.setattr("moedraft.cpu.pages.sys.platform", "other")
+    assert not use_huge_pages([blocked])

@@ -1,0 +1,211 @@
+"""From a candidate to a version: through both outlets, whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import pytest
+import torch
+from candidates import candidate
+
+from moedraft.core import SHARED, AdapterVersion, Domain, MoedraftError, StorageError, UpdateRecord
+from moedraft.distill.link import ServerLink, ServerOutlet
+from moedraft.distill.messages import (
+    TRAINING,
+    Begin,
+    Learned,
+    Message,
+    Noted,
+    Published,
+    Refused,
+    from_trainer,
+)
+from moedraft.distill.messages import Publish as PublishMessage
+from moedraft.distill.outlet import KEEP_VERSIONS, HomeOutlet, Outlet
+from moedraft.storage.store import Store
+
+
+@dataclass
+class FakeServer:
+    """Answers a trainer's messages over pipes, as the supervisor does, until it is told to `die`."""
+
+    store: Store
+    reads: IO[bytes]
+    writes: IO[bytes]
+    dies: bool = False
+
+    def serve(self) -> None:
+        while line := self.reads.readline():
+            if self.dies:
+                break
+            self.tell(self._reply(from_trainer.validate_json(line)))
+        self.writes.close()
+
+    def tell(self, message: Message) -> None:
+        self.writes.write(message.line())
+        self.writes.flush()
+
+    def _reply(self, message: Message) -> Message:
+        outlet, home = HomeOutlet(self.store), self.store.home.path
+        try:
+            if isinstance(message, PublishMessage):
+                staged = home / TRAINING / message.folder
+                return Published(version=outlet.adopt(message.summary(), staged))
+            assert isinstance(message, Learned)
+            outlet.learned(message.expert, message.last_id, message.update)
+            return Noted()
+        except MoedraftError as error:
+            return Refused(reason=str(error))
+
+
+@pytest.fixture
+def store(store: Store) -> Store:
+    store.registry.add_domain(Domain("code", "", ("x",) * 8, 0.0))
+    return store
+
+
+@pytest.fixture
+def server(store: Store) -> Iterator[tuple[FakeServer, ServerLink]]:
+    (link_reads, server_writes), (server_reads, link_writes) = os.pipe(), os.pipe()
+    fake = FakeServer(store, os.fdopen(server_reads, "rb"), os.fdopen(server_writes, "wb"))
+    ends = os.fdopen(link_reads, "rb"), os.fdopen(link_writes, "wb", buffering=0)
+    thread = threading.Thread(target=fake.serve)
+    thread.start()
+    link = ServerLink(*ends)
+    fake.tell(Begin(settings={}))
+    link.begin()
+    yield fake, link
+    ends[1].close()
+    thread.join(10)
+    link.gone.wait(10)
+    ends[0].close()
+    fake.reads.close()
+
+
+@pytest.fixture(params=["home", "server"])
+def outlet(request: pytest.FixtureRequest, store: Store) -> Outlet:
+    if request.param == "home":
+        return HomeOutlet(store)
+    _, link = request.getfixturevalue("server")
+    return ServerOutlet(link, store.home.path)
+
+
+def nothing_is_half_done(store: Store, versions: list[int]) -> bool:
+    """These versions of "code" and no other file that an update leaves."""
+    folder = store.home.path / "adapters" / "code"
+    left = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+    staged = store.home.path / TRAINING
+    rows = [version.version for version in store.registry.versions("code")]
+    clean = not staged.exists() or not list(staged.iterdir())
+    return clean and rows == versions and left == [f"v{number}" for number in versions]
+
+
+def test_a_candidate_becomes_the_live_version(outlet: Outlet, store: Store) -> None:
+    made = candidate("code", 3.0, rank=2, modules=("a", "b"))
+    version = outlet.publish(made)
+    assert version == store.registry.live("code")
+    assert (version.version, version.parent, version.acceptance) == (1, 0, made.acceptance_after)
+    config, tensors, manifest = store.adapters.load(version, "base")
+    assert config == made.config
+    assert torch.equal(tensors["lora_A"], made.tensors["lora_A"])
+    assert (manifest["rank"], manifest["modules"]) == (2, ["a", "b"])
+    assert nothing_is_half_done(store, [1])
+
+
+def test_old_versions_go(outlet: Outlet, store: Store) -> None:
+    for number in range(KEEP_VERSIONS + 3):
+        outlet.publish(candidate("code", float(number), parent=number))
+    last = KEEP_VERSIONS + 3
+    assert nothing_is_half_done(store, list(range(last - KEEP_VERSIONS + 1, last + 1)))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_candidate_that_is_not_finite_is_refused(outlet: Outlet, store: Store, value: float) -> None:
+    first = outlet.publish(candidate("code"))
+    with pytest.raises(StorageError, match="tensor 'lora_A' is not finite"):
+        outlet.publish(candidate("code", value, parent=1))
+    assert store.registry.live("code") == first
+    assert nothing_is_half_done(store, [1])
+
+
+def test_a_candidate_of_nobody_is_refused(outlet: Outlet, store: Store) -> None:
+    with pytest.raises(MoedraftError, match="no domain named 'prose'"):
+        outlet.publish(candidate("prose"))
+    assert not (store.home.path / "adapters" / "prose").exists()
+    assert nothing_is_half_done(store, [])
+
+
+def test_a_failure_before_the_row_leaves_nothing(
+    outlet: Outlet, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(version: AdapterVersion) -> None:
+        assert store.adapters.folder("code", version.version).exists()
+        raise StorageError("The database is gone.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store.registry, "add_version", broken)
+        with pytest.raises(StorageError, match="is gone"):
+            outlet.publish(candidate("code"))
+    assert nothing_is_half_done(store, [])
+    assert outlet.publish(candidate("code")).parent == 0
+
+
+def test_what_an_update_did_is_written_down(outlet: Outlet, store: Store) -> None:
+    record = UpdateRecord(SHARED, 1, 16, 1, 1.0, 2.0, 0.50, None)
+    outlet.learned(SHARED, 7, record)
+    outlet.learned("code", 8, None)
+    assert store.updates.recent() == [record]
+    assert [store.registry.get_meta(f"trained:{name}") for name in (SHARED, "code")] == ["7", "8"]
+
+
+def full(*_: object, **__: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_files_that_cannot_be_staged_never_reach_the_server(
+    store: Store, server: tuple[FakeServer, ServerLink], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moedraft.storage.candidate.save_file", full)
+    with pytest.raises(StorageError, match="No space left"):
+        ServerOutlet(server[1], store.home.path).publish(candidate("code"))
+    assert nothing_is_half_done(store, [])
+
+
+def test_a_server_that_dies_has_published_nothing(
+    store: Store, server: tuple[FakeServer, ServerLink]
+) -> None:
+    server[0].dies = True
+    with pytest.raises(SystemExit):
+        ServerOutlet(server[1], store.home.path).publish(candidate("code"))
+    assert nothing_is_half_done(store, [])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"no tensors"),
+        lambda folder: (folder / "adapter_config.json").unlink(),
+        lambda folder: (folder / "adapter_config.json").write_text("[]"),
+    ],
+)
+def test_files_that_are_damaged_on_their_way_are_refused(
+    store: Store,
+    server: tuple[FakeServer, ServerLink],
+    monkeypatch: pytest.MonkeyPatch,
+    damage: Callable[[Path], None],
+) -> None:
+    def ask(message: PublishMessage) -> Message:
+        damage(store.home.path / TRAINING / message.folder)
+        return answer(message)
+
+    link = server[1]
+    answer = link.ask
+    monkeypatch.setattr(link, "ask", ask)
+    with pytest.raises(StorageError):
+        ServerOutlet(link, store.home.path).publish(candidate("code"))
+    assert nothing_is_half_done(store, [])

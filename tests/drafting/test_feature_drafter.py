@@ -1,0 +1,176 @@
+"""The feature drafter in the engine: exact answers, and guesses that are those of one whole pass."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from moedraft.core import SamplingParams
+from moedraft.drafting.drafter import NoExperts
+from moedraft.drafting.feature import MOST_WAITING, FeatureDrafter
+from moedraft.engine.engine import Engine
+from moedraft.evidence import Evidence
+from moedraft.feature.config import config_for
+from moedraft.feature.model import FeatureDraft
+from moedraft.models import LanguageModel
+from moedraft.routing.selector import FixedSelector
+
+from random_models import VOCAB, prompts_of, random_model
+from tiny import NumberTokenizer, TinyLM, random_table
+
+LAYERS = (0, 1, 2)
+SOME = torch.arange(0, VOCAB, 2)  # the draft vocabulary: every second token
+
+
+class Noted(FixedSelector):
+    """Keeps what every round showed, with the texts as they stood before it."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Evidence, list[list[int]]]] = []
+
+    def observe(self, evidence: Evidence) -> None:
+        self.seen.append((evidence, [list(row.token_ids) for row in evidence.rows]))
+
+
+def draft_for(target: LanguageModel, vocabulary: torch.Tensor = SOME) -> FeatureDraft:
+    torch.manual_seed(7)
+    hf = target.hf
+    config = config_for(
+        hf.config, draft_vocab_size=len(vocabulary), feature_layers=LAYERS, fc_norm=True, norm_output=True
+    )
+    weights = (hf.get_input_embeddings().weight.detach(), hf.get_output_embeddings().weight.detach())
+    return FeatureDraft(config, vocabulary, *weights).eval().requires_grad_(False)
+
+
+def engine_of(target: LanguageModel, *, slots: int = 4, **options: object) -> tuple[Engine, Noted]:
+    noted = Noted()
+    drafter = FeatureDrafter(draft_for(target), NoExperts(), slots, target.vocab_size)
+    made = Engine(target, NumberTokenizer(), drafter, noted, max_batch_size=slots, **options)  # type: ignore[arg-type]
+    return made, noted
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt_neox"])
+@pytest.mark.parametrize("options", [{}, {"adaptive_budget": False}, {"prefill_chunk": 5}])
+def test_greedy_answers_are_the_targets_own(kind: str, options: dict[str, object]) -> None:
+    """Ragged prompts, one of a single token; requests join as others leave, with lookup beside the model."""
+    target = random_model(kind, 0)
+    one, noted = engine_of(target, **options)
+    prompts = [[5], *prompts_of(9, seed=3)]
+    params = [SamplingParams(max_tokens=random.Random(i).randrange(1, 50)) for i in range(10)]
+    fast = one.generate(prompts, params)
+    plain = Engine(target, NumberTokenizer(), None, FixedSelector()).generate(prompts, params)
+    assert [o.token_ids for o in fast] == [o.token_ids for o in plain]
+    drafted = Counter(source for evidence, _ in noted.seen for source in evidence.proposal.sources)
+    assert drafted["feature"] > 2  # the budget soon sees that a random drafter is worth little
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("source", ["model", "auto"])
+def test_each_guess_is_that_of_one_pass_over_the_whole_text(kind: str, source: str) -> None:
+    """Whatever was accepted, refused, looked up or decoded plainly before, in whatever slot.
+
+    This pins which features and which tokens stand together: entry i holds the features at i and the token
+    at i + 1, and guesses the token at i + 2.
+    """
+    target = random_model(kind, 0)
+    one, noted = engine_of(target, draft_source=source)
+    draft = one.chooser.model.draft  # type: ignore[union-attr]
+    one.generate(prompts_of(7, seed=4), SamplingParams(max_tokens=30))
+    compared = 0
+    for evidence, texts in noted.seen:
+        for b in evidence.drafted_by("feature"):
+            text = torch.tensor([texts[b]])
+            states = target.hf(text, output_hidden_states=True).hidden_states
+            features = torch.cat([states[layer] for layer in LAYERS], dim=-1)[:, :-1]
+            _, logits = draft.step(draft.new_cache(1), 0, draft.fuse(features), text[:, 1:], [0], keep=1)
+            assert evidence.proposal.token_ids[b, 0] == SOME[logits[0, -1].argmax()]
+            compared += 1
+    assert compared > 10
+
+
+def test_what_waits_for_a_row_that_is_not_drafted_for_stays_bounded() -> None:
+    """Plain decoding keeps features for the next draft; they are read into the cache from time to time."""
+    target = random_model("llama", 0)
+    one, noted = engine_of(target, slots=1, max_speculative_tokens=0)
+    one.generate([[1, 2, 3]], SamplingParams(max_tokens=3 * MOST_WAITING - 100, ignore_eos=True))
+    drafter = one.chooser.model
+    assert not drafter._waiting  # type: ignore[union-attr]  # nothing is kept of what has ended
+    row = noted.seen[-1][0].rows[0]
+    assert row.draft_cached >= MOST_WAITING
+    assert not any(noted.seen[-1][0].proposal.lengths)
+
+
+def test_a_row_that_wants_no_draft_keeps_no_features() -> None:
+    one, _ = engine_of(random_model("llama", 0))
+    one.add([1, 2, 3, 4], SamplingParams(max_tokens=20), draft=False)
+    for _ in range(5):
+        one.step()
+    assert not one.chooser.model._waiting  # type: ignore[union-attr]
+
+
+class TinyFeatures(FeatureDraft):
+    """A random drafter for a table of logits, whose hidden state is a pair of tokens."""
+
+    def __init__(self, vocab: int) -> None:
+        torch.manual_seed(3)
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 3}
+        shape = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": vocab, "head_dim": 8}
+        fake = type("Config", (), heads | shape | {"max_position_embeddings": 512})()
+        size = vocab - 2  # two tokens are never drafted
+        config = config_for(fake, draft_vocab_size=size, feature_layers=LAYERS, feature_size=2)
+        super().__init__(config, torch.arange(size), torch.randn(vocab, 16), torch.randn(vocab, 16))
+        self.eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_sampled_answers_follow_the_target(adaptive: bool) -> None:
+    """χ² over all pairs of tokens; the negative control is another target's law."""
+    vocab, runs = 6, 4000
+    target, other = TinyLM(random_table(vocab, 1)), TinyLM(random_table(vocab, 2))
+    drafter = FeatureDrafter(TinyFeatures(vocab), NoExperts(), 32, vocab)
+    one = Engine(
+        target,
+        NumberTokenizer(),
+        drafter,
+        FixedSelector(),
+        max_batch_size=32,
+        adaptive_budget=adaptive,
+        draft_source="model",
+    )
+    one.budget.costs.slopes = lambda rows: np.array([0.0, 0.1, 0.01])  # type: ignore[method-assign]
+    params = [
+        SamplingParams(temperature=1.0, max_tokens=3, seed=None if adaptive else i) for i in range(runs)
+    ]
+    outputs = one.generate([[3, 1]] * runs, params)
+    assert sum(o.speculation.num_draft_tokens for o in outputs) > (100 if adaptive else runs)
+    counts = Counter(tuple(o.token_ids[1:]) for o in outputs)
+
+    def chi2(model: TinyLM) -> float:
+        first = model.logits_after([3, 1]).softmax(-1)
+        mass: Counter[tuple[int, int]] = Counter()
+        for a in range(vocab):
+            second = model.logits_after([1, a]).softmax(-1)
+            for b in range(vocab):
+                third = model.logits_after([a, b]).softmax(-1)
+                for c in range(vocab):
+                    mass[b, c] += float(first[a] * second[b] * third[c])
+        return sum((counts[key] - runs * p) ** 2 / (runs * p) for key, p in mass.items())
+
+    assert chi2(target) < 35 + 4.5 * (2 * 35) ** 0.5
+    assert chi2(other) > 35 + 20 * (2 * 35) ** 0.5
+
+
+def test_a_drafter_that_gives_no_numbers_is_given_up() -> None:
+    target = random_model("llama", 0)
+    one, _ = engine_of(target, draft_source="model")
+    one.chooser.model.draft.norm.weight.fill_(torch.nan)  # type: ignore[union-attr]
+    prompts = prompts_of(3, seed=5)
+    outputs = one.generate(prompts, SamplingParams(max_tokens=12))
+    plain = Engine(target, NumberTokenizer(), None, FixedSelector())
+    assert [o.token_ids for o in outputs] == [
+        o.token_ids for o in plain.generate(prompts, SamplingParams(max_tokens=12))
+    ]

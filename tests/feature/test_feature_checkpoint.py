@@ -1,0 +1,175 @@
+"""Drafters on disk: the `speculators` format, read back, read by others, and read from others."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moedraft.core import InvalidRequest, UnsupportedModel
+from moedraft.feature.checkpoint import load_draft, save_draft
+from moedraft.feature.model import FeatureDraft
+
+from feature_rig import LAYERS, VOCABULARY, draft_for, target, texts_of, weights_of
+
+SWITCHES: list[dict[str, Any]] = [
+    {},
+    {"fc_norm": True, "norm_output": True},
+    {"norm_before_fc": True, "norm_before_residual": True, "kind": "qwen3", "attention_bias": True},
+]
+
+
+def load(folder: Path) -> FeatureDraft:
+    return load_draft(folder, *weights_of(target()), num_layers=3)
+
+
+def written(folder: Path, **options: Any) -> FeatureDraft:
+    draft = draft_for(target())
+    save_draft(draft, folder, dtype=torch.float32, **options)
+    return draft
+
+
+def change(folder: Path, **values: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+@pytest.mark.parametrize("switches", SWITCHES)
+def test_what_is_written_is_read_back(switches: dict[str, Any], tmp_path: Path) -> None:
+    draft = draft_for(target(), **switches)
+    save_draft(draft, tmp_path / "draft", dtype=torch.float32)
+    again = load(tmp_path / "draft")
+    assert again.config == draft.config
+    assert torch.equal(again.vocabulary, VOCABULARY)
+    for name, value in draft.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name]), name
+
+
+def test_half_precision_halves_the_file_and_a_folder_is_replaced(tmp_path: Path) -> None:
+    written(tmp_path / "draft")
+    whole = (tmp_path / "draft" / "model.safetensors").stat().st_size
+    draft = draft_for(target(), seed=7)
+    save_draft(draft, tmp_path / "draft", dtype=torch.float16)
+    assert (tmp_path / "draft" / "model.safetensors").stat().st_size < 0.6 * whole
+    assert torch.equal(load(tmp_path / "draft").fc.weight, draft.fc.weight.half().float())
+    assert [path.name for path in tmp_path.iterdir()] == ["draft"]
+
+
+def test_the_format_is_that_of_speculators(tmp_path: Path) -> None:
+    """Read without a line of our own reading code."""
+    written(tmp_path / "draft", target="some/target", rows=True)
+    config = json.loads((tmp_path / "draft" / "config.json").read_text())
+    assert config["speculators_model_type"] == "eagle3"
+    assert config["eagle_aux_hidden_state_layer_ids"] == list(LAYERS)
+    assert config["draft_vocab_size"] == 46
+    assert config["transformer_layer_config"]["num_attention_heads"] == 4
+    assert config["speculators_config"]["verifier"]["name_or_path"] == "some/target"
+    tensors = load_file(tmp_path / "draft" / "model.safetensors")
+    ids = [i + int(offset) for i, offset in enumerate(tensors["d2t"])]
+    assert ids == VOCABULARY.tolist()
+    assert [i for i, drafted in enumerate(tensors["t2d"]) if drafted] == ids
+    assert tensors["layers.0.self_attn.q_proj.weight"].shape == (32, 64)
+    assert tensors["layers.0.self_attn.k_proj.weight"].shape == (16, 64)
+    assert tensors["fc.weight"].shape == (32, 96)
+    assert torch.equal(tensors["lm_head.weight"], weights_of(target())[1][VOCABULARY])
+    assert not any(name.startswith("embed") for name in tensors)
+
+
+def test_the_targets_rows_are_recognised_and_own_ones_are_kept(tmp_path: Path) -> None:
+    written(tmp_path / "draft", rows=True)
+    assert not load(tmp_path / "draft").has_own_rows
+    file = tmp_path / "draft" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = torch.randn(46, 32)
+    save_file(tensors, file)
+    draft = load(tmp_path / "draft")
+    assert draft.has_own_rows
+    assert torch.equal(draft.lm_head.weight, tensors["lm_head.weight"])
+    save_draft(draft, tmp_path / "again", dtype=torch.float32)
+    assert torch.equal(load(tmp_path / "again").lm_head.weight, tensors["lm_head.weight"])
+
+
+def test_the_original_layout_is_read(tmp_path: Path) -> None:
+    """`midlayer`, all measures at the top of the configuration, layer ids in `eagle_config`."""
+    draft = written(tmp_path / "draft")
+    config = json.loads((tmp_path / "draft" / "config.json").read_text())
+    layer = config["transformer_layer_config"]
+    flat = {key: value for key, value in layer.items() if key not in ("model_type", "rope_parameters")}
+    flat |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 46, "rope_theta": 10000.0}
+    flat["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(LAYERS)}
+    (tmp_path / "draft" / "config.json").write_text(json.dumps(flat))
+    file = tmp_path / "draft" / "model.safetensors"
+    old = {name.replace("layers.0.", "midlayer."): value for name, value in load_file(file).items()}
+    save_file(old | {"embed_tokens.weight": torch.zeros(97, 32)}, file)
+    again = load(tmp_path / "draft")
+    assert again.config.feature_layers == LAYERS
+    for name, value in draft.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name]), name
+
+
+def test_what_cannot_be_run_is_refused(tmp_path: Path) -> None:
+    written(tmp_path / "draft")
+    folder = tmp_path / "draft"
+    change(folder, speculators_model_type="dflash")
+    with pytest.raises(UnsupportedModel, match="dflash"):
+        load(folder)
+    change(folder, speculators_model_type="eagle3", fc_norm=True)
+    with pytest.raises(UnsupportedModel, match=r"lacks fc_norm\.0\.weight"):
+        load(folder)
+    change(folder, fc_norm=False)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"t2d": ~tensors["t2d"]}, file)
+    with pytest.raises(InvalidRequest, match="name different tokens"):
+        load(folder)
+    save_file({name: value for name, value in tensors.items() if name not in ("d2t", "t2d")}, file)
+    with pytest.raises(InvalidRequest, match="lacks d2t"):
+        load(folder)
+    save_file(tensors | {"fc.bias": torch.zeros(32)}, file)
+    with pytest.raises(UnsupportedModel, match=r"unknown tensor fc\.bias"):
+        load(folder)
+    file.write_bytes(b"no tensors")
+    with pytest.raises(InvalidRequest, match="holds no feature drafter"):
+        load(folder)
+    file.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(InvalidRequest, match=r"no \.safetensors"):
+        load(folder)
+    with pytest.raises(InvalidRequest, match="holds no feature drafter"):
+        load(tmp_path / "nowhere")
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("switches", SWITCHES[:2])
+def test_the_real_package_runs_what_is_written(switches: dict[str, Any], tmp_path: Path) -> None:
+    """`speculators` itself guesses the same from the same features, at each of three unrolled steps."""
+    pytest.importorskip("speculators")
+    from speculators import SpeculatorModel, SpeculatorModelConfig
+
+    from moedraft.feature.unroll import unroll
+
+    model = target()
+    model.hf.save_pretrained(tmp_path / "target")
+    draft = draft_for(model, **switches)
+    save_draft(draft, tmp_path / "draft", target=str(tmp_path / "target"), dtype=torch.float32, rows=True)
+    config = SpeculatorModelConfig.from_pretrained(tmp_path / "draft")
+    config.transformer_layer_config._attn_implementation = "eager"  # the others want a GPU
+    theirs = SpeculatorModel.from_pretrained(tmp_path / "draft", config=config).eval()
+    ids, features = torch.tensor(texts_of(1, 9)), torch.randn(1, 9, 96)
+    with torch.no_grad():
+        ours = [draft.logits(h).argmax(-1) for h in unroll(draft, features, ids, 3)]
+        # There row i holds the features at i and the token at i + 1.
+        told = theirs(
+            hidden_states=features,
+            input_ids=ids.roll(-1, dims=1),
+            document_ids=torch.zeros_like(ids),
+            ttt_steps=3,
+        )
+    assert "speculators" in sys.modules
+    for step, (own, their) in enumerate(zip(ours, told, strict=True)):
+        assert torch.equal(own[:, : 8 - step], their[:, : 8 - step])

