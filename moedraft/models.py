@@ -299,20 +299,13 @@ def load_weights(where: str, dtype: torch.dtype | str) -> tuple[PreTrainedModel,
 
 def snapshot_folder(name: str) -> Path | None:
     """Where a checkpoint's files lie, fetched from the hub if need be; None where there is none."""
-    if Path(name).expanduser().is_dir():
-        return Path(name).expanduser()
-    if "/" not in name:
+    if (folder := Path(name).expanduser()).is_dir():
+        return folder
+    try:
+        files = [cached_file(name, file) for file in ("config.json", "model.safetensors")]
+    except OSError:  # no such model, or it cannot be fetched; whoever loads it says so
         return None
-    found = [
-        cached_file(
-            name,
-            file,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )
-        for file in ("config.json", "model.safetensors")
-    ]
-    return Path(found[0]).parent if found[0] else None
+    return Path(files[0]).parent if files[0] else None
 
 
 def folder_of(where: str) -> Path | None:

@@ -35,7 +35,8 @@ import torch
 
 from moedraft.config import load_settings
 from moedraft.core import SHARED, ReplayRecord
-from moedraft.distill.loop import DistillLoop, build_loop
+from moedraft.distill.assembly import build_loop
+from moedraft.distill.loop import DistillLoop
 from moedraft.showcase.measure import by_domain, greedy_acceptance
 from moedraft.showcase.shipped import Query
 from moedraft.system.build import System, build

@@ -22,24 +22,24 @@ MAX_FUNCTION = 40  # lines of a function, its docstring and its decorators not c
 # The most files and lines that a room may have; a room is a folder, or a folder in a folder. The bounds leave
 # a little room to grow. Before you raise one, see whether the room has become two.
 ROOMS = {
-    "cli": (20, 2700),
-    "cpu": (8, 850),
-    "distill": (12, 1600),
-    "drafting": (16, 2000),
-    "engine": (11, 1200),
-    "feature": (10, 1250),
+    "cli": (22, 3000),
+    "cpu": (10, 1200),
+    "distill": (20, 2900),
+    "drafting": (20, 2600),
+    "engine": (13, 1500),
+    "feature": (12, 1500),
     "insight": (9, 1150),
     "kernels": (10, 1850),
-    "moedraft": (13, 1850),  # the files that lie in no folder
+    "moedraft": (17, 2500),  # the files that lie in no folder
     "routing": (6, 1050),
     "serve": (3, 350),
     "serve/auth": (5, 450),
     "serve/dashboard": (13, 2050),
-    "serve/http": (19, 2250),
+    "serve/http": (21, 2400),
     "serve/supervisor": (4, 650),
     "serve/worker": (5, 850),
     "showcase": (8, 850),
-    "storage": (14, 2100),
+    "storage": (16, 2300),
     "storage/migrations": (10, 300),  # one more for each change of the schema
     "system": (5, 700),
 }

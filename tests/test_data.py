@@ -10,6 +10,7 @@ import pytest
 DATA = files("moedraft.data")
 LANGUAGES = ("en", "de", "fr", "es", "pt", "zh", "ja", "ko", "ru")
 DOMAINS = ("math", "sql", "python", "medical", "general", "textbook", *(f"docs-{lang}" for lang in LANGUAGES))
+NARROW = "support"  # examples only
 SCRIPTS = {
     "zh": ("\u4e00", "\u9fff"),
     "ja": ("\u3040", "\u30ff"),
@@ -30,7 +31,7 @@ def normalized(prompt):
 
 @pytest.fixture(scope="module")
 def examples():
-    return {domain: read_rows("domains", f"{domain}.jsonl") for domain in DOMAINS}
+    return {domain: read_rows("domains", f"{domain}.jsonl") for domain in (*DOMAINS, NARROW)}
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +50,10 @@ def language(domain):
 
 def test_every_domain_has_forty_examples(examples):
     names = {entry.name for entry in DATA.joinpath("domains").iterdir() if entry.name.endswith(".jsonl")}
-    assert names == {f"{domain}.jsonl" for domain in DOMAINS}
+    assert names == {f"{domain}.jsonl" for domain in (*DOMAINS, NARROW)}
     assert len(names) >= 10
-    assert {domain: len(rows) for domain, rows in examples.items()} == dict.fromkeys(DOMAINS, 40)
+    counts = {domain: len(rows) for domain, rows in examples.items()}
+    assert counts == dict.fromkeys(DOMAINS, 40) | {NARROW: 60}
 
 
 def test_examples_have_these_fields(examples):
@@ -110,4 +112,4 @@ def test_docs_prompts_use_their_script(lang, examples, traffic, heldout):
 def test_the_readme_names_domains_and_licence():
     text = DATA.joinpath("README.md").read_text(encoding="utf-8")
     assert "CC0-1.0" in text
-    assert [domain for domain in DOMAINS if f"`{domain}`" not in text] == []
+    assert [domain for domain in (*DOMAINS, NARROW) if f"`{domain}`" not in text] == []

@@ -52,7 +52,7 @@ def distill(
         if domain is not None:
             check_records(store, check_expert(store, domain))
         with busy("Loading the draft base"):
-            from moedraft.distill.loop import build_loop
+            from moedraft.distill.assembly import build_loop
 
             loop = build_loop(settings, store)
         count = 0

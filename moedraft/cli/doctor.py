@@ -106,10 +106,13 @@ def _machine(settings: Settings) -> Iterator[Check]:
 
 def _models(settings: Settings) -> Iterator[Check]:
     """Whether the chosen models are there; a hub id can only be checked by loading it."""
+    from moedraft.drafting.base import draft_name
     from moedraft.models import resolve
 
-    for role, name in (("target", settings.target), ("draft", settings.draft)):
+    for role in ("target", "draft"):
+        name = getattr(settings, role)
         try:
+            name = name if role == "target" else draft_name(settings)
             where = Path(resolve(name, role))
         except MoedraftError as error:
             yield Check(role, "fail", str(error))

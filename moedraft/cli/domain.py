@@ -37,6 +37,8 @@ from moedraft.core import InvalidRequest, MoedraftError
 if TYPE_CHECKING:
     from moedraft.distill.warmstart import WarmStart
 
+SERVER_LEARNS = "A server that runs learns by itself; leave out --warm-start, or stop it first."
+
 app = typer.Typer(help="Domains: register, list, show, remove.")
 NameArgument = Annotated[str, typer.Argument(metavar="NAME")]
 
@@ -73,11 +75,9 @@ def register(
     remote, warm = owner_of(settings, server), None
     if remote is not None:
         if warm_start is not None:
-            raise InvalidRequest(
-                "A server that runs learns by itself; leave out --warm-start, or stop it first."
-            )
-        row = {"name": name, "examples": prompts, "description": description}
+            raise InvalidRequest(SERVER_LEARNS)
         with busy("Fitting the router"):
+            row = {"name": name, "examples": prompts, "description": description}
             data = remote.post("admin", "domains", data=row)
     elif warm_start is None:
         data = _register(settings, name, prompts, description)
@@ -99,7 +99,7 @@ def _register_warm(
     settings: Settings, name: str, prompts: list[str], description: str, count: int, *, chat: bool
 ) -> tuple[dict[str, Any], WarmStart]:
     with busy("Loading the models"):
-        from moedraft.distill.loop import build_loop
+        from moedraft.distill.assembly import build_loop
         from moedraft.distill.warmstart import warm_start
         from moedraft.insight.inventory import summary
         from moedraft.system.build import build

@@ -23,13 +23,13 @@ from moedraft.cli.files import read_pairs
 from moedraft.core import InvalidRequest
 
 if TYPE_CHECKING:
-    from moedraft.config import Settings
     from moedraft.feature.corpus import Text
     from moedraft.feature.session import Report
     from moedraft.models import LanguageModel
 
 app = typer.Typer(name="draft", help="Draft bases: train one for a target.", no_args_is_help=True)
 
+TRAINED = "draft-base"  # the folder of the home that a target's own drafter is looked for in
 LONGEST = 256  # tokens of a prompt with its answer that are read
 
 
@@ -47,7 +47,8 @@ def train(
     ],
     minutes: Annotated[float, typer.Option(min=0, help="Time to train, once the target has answered.")] = 60,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where to; by default a folder in the home.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Where to; by default in the home, where it is found."),
     ] = None,
     texts: Annotated[
         bool, typer.Option("--texts", help='Rows have a "reference", which is read in place of an answer.')
@@ -75,10 +76,10 @@ def train(
         from moedraft.models import load_model
 
         model = load_model(settings.target, "target", settings.device, settings.dtype)
-    folder = out or home_of(settings, model)
-    found = answers(model, pairs, folder, max_tokens)
-    report = learn(model, found, folder, minutes, vocabulary, chosen)
-    show(report, folder, as_json)
+    out = out or settings.home / TRAINED
+    found = answers(model, pairs, out, max_tokens)
+    report = learn(model, found, out, minutes, vocabulary, chosen)
+    show(report, out, as_json)
 
 
 def layer_ids(text: str | None) -> tuple[int, ...]:
@@ -89,16 +90,10 @@ def layer_ids(text: str | None) -> tuple[int, ...]:
         raise InvalidRequest(f"--layers takes numbers such as 2,15,27, not {text!r}.") from error
 
 
-def home_of(settings: Settings, model: LanguageModel) -> Path:
-    """The target's own folder in the home."""
-    folder: Path = settings.home / "bases" / model.weights_hash()
-    return folder
-
-
 def answers(
-    model: LanguageModel, pairs: list[tuple[str, str | None]], folder: Path, max_tokens: int
+    model: LanguageModel, pairs: list[tuple[str, str | None]], out: Path, max_tokens: int
 ) -> list[Text]:
-    from moedraft.feature.session import collect
+    from moedraft.feature.session import collect, work_folder
 
     with bar("The target answers", len(pairs)) as advance:
         done = 0
@@ -108,20 +103,20 @@ def answers(
             done += more
             advance(done)
 
-        return collect(model, pairs, folder, max_tokens, LONGEST, progress)
+        return collect(model, pairs, work_folder(out), max_tokens, LONGEST, progress)
 
 
 def learn(
     model: LanguageModel,
     texts: list[Text],
-    folder: Path,
+    out: Path,
     minutes: float,
     vocabulary: int,
     layers: tuple[int, ...],
 ) -> Report:
     from moedraft.feature.session import Session
 
-    session = Session(model, texts, folder, size=vocabulary, layers=layers)
+    session = Session(model, texts, out, size=vocabulary, layers=layers)
     with bar("Training the drafter", int(minutes * 60)) as advance:
         done = 0
 
@@ -135,10 +130,10 @@ def learn(
         return session.finish()
 
 
-def show(report: Report, folder: Path, as_json: bool) -> None:
+def show(report: Report, out: Path, as_json: bool) -> None:
     if as_json:
-        emit({"folder": str(folder / "base"), **vars(report)})
+        emit({"folder": str(out), **vars(report)})
         return
     depths = ", ".join(f"{value:.2f}" for value in report.acceptance)
-    say(f"{folder / 'base'}: {report.steps} steps, {report.tokens} tokens, {report.seconds:.0f} s.")
+    say(f"{out}: {report.steps} steps, {report.tokens} tokens, {report.seconds:.0f} s.")
     say(f"Guessed right on held-out answers, by depth, each given the ones before: {depths}.")

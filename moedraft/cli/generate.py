@@ -159,7 +159,7 @@ def _add(engine: Engine, row: PromptRow, params: SamplingParams, **options: Any)
 def _learner(system: System) -> Callable[[], None]:
     """A function to call after each answer: it trains an adapter that is due, and loads the new version."""
     with busy("Loading the draft base"):
-        from moedraft.distill.loop import build_loop
+        from moedraft.distill.assembly import build_loop
 
         loop = build_loop(system.settings, system.store)
 

@@ -13,13 +13,11 @@ import logging
 import time
 from dataclasses import dataclass, field
 
-from moedraft.config import Settings
 from moedraft.core import SHARED, AdapterVersion, StorageError, UpdateRecord
 from moedraft.distill.governor import news
-from moedraft.distill.outlet import HomeOutlet, Outlet
+from moedraft.distill.outlet import Outlet
 from moedraft.distill.trainer import OnStep, Trainer
 from moedraft.learning_state import LearningKind, LearningState, paused, waiting
-from moedraft.models import load_by
 from moedraft.storage.candidate import Candidate, CandidateSummary
 from moedraft.storage.store import Store
 
@@ -152,20 +150,3 @@ class DistillLoop:
         if update.gain is not None:
             before = self.gains.get(update.expert, EXPECTED_GAIN)
             self.gains[update.expert] = (1 - NEWEST_WEIGHT) * before + NEWEST_WEIGHT * update.gain
-
-
-def build_loop(settings: Settings, store: Store, outlet: Outlet | None = None) -> DistillLoop:
-    """A loop with its own copy of the draft base, in float32. Without an outlet it writes the home itself."""
-    draft = load_by(settings, "draft", "float32")
-    trainer = Trainer(
-        draft,
-        store,
-        scope=settings.adapter_scope,
-        rank=settings.adapter_rank,
-        shared_rank=settings.shared_rank,
-        learning_rate=settings.learning_rate,
-        steps=settings.update_steps,
-        tokens_per_step=settings.update_tokens,
-        kind=settings.distill_kind,
-    )
-    return DistillLoop(trainer, store, outlet or HomeOutlet(store), settings.update_every)

@@ -23,9 +23,10 @@ import torch
 
 from moedraft.config import Settings, load_settings
 from moedraft.core import MoedraftError, StorageError
+from moedraft.distill.assembly import build_loop
 from moedraft.distill.governor import read_load, why_wait
 from moedraft.distill.link import ServerLink, ServerOutlet
-from moedraft.distill.loop import DistillLoop, build_loop
+from moedraft.distill.loop import DistillLoop
 from moedraft.distill.messages import StateReport
 from moedraft.learning_state import LearningKind, LearningState, paused, waiting
 from moedraft.storage.store import Store

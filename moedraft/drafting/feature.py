@@ -94,7 +94,11 @@ class FeatureDrafter:
             )
 
     def _read_ahead(self, rows: list[Sequence]) -> None:
-        """Read all that waits but the last entry, whose output will be the first guess."""
+        """Read all that waits but the last entry, whose output will be the first guess.
+
+        Keys and values are the same whichever expert is on, so none has to be made ready.
+        """
+        self.bank.select([SHARED] * len(rows))
         self._read(rows, [max(0, len(self._of(row)) - 1) for row in rows])
 
     def _read(self, rows: list[Sequence], counts: list[int]) -> torch.Tensor:

@@ -86,8 +86,8 @@ class FeatureConfig:
 
 def default_layers(num_layers: int) -> tuple[int, ...]:
     """{2, L/2, L−3}, as published heads have it; for a target too shallow for that, what comes nearest."""
-    chosen = sorted({min(2, num_layers), num_layers // 2, max(num_layers - 3, 0)})
-    spare = [i for i in range(num_layers, -1, -1) if i not in chosen]
+    chosen = sorted({min(2, num_layers - 1), num_layers // 2, max(num_layers - 3, 0)})
+    spare = [i for i in (*range(num_layers - 1, -1, -1), num_layers) if i not in chosen]
     while len(chosen) < 3 and spare:
         chosen.append(spare.pop(0))
     return tuple(sorted(chosen))

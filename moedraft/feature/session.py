@@ -1,7 +1,8 @@
-"""A whole training of a drafter in one folder: answers, steps, the finished base; taken up where it stopped.
+"""A whole training of a drafter: answers, steps, the finished base; taken up where it stopped.
 
-The folder holds `texts.jsonl` (what the target answered, or was given), `training.safetensors` (the state of
-the training) and, at the end, the drafter itself in the format of `speculators`.
+The drafter goes into a folder of its own, in the format of `speculators`. Beside it lies the folder of the
+work, of the same name with `-training` at its end: `texts.jsonl` with what the target answered, and
+`training.safetensors` with the state of the training.
 """
 
 from __future__ import annotations
@@ -30,6 +31,12 @@ ANSWERED = 64  # prompts between two notes of how far it is
 KEPT_EVERY = 120.0  # seconds between two states on disk
 
 Progress = Callable[[int, str], None]  # how much more is done, and a word about it
+
+
+def work_folder(out: Path) -> Path:
+    """Where a training keeps what it needs to go on, for the drafter `out`."""
+    whole = out.resolve()
+    return whole.with_name(f"{whole.name}-training")
 
 
 @dataclass(frozen=True)
@@ -98,13 +105,13 @@ def new_draft(
 
 
 class Session:
-    """A drafter being trained in `folder`. Raises InvalidRequest where there are too few texts."""
+    """A drafter being trained, to be written to `out`. Raises InvalidRequest for too few texts."""
 
     def __init__(
         self,
         model: LanguageModel,
         texts: list[Text],
-        folder: Path,
+        out: Path,
         *,
         size: int,
         layers: tuple[int, ...] = (),
@@ -113,13 +120,14 @@ class Session:
         held_out = max(1, min(MOST_HELD_OUT, int(len(texts) * HELD_OUT)))
         if len(texts) < 2:
             raise InvalidRequest("a drafter needs at least two texts: one to learn from, one to measure on.")
-        self.model, self.folder = model, folder
+        self.model, self.out, self.state = model, out, work_folder(out) / STATE
+        self.state.parent.mkdir(parents=True, exist_ok=True)
         self.held_out, learned = texts[:held_out], texts[held_out:]
         draft = new_draft(model, learned, size, layers, fc_norm=True)
         teacher = Teacher(model.hf, draft.config.feature_layers, draft.vocabulary)
         self.trainer = FeatureTrainer(draft, teacher, learned, plan)
-        if (folder / STATE).exists():
-            self.trainer.load(folder / STATE)
+        if self.state.exists():
+            self.trainer.load(self.state)
 
     def run(self, seconds: float, progress: Progress = lambda done, what: None) -> None:
         """Train until it took `seconds` in all, earlier runs included."""
@@ -134,15 +142,15 @@ class Session:
             trainer.seconds = before + now - began
             progress(int(trainer.seconds) - whole, f"{trainer.tokens} tokens, loss {loss:.2f}")
             if now - kept > KEPT_EVERY:
-                trainer.save(self.folder / STATE)
+                trainer.save(self.state)
                 kept = now
-        trainer.save(self.folder / STATE)
+        trainer.save(self.state)
 
     def finish(self, depth: int = 5) -> Report:
-        """Measure, and write the drafter into the folder, beside what going on needs."""
+        """Measure, and write the drafter."""
         trainer = self.trainer
         rates = trainer.acceptance(self.held_out, depth)
         hf = self.model.hf
         name = str(self.model.folder or self.model.name)
-        save_draft(trainer.draft, self.folder / "base", target=name, architectures=(type(hf).__name__,))
+        save_draft(trainer.draft, self.out, target=name, architectures=(type(hf).__name__,))
         return Report(trainer.steps, trainer.tokens, trainer.seconds, rates)

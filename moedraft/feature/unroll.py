@@ -60,17 +60,23 @@ def unroll(
         yield states
 
 
-def attend(queries: torch.Tensor, entries: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+def attend(
+    queries: torch.Tensor,
+    entries: list[tuple[torch.Tensor, torch.Tensor]],
+    seen: torch.Tensor | None = None,
+) -> torch.Tensor:
     """queries [B, heads, L, d]; entries: keys and values of each step, shaped alike; → as the queries.
 
     A query sees the first step's entries up to its own row, and of each later step that of its row alone.
+    seen: bool [B, 1, L, K], which of the first step's K entries a query sees, where these are others.
     """
     keys, values = entries[0]
     if len(entries) == 1:
-        return scaled_dot_product_attention(queries, keys, values, is_causal=True)
-    length, scale = queries.shape[2], queries.shape[3] ** -0.5
-    later = torch.ones(length, length, dtype=torch.bool, device=queries.device).triu(1)
-    scores = (queries @ keys.transpose(2, 3)).masked_fill(later, -torch.inf)
+        return scaled_dot_product_attention(queries, keys, values, seen, is_causal=seen is None)
+    length, scale = keys.shape[2], queries.shape[3] ** -0.5
+    if seen is None:
+        seen = torch.ones(length, length, dtype=torch.bool, device=queries.device).tril()
+    scores = (queries @ keys.transpose(2, 3)).masked_fill(~seen, -torch.inf)
     own = [(queries * own_keys).sum(-1, keepdim=True) for own_keys, _ in entries[1:]]
     weights = (torch.cat([scores, *own], dim=-1) * scale).softmax(-1)
     mixed: torch.Tensor = weights[..., :length] @ values

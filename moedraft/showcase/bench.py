@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from moedraft.core import SHARED, RequestOutput, SamplingParams
+from moedraft.drafting.base import draft_name
 from moedraft.drafting.chooser import DraftSource
-from moedraft.models import load_by
+from moedraft.models import LanguageModel, load_by
 from moedraft.showcase.measure import (
     Timed,
     compare,
@@ -70,14 +71,15 @@ def run(system: System, queries: list[Query], rounds: int, advance: Callable[[in
 def their_runners(system: System) -> dict[str, Runner]:
     """The systems of transformers; assisted generation only where it takes this pair of models."""
     target = system.target
-    # A second copy of the draft without our LoRA layers, so that transformers runs it as it is.
-    assistant = load_by(system.settings, "draft")
     runners = {BASELINE: transformers_runner(target)}
-    # transformers takes models with vocabularies of different sizes (one padded further) for models with
-    # different tokenizers and refuses them.
-    sizes = {model.hf.config.get_text_config().vocab_size for model in (assistant, target)}
-    if len(sizes) == 1:
-        runners[ASSISTED] = transformers_runner(target, assistant_model=assistant.hf)
+    if isinstance(system.draft, LanguageModel):
+        # A second copy of the draft without our LoRA layers, so that transformers runs it as it is.
+        assistant = load_by(system.settings, "draft", name=draft_name(system.settings))
+        # transformers takes models with vocabularies of different sizes (one padded further) for models with
+        # different tokenizers and refuses them.
+        sizes = {model.hf.config.get_text_config().vocab_size for model in (assistant, target)}
+        if len(sizes) == 1:
+            runners[ASSISTED] = transformers_runner(target, assistant_model=assistant.hf)
     runners["transformers prompt lookup"] = transformers_runner(target, prompt_lookup_num_tokens=8)
     return runners
 

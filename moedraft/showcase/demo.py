@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moedraft.distill.loop import DistillLoop, build_loop
+from moedraft.distill.assembly import build_loop
+from moedraft.distill.loop import DistillLoop
 from moedraft.showcase import shipped
 from moedraft.showcase.measure import (
     Served,

@@ -23,7 +23,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 
 from moedraft.core import AdapterVersion, CorruptAdapter, StorageError
-from moedraft.storage.candidate import CONFIG, WEIGHTS, Candidate, CandidateSummary, move_files, write_files
+from moedraft.storage.candidate import (
+    CONFIG,
+    VOCABULARY,
+    WEIGHTS,
+    Candidate,
+    CandidateSummary,
+    move_files,
+    write_files,
+)
 from moedraft.storage.db import DATABASE, Home, storage_errors
 from moedraft.storage.registry import Registry, check_expert_name
 
@@ -45,6 +53,7 @@ class LoadedAdapter(NamedTuple):
     config: dict[str, Any]  # adapter_config.json
     tensors: dict[str, torch.Tensor]  # adapter_model.safetensors, on the CPU, all finite
     manifest: dict[str, Any]
+    vocabulary: torch.Tensor | None = None  # vocabulary.safetensors: token ids, where there is one
 
 
 def check_database_is_there(home: Path) -> None:
@@ -110,7 +119,7 @@ class AdapterStore:
         same = ("domain", "version", "base_hash")
         if any(manifest.get(key) != getattr(version, key) for key in same):
             raise CorruptAdapter(f"{title}: its manifest belongs to another version.")
-        return LoadedAdapter(*_parsed(files, title), manifest)
+        return LoadedAdapter(*_parsed(files, title), manifest, _vocabulary(files, title))
 
     def load_live(
         self, domain: str, base_hash: str | None = None
@@ -256,6 +265,7 @@ def _checked(folder: Path) -> dict[str, bytes]:
     title = "The new adapter"
     files = _contents(folder, title)
     _parsed(files, title)
+    _vocabulary(files, title)
     return files
 
 
@@ -287,6 +297,17 @@ def _parsed(files: dict[str, bytes], title: str) -> tuple[dict[str, Any], dict[s
         if not finite[name]:
             raise CorruptAdapter(f"{title}: tensor '{name}' is not finite.")
     return _object(files[CONFIG], f"{CONFIG} of {title}"), tensors
+
+
+def _vocabulary(files: dict[str, bytes], title: str) -> torch.Tensor | None:
+    """The token ids of an adapter's own output rows; what they may be is for the draft base to say."""
+    if VOCABULARY not in files:
+        return None
+    try:
+        found: torch.Tensor = load_tensors(files[VOCABULARY])["vocabulary"]
+    except (SafetensorError, KeyError, NotImplementedError) as error:
+        raise CorruptAdapter(f"{title}: {VOCABULARY} cannot be read: {error}.") from error
+    return found
 
 
 def _object(text: bytes, title: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A trained adapter before it is a version: what it is, how good it was, and the two files it is kept in."""
+"""A trained adapter before it is a version: what it is, how good it was, and the files it is kept in."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
+VOCABULARY = "vocabulary.safetensors"  # beside them, where the adapter's output rows are tokens of its own
 LIMITS = ("File too large", "quota exceeded")  # how safetensors words the errors EFBIG and EDQUOT
 
 
@@ -46,6 +47,7 @@ class Candidate(CandidateSummary):
 
     config: Mapping[str, Any]  # PEFT's adapter_config.json
     tensors: Mapping[str, torch.Tensor]
+    vocabulary: torch.Tensor | None = None  # int32, ascending: token ids, by row of the output layer
 
     def summary(self) -> CandidateSummary:
         names = [field.name for field in fields(CandidateSummary)]
@@ -58,6 +60,8 @@ def write_files(candidate: Candidate, folder: Path) -> None:
     try:
         (folder / CONFIG).write_text(config, encoding="utf-8")
         save_file(dict(candidate.tensors), folder / WEIGHTS, metadata={"format": "pt"})
+        if candidate.vocabulary is not None:
+            save_file({"vocabulary": candidate.vocabulary}, folder / VOCABULARY, metadata={"format": "pt"})
     except SafetensorError as error:
         if "No space left" in str(error):
             raise StorageFull(f"The disk that holds {folder.parent} is full; free some space.") from error
@@ -71,8 +75,10 @@ def write_files(candidate: Candidate, folder: Path) -> None:
 
 
 def move_files(staged: Path, folder: Path) -> None:
-    """Moves a candidate's two files from `staged` to `folder`; anything else in `staged` stays there."""
+    """Moves a candidate's files from `staged` to `folder`; anything else in `staged` stays there."""
     if staged.is_symlink():
         raise InvalidRequest("an update must stand in the home itself.")
     for name in (CONFIG, WEIGHTS):
         (staged / name).rename(folder / name)
+    if (staged / VOCABULARY).exists():
+        (staged / VOCABULARY).rename(folder / VOCABULARY)

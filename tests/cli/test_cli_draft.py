@@ -19,13 +19,13 @@ def test_a_base_is_trained_and_a_second_run_goes_on(run: Run, home: Path, pair: 
     first = result.data["steps"]
     config = json.loads((Path(result.data["folder"]) / "config.json").read_text())
     assert (config["speculators_model_type"], config["draft_vocab_size"]) == ("eagle3", 40)
-    answers = (tmp_path / "base" / "texts.jsonl").read_text()
+    answers = (tmp_path / "base-training" / "texts.jsonl").read_text()
     assert len(answers.splitlines()) == 24
     result = run(*options, "--minutes", 0.03)
     assert result.code == 0
     assert "by depth" in result.out
     assert int(result.out.split(" steps")[0].split()[-1]) > first
-    assert (tmp_path / "base" / "texts.jsonl").read_text() == answers
+    assert (tmp_path / "base-training" / "texts.jsonl").read_text() == answers
 
 
 def test_given_answers_are_read_in_place_of_the_targets(
@@ -35,8 +35,7 @@ def test_given_answers_are_read_in_place_of_the_targets(
     (tmp_path / "texts.jsonl").write_text("\n".join(rows))
     options = [*TRAIN, "--prompts", tmp_path / "texts.jsonl", "--texts", *pair[:2], "--home", home]
     assert run(*options, "--minutes", 0.001).code == 0
-    (folder,) = (home / "bases").iterdir()
-    assert (folder / "base" / "model.safetensors").exists()
+    assert (home / "draft-base" / "model.safetensors").exists()
 
 
 def test_bad_input_gets_one_sentence(run: Run, home: Path, pair: Pair, tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from distill_rig import record
 
 from moedraft.config import load_settings
 from moedraft.core import SHARED, AdapterVersion, Domain, InvalidRequest, StorageError
-from moedraft.distill.loop import DistillLoop, Update, build_loop
+from moedraft.distill.assembly import build_loop
+from moedraft.distill.loop import DistillLoop, Update
 from moedraft.distill.outlet import HomeOutlet
 from moedraft.learning_state import waiting
 from moedraft.storage.candidate import Candidate
@@ -145,7 +146,7 @@ def test_records_without_a_candidate_are_noted_as_used(store: Store) -> None:
 @pytest.fixture
 def learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Update]:
     """Makes one update of "code" with a loop of these settings, from a home with the same records."""
-    monkeypatch.setattr("moedraft.distill.loop.load_by", lambda *_: random_model("llama", 1, layers=2))
+    monkeypatch.setattr("moedraft.distill.assembly.load_by", lambda *_: random_model("llama", 1, layers=2))
 
     def learn(**options: object) -> Update:
         home = tmp_path / f"home{len(list(tmp_path.iterdir()))}"

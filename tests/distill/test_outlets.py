@@ -110,7 +110,7 @@ def test_a_candidate_becomes_the_live_version(outlet: Outlet, store: Store) -> N
     version = outlet.publish(made)
     assert version == store.registry.live("code")
     assert (version.version, version.parent, version.acceptance) == (1, 0, made.acceptance_after)
-    config, tensors, manifest = store.adapters.load(version, "base")
+    config, tensors, manifest, _ = store.adapters.load(version, "base")
     assert config == made.config
     assert torch.equal(tensors["lora_A"], made.tensors["lora_A"])
     assert (manifest["rank"], manifest["modules"]) == (2, ["a", "b"])

@@ -125,7 +125,8 @@ def hooks(capture: FeatureCapture) -> int:
 
 def test_default_layers_are_three_different_ones() -> None:
     assert default_layers(30) == (2, 15, 27)
-    assert default_layers(4) == (1, 2, 4)
+    assert default_layers(4) == (1, 2, 3)
+    assert default_layers(3) == (0, 1, 2)
     assert default_layers(2) == (0, 1, 2)
 
 

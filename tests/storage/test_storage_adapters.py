@@ -100,7 +100,7 @@ def test_published_files_come_back(home: Home, store: AdapterStore, registry: Re
     version = store.publish(candidate(2.0, acceptance_after=0.75))
     assert version == registry.live("sql")
     assert (version.version, version.path, version.acceptance) == (1, "adapters/sql/v1", 0.75)
-    config, tensors, manifest = store.load(version, BASE)
+    config, tensors, manifest, _ = store.load(version, BASE)
     assert config["r"] == 2
     assert torch.equal(tensors["lora_A"], torch.full((2, 3), 2.0))
     assert (manifest["rank"], manifest["modules"], manifest["parent"]) == (2, ["q_proj"], 0)

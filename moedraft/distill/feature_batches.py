@@ -1,0 +1,156 @@
+"""Replay records as a feature drafter learns from them.
+
+An entry i of the drafter is made of the target's features at position i and the token at i + 1. At step j of
+an unrolled batch, entry i has also read the tokens up to i + j and guesses the token at i + j + 1, so what
+teaches it is the target's distribution of that token.
+
+With P tokens before the answer, entries 0 … P−2 are context: they are read, and no adapter changes what they
+give. Row r is entry P − 1 + r: at step j it guesses the answer's token number r + j, counted from 0. So an
+answer's first token is never guessed; the target gives it when it has read the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import pad
+
+from moedraft.core import ReplayRecord
+from moedraft.distill.states import States
+
+MAX_CONTEXT = 256  # tokens of the prompt that the drafter reads in an update, from its end
+OUTSIDE = -1  # a token that cannot be drafted
+
+
+@dataclass(frozen=True)
+class FeatureBatch:
+    """Records, those of one expert side by side.
+
+    Tokens that cannot be drafted are padding in a top-k, see `within`.
+    """
+
+    owners: list[str]  # by row, ascending: the expert
+    context_ids: torch.Tensor  # int64 [B, C], the tokens at 1 … P − 1, left-padded
+    context_states: torch.Tensor  # [B, C, H], the target's features after `fc` at 0 … P − 2
+    prompts: torch.Tensor  # int64 [B], P
+    answer_ids: torch.Tensor  # int64 [B, A], right-padded with 0
+    states: torch.Tensor  # [B, A, H], features after `fc` from P − 1 on: before each answer's token
+    lengths: torch.Tensor  # int64 [B], of the answers
+    topk_ids: torch.Tensor  # int64 [B, A, k], in the draft vocabulary: the target's distribution of each
+    topk_logprobs: torch.Tensor  # float32 [B, A, k]; of the answer's tokens
+
+
+@dataclass(frozen=True)
+class Taught:
+    """What teaches the rows of one unrolled step."""
+
+    rows: torch.Tensor  # bool [B, A]: the rows that are taught, N of them
+    counts: list[int]  # of these, how many belong to each row of the batch
+    topk_ids: torch.Tensor  # int64 [N, k]
+    topk_logprobs: torch.Tensor  # float32 [N, k]
+    tokens: torch.Tensor  # int64 [N]: what stands where the guess belongs, the target's ids
+
+
+class DraftVocabulary:
+    """Turns the target's token ids into numbers in the draft vocabulary."""
+
+    def __init__(self, vocabulary: torch.Tensor, vocab_size: int) -> None:
+        """vocabulary: int64, ascending."""
+        self.numbers = torch.full((vocab_size + 1,), OUTSIDE)  # the last stands for padding, id −1
+        self.numbers[vocabulary.cpu()] = torch.arange(len(vocabulary))
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self.numbers.to(token_ids.device)[token_ids]
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One record, cut to what an update reads of it."""
+
+    record: ReplayRecord
+    first: int  # position of the first token that is read
+    answer: int  # tokens of the answer
+
+    @property
+    def prompt(self) -> int:
+        return self.record.num_prompt_tokens - self.first
+
+
+def collate(
+    records: Sequence[ReplayRecord],
+    owners: Sequence[str],
+    states: States,
+    vocabulary: DraftVocabulary,
+    device: torch.device,
+    max_tokens: int = 2048,
+) -> FeatureBatch:
+    """One batch of all `records`; `owners` are their experts.
+
+    Long prompts are cut at their beginning for the drafter, after the target has read them whole, and long
+    answers at their end, so that no row has more than `max_tokens`.
+    """
+    order = sorted(range(len(records)), key=lambda i: owners[i])
+    rows = [_cut(records[i], max_tokens) for i in order]
+    context, answer = max(1, *(row.prompt - 1 for row in rows)), max(row.answer for row in rows)
+    width = max(len(row.record.topk_ids[0]) for row in rows)
+    shape = len(rows), answer
+    context_ids = torch.zeros(len(rows), context, dtype=torch.int64)
+    answer_ids = torch.zeros(shape, dtype=torch.int64)
+    topk_ids = torch.full((*shape, width), OUTSIDE)
+    topk_logprobs = torch.full((*shape, width), -torch.inf)
+    before, after = [], []
+    for b, (row, found) in enumerate(zip(rows, states.of([row.record for row in rows]), strict=True)):
+        record, begin, k = row.record, row.record.num_prompt_tokens, len(row.record.topk_ids[0])
+        context_ids[b, context - row.prompt + 1 :] = torch.tensor(record.token_ids[row.first + 1 : begin])
+        answer_ids[b, : row.answer] = torch.tensor(record.token_ids[begin : begin + row.answer])
+        topk_ids[b, : row.answer, :k] = torch.tensor(record.topk_ids[: row.answer])
+        topk_logprobs[b, : row.answer, :k] = torch.tensor(record.topk_logprobs[: row.answer])
+        before.append(pad(found[row.first : begin - 1], (0, 0, context - row.prompt + 1, 0)))
+        after.append(pad(found[begin - 1 : begin - 1 + row.answer], (0, 0, 0, answer - row.answer)))
+    topk_ids, topk_logprobs = within(vocabulary(topk_ids), topk_logprobs)
+    return FeatureBatch(
+        owners=[owners[i] for i in order],
+        context_ids=context_ids.to(device),
+        context_states=torch.stack(before).to(device),
+        prompts=torch.tensor([row.prompt for row in rows], device=device),
+        answer_ids=answer_ids.to(device),
+        states=torch.stack(after).to(device),
+        lengths=torch.tensor([row.answer for row in rows], device=device),
+        topk_ids=topk_ids.to(device),
+        topk_logprobs=topk_logprobs.to(device),
+    )
+
+
+def within(ids: torch.Tensor, logprobs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The target's most likely tokens, given that none of those comes which cannot be drafted.
+
+    ids int64 [..., k], OUTSIDE for those; logprobs [..., k]. Were their probability counted as the tail's,
+    the drafter would learn to spread it over all other tokens, which are no better guesses for it.
+    """
+    outside = ids == OUTSIDE
+    lost = logprobs.exp().masked_fill(~outside, 0).sum(-1, keepdim=True)
+    kept = logprobs.masked_fill(outside, -torch.inf)
+    left = torch.maximum(1 - lost, kept.exp().sum(-1, keepdim=True))  # rounding must not leave less than that
+    return ids, kept - left.clamp(min=torch.finfo(left.dtype).tiny).log()
+
+
+def _cut(record: ReplayRecord, max_tokens: int) -> _Row:
+    first = max(0, record.num_prompt_tokens - min(MAX_CONTEXT, max_tokens // 2))
+    room = max_tokens - (record.num_prompt_tokens - first)
+    return _Row(record, first, min(len(record.topk_ids), room))
+
+
+def taught_at(batch: FeatureBatch, step: int) -> Taught:
+    """What teaches the rows of unrolled step `step`, 1 or more: row r, the answer's token r + step."""
+    length = batch.answer_ids.shape[1]
+    numbers = torch.arange(length, device=batch.lengths.device)[None]
+    real = (numbers >= step) & (numbers < batch.lengths[:, None])
+    return Taught(
+        rows=pad(real[:, step:], (0, min(step, length))),
+        counts=real.sum(1).tolist(),
+        topk_ids=batch.topk_ids[real],
+        topk_logprobs=batch.topk_logprobs[real],
+        tokens=batch.answer_ids[real],
+    )

@@ -1,0 +1,297 @@
+"""A joint update: replay records of several domains in, one candidate for each adapter that learned out.
+
+Each row of a batch runs through base + shared adapter + its own expert, and both receive the gradient. So the
+shared adapter is taught by every batch, and an expert as often as its domain's traffic came. Half of each
+batch is replay of all domains in equal shares, so that nothing is forgotten while one domain's traffic lasts:
+the shared adapter moves under all experts, also those whose domain is silent.
+
+The candidates of one update belong together: an expert was trained on the shared adapter as that update left
+it. Like `moedraft.distill.trainer`, this reads storage and writes nothing.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from moedraft.config import Settings
+from moedraft.core import SHARED, AdapterVersion, ReplayRecord, UnsupportedModel
+from moedraft.distill.feature_batches import DraftVocabulary, FeatureBatch, collate
+from moedraft.distill.joint_loss import acceptance, loss_of
+from moedraft.distill.joint_student import MODULES, JointStudent
+from moedraft.distill.states import RecordStates, States
+from moedraft.distill.trainer import LAST_RATE, MEASURED, OnStep, is_held_out
+from moedraft.drafting.base import FeatureBase, load_base
+from moedraft.kernels import Kind
+from moedraft.models import load_by
+from moedraft.storage.candidate import Candidate
+from moedraft.storage.store import TARGET_ID, Store
+
+SAMPLE = 512  # records of each kind that one update looks at, at most
+
+
+@dataclass(frozen=True)
+class JointPlan:
+    """How joint updates learn."""
+
+    steps: int = 16
+    rows: int = 12  # records of one step
+    max_tokens: int = 1024  # that an update reads of one record
+    learning_rate: float = 2e-3
+    weight_decay: float = 0.0  # of the experts, towards the shared draft
+    unrolled: int = 3  # steps of the drafter
+    decay: float = 0.8  # weight of each further one
+    replayed: float = 0.5  # share of a batch that is replay of all domains
+    emitted: float = 0.0  # weight of the emitted token's own loss
+    kind: Kind = "fkl"
+
+
+@dataclass(frozen=True)
+class JointUpdate:
+    """What one update made: the shared adapter's candidate first, then those of the experts that learned."""
+
+    candidates: tuple[Candidate, ...]
+    last_id: int  # the newest replay record that the update knew of
+    loss: float  # mean of its steps, nats
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The records of one update."""
+
+    fresh: list[ReplayRecord]  # that came since the last update, newest first
+    replayed: list[ReplayRecord]
+    held_out: list[ReplayRecord]
+
+    @property
+    def train(self) -> list[ReplayRecord]:
+        return [*self.fresh, *self.replayed]
+
+
+class JointTrainer:
+    """Makes joint updates for the adapters of one home, on its own copies of draft base and target."""
+
+    def __init__(
+        self, student: JointStudent, states: States, store: Store, plan: JointPlan | None = None
+    ) -> None:
+        self.student, self.states = student, states
+        self.registry, self.replay, self.adapters = store.registry, store.replay, store.adapters
+        self.plan = plan or JointPlan()
+        self.versions: dict[str, int] = {}  # which version an adapter's weights were taken from
+        self.last_id = 0  # of the records that the last update knew of
+        self.seed = 0  # of the next draw of records
+        self._optimisers: dict[str, torch.optim.Optimizer] = {}
+
+    def update(self, *, steps: int | None = None, on_step: OnStep | None = None) -> JointUpdate | None:
+        """Train for `steps` optimiser steps; None where there is nothing to learn from.
+
+        Call `published` or `forget` for each candidate before the next update. Raises StorageError, and
+        FloatingPointError where no step was finite; the next update starts from the live versions then.
+        """
+        steps, say = steps or self.plan.steps, on_step or (lambda done, loss: None)
+        last_id = self.replay.last_id()
+        drawn = self.draw(steps, lambda: say(0, None))
+        if not drawn.train:
+            return None
+        names = sorted({record.domain for record in drawn.train} - {SHARED})
+        try:
+            for name in (SHARED, *names):
+                self._follow(name)
+            before = self.measure(drawn.held_out, lambda: say(0, None))
+            loss, used = self._train(drawn, steps, say)
+            after = self.measure(drawn.held_out, lambda: say(steps, loss))
+        except BaseException:
+            for name in (SHARED, *names):
+                self.forget(name)
+            raise
+        self.last_id = last_id
+        made = [self._candidate(name, used, steps, loss, (before, after)) for name in (SHARED, *names)]
+        return JointUpdate(tuple(one for one in made if one.records), last_id, loss)
+
+    def published(self, version: AdapterVersion) -> None:
+        """The candidate of this name is live as `version`; the next update goes on from what is in memory."""
+        self.versions[version.domain] = version.version
+
+    def forget(self, name: str) -> None:
+        """The candidate of `name` was not published; the next update starts from the live version."""
+        self.versions.pop(name, None)
+        self._optimisers.pop(name, None)
+        self.student.remove(name)
+
+    # -- the records -----------------------------------------------------------------------------
+
+    def draw(self, steps: int, on_record: Callable[[], None] = lambda: None) -> Drawn:
+        """Records that came since the last update, and as many of all domains in equal shares."""
+        self.seed += 1
+        target, most = self.registry.get_meta(TARGET_ID), min(SAMPLE, steps * self.plan.rows)
+        newest = self.replay.records(limit=most, min_id=self.last_id + 1)
+        groups: list[list[ReplayRecord]] = []
+        held_out: list[ReplayRecord] = []
+        for found in (newest, self.replay.sample_stratified(most, self.seed, target)):
+            groups.append([])
+            for record in found:
+                on_record()
+                if len(record.topk_ids) < 2 or (target is not None and record.target_id != target):
+                    continue  # the first token of an answer is never guessed
+                if not is_held_out(record):
+                    groups[-1].append(record)
+                elif len(held_out) < MEASURED:
+                    held_out.append(record)
+        return Drawn(groups[0], groups[1], held_out)
+
+    def batches(self, drawn: Drawn, steps: int) -> Iterator[list[ReplayRecord]]:
+        """`steps` lists of records: new ones, and replay. Each kind is gone through again and again."""
+        rng = random.Random(self.seed)
+        replayed = round(self.plan.rows * self.plan.replayed)
+        if not drawn.fresh or not drawn.replayed:
+            replayed = self.plan.rows if drawn.replayed else 0
+        fresh, old = _cycled(drawn.fresh, rng), _cycled(drawn.replayed, rng)
+        for _ in range(steps):
+            yield [
+                *(next(old) for _ in range(replayed)),
+                *(next(fresh) for _ in range(self.plan.rows - replayed)),
+            ]
+
+    def _batch(self, records: Sequence[ReplayRecord]) -> FeatureBatch:
+        draft = self.student.draft
+        owners = [record.domain for record in records]
+        device = draft.fc.weight.device
+        return collate(records, owners, self.states, self._vocabulary(), device, self.plan.max_tokens)
+
+    def _vocabulary(self) -> DraftVocabulary:
+        return DraftVocabulary(self.student.draft.vocabulary, self.student.draft.config.vocab_size)
+
+    # -- the steps -------------------------------------------------------------------------------
+
+    def _train(self, drawn: Drawn, steps: int, on_step: OnStep) -> tuple[float, Counter[str]]:
+        """The mean loss, and how many different records taught each adapter. Raises FloatingPointError."""
+        total, done = 0.0, 0
+        used: dict[int, str] = {}
+        for number, chosen in enumerate(self.batches(drawn, steps)):
+            names = sorted({SHARED, *(record.domain for record in chosen)})
+            loss = self._step(names, chosen, 1 - (1 - LAST_RATE) * number / steps)
+            used |= {id(record): record.domain for record in chosen}
+            if loss is not None:
+                total, done = total + loss, done + 1
+            on_step(number + 1, total / max(done, 1))
+        if not done:
+            raise FloatingPointError("no step of the joint update had a finite loss.")
+        counts = Counter(name for name in used.values() if name != SHARED)
+        return total / done, counts + Counter({SHARED: len(used)})
+
+    def _step(self, names: list[str], records: list[ReplayRecord], rate: float) -> float | None:
+        """One step of these adapters; None, and no step, where loss or gradient is not finite."""
+        plan = self.plan
+        with self.student.precision():
+            loss = loss_of(
+                self.student,
+                self._batch(records),
+                self._vocabulary(),
+                steps=plan.unrolled,
+                decay=plan.decay,
+                kind=plan.kind,
+                emitted=plan.emitted,
+            )
+        loss.backward()  # type: ignore[no-untyped-call]
+        parameters = [p for name in names for p in self.student.parameters(name)]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        finite = bool(loss.isfinite()) and bool(norm.isfinite())
+        for name in names:
+            optimiser = self._optimiser(name)
+            for group in optimiser.param_groups:
+                group["lr"] = plan.learning_rate * rate
+            if finite:
+                optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
+        return loss.item() if finite else None
+
+    def _optimiser(self, name: str) -> torch.optim.Optimizer:
+        """One for each adapter, kept from one update to the next: an expert rests while its domain does."""
+        if name not in self._optimisers:
+            decay = 0.0 if name == SHARED else self.plan.weight_decay
+            self._optimisers[name] = torch.optim.AdamW(self.student.parameters(name), weight_decay=decay)
+        return self._optimisers[name]
+
+    @torch.no_grad()
+    def measure(
+        self, records: Sequence[ReplayRecord], on_batch: Callable[[], None] = lambda: None
+    ) -> dict[str, tuple[int, int]]:
+        """First guesses that are the target's token, and all of them, by domain; SHARED: of all domains."""
+        found: dict[str, tuple[int, int]] = {}
+        for first in range(0, len(records), self.plan.rows):
+            batch = self._batch(records[first : first + self.plan.rows])
+            with self.student.precision():
+                counted = acceptance(self.student, batch, 1)[:, 0].tolist()
+            for owner, (hits, tries) in zip(batch.owners, counted, strict=True):
+                for name in {owner, SHARED}:
+                    before = found.get(name, (0, 0))
+                    found[name] = before[0] + hits, before[1] + tries
+            on_batch()
+        return found
+
+    def _follow(self, name: str) -> None:
+        """Load the live version of `name`, unless that is what is in memory."""
+        found = self.adapters.load_live(name, self.student.base_hash)
+        version = found[0].version if found else 0
+        if self.versions.get(name) == version:
+            return
+        self.forget(name)
+        if found:
+            stored = found[1]
+            self.student.load(name, version, stored.config, stored.tensors, stored.vocabulary)
+        else:
+            self.student.add(name)
+        self.versions[name] = version
+
+    def _candidate(
+        self,
+        name: str,
+        used: Counter[str],
+        steps: int,
+        loss: float,
+        rates: tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]]],
+    ) -> Candidate:
+        config, tensors = self.student.export(name)
+        before, after = (one.get(name, (0, 0)) for one in rates)
+        return Candidate(
+            expert=name,
+            parent=self.versions[name],
+            base_hash=self.student.base_hash,
+            rank=config["r"],
+            modules=tuple(sorted(MODULES)),
+            records=used[name],
+            held_out=before[1],
+            steps=steps,
+            loss=loss,
+            acceptance_before=before[0] / before[1] if before[1] else None,
+            acceptance_after=after[0] / after[1] if after[1] else None,
+            config=config,
+            tensors=tensors,
+        )
+
+
+def build_joint(settings: Settings, store: Store) -> JointTrainer:
+    """A joint trainer of these settings, with its own copies of the target and of the draft base.
+
+    Raises UnsupportedModel where the draft base is no feature drafter, and what loading a model raises.
+    """
+    target = load_by(settings, "target")
+    base = load_base(settings, target)
+    if not isinstance(base, FeatureBase):
+        raise UnsupportedModel(f"{base.name} is no feature drafter; joint updates are for those alone.")
+    ranks = {"rank": settings.adapter_rank, "shared_rank": settings.shared_rank}
+    student = JointStudent(base.hf, base.weights_hash(), name=base.name, **ranks)
+    plan = JointPlan(
+        steps=settings.update_steps, learning_rate=settings.learning_rate, kind=settings.distill_kind
+    )
+    return JointTrainer(student, RecordStates(target, base.hf), store, plan)
+
+
+def _cycled(records: list[ReplayRecord], rng: random.Random) -> Iterator[ReplayRecord]:
+    """All of them again and again, each time in a new random order."""
+    while records:
+        yield from rng.sample(records, len(records))

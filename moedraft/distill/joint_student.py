@@ -1,0 +1,163 @@
+"""The feature drafter that learns: the trainer's own copy, with an adapter for each expert and a shared one.
+
+What adapters change are queries, the layer's output projection, its MLP and the output rows. `fc`, keys,
+values and norms stay as they are, so that the drafter's cache is the same whichever expert drafts. Adapters
+are exported in PEFT's format and are read from it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from itertools import groupby
+from typing import Any
+
+import torch
+from peft import LoraConfig
+
+from moedraft.core import SHARED
+from moedraft.cpu.products import multiplies_bfloat16
+from moedraft.distill.feature_batches import FeatureBatch
+from moedraft.distill.joint_lora import JointLinear, LowRank, Routing
+from moedraft.distill.joint_unroll import unroll
+from moedraft.drafting.adapter import LORA_A, LORA_B, PREFIX, read_adapter
+from moedraft.feature.model import FeatureDraft
+from moedraft.feature.vocabulary import checked, rows_for
+
+LAYER, HEAD = "layers.0.", "lm_head"
+MODULES = (
+    *(f"{LAYER}self_attn.{name}" for name in ("q_proj", "o_proj")),
+    *(f"{LAYER}mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")),
+    HEAD,
+)
+
+
+class JointStudent:
+    """Owns its copy of the draft base and all adapters on it."""
+
+    def __init__(
+        self, draft: FeatureDraft, base_hash: str, *, rank: int = 32, shared_rank: int = 32, name: str = ""
+    ) -> None:
+        """rank: of an expert's adapter. name: of the draft base, for the adapters' configuration."""
+        self.draft, self.base_hash, self.name = draft.requires_grad_(False), base_hash, name
+        self._ranks = {True: shared_rank, False: rank}
+        self.routing = Routing()
+        self.layers: dict[str, JointLinear] = {}
+        self.names: set[str] = set()  # of the adapters that are there
+        for module in MODULES:
+            parent, _, leaf = module.rpartition(".")
+            holder = draft.get_submodule(parent) if parent else draft
+            self.layers[module] = JointLinear(draft.get_submodule(module), self.routing)  # type: ignore[arg-type]
+            setattr(holder, leaf, self.layers[module])
+
+    # -- adapters --------------------------------------------------------------------------------
+
+    def add(self, name: str) -> None:
+        """An adapter of `name` that changes nothing yet, unless there is one."""
+        if name not in self.names:
+            self.names.add(name)
+            for layer in self.layers.values():
+                layer.add(name, self._ranks[name == SHARED])
+
+    def remove(self, name: str) -> None:
+        self.names.discard(name)
+        for layer in self.layers.values():
+            layer.remove(name)
+
+    def load(
+        self,
+        name: str,
+        version: int,
+        config: Mapping[str, Any],
+        tensors: Mapping[str, torch.Tensor],
+        vocabulary: torch.Tensor | None = None,
+    ) -> None:
+        """Take the adapter of `name` from PEFT's format. Raises CorruptAdapter where it does not fit.
+
+        vocabulary: the tokens that its output rows stand for, where they are not the student's.
+        """
+        weights = {module: layer.base.weight.float() for module, layer in self.layers.items()}
+        own = self.draft.vocabulary
+        if vocabulary is not None:
+            own = checked(vocabulary, self.draft.config.vocab_size).to(own.device)
+            weights[HEAD] = weights[HEAD].new_empty(len(own), weights[HEAD].shape[1])
+        deltas = dict(read_adapter(version, config, tensors, weights).deltas)
+        if vocabulary is not None and HEAD in deltas:
+            a, b = deltas[HEAD]
+            deltas[HEAD] = a, rows_for(b, own, self.draft.vocabulary)
+        self.remove(name)
+        self.names.add(name)
+        for module, (a, b) in deltas.items():
+            self.layers[module].add(name, len(a))
+            part = self.layers[module].adapter(name)
+            assert part is not None
+            with torch.no_grad():
+                part.a.copy_(a), part.b.copy_(b)
+
+    def export(
+        self, name: str, vocabulary: torch.Tensor | None = None
+    ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """The adapter of `name` as it is now: its PEFT configuration and copies of its tensors.
+
+        vocabulary: tokens, int64 and ascending, whose output rows alone are exported; None: the student's.
+        """
+        tensors, ranks = {}, {}
+        for module, part in self._parts(name).items():
+            ranks[module] = len(part.a)
+            b: torch.Tensor = part.b
+            if module == HEAD and vocabulary is not None:
+                b = rows_for(b, self.draft.vocabulary, vocabulary.to(b.device))
+            for key, value in ((LORA_A, part.a), (LORA_B, b)):
+                tensors[PREFIX + module + key] = (
+                    value.detach().to("cpu", torch.float32, copy=True).contiguous()
+                )
+        usual = Counter(ranks.values()).most_common(1)[0][0]
+        pattern = {re.escape(module): rank for module, rank in ranks.items() if rank != usual}
+        config = LoraConfig(
+            r=usual,
+            lora_alpha=usual,
+            rank_pattern=dict(pattern),
+            alpha_pattern=dict(pattern),
+            target_modules=sorted(ranks),
+            bias="none",
+            inference_mode=True,
+            base_model_name_or_path=self.name,
+        ).to_dict()
+        plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
+        return plain, tensors
+
+    def parameters(self, name: str) -> list[torch.nn.Parameter]:
+        """Those of the adapter of `name`."""
+        return [p for part in self._parts(name).values() for p in part.parameters()]
+
+    def _parts(self, name: str) -> dict[str, LowRank]:
+        parts = {module: layer.adapter(name) for module, layer in self.layers.items()}
+        return {module: part for module, part in parts.items() if part is not None}
+
+    # -- running ---------------------------------------------------------------------------------
+
+    def outputs(self, batch: FeatureBatch, steps: int, *, shared: bool = True) -> Iterator[torch.Tensor]:
+        """The drafter's outputs [B, A, H] of steps 1 … `steps`; each row with its own expert's adapter."""
+        self.routing.shared = shared
+        counts = [1] * len(batch.owners)
+        self._route(batch.owners, counts)
+        for hidden in unroll(self.draft, batch, steps):
+            yield hidden
+            self._route(batch.owners, counts)  # `logits` was asked for other rows meanwhile
+
+    def logits(self, hidden: torch.Tensor, owners: list[str], counts: list[int]) -> torch.Tensor:
+        """hidden [N, H]: counts[b] rows of the batch's row b after another → logits [N, draft vocabulary]."""
+        self._route(owners, counts)
+        return self.draft.logits(hidden)
+
+    def _route(self, owners: list[str], counts: list[int]) -> None:
+        pairs = groupby(zip(owners, counts, strict=True), key=lambda pair: pair[0])
+        self.routing.parts = [(name, sum(count for _, count in group)) for name, group in pairs]
+
+    def precision(self) -> Any:
+        """bfloat16 where the processor multiplies it."""
+        device = self.draft.fc.weight.device.type
+        fast = device != "cpu" or multiplies_bfloat16()
+        return torch.autocast(device, torch.bfloat16) if fast else nullcontext()

@@ -1,0 +1,116 @@
+"""What the target computes for a replay record, computed again when the record is learned from.
+
+A feature drafter reads the target's hidden states, which a record does not hold. The trainer's own copy of
+the target reads the record's tokens once, the drafter's frozen `fc` joins the states of its layers into one,
+and that one is kept in half precision: a third of the bytes of the features themselves. What is kept is
+bounded in bytes; the record that was used longest ago goes first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from moedraft.cache import SlotCache
+from moedraft.core import ReplayRecord
+from moedraft.evidence import HiddenStates
+from moedraft.feature.features import FeatureCapture
+from moedraft.feature.model import FeatureDraft
+from moedraft.models import LanguageModel
+
+READ_TOGETHER = 2048  # tokens of one forward of the target, padding included
+ROWS = 16  # slots of the target's cache, which also bounds the records of one forward
+HALF = torch.bfloat16  # the range of float32: states of some targets pass what float16 can hold
+
+Key = tuple[int, ...]
+
+
+class States(Protocol):
+    """Where a batch gets the states of its records from."""
+
+    def of(self, records: Sequence[ReplayRecord]) -> list[torch.Tensor]: ...
+
+
+class RecordStates:
+    """Fused states [tokens, H] of records, recomputed by `target` and kept up to `limit_bytes`."""
+
+    def __init__(
+        self,
+        target: LanguageModel,
+        draft: FeatureDraft,
+        limit_bytes: int = 256 * 2**20,
+        on_forward: Callable[[], None] = lambda: None,
+    ) -> None:
+        """on_forward: called after each forward of the target, the sign that something happens."""
+        self.target, self.draft, self.limit_bytes, self.on_forward = target, draft, limit_bytes, on_forward
+        self.bytes = 0  # kept now
+        self.tokens_read = 0  # by the target, all in all
+        self._kept: OrderedDict[Key, torch.Tensor] = OrderedDict()
+        self._through_cache = max(draft.config.feature_layers) < target.num_layers
+        self._cache = target.new_cache(ROWS)
+
+    def of(self, records: Sequence[ReplayRecord]) -> list[torch.Tensor]:
+        """The states of all positions of each record, in half precision, in the records' order."""
+        keys = [tuple(record.token_ids) for record in records]
+        found = {key: self._kept[key] for key in keys if key in self._kept}
+        for chosen in _grouped(sorted(set(keys) - found.keys(), key=len)):
+            found |= dict(zip(chosen, self._read(chosen), strict=True))
+            self.on_forward()
+        for key in keys:
+            self._keep(key, found[key])
+        return [found[key] for key in keys]
+
+    def forget(self) -> None:
+        """Keep nothing: after the draft base was exchanged."""
+        self._kept.clear()
+        self.bytes = 0
+
+    def _keep(self, key: Key, states: torch.Tensor) -> None:
+        if key not in self._kept:
+            self.bytes += states.nbytes
+        self._kept[key] = states
+        self._kept.move_to_end(key)
+        while self.bytes > self.limit_bytes and self._kept:
+            _, oldest = self._kept.popitem(last=False)
+            self.bytes -= oldest.nbytes
+
+    @torch.inference_mode()
+    def _read(self, texts: list[Key]) -> list[torch.Tensor]:
+        lengths = [len(text) for text in texts]
+        ids = torch.zeros(len(texts), max(lengths), dtype=torch.int64)
+        for row, text in zip(ids, texts, strict=True):
+            row[: len(text)] = torch.tensor(text)
+        features = self._features(ids.to(self.target.device), lengths)
+        weight = self.draft.fc.weight
+        fused = self.draft.fuse(features.to(weight.device, weight.dtype)).to(HALF)
+        self.tokens_read += sum(lengths)
+        # Clones: a view would keep the whole batch alive, and tensors of inference cannot be trained on.
+        with torch.inference_mode(False):
+            return [row[:length].clone() for row, length in zip(fused, lengths, strict=True)]
+
+    def _features(self, ids: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        """int64 [B, L] → [B, L, n·H]; through the forward that serves, where this gives all layers."""
+        layers = self.draft.config.feature_layers
+        if not self._through_cache:
+            with FeatureCapture(self.target.hf, layers) as capture:
+                self.target.hf.base_model(input_ids=ids, use_cache=False)
+            return capture.joined()
+        cache: SlotCache = self._cache
+        hidden = HiddenStates(layers)
+        self.target.forward(cache, 0, ids, [0] * len(ids), keep=1, lengths=lengths, hidden=hidden)
+        return torch.cat([hidden.states[layer] for layer in layers], dim=-1)
+
+
+def _grouped(texts: Sequence[Key]) -> list[list[Key]]:
+    """In their order, in groups of at most READ_TOGETHER tokens with padding, and of at most ROWS."""
+    groups: list[list[Key]] = []
+    for text in texts:  # ascending in length
+        room = groups and len(groups[-1]) < ROWS and len(text) * (len(groups[-1]) + 1) <= READ_TOGETHER
+        if room:
+            groups[-1].append(text)
+        else:
+            groups.append([text])
+    return groups

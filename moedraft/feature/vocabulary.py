@@ -1,0 +1,74 @@
+"""The tokens that an expert drafts: a list of its own, chosen by what its domain's traffic holds.
+
+A token outside a drafter's vocabulary is never accepted, and no adapter repairs that. The output rows are the
+target's, so a list costs its ids alone. It lies in the adapter's folder as a file of its own, because PEFT
+takes nothing but adapters in its own (`moedraft.storage.candidate.VOCABULARY`). Row n of what the adapter
+adds to the output rows belongs to the list's token number n.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from moedraft.core import CorruptAdapter, ReplayRecord
+from moedraft.feature.corpus import ANSWER_WEIGHT
+
+
+def counted(records: Iterable[ReplayRecord]) -> Counter[int]:
+    """How often each token comes in this traffic; answers count most, since they are what is drafted."""
+    counts: Counter[int] = Counter()
+    for record in records:
+        counts.update(record.token_ids[: record.num_prompt_tokens])
+        for token in record.token_ids[record.num_prompt_tokens :]:
+            counts[token] += ANSWER_WEIGHT
+    return counts
+
+
+def own_vocabulary(
+    counts: Counter[int], size: int, general: Sequence[int], always: Iterable[int] = ()
+) -> torch.Tensor:
+    """The `size` most frequent tokens, int64, ascending; `always` are in, and `general` ones fill up.
+
+    Of the general ones the lowest ids come first: in a byte-pair vocabulary these are the commonest.
+    """
+    sure = sorted(set(always))
+    frequent = sorted(counts, key=lambda token: (-counts[token], token))
+    ranked = dict.fromkeys([*sure, *frequent, *sorted(general)])
+    return torch.tensor(sorted(list(ranked)[:size]), dtype=torch.int64)
+
+
+def union(lists: Iterable[torch.Tensor]) -> torch.Tensor:
+    """All tokens of these lists, int64, ascending."""
+    found: torch.Tensor = torch.unique(torch.cat(list(lists)))
+    return found
+
+
+def places(wanted: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
+    """Where each token of `wanted` stands in the ascending list `among`; −1 where it does not."""
+    found = torch.searchsorted(among, wanted).clamp(max=len(among) - 1)
+    return torch.where(among[found] == wanted, found, -1)
+
+
+def rows_for(rows: torch.Tensor, among: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """rows [len(among), n], one for each token of `among` → [len(wanted), n]; zeros where there is none."""
+    found = places(wanted, among)
+    picked = rows[found.clamp(min=0)]
+    return picked.masked_fill((found < 0)[:, None], 0)
+
+
+def checked(tensor: torch.Tensor | None, vocab_size: int) -> torch.Tensor:
+    """A list as it was stored, int64. Raises CorruptAdapter where it is none for `vocab_size` tokens."""
+    if (
+        tensor is None
+        or tensor.dtype not in (torch.int32, torch.int64)
+        or tensor.dim() != 1
+        or not len(tensor)
+    ):
+        raise CorruptAdapter("the adapter's vocabulary is no list of token ids.")
+    ids = tensor.to(torch.int64)
+    if int(ids[0]) < 0 or int(ids[-1]) >= vocab_size or not bool((ids.diff() > 0).all()):
+        raise CorruptAdapter("the adapter's vocabulary is no ascending list of the target's token ids.")
+    return ids

@@ -1,0 +1,315 @@
+"""Joint updates: who is taught by which row, what comes out, and that PEFT and the engine take it."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from feature_records import EVERY, SOME, a_batch, a_draft, a_record, a_target, stir
+from peft import PeftModel
+from safetensors.torch import save_file
+
+from moedraft.core import SHARED, CorruptAdapter, Domain, ReplayRecord
+from moedraft.distill.feature_batches import DraftVocabulary
+from moedraft.distill.joint import JointPlan, JointTrainer
+from moedraft.distill.joint_loss import loss_of
+from moedraft.distill.joint_student import HEAD, MODULES, JointStudent
+from moedraft.distill.joint_unroll import unroll
+from moedraft.distill.states import RecordStates
+from moedraft.drafting.base import FeatureBase
+from moedraft.drafting.lora import ExpertBank
+from moedraft.drafting.modules import adaptable
+from moedraft.feature.model import FeatureDraft
+from moedraft.feature.vocabulary import checked, own_vocabulary, rows_for, union
+from moedraft.models import LanguageModel
+from moedraft.storage.candidate import CONFIG, Candidate, write_files
+from moedraft.storage.store import Store
+
+PLAN = JointPlan(steps=12, rows=6, learning_rate=1e-2, unrolled=2)
+
+
+def a_student(draft: FeatureDraft, *names: str) -> JointStudent:
+    student = JointStudent(copy.deepcopy(draft), "base", rank=4, shared_rank=6)
+    for name in names:
+        student.add(name)
+    return student
+
+
+class Home:
+    """Two domains with records of their own, and a trainer."""
+
+    def __init__(self, path: Path, counts: dict[str, int], plan: JointPlan = PLAN) -> None:
+        self.target = a_target()
+        self.draft = a_draft(self.target)
+        self.store = Store.open(path)
+        for name in ("code", "prose"):
+            self.store.registry.add_domain(Domain(name, "", ("x",) * 8, 0.0))
+        self.store.registry.set_meta("target_id", "tiny")
+        self.put(counts)
+        self.student = a_student(self.draft)
+        self.trainer = JointTrainer(self.student, RecordStates(self.target, self.draft), self.store, plan)
+
+    def put(self, counts: dict[str, int], seed: int = 0) -> None:
+        for name, count in counts.items():
+            offset = seed + (1000 if name == "prose" else 0)
+            records = [a_record(self.target, offset + i, domain=name, topk=8) for i in range(count)]
+            self.store.replay.add(records)
+
+
+def domains_of(records: list[ReplayRecord]) -> list[str]:
+    return [record.domain for record in records]
+
+
+def test_a_row_is_base_and_shared_and_its_own_expert_and_nothing_else() -> None:
+    target = a_target()
+    draft = a_draft(target)
+    records = [a_record(target, seed, domain=name) for seed, name in enumerate(("prose", "code", "sql"))]
+    student = a_student(draft, SHARED, "code", "prose")
+    stir(student)
+    batch = a_batch(target, draft, records)
+    assert batch.owners == ["code", "prose", "sql"]  # side by side; nobody has learned sql
+    together = [hidden.detach() for hidden in student.outputs(batch, 2)]
+    for row, name in enumerate(batch.owners):
+        alone = copy.deepcopy(draft)
+        for module in MODULES:
+            weight = alone.get_submodule(module).weight
+            for part in (SHARED, name):
+                low = student.layers[module].adapter(part)
+                if low is not None:
+                    weight.data += low.b.data @ low.a.data
+        only = a_batch(target, draft, [next(r for r in records if r.domain == name)])
+        plain = list(JointStudent(alone, "base").outputs(only, 2))
+        for ours, theirs in zip(together, plain, strict=True):
+            torch.testing.assert_close(ours[row : row + 1, :3], theirs.detach()[:, :3], rtol=1e-4, atol=1e-4)
+
+
+def test_every_row_teaches_the_shared_adapter_and_its_own_expert_alone() -> None:
+    target = a_target()
+    draft = a_draft(target)
+    student = a_student(draft, SHARED, "code", "prose")
+    batch = a_batch(target, draft, [a_record(target, 0, domain="code")])
+    loss_of(student, batch, DraftVocabulary(EVERY, 97)).backward()
+    taught = {name: [p.grad is not None for p in student.parameters(name)] for name in student.names}
+    assert all(taught[SHARED])
+    assert all(taught["code"])
+    assert not any(taught["prose"])
+    learned = [name for name, p in student.draft.named_parameters() if p.grad is not None]
+    assert all("adapters" in name for name in learned)  # nothing of the draft base
+
+
+def test_only_modules_that_keep_the_cache_are_adapted(tmp_path: Path) -> None:
+    """They are those that the engine puts experts on: keys and values are the same for all."""
+    target = a_target()
+    base = FeatureBase(a_draft(target), target, tmp_path)
+    assert set(MODULES) == set(adaptable(base, "tail"))
+
+
+def test_an_update_gives_a_candidate_for_everybody_who_learned(tmp_path: Path) -> None:
+    home = Home(tmp_path, {"code": 16, "prose": 16})
+    update = home.trainer.update()
+    assert update is not None
+    assert [one.expert for one in update.candidates] == [SHARED, "code", "prose"]
+    shared, *experts = update.candidates
+    assert shared.records == sum(one.records for one in experts)
+    assert shared.rank == 6
+    assert {one.rank for one in experts} == {4}
+    assert {one.parent for one in update.candidates} == {0}
+    versions = [home.store.adapters.publish(one) for one in update.candidates]
+    for version in versions:
+        home.trainer.published(version)
+    again = home.trainer.update()
+    assert again is not None
+    assert {one.expert: one.parent for one in again.candidates} == {v.domain: v.version for v in versions}
+
+
+def test_updates_teach(tmp_path: Path) -> None:
+    """The same records again and again: the guesses come to be the target's."""
+    home = Home(tmp_path, {"code": 6, "prose": 6})
+    first = home.trainer.update()
+    assert first is not None
+    for candidate in first.candidates:
+        home.trainer.published(home.store.adapters.publish(candidate))
+    second = home.trainer.update(steps=40)
+    assert second is not None
+    assert second.loss < 0.8 * first.loss
+
+
+def test_half_of_each_batch_is_replay_of_all_domains(tmp_path: Path) -> None:
+    """One domain's traffic lasts; the other is still learned from."""
+    home = Home(tmp_path, {"prose": 20})
+    home.trainer.last_id = home.store.replay.last_id()
+    home.put({"code": 20}, seed=500)
+    drawn = home.trainer.draw(8)
+    assert set(domains_of(drawn.fresh)) == {"code"}
+    assert set(domains_of(drawn.replayed)) == {"code", "prose"}
+    for batch in home.trainer.batches(drawn, 8):
+        assert len(batch) == 6
+        assert domains_of(batch[3:]) == ["code"] * 3
+    home.trainer.last_id = home.store.replay.last_id()
+    still = home.trainer.draw(8)
+    assert not still.fresh
+    assert all(len(batch) == 6 for batch in home.trainer.batches(still, 2))
+
+
+def test_no_records_no_update(tmp_path: Path) -> None:
+    assert Home(tmp_path, {}).trainer.update() is None
+
+
+def test_a_candidate_that_was_not_published_is_forgotten(tmp_path: Path) -> None:
+    home = Home(tmp_path, {"code": 12})
+    first = home.trainer.update()
+    assert first is not None
+    for candidate in first.candidates:
+        home.trainer.forget(candidate.expert)
+    assert not home.student.names
+    again = home.trainer.update()
+    assert again is not None
+    assert {one.parent for one in again.candidates} == {0}
+
+
+def test_records_of_another_target_teach_nothing(tmp_path: Path) -> None:
+    home = Home(tmp_path, {"code": 12})
+    home.store.registry.set_meta("target_id", "other")
+    assert home.trainer.update() is None
+
+
+def written(student: JointStudent, name: str, folder: Path, vocabulary: torch.Tensor | None = None) -> None:
+    """The two files of an adapter."""
+    config, tensors = student.export(name, vocabulary)
+    candidate = Candidate(name, 0, "base", 4, MODULES, 1, 0, 1, 0.0, None, None, config, tensors, vocabulary)
+    folder.mkdir()
+    write_files(candidate, folder)
+
+
+def test_peft_loads_an_expert_on_the_drafter_itself(tmp_path: Path) -> None:
+    target = a_target()
+    draft = a_draft(target)
+    student = a_student(draft, "code")
+    stir(student)
+    written(student, "code", tmp_path / "code")
+    assert (tmp_path / "code" / CONFIG).exists()
+    batch = a_batch(target, draft, [a_record(target, 0, domain="code")])
+    ours = next(iter(student.outputs(batch, 1)))
+    guesses = student.logits(ours[0], ["code"], [len(ours[0])])
+    peft = PeftModel.from_pretrained(copy.deepcopy(draft), str(tmp_path / "code")).base_model.model
+    theirs = next(unroll(peft, batch, 1))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(guesses, peft.logits(theirs[0]), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(guesses, draft.logits(theirs[0]), atol=1e-2)
+
+
+def test_the_engines_bank_takes_an_expert(tmp_path: Path) -> None:
+    target = a_target()
+    draft = a_draft(target)
+    student = a_student(draft, "code")
+    stir(student)
+    bank = ExpertBank(FeatureBaseInMemory(copy.deepcopy(draft), target))
+    bank.publish("code", bank.read(1, *student.export("code")))
+    assert bank.shares_cache
+    hidden = torch.randn(2, 1, 32, generator=torch.Generator().manual_seed(0))
+    bank.select(["code", SHARED])
+    theirs = bank.layers[HEAD](hidden)
+    student.routing.parts = [("code", 1), (SHARED, 1)]
+    torch.testing.assert_close(student.layers[HEAD](hidden), theirs, rtol=1e-4, atol=1e-4)
+
+
+class FeatureBaseInMemory(FeatureBase):
+    """A draft base without a folder."""
+
+    def __init__(self, draft: FeatureDraft, target: LanguageModel) -> None:
+        super().__init__(draft, target, Path("nowhere"))
+
+    def weights_hash(self) -> str:
+        return "base"
+
+
+def test_what_was_exported_is_taken_up_again() -> None:
+    draft = a_draft(a_target())
+    student, other = a_student(draft, "code"), a_student(draft)
+    stir(student)
+    other.load("code", 1, *student.export("code"))
+    for ours, theirs in zip(student.parameters("code"), other.parameters("code"), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+# -- a vocabulary of its own ----------------------------------------------------------------------
+
+
+def test_a_domains_tokens_come_first_and_general_ones_fill_up() -> None:
+    counts = Counter({40: 3, 41: 9, 42: 1})
+    chosen = own_vocabulary(counts, 5, general=[7, 8, 9], always=[2])
+    assert chosen.tolist() == [2, 7, 40, 41, 42]
+    assert own_vocabulary(counts, 2, general=[7]).tolist() == [40, 41]
+
+
+def test_an_expert_with_its_own_output_rows_drafts_as_the_union_restricted_to_them(tmp_path: Path) -> None:
+    """Trained over the union of all lists, published with its own rows; PEFT takes those as well."""
+    target = a_target()
+    output = target.hf.get_output_embeddings().weight.detach()
+    own = torch.tensor([1, 4, 5, 40, 90])
+    wide = a_draft(target, SOME)
+    wide.use_vocabulary(union([SOME, own]), output)
+    student = a_student(wide, "code")
+    stir(student)
+    written(student, "code", tmp_path / "code", own)
+    narrow = a_draft(target, SOME)
+    narrow.use_vocabulary(own, output)
+    peft = PeftModel.from_pretrained(narrow, str(tmp_path / "code")).base_model.model
+    hidden = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
+    places = torch.searchsorted(student.draft.vocabulary, own)
+    with torch.no_grad():
+        all_of_them = student.logits(hidden, ["code"], [3])
+        torch.testing.assert_close(peft.logits(hidden), all_of_them[:, places], rtol=1e-4, atol=1e-4)
+    other = a_student(wide)
+    other.load("code", 1, *student.export("code", own), vocabulary=own.int())
+    part, before = other.layers[HEAD].adapter("code"), student.layers[HEAD].adapter("code")
+    assert part is not None
+    assert before is not None
+    torch.testing.assert_close(part.b[places], before.b[places])
+    assert part.b.count_nonzero() == part.b[places].count_nonzero()
+
+
+def test_rows_of_another_list() -> None:
+    rows = torch.tensor([[1.0], [2.0], [3.0]])
+    assert rows_for(rows, torch.tensor([2, 5, 9]), torch.tensor([1, 5, 9, 11])).tolist() == [
+        [0],
+        [2],
+        [3],
+        [0],
+    ]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        None,
+        torch.tensor([1.0]),
+        torch.tensor([[1]]),
+        torch.tensor([], dtype=torch.int32),
+        torch.tensor([3, 3]),
+        torch.tensor([-1, 3]),
+        torch.tensor([3, 97]),
+    ],
+)
+def test_a_list_that_is_none_is_refused(wrong: torch.Tensor | None) -> None:
+    with pytest.raises(CorruptAdapter, match="vocabulary"):
+        checked(wrong, 97)
+
+
+def test_a_vocabulary_is_published_and_loaded_with_its_adapter(tmp_path: Path) -> None:
+    home = Home(tmp_path, {"code": 8})
+    update = home.trainer.update()
+    assert update is not None
+    own = torch.tensor([1, 4, 5], dtype=torch.int32)
+    version = home.store.adapters.publish(replace(update.candidates[1], vocabulary=own))
+    loaded = home.store.adapters.load(version)
+    assert loaded.vocabulary is not None
+    assert torch.equal(loaded.vocabulary, own)
+    file = home.store.adapters.folder("code", version.version) / "vocabulary.safetensors"
+    save_file({"vocabulary": own + 1}, file)
+    with pytest.raises(CorruptAdapter, match="manifest"):
+        home.store.adapters.load(version)

@@ -1,0 +1,83 @@
+"""The joint loop: due by all traffic, and every adapter that learned is published and noted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from candidates import candidate
+from distill_rig import record
+
+from moedraft.core import SHARED, Domain, StorageError
+from moedraft.distill.joint import JointUpdate
+from moedraft.distill.joint_loop import JointLoop
+from moedraft.distill.outlet import HomeOutlet
+from moedraft.learning_state import LearningKind
+from moedraft.storage.store import Store
+
+
+@dataclass
+class FakeJoint:
+    """Makes candidates for the shared adapter and one expert from whatever is there."""
+
+    learned: bool = True
+    live: list[tuple[str, int]] = field(default_factory=list)
+    forgotten: list[str] = field(default_factory=list)
+
+    def update(self, *, steps: int | None = None, on_step: Any = None) -> JointUpdate | None:
+        made = tuple(candidate(name) for name in (SHARED, "code"))
+        return JointUpdate(made, last_id=7, loss=0.5) if self.learned else None
+
+    def published(self, version: Any) -> None:
+        self.live.append((version.domain, version.version))
+
+    def forget(self, name: str) -> None:
+        self.forgotten.append(name)
+
+
+@pytest.fixture
+def loop(store: Store) -> JointLoop:
+    for name in ("code", "prose"):
+        store.registry.add_domain(Domain(name, "", ("x",) * 8, 0.0))
+    return JointLoop(FakeJoint(), store, HomeOutlet(store), every=4)  # type: ignore[arg-type]
+
+
+def test_it_is_due_by_the_records_of_all_domains(loop: JointLoop) -> None:
+    assert loop.due() is None
+    assert loop.run_once() is None
+    assert loop.state.kind is LearningKind.WAITING
+    loop.store.replay.add([record(1), record(2), record(3, "prose")])
+    assert loop.due() is None
+    loop.store.replay.add([record(4, "prose")])
+    assert loop.due() == SHARED
+
+
+def test_each_adapter_that_learned_is_published(loop: JointLoop) -> None:
+    update = loop.run_once("code")
+    assert update is not None
+    assert (update.expert, update.version.version) == ("code", 1)
+    assert loop.trainer.live == [(SHARED, 1), ("code", 1)]  # type: ignore[attr-defined]
+    assert loop.store.registry.live("prose") is None
+    assert {one.expert for one in loop.store.updates.recent()} == {SHARED, "code"}
+    other = loop.run_once("prose")  # it had no record: the shared adapter's update stands for it
+    assert other is not None
+    assert other.expert == SHARED
+
+
+def test_nothing_to_learn_from_publishes_nothing(loop: JointLoop) -> None:
+    loop.trainer.learned = False  # type: ignore[attr-defined]
+    assert loop.run_once(SHARED) is None
+    assert loop.store.registry.live(SHARED) is None
+
+
+def test_a_failed_publication_pauses_and_is_forgotten(
+    loop: JointLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: Any) -> None:
+        raise StorageError("the disk is full")
+
+    monkeypatch.setattr(loop.outlet, "publish", full)
+    assert loop.run_once(SHARED) is None
+    assert loop.state.is_paused
+    assert loop.trainer.forgotten == [SHARED]  # type: ignore[attr-defined]

@@ -1,0 +1,151 @@
+"""Which draft base belongs to a target, and experts on one that reads the target's states."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from moedraft.config import load_settings
+from moedraft.core import SHARED, InvalidRequest, SamplingParams, UnsupportedModel
+from moedraft.drafting import base as base_module
+from moedraft.drafting.adapter import Adapter
+from moedraft.drafting.base import (
+    FeatureBase,
+    draft_name,
+    first_guesses,
+    is_feature_checkpoint,
+    load_feature_base,
+)
+from moedraft.drafting.feature import FeatureDrafter
+from moedraft.drafting.lora import ExpertBank
+from moedraft.engine.engine import Engine
+from moedraft.feature.checkpoint import save_draft
+from moedraft.feature.config import config_for
+from moedraft.feature.model import FeatureDraft
+from moedraft.models import LanguageModel
+from moedraft.routing.selector import FixedSelector
+
+from random_models import VOCAB, prompts_of, random_model
+from tiny import NumberTokenizer
+
+
+@pytest.fixture
+def target() -> LanguageModel:
+    return random_model("llama", 0)
+
+
+def saved(target: LanguageModel, folder: Path, layers: tuple[int, ...] = (0, 1, 2)) -> Path:
+    torch.manual_seed(5)
+    words = torch.arange(1, VOCAB, 2)
+    config = config_for(target.hf.config, draft_vocab_size=len(words), feature_layers=layers)
+    weights = (
+        target.hf.get_input_embeddings().weight.detach(),
+        target.hf.get_output_embeddings().weight.detach(),
+    )
+    save_draft(FeatureDraft(config, words, *weights), folder)
+    return folder
+
+
+@pytest.fixture
+def base(target: LanguageModel, tmp_path: Path) -> FeatureBase:
+    return load_feature_base(saved(target, tmp_path / "draft"), target)
+
+
+def random_adapter(bank: ExpertBank, version: int, scale: float) -> Adapter:
+    generator = torch.Generator().manual_seed(version)
+    deltas = {}
+    for name in sorted(bank.tail):
+        out, inner = bank.layers[name].base_weight().shape
+        a, b = (torch.randn(*shape, generator=generator) * scale for shape in ((4, inner), (out, 4)))
+        deltas[name] = (a, b)
+    return Adapter(version, deltas)
+
+
+def test_experts_touch_what_leaves_keys_and_values_alone(base: FeatureBase) -> None:
+    bank = ExpertBank(base)
+    leaves = {name.rpartition(".")[2] for name in bank.tail}
+    assert leaves == {"q_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"}
+    assert not any(name.startswith("fc") for name in bank.layers)
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_experts_are_swapped_in_mid_answer_and_answers_stay_the_targets(
+    target: LanguageModel, base: FeatureBase, grouped: bool
+) -> None:
+    """Good, random and adversarial versions, any mix of them in a batch."""
+    base.cpu_fast_paths = grouped
+    bank = ExpertBank(base)
+    assert bank.grouped == grouped
+    drafter = FeatureDrafter(base.hf, bank, 4, VOCAB)
+    one = Engine(target, NumberTokenizer(), drafter, FixedSelector(), max_batch_size=4, adaptive_budget=False)
+    prompts, names = prompts_of(9, seed=6), ["a", "b", SHARED]
+    ids = [
+        one.add(prompt, SamplingParams(max_tokens=40), expert=names[i % 3])
+        for i, prompt in enumerate(prompts)
+    ]
+    done, step = {}, 0
+    while one.has_work:
+        if step % 4 == 2:
+            bank.publish(names[step % 3], random_adapter(bank, step, [0.01, 0.3, 10.0][step % 3]))
+        done |= {o.request_id: o for o in one.step() if o.finish_reason}
+        step += 1
+    plain = Engine(target, NumberTokenizer(), None, FixedSelector())
+    expected = plain.generate(prompts, SamplingParams(max_tokens=40))
+    assert [done[i].token_ids for i in ids] == [o.token_ids for o in expected]
+    assert any(o.adapter_version for o in done.values())
+    assert bank.shares_cache
+
+
+def test_an_expert_changes_the_guesses_and_the_zero_adapter_does_not(
+    target: LanguageModel, base: FeatureBase
+) -> None:
+    text = prompts_of(1, seed=2, longest=80)[0]
+    bank = ExpertBank(base)
+    bank.select([SHARED])
+    before = first_guesses(base, target, text)
+    bank.select(["a"])
+    assert first_guesses(base, target, text) == before
+    bank.publish("a", random_adapter(bank, 1, 0.5))
+    bank.select(["a"])
+    assert first_guesses(base, target, text) != before
+    bank.select(["b"])
+    assert first_guesses(base, target, text) == before
+    assert len(before) == len(text)
+    assert before[:2] == [-1, -1]
+    assert {token % 2 for token in before[2:]} == {1}  # the draft vocabulary
+
+
+def test_a_folder_says_whether_it_is_a_feature_drafter(target: LanguageModel, tmp_path: Path) -> None:
+    assert is_feature_checkpoint(saved(target, tmp_path / "draft"))
+    assert not is_feature_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    assert not is_feature_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    assert not is_feature_checkpoint(tmp_path)
+
+
+def test_a_drafter_that_does_not_fit_is_refused_by_name(target: LanguageModel, tmp_path: Path) -> None:
+    folder = saved(target, tmp_path / "deep", (0, 1, 3))
+    with pytest.raises(UnsupportedModel, match="behind the target's last layer"):
+        load_feature_base(folder, target)
+    other = random_model("gpt2", 0)
+    other.hf.transformer.wte.weight = torch.nn.Parameter(torch.zeros(VOCAB, 16))
+    with pytest.raises((InvalidRequest, UnsupportedModel)):
+        load_feature_base(saved(target, tmp_path / "wide"), other)
+
+
+def test_auto_finds_what_belongs_to_the_target(
+    target: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    assert draft_name(load_settings(home=home)) == "mini"
+    assert draft_name(load_settings(home=home, target="mini", draft="x")) == "x"
+    with pytest.raises(InvalidRequest, match="--draft"):
+        draft_name(load_settings(home=home, target="some/model"))
+    monkeypatch.setattr(base_module, "SHIPPED", {"some/model": "mini-draft"})
+    assert draft_name(load_settings(home=home, target="some/model")).endswith("mini-draft")
+    saved(target, home / "draft-base")
+    assert draft_name(load_settings(home=home, target="some/model")) == str(home / "draft-base")
+    assert draft_name(load_settings(home=home)) == "mini"
