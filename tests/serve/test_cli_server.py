@@ -27,7 +27,7 @@ from moedraft.cli.remote import Remote, Unreachable, owner_of
 from moedraft.config import load_settings
 from moedraft.core import InvalidRequest, RequestOutput
 from moedraft.learning_state import waiting
-from moedraft.routing.classifier import Router
+from moedraft.routing.router import Router
 from moedraft.serve.app import create_app
 from moedraft.serve.run import SERVER_FILE, EngineEnded, GracefulServer, _found, serve, url_of
 from moedraft.serve.supervisor.supervisor import TrainerState
