@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from moedraft.cli.adapter import app as adapter_app
+from moedraft.cli.backup import backup, restore
 from moedraft.cli.common import DeviceOption, DraftOption, DtypeOption, HomeOption, TargetOption, remember
 from moedraft.cli.distill import distill
 from moedraft.cli.doctor import doctor
@@ -61,7 +62,7 @@ app.add_typer(draft_app, name="draft")
 app.add_typer(replay_app, name="replay")
 app.add_typer(learning_app, name="learning")
 app.add_typer(key_app, name="key")
-for _command in (serve, dashboard, route, generate, distill, stats, doctor):
+for _command in (serve, dashboard, route, generate, distill, stats, doctor, backup, restore):
     app.command()(_command)
 for _name in ("demo", "bench"):
     if find_spec(f"moedraft.cli.{_name}") is not None:

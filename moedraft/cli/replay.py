@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +15,7 @@ from moedraft.cli.common import (
     JsonOption,
     check_expert,
     emit,
+    note,
     note_missing,
     print_table,
     reading,
@@ -66,16 +68,26 @@ def purge(
     settings = settings_for(ctx, home=home)
     remote = owner_of(settings, server)
     if remote is not None:
-        count = remote.post("admin", "replay", "purge", data={"domain": name})["purged"]
+        done = remote.post("admin", "replay", "purge", data={"domain": name})
     else:
         with writing(settings) as store:
             if name is not None:
                 check_expert(store, name)
             count = store.replay.purge(name)
+            done = {"domain": name, "purged": count, "overwritten": not store.home.erasing}
     if as_json:
-        emit({"domain": name, "purged": count})
-    else:
-        say(f"{count} records of {name or 'all domains'} are deleted.")
+        emit(done)
+        return
+    say(f"{done['purged']} records of {name or 'all domains'} are deleted.")
+    if not done["overwritten"]:
+        note(
+            "Something reads the home; their bytes are overwritten when it has ended and the home is written."
+        )
+
+
+def private(path: str, flags: int) -> int:
+    """An opener of files that only their owner may read: token ids are text in other numbers."""
+    return os.open(path, flags, 0o600)
 
 
 @app.command()
@@ -94,7 +106,7 @@ def export(
         if name is not None:
             check_expert(store, name)
         records = store.replay.records(name, newest_first=False)
-        with out.open("x", encoding="utf-8") as file:
+        with open(out, "x", encoding="utf-8", opener=private) as file:
             try:
                 file.writelines(json.dumps(asdict(record)) + "\n" for record in records)
                 file.flush()

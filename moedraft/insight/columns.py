@@ -6,8 +6,10 @@ with columns this takes milliseconds. The only text kept is the names of experts
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
@@ -106,8 +108,12 @@ class ReadRows(Protocol):
 class RequestReader:
     """Keeps a store's requests as columns, from the earliest time that was asked for. Thread-safe."""
 
-    def __init__(self, rows: ReadRows, capacity: int = CAPACITY) -> None:
+    def __init__(
+        self, rows: ReadRows, capacity: int = CAPACITY, clock: Callable[[], float] = time.time
+    ) -> None:
         self._rows = rows
+        self._clock = clock
+        self._read_at = math.inf  # when rows were read last
         self._capacity = capacity
         self._lock = threading.Lock()
         self._experts: dict[str, int] = {}
@@ -128,7 +134,10 @@ class RequestReader:
                 kept = older if kept is None else _joined(older, kept)
                 self._since = since
             at = kept["created_at"]
-            last = max(self._since, float(at.max()) - OVERLAP) if len(at) else self._since
+            # A row dated in the future, by a clock that was set back since, must not hide those that come.
+            now = self._clock()
+            newest = min(float(at.max()), self._read_at, now) if len(at) else -math.inf
+            last, self._read_at = max(self._since, newest - OVERLAP), now
             new = self._columns(self._rows(last, None))
             self._kept = _joined(kept.where(at < last), new).where(slice(-self._capacity, None))
             return self._kept

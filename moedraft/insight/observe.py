@@ -38,7 +38,7 @@ class Observer:
     def __init__(self, store: Store, clock: Callable[[], float] = time.time) -> None:
         self._store = store
         self._clock = clock
-        self._reader = RequestReader(store.requests.rows)
+        self._reader = RequestReader(store.requests.rows, clock=clock)
         self._views: dict[tuple[Any, ...], tuple[float, Any]] = {}
         self._lock = threading.Lock()
 

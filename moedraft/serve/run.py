@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from sse_starlette.sse import AppStatus
 
 from moedraft.config import Settings
-from moedraft.core import InvalidRequest
+from moedraft.core import InvalidRequest, MoedraftError
 from moedraft.cpu.memory import keep_what_is_loaded
 from moedraft.serve.app import create_app
 from moedraft.serve.auth.access import is_loopback
@@ -34,11 +34,16 @@ WEBSOCKET_BYTES = 1_000_000
 logger = logging.getLogger(__name__)
 
 
+class EngineEnded(MoedraftError):
+    """The engine's thread died: the process ends with an error, to be started again by whoever watches it."""
+
+
 def serve(settings: Settings, announce: Callable[[str], None] = lambda url: None) -> None:
     """Serve until a signal comes. `announce` is called with the URL once requests are accepted.
 
     Raises InvalidRequest for a public address without a key and for an address that cannot be bound, and
-    whatever `build` raises. In all these cases nothing was started.
+    whatever `build` raises. In all these cases nothing was started. Raises EngineEnded if the engine's thread
+    died.
     """
     check_address(settings)
     log.configure()
@@ -58,6 +63,8 @@ def serve(settings: Settings, announce: Callable[[str], None] = lambda url: None
             keep_what_is_loaded()
         stack.enter_context(_found(settings.home, url, own_key, secret))
         GracefulServer(app, worker, settings, lambda: announce(url)).run(sockets=[listener])
+        if worker.dead:
+            raise EngineEnded(f"The server has ended: {worker.snapshot().failed}")
 
 
 def check_address(settings: Settings) -> None:
@@ -96,6 +103,11 @@ class GracefulServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._on_start()
+
+    async def on_tick(self, counter: int) -> bool:
+        """uvicorn's, ten times a second; True ends the server."""
+        self.should_exit = self.should_exit or self._worker.dead
+        return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called by Python's signal handling in the main thread, possibly in the middle of anything."""
@@ -163,10 +175,14 @@ def _found(home: Path, url: str, own_key: Key, secret: str) -> Iterator[None]:
     """Write the file by which this user's command line finds the server, and remove it at the end.
 
     The file holds the URL and a key that is valid only while this process runs. Whoever can read it could
-    also change the home directly, so the key gives nobody new rights.
+    also change the home directly, so the key gives nobody new rights. If the file cannot be written, for
+    example because the disk is full, the server serves without it; commands then need `--server`.
     """
     path = home / SERVER_FILE
-    write_private(path, {"url": url, "pid": os.getpid(), "key": secret})
+    try:
+        write_private(path, {"url": url, "pid": os.getpid(), "key": secret})
+    except OSError as error:
+        logger.warning("%s cannot be written, so commands do not find the server: %s", path, error.strerror)
     try:
         yield
     finally:

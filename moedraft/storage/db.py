@@ -13,9 +13,10 @@ import fcntl
 import json
 import os
 import sqlite3
+import stat
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ from moedraft.core import StorageError
 
 DATABASE = "moedraft.db"
 LOCK = "moedraft.lock"
+RESERVE = "reserve"  # bytes that are given up on a full disk, where SQLite cannot open its journal otherwise
+RESERVE_BYTES = 256 * 1024
 MIGRATIONS = Path(__file__).parent / "migrations"
 BUSY_SECONDS = 10.0
 
@@ -51,6 +54,7 @@ class Home:
         self.folder_lock = threading.RLock()
         # Durable transactions committed by this object. In the writing process the registry changes only so.
         self.durable_writes = 0
+        self.erasing = False  # whether deleted data may still be in the journal; `checkpoint` tries again
         self._lock_file = lock_file
         self._write_lock = threading.RLock()
         self._writer: Engine | None = None
@@ -67,7 +71,14 @@ class Home:
         home = cls(path, lock_file=_claim(path) if write else None)
         try:
             with storage_errors(path):
-                home._connect()
+                if write:
+                    _keep_reserve(path)
+                try:
+                    home._connect()
+                except DatabaseError:
+                    if not (home.writable and _give_up_reserve(path)):
+                        raise
+                    home._connect()
         except BaseException:
             home.close()
             raise
@@ -99,18 +110,24 @@ class Home:
                     yield connection
                 self.durable_writes += durable
 
-    def checkpoint(self) -> None:
+    def checkpoint(self, *, wait: bool = True) -> bool:
         """Move the journal's contents into the database, so that deleted data is left in neither file.
 
-        Waits up to BUSY_SECONDS for readers. If one is still reading then, the journal is emptied when the
-        home is closed, at the latest. Raises StorageError.
+        With `wait`, waits up to BUSY_SECONDS for readers. Returns False if one is still reading then (a
+        process that was suspended while it read is), or if the disk fails; `erasing` says then that it must
+        be tried again. What was deleted stays deleted. Raises StorageError only for a closed
+        or read-only home.
         """
         self.require_writable()
         with self._write_lock:
             if self._writer is None:
                 raise StorageError(f"The home {self.path} is closed.")
-            with storage_errors(self.path), self._writer.connect() as connection:
-                _pragma(connection, "wal_checkpoint(TRUNCATE)")
+            self.erasing = True
+            with suppress(DatabaseError, sqlite3.Error), self._writer.connect() as connection:
+                _pragma(connection, f"busy_timeout = {int(BUSY_SECONDS * 1000) if wait else 0}")
+                self.erasing = bool(_pragma(connection, "wal_checkpoint(TRUNCATE)")[0])
+                _pragma(connection, f"busy_timeout = {int(BUSY_SECONDS * 1000)}")
+        return not self.erasing
 
     def require_writable(self) -> None:
         """Raises StorageError where this home was opened for reading only."""
@@ -140,6 +157,7 @@ class Home:
             database.touch(mode=0o600)  # the folder may be open to others; the journal gets the same mode
             self._writer = _engine(database, write=True)
             self._migrate()
+            self.checkpoint(wait=False)  # a purge before the last end may have left something in the journal
         elif not database.is_file():
             raise StorageError(
                 f"There is no moedraft home at {self.path}; register a domain to make one, "
@@ -157,6 +175,8 @@ class Home:
         if current == _scripts().get_current_head():
             return
         self._refuse_newer(current)
+        if current is not None:
+            self._keep_copy(current)
         with self._writer.connect() as connection:
             # with foreign keys on, rebuilding a table would delete the rows of others that refer to it
             _pragma(connection, "foreign_keys = OFF")
@@ -165,6 +185,21 @@ class Home:
                 config.attributes["connection"] = connection
                 command.upgrade(config, "head")
             _pragma(connection, "foreign_keys = ON")
+
+    def _keep_copy(self, revision: str) -> None:
+        """The database as it is, beside it: a migration has no way back. Raises what leaves it as it is."""
+        copy, temporary = self.path / f"{DATABASE}.{revision}", self.path / f".{DATABASE}.{revision}.tmp"
+        assert self._writer is not None
+        temporary.unlink(missing_ok=True)
+        temporary.touch(mode=0o600)
+        with self._writer.connect() as connection, closing(sqlite3.connect(temporary)) as target:
+            driver: Any = connection.connection.driver_connection
+            try:
+                driver.backup(target)
+            except sqlite3.Error as error:
+                temporary.unlink()
+                raise StorageError(f"{self.path} cannot be copied before its upgrade: {error}.") from error
+        temporary.replace(copy)
 
     def _check_revision(self, connection: Connection) -> None:
         current = MigrationContext.configure(connection).get_current_revision()
@@ -214,11 +249,13 @@ def _claim(path: Path) -> int:
     """The file descriptor whose lock makes this process the writer. Creates the folder."""
     with storage_errors(path):
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _tighten(path)
         lock_file = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(lock_file, 0)
-            os.pwrite(lock_file, f"{os.getpid()}\n".encode(), 0)
+            with suppress(OSError):  # a full disk: the lock holds all the same
+                os.ftruncate(lock_file, 0)
+                os.pwrite(lock_file, f"{os.getpid()}\n".encode(), 0)
         except BlockingIOError as error:
             owner = os.pread(lock_file, 32, 0).decode(errors="replace").strip() or "unknown"
             os.close(lock_file)
@@ -230,6 +267,35 @@ def _claim(path: Path) -> int:
             os.close(lock_file)
             raise
     return lock_file
+
+
+def _tighten(home: Path) -> None:
+    """Take from others what they may do in a home that an earlier moedraft, or a copy, has left open."""
+    found = home.stat()
+    ours = (home / DATABASE).exists() and found.st_uid == os.geteuid() and not found.st_mode & stat.S_ISVTX
+    if ours and found.st_mode & 0o077:
+        home.chmod(stat.S_IMODE(found.st_mode) & 0o700)
+
+
+def _keep_reserve(home: Path) -> None:
+    """A file that can be given up, where there is room; of random bytes, which no disk can compress."""
+    reserve = home / RESERVE
+    try:
+        if not reserve.exists():
+            reserve.touch(mode=0o600)
+            reserve.write_bytes(os.urandom(RESERVE_BYTES))
+    except OSError:
+        with suppress(OSError):
+            reserve.unlink(missing_ok=True)
+
+
+def _give_up_reserve(home: Path) -> bool:
+    """False: there was none."""
+    try:
+        (home / RESERVE).unlink()
+    except OSError:
+        return False
+    return True
 
 
 def _engine(database: Path, *, write: bool) -> Engine:
@@ -247,7 +313,9 @@ def _engine(database: Path, *, write: bool) -> Engine:
         )
         connection.execute("PRAGMA foreign_keys = ON")
         if write:
-            connection.execute("PRAGMA journal_mode = WAL")
+            if connection.execute("PRAGMA journal_mode = WAL").fetchone() != ("wal",):
+                connection.close()
+                raise StorageError(f"{database.parent} lies on a file system that SQLite cannot share.")
             connection.execute("PRAGMA secure_delete = ON")  # what is purged is overwritten
         return connection
 
@@ -264,9 +332,10 @@ def _engine(database: Path, *, write: bool) -> Engine:
     return engine
 
 
-def _pragma(connection: Connection, pragma: str) -> None:
+def _pragma(connection: Connection, pragma: str) -> Any:
+    """Its answer, a row or None."""
     driver: Any = connection.connection.driver_connection
-    driver.execute(f"PRAGMA {pragma}")
+    return driver.execute(f"PRAGMA {pragma}").fetchone()
 
 
 def _alembic() -> Config:

@@ -89,6 +89,11 @@ class KeyFile:
             keys.remove(found[0])
         return found[0]
 
+    def close(self) -> None:
+        """Leave a file, be it one of no keys: a server of this home lets nobody in without a key."""
+        with self._changing():
+            pass
+
     @contextmanager
     def _changing(self) -> Iterator[list[Key]]:
         """The keys, to be changed by one process at a time; written where the block ends well."""

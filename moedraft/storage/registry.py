@@ -65,6 +65,13 @@ class Registry:
             rows = connection.execute(select(domains).order_by(domains.c.created_at, domains.c.name))
             return [_domain_of(row) for row in rows]
 
+    def domain_names(self) -> list[tuple[str, float]]:
+        """(name, created_at) in the order of registration; examples, which may be many, stay unread."""
+        query = select(domains.c.name, domains.c.created_at)
+        with self._home.read() as connection:
+            rows = connection.execute(query.order_by(domains.c.created_at, domains.c.name))
+            return [(row.name, row.created_at) for row in rows]
+
     def domain(self, name: str) -> Domain:
         with self._home.read() as connection:
             row = connection.execute(select(domains).where(domains.c.name == name)).one_or_none()
@@ -216,7 +223,12 @@ class Registry:
             return default if value is None else value
 
     def set_meta(self, key: str, value: str | None, *, durable: bool = True) -> None:
-        """Keeps `value` under `key`; None removes it. Not `durable`: a power cut may lose it."""
+        """Keeps `value` under `key`; None removes it. Not `durable`: a power cut may lose it.
+
+        What stands there already is not written again: a full disk is no reason to refuse it.
+        """
+        if durable and self.get_meta(key) == value:
+            return
         with self._home.write(durable=durable) as connection:
             connection.execute(delete(meta).where(meta.c.key == key))
             if value is not None:

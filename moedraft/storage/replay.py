@@ -127,7 +127,10 @@ class ReplayBuffer:
             return connection.scalar(_of(select(func.max(replay.c.id)), domain)) or 0
 
     def purge(self, domain: str | None = None) -> int:
-        """Delete the records of `domain` (None: of all) and overwrite their bytes. Returns how many."""
+        """Delete the records of `domain` (None: of all). Returns how many.
+
+        Their bytes are overwritten, unless `Home.erasing` is true afterwards because of a reader.
+        """
         query = delete(replay) if domain is None else delete(replay).where(replay.c.domain == domain)
         with self._home.write(durable=True) as connection:
             count = connection.execute(query).rowcount

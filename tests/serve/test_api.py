@@ -15,6 +15,7 @@ import pytest
 from server import TARGET, Served, check_error, events, served, slowed, wait_for
 
 from moedraft.core import SamplingParams
+from moedraft.serve.http import plan
 from moedraft.serve.http.prompts import Prompts, plain_chat
 from moedraft.serve.http.schema import Message
 
@@ -66,6 +67,32 @@ def test_the_target_and_its_domains_are_models(client: httpx.Client) -> None:
     ]
     assert client.get(f"/v1/models/{TARGET}:code").json()["parent"] == TARGET
     check_error(client.get("/v1/models/gpt"), 404, "model")
+
+
+def test_models_are_listed_without_reading_examples(
+    client: httpx.Client, tiny: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(tiny.system.store.registry), "domains", None)
+    assert [row["id"] for row in client.get("/v1/models").json()["data"]][1:] == [
+        f"{TARGET}:code",
+        f"{TARGET}:prose",
+    ]
+
+
+def test_limits_that_are_kept_one_by_one_are_not_together(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """16 answers of 4 096 tokens with 20 log-probabilities each would be 1.4 million objects."""
+    row = body(n=16, max_tokens=4096, logprobs=20)
+    check_error(client.post("/v1/completions", json=row), 400, "max_tokens")
+    row = chat(n=16, max_tokens=4096, logprobs=True, top_logprobs=20)
+    message = check_error(client.post("/v1/chat/completions", json=row), 400, "max_tokens")
+    assert "are at most 100000, not 1376256" in message
+    assert plan.MOST_LOGPROBS > 4096 * 21  # the most that one answer can ask for is taken
+    monkeypatch.setattr(plan, "MOST_LOGPROBS", 90)
+    check_error(client.post("/v1/completions", json=body(n=2, max_tokens=16, logprobs=2)), 400, "max_tokens")
+    for fine in ({"n": 2, "max_tokens": 15}, {"n": 2, "max_tokens": 16, "stream": True}):
+        assert client.post("/v1/completions", json=body(**fine, logprobs=2)).status_code == 200
 
 
 def test_an_answer_is_what_the_engine_says(client: httpx.Client, tiny: Served, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -24,10 +25,11 @@ from server import TARGET, FakeSupervisor, Served, check_error, events, listenin
 from moedraft.cli import main
 from moedraft.cli.remote import Remote, Unreachable, owner_of
 from moedraft.config import load_settings
-from moedraft.core import InvalidRequest
+from moedraft.core import InvalidRequest, RequestOutput
 from moedraft.learning_state import waiting
+from moedraft.routing.router import Router
 from moedraft.serve.app import create_app
-from moedraft.serve.run import SERVER_FILE, GracefulServer, serve, url_of
+from moedraft.serve.run import SERVER_FILE, EngineEnded, GracefulServer, _found, serve, url_of
 from moedraft.serve.supervisor.supervisor import TrainerState
 from moedraft.serve.worker.worker import Worker
 from moedraft.storage.keys import KeyFile, new_key, write_private
@@ -106,7 +108,11 @@ def test_a_server_is_found_through_the_home(run: Run, found: Served, home: Path,
         "domain": "law",
         "version": 0,
     }
-    assert run("replay", "purge", "law", "--home", home, "--json").data == {"domain": "law", "purged": 0}
+    assert run("replay", "purge", "law", "--home", home, "--json").data == {
+        "domain": "law",
+        "purged": 0,
+        "overwritten": True,
+    }
     assert "is removed" in run("domain", "remove", "law", "--home", home).out
     assert "law" not in found.system.router.domains
     assert run("dashboard", "--home", home, "--json").data == {"url": f"{found.url}/dashboard"}
@@ -157,7 +163,8 @@ def test_a_server_elsewhere(
     assert run("domain", "show", "law", *own, "--json").data["examples"] == LAW
     assert run("adapter", "list", "law", *own, "--json").data == {"adapters": []}
     assert run("replay", "show", *own, "--json").data["records"]["law"] == 0
-    assert run("replay", "purge", "--all", *own, "--json").data == {"domain": None, "purged": 0}
+    purged = run("replay", "purge", "--all", *own, "--json").data
+    assert purged == {"domain": None, "purged": 0, "overwritten": True}
     assert run("domain", "remove", "law", *own, "--json").data == {"removed": "law"}
     assert not (tmp_path / "other").exists()
 
@@ -295,6 +302,44 @@ def test_what_must_hold_before_a_server_starts(tmp_path: Path, monkeypatch: pyte
             else None
         )
     assert not (tmp_path / SERVER_FILE).exists()
+
+
+def test_a_server_whose_engine_has_died_ends_with_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever supervises it starts a new one; a process that lives on would answer nobody."""
+    home, system = tmp_path / "home", tiny_system(tmp_path / "home")
+    for name in ("keep_what_is_loaded", "log.configure"):
+        monkeypatch.setattr(f"moedraft.serve.run.{name}", lambda: None)
+    monkeypatch.setattr(Router, "warm_up", lambda router: None)
+    monkeypatch.setattr("moedraft.serve.run.build", lambda settings: system)
+    answers: list[httpx.Response] = []
+
+    def fatal() -> list[RequestOutput]:
+        raise SystemExit
+
+    def ask(url: str) -> None:
+        row = {"model": TARGET, "prompt": "7", "max_tokens": 3}
+        answers.append(httpx.post(f"{url}/v1/completions", json=row, timeout=30, trust_env=False))
+
+    monkeypatch.setattr(system.engine, "step", fatal)
+    settings = load_settings(home=home, port=0, learning=False, dashboard=False)
+    with pytest.raises(EngineEnded, match="thread has ended: SystemExit"):
+        serve(settings, lambda url: threading.Thread(target=ask, args=(url,)).start())
+    wait_for(lambda: answers)
+    check_error(answers[0], 503)
+    assert not (home / SERVER_FILE).exists()
+
+
+def test_a_disk_without_room_for_the_servers_file_is_no_hindrance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("moedraft.serve.run.write_private", full)
+    with _found(tmp_path, "http://127.0.0.1:1", *new_key(["admin"])):
+        assert "commands do not find the server: No space left" in caplog.text
 
 
 @pytest.fixture

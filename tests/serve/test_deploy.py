@@ -67,3 +67,10 @@ def test_prometheus_scrapes_the_metrics_path() -> None:
     text = (DEPLOY / "prometheus.yml").read_text(encoding="utf-8")
     assert "metrics_path: /metrics" in text
     assert "127.0.0.1:8000" in text
+
+
+def test_the_unit_of_systemd_outlives_the_trainer_and_keeps_secrets() -> None:
+    """By itself systemd stops a service one of whose processes ran out of memory."""
+    unit = (DEPLOY.parent / "docs" / "operations.md").read_text(encoding="utf-8").partition("[Service]")[2]
+    lines = {line.strip() for line in unit.partition("[Install]")[0].splitlines()}
+    assert {"OOMPolicy=continue", "LimitCORE=0", "UMask=0077", "Restart=on-failure"} <= lines

@@ -273,6 +273,18 @@ def test_what_came_while_nobody_looked_is_not_missed(store: Store) -> None:
     assert len(reader.read(now - 6000)) == 5
 
 
+def test_a_date_in_the_future_hides_nothing(store: Store) -> None:
+    """Until that date has come, and after it."""
+    now, moment = time.time(), 0.0
+    reader = RequestReader(store.requests.rows, clock=lambda: now + moment)
+    store.requests.add([invented(SHARED, now + 1000, 0.5, RNG)])
+    assert len(reader.read()) == 1
+    for moment, count in ((50.0, 2), (900.0, 3), (2000.0, 5)):
+        ended = [moment - 1] if moment < 2000 else [950.0, 1999.0]  # nobody looked for a while
+        store.requests.add([invented(SHARED, now + at, 0.5, RNG) for at in ended])
+        assert len(reader.read()) == count
+
+
 def test_columns_hold_what_the_rows_say(filled: Store) -> None:
     rows = filled.requests.rows()
     found = RequestReader(filled.requests.rows).read()

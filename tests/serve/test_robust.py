@@ -260,7 +260,9 @@ def test_a_thousand_leave_the_shipped_pair(tmp_path: Path, capsys: pytest.Captur
             time.sleep(2.5)  # an engine at rest gives back free memory
             return server.rss, server.files, server.threads
 
-        run(many_leave(server, 400, Counter()), 500)  # what is bounded fills: code, caches, heaps
+        # What is bounded fills meanwhile: generated code, merged weights, heaps. That takes about a thousand
+        # requests and 10 MB; after 400 the rest of it would look like a leak of 1 %.
+        run(many_leave(server, 1400, Counter()), 500)
         before = settled()
         run(many_leave(server, 1000, left), 500)
         after = settled()
@@ -272,7 +274,7 @@ def test_a_thousand_leave_the_shipped_pair(tmp_path: Path, capsys: pytest.Captur
         print(f"\n{dict(left)}; {aborted:.0f} aborted; MB, files, threads {before} -> {after}: {drift:+.2%}")
     assert sum(left.values()) == 1000
     assert aborted > 300
-    assert drift < 0.01
+    assert drift < 0.005
     assert after[1] <= before[1] + 2  # the store's connections come and go
     assert after[2] <= before[2] + 1
 

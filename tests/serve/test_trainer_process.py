@@ -36,7 +36,7 @@ from moedraft.distill.governor import Load, write_load
 from moedraft.distill.messages import TRAINING, Begin
 from moedraft.learning_state import LearningKind
 from moedraft.serve.supervisor.child import CHUNK, Child, ChildFailed
-from moedraft.serve.supervisor.supervisor import BREATH, COMMAND, TrainerSupervisor
+from moedraft.serve.supervisor.supervisor import BREATH, COMMAND, Conversation, TrainerSupervisor
 from moedraft.serve.worker.worker import Worker
 from moedraft.showcase.shipped import examples
 from moedraft.storage.store import Store
@@ -736,3 +736,50 @@ def test_the_shipped_pair_learns_while_it_serves(mini_system: System) -> None:
     trainer.stop()
     worker.stop()
     assert trainer.state().updates >= 2
+
+
+# -- silence -------------------------------------------------------------------------------------
+
+
+class Mute:
+    """A child that says nothing and has used `used` seconds of processor time."""
+
+    def __init__(self) -> None:
+        self.used: float | None = 0.0
+
+    def read(self, seconds: float) -> list[bytes]:
+        time.sleep(seconds)
+        return []
+
+    def processor_seconds(self) -> float | None:
+        return self.used
+
+
+def test_who_gets_no_processor_is_not_taken_for_hung() -> None:
+    """The lowest priority under sustained load: slow is no fault, and its expert is not to be blamed."""
+    child = Mute()
+    conversation = Conversation(child, 0.2)  # type: ignore[arg-type]
+    for _ in range(30):
+        conversation.hear(0.02, starved=True)
+        child.used = (child.used or 0.0) + 0.001
+    with pytest.raises(ChildFailed, match="said nothing"):  # noqa: PT012
+        for _ in range(30):  # one that works and works is
+            child.used += 0.02
+            conversation.hear(0.02, starved=True)
+
+
+@pytest.mark.parametrize("used", [0.0, None])
+def test_without_a_load_silence_is_silence(used: float | None) -> None:
+    child = Mute()
+    child.used = used
+    conversation = Conversation(child, 0.2)  # type: ignore[arg-type]
+    with pytest.raises(ChildFailed, match="said nothing"):  # noqa: PT012
+        for _ in range(30):
+            conversation.hear(0.02, starved=used is None)
+
+
+def test_processor_time_is_told(child: Callable[[str], Child]) -> None:
+    busy = child("while True: pass")
+    until(lambda: (busy.processor_seconds() or 0) > 0.1)
+    idle = child("sys.stdin.read()")
+    assert (idle.processor_seconds() or 0) < 5

@@ -18,7 +18,7 @@ from serve_fakes import tiny_system
 from moedraft.core import InvalidRequest, RequestOutput, SamplingParams, StorageError
 from moedraft.distill.governor import read_load
 from moedraft.serve.worker.meter import Meter
-from moedraft.serve.worker.worker import Draining, Overloaded, Ticket, Worker
+from moedraft.serve.worker.worker import Draining, EngineFailed, Overloaded, Ticket, Worker
 from moedraft.system.build import System
 
 LONG = SamplingParams(max_tokens=200)
@@ -707,14 +707,43 @@ def test_a_dead_thread_is_a_stall(system: System, monkeypatch: pytest.MonkeyPatc
         assert (await ticket.result()).finish_reason == "abort"
         await until(lambda: worker.progress_stalled(1e9))
         assert "thread has ended" in (worker.snapshot().failed or "")
-        with pytest.raises(Draining):
+        assert worker.dead
+        with pytest.raises(EngineFailed):
             await worker.submit("1", LONG)
 
     run(ask())
     worker.stop()
 
 
+def test_an_engine_that_fails_gets_one_request_at_a_time(
+    gated: Worker, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def ask() -> None:
+        gated._engine.failed = "three steps in a row failed"
+        trial = await submitted(gated, gate, 0)
+        with pytest.raises(EngineFailed):
+            gated.check_room()
+        with pytest.raises(EngineFailed):
+            await gated.submit("1", params())
+        gate.open()
+        assert (await trial.result()).finish_reason == "length"
+        assert (await (await gated.submit("1", params())).result()).finish_reason == "length"
+        assert not gated.dead
+
+    run(ask())
+
+
 # -- the load ------------------------------------------------------------------------------------
+
+
+def test_what_could_not_be_overwritten_is_tried_again(worker: Worker) -> None:
+    home = worker.system.store.home
+    home.erasing = True
+
+    async def ask() -> None:
+        await until(lambda: not home.erasing)
+
+    run(ask())
 
 
 def test_the_load_reaches_the_store(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import sqlite3
 import stat
 import subprocess
 import sys
@@ -223,9 +224,65 @@ def test_purged_bytes_are_overwritten(path: Path) -> None:
     assert needle not in purged
 
 
-def test_only_db_knows_sqlite() -> None:
-    """The seam for another database."""
+def test_a_reader_that_stands_still_holds_up_overwriting_and_no_more(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a trainer that was stopped in the middle of reading."""
+    monkeypatch.setattr("moedraft.storage.db.BUSY_SECONDS", 0.2)
+    tokens = [123456789] * 5
+    needle = b"".join(token.to_bytes(4, "little") for token in tokens)
+
+    def found() -> bool:
+        return any(needle in file.read_bytes() for file in path.glob(f"{DATABASE}*"))
+
+    with Home.open(path) as home, Home.open(path, write=False) as other:
+        replay = ReplayBuffer(home, 10)
+        replay.add([record(token_ids=tokens)])
+        with other.read() as reading:
+            reading.exec_driver_sql("SELECT count(*) FROM replay").scalar()
+            assert replay.purge() == 1
+            assert replay.count() == 0
+            assert home.erasing
+            assert found()
+            assert not home.checkpoint(wait=False)
+        assert home.checkpoint(wait=False)
+        assert not home.erasing
+        assert not found()
+        replay.add([record()])  # it waits for others as before
+        with monkeypatch.context() as patch:
+            patch.setattr("moedraft.storage.db._pragma", _fails)
+            assert not home.checkpoint()
+        assert home.erasing
+
+
+def _fails(*_: object) -> None:
+    raise sqlite3.OperationalError("disk I/O error")
+
+
+def test_what_a_killed_process_left_in_the_journal_is_overwritten(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = [123456789] * 5
+    with Home.open(path) as home:
+        ReplayBuffer(home, 10).add([record(token_ids=tokens)])
+        with monkeypatch.context() as patch:
+            patch.setattr(Home, "checkpoint", lambda home: None)
+            ReplayBuffer(home, 10).purge()
+        files = {file.name: file.read_bytes() for file in path.glob(f"{DATABASE}*")}
+    for name, content in files.items():  # as they were before it ended
+        (path / name).write_bytes(content)
+    (path / f"{DATABASE}-shm").unlink()
+    needle = b"".join(token.to_bytes(4, "little") for token in tokens)
+    assert any(needle in file.read_bytes() for file in path.glob(f"{DATABASE}*"))
+    with Home.open(path):
+        assert not any(needle in file.read_bytes() for file in path.glob(f"{DATABASE}*"))
+
+
+def test_only_db_and_backups_know_sqlite() -> None:
+    """The seam for another database, which has backups of its own."""
     package = Path(sys.modules["moedraft.storage"].__file__ or "").parent
     for module in package.glob("*.py"):
         text = module.read_text()
-        assert module.name == "db.py" or ("PRAGMA" not in text and "sqlite3" not in text), module.name
+        assert module.name in ("db.py", "backup.py") or ("PRAGMA" not in text and "sqlite3" not in text), (
+            module.name
+        )

@@ -77,6 +77,47 @@ def test_a_first_schema_home_still_serves(first: Path) -> None:
         assert RequestLog(home).summary()["sql"].accepted_tokens == stats().speculation.num_accepted_tokens
 
 
+def test_a_copy_is_kept_before_an_upgrade(first: Path) -> None:
+    """A migration has no way back but this."""
+    before = schema(first)
+    Home.open(first).close()
+    [copy] = first.glob(f"{DATABASE}.0*")
+    assert copy.stat().st_mode & 0o077 == 0
+    Home.open(first).close()
+    assert [copy] == list(first.glob(f"{DATABASE}.0*"))
+    copy.replace(first / DATABASE)
+    assert schema(first) == before
+
+
+def test_without_room_for_a_copy_nothing_is_upgraded(first: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, connect = schema(first), sqlite3.connect
+
+    def full(path: object, *args: object, **options: object) -> sqlite3.Connection:
+        connection = connect(path, *args, **options)  # type: ignore[call-overload]
+        if str(path).endswith(".tmp"):
+            connection.execute("PRAGMA max_page_count = 2")
+        return connection  # type: ignore[no-any-return]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sqlite3, "connect", full)
+        with pytest.raises(StorageError, match="cannot be copied before its upgrade"):
+            Home.open(first)
+    assert schema(first) == before
+    assert not list(first.glob(f".{DATABASE}*"))
+    Home.open(first).close()
+
+
+def test_a_file_system_without_the_journal_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stubborn(sqlite3.Connection):
+        def execute(self, statement: str, *rest: object) -> sqlite3.Cursor:  # type: ignore[override]
+            return super().execute("SELECT 'delete'" if "journal_mode" in statement else statement, *rest)
+
+    connect = sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", lambda *a, **o: connect(*a, **o, factory=Stubborn))
+    with pytest.raises(StorageError, match="SQLite cannot share"):
+        Home.open(path)
+
+
 def test_the_first_migration_was_never_edited(path: Path, tmp_path: Path, later: Path) -> None:
     (later / "versions/later.py").unlink()
     Home.open(path).close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Hashable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
 from nicegui import ui
@@ -18,6 +19,7 @@ from moedraft.serve.dashboard.markup import Markup, legend, notice, numbers, tag
 V = TypeVar("V")
 Legend = Iterable[tuple[str, str, str]]  # (name, colour, last figure)
 
+VIEWS = ThreadPoolExecutor(2, "moedraft-views")  # of its own: prompts must not queue behind slow views
 log = logging.getLogger(__name__)
 
 SKELETON = tag(
@@ -67,7 +69,7 @@ class Live(Generic[V]):
             show_out()
             return
         try:
-            view = await asyncio.to_thread(self._see)
+            view = await asyncio.get_running_loop().run_in_executor(VIEWS, self._see)
         except Exception as error:  # whatever went wrong, a notice must say that the figures are old
             expected = isinstance(error, StorageError)
             log.warning("The dashboard has no new figures: %s", error, exc_info=None if expected else error)

@@ -147,11 +147,12 @@ def replay(request: Request) -> Data:
 
 @router.post("/replay/purge")
 def purge(request: Request, body: Purge) -> Data:
-    """Delete the records of a domain, or all, their bytes overwritten."""
+    """Delete the records of a domain, or all. `overwritten`: their bytes too; else that is tried again."""
     context = context_of(request)
     # Records of requests that were answered before must not be written after the purge.
     context.worker.system.recorder.flush()
-    return {"domain": body.domain, "purged": changes.purge(context.store, body.domain)}
+    count = changes.purge(context.store, body.domain)
+    return {"domain": body.domain, "purged": count, "overwritten": not context.store.home.erasing}
 
 
 @router.post("/route")

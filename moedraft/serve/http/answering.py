@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from sse_starlette import EventSourceResponse
+from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
 from moedraft.core import RequestOutput
@@ -31,7 +32,7 @@ T = TypeVar("T")
 async def answer(request: Request, context: ServerContext, reply: Reply) -> Response:
     """The response to `reply`'s plan.
 
-    Raises ApiError, InvalidRequest, Overloaded or Draining, always before anything was sent.
+    Raises ApiError, InvalidRequest, Overloaded, EngineFailed or Draining, always before anything was sent.
     """
     deadline = time.monotonic() + context.settings.request_timeout
     if reply.plan.stream:
@@ -41,7 +42,12 @@ async def answer(request: Request, context: ServerContext, reply: Reply) -> Resp
             return Response(status_code=CLIENT_GONE)
         return TicketStream(_events(reply, tickets, deadline), tickets, context.settings.send_timeout)
     outputs = await _while_connected(request, _whole(context, reply.plan, deadline))
-    return JSONResponse(reply.whole(outputs)) if outputs else Response(status_code=CLIENT_GONE)
+    if not outputs:
+        return Response(status_code=CLIENT_GONE)
+    if reply.plan.params.logprobs is None:
+        return JSONResponse(reply.whole(outputs))
+    # Thousands of small objects: beside the event loop, where others wait for their pieces.
+    return await run_in_threadpool(lambda: JSONResponse(reply.whole(outputs)))
 
 
 async def _submit(context: ServerContext, plan: GenerationPlan) -> list[Ticket]:

@@ -13,7 +13,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from moedraft.core import InvalidRequest, MoedraftError, PromptTooLong, StorageError, UnknownName
-from moedraft.serve.worker.worker import Draining, Overloaded
+from moedraft.serve.worker.worker import Draining, EngineFailed, Overloaded
 
 CLIENT_GONE = 499  # status for the log and the metrics when the client has disconnected; it is never sent
 SHOWN = 80  # how many characters of a client's input an error message repeats
@@ -72,6 +72,8 @@ def api_error(error: Exception) -> ApiError:
         return ApiError(429, str(error), code="overloaded", headers=retry)
     if isinstance(error, Draining):
         return ApiError(503, str(error), code="shutting_down", headers={"retry-after": "5"})
+    if isinstance(error, EngineFailed):
+        return ApiError(503, str(error), code="engine_failed", headers={"retry-after": "5"})
     if isinstance(error, StorageError):  # the error's own message names the home, which clients must not see
         return ApiError(503, "The server's storage cannot be used now.", code="storage_unavailable")
     if isinstance(error, UnknownName):

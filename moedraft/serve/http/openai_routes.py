@@ -57,9 +57,9 @@ def _domains(context: ServerContext) -> tuple[str, ...]:
 def _cards(context: ServerContext) -> list[ModelCard]:
     target = target_name(context.settings)
     served = set(_domains(context))
-    domains = [domain for domain in context.store.registry.domains() if domain.name in served]
     rows = [
-        ModelCard(id=f"{target}:{domain.name}", created=int(domain.created_at), parent=target)
-        for domain in domains
+        ModelCard(id=f"{target}:{name}", created=int(created_at), parent=target)
+        for name, created_at in context.store.registry.domain_names()
+        if name in served
     ]
     return [ModelCard(id=target, created=0), *rows]

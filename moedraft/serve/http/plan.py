@@ -13,6 +13,7 @@ from moedraft.serve.http.schema import ChatRequest, CompletionRequest, Generatio
 
 Prompt = str | list[int]
 COMPLETION_TOKENS = 16  # the default of OpenAI's API
+MOST_LOGPROBS = 100_000  # of one answer that is sent in one piece; each of them is an object of its own
 LONGEST_STOP = 1000  # characters; text is held back while it could be the beginning of a stop string
 
 
@@ -77,6 +78,8 @@ def _plan(
 ) -> GenerationPlan:
     n, stop = request.n or 1, [request.stop] if isinstance(request.stop, str) else request.stop or []
     _check_limits(settings, max_tokens, n * len(prompts), stop)
+    if not request.stream:
+        _check_logprobs(max_tokens, n * len(prompts), logprobs)
     if request.stream_options is not None and not request.stream:
         raise _bad("stream_options", "'stream_options' needs 'stream' to be true.")
     options = request.stream_options
@@ -112,6 +115,17 @@ def _check_limits(settings: Settings, max_tokens: int, choices: int, stop: list[
         raise _bad("stop", f"At most {settings.max_stop_strings} stop strings are taken, not {len(stop)}.")
     if any(not one or len(one) > LONGEST_STOP for one in stop):
         raise _bad("stop", f"A stop string has 1 to {LONGEST_STOP} letters.")
+
+
+def _check_logprobs(max_tokens: int, choices: int, logprobs: int | None) -> None:
+    """Each limit for itself allows more than a million objects, which would hold up everybody else."""
+    most = 0 if logprobs is None else choices * max_tokens * (logprobs + 1)
+    if most > MOST_LOGPROBS:
+        raise _bad(
+            "max_tokens",
+            f"Answers times 'max_tokens' times log-probabilities of a token are at most {MOST_LOGPROBS}, "
+            f"not {most}; ask for less of one of them, or for a stream.",
+        )
 
 
 def _bad(param: str, sentence: str) -> ApiError:

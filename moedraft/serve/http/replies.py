@@ -108,9 +108,10 @@ class Reply:
 
     def _fresh(self, index: int, output: RequestOutput) -> list[tuple[int, TokenLogprobs]]:
         """The tokens whose log-probabilities were not sent yet, with these."""
-        pairs = list(zip(output.token_ids, output.logprobs or (), strict=False))
-        start, self._told[index] = self._told[index], len(pairs)
-        return pairs[start:]
+        start = self._told[index]
+        fresh = list(zip(output.token_ids[start:], (output.logprobs or ())[start:], strict=False))
+        self._told[index] += len(fresh)
+        return fresh
 
     def _logprobs(self, index: int, output: RequestOutput) -> dict[str, Any] | None:
         if self.plan.params.logprobs is None:

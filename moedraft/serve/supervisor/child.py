@@ -9,6 +9,7 @@ import signal
 import subprocess
 from collections import deque
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import IO
 
 CHUNK = 65_536  # bytes read at once
@@ -79,6 +80,14 @@ class Child:
     def ended(self) -> bool:
         """Whether it will write no more lines. Lines written before may still have to be read."""
         return self.silent or self.process.poll() is not None
+
+    def processor_seconds(self) -> float | None:
+        """What all its threads have used so far; None where the system does not tell."""
+        try:
+            fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return None
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # in user mode, in the kernel
 
     def close(self, grace: float) -> None:
         """Close its stdin, end it by force after `grace` seconds, and read the rest of what it wrote."""

@@ -216,7 +216,8 @@ class TrainerSupervisor:
         conversation.send(Begin(settings=settings, paused=paused, failures=failures))
         while not self._quit.is_set():
             in_the_way = self._state.trains and not hold.held
-            for message in conversation.hear(WATCH_SECONDS if in_the_way else LOOK_SECONDS):
+            seconds = WATCH_SECONDS if in_the_way else LOOK_SECONDS
+            for message in conversation.hear(seconds, starved=self._busy()):
                 self._answer(conversation, message, hold)
             hold.turn(self._state.trains)
             if hold.held:
@@ -284,7 +285,7 @@ class Conversation:
         self.timeout = timeout  # seconds without a message, after which the child counts as hanging
         self.heard = 0  # how many lines the last `hear` read
         self._rubbish = 0
-        self._last = time.monotonic()
+        self.excuse()
 
     def send(self, message: Message) -> None:
         self.child.send(message.line())
@@ -292,15 +293,26 @@ class Conversation:
 
     def excuse(self) -> None:
         """Reset the timeout for silence, for example after a deliberate stop."""
-        self._last = time.monotonic()
+        self._silence = 0.0
+        self._looked, self._used = time.monotonic(), self.child.processor_seconds()
 
-    def hear(self, seconds: float) -> list[FromTrainer]:
+    def hear(self, seconds: float, *, starved: bool = False) -> list[FromTrainer]:
+        """The messages that came, after waiting `seconds` at most. `starved`: requests take the processor.
+
+        Silence is counted in the child's own processor time then: at the lowest priority it may be slow.
+        """
         lines = self.child.read(seconds)
         self.heard = len(lines)
         messages = [message for line in lines if (message := self._understood(line)) is not None]
+        looked, used = self._looked, self._used
+        self._looked, self._used = time.monotonic(), self.child.processor_seconds()
         if messages:
-            self._last = time.monotonic()
-        elif time.monotonic() - self._last > self.timeout:
+            self._silence = 0.0
+        elif starved and used is not None and self._used is not None:
+            self._silence += min(self._looked - looked, self._used - used)
+        else:
+            self._silence += self._looked - looked
+        if self._silence > self.timeout:
             raise ChildFailed(f"it said nothing for {self.timeout:.0f} s")
         return messages
 

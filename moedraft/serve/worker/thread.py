@@ -21,7 +21,7 @@ from moedraft.cpu.memory import return_free_memory
 from moedraft.cpu.products import generate_ahead
 from moedraft.engine.engine import Engine
 from moedraft.serve.worker.meter import Meter
-from moedraft.serve.worker.ticket import Channel, Draining, Overloaded
+from moedraft.serve.worker.ticket import Channel, Draining, EngineFailed, Overloaded, wake_all
 
 REFRESH_SECONDS = 1.0  # an engine without work looks for new adapters so often
 MAX_FAILURES = 3  # steps in a row that raise before the engine counts as failed
@@ -100,8 +100,8 @@ class EngineThread(threading.Thread):
     ) -> Future[None]:
         """Queue a request. The future says whether the engine accepted it.
 
-        Raises Draining, or Overloaded if `max_waiting` requests wait already. If the future is cancelled,
-        `cancel` must be called for the channel.
+        Raises Draining, EngineFailed, or Overloaded if `max_waiting` requests wait already. If the future is
+        cancelled, `cancel` must be called for the channel.
         """
         job = Job(lambda: self._add(channel, prompt, params, options))
         with self._lock:
@@ -111,7 +111,12 @@ class EngineThread(threading.Thread):
         return job.future
 
     def check_room(self, max_waiting: int) -> None:
-        """Raises what `add` would raise at this moment."""
+        """Raises what `add` would raise at this moment.
+
+        An engine that fails is given one request at a time, because a step that succeeds shows that it works.
+        """
+        if self.failed is not None and (self.closed or self.open):
+            raise EngineFailed
         if self.draining or self.closed:
             raise Draining
         if self.open >= self.slots + max_waiting:
@@ -311,13 +316,8 @@ class EngineThread(threading.Thread):
             except queue.Empty:
                 return
             if isinstance(job, Job):
-                job.refuse(Draining())
+                job.refuse(EngineFailed() if self.failed is not None else Draining())
 
     def _end_all(self) -> None:
         self._box.extend(channel.lost("abort") for channel in list(self._channels.values()))
         self._deliver()
-
-
-def wake_all(channels: list[Channel]) -> None:
-    for channel in channels:
-        channel.wake()

@@ -29,6 +29,13 @@ class Draining(MoedraftError):
         super().__init__("The server is shutting down; send the request to another one.")
 
 
+class EngineFailed(MoedraftError):
+    """The engine's thread has ended, or its last steps failed: nothing can be answered now."""
+
+    def __init__(self) -> None:
+        super().__init__("The engine has failed; try again later, or send the request to another server.")
+
+
 class Channel:
     """The state shared by both sides of a ticket.
 
@@ -160,3 +167,8 @@ class Ticket:
 
     def __del__(self) -> None:
         self.cancel()
+
+
+def wake_all(channels: list[Channel]) -> None:
+    for channel in channels:
+        channel.wake()

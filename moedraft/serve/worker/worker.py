@@ -18,10 +18,10 @@ from moedraft.cpu.memory import return_large_blocks
 from moedraft.distill.governor import Load, write_load
 from moedraft.learning_state import LearningState
 from moedraft.serve.worker.thread import EngineThread
-from moedraft.serve.worker.ticket import Channel, Draining, Overloaded, Ticket
+from moedraft.serve.worker.ticket import Channel, Draining, EngineFailed, Overloaded, Ticket
 from moedraft.system.build import System
 
-__all__ = ["Draining", "Overloaded", "Snapshot", "Ticket", "Worker"]
+__all__ = ["Draining", "EngineFailed", "Overloaded", "Snapshot", "Ticket", "Worker"]
 
 LOAD_SECONDS = 1.0  # between two looks at the load
 LOAD_STALE = 3.0  # s after which an unchanged load is written again, as a sign of life
@@ -105,8 +105,9 @@ class Worker:
     ) -> Ticket:
         """Queue a request. The arguments are those of `Engine.add`.
 
-        Raises InvalidRequest as that does, Overloaded at once if `max_waiting` requests wait already, and
-        Draining after `drain` or `stop`. If the caller is cancelled meanwhile, the request is aborted.
+        Raises InvalidRequest as that does, Overloaded at once if `max_waiting` requests wait already,
+        EngineFailed if nothing can be answered, and Draining after `drain` or `stop`. If the caller is
+        cancelled meanwhile, the request is aborted.
         """
         channel = Channel(uuid.uuid4().hex, asyncio.get_running_loop())
         options = {"expert": expert, "draft": draft, "capture": capture, "topic": topic}
@@ -122,7 +123,7 @@ class Worker:
         return ticket
 
     def check_room(self) -> None:
-        """Raises Overloaded or Draining if `submit` would, whatever the request is."""
+        """Raises Overloaded, EngineFailed or Draining if `submit` would, whatever the request is."""
         self._engine.check_room(self.max_waiting)
 
     async def call(self, work: Callable[[System], T]) -> T:
@@ -156,6 +157,11 @@ class Worker:
     def busy(self) -> bool:
         """Whether requests are being served or are waiting."""
         return self._engine.open > 0
+
+    @property
+    def dead(self) -> bool:
+        """The engine's thread has ended by a fault: only a new process serves again."""
+        return self._engine.closed and self._engine.failed is not None
 
     def abort_all(self) -> None:
         """End all requests between two steps."""
@@ -198,11 +204,19 @@ class Worker:
         while self._engine.open and time.monotonic() < deadline and self._engine.is_alive():
             await asyncio.sleep(0.01)
 
+    def _erase(self) -> None:
+        """What was purged while something read on is overwritten as soon as that has ended."""
+        home = self.system.store.home
+        if home.erasing:
+            with suppress(StorageError):
+                home.checkpoint(wait=False)
+
     def _publish_loads(self) -> None:
         """Write the load to the store for the trainer, in a thread of its own, because disks are slow."""
         known: tuple[float, int] | None = None
         known_at = -math.inf
         while not self._quit.wait(LOAD_SECONDS):
+            self._erase()
             now = self.snapshot()
             # The trainer makes way at the first busy second, and comes back when several were calm.
             latest = self._idle_share(self._clock(), LOAD_SECONDS)

@@ -1,0 +1,199 @@
+"""A home as one file and back: a copy of the database made in one step, and the adapters that it knows.
+
+Safe beside a server that writes. What a backup holds is listed in it with SHA-256, and is looked at when it
+is made and when it is restored. Knows no keys: which other files of the home go along is the caller's choice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+import sqlite3
+import tarfile
+import tempfile
+import time
+from collections.abc import Collection, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from moedraft.core import InvalidRequest, StorageError
+from moedraft.storage.adapters import FOLDER, MANIFEST, sync
+from moedraft.storage.db import DATABASE, storage_errors
+
+CONTENTS = "backup.json"  # the first member: what the others are
+FORMAT = 1
+CHUNK = 2**20  # bytes
+MEMBER = re.compile(rf"[a-z]+\.(?:db|toml|json)|{FOLDER}/[a-z0-9_-]+/v[0-9]+/[A-Za-z0-9_][A-Za-z0-9_.-]*")
+VERSIONS = "SELECT domain, version FROM adapter_versions ORDER BY domain, version"
+
+
+def make_backup(home: Path, file: Path, extras: Collection[str] = (), note: Any = None) -> dict[str, Any]:
+    """Write a new `file`, for its owner only; returns what it holds.
+
+    `extras` are files of the home that go along where they are there; `note` is given back by `restore`.
+    Raises InvalidRequest where `file` is there already, StorageError, and OSError for a `file` that cannot
+    be written; nothing is left then.
+    """
+    if file.exists():
+        raise InvalidRequest(f"{file} is there already; a backup overwrites nothing.")
+    with _folder_beside(file) as folder:
+        with storage_errors(home):
+            versions = _copied_database(home / DATABASE, folder / DATABASE)
+            files = {DATABASE: folder / DATABASE}
+            files |= {name: home / name for name in extras if (home / name).is_file()}
+            gone = [one for one in versions if not _add_version(home, one, files)]
+        contents = {
+            "format": FORMAT,
+            "made_at": time.time(),
+            "note": note,
+            "versions": len(versions) - len(gone),
+            "missing": gone,
+            "files": {name: _hash(path) for name, path in files.items()},
+        }
+        packed = folder / "packed"
+        _pack(packed, contents, files)
+        packed.rename(file)
+        sync(file.parent)
+    return contents
+
+
+def restore_backup(file: Path, home: Path, leave_out: Collection[str] = ()) -> dict[str, Any]:
+    """Make `home` of a backup, without the files named in `leave_out`; returns what the backup holds.
+
+    Raises InvalidRequest where `home` is there and not empty, StorageError for a file that is no whole
+    backup, and OSError; there is no home then that was not there before.
+    """
+    if home.exists() and (not home.is_dir() or any(home.iterdir())):
+        raise InvalidRequest(f"{home} is not empty; restore into a new folder.")
+    home.parent.mkdir(parents=True, exist_ok=True)
+    with _folder_beside(home) as folder:
+        new = folder / "home"
+        new.mkdir(mode=0o700)
+        try:
+            contents = _unpacked(file, new, leave_out)
+            _check_database(new / DATABASE)
+        except (tarfile.TarError, ValueError, KeyError, EOFError, sqlite3.DatabaseError) as error:
+            raise StorageError(f"{file} is no whole backup of moedraft: {error}.") from error
+        for path in (*new.rglob("*"), new):
+            sync(path)
+        new.rename(home)  # also over an empty folder
+        sync(home.parent)
+    return contents
+
+
+@contextmanager
+def _folder_beside(path: Path) -> Iterator[Path]:
+    """A private folder on the same disk; it is removed with what is left in it."""
+    folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.absolute().parent))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _copied_database(source: Path, copy: Path) -> list[tuple[str, int]]:
+    """Copy in one step, which no commit can make begin anew; (domain, version) of the adapters it knows."""
+    if not source.is_file():
+        raise StorageError(f"There is no moedraft home at {source.parent}.")
+    copy.touch(mode=0o600)
+    with (
+        closing(sqlite3.connect(f"{source.absolute().as_uri()}?mode=ro", uri=True, timeout=10)) as reading,
+        closing(sqlite3.connect(copy)) as writing,
+    ):
+        try:
+            reading.backup(writing, pages=-1)
+            writing.execute("PRAGMA journal_mode = DELETE")  # one file, whole by itself
+        except sqlite3.DatabaseError as error:
+            raise StorageError(
+                f"The database of the home {source.parent} cannot be copied: {error}."
+            ) from error
+    _check_database(copy)
+    with closing(sqlite3.connect(copy)) as reading:
+        return [(str(domain), int(version)) for domain, version in reading.execute(VERSIONS)]
+
+
+def _check_database(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        found = connection.execute("PRAGMA integrity_check(1)").fetchone()[0]
+        connection.execute("SELECT version_num FROM alembic_version")
+    if found != "ok":
+        raise StorageError(f"The database {path.name} is damaged: {found}.")
+
+
+def _add_version(home: Path, version: tuple[str, int], files: dict[str, Path]) -> bool:
+    """Add the files of an adapter. False: it is not there, or not whole, and is passed over when served."""
+    name = f"{FOLDER}/{version[0]}/v{version[1]}"
+    found = {f"{name}/{path.name}": path for path in sorted((home / name).glob("*")) if path.is_file()}
+    try:
+        told = json.loads((home / name / MANIFEST).read_text(encoding="utf-8"))["files"]
+        if any(told[one] != _hash(home / name / one) for one in told):
+            return False
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    files |= found
+    return True
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _pack(packed: Path, contents: dict[str, Any], files: dict[str, Path]) -> None:
+    data = json.dumps(contents, indent=1).encode()
+    with os.fdopen(os.open(packed, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
+        with tarfile.open(fileobj=out, mode="w") as archive:
+            first = tarfile.TarInfo(CONTENTS)
+            first.size, first.mode = len(data), 0o600
+            archive.addfile(first, io.BytesIO(data))
+            for name, path in files.items():
+                info = tarfile.TarInfo(name)
+                info.size, info.mode = path.stat().st_size, 0o600
+                with path.open("rb") as file:
+                    archive.addfile(info, file)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def _unpacked(file: Path, folder: Path, leave_out: Collection[str]) -> dict[str, Any]:
+    """Every member is a file that the contents name, of a name that a home has, with the bytes they tell."""
+    with tarfile.open(file, mode="r:") as archive:
+        contents: dict[str, Any] = json.loads(_opened(archive, archive.next()).read())
+        if contents["format"] != FORMAT:
+            raise StorageError(f"{file} was made by a newer moedraft; upgrade it.")
+        files = dict(contents["files"])
+        while (member := archive.next()) is not None:
+            wanted = files.pop(member.name)
+            if not MEMBER.fullmatch(member.name):
+                raise ValueError(f"{member.name!r} is nothing that a home has")
+            if (
+                member.name not in leave_out
+                and _write(folder / member.name, _opened(archive, member)) != wanted
+            ):
+                raise ValueError(f"{member.name!r} is not what was stored")
+    if files:
+        raise ValueError(f"{next(iter(files))!r} is missing")
+    return contents
+
+
+def _opened(archive: tarfile.TarFile, member: tarfile.TarInfo | None) -> IO[bytes]:
+    content = archive.extractfile(member) if member is not None and member.isreg() else None
+    if content is None:
+        raise ValueError("it holds something that is no file")
+    return content
+
+
+def _write(path: Path, content: IO[bytes]) -> str:
+    """The SHA-256 of what was written."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    digest = hashlib.sha256()
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        while part := content.read(CHUNK):
+            digest.update(part)
+            file.write(part)
+    return digest.hexdigest()

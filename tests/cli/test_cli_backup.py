@@ -1,0 +1,198 @@
+"""`backup` and `restore`: whole, private, beside a server that writes, and without keys that were revoked."""
+
+from __future__ import annotations
+
+import io
+import json
+import stat
+import tarfile
+import threading
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from candidates import candidate
+from cli_fakes import Run
+
+from moedraft.core import SHARED, ReplayRecord
+from moedraft.serve.auth.keyring import Keyring
+from moedraft.storage.adapters import MANIFEST
+from moedraft.storage.db import DATABASE
+from moedraft.storage.keys import KEYS_FILE, KeyFile
+from moedraft.storage.store import Store
+
+
+def publish(store: Store, value: float) -> int:
+    return store.adapters.publish(candidate(SHARED, value)).version
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_a_home_comes_back_as_it_was(run: Run, home: Path, store: Store, tmp_path: Path) -> None:
+    """Taken while the home is open for writing."""
+    publish(store, 1.0)
+    publish(store, 2.0)
+    (home / "config.toml").write_text("max_waiting = 7\n")
+    file, new = tmp_path / "home.backup", tmp_path / "new"
+    made = run("backup", file, "--home", home, "--json")
+    assert made.code == 0, made.err
+    assert (made.data["versions"], made.data["missing"]) == (2, [])
+    assert mode(file) == 0o600
+    assert run("backup", file, "--home", home).code == 2  # nothing is overwritten
+    restored = run("restore", file, "--home", new, "--json")
+    assert restored.code == 0, restored.err
+    assert mode(new) == 0o700
+    assert {mode(path) for path in new.rglob("*") if path.is_file()} == {0o600}
+    with closing(Store.open(new)) as found:
+        assert found.registry.domains() == store.registry.domains()
+        assert found.registry.versions() == store.registry.versions()
+        for version in store.registry.versions():
+            assert found.adapters.load(version).tensors["lora_A"].eq(float(version.version)).all()
+    assert (new / "config.toml").read_text() == "max_waiting = 7\n"
+    assert not (new / KEYS_FILE).exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "home.backup", "new"]
+    assert run("restore", file, "--home", new).code == 2  # never over a home
+
+
+def test_a_backup_ends_beside_commits_that_never_stop(
+    run: Run, home: Path, store: Store, tmp_path: Path
+) -> None:
+    with store.home.write() as connection:  # a database that takes a while to copy
+        connection.exec_driver_sql("CREATE TABLE ballast (b BLOB)")
+        connection.exec_driver_sql("INSERT INTO ballast VALUES (randomblob(20000000))")
+    stop, count = threading.Event(), 0
+
+    def commit() -> None:
+        nonlocal count
+        while not stop.is_set():
+            store.registry.set_meta("n", str(count), durable=False)
+            count += 1
+
+    writer = threading.Thread(target=commit)
+    writer.start()
+    try:
+        assert run("backup", tmp_path / "file", "--home", home).code == 0
+    finally:
+        stop.set()
+        writer.join()
+    assert count > 0
+    assert run("restore", tmp_path / "file", "--home", tmp_path / "new").code == 0
+
+
+def test_revoked_keys_do_not_come_back(run: Run, home: Path, store: Store, tmp_path: Path) -> None:
+    old = KeyFile(home).create(["admin"])[0]
+    for name, options in (("without", ()), ("with", ("--keys",))):
+        assert run("backup", tmp_path / name, "--home", home, *options).code == 0
+    KeyFile(home).revoke(old.id)
+    told = run("restore", tmp_path / "with", "--home", tmp_path / "a")
+    assert "no keys and lets nobody in" in told.err
+    assert run("restore", tmp_path / "without", "--keys", "--home", tmp_path / "b").code == 0
+    for new in (tmp_path / "a", tmp_path / "b"):
+        assert KeyFile(new).keys() == []
+        assert not Keyring(KeyFile(new), open_without_keys=True).is_open
+    assert run("restore", tmp_path / "with", "--keys", "--home", tmp_path / "c").code == 0
+    assert KeyFile(tmp_path / "c").keys() == [old]
+    assert old.digest.encode() not in (tmp_path / "without").read_bytes()
+
+
+def test_a_version_that_is_not_whole_is_left_out_by_name(
+    run: Run, home: Path, store: Store, tmp_path: Path
+) -> None:
+    publish(store, 1.0)
+    publish(store, 2.0)
+    (store.adapters.folder(SHARED, 1) / MANIFEST).unlink()
+    made = run("backup", tmp_path / "file", "--home", home, "--json").data
+    assert (made["versions"], made["missing"]) == (1, [[SHARED, 1]])
+
+
+@pytest.fixture
+def file(run: Run, home: Path, store: Store, tmp_path: Path) -> Path:
+    publish(store, 1.0)
+    assert run("backup", tmp_path / "file", "--home", home).code == 0
+    return tmp_path / "file"
+
+
+def test_a_damaged_backup_makes_no_home(run: Run, file: Path, tmp_path: Path) -> None:
+    whole = file.read_bytes()
+    places = range(700, len(whole) - 20_000, len(whole) // 12)
+    for damaged in (b"", b"no archive", whole[: len(whole) // 2], *(_flipped(whole, at) for at in places)):
+        file.write_bytes(damaged)
+        result = run("restore", file, "--home", tmp_path / "new")
+        assert result.code == 0 or "no whole backup" in result.err or "damaged" in result.err
+        if result.code:
+            assert not (tmp_path / "new").exists()
+        else:  # the bit was in what fills up a block
+            assert damaged not in (b"", b"no archive", whole[: len(whole) // 2])
+            _remove(tmp_path / "new")
+
+
+def _flipped(whole: bytes, at: int) -> bytes:
+    return whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
+
+
+def _remove(folder: Path) -> None:
+    for path in sorted(folder.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    folder.rmdir()
+
+
+@pytest.mark.parametrize(
+    "name", ["../evil", "/tmp/evil", "adapters/../../x/v1/evil", "adapters/x/v1/..", "router/x"]
+)
+def test_a_name_leads_nowhere_else(run: Run, file: Path, tmp_path: Path, name: str) -> None:
+    with tarfile.open(file) as archive:
+        members = [(one.name, archive.extractfile(one).read()) for one in archive]  # type: ignore[union-attr]
+    contents = json.loads(members[0][1])
+    contents["files"][name] = contents["files"][DATABASE]
+    members = [("backup.json", json.dumps(contents).encode()), *members[1:], (name, dict(members)[DATABASE])]
+    with tarfile.open(file, "w") as archive:
+        for one, data in members:
+            info = tarfile.TarInfo(one)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    result = run("restore", file, "--home", tmp_path / "new")
+    assert (result.code, (tmp_path / "new").exists()) == (2, False)
+    assert "nothing that a home has" in result.err
+    assert not list(tmp_path.rglob("evil"))
+
+
+def test_what_is_taken_out_is_for_its_owner_only(run: Run, home: Path, store: Store, tmp_path: Path) -> None:
+    store.replay.add([_record()])
+    assert run("replay", "export", "--out", tmp_path / "out", "--home", home).code == 0
+    assert mode(tmp_path / "out") == 0o600
+
+
+def test_a_home_that_others_may_read_is_tightened(home: Path, store: Store) -> None:
+    store.close()
+    home.chmod(0o755)
+    Store.open(home, write=False).close()
+    assert mode(home) == 0o755  # who only reads changes nothing
+    Store.open(home).close()
+    assert mode(home) == 0o700
+
+
+def test_a_folder_that_is_no_home_keeps_its_mode(tmp_path: Path) -> None:
+    (tmp_path / "new").mkdir(mode=0o755)
+    (tmp_path / "new").chmod(0o1777)
+    Store.open(tmp_path / "new").close()
+    Store.open(tmp_path / "new").close()
+    assert mode(tmp_path / "new") == 0o1777
+
+
+def _record() -> ReplayRecord:
+    return ReplayRecord(
+        domain="sql",
+        expert="sql",
+        adapter_version=1,
+        target_id="tiny",
+        token_ids=[1, 2, 3],
+        num_prompt_tokens=2,
+        topk_ids=[[3, 9]],
+        topk_logprobs=[[-0.125, -3.5]],
+        rejected=[],
+        drafted=1,
+        accepted=1,
+        created_at=12.5,
+    )
