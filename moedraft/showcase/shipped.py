@@ -18,9 +18,10 @@ class Query:
 
 
 def examples() -> dict[str, list[str]]:
-    """Example prompts by domain name."""
+    """Example prompts by domain name, of the domains that the stream and the held-out prompts are of."""
     folder = importlib.resources.files("moedraft.data") / "domains"
-    files = sorted((f for f in folder.iterdir() if f.name.endswith(".jsonl")), key=lambda f: f.name)
+    served = {f"{query.domain}.jsonl" for query in heldout()}
+    files = sorted((f for f in folder.iterdir() if f.name in served), key=lambda f: f.name)
     return {file.name.removesuffix(".jsonl"): [row["prompt"] for row in _rows(file)] for file in files}
 
 

@@ -179,7 +179,9 @@ def teach(system: System, supervisor: TrainerSupervisor, version: int) -> Row:
     (staged / CONFIG).write_text(json.dumps(PEFT))
     save_file(stamped(system.bank, "python", version), staged / WEIGHTS)
     publish = {"type": "publish", "folder": folder, "expert": "python", "parent": version - 1}
-    publish |= {"base_hash": system.bank.base_hash, "acceptance": 0.5 + version / 16, "rank": RANK}
+    publish |= {"base_hash": system.bank.base_hash, "rank": RANK, "records": 8 * version, "held_out": 2}
+    publish |= {"steps": 4, "loss": 1.75 / version}
+    publish |= {"acceptance_before": 0.25, "acceptance_after": 0.5 + version / 16}
     update: Row = {"expert": "python", "version": version, "records": 8 * version, "steps": 4}
     update |= {"loss": 1.75 / version, "seconds": 2.5 * version, "created_at": time.time()}
     update |= {"acceptance_before": 0.25, "acceptance_after": 0.25 + version / 16}
@@ -457,7 +459,7 @@ def test_clients_metrics_and_store_agree(stage: Stage) -> None:
             ),
         }
         for name in ("drafts", "draft_tokens", "accepted_tokens"):
-            kept = sum(getattr(row, f"num_{name}") for row in own)
+            kept = sum(getattr(row.speculation, f"num_{name}") for row in own)
             sums[f"spec_decode_num_{name}_total"] = sum(one.figures[f"num_{name}"] for one in told), kept
         for name, both in sums.items():
             assert (scrape.total(name, expert=expert),) * 2 == both
