@@ -65,7 +65,7 @@ def say(message):
 begin = json.loads(sys.stdin.readline())
 lesson = Path(begin["settings"]["home"]) / "lesson.json"
 while True:
-    say({"type": "state", "status": "waiting", "waits": sys.argv[1]})
+    say({"type": "state", "kind": "waiting", "reason": sys.argv[1]})
     if lesson.exists():
         for message in json.loads(lesson.read_text()):
             say(message)
