@@ -61,7 +61,7 @@ def test_the_engine_reads_a_message_and_routes_by_its_words() -> None:
     engine.add("blue", request_id="raw")
     engine.add("blue", request_id="chat", chat=True)
     engine.add([4, 5], request_id="ids", chat=True, topic="the question")
-    found = engine.sequences
+    found = {row.request_id: row for row in engine.sequences}
     assert found["raw"].token_ids == [5]
     assert found["chat"].token_ids == prompt_ids(tokenizer, "blue", chat=True)
     assert found["ids"].token_ids == [4, 5]

@@ -127,8 +127,8 @@ def test_bench_skips_unequal_vocabularies(
     """transformers takes such models for models with different tokenizers and refuses them."""
     load_usual = load_by
 
-    def padded(*arguments: Any) -> LanguageModel:
-        model = load_usual(*arguments)
+    def padded(*arguments: Any, **options: Any) -> LanguageModel:
+        model = load_usual(*arguments, **options)
         model.hf.resize_token_embeddings(model.vocab_size + 64)
         return model
 

@@ -19,7 +19,7 @@ from moedraft.serve.dashboard.markup import Markup, legend, notice, numbers, tag
 V = TypeVar("V")
 Legend = Iterable[tuple[str, str, str]]  # (name, colour, last figure)
 
-VIEWS = ThreadPoolExecutor(2, "moedraft-views")  # of its own: prompts must not queue behind slow views
+VIEWS = ThreadPoolExecutor(2, "dashboard-views")  # of its own: prompts must not queue behind slow views
 log = logging.getLogger(__name__)
 
 SKELETON = tag(
