@@ -1,8 +1,8 @@
 """What the engine asks of a drafter, and what a drafter asks of a model and of its experts.
 
 Implementations: `lookup.LookupDrafter` (what followed the same words before), `model.ModelDrafter` (an
-independent draft model with experts), `feature.FeatureDrafter` (which reads what the target has computed, with
-experts). `chooser.Chooser` combines lookup with one of the others, row by row.
+independent draft model with experts), `feature.FeatureDrafter` (reads what the target has computed, and has
+experts too). `chooser.Chooser` combines lookup with one of the others, row by row.
 """
 
 from __future__ import annotations
