@@ -1,8 +1,8 @@
 """The gate: figures of a candidate on held-out records in, a decision out. It knows no model and no storage.
 
 What counts is the number of tokens that one step of the target is expected to give at the draft length in
-use: 1 + a1 + a1·a2 + …, where a_j is the share of drafts whose token number j is accepted when those before it
-were. The candidate and what serves now are measured on the same records. How sure the gain is comes from a
+use: 1 + a1 + a1·a2 + …, where a_j is the share of drafts whose token number j is accepted when those before
+it were. The candidate and what serves now are measured on the same records. How sure the gain is comes from a
 Bayesian bootstrap over the records (Rubin 1981), made wider where there are few of them, as Student's t is
 wider than the normal distribution.
 """
@@ -93,7 +93,9 @@ def decide(before: Measured, after: Measured, kept: int = 0) -> Verdict:
     return _bounded(compare(before, after), kept)
 
 
-def decide_together(domains: Mapping[str, Options], kept: Mapping[str, int], shared: str) -> dict[str, Verdict]:
+def decide_together(
+    domains: Mapping[str, Options], kept: Mapping[str, int], shared: str
+) -> dict[str, Verdict]:
     """The verdicts on one joint update, by adapter; `shared` is the name of the shared one.
 
     The new shared adapter goes with the experts that were trained on it, except those whose domain is better
@@ -173,5 +175,5 @@ def _of_expert(options: Options, goes: bool, whole: Verdict, kept: int) -> Verdi
         return replace(own, decision=whole.decision)
     if goes:
         return replace(own, decision="promote")
-    left_out = "discard" if own.decision == "discard" else "keep"
+    left_out: GateDecision = "discard" if own.decision == "discard" else "keep"
     return _bounded(replace(own, decision=left_out), kept)
