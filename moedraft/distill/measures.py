@@ -24,7 +24,6 @@ from moedraft.distill.joint_student import JointStudent
 from moedraft.distill.trainer import Trainer
 from moedraft.storage.candidate import Weights
 
-
 Serving = Mapping[str, Weights | None]  # by name: the shared adapter and an expert; None: untrained
 
 

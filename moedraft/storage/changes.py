@@ -6,10 +6,8 @@ Registering and removing domains is not here, because it needs a router.
 from __future__ import annotations
 
 from moedraft.core import DOMAIN_NAME, SHARED, AdapterVersion, Domain, InvalidRequest, UnknownName
-from moedraft.storage.registry import Registry
+from moedraft.storage.registry import PIN, Registry
 from moedraft.storage.store import Store
-
-PIN = "pinned:"  # and a name: the meta key that exists while it is pinned
 
 
 def promote(store: Store, name: str, version: int) -> AdapterVersion | None:
