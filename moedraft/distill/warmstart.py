@@ -58,7 +58,7 @@ def warm_start(
     chat: bool = True,
     on_progress: Progress = lambda done, text, total: None,
 ) -> WarmStart:
-    """Teach `domain` from `count` of its examples. Its versions are published and loaded.
+    """Teach `domain` from `count` of its examples. Versions that pass the gate are published and loaded.
 
     chat: the examples go through the model's chat template, where it has one.
 
@@ -67,7 +67,8 @@ def warm_start(
     chosen, held_out = split_examples(domain.examples, count)
     before = _measure(system, domain.name, held_out, on_progress, "Measuring before", chat)
     _answer(system, domain.name, chosen, on_progress, "Answering examples", chat, learn=True)
-    updates = [_update(loop, domain.name, steps // UPDATES, part, on_progress) for part in range(UPDATES)]
+    made = [_update(loop, domain.name, steps // UPDATES, part, on_progress) for part in range(UPDATES)]
+    updates = [one for one in made if one is not None]
     system.refresh()
     after = _measure(system, domain.name, held_out, on_progress, "Measuring after", chat)
     return WarmStart(len(chosen), len(held_out), updates, before, after)
@@ -105,7 +106,8 @@ def _measure(
     return sum(output.speculation.num_accepted_tokens for output in outputs) / drafted if drafted else None
 
 
-def _update(loop: DistillLoop, name: str, steps: int, part: int, on_progress: Progress) -> Update:
+def _update(loop: DistillLoop, name: str, steps: int, part: int, on_progress: Progress) -> Update | None:
+    """One update; None where the gate let nothing of it pass."""
     update = loop.run_once(
         name,
         steps=max(steps, 1),
@@ -113,6 +115,6 @@ def _update(loop: DistillLoop, name: str, steps: int, part: int, on_progress: Pr
     )
     if update is None and loop.state.is_paused:
         raise StorageError(loop.state.reason)
-    if update is None:
+    if update is None and not loop.outcomes:
         raise InvalidRequest("the answers were too few to learn from; let more examples be answered.")
     return update
