@@ -92,9 +92,10 @@ def arm_of(bench: Bench, name: str) -> Arm:
     # The target's own matrices are shared by all students, everything else is copied.
     memo: dict[int, Any] = {id(bench.base.embeddings): bench.base.embeddings}
     memo[id(bench.base.lm_head.weight)] = bench.base.lm_head.weight
+    memo[id(bench.base.output)] = bench.base.output
     draft = copy.deepcopy(bench.base, memo)
     if bench.args.own and name != "static":
-        draft.use_vocabulary(union([draft.vocabulary, *own_lists(bench).values()]), bench.output)
+        draft.use_vocabulary(union([draft.vocabulary, *own_lists(bench).values()]))
         draft.lm_head.requires_grad_(False)
     rank = bench.args.rank
     student = JointStudent(draft, "", rank=rank, shared_rank=2 * rank if name == "shared" else rank)

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 import torch
 
 from moedraft import cpu
-from moedraft.core import SHARED
+from moedraft.core import SHARED, CorruptAdapter
 from moedraft.cpu import groups
-from moedraft.cpu.products import Product
-from moedraft.drafting.adapter import Adapter, read_adapter
+from moedraft.drafting.adapter import HEAD, Adapter, read_adapter
+from moedraft.drafting.heads import ExpertHeads
 from moedraft.drafting.layer import LoRALinear, Mixed
 from moedraft.drafting.merged import MergedExperts, Products
 from moedraft.drafting.modules import AdaptableBase, adaptable, keeps_cache
+from moedraft.feature.model import FeatureDraft
 
 
 @dataclass(frozen=True)
@@ -28,28 +29,31 @@ class Prepared:
     """New versions, with what was computed for them before they are used."""
 
     changes: Mapping[str, Adapter | None]  # by expert; None: the zero adapter
-    weights: dict[str, torch.Tensor]  # base with the shared adapter merged in, by module
-    products: Products  # with these weights
+    shared: Adapter | None  # what the weights below hold beside the base's
+    products: Products  # base with the shared adapter merged in
     merged: dict[str, tuple[Adapter, Products]]  # by expert: the version, and its merged weights
 
 
 class ExpertBank:
     """The shared adapter and all experts of one draft base. `select` comes before each forward."""
 
-    def __init__(self, draft: AdaptableBase, scope: str = "tail", merged_cache_mb: int = 512) -> None:
+    def __init__(self, draft: AdaptableBase, merged_cache_mb: int = 512) -> None:
         self.base_hash = draft.weights_hash()  # before the layers below are wrapped
         self.experts: dict[str, Adapter] = {}
         self.shared: Adapter | None = None
-        self.grouped = cpu.suits(draft)  # a mixed batch goes expert by expert
-        self.layers = _wrapped(draft, self.grouped)
+        small = cpu.suits(draft)
+        self.layers = _wrapped(draft, small)
+        self.heads: ExpertHeads | None = None
+        if isinstance(draft.hf, FeatureDraft):
+            self.heads = ExpertHeads(draft.hf, self.layers[HEAD])
+        self.grouped = small and self.heads is None  # a mixed batch goes expert by expert
         self.tail = frozenset(name for name in self.layers if keeps_cache(name, draft.num_layers))
-        self.merged = MergedExperts(merged_cache_mb * 2**20, copies=2 if self.grouped else 1)
+        self.merged = MergedExperts(merged_cache_mb * 2**20, copies=2 if small else 1)
         self.selected: tuple[str, ...] | None = None
         self._bases: Products = {}  # the base's own weights, where they have a faster layout
-        if self.grouped:
+        if small:
             self._bases = {n: layer.with_weight(layer.base_weight()) for n, layer in self.layers.items()}
         self._bare = False
-        self._shared_weights: dict[str, torch.Tensor] = {}
         self._shared_products: Products = {}
 
     # -- publishing ------------------------------------------------------------------------------
@@ -67,16 +71,14 @@ class ExpertBank:
         Any thread may call this while the engine drafts, but only one thread at a time. Weights of the
         experts in `recent` are merged, so that a batch of one of them alone can use them at once.
         """
-        weights, products = self._shared_weights, self._shared_products
+        shared, products = self.shared, self._shared_products
         if SHARED in changes:
             shared = changes[SHARED]
-            deltas = shared.deltas if shared else {}
-            weights = {name: self.layers[name].base_weight() + b @ a for name, (a, b) in deltas.items()}
-            products = {name: self.layers[name].with_weight(weight) for name, weight in weights.items()}
+            products = self._merged(shared) if shared else {}
         again = [name for name in recent if SHARED in changes or name in changes]
         adapters = {name: changes.get(name, self.experts.get(name)) for name in again}
-        merged = {name: (a, self._merged(a, weights)) for name, a in adapters.items() if a is not None}
-        return Prepared(changes, weights, products, merged)
+        merged = {name: (a, self._merged(shared, a)) for name, a in adapters.items() if a is not None}
+        return Prepared(changes, shared, products, merged)
 
     def take(self, prepared: Prepared) -> set[str]:
         """Use these versions from the next forward on. Returns the experts whose keys and values change."""
@@ -88,7 +90,7 @@ class ExpertBank:
                 stale.add(expert)
             if expert == SHARED:
                 self.shared = adapter
-                self._shared_weights, self._shared_products = prepared.weights, prepared.products
+                self._shared_products = prepared.products
                 self.merged.clear()
             elif adapter is None:
                 self.experts.pop(expert, None)
@@ -96,7 +98,7 @@ class ExpertBank:
                 self.experts[expert] = adapter
             self.merged.drop(expert)
         for expert, (merged_of, products) in prepared.merged.items():
-            if self.experts.get(expert) is merged_of and prepared.weights is self._shared_weights:
+            if self.experts.get(expert) is merged_of and prepared.shared is self.shared:
                 self.merged.keep(expert, merged_of, products)
         self.selected = None
         return stale
@@ -107,11 +109,24 @@ class ExpertBank:
         return self.merged.recent
 
     def read(
-        self, version: int, config: Mapping[str, object], tensors: Mapping[str, torch.Tensor]
+        self,
+        version: int,
+        config: Mapping[str, object],
+        tensors: Mapping[str, torch.Tensor],
+        vocabulary: torch.Tensor | None = None,
     ) -> Adapter:
-        """An `Adapter` from a PEFT configuration and state. Raises CorruptAdapter where it does not fit."""
+        """An `Adapter` from a PEFT configuration and state. Raises CorruptAdapter where it does not fit.
+
+        vocabulary: the token ids of its output rows, as they are stored; None: those of the base.
+        """
         weights = {name: layer.base_weight() for name, layer in self.layers.items()}
-        return read_adapter(version, config, tensors, weights)
+        if vocabulary is not None and self.heads is None:
+            raise CorruptAdapter(
+                "the adapter has a vocabulary of its own, and the draft base is no feature drafter."
+            )
+        if vocabulary is not None and self.heads is not None:
+            vocabulary = self.heads.checked(vocabulary)
+        return read_adapter(version, config, tensors, weights, vocabulary)
 
     @property
     def shares_cache(self) -> bool:
@@ -146,6 +161,8 @@ class ExpertBank:
         plain = self._bases if self._bare else self._bases | self._shared_products
         for name, layer in self.layers.items():
             layer.product = plain.get(name)
+        if self.heads:
+            self.heads.use(self.heads.vocabulary(None if self._bare else self.shared), plain.get(HEAD))
         present = sorted({name for name in rows if name in self.experts})
         if present and not self._bare:
             self._adapt(rows, {name: self.experts[name] for name in present}, plain)
@@ -154,8 +171,17 @@ class ExpertBank:
         """Have each layer that an expert in the batch adapts multiply by that expert's weights."""
         alone = set(rows) == set(present) and len(present) == 1
         merge = alone or self.grouped
-        merged = self.merged.of(present, lambda a: self._merged(a, self._shared_weights)) if merge else None
-        for name, layer in self.layers.items():
+        merged = (
+            self.merged.of(present, lambda adapter: self._merged(self.shared, adapter)) if merge else None
+        )
+        layers = dict(self.layers)
+        if self.heads is not None:
+            del layers[HEAD]
+            if merged is not None:
+                self.heads.use(self.heads.vocabulary(present[rows[0]]), merged[rows[0]][HEAD])
+            else:
+                self.heads.use_mixed(rows, present, self.shared, plain.get(HEAD))
+        for name, layer in layers.items():
             held = {
                 expert: adapter.deltas[name] for expert, adapter in present.items() if name in adapter.deltas
             }
@@ -170,15 +196,22 @@ class ExpertBank:
                 own = {expert: merged[expert][name] for expert in held}
                 layer.product = groups.Grouped(owners, {SHARED: plain[name], **own})
 
-    def _merged(self, adapter: Adapter, weights: Mapping[str, torch.Tensor]) -> dict[str, Product]:
-        """The layers of `adapter` as products, with base, shared adapter and `adapter` in one weight each.
+    def _merged(self, *adapters: Adapter | None) -> Products:
+        """The layers of the last of these adapters: base and all of them in one weight each, as products."""
+        last = adapters[-1]
+        names = set(last.deltas if last else ()) | ({HEAD} if self.heads else set())
+        return {name: self.layers[name].with_weight(self._weight(name, adapters)) for name in names}
 
-        weights: base and shared adapter in one, for the layers that the shared adapter has.
-        """
-        return {
-            name: self.layers[name].with_weight(weights.get(name, self.layers[name].base_weight()) + b @ a)
-            for name, (a, b) in adapter.deltas.items()
-        }
+    def _weight(self, name: str, adapters: Sequence[Adapter | None]) -> torch.Tensor:
+        """[out, in]; a feature drafter's output layer has the rows of the last adapter's vocabulary."""
+        if self.heads is not None and name == HEAD:
+            return self.heads.weight(self.heads.vocabulary(adapters[-1]), *adapters)
+        weight = self.layers[name].base_weight()
+        for adapter in adapters:
+            if adapter is not None and name in adapter.deltas:
+                a, b = adapter.deltas[name]
+                weight = weight + b @ a
+        return weight
 
 
 def _wrapped(draft: AdaptableBase, small: bool) -> dict[str, LoRALinear]:

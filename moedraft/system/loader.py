@@ -160,4 +160,4 @@ class AdapterLoader:
     def _read(self, version: AdapterVersion) -> Adapter:
         """Raises CorruptAdapter where it does not fit, and StorageError."""
         found = self.store.adapters.load(version, self.bank.base_hash)
-        return self.bank.read(version.version, found.config, found.tensors)
+        return self.bank.read(version.version, found.config, found.tensors, found.vocabulary)

@@ -250,15 +250,14 @@ def test_a_domains_tokens_come_first_and_general_ones_fill_up() -> None:
 def test_an_expert_with_its_own_output_rows_drafts_as_the_union_restricted_to_them(tmp_path: Path) -> None:
     """Trained over the union of all lists, published with its own rows; PEFT takes those as well."""
     target = a_target()
-    output = target.hf.get_output_embeddings().weight.detach()
     own = torch.tensor([1, 4, 5, 40, 90])
     wide = a_draft(target, SOME)
-    wide.use_vocabulary(union([SOME, own]), output)
+    wide.use_vocabulary(union([SOME, own]))
     student = a_student(wide, "code")
     stir(student)
     written(student, "code", tmp_path / "code", own)
     narrow = a_draft(target, SOME)
-    narrow.use_vocabulary(own, output)
+    narrow.use_vocabulary(own)
     peft = PeftModel.from_pretrained(narrow, str(tmp_path / "code")).base_model.model
     hidden = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
     places = torch.searchsorted(student.draft.vocabulary, own)

@@ -36,7 +36,7 @@ def store(store: Store) -> Store:
 
 @pytest.fixture
 def bank() -> ExpertBank:
-    return ExpertBank(random_model("llama", 1), "tail")
+    return ExpertBank(random_model("llama", 1))
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ EXPERTS = ("a", "b", "c", "d")
 
 def engine(fast: bool = True) -> Engine:
     draft = random_model("llama", 1, cpu_fast_paths=fast)
-    bank = ExpertBank(draft, "tail")
+    bank = ExpertBank(draft)
     torch.manual_seed(7)
     for name in EXPERTS:
         tensors = {}
