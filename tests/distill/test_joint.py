@@ -42,9 +42,11 @@ def a_student(draft: FeatureDraft, *names: str) -> JointStudent:
 class Home:
     """Two domains with records of their own, and a trainer."""
 
-    def __init__(self, path: Path, counts: dict[str, int], plan: JointPlan = PLAN) -> None:
+    def __init__(
+        self, path: Path, counts: dict[str, int], plan: JointPlan = PLAN, vocabulary: torch.Tensor = EVERY
+    ) -> None:
         self.target = a_target()
-        self.draft = a_draft(self.target)
+        self.draft = a_draft(self.target, vocabulary)
         self.store = Store.open(path)
         for name in ("code", "prose"):
             self.store.registry.add_domain(Domain(name, "", ("x",) * 8, 0.0))
@@ -313,3 +315,87 @@ def test_a_vocabulary_is_published_and_loaded_with_its_adapter(tmp_path: Path) -
     save_file({"vocabulary": own + 1}, file)
     with pytest.raises(CorruptAdapter, match="manifest"):
         home.store.adapters.load(version)
+
+
+def test_what_was_learned_stays_when_more_can_be_drafted() -> None:
+    """In the adapter, and in the optimiser: the next step is what it would have been."""
+    target = a_target()
+    students = [a_student(a_draft(target, SOME), "code") for _ in range(2)]
+    wider = union([SOME, torch.tensor([0, 40, 90])])
+    known = torch.searchsorted(wider, SOME)
+    hidden = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
+    found = []
+    for student, widens in zip(students, (False, True), strict=True):
+        torch.manual_seed(3)
+        stir(student)
+        optimiser = torch.optim.AdamW(student.parameters("code"), lr=0.1)
+        for step in range(3):
+            if widens and step == 1:
+                student.widen(wider, [optimiser])
+            logits = student.logits(hidden, ["code"], [5])
+            logits = logits[:, known] if logits.shape[1] == len(wider) else logits
+            optimiser.zero_grad()
+            logits.square().sum().backward()  # type: ignore[no-untyped-call]
+            optimiser.step()
+        found.append(logits.detach())
+    torch.testing.assert_close(*found)
+    assert torch.equal(students[1].draft.vocabulary, wider)
+
+
+def test_each_expert_gets_the_tokens_of_its_own_traffic(tmp_path: Path) -> None:
+    home = Home(tmp_path, {"code": 30, "prose": 30}, vocabulary=SOME)
+    update = home.trainer.update()
+    assert update is not None
+    lists = {one.expert: one.vocabulary for one in update.candidates}
+    for name in ("code", "prose"):
+        tokens = lists[name]
+        assert tokens is not None
+        assert len(tokens) == len(SOME)
+        records = home.store.replay.records()
+        counts = Counter(token for r in records if r.domain == name for token in r.token_ids)
+        often = {token for token, _ in counts.most_common(5)}
+        assert often <= set(tokens.tolist())
+    assert lists["code"] is not None
+    assert lists["prose"] is not None
+    assert not torch.equal(lists["code"], lists["prose"])
+    shared = lists[SHARED]
+    assert shared is not None
+    assert {*SOME.tolist(), *lists["code"].tolist(), *lists["prose"].tolist()} == set(shared.tolist())
+
+
+def test_lists_outlive_the_trainer_and_reach_the_engine(tmp_path: Path) -> None:
+    home = Home(tmp_path, {"code": 30, "prose": 30}, vocabulary=SOME)
+    update = home.trainer.update()
+    assert update is not None
+    bank = ExpertBank(FeatureBaseInMemory(copy.deepcopy(home.draft), home.target))
+    for candidate in update.candidates:
+        home.trainer.published(home.store.adapters.publish(candidate))
+        found = home.store.adapters.load_live(candidate.expert, "base")
+        assert found is not None
+        bank.publish(candidate.expert, bank.read(1, found[1].config, found[1].tensors, found[1].vocabulary))
+    hidden = torch.randn(1, 1, 32, generator=torch.Generator().manual_seed(0))
+    bank.select(["code"])
+    tokens = bank.heads.draft.vocabulary if bank.heads else SOME
+    assert torch.equal(tokens.int(), next(c.vocabulary for c in update.candidates if c.expert == "code"))
+    home.student.routing.parts = [("code", 1)]
+    expected = home.student.layers[HEAD](hidden)
+    places = torch.searchsorted(home.student.draft.vocabulary, tokens)
+    torch.testing.assert_close(bank.layers[HEAD](hidden), expected[..., places], rtol=1e-4, atol=1e-4)
+    other = JointTrainer(a_student(home.draft), home.trainer.states, home.store, PLAN)
+    home.put({"code": 5}, seed=500)
+    again = other.update(steps=1)
+    assert again is not None
+    shared = next(c.vocabulary for c in again.candidates if c.expert == SHARED)
+    assert shared is not None
+    before = next(c.vocabulary for c in update.candidates if c.expert == SHARED)
+    assert before is not None
+    assert set(before.tolist()) <= set(shared.tolist()), "what silent domains had stays"
+
+
+def test_a_base_that_drafts_every_token_needs_no_lists(tmp_path: Path) -> None:
+    home = Home(tmp_path, {"code": 8})
+    draft = a_draft(home.target, EVERY)
+    trainer = JointTrainer(a_student(draft), RecordStates(home.target, draft), home.store, PLAN)
+    update = trainer.update(steps=1)
+    assert update is not None
+    assert all(candidate.vocabulary is None for candidate in update.candidates)
