@@ -310,7 +310,7 @@ def build_joint(settings: Settings, store: Store) -> JointTrainer:
     Raises UnsupportedModel where the draft base is no feature drafter, and what loading a model raises.
     """
     target = load_by(settings, "target")
-    base = load_base(settings, target)
+    base = load_base(settings, target, learns=True)
     if not isinstance(base, FeatureBase):
         raise UnsupportedModel(f"{base.name} is no feature drafter; joint updates are for those alone.")
     ranks = {"rank": settings.adapter_rank, "shared_rank": settings.shared_rank}

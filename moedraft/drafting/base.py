@@ -80,19 +80,22 @@ def draft_name(settings: Settings) -> str:
     )
 
 
-def load_base(settings: Settings, target: LanguageModel) -> DraftBase:
-    """The draft base for this target. Raises InvalidRequest or UnsupportedModel."""
+def load_base(settings: Settings, target: LanguageModel, *, learns: bool = False) -> DraftBase:
+    """The draft base for this target. Raises InvalidRequest or UnsupportedModel.
+
+    learns: whether experts will be trained on it; a feature drafter is in float32 then.
+    """
     name = draft_name(settings)
     folder = snapshot_folder(name)
     if folder is None or not is_feature_checkpoint(folder):
         draft = load_by(settings, "draft", name=name)
         check_pair(target, draft)
         return draft
-    return load_feature_base(folder, target)
+    return load_feature_base(folder, target, torch.float32 if learns else None)
 
 
-def load_feature_base(folder: Path, target: LanguageModel) -> FeatureBase:
-    """The feature drafter in `folder`, on this target; it is small, and runs in float32 on a CPU."""
+def load_feature_base(folder: Path, target: LanguageModel, dtype: torch.dtype | None = None) -> FeatureBase:
+    """The feature drafter in `folder`, on this target and in its precision, unless another is named."""
     layers = (target.hf.get_input_embeddings(), target.hf.get_output_embeddings())
     embeddings, output = (layer.weight.detach() for layer in layers)
     try:
@@ -103,8 +106,8 @@ def load_feature_base(folder: Path, target: LanguageModel) -> FeatureBase:
         raise
     except (RuntimeError, ValueError, IndexError) as error:
         raise InvalidRequest(f"the drafter in {folder} does not fit {target.name}: {error}") from error
-    dtype = torch.float32 if target.device.type == "cpu" else target.dtype
-    return FeatureBase(draft.to(target.device, dtype).eval().requires_grad_(False), target, folder)
+    draft = draft.to(target.device, dtype or target.dtype)
+    return FeatureBase(draft.eval().requires_grad_(False), target, folder)
 
 
 def is_feature_checkpoint(folder: Path) -> bool:

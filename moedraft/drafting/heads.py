@@ -1,9 +1,9 @@
 """The output rows of a feature drafter, where each expert guesses from a vocabulary of its own.
 
 An expert's rows are those of the target's output matrix for its own tokens, with what shared adapter and
-expert add to them. The list is short, so that the drafter's largest product is small. A batch of several
-experts guesses from one list that holds all of theirs; a row's tokens outside its own expert's list are
-barred, so that it is drafted for as it would be alone.
+expert add to them. The list is short, so that the drafter's largest product is small. In a batch of several
+experts, each one's rows multiply the hidden states of its own part of the batch; the drafter's vocabulary has
+a list for each row of the batch then.
 """
 
 from __future__ import annotations
@@ -13,78 +13,102 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from moedraft.core import SHARED
-from moedraft.drafting.adapter import HEAD, Adapter, Delta
-from moedraft.drafting.layer import LoRALinear, Mixed, Multiplies
+from moedraft.cpu.products import Product
+from moedraft.drafting.adapter import HEAD, Adapter
+from moedraft.drafting.layer import LoRALinear, Multiplies
+from moedraft.drafting.merged import MergedExperts
 from moedraft.feature.model import FeatureDraft
-from moedraft.feature.vocabulary import checked, places, rows_for, union
+from moedraft.feature.vocabulary import checked, rows_for
+
+Head = tuple[torch.Tensor, Product]  # a vocabulary, int64 and ascending, and the product with its rows
 
 
 class ExpertHeads:
-    """Sets the vocabulary of a feature drafter, and the rows that its output layer multiplies by."""
+    """The output layer of a feature drafter, for all experts of a bank."""
 
-    def __init__(self, draft: FeatureDraft, layer: LoRALinear) -> None:
-        """layer: the drafter's output layer."""
+    def __init__(self, draft: FeatureDraft, layer: LoRALinear, budget: int, copies: int) -> None:
+        """layer: the drafter's output layer. budget, copies: as `MergedExperts`'."""
         self.draft, self.layer = draft, layer
         self.general = draft.vocabulary  # the base's
-
-    def vocabulary(self, adapter: Adapter | None) -> torch.Tensor:
-        """The tokens that an adapter guesses, int64, ascending; None: the base."""
-        return self.general if adapter is None or adapter.vocabulary is None else adapter.vocabulary
+        self.base: Head = self.general, layer.with_weight(layer.base_weight())
+        self.shared = self.base  # with the shared adapter
+        self.kept = MergedExperts(budget, copies, (HEAD,))
 
     def checked(self, vocabulary: torch.Tensor) -> torch.Tensor:
         """A list as it was stored. Raises CorruptAdapter where it is none."""
         return checked(vocabulary, self.draft.config.vocab_size).to(self.general.device)
 
-    def weight(self, vocabulary: torch.Tensor, *adapters: Adapter | None) -> torch.Tensor:
-        """[n, H]: the rows of these tokens in the base, and what the adapters add."""
+    def vocabulary(self, adapter: Adapter) -> torch.Tensor:
+        """The tokens that an adapter guesses."""
+        return self.general if adapter.vocabulary is None else adapter.vocabulary
+
+    def made(self, *adapters: Adapter | None) -> Product:
+        """The rows of the last adapter's vocabulary in the base, with what all these adapters add."""
+        last = adapters[-1]
+        vocabulary = self.general if last is None else self.vocabulary(last)
         weight = self.draft.rows(vocabulary)
         for adapter in adapters:
             if adapter is not None and HEAD in adapter.deltas:
                 a, b = adapter.deltas[HEAD]
                 weight = weight + rows_for(b, self.vocabulary(adapter), vocabulary) @ a
-        return weight
+        return self.layer.with_weight(weight)
 
-    def use(self, vocabulary: torch.Tensor, product: Multiplies | None) -> None:
-        """Guess these tokens in the next forward; product None: with the base's own rows."""
-        self.draft.vocabulary, self.layer.product = vocabulary, product
-
-    def use_mixed(
+    def take(
         self,
-        rows: Sequence[str],
-        present: Mapping[str, Adapter],
-        shared: Adapter | None,
-        plain: Multiplies | None,
+        changes: Mapping[str, Adapter | None],
+        ready: Mapping[str, Product],
+        experts: Mapping[str, Adapter],
     ) -> None:
-        """Each row with its own expert or none. plain: the product of base and shared adapter."""
-        vocabulary = self.vocabulary(shared)
-        own = {expert: self.vocabulary(adapter) for expert, adapter in present.items()}
-        if any(bool((places(tokens, vocabulary) < 0).any()) for tokens in own.values()):
-            vocabulary = union([vocabulary, *own.values()])
-            plain = self.layer.with_weight(self.weight(vocabulary, shared))
-        deltas: dict[str, Delta] = {}
-        for expert, adapter in present.items():
-            if HEAD in adapter.deltas:
-                a, b = adapter.deltas[HEAD]
-                deltas[expert] = a, rows_for(b, own[expert], vocabulary)
-        product: Multiplies = plain or self.layer.base
-        if deltas:
-            product = Mixed(product, deltas, rows)
-        allowed = own | {SHARED: self.vocabulary(shared)}
-        self.use(vocabulary, Barred(product, vocabulary, [allowed.get(row, allowed[SHARED]) for row in rows]))
+        """Use new versions from the next forward on.
+
+        ready: output rows that were made for some of them. experts: all versions, new ones too.
+        """
+        if SHARED in changes:
+            shared = changes[SHARED]
+            self.shared = (self.vocabulary(shared), ready[SHARED]) if shared else self.base
+            self.kept.clear()
+        for expert in changes:
+            self.kept.drop(expert)
+        for expert in ready.keys() & experts.keys():
+            self.kept.keep(expert, experts[expert], {HEAD: ready[expert]})
+
+    def select(
+        self, rows: Sequence[str], present: Mapping[str, Adapter], shared: Adapter | None, *, bare: bool
+    ) -> None:
+        """Each row of the next forward guesses with its own expert's vocabulary and rows.
+
+        Without its expert's, with the shared adapter's, where all of the batch would not fit into memory.
+        """
+        found = self.kept.of(present, lambda adapter: {HEAD: self.made(shared, adapter)}) or {}
+        heads = {name: (self.vocabulary(present[name]), products[HEAD]) for name, products in found.items()}
+        heads[SHARED] = self.base if bare else self.shared
+        owners = [row if row in heads else SHARED for row in rows]
+        if len(set(owners)) == 1:
+            self.draft.vocabulary, self.layer.product = heads[owners[0]]
+            return
+        width = max(len(heads[owner][0]) for owner in owners)
+        names = self.general.new_zeros(len(owners), width)
+        for row, owner in enumerate(owners):
+            names[row, : len(heads[owner][0])] = heads[owner][0]
+        self.draft.vocabulary = names
+        self.layer.product = SeveralHeads(owners, {name: heads[name][1] for name in owners}, width)
 
 
-class Barred:
-    """A product over the batch's vocabulary; each row has logits for the tokens of its own list alone."""
+class SeveralHeads:
+    """Output rows of several experts over one batch; what a row has behind its own list is −inf."""
 
-    def __init__(self, product: Multiplies, vocabulary: torch.Tensor, own: Sequence[torch.Tensor]) -> None:
-        """own: by row."""
-        self.product = product
-        known: dict[int, torch.Tensor] = {}
-        for tokens in own:
-            if id(tokens) not in known:
-                known[id(tokens)] = places(vocabulary, tokens) < 0
-        self.barred = torch.stack([known[id(tokens)] for tokens in own])[:, None]  # [B, 1, n]
+    def __init__(self, owners: Sequence[str], products: Mapping[str, Multiplies], width: int) -> None:
+        """owners: whose product multiplies each row of the batch. width: of the longest list."""
+        self.width = width
+        self.groups = [
+            (torch.tensor([row for row, name in enumerate(owners) if name == owner]), products[owner])
+            for owner in dict.fromkeys(owners)
+        ]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [B, T, H] → [B, T, n]"""
-        return self.product(x).masked_fill_(self.barred, -torch.inf)
+        """x [B, T, H] → [B, T, width]"""
+        y = x.new_full((*x.shape[:-1], self.width), -torch.inf)
+        for rows, product in self.groups:
+            logits = product(x[rows])
+            y[rows, :, : logits.shape[-1]] = logits
+        return y

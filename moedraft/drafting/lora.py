@@ -16,9 +16,10 @@ import torch
 from moedraft import cpu
 from moedraft.core import SHARED, CorruptAdapter
 from moedraft.cpu import groups
+from moedraft.cpu.products import Product
 from moedraft.drafting.adapter import HEAD, Adapter, read_adapter
 from moedraft.drafting.heads import ExpertHeads
-from moedraft.drafting.layer import LoRALinear, Mixed
+from moedraft.drafting.layer import LoRALinear, Mixed, Multiplies
 from moedraft.drafting.merged import MergedExperts, Products
 from moedraft.drafting.modules import AdaptableBase, adaptable, keeps_cache
 from moedraft.feature.model import FeatureDraft
@@ -32,6 +33,7 @@ class Prepared:
     shared: Adapter | None  # what the weights below hold beside the base's
     products: Products  # base with the shared adapter merged in
     merged: dict[str, tuple[Adapter, Products]]  # by expert: the version, and its merged weights
+    heads: Mapping[str, Product]  # their output rows, and the shared adapter's, of a feature drafter
 
 
 class ExpertBank:
@@ -43,16 +45,19 @@ class ExpertBank:
         self.shared: Adapter | None = None
         small = cpu.suits(draft)
         self.layers = _wrapped(draft, small)
+        self.tail = frozenset(name for name in self.layers if keeps_cache(name, draft.num_layers))
+        budget, copies = merged_cache_mb * 2**20, 2 if small else 1
+        self.body = dict(self.layers)  # what `merged` and `Mixed` are for
         self.heads: ExpertHeads | None = None
         if isinstance(draft.hf, FeatureDraft):
-            self.heads = ExpertHeads(draft.hf, self.layers[HEAD])
+            self.heads = ExpertHeads(draft.hf, self.body.pop(HEAD), budget, copies)
+        self.merged = MergedExperts(budget, copies, self.body)
         self.grouped = small and self.heads is None  # a mixed batch goes expert by expert
-        self.tail = frozenset(name for name in self.layers if keeps_cache(name, draft.num_layers))
-        self.merged = MergedExperts(merged_cache_mb * 2**20, copies=2 if small else 1)
         self.selected: tuple[str, ...] | None = None
+        self._exact = False
         self._bases: Products = {}  # the base's own weights, where they have a faster layout
         if small:
-            self._bases = {n: layer.with_weight(layer.base_weight()) for n, layer in self.layers.items()}
+            self._bases = {n: layer.with_weight(layer.base_weight()) for n, layer in self.body.items()}
         self._bare = False
         self._shared_products: Products = {}
 
@@ -78,7 +83,12 @@ class ExpertBank:
         again = [name for name in recent if SHARED in changes or name in changes]
         adapters = {name: changes.get(name, self.experts.get(name)) for name in again}
         merged = {name: (a, self._merged(shared, a)) for name, a in adapters.items() if a is not None}
-        return Prepared(changes, shared, products, merged)
+        heads: dict[str, Product] = {}
+        if self.heads is not None:
+            heads = {name: self.heads.made(shared, adapter) for name, (adapter, _) in merged.items()}
+            if shared is not None and SHARED in changes:
+                heads[SHARED] = self.heads.made(shared)
+        return Prepared(changes, shared, products, merged, heads)
 
     def take(self, prepared: Prepared) -> set[str]:
         """Use these versions from the next forward on. Returns the experts whose keys and values change."""
@@ -100,6 +110,8 @@ class ExpertBank:
         for expert, (merged_of, products) in prepared.merged.items():
             if self.experts.get(expert) is merged_of and prepared.shared is self.shared:
                 self.merged.keep(expert, merged_of, products)
+        if self.heads is not None:
+            self.heads.take(prepared.changes, prepared.heads, self.experts)
         self.selected = None
         return stale
 
@@ -152,60 +164,50 @@ class ExpertBank:
         many = self.grouped and groups.too_many({name for name in rows if name in self.experts})
         return [SHARED] * len(rows) if many and self.shares_cache else rows
 
-    def select(self, rows: list[str]) -> None:
-        """Set the expert of each row of the next forward."""
-        key = tuple(rows)
-        if key == self.selected:
-            return
-        self.selected = key
-        plain = self._bases if self._bare else self._bases | self._shared_products
-        for name, layer in self.layers.items():
-            layer.product = plain.get(name)
-        if self.heads:
-            self.heads.use(self.heads.vocabulary(None if self._bare else self.shared), plain.get(HEAD))
-        present = sorted({name for name in rows if name in self.experts})
-        if present and not self._bare:
-            self._adapt(rows, {name: self.experts[name] for name in present}, plain)
+    def select(self, rows: list[str], *, exact: bool = False) -> None:
+        """Set the expert of each row of the next forward.
 
-    def _adapt(self, rows: list[str], present: Mapping[str, Adapter], plain: Products) -> None:
-        """Have each layer that an expert in the batch adapts multiply by that expert's weights."""
-        alone = set(rows) == set(present) and len(present) == 1
-        merge = alone or self.grouped
-        merged = (
-            self.merged.of(present, lambda adapter: self._merged(self.shared, adapter)) if merge else None
-        )
-        layers = dict(self.layers)
-        if self.heads is not None:
-            del layers[HEAD]
-            if merged is not None:
-                self.heads.use(self.heads.vocabulary(present[rows[0]]), merged[rows[0]][HEAD])
-            else:
-                self.heads.use_mixed(rows, present, self.shared, plain.get(HEAD))
-        for name, layer in layers.items():
-            held = {
-                expert: adapter.deltas[name] for expert, adapter in present.items() if name in adapter.deltas
-            }
-            if not held:
-                continue
-            if merged is None:
+        exact: no row's numbers may depend on the other rows' experts, not even by rounding.
+        """
+        if (tuple(rows), exact) == (self.selected, self._exact):
+            return
+        self.selected, self._exact = tuple(rows), exact
+        plain = self._bases if self._bare else self._bases | self._shared_products
+        names = [] if self._bare else sorted({name for name in rows if name in self.experts})
+        present = {name: self.experts[name] for name in names}
+        merge = exact or self.grouped or ({*rows} == {*present} and len(present) == 1)
+        merged = self.merged.of(present, self._merge) if present and merge else None
+        for name, layer in self.body.items():
+            held = {expert: a.deltas[name] for expert, a in present.items() if name in a.deltas}
+            layer.product = plain.get(name)
+            if held and merged is None:
                 layer.product = Mixed(layer.product or layer.base, held, rows)
-            elif alone:
-                layer.product = merged[rows[0]][name]
-            else:
-                owners = [row if row in held else SHARED for row in rows]
-                own = {expert: merged[expert][name] for expert in held}
-                layer.product = groups.Grouped(owners, {SHARED: plain[name], **own})
+            elif held and merged is not None:
+                layer.product = self._grouped(name, rows, {expert: merged[expert][name] for expert in held})
+        if self.heads is not None:
+            self.heads.select(rows, present, self.shared, bare=self._bare)
+
+    def _grouped(self, name: str, rows: list[str], own: Mapping[str, Product]) -> Multiplies:
+        """The layer's product for a batch with these experts: each one's own weight for its rows."""
+        layer = self.layers[name]
+        if len(own) == 1 and {*rows} == {*own}:
+            return own[rows[0]]
+        common = layer.product or layer.with_weight(layer.base_weight())
+        owners = [row if row in own else SHARED for row in rows]
+        return groups.Grouped(owners, {SHARED: common, **own})  # type: ignore[dict-item]
+
+    def _merge(self, adapter: Adapter) -> Products:
+        """The layers of an expert, with base, shared adapter and expert in one weight each."""
+        return self._merged(self.shared, adapter)
 
     def _merged(self, *adapters: Adapter | None) -> Products:
         """The layers of the last of these adapters: base and all of them in one weight each, as products."""
         last = adapters[-1]
-        names = set(last.deltas if last else ()) | ({HEAD} if self.heads else set())
+        names = [name for name in (last.deltas if last else ()) if name in self.body]
         return {name: self.layers[name].with_weight(self._weight(name, adapters)) for name in names}
 
     def _weight(self, name: str, adapters: Sequence[Adapter | None]) -> torch.Tensor:
-        """[out, in]; a feature drafter's output layer has the rows of the last adapter's vocabulary."""
-        if self.heads is not None and name == HEAD:
-            return self.heads.weight(self.heads.vocabulary(adapters[-1]), *adapters)
+        """[out, in]"""
         weight = self.layers[name].base_weight()
         for adapter in adapters:
             if adapter is not None and name in adapter.deltas:

@@ -46,6 +46,10 @@ def base(target: LanguageModel, tmp_path: Path, request: pytest.FixtureRequest) 
     return found
 
 
+def base_dtype(bank: ExpertBank) -> torch.dtype:
+    return bank.layers[HEAD].base_weight().dtype
+
+
 def adapter_of(bank: ExpertBank, seed: int, vocabulary: torch.Tensor | None, scale: float = 0.3) -> Adapter:
     generator = torch.Generator().manual_seed(seed)
     deltas = {}
@@ -53,7 +57,7 @@ def adapter_of(bank: ExpertBank, seed: int, vocabulary: torch.Tensor | None, sca
         out, inner = bank.layers[name].base_weight().shape
         rows = len(vocabulary) if name == HEAD and vocabulary is not None else out
         a, b = (torch.randn(*shape, generator=generator) * scale for shape in ((4, inner), (rows, 4)))
-        deltas[name] = (a, b)
+        deltas[name] = (a.to(base_dtype(bank)), b.to(base_dtype(bank)))
     return Adapter(seed, deltas, vocabulary)
 
 
@@ -71,7 +75,8 @@ def logits_of(base: FeatureBase, bank: ExpertBank, rows: list[str]) -> torch.Ten
     hidden = torch.randn(1, 1, base.hf.config.hidden_size, generator=torch.Generator().manual_seed(0))
     bank.select(rows)
     logits = base.hf.logits(hidden.expand(len(rows), 1, -1))[:, 0]
-    return torch.full((len(rows), VOCAB), -torch.inf).index_copy_(1, base.hf.vocabulary, logits)
+    every = torch.full((len(rows), VOCAB), -torch.inf)
+    return every.scatter_reduce_(1, base.hf.vocabulary.expand_as(logits), logits, "amax")
 
 
 @pytest.mark.parametrize("shared", [None, OUTSIDE, torch.arange(VOCAB)], ids=["general", "other", "all"])
@@ -86,6 +91,28 @@ def test_a_row_has_the_logits_of_its_own_list_in_any_batch(
         own = {SHARED: shared, "nobody": shared}.get(name, LISTS.get(name))
         assert alone.isfinite().nonzero()[:, 0].tolist() == (GENERAL if own is None else own).tolist()
         torch.testing.assert_close(row, alone, rtol=1e-4, atol=1e-4)
+
+
+def test_exact_batches_do_not_round_differently(base: FeatureBase) -> None:
+    """Not even in half precision, where a sum of products and a product of a sum differ in most digits."""
+    base.hf.to(torch.bfloat16)
+    bank = bank_of(base, OUTSIDE)
+    rows = ["outside", SHARED, "inside", "general"]
+    hidden = torch.randn(4, 1, base.hf.config.hidden_size).bfloat16()
+
+    def output(names: list[str], states: torch.Tensor, exact: bool) -> list[torch.Tensor]:
+        bank.select(names, exact=exact)
+        after = base.hf.layers[0].mlp(states)
+        return [after, base.hf.logits(states)]
+
+    for exact in (True, False):
+        together = output(rows, hidden, exact)
+        same = [
+            torch.equal(alone[0], whole[i][:, : alone.shape[-1]])
+            for i, name in enumerate(rows)
+            for alone, whole in zip(output([name], hidden[i : i + 1], exact), together, strict=True)
+        ]
+        assert all(same) == exact
 
 
 def test_rows_are_those_of_base_shared_adapter_and_expert_together(base: FeatureBase) -> None:
