@@ -59,11 +59,13 @@ DraftBase = LanguageModel | FeatureBase
 
 
 def draft_name(settings: Settings) -> str:
-    """What `settings.draft` stands for where it is "auto". Raises InvalidRequest where nothing is known.
+    """What `settings.draft` stands for where it is "auto" or the name of a drafter that is shipped.
 
-    The embedded draft for the embedded target; else a drafter that was trained in the home; else the one that
-    is shipped for this target.
+    "auto" is the embedded draft for the embedded target; else a drafter that was trained in the home; else
+    the one that is shipped for this target. Raises InvalidRequest where nothing is known.
     """
+    if settings.draft in SHIPPED.values():
+        return shipped(settings.draft)
     if settings.draft != AUTO:
         return settings.draft
     if settings.target == MINI:
@@ -71,13 +73,20 @@ def draft_name(settings: Settings) -> str:
     if (trained := settings.home / TRAINED / CONFIG).exists():
         return str(trained.parent)
     if settings.target in SHIPPED:
-        shipped = importlib.resources.files("moedraft.data") / "models" / SHIPPED[settings.target]
-        if (shipped / CONFIG).is_file():
-            return str(shipped)
+        return shipped(SHIPPED[settings.target])
     raise InvalidRequest(
-        f"no draft base is known for the target {settings.target!r}; name one with --draft (a small model "
-        "with the same tokenizer, or an EAGLE-3 checkpoint)."
+        f"no draft base is known for the target {settings.target!r}; name one with --draft: a small model "
+        "with the same tokenizer, a folder with an EAGLE-3 checkpoint (`moedraft draft train` makes one), or "
+        f"one that is shipped for another copy of the target ({', '.join(sorted(set(SHIPPED.values())))})."
     )
+
+
+def shipped(name: str) -> str:
+    """The folder of a drafter that comes with the package. Raises InvalidRequest where it was left out."""
+    folder = importlib.resources.files("moedraft.data") / "models" / name
+    if not (folder / CONFIG).is_file():
+        raise InvalidRequest(f"the drafter {name} is not part of this installation.")
+    return str(folder)
 
 
 def load_base(settings: Settings, target: LanguageModel, *, learns: bool = False) -> DraftBase:

@@ -144,6 +144,9 @@ def test_auto_finds_what_belongs_to_the_target(
     assert draft_name(load_settings(home=home, target="mini", draft="x")) == "x"
     with pytest.raises(InvalidRequest, match="--draft"):
         draft_name(load_settings(home=home, target="some/model"))
+    for settings in ({"target": "a/copy"}, {"target": "mini"}):
+        named = draft_name(load_settings(home=home, draft="smollm2-eagle3", **settings))
+        assert is_feature_checkpoint(Path(named))
     monkeypatch.setattr(base_module, "SHIPPED", {"some/model": "mini-draft"})
     assert draft_name(load_settings(home=home, target="some/model")).endswith("mini-draft")
     saved(target, home / "draft-base")
