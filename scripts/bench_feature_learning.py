@@ -104,6 +104,8 @@ def arm_of(bench: Bench, name: str) -> Arm:
     if name in ("experts", "joint"):
         for domain in bench.train:
             student.add(domain)
+        if bench.args.own:
+            student.use_lists(own_lists(bench))
     vocabulary = DraftVocabulary(draft.vocabulary, draft.config.vocab_size)
     return Arm(name, student, vocabulary, shared=name != "experts")
 
@@ -155,14 +157,14 @@ def learn(bench: Bench, arm: Arm, seed: int) -> float:
     return sum(last) / len(last)
 
 
-def measured(bench: Bench, arm: Arm, domain: str, only: torch.Tensor | None = None) -> torch.Tensor:
-    """Hits and tries by record and depth, [records, DEPTH, 2]; `only`: tokens that may be guessed."""
+def measured(bench: Bench, arm: Arm, domain: str) -> torch.Tensor:
+    """Hits and tries by record and depth, [records, DEPTH, 2]."""
     records = [record for record in bench.heldout[domain] if len(record.topk_ids) > 1]
     parts = []
     for first in range(0, len(records), 16):
         batch = batch_of(bench, arm, records[first : first + 16])
         with arm.student.precision():
-            parts.append(acceptance(arm.student, batch, DEPTH, shared=arm.shared, only=only))
+            parts.append(acceptance(arm.student, batch, DEPTH, shared=arm.shared))
     return torch.cat(parts)
 
 
@@ -202,7 +204,6 @@ def run(bench: Bench) -> dict[str, Any]:
     print("covered", found["coverage"], found["own_coverage"], flush=True)
     for name in bench.args.arms.split(","):
         free: dict[str, list[torch.Tensor]] = {domain: [] for domain in bench.train}
-        restricted: dict[str, list[torch.Tensor]] = {domain: [] for domain in bench.train}
         began, loss = time.process_time(), 0.0
         for seed in range(bench.args.seeds if name != "static" else 1):
             torch.manual_seed(seed)
@@ -211,18 +212,12 @@ def run(bench: Bench) -> dict[str, Any]:
                 loss = learn(bench, arm, seed)
             for domain in bench.train:
                 free[domain].append(measured(bench, arm, domain))
-                if own and name != "static":
-                    restricted[domain].append(measured(bench, arm, domain, own[domain]))
         if name == "static":
             static = {domain: one[0] for domain, one in free.items()}
         whole = {domain: torch.stack(each).sum(0) for domain, each in free.items()}
         found[name] = {domain: summary(whole[domain], static[domain]) for domain in whole}
         found[name]["cpu_seconds"], found[name]["loss"] = time.process_time() - began, loss
         show(name, found[name], list(bench.train))
-        if restricted[next(iter(restricted))]:
-            whole = {domain: torch.stack(each).sum(0) for domain, each in restricted.items()}
-            found[f"{name}, own"] = {domain: summary(whole[domain], static[domain]) for domain in whole}
-            show(f"{name}, own", found[f"{name}, own"] | {"loss": loss, "cpu_seconds": 0}, list(bench.train))
     return found
 
 
@@ -254,7 +249,9 @@ def main() -> None:
     parser.add_argument("--unrolled", type=int, default=3)
     parser.add_argument("--emitted", type=float, default=0.0, help="weight of the emitted token's own loss")
     parser.add_argument("--kind", default="fkl")
-    parser.add_argument("--own", type=int, default=0, help="tokens of each domain's own vocabulary; 0: none")
+    parser.add_argument(
+        "--own", type=int, default=4096, help="tokens of each domain's own vocabulary; 0: none"
+    )
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()

@@ -61,6 +61,9 @@ class DraftVocabulary:
         self.numbers = torch.full((vocab_size + 1,), OUTSIDE)  # the last stands for padding, id −1
         self.numbers[vocabulary.cpu()] = torch.arange(len(vocabulary))
 
+    def __len__(self) -> int:
+        return int(self.numbers.max()) + 1
+
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         return self.numbers.to(token_ids.device)[token_ids]
 

@@ -183,6 +183,8 @@ class JointTrainer:
             by_domain.setdefault(record.domain, []).append(record)
         self.vocabularies.choose(by_domain)
         self._widen()
+        found = {name: self.vocabularies.of(name) for name in by_domain if name != SHARED}
+        self.student.use_lists({name: own for name, own in found.items() if own is not None})
 
     def _widen(self) -> None:
         """Have the student draft every token that some adapter does."""

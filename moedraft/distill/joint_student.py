@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -25,7 +26,7 @@ from moedraft.distill.joint_lora import JointLinear, LowRank, Routing
 from moedraft.distill.joint_unroll import unroll
 from moedraft.drafting.adapter import HEAD, LORA_A, LORA_B, PREFIX, read_adapter
 from moedraft.feature.model import FeatureDraft
-from moedraft.feature.vocabulary import checked, rows_for
+from moedraft.feature.vocabulary import checked, places, rows_for
 
 LAYER = "layers.0."
 MODULES = (
@@ -33,6 +34,17 @@ MODULES = (
     *(f"{LAYER}mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")),
     HEAD,
 )
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """What one expert guesses for its rows of a batch."""
+
+    rows: slice
+    numbers: (
+        torch.Tensor | None
+    )  # int64 [n], in the draft vocabulary, of what the logits stand for; None: all
+    logits: torch.Tensor  # [rows, n]
 
 
 class JointStudent:
@@ -46,6 +58,9 @@ class JointStudent:
         self.general = draft.vocabulary  # the draft base's own
         self._ranks = {True: shared_rank, False: rank}
         self.routing = Routing()
+        self.lists: dict[
+            str, torch.Tensor
+        ] = {}  # by expert: numbers in the draft vocabulary, see `use_lists`
         self.layers: dict[str, JointLinear] = {}
         self.names: set[str] = set()  # of the adapters that are there
         for module in MODULES:
@@ -136,13 +151,18 @@ class JointStudent:
         What was learned stays, in the adapters and in the optimisers; rows of new tokens begin at zero.
         """
         before, head = self.draft.vocabulary, self.layers[HEAD]
-        self.draft.vocabulary = vocabulary
+        self.draft.vocabulary, self.lists = vocabulary, {}
         head.base.weight = nn.Parameter(self.draft.rows(vocabulary), requires_grad=False)
         for part in (head.adapter(name) for name in self.names):
             if part is not None:
                 old, part.b = part.b, nn.Parameter(rows_for(part.b.detach(), before, vocabulary))
                 for optimiser in optimisers:
                     _exchange(optimiser, old, part.b, lambda rows: rows_for(rows, before, vocabulary))
+
+    def use_lists(self, lists: Mapping[str, torch.Tensor]) -> None:
+        """Have these experts guess from their own tokens alone (int64, ascending), as they will be served."""
+        vocabulary = self.draft.vocabulary
+        self.lists = {name: places(own.to(vocabulary.device), vocabulary) for name, own in lists.items()}
 
     def parameters(self, name: str) -> list[nn.Parameter]:
         """Those of the adapter of `name`."""
@@ -167,6 +187,21 @@ class JointStudent:
         """hidden [N, H]: counts[b] rows of the batch's row b after another → logits [N, draft vocabulary]."""
         self._route(owners, counts)
         return self.draft.logits(hidden)
+
+    def guesses(self, hidden: torch.Tensor, owners: list[str], counts: list[int]) -> Iterator[Guesses]:
+        """As `logits`, expert by expert, each over its own list alone."""
+        first = 0
+        for name, group in groupby(zip(owners, counts, strict=True), key=lambda pair: pair[0]):
+            count = sum(number for _, number in group)
+            mine, numbers = slice(first, first + count), self.lists.get(name)
+            first += count
+            if not count:
+                continue
+            if numbers is None:
+                yield Guesses(mine, None, self.logits(hidden[mine], [name], [count]))
+                continue
+            states = hidden[mine] if self.draft.config.norm_output else self.draft.norm(hidden[mine])
+            yield Guesses(mine, numbers, self.layers[HEAD].rows(states, name, numbers))
 
     def _route(self, owners: list[str], counts: list[int]) -> None:
         pairs = groupby(zip(owners, counts, strict=True), key=lambda pair: pair[0])

@@ -399,3 +399,45 @@ def test_a_base_that_drafts_every_token_needs_no_lists(tmp_path: Path) -> None:
     update = trainer.update(steps=1)
     assert update is not None
     assert all(candidate.vocabulary is None for candidate in update.candidates)
+
+
+def test_an_expert_guesses_and_learns_over_its_own_list_alone() -> None:
+    """As the logits of all tokens, cut to the list; and the loss is the one of a drafter with these rows only."""
+    target = a_target()
+    draft = a_draft(target, SOME)
+    lists = {"code": SOME[::2].clone(), "prose": SOME[1::3].clone()}
+    records = [
+        a_record(target, seed, domain=name) for seed, name in enumerate(("prose", "code", "sql", "code"))
+    ]
+    student = a_student(draft, SHARED, "code", "prose")
+    stir(student)
+    batch = a_batch(target, draft, records)
+    vocabulary = DraftVocabulary(draft.vocabulary, draft.config.vocab_size)
+    hidden, counts = torch.randn(8, 32, generator=torch.Generator().manual_seed(0)), [3, 1, 2, 2]
+    student.routing.shared = True
+    whole = student.logits(hidden, batch.owners, counts)
+    student.use_lists(lists)
+    for one in student.guesses(hidden, batch.owners, counts):
+        expected = whole[one.rows] if one.numbers is None else whole[one.rows][:, one.numbers]
+        torch.testing.assert_close(one.logits, expected, rtol=1e-4, atol=1e-4)
+    loss = loss_of(student, batch, vocabulary, steps=1, emitted=0.25)
+    total, count = 0.0, 0
+    for name in ("code", "prose", "sql"):
+        own = lists.get(name, SOME)
+        narrow = copy.deepcopy(draft)
+        narrow.use_vocabulary(own)
+        other = a_student(narrow)
+        for adapter in (SHARED, name):
+            if adapter in student.names:
+                other.load(adapter, 1, *student.export(adapter, own))
+        mine = a_batch(target, narrow, [record for record in records if record.domain == name])
+        rows = int((mine.lengths - 1).sum())
+        found = loss_of(other, mine, DraftVocabulary(own, draft.config.vocab_size), steps=1, emitted=0.25)
+        total, count = total + found.item() * rows, count + rows
+    assert loss.item() == pytest.approx(total / count, rel=1e-4)
+    loss.backward()  # type: ignore[no-untyped-call]
+    part = student.layers[HEAD].adapter("code")
+    assert part is not None
+    assert part.b.grad is not None
+    learned = part.b.grad.abs().sum(1).nonzero()[:, 0]
+    assert set(SOME[learned].tolist()) <= set(lists["code"].tolist())
