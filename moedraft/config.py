@@ -106,6 +106,9 @@ class Settings(BaseSettings):
     distill_kind: DistillKind = Field(
         "fkl", description="what updates lower: forward or reverse KL, Jensen-Shannon or total variation"
     )
+    gate: Literal["on", "off"] = Field(
+        "on", description="publish only what is better on held-out records; off: publish every update"
+    )
     learning_rate: float = Field(1e-3, gt=0, description="of an update's optimiser")
     update_every: int = Field(16, ge=1, description="new records of a domain that make an update due")
     update_steps: int = Field(16, ge=1, description="optimiser steps per update")

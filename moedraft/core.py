@@ -18,6 +18,7 @@ HOTTEST = 10_000  # the highest temperature: above it the answer is noise, and f
 KEY_VARIABLE = "MOEDRAFT_API_KEY"  # of the environment: the key that the command line shows to a server
 DOMAIN_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 FinishReason = Literal["stop", "length", "abort", "error"]
+GateDecision = Literal["promote", "keep", "discard"]  # publish, train on without publishing, go back
 
 
 class MoedraftError(Exception):
@@ -240,10 +241,13 @@ class RequestStats:
 
 @dataclass(frozen=True)
 class UpdateRecord:
-    """One finished update of an adapter. Acceptance: top-1 agreement on held-out records."""
+    """One finished update of an adapter. Acceptance: top-1 agreement on held-out records.
+
+    The gate's figures are None where no gate decided: it was off, or the update is older than it.
+    """
 
     expert: str
-    version: int
+    version: int  # that serves after it: the new one, or still the one before where it was not published
     records: int
     steps: int
     loss: float  # mean over the update, nats per token
@@ -251,6 +255,13 @@ class UpdateRecord:
     acceptance_before: float | None
     acceptance_after: float | None
     created_at: float = field(default_factory=time.time)
+    decision: GateDecision | None = None
+    gain: float | None = None  # in expected tokens per target step, on held-out records
+    gain_low: float | None = None  # it lies between these with a probability of 80 %
+    gain_high: float | None = None
+    gate_records: int | None = None  # held-out records that the gate measured it by
+    parent: int | None = None  # the version that the update began with
+    stood_on: int | None = None  # an expert's: the version of the shared adapter that it was trained on
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from moedraft.config import Settings
 from moedraft.distill.joint import build_joint
 from moedraft.distill.joint_loop import JointLoop
+from moedraft.distill.judge import Judge
 from moedraft.distill.loop import DistillLoop
+from moedraft.distill.measures import JointMeasure, Measure, TextMeasure
 from moedraft.distill.outlet import HomeOutlet, Outlet
 from moedraft.distill.trainer import Trainer
 from moedraft.drafting.base import draft_name, is_feature_checkpoint
@@ -23,7 +25,8 @@ def build_loop(settings: Settings, store: Store, outlet: Outlet | None = None) -
     name = draft_name(settings)
     folder = snapshot_folder(name)
     if folder is not None and is_feature_checkpoint(folder):
-        return JointLoop(build_joint(settings, store), store, outlet, settings.update_every)
+        joint = build_joint(settings, store)
+        return _resumed(JointLoop(joint, store, outlet, settings.update_every), settings)
     trainer = Trainer(
         load_by(settings, "draft", "float32", name),
         store,
@@ -35,4 +38,18 @@ def build_loop(settings: Settings, store: Store, outlet: Outlet | None = None) -
         tokens_per_step=settings.update_tokens,
         kind=settings.distill_kind,
     )
-    return DistillLoop(trainer, store, outlet, settings.update_every)
+    return _resumed(DistillLoop(trainer, store, outlet, settings.update_every), settings)
+
+
+def _resumed(loop: DistillLoop, settings: Settings) -> DistillLoop:
+    """With the gate, unless it is off, and with what loops before this one learned."""
+    if settings.gate == "on":
+        depth = max(1, settings.num_speculative_tokens)
+        measure: Measure
+        if isinstance(loop, JointLoop):
+            measure = JointMeasure(loop.trainer, depth)
+        else:
+            measure = TextMeasure(loop.trainer, depth)
+        loop.judge = Judge(measure, loop.store)
+    loop.resume()
+    return loop

@@ -127,8 +127,17 @@ class JointTrainer:
         """The candidate of this name is live as `version`; the next update goes on from what is in memory."""
         self.versions[version.domain] = version.version
 
+    def kept(self, candidate: Candidate) -> None:
+        """The candidate was not published; the next update goes on from what is in memory."""
+
     def forget(self, name: str) -> None:
-        """The candidate of `name` was not published; the next update starts from the live version."""
+        """The candidate of `name` was not published; the next update starts from the live version.
+
+        Without the shared adapter that they were trained on, the experts' weights go as well.
+        """
+        for other in list(self.versions) if name == SHARED else ():
+            if other != SHARED:
+                self.forget(other)
         self.versions.pop(name, None)
         self._optimisers.pop(name, None)
         self.student.remove(name)

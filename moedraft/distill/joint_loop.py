@@ -10,33 +10,40 @@ from moedraft.distill.governor import news
 from moedraft.distill.joint import JointTrainer
 from moedraft.distill.loop import DistillLoop, Update
 from moedraft.distill.trainer import OnStep
+from moedraft.storage.changes import is_pinned
 
 
 @dataclass
 class JointLoop(DistillLoop):
-    """As `DistillLoop`, but an update belongs to nobody: it publishes each adapter that learned."""
+    """As `DistillLoop`, but an update belongs to nobody: the gate judges all that learned together."""
 
     trainer: JointTrainer  # type: ignore[assignment]  # published and forgotten alike, updated jointly
 
+    def resume(self) -> None:
+        """As `DistillLoop.resume`; records that were used before are not new."""
+        super().resume()
+        self.trainer.last_id = int(self.store.registry.get_meta(f"trained:{SHARED}") or 0)
+
     def due(self) -> str | None:
-        """The shared adapter, which every update teaches, when there are enough new records of any domain."""
+        """The shared adapter, which every update teaches, when there are enough new records of any domain.
+
+        Nobody while it is pinned: experts are trained on the shared adapter as the same update leaves it.
+        """
+        if is_pinned(self.store.registry, SHARED):
+            return None
         return SHARED if news(self.store).get(SHARED, 0) >= self.every else None
 
     def _update(self, expert: str, steps: int | None, on_step: OnStep | None) -> Update | None:
-        """Train, publish each candidate, and note which records were used; the update of `expert`.
+        """Train, publish what passes the gate, and note which records were used; the update of `expert`.
 
-        Where that one did not learn, the shared adapter's.
+        Where that one's was not published, the shared adapter's.
         """
+        if is_pinned(self.store.registry, SHARED):
+            return None
         began, self.waited = time.monotonic(), 0.0
         made = self.trainer.update(steps=steps, on_step=on_step)
         if made is None:
             self.outlet.learned(SHARED, self.store.replay.last_id(None), None)
             return None
-        updates: dict[str, Update] = {}
-        for candidate in made.candidates:
-            version = self._publish(candidate)
-            seconds = (time.monotonic() - began - self.waited) / len(made.candidates)
-            update = updates[candidate.expert] = Update(version, candidate.summary(), seconds)
-            self.outlet.learned(candidate.expert, made.last_id, update.record())
-            self._remember_gain(update)
+        updates = self._settle(made.candidates, made.last_id, began, on_step)
         return updates.get(expert) or updates.get(SHARED)

@@ -60,6 +60,15 @@ class JointLinear(nn.Module):
         if _key(name) in self.adapters:
             del self.adapters[_key(name)]
 
+    def take(self, name: str) -> LowRank | None:
+        """Remove the adapter of `name` and return it, None where there is none; `put` puts it back."""
+        found = self.adapter(name)
+        self.remove(name)
+        return found
+
+    def put(self, name: str, part: LowRank) -> None:
+        self.adapters[_key(name)] = part
+
     def adapter(self, name: str) -> LowRank | None:
         return dict(self.adapters.items()).get(_key(name))  # type: ignore[return-value]
 

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from moedraft.core import AdapterVersion, UpdateRecord
 from moedraft.storage.candidate import Candidate, CandidateSummary
+from moedraft.storage.changes import check_not_pinned
 from moedraft.storage.store import Store
 
 KEEP_VERSIONS = 5  # newest versions of an adapter that stay on disk, besides the live one and its parent
@@ -27,16 +28,21 @@ class Outlet(Protocol):
 
 
 class HomeOutlet:
-    """Straight into a home that is open for writing; old versions are removed."""
+    """Straight into a home that is open for writing; old versions are removed.
+
+    An adapter that a person has pinned is refused, whatever the gate said.
+    """
 
     def __init__(self, store: Store) -> None:
         self.store = store
 
     def publish(self, candidate: Candidate) -> AdapterVersion:
+        check_not_pinned(self.store.registry, candidate.expert)
         return self._pruned(self.store.adapters.publish(candidate))
 
     def adopt(self, summary: CandidateSummary, staged: Path) -> AdapterVersion:
         """As `publish`, for a candidate whose files another process has written into the folder `staged`."""
+        check_not_pinned(self.store.registry, summary.expert)
         return self._pruned(self.store.adapters.adopt(summary, staged))
 
     def learned(self, expert: str, last_id: int, update: UpdateRecord | None) -> None:

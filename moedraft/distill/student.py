@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from moedraft.distill.batches import Batch
 from moedraft.drafting.adapter import LORA_A, PREFIX
 from moedraft.drafting.modules import adaptable
 from moedraft.models import LanguageModel
-from moedraft.storage.adapters import AdapterStore, LoadedAdapter
+from moedraft.storage.adapters import AdapterStore
+from moedraft.storage.candidate import Candidate, Weights
 
 # What a new version takes over from the configuration of the stored one.
 KEPT = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora")
@@ -36,6 +38,7 @@ class Student:
         self.base_hash = draft.weights_hash()
         self.model: Any = None  # the PEFT model, once there is an adapter
         self.versions: dict[str, int] = {}  # which version an adapter's weights were taken from
+        self._kept: Candidate | None = None  # of the shared adapter, not published, to be trained on
         self._adapters = adapters
         self._scope, self._rank, self._shared_rank = scope, rank, shared_rank
         self._modules = {name: adaptable(draft, name) for name in ("tail", "full")}
@@ -48,8 +51,15 @@ class Student:
         Raises UnsupportedModel where PEFT covers other modules than the engine does, and StorageError.
         """
         wanted = [SHARED] if expert == SHARED else [SHARED, expert]
+        kept = self._kept
+        if expert != SHARED and kept is not None:
+            self.forget(SHARED)  # an expert stands on the shared adapter that serves
         for name in wanted:
             self._follow(name)
+        if kept is not None and kept.parent == self.versions[SHARED]:
+            self._kept = kept
+            if expert == SHARED:
+                set_peft_model_state_dict(self.model, dict(kept.tensors), adapter_name=_key(SHARED))
         self.model.base_model.set_adapter([_key(name) for name in wanted])
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(f".{_key(expert)}." in name)
@@ -93,14 +103,54 @@ class Student:
         }
         return plain, tensors
 
+    @contextmanager
+    def standing(self, parts: Sequence[Weights]) -> Iterator[None]:
+        """Draft by base + these stored or exported adapters for a while, whatever learns.
+
+        Call `activate` before learning goes on.
+        """
+        if not parts:
+            with self.model.disable_adapter():
+                yield
+            return
+        keys = [f"stored_{number}" for number in range(len(parts))]
+        active = list(self.model.base_model.active_adapters)
+        try:
+            for key, part in zip(keys, parts, strict=True):
+                self._add(key, self._config(SHARED, part), part.tensors)
+            self.model.base_model.set_adapter(keys)
+            yield
+        finally:
+            self.model.base_model.set_adapter(active)
+            for key in keys:
+                if key in self.model.peft_config:
+                    self.model.delete_adapter(key)
+
+    def _add(self, key: str, config: LoraConfig, tensors: Mapping[str, torch.Tensor]) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PEFT's advice about tied output layers; we merge into a copy
+            self.model.add_adapter(key, config)
+            set_peft_model_state_dict(self.model, dict(tensors), adapter_name=key)
+
     def published(self, version: AdapterVersion) -> None:
         """What was exported last is now this version, so that the next update may go on from it."""
         self.versions[version.domain] = version.version
+        self._kept = None if version.domain == SHARED else self._kept
+
+    def kept(self, candidate: Candidate) -> None:
+        """What was exported last is not live, but its adapter's next update goes on from it.
+
+        An expert's weights stay in memory; those of the shared adapter have to make way for the live ones
+        while experts learn.
+        """
+        if candidate.expert == SHARED:
+            self._kept = candidate
 
     def forget(self, name: str) -> None:
         """Nothing of `name` stays in memory; the next update takes it from storage."""
         for known in (self.versions, self._configs, self._optimisers):
             known.pop(name, None)
+        self._kept = None if name == SHARED else self._kept
         if self.model is not None and _key(name) in self.model.peft_config:
             self.model.delete_adapter(_key(name))
 
@@ -124,7 +174,7 @@ class Student:
                 set_peft_model_state_dict(self.model, found[1].tensors, adapter_name=key)
         self.versions[name] = version
 
-    def _config(self, name: str, stored: LoadedAdapter | None) -> LoraConfig:
+    def _config(self, name: str, stored: Weights | None) -> LoraConfig:
         """Rank and modules of the stored version where there is one, else those of the settings."""
         if stored is None:
             rank = self._shared_rank if name == SHARED else self._rank

@@ -89,6 +89,10 @@ class Trainer:
         """The last candidate is live as `version`; the next update goes on from what is in memory."""
         self.student.published(version)
 
+    def kept(self, candidate: Candidate) -> None:
+        """The last candidate was not published, but the next update of its adapter goes on from it."""
+        self.student.kept(candidate)
+
     def forget(self, expert: str) -> None:
         """The last candidate was not published; the next update starts from the live version."""
         self.student.forget(expert)

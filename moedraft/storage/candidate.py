@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -39,6 +39,17 @@ class CandidateSummary:
     loss: float  # mean over the update, nats per token
     acceptance_before: float | None  # share of held-out tokens whose most likely token the draft gets right
     acceptance_after: float | None
+
+
+class Weights(Protocol):
+    """An adapter as it is stored or exported: a `LoadedAdapter` or a `Candidate`."""
+
+    @property
+    def config(self) -> Mapping[str, Any]: ...
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]: ...
+    @property
+    def vocabulary(self) -> torch.Tensor | None: ...
 
 
 @dataclass(frozen=True, eq=False)

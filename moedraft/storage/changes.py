@@ -5,7 +5,8 @@ Registering and removing domains is not here, because it needs a router.
 
 from __future__ import annotations
 
-from moedraft.core import DOMAIN_NAME, SHARED, AdapterVersion, Domain, UnknownName
+from moedraft.core import DOMAIN_NAME, SHARED, AdapterVersion, Domain, InvalidRequest, UnknownName
+from moedraft.storage.registry import PIN, Registry
 from moedraft.storage.store import Store
 
 
@@ -49,3 +50,25 @@ def find_domain(store: Store, name: str) -> Domain:
     if not DOMAIN_NAME.fullmatch(name):
         raise UnknownName("there is no domain of that name: it is no slug.")
     return store.registry.domain(name)
+
+
+# -- pins ----------------------------------------------------------------------------------------
+
+
+def pin(store: Store, name: str, pinned: bool = True) -> None:
+    """Keep `name` at the version that serves: no update is published for it until it is unpinned.
+
+    A person may still promote another version or roll back. Raises InvalidRequest.
+    """
+    check_expert(store, name)
+    store.registry.set_meta(PIN + name, "1" if pinned else None)
+
+
+def is_pinned(registry: Registry, name: str) -> bool:
+    return registry.get_meta(PIN + name) is not None
+
+
+def check_not_pinned(registry: Registry, name: str) -> None:
+    """Raises InvalidRequest where `name` gets no new version."""
+    if is_pinned(registry, name):
+        raise InvalidRequest(f"'{name}' is pinned to its version; `moedraft adapter unpin {name}` frees it.")

@@ -19,6 +19,8 @@ from moedraft.core import (
 from moedraft.storage.db import Home
 from moedraft.storage.tables import adapter_versions, counters, domains, experts, meta, replay
 
+PIN = "pinned:"  # and a name: the meta key that exists while it gets no new version
+
 _domain, _version, _state = adapter_versions.c.domain, adapter_versions.c.version, adapter_versions.c.state
 
 
@@ -90,6 +92,7 @@ class Registry:
             for table in (replay, adapter_versions):
                 connection.execute(delete(table).where(table.c.domain == name))
             connection.execute(delete(domains).where(domains.c.name == name))
+            connection.execute(delete(meta).where(meta.c.key == PIN + name))
             connection.execute(update(experts).where(experts.c.name == name).values(updates=0))
             _raise_generation(connection)
         self._home.checkpoint()  # until then the journal holds its records still

@@ -105,6 +105,21 @@ class ReplayBuffer:
         random.shuffle(chosen)
         return self._fetched(chosen)
 
+    def numbered(
+        self, domain: str, min_id: int, limit: int, target_id: str | None = None
+    ) -> list[tuple[int, ReplayRecord]]:
+        """The newest `limit` records of `domain` with an id of at least `min_id`, newest first, with ids."""
+        query = _of(select(replay), domain).where(replay.c.id >= min_id).order_by(replay.c.id.desc())
+        if target_id is not None:
+            query = query.where(replay.c.target_id == target_id)
+        with self._home.read() as connection:
+            rows = connection.execute(query.limit(limit)).all()
+        return [(row.id, record) for row in rows for record in _decoded([row])]
+
+    def by_ids(self, ids: Sequence[int]) -> Iterator[ReplayRecord]:
+        """The records with these ids, in that order; those that are no longer there are left out."""
+        return self._fetched(list(ids))
+
     def count(self, domain: str | None = None) -> int:
         with self._home.read() as connection:
             return connection.scalar(_of(select(func.count()).select_from(replay), domain)) or 0

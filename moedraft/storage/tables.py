@@ -133,6 +133,13 @@ updates = Table(
     Column("acceptance_before", Float),
     Column("acceptance_after", Float),
     Column("created_at", Float, nullable=False),
+    Column("decision", String(16)),  # the gate's, with what it measured; null where there was no gate
+    Column("gain", Float),
+    Column("gain_low", Float),
+    Column("gain_high", Float),
+    Column("gate_records", Integer),
+    Column("parent", Integer),
+    Column("stood_on", Integer),
     sqlite_autoincrement=True,
 )
 

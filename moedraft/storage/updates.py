@@ -32,3 +32,14 @@ class UpdateLog:
         with self._home.read() as connection:
             rows = connection.execute(query).mappings().all()
         return [UpdateRecord(**{key: row[key] for key in row if key != "id"}) for row in reversed(rows)]
+
+    def count(self) -> int:
+        """How many updates there ever were."""
+        with self._home.read() as connection:
+            return connection.scalar(select(func.max(updates.c.id))) or 0
+
+    def decisions(self) -> dict[str, int]:
+        """How often the gate decided what, over the updates that are kept."""
+        query = select(updates.c.decision, func.count()).where(updates.c.decision.is_not(None))
+        with self._home.read() as connection:
+            return {row[0]: row[1] for row in connection.execute(query.group_by(updates.c.decision))}

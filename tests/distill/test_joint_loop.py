@@ -80,4 +80,4 @@ def test_a_failed_publication_pauses_and_is_forgotten(
     monkeypatch.setattr(loop.outlet, "publish", full)
     assert loop.run_once(SHARED) is None
     assert loop.state.is_paused
-    assert loop.trainer.forgotten == [SHARED]  # type: ignore[attr-defined]
+    assert loop.trainer.forgotten == [SHARED, "code"]  # type: ignore[attr-defined]

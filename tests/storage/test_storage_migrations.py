@@ -9,8 +9,8 @@ from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from storage_fakes import domain, record, stats
 
-from moedraft.core import StorageError
-from moedraft.storage import Home, Registry, ReplayBuffer, RequestLog
+from moedraft.core import StorageError, UpdateRecord
+from moedraft.storage import Home, Registry, ReplayBuffer, RequestLog, UpdateLog
 from moedraft.storage.db import DATABASE, MIGRATIONS
 from moedraft.storage.tables import metadata
 
@@ -75,6 +75,24 @@ def test_a_first_schema_home_still_serves(first: Path) -> None:
         assert registry.get_meta("target") == "tiny"
         assert ReplayBuffer(home, 10).records() == [record()]
         assert RequestLog(home).summary()["sql"].accepted_tokens == stats().speculation.num_accepted_tokens
+
+
+def test_updates_older_than_the_gate_have_no_decision(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older = tmp_path / "older"
+    shutil.copytree(MIGRATIONS, older)
+    for script in (older / "versions").glob("0*.py"):
+        if script.name >= "0004":
+            script.unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr("moedraft.storage.db.MIGRATIONS", older)
+        Home.open(path).close()
+    execute(path, "INSERT INTO updates VALUES (1, 'sql', 2, 20, 16, 1.5, 2.25, 0.4, NULL, 7.0)")
+    with Home.open(path) as home:
+        log = UpdateLog(home)
+        assert log.recent() == [UpdateRecord("sql", 2, 20, 16, 1.5, 2.25, 0.4, None, 7.0)]
+        assert log.decisions() == {}
 
 
 def test_a_copy_is_kept_before_an_upgrade(first: Path) -> None:

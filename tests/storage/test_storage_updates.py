@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from storage_fakes import stats
@@ -32,6 +33,27 @@ def test_the_log_of_updates_is_bounded(path: Path) -> None:
         for version in range(1, 8):
             log.add(update(version=version))
         assert [one.version for one in log.recent()] == [5, 6, 7]
+
+
+def test_what_the_gate_decided_is_kept(path: Path) -> None:
+    decided = replace(
+        update(),
+        decision="discard",
+        gain=-0.25,
+        gain_low=-0.5,
+        gain_high=-0.01,
+        gate_records=12,
+        parent=3,
+        stood_on=7,
+    )
+    with Home.open(path) as home:
+        log = UpdateLog(home, capacity=3)
+        for one in (update(), decided, replace(decided, decision="promote"), decided):
+            log.add(one)
+        assert log.recent()[-1] == decided
+        assert log.recent()[0].decision == "discard"
+        assert log.decisions() == {"discard": 2, "promote": 1}
+        assert log.count() == 4  # the first is no longer kept
 
 
 def test_requests_are_found_by_time_and_expert(path: Path) -> None:

@@ -1,0 +1,179 @@
+"""The gate: figures of a candidate on held-out records in, a decision out. It knows no model and no storage.
+
+What counts is the number of tokens that one step of the target is expected to give at the draft length in
+use: 1 + a1 + a1·a2 + …, where a_j is the share of drafts whose token number j is accepted when those before
+it were. The candidate and what serves now are measured on the same records. How sure the gain is comes from a
+Bayesian bootstrap over the records (Rubin 1981), made wider where there are few of them, as Student's t is
+wider than the normal distribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moedraft.core import GateDecision
+
+Counts = NDArray[np.int64]  # [records, depth, 2]: hits and tries of the draft's tokens number 1 … depth
+
+SURE = 0.9  # probability of a gain that a promotion needs; with 1 − SURE or less a candidate is thrown away
+FEW = 4  # with fewer records the training objective decides
+MOST_KEPT = 3  # candidates in a row that may be trained on without being published
+LEAST_DOUBT = 0.02  # of harm to one of many domains, however many there are
+DRAWS = 1000
+SEED = 0  # of the bootstrap, so that the same figures always get the same answer
+Z = 1.2816  # of the normal distribution at SURE
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One set of adapters on some records."""
+
+    counts: Counts
+    loss: float | None = None  # the training objective on them, nats; None: not measured
+
+    @property
+    def records(self) -> int:
+        return len(self.counts)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is done with a candidate, and why."""
+
+    decision: GateDecision
+    records: int = 0  # held-out records that it was measured by
+    gain: float | None = None  # in expected tokens per target step
+    low: float | None = None  # the gain lies between these with a probability of 80 %
+    high: float | None = None
+    better: float = 0.5  # probability that it is better than what serves
+
+
+@dataclass(frozen=True)
+class Options:
+    """A domain under a new shared adapter: what serves now, its expert as trained, its expert as it was."""
+
+    before: Measured
+    new: Measured | None  # None: its expert has not learned, or is pinned
+    old: Measured
+
+
+def expected_tokens(sums: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Hits and tries [..., depth, 2] → tokens per target step [...]."""
+    tries = sums[..., 1]
+    rates = np.divide(sums[..., 0], tries, out=np.zeros_like(tries), where=tries > 0)
+    return np.asarray(1 + rates.cumprod(-1).sum(-1))
+
+
+def compare(before: Measured, after: Measured) -> Verdict:
+    """The gain and how sure it is; the decision is that of `decide` with nothing kept before."""
+    count = before.records
+    if not count:
+        return Verdict("keep")
+    both = np.stack([before.counts, after.counts], axis=1).astype(float)  # [records, 2, depth, 2]
+    old, new = expected_tokens(both.sum(0))
+    gain = float(new - old)
+    weights = np.random.default_rng(SEED).standard_exponential((DRAWS, count))
+    drawn = expected_tokens(np.tensordot(weights, both, axes=1))  # [draws, 2]
+    gains = gain + _widening(count) * (drawn[:, 1] - drawn[:, 0] - gain)
+    better = float((gains > 0).mean() + (gains == 0).mean() / 2)
+    low, high = np.quantile(gains, [1 - SURE, SURE])
+    found = Verdict("keep", count, gain, float(low), float(high), better)
+    return replace(found, decision=_decision(found, before.loss, after.loss))
+
+
+def decide(before: Measured, after: Measured, kept: int = 0) -> Verdict:
+    """Publish the candidate, train on from it, or go back to what serves.
+
+    kept: how many candidates before this one were trained on without being published.
+    """
+    return _bounded(compare(before, after), kept)
+
+
+def decide_together(
+    domains: Mapping[str, Options], kept: Mapping[str, int], shared: str
+) -> dict[str, Verdict]:
+    """The verdicts on one joint update, by adapter; `shared` is the name of the shared one.
+
+    The new shared adapter goes with the experts that were trained on it, except those whose domain is better
+    off with the expert that it has. It goes only if all domains together gain, and if none of them is clearly
+    worse off with either of its two experts.
+    """
+    doubt = max(LEAST_DOUBT, (1 - SURE) / max(len(domains), 1))
+    chosen = {name: _chosen(options, doubt) for name, options in domains.items()}
+    whole = decide(
+        joined([domains[name].before for name in chosen]),
+        joined([one or domains[name].old for name, one in chosen.items()]),
+        kept.get(shared, 0),
+    )
+    if whole.decision == "promote" and None in chosen.values():
+        whole = _bounded(replace(whole, decision="keep"), kept.get(shared, 0))
+    verdicts = {shared: whole}
+    for name, options in domains.items():
+        if options.new is not None:
+            verdicts[name] = _of_expert(options, chosen[name] is options.new, whole, kept.get(name, 0))
+    return verdicts
+
+
+def joined(parts: list[Measured]) -> Measured:
+    """All their records together; the loss is the mean over them."""
+    losses = [one.loss * one.records for one in parts if one.loss is not None]
+    counts = np.concatenate([one.counts for one in parts]) if parts else np.zeros((0, 1, 2), np.int64)
+    known = sum(one.records for one in parts if one.loss is not None)
+    return Measured(counts, sum(losses) / known if known else None)
+
+
+def _widening(count: int) -> float:
+    """By how much the bootstrap's spread over so few records falls short of Student's t, at SURE."""
+    free = max(count - 1, 1)
+    student = 1 + (Z**2 + 1) / (4 * free) + (5 * Z**4 + 16 * Z**2 + 3) / (96 * free**2)
+    return float(student * ((count + 1) / free) ** 0.5)
+
+
+def _decision(found: Verdict, before: float | None, after: float | None) -> GateDecision:
+    assert found.gain is not None
+    if found.records < FEW:
+        improved = before is not None and after is not None and after < before
+        return "promote" if improved and found.gain >= 0 else "keep"
+    if found.better >= SURE and found.gain > 0:
+        return "promote"
+    return "discard" if found.better <= 1 - SURE else "keep"
+
+
+def _bounded(found: Verdict, kept: int) -> Verdict:
+    """Nothing is trained on for ever."""
+    worn_out = found.decision == "keep" and kept >= MOST_KEPT
+    return replace(found, decision="discard") if worn_out else found
+
+
+def _chosen(options: Options, doubt: float) -> Measured | None:
+    """Which expert the domain gets under the new shared adapter; None: it is worse off with either."""
+    old = None if _harmed(options.before, options.old, doubt) else options.old
+    new = options.new
+    if new is None or _harmed(options.before, new, doubt):
+        return old
+    return old if old is not None and _harmed(old, new, 1 - SURE) else new
+
+
+def _harmed(before: Measured, after: Measured, doubt: float) -> bool:
+    """Whether the domain is worse off: almost surely or, where few records can tell, by all that they say."""
+    found = compare(before, after)
+    if found.records >= FEW:
+        return found.better < doubt
+    worse = before.loss is not None and after.loss is not None and after.loss > before.loss
+    return worse and found.gain is not None and found.gain < 0
+
+
+def _of_expert(options: Options, goes: bool, whole: Verdict, kept: int) -> Verdict:
+    """An expert goes with the shared adapter that it was trained on, or not at all."""
+    assert options.new is not None
+    own = compare(options.before, options.new)
+    if whole.decision != "promote":
+        return replace(own, decision=whole.decision)
+    if goes:
+        return replace(own, decision="promote")
+    left_out: GateDecision = "discard" if own.decision == "discard" else "keep"
+    return _bounded(replace(own, decision=left_out), kept)

@@ -1,0 +1,53 @@
+"""The records that the gate judges by: of each domain the newest that no update is ever trained on.
+
+Only their ids are remembered. So what is purged or evicted is gone from here as well, and traffic that moves
+renews them. Of one prompt only the newest record counts: a flood of one prompt is not much evidence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from moedraft.core import ReplayRecord
+from moedraft.distill.trainer import HELD_OUT_EVERY, is_held_out
+from moedraft.storage.replay import ReplayBuffer
+
+MOST, LEAST = 32, 8  # records of one domain
+TOGETHER = 128  # records of all domains together, about: judging must not cost more than learning
+USABLE = 2  # tokens of an answer at least; the first is never guessed from the target's states
+
+
+class HeldOut:
+    """Finds held-out records; each record of the home is looked at once."""
+
+    def __init__(self, replay: ReplayBuffer) -> None:
+        self.replay = replay
+        self._ids: dict[str, dict[int, int]] = {}  # by domain and hash of the prompt, oldest first
+        self._seen: dict[str, int] = {}  # the newest id that was looked at
+        self._target: str | None = None
+
+    def records(
+        self, domain: str, domains: int, target: str | None, on_record: Callable[[], None] = lambda: None
+    ) -> list[ReplayRecord]:
+        """The newest held-out records of `domain`, newest first, where `domains` are judged together."""
+        if target != self._target:
+            self._ids, self._seen, self._target = {}, {}, target
+        self._look(domain, on_record)
+        wanted = max(LEAST, min(MOST, TOGETHER // max(domains, 1)))
+        numbers = list(self._ids.get(domain, {}).values())
+        return list(self.replay.by_ids(numbers[-wanted:][::-1]))
+
+    def _look(self, domain: str, on_record: Callable[[], None]) -> None:
+        """Take up what came since the last look."""
+        first = self._seen.get(domain, 0) + 1
+        found = self.replay.numbered(domain, first, MOST * HELD_OUT_EVERY, self._target)
+        ids = self._ids.setdefault(domain, {})
+        for number, record in reversed(found):
+            on_record()
+            if is_held_out(record) and len(record.topk_ids) >= USABLE:
+                prompt = hash(tuple(record.token_ids[: record.num_prompt_tokens]))
+                ids.pop(prompt, None)  # the newest stands last
+                ids[prompt] = number
+            self._seen[domain] = number
+        for prompt in list(ids)[: max(len(ids) - 2 * MOST, 0)]:
+            del ids[prompt]

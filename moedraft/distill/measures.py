@@ -1,0 +1,137 @@
+"""Measures adapters as they would serve, on held-out records: one class for each kind of draft base.
+
+What is measured are stored or exported weights, put in the place of those that learn and taken away again:
+the trainer's own are not touched, whether or not they were published.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from moedraft.core import ReplayRecord
+from moedraft.distill.batches import collate as collate_text
+from moedraft.distill.batches import grouped
+from moedraft.distill.feature_batches import DraftVocabulary, FeatureBatch, collate
+from moedraft.distill.gate import FEW, Counts, Measured
+from moedraft.distill.joint import JointTrainer
+from moedraft.distill.joint_loss import acceptance, loss_of
+from moedraft.distill.joint_student import JointStudent
+from moedraft.distill.trainer import Trainer
+from moedraft.storage.candidate import Weights
+
+Serving = Mapping[str, Weights | None]  # by name: the shared adapter and an expert; None: untrained
+
+
+class Measure(Protocol):
+    """Measures records of one domain."""
+
+    def __call__(
+        self, serving: Serving, domain: str, records: Sequence[ReplayRecord], on_batch: Callable[[], None]
+    ) -> Measured:
+        """Hits and tries of each record, in their order, and the loss where there are few of them."""
+
+
+class JointMeasure:
+    """For feature drafters: drafts as in greedy decoding, by base + shared adapter + the domain's expert."""
+
+    def __init__(self, trainer: JointTrainer, depth: int) -> None:
+        """depth: tokens drafted in a step. Call this before the trainer has learned anything."""
+        self.trainer, self.depth = trainer, depth
+        self.general = trainer.student.draft.vocabulary  # drafted by an expert without a list of its own
+
+    @torch.no_grad()
+    def __call__(
+        self, serving: Serving, domain: str, records: Sequence[ReplayRecord], on_batch: Callable[[], None]
+    ) -> Measured:
+        student, rows = self.trainer.student, self.trainer.plan.rows
+        own = serving.get(domain)
+        only = self.general if own is None or own.vocabulary is None else own.vocabulary
+        counted, losses = [np.zeros((0, self.depth, 2), np.int64)], 0.0
+        with instead(student, serving), student.precision():
+            for first in range(0, len(records), rows):
+                batch = self._batch(domain, records[first : first + rows])
+                found = acceptance(student, batch, self.depth, only=only.to(self.general))
+                counted.append(found.numpy())
+                losses += self._loss(batch) * len(batch.owners) if len(records) < FEW else 0.0
+                on_batch()
+        loss = losses / len(records) if 0 < len(records) < FEW else None
+        return Measured(np.concatenate(counted), loss)
+
+    def _batch(self, domain: str, records: Sequence[ReplayRecord]) -> FeatureBatch:
+        trainer, device = self.trainer, self.trainer.student.draft.fc.weight.device
+        owners = [domain] * len(records)
+        return collate(records, owners, trainer.states, self._vocabulary(), device, trainer.plan.max_tokens)
+
+    def _loss(self, batch: FeatureBatch) -> float:
+        plan = self.trainer.plan
+        weights = {"steps": plan.unrolled, "decay": plan.decay, "emitted": plan.emitted}
+        loss = loss_of(self.trainer.student, batch, self._vocabulary(), kind=plan.kind, **weights)  # type: ignore[arg-type]
+        return loss.item()
+
+    def _vocabulary(self) -> DraftVocabulary:
+        draft = self.trainer.student.draft
+        return DraftVocabulary(draft.vocabulary, draft.config.vocab_size)
+
+
+class TextMeasure:
+    """For independent draft models: runs of tokens for which draft and target have the same likeliest token.
+
+    A draft of greedy decoding is accepted for as long as such a run goes on.
+    """
+
+    def __init__(self, trainer: Trainer, depth: int) -> None:
+        """depth: tokens drafted in a step."""
+        self.trainer, self.depth = trainer, depth
+
+    @torch.no_grad()
+    def __call__(
+        self, serving: Serving, domain: str, records: Sequence[ReplayRecord], on_batch: Callable[[], None]
+    ) -> Measured:
+        trainer, draft = self.trainer, self.trainer.student.draft
+        counted, losses = [np.zeros((0, self.depth, 2), np.int64)], 0.0
+        with trainer.student.standing([one for one in serving.values() if one is not None]):
+            for chosen in grouped(records, trainer.tokens_per_step):
+                batch = collate_text(chosen, draft.device, trainer.tokens_per_step, draft.vocab_size)
+                right = trainer.student.logits(batch).argmax(-1) == batch.topk_ids[:, 0]
+                rows = torch.split(right, batch.mask.sum(1).tolist())
+                counted += [runs(row.cpu().numpy(), self.depth)[None] for row in rows]
+                losses += trainer.loss(batch).item() * len(chosen) if len(records) < FEW else 0.0
+                on_batch()
+        loss = losses / len(records) if 0 < len(records) < FEW else None
+        return Measured(np.concatenate(counted), loss)
+
+
+def runs(right: np.ndarray[tuple[int], np.dtype[np.bool_]], depth: int) -> Counts:
+    """bool [tokens]: which are guessed → hits and tries [depth, 2] of drafts from every token on."""
+    counts = np.zeros((depth, 2), np.int64)
+    alive = np.ones(len(right), bool)
+    for step in range(min(depth, len(right))):
+        tried = alive[: len(right) - step]
+        alive = tried & right[step:]
+        counts[step] = alive.sum(), tried.sum()
+    return counts
+
+
+@contextmanager
+def instead(student: JointStudent, serving: Serving) -> Iterator[None]:
+    """Put these adapters in the place of the student's own for a while."""
+    own = {name: {module: layer.take(name) for module, layer in student.layers.items()} for name in serving}
+    known = student.names & serving.keys()
+    student.names -= known
+    try:
+        for name, weights in serving.items():
+            if weights is not None:
+                student.load(name, 0, weights.config, weights.tensors, weights.vocabulary)
+        yield
+    finally:
+        for name, parts in own.items():
+            student.remove(name)
+            for module, part in parts.items():
+                if part is not None:
+                    student.layers[module].put(name, part)
+        student.names |= known

@@ -1,0 +1,212 @@
+"""The gate's decisions, from figures alone: the law of small numbers holds and harm is seen."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from moedraft.distill.gate import (
+    FEW,
+    MOST_KEPT,
+    Counts,
+    Measured,
+    Options,
+    compare,
+    decide,
+    decide_together,
+    expected_tokens,
+    joined,
+)
+
+DEPTH = 4
+TRIALS = 200
+
+
+def counts_of(right: np.ndarray) -> Counts:
+    """bool [records, tokens]: hits and tries by depth, drafted from every token on."""
+    counts = np.zeros((len(right), DEPTH, 2), np.int64)
+    alive = np.ones_like(right)
+    for step in range(DEPTH):
+        tried = alive[:, : right.shape[1] - step]
+        alive = tried & right[:, step:]
+        counts[:, step] = np.stack([alive.sum(1), tried.sum(1)], axis=1)
+    return counts
+
+
+def a_pair(
+    rng: np.random.Generator, records: int, gain: float, loss: tuple[float, float] | None = None
+) -> tuple[Measured, Measured]:
+    """Two drafts that agree on most tokens of the same records; records differ in how hard they are."""
+    base = rng.beta(6, 5, size=(records, 1))
+    luck, other_luck = rng.normal(0, 0.04, size=(2, records, 1))  # the same spread, or there were a gain
+    noise, other = rng.random((2, records, 48))
+    same = rng.random((records, 48)) < 0.7  # of the tokens, the draws of which the two share
+    before = noise < base + luck
+    after = np.where(same, noise, other) < base + gain + other_luck
+    losses = loss or (None, None)
+    return Measured(counts_of(before), losses[0]), Measured(counts_of(after), losses[1])
+
+
+def decisions(records: int, gain: float) -> Counter[str]:
+    rng = np.random.default_rng(records)
+    found = Counter(decide(*a_pair(rng, records, gain)).decision for _ in range(TRIALS))
+    return Counter({name: round(found[name] / TRIALS, 3) for name in ("promote", "keep", "discard")})
+
+
+def test_expected_tokens_multiply_along_the_draft() -> None:
+    sums = np.array([[[3, 4], [1, 2], [0, 0]], [[4, 4], [4, 4], [4, 4]]], float)
+    assert expected_tokens(sums).tolist() == [1 + 0.75 + 0.375, 4.0]
+
+
+@pytest.mark.parametrize("records", [4, 8, 16, 48])
+def test_without_a_gain_few_candidates_pass(records: int) -> None:
+    shares = decisions(records, 0.0)
+    assert shares["promote"] <= 0.14  # 10 %, and what chance adds in so many trials
+    assert shares["discard"] <= 0.14
+
+
+@pytest.mark.parametrize(("records", "gain", "least"), [(8, 0.12, 0.75), (16, 0.10, 0.9), (48, 0.06, 0.95)])
+def test_with_a_clear_gain_nearly_all_pass(records: int, gain: float, least: float) -> None:
+    assert decisions(records, gain)["promote"] >= least
+
+
+@pytest.mark.parametrize("records", [16, 48])
+def test_what_does_harm_never_passes(records: int) -> None:
+    shares = decisions(records, -0.10)
+    assert shares["promote"] == 0
+    assert shares["discard"] >= 0.9
+
+
+def test_the_interval_holds_the_true_gain_four_times_of_five() -> None:
+    rng = np.random.default_rng(5)
+    big = a_pair(rng, 20_000, 0.05)
+    true = compare(*big).gain
+    assert true is not None
+    held = 0
+    for _ in range(TRIALS):
+        found = compare(*a_pair(rng, 12, 0.05))
+        assert found.low is not None
+        assert found.high is not None
+        held += found.low <= true <= found.high
+    assert 0.72 <= held / TRIALS <= 0.90
+
+
+def test_a_candidate_that_changes_nothing_is_kept() -> None:
+    before, _ = a_pair(np.random.default_rng(0), 16, 0.0)
+    found = decide(before, before)
+    assert (found.decision, found.gain, found.better) == ("keep", 0.0, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("loss", "decision"), [((2.0, 1.5), "promote"), ((1.5, 2.0), "keep"), (None, "keep")]
+)
+def test_with_few_records_the_training_objective_decides(
+    loss: tuple[float, float] | None, decision: str
+) -> None:
+    rng = np.random.default_rng(1)
+    assert decide(*a_pair(rng, FEW - 1, 0.2, loss)).decision == decision
+    worse = a_pair(rng, FEW - 1, -0.3, loss)
+    assert decide(*worse).decision == "keep"  # the objective alone is not enough
+
+
+def test_nothing_held_out_publishes_nothing() -> None:
+    nothing = Measured(np.zeros((0, DEPTH, 2), np.int64), None)
+    found = decide(nothing, nothing)
+    assert (found.decision, found.gain, found.records) == ("keep", None, 0)
+
+
+def test_nothing_is_kept_for_ever() -> None:
+    before, _ = a_pair(np.random.default_rng(0), 16, 0.0)
+    assert [decide(before, before, kept).decision for kept in range(MOST_KEPT + 1)] == [
+        *["keep"] * MOST_KEPT,
+        "discard",
+    ]
+
+
+# -- a joint update ------------------------------------------------------------------------------
+
+
+def options(rng: np.random.Generator, new: float | None, old: float, records: int = 24) -> Options:
+    """The gains of both experts under the new shared adapter, over what serves now."""
+    state = rng.bit_generator.state
+    before, with_old = a_pair(rng, records, old)
+    if new is None:
+        return Options(before, None, with_old)
+    rng.bit_generator.state = state  # the same records
+    _, with_new = a_pair(rng, records, new)
+    return Options(before, with_new, with_old)
+
+
+def together(kept: dict[str, int] | None = None, **domains: Options) -> dict[str, str]:
+    found = decide_together(domains, kept or {}, "shared")
+    return {name: verdict.decision for name, verdict in found.items()}
+
+
+def test_what_gains_everywhere_goes_together() -> None:
+    rng = np.random.default_rng(3)
+    found = together(code=options(rng, 0.15, 0.1), prose=options(rng, 0.15, 0.1), sql=options(rng, None, 0.1))
+    assert found == {"shared": "promote", "code": "promote", "prose": "promote"}
+
+
+def test_an_expert_that_learned_badly_stays_behind() -> None:
+    rng = np.random.default_rng(3)
+    found = together(code=options(rng, 0.15, 0.1), prose=options(rng, -0.2, 0.1))
+    assert found == {"shared": "promote", "code": "promote", "prose": "discard"}
+
+
+def test_an_expert_that_is_better_off_as_it_was_stays_behind() -> None:
+    """It gains, but by the shared adapter alone."""
+    rng = np.random.default_rng(3)
+    found = together(code=options(rng, 0.15, 0.1), prose=options(rng, 0.02, 0.25))
+    assert found["shared"] == "promote"
+    assert found["prose"] == "keep"
+
+
+@pytest.mark.parametrize("new", [-0.2, None])
+def test_a_domain_that_would_suffer_with_either_expert_stops_all(new: float | None) -> None:
+    rng = np.random.default_rng(3)
+    domains = {
+        "code": options(rng, 0.25, 0.25),
+        "prose": options(rng, new, -0.2),
+        "sql": options(rng, 0.25, 0.25),
+    }
+    assert set(together(**domains).values()) == {"keep"}
+    worn_out = dict.fromkeys(("shared", *domains), MOST_KEPT)
+    assert set(together(worn_out, **domains).values()) == {"discard"}
+
+
+def test_what_harms_as_a_whole_goes_back_as_a_whole() -> None:
+    rng = np.random.default_rng(3)
+    found = together(code=options(rng, -0.15, -0.15), prose=options(rng, -0.1, -0.1))
+    assert set(found.values()) == {"discard"}
+
+
+def test_fifteen_domains_are_not_stopped_by_chance() -> None:
+    """With so many, one looks worse now and then; the shared adapter goes all the same."""
+    rng = np.random.default_rng(7)
+    went = 0
+    for _ in range(40):
+        domains = {f"d{n}": options(rng, 0.06, 0.03, records=8) for n in range(15)}
+        went += together(**domains)["shared"] == "promote"
+    assert went >= 34
+
+
+def test_a_poisoned_domain_is_found_among_fifteen() -> None:
+    rng = np.random.default_rng(7)
+    went = 0
+    for _ in range(20):
+        domains = {f"d{n}": options(rng, 0.06, 0.03, records=12) for n in range(14)}
+        domains["bad"] = options(rng, -0.3, -0.3, records=12)
+        went += together(**domains)["shared"] == "promote"
+    assert went == 0
+
+
+def test_the_loss_of_all_records_is_their_mean() -> None:
+    rng = np.random.default_rng(0)
+    first, _ = a_pair(rng, 3, 0.0, (1.0, 1.0))
+    second, _ = a_pair(rng, 1, 0.0, (3.0, 1.0))
+    whole = joined([first, second])
+    assert (whole.records, whole.loss) == (4, 1.5)
+    assert joined([]).records == 0

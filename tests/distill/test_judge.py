@@ -1,0 +1,435 @@
+"""Candidates before the gate: the right records, exactly what would serve, and what becomes of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from candidates import candidate
+from distill_rig import record
+from feature_records import a_batch, a_draft, a_record, a_target, stir
+
+from moedraft.core import SHARED, Domain, InvalidRequest, ReplayRecord
+from moedraft.distill.gate import FEW, MOST_KEPT, Measured
+from moedraft.distill.held_out import LEAST, MOST, TOGETHER, HeldOut
+from moedraft.distill.joint import JointPlan, JointTrainer, JointUpdate
+from moedraft.distill.joint_loop import JointLoop
+from moedraft.distill.joint_loss import acceptance
+from moedraft.distill.joint_student import JointStudent
+from moedraft.distill.judge import Judge
+from moedraft.distill.loop import LEAST_GAIN, DistillLoop
+from moedraft.distill.measures import JointMeasure, Serving, TextMeasure, instead, runs
+from moedraft.distill.outlet import HomeOutlet
+from moedraft.distill.states import RecordStates
+from moedraft.distill.trainer import Trainer, is_held_out
+from moedraft.storage import changes
+from moedraft.storage.store import Store
+
+from random_models import random_model
+
+
+@pytest.fixture
+def store(store: Store) -> Store:
+    """With two domains."""
+    for name in ("code", "prose"):
+        store.registry.add_domain(Domain(name, "", ("x",) * 8, 0.0))
+    store.registry.set_meta("target_id", "tiny")
+    return store
+
+
+def held_out(count: int, domain: str = "code", first: int = 0) -> list[ReplayRecord]:
+    """Records of different prompts that no update is trained on."""
+    found = (record(number, domain) for number in range(first, first + 20 * count + 200))
+    return [one for one in found if is_held_out(one)][:count]
+
+
+# -- the records -----------------------------------------------------------------------------------
+
+
+def test_the_newest_held_out_records_of_a_domain_are_found(store: Store) -> None:
+    store.replay.add([record(number) for number in range(400)])
+    mine = [one for one in (record(number) for number in range(400)) if is_held_out(one)]
+    pool = HeldOut(store.replay)
+    found = pool.records("code", 1, "tiny")
+    assert [one.token_ids for one in found] == [one.token_ids for one in reversed(mine[-MOST:])]
+    newer = held_out(2, first=1000)
+    store.replay.add(newer)
+    again = pool.records("code", 1, "tiny")
+    assert [one.token_ids for one in again[:2]] == [newer[1].token_ids, newer[0].token_ids]
+    assert len(again) == MOST
+    assert len(pool.records("code", TOGETHER, "tiny")) == LEAST
+    assert pool.records("prose", 1, "tiny") == []
+    assert pool.records("code", 1, "other") == []
+
+
+def test_one_prompt_counts_once_and_what_is_purged_is_gone(store: Store) -> None:
+    one, *others = held_out(4)
+    store.replay.add([one] * 30 + others + [replace(one, accepted=1)])
+    pool = HeldOut(store.replay)
+    found = pool.records("code", 1, None)
+    assert len(found) == 4
+    assert found[0].accepted == 1
+    store.replay.purge("code")
+    assert pool.records("code", 1, None) == []
+
+
+# -- what is measured ------------------------------------------------------------------------------
+
+
+def test_runs_are_drafts_from_every_token_on() -> None:
+    right = np.array([True, True, False, True])
+    assert runs(right, 3).tolist() == [[3, 4], [1, 2], [0, 1]]
+    assert runs(right[:1], 3).tolist() == [[1, 1], [0, 0], [0, 0]]
+
+
+def a_joint_trainer(store: Store) -> tuple[JointTrainer, Any]:
+    target = a_target()
+    draft = a_draft(target)
+    student = JointStudent(draft, "base", rank=4, shared_rank=6)
+    plan = JointPlan(steps=3, rows=4, learning_rate=1e-3, unrolled=2)
+    return JointTrainer(student, RecordStates(target, draft), store, plan), target
+
+
+def test_a_joint_measure_is_what_would_serve_and_leaves_no_trace(store: Store) -> None:
+    trainer, target = a_joint_trainer(store)
+    student = trainer.student
+    measure = JointMeasure(trainer, 3)
+    for name in (SHARED, "code"):
+        student.add(name)
+    stir(student)
+    stored = {
+        name: candidate(name, config=c, tensors=t)
+        for name in (SHARED, "code")
+        for c, t in [student.export(name)]
+    }
+    records = [a_record(target, seed) for seed in range(FEW - 1)]
+    with student.precision():
+        expected = acceptance(student, a_batch(target, student.draft, records), 3)
+    stir(student, seed=1)  # what learns is something else by now
+    parameters = {name: student.parameters(name) for name in (SHARED, "code")}
+    values = {name: [p.clone() for p in own] for name, own in parameters.items()}
+    found = measure(stored, "code", records, lambda: None)
+    assert found.counts.tolist() == expected.tolist()
+    assert found.loss is not None
+    plain = measure({SHARED: None, "code": None}, "code", records, lambda: None)
+    assert plain.loss != found.loss
+    for name, own in parameters.items():
+        assert all(now is before for now, before in zip(student.parameters(name), own, strict=True))
+        assert all(torch.equal(p, v) for p, v in zip(own, values[name], strict=True))
+    assert student.names == {SHARED, "code"}
+
+
+def test_an_experts_own_tokens_are_all_that_it_drafts(store: Store) -> None:
+    trainer, target = a_joint_trainer(store)
+    trainer.student.add("code")
+    config, tensors = trainer.student.export("code", torch.tensor([1, 2, 3]))
+    own = candidate(
+        "code", config=config, tensors=tensors, vocabulary=torch.tensor([1, 2, 3], dtype=torch.int32)
+    )
+    records = [a_record(target, 1, answer=12)]
+    records = [replace(records[0], token_ids=[*records[0].token_ids[:6], *[5] * 12])]
+    found = JointMeasure(trainer, 2)({SHARED: None, "code": own}, "code", records, lambda: None)
+    assert found.counts[0, :, 0].tolist() == [0, 0]
+    assert found.counts[0, 0, 1] == 11
+
+
+def test_what_stood_instead_goes_even_after_an_error(store: Store) -> None:
+    student = a_joint_trainer(store)[0].student
+    student.add("code")
+    own = student.parameters("code")
+
+    def fail() -> None:
+        with instead(student, {SHARED: None, "code": None}):
+            assert student.names == set()
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert all(now is before for now, before in zip(student.parameters("code"), own, strict=True))
+
+
+def test_a_text_measure_is_what_would_serve_and_leaves_no_trace(store: Store) -> None:
+    trainer = Trainer(
+        random_model("llama", 1, layers=2), store, rank=4, shared_rank=4, steps=2, learning_rate=0.05
+    )
+    store.replay.add([record(number) for number in range(24)])
+    first = trainer.update("code")
+    assert first is not None
+    records = held_out(FEW - 1)
+    measure = TextMeasure(trainer, 4)
+    found = measure({SHARED: None, "code": first}, "code", records, lambda: None)
+    assert trainer.measure(records, lambda: None) == pytest.approx(
+        found.counts[:, 0, 0].sum() / found.counts[:, 0, 1].sum()
+    )
+    plain = measure({SHARED: None}, "code", records, lambda: None)
+    assert plain.loss is not None
+    assert found.loss is not None
+    assert found.loss < plain.loss
+    now = trainer.student.export("code")[1]
+    assert all(torch.equal(first.tensors[name], now[name]) for name in now)
+    assert set(trainer.student.model.peft_config) == {"adapter_shared", "adapter_code"}
+
+
+def test_an_expert_is_not_trained_on_a_shared_adapter_that_is_only_kept(store: Store) -> None:
+    trainer = Trainer(
+        random_model("llama", 1, layers=2), store, rank=4, shared_rank=4, steps=2, learning_rate=0.05
+    )
+    store.replay.add([record(number) for number in range(24)])
+    made = trainer.update(SHARED)
+    assert made is not None
+    trainer.kept(made)
+    trainer.student.activate("code")
+    assert not trainer.student.export(SHARED)[1]["base_model.model.lm_head.lora_B.weight"].any()
+    trainer.student.activate(SHARED)
+    again = trainer.student.export(SHARED)[1]
+    assert all(torch.equal(made.tensors[name], again[name]) for name in again)
+
+
+# -- what becomes of a candidate ------------------------------------------------------------------
+
+
+@dataclass
+class Figures:
+    """Measures what its table says: the share of right guesses of what serves, by domain."""
+
+    share: Callable[[Serving, str], float]
+    asked: list[str] = field(default_factory=list)
+
+    def __call__(
+        self, serving: Serving, domain: str, records: Sequence[ReplayRecord], on_batch: Callable[[], None]
+    ) -> Measured:
+        self.asked.append(domain)
+        share, tries = self.share(serving, domain), 100
+        right = [round(tries * share) + (index % 3) for index in range(len(records))]
+        return Measured(np.array([[[one, tries]] for one in right]).reshape(-1, 1, 2), 1 - share)
+
+
+@dataclass
+class FakeTrainer:
+    """Learns at once; its candidates say by their tensor how good they are."""
+
+    value: dict[str, float] = field(default_factory=dict)
+    parents: dict[str, int] = field(default_factory=dict)
+    outcomes: list[str] = field(default_factory=list)
+    seed: int = 0
+    last_id: int = 0
+
+    def candidate(self, name: str) -> Any:
+        return candidate(name, self.value.get(name, 0.0), parent=self.parents.get(name, 0))
+
+    def published(self, version: Any) -> None:
+        self.parents[version.domain] = version.version
+        self.outcomes.append(f"{version.domain} v{version.version}")
+
+    def kept(self, made: Any) -> None:
+        self.outcomes.append(f"{made.expert} kept")
+
+    def forget(self, name: str) -> None:
+        self.outcomes.append(f"{name} forgotten")
+
+
+class One(FakeTrainer):
+    def update(self, expert: str, **_: object) -> Any:
+        return self.candidate(expert)
+
+
+class Together(FakeTrainer):
+    def update(self, **_: object) -> Any:
+        return JointUpdate(tuple(self.candidate(name) for name in (SHARED, "code")), last_id=7, loss=0.5)
+
+
+def by_tensors(serving: Serving, domain: str) -> float:
+    """Half, and what the values of the adapters that serve say."""
+    found = [one.tensors["lora_A"].mean().item() for one in serving.values() if one is not None]
+    return 0.5 + sum(found)
+
+
+def loop_of(store: Store, kind: type[FakeTrainer] = One, **value: float) -> tuple[Any, Any]:
+    for name in ("code", "prose"):
+        store.replay.add(held_out(8, name, first=0 if name == "code" else 5000))
+    trainer = kind({"shared": 0.0, **value})
+    loop = JointLoop if kind is Together else DistillLoop
+    judge = Judge(Figures(by_tensors), store)
+    return loop(trainer, store, HomeOutlet(store), 4, judge), trainer  # type: ignore[arg-type]
+
+
+def test_what_is_better_is_published_with_its_figures(store: Store) -> None:
+    loop, _ = loop_of(store, code=0.1)
+    update = loop.run_once("code")
+    assert update is not None
+    assert update.version == store.registry.live("code")
+    [one] = store.updates.recent()
+    assert (one.decision, one.version, one.parent, one.stood_on) == ("promote", 1, 0, 0)
+    assert one.gain == pytest.approx(0.1, abs=0.02)
+    assert one.gain_low is not None
+    assert one.gain_low > 0
+    assert one.gate_records == 8
+    assert set(loop.judge.measure.asked) == {"code"}
+    assert loop.outcomes == [one]
+
+
+def test_what_is_worse_is_thrown_away_and_its_records_still_get_their_turn(store: Store) -> None:
+    loop, trainer = loop_of(store, code=-0.1, prose=-0.1, shared=-0.1)
+    assert loop.run_once("code") is None
+    assert not loop.state.is_paused
+    assert trainer.outcomes == ["code forgotten"]
+    assert store.registry.live("code") is None
+    [one] = store.updates.recent()
+    assert (one.decision, one.version) == ("discard", 0)
+    assert one.gain_high is not None
+    assert one.gain_high < 0
+    tried = []
+    for start in range(100, 1000, 50):
+        store.replay.add([record(start + n, name) for n in range(8) for name in ("code", "prose")])
+        tried.append(loop.due())
+        loop.run_once()
+    assert min(tried.count(name) for name in (SHARED, "code", "prose")) >= 2
+    assert store.registry.versions() == []
+    assert max(loop.gains.values()) < LEAST_GAIN
+
+
+def test_what_makes_no_difference_is_trained_on_for_a_while(store: Store) -> None:
+    loop, trainer = loop_of(store, code=0.0)
+    for _ in range(MOST_KEPT + 2):
+        assert loop.run_once("code") is None
+    assert trainer.outcomes == [*["code kept"] * MOST_KEPT, "code forgotten", "code kept"]
+    trainer.value["code"] = 0.1
+    assert loop.run_once("code") is not None
+
+
+def test_a_shared_adapter_is_measured_on_every_domain(store: Store) -> None:
+    loop, _ = loop_of(store)
+    loop.judge.measure.share = lambda serving, domain: (
+        0.5 if serving[SHARED] is None else {"code": 0.9, "prose": 0.3}[domain]
+    )
+    assert loop.run_once(SHARED) is None  # it helps one domain at the cost of the other
+    assert set(loop.judge.measure.asked) == {"code", "prose"}
+    assert store.updates.recent()[-1].decision == "keep"
+    loop.judge.measure.share = lambda serving, domain: 0.5 if serving[SHARED] is None else 0.6
+    assert loop.run_once(SHARED) is not None
+
+
+def test_a_joint_update_is_published_together(store: Store) -> None:
+    loop, trainer = loop_of(store, Together, shared=0.1, code=0.1)
+    assert loop.run_once() is not None
+    assert trainer.outcomes == ["shared v1", "code v1"]
+    found = {one.expert: one for one in store.updates.recent()}
+    assert (found["code"].stood_on, found[SHARED].stood_on) == (1, None)
+    assert found["code"].gain == pytest.approx(0.2, abs=0.03)
+    assert found[SHARED].gate_records == 16
+
+
+def test_an_expert_that_learned_badly_stays_behind(store: Store) -> None:
+    loop, trainer = loop_of(store, Together, shared=0.1, code=-0.3)
+    update = loop.run_once("code")
+    assert update is not None
+    assert update.expert == SHARED
+    assert trainer.outcomes == ["shared v1", "code forgotten"]
+    assert store.registry.live("code") is None
+
+
+def test_a_joint_update_that_harms_is_thrown_away_as_a_whole(store: Store) -> None:
+    loop, trainer = loop_of(store, Together, shared=-0.2, code=-0.1)
+    assert loop.run_once() is None
+    assert trainer.outcomes == ["shared forgotten", "code forgotten"]
+    assert store.registry.versions() == []
+
+
+# -- people win over the gate ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gate", [True, False])
+def test_a_pinned_adapter_gets_no_version(store: Store, gate: bool) -> None:
+    loop, trainer = loop_of(store, code=0.1)
+    loop.judge = loop.judge if gate else None
+    changes.pin(store, "code")
+    assert loop.run_once("code") is None
+    assert trainer.outcomes == ["code forgotten"]
+    with pytest.raises(InvalidRequest, match="'code' is pinned"):
+        loop.outlet.publish(trainer.candidate("code"))
+    assert loop.due() != "code"
+    changes.pin(store, "code", pinned=False)
+    assert loop.run_once("code") is not None
+
+
+def test_a_pinned_expert_of_a_joint_update_stays_while_the_others_go(store: Store) -> None:
+    loop, trainer = loop_of(store, Together, shared=0.1, code=0.1)
+    changes.pin(store, "code")
+    assert loop.run_once() is not None
+    assert trainer.outcomes == ["shared v1", "code forgotten"]
+    changes.pin(store, SHARED)
+    assert loop.due() is None
+    assert loop.run_once(SHARED) is None
+
+
+def test_a_pin_goes_with_its_domain(store: Store) -> None:
+    changes.pin(store, "code")
+    store.registry.remove_domain("code")
+    store.registry.add_domain(Domain("code", "", ("x",) * 8, 0.0))
+    assert not changes.is_pinned(store.registry, "code")
+    with pytest.raises(InvalidRequest):
+        changes.pin(store, "law")
+
+
+# -- after a restart ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [One, Together])
+def test_a_new_loop_knows_what_the_one_before_learned(store: Store, kind: type[FakeTrainer]) -> None:
+    loop, _ = loop_of(store, kind, shared=0.1, code=0.1)
+    loop.run_once("code")
+    again, trainer = loop_of(store, kind)
+    again.resume()
+    assert again.gains == loop.gains
+    assert trainer.seed == len(store.updates.recent())
+    assert trainer.last_id == (7 if kind is Together else 0)
+
+
+# -- the whole ------------------------------------------------------------------------------------
+
+
+def test_a_poisoned_joint_update_changes_nothing_that_serves(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, target = a_joint_trainer(store)
+    records = [a_record(target, seed, domain="code", topk=8) for seed in range(70)]
+    store.replay.add([greedy(one) for one in records])
+    judge = Judge(JointMeasure(trainer, 3), store)
+    loop = JointLoop(trainer, store, HomeOutlet(store), 4, judge)
+    trainer.plan = replace(trainer.plan, learning_rate=2e-2)
+    for _ in range(4):
+        loop.run_once(SHARED, steps=10)
+    before = {name: store.registry.live(name) for name in (SHARED, "code")}
+    train = trainer._train
+
+    def poisoned(*args: Any) -> Any:
+        done = train(*args)
+        for name in trainer.student.names:
+            for parameter in trainer.student.parameters(name):
+                parameter.data.copy_(torch.randn_like(parameter))
+        return done
+
+    monkeypatch.setattr(trainer, "_train", poisoned)
+    for _ in range(3):
+        assert loop.run_once(SHARED, steps=1) is None
+    assert {name: store.registry.live(name) for name in (SHARED, "code")} == before
+    last = store.updates.recent()[-2:]
+    assert {one.expert for one in last} == {SHARED, "code"}
+    assert all(one.decision in ("keep", "discard") for one in last)
+
+
+def greedy(one: ReplayRecord) -> ReplayRecord:
+    """An easy text: the answer is one token again and again, and the target is sure of it."""
+    answer = len(one.topk_ids)
+    token = 3
+    return replace(
+        one,
+        token_ids=[*one.token_ids[: one.num_prompt_tokens], *[token] * answer],
+        topk_ids=[[token, 4]] * answer,
+        topk_logprobs=[[-0.01, -5.0]] * answer,
+    )
