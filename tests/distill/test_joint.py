@@ -402,7 +402,7 @@ def test_a_base_that_drafts_every_token_needs_no_lists(tmp_path: Path) -> None:
 
 
 def test_an_expert_guesses_and_learns_over_its_own_list_alone() -> None:
-    """As the logits of all tokens, cut to the list; and the loss is the one of a drafter with these rows only."""
+    """As the logits of all tokens, cut to the list; the loss is that of a drafter with these rows."""
     target = a_target()
     draft = a_draft(target, SOME)
     lists = {"code": SOME[::2].clone(), "prose": SOME[1::3].clone()}
