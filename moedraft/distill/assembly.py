@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from moedraft.config import Settings
-from moedraft.distill.joint import build_joint
-from moedraft.distill.joint_loop import JointLoop
+from moedraft.distill.joint.joint_loop import JointLoop
+from moedraft.distill.joint.joint_trainer import build_joint
 from moedraft.distill.judge import Judge
 from moedraft.distill.loop import DistillLoop
 from moedraft.distill.measures import JointMeasure, Measure, TextMeasure

@@ -14,12 +14,12 @@ from peft import PeftModel
 from safetensors.torch import save_file
 
 from moedraft.core import SHARED, CorruptAdapter, Domain, ReplayRecord
-from moedraft.distill.feature_batches import DraftVocabulary
-from moedraft.distill.joint import JointPlan, JointTrainer
-from moedraft.distill.joint_loss import loss_of
-from moedraft.distill.joint_student import HEAD, MODULES, JointStudent
-from moedraft.distill.joint_unroll import unroll
-from moedraft.distill.states import RecordStates
+from moedraft.distill.joint.feature_batches import DraftVocabulary
+from moedraft.distill.joint.joint_loss import loss_of
+from moedraft.distill.joint.joint_student import HEAD, MODULES, JointStudent
+from moedraft.distill.joint.joint_trainer import JointPlan, JointTrainer
+from moedraft.distill.joint.joint_unroll import unroll
+from moedraft.distill.joint.states import RecordStates
 from moedraft.drafting.base import FeatureBase
 from moedraft.drafting.lora import ExpertBank
 from moedraft.drafting.modules import adaptable

@@ -20,10 +20,10 @@ import torch
 
 from moedraft.config import Settings
 from moedraft.core import SHARED, AdapterVersion, ReplayRecord, UnsupportedModel
-from moedraft.distill.feature_batches import DraftVocabulary, FeatureBatch, collate
-from moedraft.distill.joint_loss import acceptance, loss_of
-from moedraft.distill.joint_student import MODULES, JointStudent
-from moedraft.distill.states import RecordStates, States
+from moedraft.distill.joint.feature_batches import DraftVocabulary, FeatureBatch, collate
+from moedraft.distill.joint.joint_loss import acceptance, loss_of
+from moedraft.distill.joint.joint_student import MODULES, JointStudent
+from moedraft.distill.joint.states import RecordStates, States
 from moedraft.distill.trainer import LAST_RATE, MEASURED, OnStep, is_held_out
 from moedraft.drafting.base import FeatureBase, load_base
 from moedraft.feature.expert_vocabularies import Vocabularies

@@ -5,8 +5,15 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import cross_entropy
 
-from moedraft.distill.feature_batches import OUTSIDE, DraftVocabulary, FeatureBatch, Taught, taught_at, within
-from moedraft.distill.joint_student import Guesses, JointStudent
+from moedraft.distill.joint.feature_batches import (
+    OUTSIDE,
+    DraftVocabulary,
+    FeatureBatch,
+    Taught,
+    taught_at,
+    within,
+)
+from moedraft.distill.joint.joint_student import Guesses, JointStudent
 from moedraft.kernels import Kind, divergence
 
 

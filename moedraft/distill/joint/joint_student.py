@@ -21,9 +21,9 @@ from torch import nn
 
 from moedraft.core import SHARED
 from moedraft.cpu.products import multiplies_bfloat16
-from moedraft.distill.feature_batches import FeatureBatch
-from moedraft.distill.joint_lora import JointLinear, LowRank, Routing
-from moedraft.distill.joint_unroll import unroll
+from moedraft.distill.joint.feature_batches import FeatureBatch
+from moedraft.distill.joint.joint_lora import JointLinear, LowRank, Routing
+from moedraft.distill.joint.joint_unroll import unroll
 from moedraft.drafting.adapter import HEAD, LORA_A, LORA_B, PREFIX, read_adapter
 from moedraft.feature.model import FeatureDraft
 from moedraft.feature.vocabulary import checked, places, rows_for
