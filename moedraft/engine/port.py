@@ -20,7 +20,7 @@ class AdapterSource(Protocol):
 
 
 class NoAdapters:
-    """Nothing ever changes."""
+    """For an engine whose adapters never change."""
 
     def refresh(self, running: Iterable[Sequence], *, now: bool = False) -> None:
         """There are no versions to load."""
@@ -28,9 +28,9 @@ class NoAdapters:
 
 @dataclass(frozen=True)
 class EngineFigures:
-    """The engine at one moment."""
+    """How busy the engine is at one moment, and what speculation brings."""
 
     slots: int
     running: int  # requests in a slot
     waiting: int
-    speedup: float | None  # of the last rounds against plain decoding, as plain rounds among them measured it
+    speedup: float | None  # of the last rounds over plain decoding; None until both kinds were timed

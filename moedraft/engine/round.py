@@ -55,9 +55,9 @@ class Round:
         return evidence
 
     def _sampling_of(self, sequences: list[Sequence]) -> SamplingBatch:
-        """Their parameters as tensors, made anew when the batch changes."""
+        """Their sampling parameters as tensors, which are kept until the batch changes."""
         known = self._sampling
-        # The same objects: the id of a request that has ended may be used again.
+        # Sequences are compared as objects, since a request may have the id of one that has ended.
         if known is None or [id(row) for row in known[0]] != [id(row) for row in sequences]:
             params, seeds = [row.params for row in sequences], [row.seed for row in sequences]
             known = self._sampling = (sequences, SamplingBatch.of(params, seeds, self.target.model.device))
