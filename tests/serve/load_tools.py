@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from candidates import candidate
 from heap import allocated
-from server import wait_for
+from waiting import wait_for
 
 from moedraft.core import SHARED, RequestOutput
 from moedraft.cpu.groups import Grouped
@@ -335,6 +335,7 @@ class Steps:
 
     def __init__(self, system: System) -> None:
         self.done = 0
+        self.held_at = 0.0  # when the last step that had to wait began, by the monotonic clock
         self._allowed, self._free = threading.Semaphore(0), False
         self._step: Callable[[], list[RequestOutput]] = system.engine.step
         system.engine.step = self._held  # type: ignore[method-assign]
@@ -355,6 +356,7 @@ class Steps:
 
     def _held(self) -> list[RequestOutput]:
         if not self._free:
+            self.held_at = time.monotonic()
             self._allowed.acquire()
         outputs = self._step()
         self.done += 1
