@@ -78,7 +78,7 @@ def test_what_was_only_touched_is_not_made_again(file: Path, tmp_path: Path) -> 
 
 
 def convert_elsewhere(file: Path, root: Path, start: Barrier) -> None:
-    start.wait(60)
+    start.wait(120)
     converted(file, root)
 
 

@@ -1,7 +1,8 @@
 """The engine: requests in, answers out, one step after another. It knows no file and no network.
 
-Its port is small: `add` and `abort` requests, `step` while `has_work`, `recover` after a step that raised,
-and `figures`. Adapters come in through `adapters`, finished requests go out to those who `subscribe`.
+Its port is small (`port.ServingEngine`): `add` and `abort` requests, `step` while `has_work`, `recover` after
+a step that raised, and `figures`. Adapters come in through `adapters`, finished requests go out to those who
+`subscribe`.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ from moedraft.engine.capture import Capture
 from moedraft.engine.commit import commit, output_of
 from moedraft.engine.detokenizer import Detokenizer
 from moedraft.engine.port import AdapterSource, EngineFigures, NoAdapters, OnOutput, Sink
-from moedraft.engine.prompts import tokenise
 from moedraft.engine.round import Round
 from moedraft.engine.scheduler import Scheduler
 from moedraft.engine.target import TargetRunner
+from moedraft.engine.tokenise import tokenise
 from moedraft.evidence import Evidence
 
 if TYPE_CHECKING:

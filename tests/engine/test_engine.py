@@ -13,7 +13,7 @@ from moedraft.core import InvalidRequest, RequestOutput, SamplingParams, Sequenc
 from moedraft.drafting.drafter import NoExperts
 from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine
-from moedraft.engine.prompts import tokenise
+from moedraft.engine.tokenise import tokenise
 
 from tiny import FixedSelector, NumberTokenizer, TinyLM, random_table
 

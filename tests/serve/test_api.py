@@ -19,7 +19,7 @@ from waiting import wait_for
 from moedraft.core import SamplingParams
 from moedraft.serve.http import plan
 from moedraft.serve.http.prompts import Prompts, plain_chat
-from moedraft.serve.http.schema import Message
+from moedraft.serve.http.schema import ChatMessage
 
 PROMPT = "1 2 3"
 
@@ -168,7 +168,7 @@ def test_chat(client: httpx.Client) -> None:
 
 
 def test_the_plain_template() -> None:
-    said = [Message(role=role, content=text) for role, text in (("system", "S"), ("user", "U"))]
+    said = [ChatMessage(role=role, content=text) for role, text in (("system", "S"), ("user", "U"))]
     assert plain_chat(said) == "System: S\n\nUser: U\n\nAssistant:"
     assert plain_chat(said[1:]) == "U"
 
@@ -183,7 +183,7 @@ async def _templated(template: str, role: Any = "user") -> object:
             assert options == {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
             return [len(rows), len(rows[0]["role"])]
 
-    return await Prompts(Tokenizer(), None).chat([Message(role=role, content="secret")])
+    return await Prompts(Tokenizer(), None).chat([ChatMessage(role=role, content="secret")])
 
 
 def test_a_template_of_the_model_wins() -> None:

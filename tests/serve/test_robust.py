@@ -451,7 +451,9 @@ async def busy(
                 writer.write(b"GET /ready HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n")
                 status, headers = await read_head(reader)
                 body = await reader.readexactly(int(headers["content-length"]))
-                looks.append((status, {**json.loads(body), "at": clock()}))
+                at = clock()
+                looks.append((status, {**json.loads(body), "at": at}))
+            await until(lambda at=at: clock() > at + 1)
 
     await asyncio.gather(watch(), *(client() for _ in range(3 * slots)))
     return looks

@@ -498,7 +498,7 @@ def test_a_server_that_stops_does_not_wait_for_a_held_trainer(supervise: Supervi
 def test_a_held_trainer_dies_with_its_server() -> None:
     """Even with one that is killed on the spot."""
     trainer = (
-        "import os, signal; from moedraft.distill.process import step_back; "
+        "import os, signal; from moedraft.distill.background import step_back; "
         "step_back(); print(os.getpid(), flush=True); signal.pause()"
     )
     server = (
