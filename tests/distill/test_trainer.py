@@ -276,16 +276,14 @@ def test_rank_and_scope_are_those_of_what_is_stored(rig: Rig) -> None:
 def test_weights_that_are_not_finite_are_forgotten(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.serve("code", 12, seed=1)
     assert rig.loop.run_once("code") is not None
-    train = rig.trainer._train
 
-    def poison(*args: Any) -> float:
-        loss = train(*args)
-        for parameter in rig.trainer.student.parameters():
-            parameter.data.fill_(float("nan"))
-        return loss
+    def poison(optimiser: torch.optim.Optimizer) -> None:
+        for group in optimiser.param_groups:
+            for parameter in group["params"]:
+                parameter.data.fill_(float("nan"))
 
     with monkeypatch.context() as broken:
-        broken.setattr(rig.trainer, "_train", poison)
+        broken.setattr(torch.optim.AdamW, "step", poison)
         assert rig.loop.run_once("code", steps=2) is None
         assert rig.loop.state.is_paused
     again = rig.loop.run_once("code", steps=2)
