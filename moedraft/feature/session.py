@@ -104,9 +104,9 @@ def new_draft(
 
 @torch.no_grad()
 def begin_as_target(draft: FeatureDraft, hf: Any) -> None:
-    """Begin with the weights of the target's last layer but one, where they fit, and its latest feature.
+    """Begin with the weights of the target's last layer but one where they fit, and its last feature.
 
-    The part of q, k and v that reads the token's embedding begins smaller than the one that reads the feature.
+    The part of q, k and v that reads the token's embedding begins smaller than that for the feature.
     """
     own, size = draft.layer, draft.config.hidden_size
     own.self_attn.o_proj.weight.mul_(0.1)  # where nothing fits, what is added to the feature is small

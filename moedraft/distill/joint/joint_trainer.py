@@ -327,7 +327,9 @@ def build_joint(settings: Settings, store: Store) -> JointTrainer:
     ranks = {"rank": settings.adapter_rank, "shared_rank": settings.shared_rank}
     student = JointStudent(base.hf, base.weights_hash(), name=base.name, **ranks)
     plan = JointPlan(
-        steps=settings.update_steps, learning_rate=settings.learning_rate, kind=settings.distill_kind
+        steps=settings.update_steps,
+        learning_rate=settings.learning_rate or JointPlan.learning_rate,
+        kind=settings.distill_kind,
     )
     return JointTrainer(student, RecordStates(target, base.hf), store, plan, target.eos_token_ids)
 
