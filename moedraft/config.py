@@ -109,7 +109,9 @@ class Settings(BaseSettings):
     gate: Literal["on", "off"] = Field(
         "on", description="publish only what is better on held-out records; off: publish every update"
     )
-    learning_rate: float = Field(1e-3, gt=0, description="of an update's optimiser")
+    learning_rate: float | None = Field(
+        None, gt=0, description="of an update's optimiser; unset: 0.004 for a feature drafter, else 0.001"
+    )
     update_every: int = Field(16, ge=1, description="new records of a domain that make an update due")
     update_steps: int = Field(16, ge=1, description="optimiser steps per update")
     update_tokens: int = Field(2048, ge=64, description="tokens per optimiser step, padding included")

@@ -18,7 +18,7 @@ NOBODY = ""  # the source of a row for which nothing was drafted
 
 @dataclass
 class HiddenStates:
-    """Asks a forward for the input of these layers; the forward fills in `states`, [B, T, H] by layer."""
+    """A request for the input of these layers; the target's forward fills in `states`, [B, T, H] by layer."""
 
     layers: tuple[int, ...]
     states: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -30,7 +30,7 @@ class Rows:
 
     sequences: list[Sequence]
     sampling: SamplingBatch
-    last: Evidence | None = None  # of the round before, whoever took part in it
+    last: Evidence | None = None  # of the round before, whose rows may have been others
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -74,11 +74,11 @@ class Proposal:
         return any(self.lengths)
 
     def verified(self, ragged: bool) -> int:
-        """Draft tokens to verify; with the padding, unless the target leaves it out (`ragged`)."""
+        """How many draft tokens the target reads, with the padding unless it skips that (`ragged`)."""
         return sum(self.lengths) if ragged else len(self.lengths) * self.width
 
     def cut(self, lengths: Mapping[int, int]) -> Proposal:
-        """Only these rows, and only so many tokens of each; of a drafter that gives no logits."""
+        """The same with at most `lengths[b]` tokens in row b, none in other rows; only without logits."""
         assert self.logits is None, "a proposal with logits is never cut"
         wanted = [min(lengths.get(b, 0), length) for b, length in enumerate(self.lengths)]
         width = max(wanted, default=0)
@@ -116,7 +116,7 @@ class Evidence:
         return [b for b, each in enumerate(self.proposal.sources) if each == source]
 
     def logprobs(self, b: int) -> list[TokenLogprobs]:
-        """The target's own opinion of row b's tokens; nothing where the row asks for none."""
+        """The target's log-probabilities at row b's tokens; an empty list if the request asks for none."""
         count, tokens = self.rows[b].params.logprobs, self.tokens[b]
         if count is None or not all(0 <= token < self.logits.shape[-1] for token in tokens):
             return []

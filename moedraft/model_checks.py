@@ -24,7 +24,7 @@ SCALES = ("repetition_penalty", "encoder_repetition_penalty", "guidance_scale", 
 NEUTRAL = {**dict.fromkeys(SCALES, (0, 1)), "forced_bos_token_id": (), "forced_eos_token_id": ()}
 
 
-class Model(Protocol):
+class CheckedModel(Protocol):
     """What the checks need of a `LanguageModel`."""
 
     hf: Any
@@ -88,7 +88,7 @@ def refuse_holes(report: dict[str, Any], name: str) -> None:
             )
 
 
-def warn_of_processors(model: Model) -> None:
+def warn_of_processors(model: CheckedModel) -> None:
     """Say which settings of the checkpoint's own `generate` are not followed."""
     settings = model.hf.generation_config
     set_ones = [name for name in PROCESSORS if getattr(settings, name, None) not in (None, [], {}, ())]
@@ -102,7 +102,7 @@ def warn_of_processors(model: Model) -> None:
 
 
 @torch.inference_mode()
-def self_check(model: Model) -> None:
+def self_check(model: CheckedModel) -> None:
     """Compare ragged, chunked slot-cache logits with the model's own forward; refuse what differs."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.vocab_size, (2, 9), generator=generator).to(model.device)
@@ -126,7 +126,7 @@ def self_check(model: Model) -> None:
         raise UnsupportedModel(f"{model.name}: {model.hf.config.model_type} is not supported; {problem}.")
 
 
-def check_pair(target: Model, draft: Model) -> None:
+def check_pair(target: CheckedModel, draft: CheckedModel) -> None:
     """Raise UnsupportedModel, saying how, where the two tokenizers differ."""
     ours, theirs = target.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
     if ours == theirs:

@@ -108,7 +108,7 @@ class LanguageModel:
             positions = positions.clamp(max=self.max_len - 1)
         if self.lean is not None:
             real = lengths if self.ragged else None
-            return self.lean(cache, token_ids, positions, mask, keep, real, hidden)
+            return self.lean(lean.Call(cache, token_ids, positions, mask, keep, real, hidden))
         result = self.hf(
             input_ids=token_ids,
             position_ids=positions,
@@ -261,7 +261,7 @@ def read_model(
 
 
 def speed_up(model: LanguageModel, role: str) -> bool:
-    """Give it the forward written for its kind, where there is one that passes the check; was there?"""
+    """Use the faster forward for its architecture, if there is one that passes the check; say whether."""
     if not cpu.allows(model):
         return False
     if role == "target" and steady.fits(model.hf):

@@ -32,10 +32,10 @@ import torch
 from feature_answers import answers
 
 from moedraft.core import SHARED, ReplayRecord
-from moedraft.distill.feature_batches import DraftVocabulary, FeatureBatch, collate
-from moedraft.distill.joint_loss import acceptance, loss_of
-from moedraft.distill.joint_student import JointStudent
-from moedraft.distill.states import RecordStates
+from moedraft.distill.joint.feature_batches import DraftVocabulary, FeatureBatch, collate
+from moedraft.distill.joint.joint_loss import acceptance, loss_of
+from moedraft.distill.joint.joint_student import JointStudent
+from moedraft.distill.joint.states import RecordStates
 from moedraft.feature.checkpoint import load_draft
 from moedraft.feature.model import FeatureDraft
 from moedraft.feature.vocabulary import counted, own_vocabulary, ranked, union
@@ -92,9 +92,10 @@ def arm_of(bench: Bench, name: str) -> Arm:
     # The target's own matrices are shared by all students, everything else is copied.
     memo: dict[int, Any] = {id(bench.base.embeddings): bench.base.embeddings}
     memo[id(bench.base.lm_head.weight)] = bench.base.lm_head.weight
+    memo[id(bench.base.output)] = bench.base.output
     draft = copy.deepcopy(bench.base, memo)
     if bench.args.own and name != "static":
-        draft.use_vocabulary(union([draft.vocabulary, *own_lists(bench).values()]), bench.output)
+        draft.use_vocabulary(union([draft.vocabulary, *own_lists(bench).values()]))
         draft.lm_head.requires_grad_(False)
     rank = bench.args.rank
     student = JointStudent(draft, "", rank=rank, shared_rank=2 * rank if name == "shared" else rank)
@@ -103,6 +104,8 @@ def arm_of(bench: Bench, name: str) -> Arm:
     if name in ("experts", "joint"):
         for domain in bench.train:
             student.add(domain)
+        if bench.args.own:
+            student.use_lists(own_lists(bench))
     vocabulary = DraftVocabulary(draft.vocabulary, draft.config.vocab_size)
     return Arm(name, student, vocabulary, shared=name != "experts")
 
@@ -154,14 +157,14 @@ def learn(bench: Bench, arm: Arm, seed: int) -> float:
     return sum(last) / len(last)
 
 
-def measured(bench: Bench, arm: Arm, domain: str, only: torch.Tensor | None = None) -> torch.Tensor:
-    """Hits and tries by record and depth, [records, DEPTH, 2]; `only`: tokens that may be guessed."""
+def measured(bench: Bench, arm: Arm, domain: str) -> torch.Tensor:
+    """Hits and tries by record and depth, [records, DEPTH, 2]."""
     records = [record for record in bench.heldout[domain] if len(record.topk_ids) > 1]
     parts = []
     for first in range(0, len(records), 16):
         batch = batch_of(bench, arm, records[first : first + 16])
         with arm.student.precision():
-            parts.append(acceptance(arm.student, batch, DEPTH, shared=arm.shared, only=only))
+            parts.append(acceptance(arm.student, batch, DEPTH, shared=arm.shared))
     return torch.cat(parts)
 
 
@@ -201,7 +204,6 @@ def run(bench: Bench) -> dict[str, Any]:
     print("covered", found["coverage"], found["own_coverage"], flush=True)
     for name in bench.args.arms.split(","):
         free: dict[str, list[torch.Tensor]] = {domain: [] for domain in bench.train}
-        restricted: dict[str, list[torch.Tensor]] = {domain: [] for domain in bench.train}
         began, loss = time.process_time(), 0.0
         for seed in range(bench.args.seeds if name != "static" else 1):
             torch.manual_seed(seed)
@@ -210,18 +212,12 @@ def run(bench: Bench) -> dict[str, Any]:
                 loss = learn(bench, arm, seed)
             for domain in bench.train:
                 free[domain].append(measured(bench, arm, domain))
-                if own and name != "static":
-                    restricted[domain].append(measured(bench, arm, domain, own[domain]))
         if name == "static":
             static = {domain: one[0] for domain, one in free.items()}
         whole = {domain: torch.stack(each).sum(0) for domain, each in free.items()}
         found[name] = {domain: summary(whole[domain], static[domain]) for domain in whole}
         found[name]["cpu_seconds"], found[name]["loss"] = time.process_time() - began, loss
         show(name, found[name], list(bench.train))
-        if restricted[next(iter(restricted))]:
-            whole = {domain: torch.stack(each).sum(0) for domain, each in restricted.items()}
-            found[f"{name}, own"] = {domain: summary(whole[domain], static[domain]) for domain in whole}
-            show(f"{name}, own", found[f"{name}, own"] | {"loss": loss, "cpu_seconds": 0}, list(bench.train))
     return found
 
 
@@ -253,7 +249,9 @@ def main() -> None:
     parser.add_argument("--unrolled", type=int, default=3)
     parser.add_argument("--emitted", type=float, default=0.0, help="weight of the emitted token's own loss")
     parser.add_argument("--kind", default="fkl")
-    parser.add_argument("--own", type=int, default=0, help="tokens of each domain's own vocabulary; 0: none")
+    parser.add_argument(
+        "--own", type=int, default=4096, help="tokens of each domain's own vocabulary; 0: none"
+    )
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()

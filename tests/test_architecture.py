@@ -24,7 +24,8 @@ MAX_FUNCTION = 40  # lines of a function, its docstring and its decorators not c
 ROOMS = {
     "cli": (22, 3000),
     "cpu": (10, 1200),
-    "distill": (26, 3500),
+    "distill": (19, 2300),
+    "distill/joint": (10, 1300),
     "drafting": (20, 2600),
     "engine": (13, 1500),
     "feature": (12, 1500),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import time
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 import torch
@@ -77,15 +77,15 @@ def test_what_was_only_touched_is_not_made_again(file: Path, tmp_path: Path) -> 
     assert weights.stat().st_ino == began
 
 
-def convert_elsewhere(file: Path, root: Path, starts: float) -> None:
-    time.sleep(max(0.0, starts - time.time()))
+def convert_elsewhere(file: Path, root: Path, start: Barrier) -> None:
+    start.wait(120)
     converted(file, root)
 
 
 def test_two_processes_at_once(file: Path, tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
-    starts = time.time() + 6
-    both = [context.Process(target=convert_elsewhere, args=(file, tmp_path, starts)) for _ in range(2)]
+    start = context.Barrier(2)  # both have imported everything
+    both = [context.Process(target=convert_elsewhere, args=(file, tmp_path, start)) for _ in range(2)]
     for process in both:
         process.start()
     for process in both:

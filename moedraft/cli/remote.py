@@ -88,7 +88,7 @@ class Remote:
         if self.key:
             request.add_header("authorization", f"Bearer {self.key}")
         try:
-            with self._opener().open(request, timeout=seconds) as answer:
+            with self.opener().open(request, timeout=seconds) as answer:
                 found = json.load(answer)
         except HTTPError as error:
             with error:
@@ -108,7 +108,7 @@ class Remote:
             raise Unreachable(f"What answers at {self.url} is no moedraft server.")
         return found
 
-    def _opener(self) -> OpenerDirector:
+    def opener(self) -> OpenerDirector:
         """An opener for requests. For a server on this machine it ignores proxy settings."""
         local = self.local or urlsplit(self.url).hostname in ("localhost", "127.0.0.1", "::1")
         return build_opener(_NoRedirects, *([ProxyHandler({})] if local else []))

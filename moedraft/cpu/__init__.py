@@ -1,13 +1,15 @@
-"""Ways to run a small model on a CPU faster, and the one question whether they are used.
+"""Ways to run a model on a CPU faster, and the question whether they are used for a model.
 
-A step of a small model on a CPU costs little arithmetic: calling operations, reading weights and tending
-memory decide. What is in this package exists only for that, gives the results of plainer code up to rounding,
-and each module's docstring names that plainer code. The setting `cpu_fast_paths` turns all of it off.
+There a step of a small model costs little arithmetic: calling operations, reading weights and managing
+memory take the time. What is in this package exists only for CPUs and gives the results of plainer code up to
+rounding; each module's docstring names that plainer code. The setting `cpu_fast_paths` turns all of it off.
 
 | module | what it does |
 |---|---|
 | `products` | keeps weights in layouts that oneDNN multiplies faster |
-| `lean` | runs a Llama-like model with fewer operations than transformers does |
+| `lean` | runs a small Llama-like model with fewer operations than transformers does |
+| `steady` | runs a larger Llama-like model, in bfloat16 where that is exact |
+| `huge_pages` | puts weights into large memory pages, which are read faster |
 | `groups` | drafts a batch of several experts expert by expert |
 | `threads` | runs a small model on one thread |
 | `memory` | keeps the C library and Python's garbage collector from slowing down a server |
@@ -15,14 +17,15 @@ and each module's docstring names that plainer code. The setting `cpu_fast_paths
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 SMALL = 50_000_000  # parameters: up to here reading the weights costs little, and second copies fit in memory
 
 
-class Model(Protocol):
+class SizedModel(Protocol):
     """What the decision depends on; `LanguageModel` has it."""
 
     cpu_fast_paths: bool
@@ -32,11 +35,11 @@ class Model(Protocol):
     def device(self) -> torch.device: ...
 
 
-def allows(model: Model) -> bool:
+def allows(model: SizedModel) -> bool:
     """Whether `model` may use what helps models of any size: it runs on a CPU and the setting is on."""
     return model.cpu_fast_paths and model.device.type == "cpu"
 
 
-def suits(model: Model) -> bool:
+def suits(model: SizedModel) -> bool:
     """Whether `model` may use what helps small models only: it is allowed to, and it is small."""
     return allows(model) and model.num_parameters <= SMALL

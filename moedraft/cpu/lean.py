@@ -68,8 +68,33 @@ class Packing:
         return flat.view(batch, width, *x.shape[1:])
 
 
+@dataclass(frozen=True)
+class Call:
+    """One forward of a model: what `LanguageModel.forward` was given, with positions and mask made of it."""
+
+    cache: SlotCache
+    token_ids: torch.Tensor  # int64 [B, T]
+    positions: torch.Tensor  # int64 [B, T]
+    mask: torch.Tensor  # bool [B, 1, T, length]
+    keep: int = 0  # logits of so many last positions; 0: of all
+    lengths: list[int] | None = None  # the real tokens of each row; None: all
+    hidden: HiddenStates | None = None
+
+    def packing(self) -> Packing:
+        return Packing.of(self.token_ids, self.lengths)
+
+    def wants(self, layer: int) -> bool:
+        """Whether the input of this layer is asked for."""
+        return self.hidden is not None and layer in self.hidden.layers
+
+    def collect(self, layer: int, states: torch.Tensor) -> None:
+        """Hand over the input [B, T, H] of a layer that is asked for."""
+        assert self.hidden is not None
+        self.hidden.states[layer] = states
+
+
 class LeanForward:
-    """Runs one model; called like `LanguageModel.forward`.
+    """Runs one model.
 
     `fuse` joins projections and copies their weights into faster layouts. It is for small models only, and
     only for those whose layers are never adapted or trained.
@@ -84,30 +109,21 @@ class LeanForward:
         self.layers = [LeanLayer(layer, hf.config, fuse=fuse) for layer in hf.model.layers]
         self.head = join([hf.lm_head], self.norm) if fuse else None
 
-    def __call__(
-        self,
-        cache: SlotCache,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        mask: torch.Tensor,
-        keep: int,
-        lengths: list[int] | None = None,
-        wanted: HiddenStates | None = None,
-    ) -> torch.Tensor:
-        """Logits [B, keep or T, V]; mask bool [B, 1, T, length]; the rest as in `LanguageModel.forward`."""
-        packing = Packing.of(token_ids, lengths)
-        hidden = self.embed(token_ids)
-        turns = self.rotary(hidden, positions)
-        cos, sin = (packing.pack(turn.expand(*token_ids.shape, -1))[..., None, :] for turn in turns)
+    def __call__(self, call: Call) -> torch.Tensor:
+        """Logits [B, keep or T, V]."""
+        packing = call.packing()
+        hidden = self.embed(call.token_ids)
+        turns = self.rotary(hidden, call.positions)
+        cos, sin = (packing.pack(turn.expand(*call.token_ids.shape, -1))[..., None, :] for turn in turns)
         hidden = packing.pack(hidden)
         # A single token sees every position that is stored, so it needs no mask.
-        open_mask = None if mask.shape[0] * mask.shape[2] == 1 else mask
-        for number, (layer, store) in enumerate(zip(self.layers, cache.layers, strict=True)):
-            if wanted is not None and number in wanted.layers:
-                wanted.states[number] = packing.pad(hidden)
-            hidden = layer(hidden, cos, sin, open_mask, store, packing)
-        if keep:
-            packing, hidden = Packing((0, 0), None), packing.pad(hidden)[:, -keep:]
+        mask = None if call.token_ids.numel() == 1 else call.mask
+        for number, (layer, store) in enumerate(zip(self.layers, call.cache.layers, strict=True)):
+            if call.wants(number):
+                call.collect(number, packing.pad(hidden))
+            hidden = layer(hidden, cos, sin, mask, store, packing)
+        if call.keep:
+            packing, hidden = Packing((0, 0), None), packing.pad(hidden)[:, -call.keep :]
         if self.head is not None:
             return packing.pad(self.head(scaled(hidden, self.norm)))
         logits: torch.Tensor = self.hf.lm_head(normed(hidden, self.norm))

@@ -1,10 +1,11 @@
 """Matrix products with few rows on a CPU, where the layout of the weight decides the speed.
 
 Decoding multiplies one row, verification a handful. Each weight is read once and has left the processor's
-cache when it is needed again, so what counts is how fast it is read. For one or two rows a weight stored
-input-major is read two to three times as fast as in PyTorch's usual layout; for more rows, oneDNN's own
-blocked layout takes hardly longer than one row does. A small model keeps both copies. A product keeps its
-weight's precision. The plain twin is `torch.nn.functional.linear`, which `Product` also falls back to.
+cache when it is needed again, so what counts is how fast it is read. In float32, for one or two rows, a
+weight stored input-major is read two to three times as fast as in PyTorch's usual layout; for more rows, and
+for any number in bfloat16, oneDNN's own blocked layout takes hardly longer than one row does. A small model
+keeps a copy in each layout that it needs. A product keeps its weight's precision. The plain twin is
+`torch.nn.functional.linear`, which `Product` also falls back to.
 
 oneDNN generates code for each pair of shape and number of rows. That takes a millisecond or two, and half a
 megabyte that it keeps. A server sees any number of rows. So the number is rounded up, products of many rows
@@ -29,7 +30,8 @@ MANY = 128  # rows from which on arithmetic decides, not reading, and PyTorch's 
 # embedder three shapes with ten, and its activation takes 32 entries more. All of them must fit, or code that
 # was generated ahead would be dropped before it is used.
 KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "512", "LRU_CACHE_CAPACITY": "16"}
-SHAPES: dict[tuple[int, int, bool], bool] = {}  # (out, in, biased): whether its code was generated
+Shape = tuple[int, int, bool, torch.dtype]  # out, in, whether there is a bias, precision
+SHAPES: dict[Shape, bool] = {}  # whether its code was generated
 
 
 def pays(weight: torch.Tensor) -> bool:
@@ -60,15 +62,17 @@ class Product:
         bound_caches()
         self.weight, self.bias = weight, bias
         self.blocked: torch.Tensor | None = None
-        if small and pays(weight):
-            self.weight = weight.t().contiguous().t()
+        self.few = 0
+        if small and packs(weight):
             self.blocked = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), TYPICAL)
             expect(weight, bias)
+        if small and pays(weight):
+            self.weight, self.few = weight.t().contiguous().t(), FEW
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in] → [..., out]"""
         rows = x.numel() // x.shape[-1]
-        if self.blocked is None or not FEW < rows <= MANY:
+        if self.blocked is None or not self.few < rows <= MANY:
             return linear(x, self.weight, self.bias)
         return rounded_product(x, self.blocked, self.bias)
 
@@ -129,8 +133,8 @@ def bound_caches() -> None:
 
 def expect(weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     """Register this weight's shape, so that `generate_ahead` generates the code for it."""
-    if pays(weight):
-        SHAPES.setdefault((weight.shape[0], weight.shape[1], bias is not None), False)
+    if packs(weight):
+        SHAPES.setdefault((weight.shape[0], weight.shape[1], bias is not None, weight.dtype), False)
 
 
 @torch.inference_mode()
@@ -142,12 +146,14 @@ def generate_ahead() -> int:
     # The code depends on the number of threads, which a new thread learns only when it asks for it.
     torch.get_num_threads()
     new = [shape for shape, generated in SHAPES.items() if not generated]
-    for out, inner, biased in new:
-        weight, bias = torch.zeros(out, inner), torch.zeros(out) if biased else None
+    for out, inner, biased, dtype in new:
+        weight = torch.zeros(out, inner, dtype=dtype)
+        bias = torch.zeros(out, dtype=dtype) if biased else None
         blocked = torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL)
-        for rows in sorted({rounded(rows) for rows in range(FEW + 1, MANY + 1)}):
-            rounded_product(torch.zeros(rows, inner), blocked, bias)
-        SHAPES[out, inner, biased] = True
+        few = FEW if pays(weight) else 0
+        for rows in sorted({rounded(rows) for rows in range(few + 1, MANY + 1)}):
+            rounded_product(torch.zeros(rows, inner, dtype=dtype), blocked, bias)
+        SHAPES[out, inner, biased, dtype] = True
     return len(new)
 
 

@@ -26,14 +26,13 @@ from torch.nn.functional import pad, scaled_dot_product_attention, silu
 
 from moedraft.cache import SlotCache, SlotLayer
 from moedraft.cpu import SMALL
-from moedraft.cpu.lean import KNOWN, Packing
-from moedraft.cpu.pages import use_huge_pages
+from moedraft.cpu.huge_pages import use_huge_pages
+from moedraft.cpu.lean import KNOWN, Call, Packing
 from moedraft.cpu.products import bound_caches, packs
-from moedraft.evidence import HiddenStates
 
 PIECE = 128  # rows of one product
 BLOCK = 32  # positions that attention reads at a time
-SINGLE, DOUBLE = 8, 16  # up to so many rows each count, each second one has code of its own; then each 8th
+SINGLE, DOUBLE = 8, 16  # code is generated for every number of rows up to 8, every second up to 16, then 8th
 # Rows that a weight is laid out for, and the fewest that are multiplied: one row alone is summed otherwise.
 LAYOUT = {torch.bfloat16: (1, 1), torch.float32: (5, 2)}
 
@@ -82,11 +81,11 @@ class SteadyProduct:
 
 
 def stepped(rows: int) -> int:
-    """Up to a count that code is generated for; a server sees any number of rows, and keeps all code."""
+    """`rows` rounded up to a number that code is generated for, so that few pieces of code serve them all."""
     return rows + -rows % (1 if rows <= SINGLE else 2 if rows <= DOUBLE else 8)
 
 
-class Norm:
+class SteadyNorm:
     """RMS norm of float32 rows, in the precision of the products."""
 
     def __init__(self, norm: Any, dtype: torch.dtype) -> None:
@@ -110,37 +109,28 @@ class SteadyForward:
         self.embed = hf.model.embed_tokens
         self.rotary = hf.model.rotary_emb
         self.layers = [SteadyLayer(layer, hf.config, hf.dtype) for layer in hf.model.layers]
-        self.norm = Norm(hf.model.norm, hf.dtype)
+        self.norm = SteadyNorm(hf.model.norm, hf.dtype)
         self.head = SteadyProduct([hf.lm_head])
         self.group = hf.config.num_attention_heads // hf.config.num_key_value_heads
         products = [product for layer in self.layers for product in layer.products]
         use_huge_pages(product.blocked for product in (*products, self.head))
 
-    def __call__(
-        self,
-        cache: SlotCache,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        mask: torch.Tensor,
-        keep: int,
-        lengths: list[int] | None = None,
-        wanted: HiddenStates | None = None,
-    ) -> torch.Tensor:
-        """Logits [B, keep or T, V]; `mask` is not read; the rest as in `LanguageModel.forward`."""
-        packing = Packing.of(token_ids, lengths)
-        hidden = self.embed(token_ids).float()
-        turns = self._turns(hidden, positions, packing)
-        bias = self._bias(cache, token_ids.shape[1])
+    def __call__(self, call: Call) -> torch.Tensor:
+        """Logits [B, keep or T, V]. The mask of the call is not read."""
+        packing = call.packing()
+        hidden = self.embed(call.token_ids).float()
+        turns = self._turns(hidden, call.positions, packing)
+        bias = self._bias(call.cache)
         hidden = self._flat(hidden, packing)
-        for number, (layer, store) in enumerate(zip(self.layers, cache.layers, strict=True)):
-            if wanted is not None and number in wanted.layers:
-                wanted.states[number] = self._padded(hidden, packing)
+        for number, (layer, store) in enumerate(zip(self.layers, call.cache.layers, strict=True)):
+            if call.wants(number):
+                call.collect(number, self._padded(hidden, packing))
             hidden = layer(hidden, turns, bias, store, packing)
-        if keep:
-            hidden = self._padded(hidden, packing)[:, -keep:].flatten(0, 1)
+        if call.keep:
+            hidden = self._padded(hidden, packing)[:, -call.keep :].flatten(0, 1)
         logits = self.head(self.norm(hidden))
-        if keep:
-            return logits.view(len(token_ids), -1, logits.shape[-1])
+        if call.keep:
+            return logits.view(len(call.token_ids), -1, logits.shape[-1])
         return self._padded(logits, packing)
 
     def _turns(
@@ -154,7 +144,7 @@ class SteadyForward:
         signs = torch.tensor([[-1.0], [1.0]])
         return cos.to(self.dtype), (sin * signs).to(self.dtype)
 
-    def _bias(self, cache: SlotCache, width: int) -> torch.Tensor:
+    def _bias(self, cache: SlotCache) -> torch.Tensor:
         """What attention adds to the scores: 0 up to a token itself, −∞ after it. [B, 1, T · group, read]"""
         cursor = cache.cursor
         assert cursor.positions is not None
@@ -179,8 +169,8 @@ class SteadyLayer:
         at, mlp = layer.self_attn, layer.mlp
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.before, self.between = (
-            Norm(layer.input_layernorm, dtype),
-            Norm(layer.post_attention_layernorm, dtype),
+            SteadyNorm(layer.input_layernorm, dtype),
+            SteadyNorm(layer.post_attention_layernorm, dtype),
         )
         self.qkv = SteadyProduct([at.q_proj, at.k_proj, at.v_proj])
         self.gate_up = SteadyProduct([mlp.gate_proj, mlp.up_proj])
@@ -228,7 +218,7 @@ class SteadyLayer:
         return SteadyForward._flat(mixed, packing)
 
 
-class Model(Protocol):
+class SlotModel(Protocol):
     """What `independent` needs of a `LanguageModel`."""
 
     vocab_size: int
@@ -241,7 +231,7 @@ class Model(Protocol):
 
 
 @torch.inference_mode()
-def independent(model: Model) -> bool:
+def independent(model: SlotModel) -> bool:
     """Whether logits are the same to the last bit, however many tokens and rows are computed together."""
     ids = torch.randint(model.vocab_size, (6, 45), generator=torch.Generator().manual_seed(0))
     cache = model.new_cache(6)

@@ -7,7 +7,7 @@ import torch
 from moedraft import cpu
 
 
-def set_threads(wanted: int, target: cpu.Model) -> None:
+def set_threads(wanted: int, target: cpu.SizedModel) -> None:
     """Set the number of PyTorch's CPU threads for the whole process; 0: one for a small target.
 
     A step of a small model is a hundred tiny operations. A second thread gains little on an idle machine, and

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from moedraft.config import Settings
-from moedraft.distill.joint import build_joint
-from moedraft.distill.joint_loop import JointLoop
+from moedraft.distill.joint.joint_loop import JointLoop
+from moedraft.distill.joint.joint_trainer import build_joint
 from moedraft.distill.judge import Judge
 from moedraft.distill.loop import DistillLoop
 from moedraft.distill.measures import JointMeasure, Measure, TextMeasure
@@ -33,7 +33,7 @@ def build_loop(settings: Settings, store: Store, outlet: Outlet | None = None) -
         scope=settings.adapter_scope,
         rank=settings.adapter_rank,
         shared_rank=settings.shared_rank,
-        learning_rate=settings.learning_rate,
+        learning_rate=settings.learning_rate or 1e-3,
         steps=settings.update_steps,
         tokens_per_step=settings.update_tokens,
         kind=settings.distill_kind,

@@ -14,7 +14,7 @@ MAX_CONTEXT = 256  # tokens of the prompt that an update reads, from its end
 
 
 @dataclass(frozen=True)
-class Batch:
+class RecordBatch:
     """Padded records. Where `mask` is true, the draft's logits are compared with the target's top-k."""
 
     token_ids: torch.Tensor  # int64 [B, L], right-padded with 0
@@ -58,7 +58,7 @@ def shuffled_groups(
 
 def collate(
     records: list[ReplayRecord], device: torch.device, max_tokens: int | None = None, vocab: int | None = None
-) -> Batch:
+) -> RecordBatch:
     """One batch of all `records`. An answer token is predicted by the logits one position before it.
 
     Long prompts are cut at their beginning, to MAX_CONTEXT tokens, and long answers at their end, so that no
@@ -76,7 +76,7 @@ def collate(
     keep = max(map(len, rows)) - min(starts)
     ids, mask = _padded(rows, starts, counts, vocab)
     topk_ids, topk_logprobs = _teacher(records, counts, vocab)
-    return Batch(
+    return RecordBatch(
         token_ids=ids.to(device),
         keep=keep,
         mask=mask[:, -keep:].to(device),

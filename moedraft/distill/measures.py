@@ -13,14 +13,14 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from moedraft.core import ReplayRecord
+from moedraft.core import SHARED, ReplayRecord
 from moedraft.distill.batches import collate as collate_text
 from moedraft.distill.batches import grouped
-from moedraft.distill.feature_batches import DraftVocabulary, FeatureBatch, collate
 from moedraft.distill.gate import FEW, Counts, Measured
-from moedraft.distill.joint import JointTrainer
-from moedraft.distill.joint_loss import acceptance, loss_of
-from moedraft.distill.joint_student import JointStudent
+from moedraft.distill.joint.feature_batches import DraftVocabulary, FeatureBatch, collate
+from moedraft.distill.joint.joint_loss import acceptance, loss_of
+from moedraft.distill.joint.joint_student import JointStudent
+from moedraft.distill.joint.joint_trainer import JointTrainer
 from moedraft.distill.trainer import Trainer
 from moedraft.storage.candidate import Weights
 
@@ -42,21 +42,21 @@ class JointMeasure:
     def __init__(self, trainer: JointTrainer, depth: int) -> None:
         """depth: tokens drafted in a step. Call this before the trainer has learned anything."""
         self.trainer, self.depth = trainer, depth
-        self.general = trainer.student.draft.vocabulary  # drafted by an expert without a list of its own
+        self.general = trainer.student.draft.vocabulary  # drafted where an adapter has no list of its own
 
     @torch.no_grad()
     def __call__(
         self, serving: Serving, domain: str, records: Sequence[ReplayRecord], on_batch: Callable[[], None]
     ) -> Measured:
         student, rows = self.trainer.student, self.trainer.plan.rows
-        own = serving.get(domain)
-        only = self.general if own is None or own.vocabulary is None else own.vocabulary
+        who = serving.get(domain) or serving.get(SHARED)
+        own = self.general if who is None or who.vocabulary is None else who.vocabulary
         counted, losses = [np.zeros((0, self.depth, 2), np.int64)], 0.0
         with instead(student, serving), student.precision():
+            student.use_lists({domain: own})
             for first in range(0, len(records), rows):
                 batch = self._batch(domain, records[first : first + rows])
-                found = acceptance(student, batch, self.depth, only=only.to(self.general))
-                counted.append(found.numpy())
+                counted.append(acceptance(student, batch, self.depth).numpy())
                 losses += self._loss(batch) * len(batch.owners) if len(records) < FEW else 0.0
                 on_batch()
         loss = losses / len(records) if 0 < len(records) < FEW else None
@@ -121,7 +121,7 @@ def runs(right: np.ndarray[tuple[int], np.dtype[np.bool_]], depth: int) -> Count
 def instead(student: JointStudent, serving: Serving) -> Iterator[None]:
     """Put these adapters in the place of the student's own for a while."""
     own = {name: {module: layer.take(name) for module, layer in student.layers.items()} for name in serving}
-    known = student.names & serving.keys()
+    known, lists = student.names & serving.keys(), student.lists
     student.names -= known
     try:
         for name, weights in serving.items():
@@ -135,3 +135,4 @@ def instead(student: JointStudent, serving: Serving) -> Iterator[None]:
                 if part is not None:
                     student.layers[module].put(name, part)
         student.names |= known
+        student.lists = lists

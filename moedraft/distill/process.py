@@ -7,16 +7,12 @@ stdin does. Whatever happens to it, serving goes on.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
-import signal
 import sys
 import threading
 import time
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import IO
 
 import torch
@@ -24,6 +20,7 @@ import torch
 from moedraft.config import Settings, load_settings
 from moedraft.core import MoedraftError, StorageError
 from moedraft.distill.assembly import build_loop
+from moedraft.distill.background import step_back
 from moedraft.distill.governor import read_load, why_wait
 from moedraft.distill.link import ServerLink, ServerOutlet
 from moedraft.distill.loop import DistillLoop
@@ -35,8 +32,6 @@ LOOK_SECONDS = 0.5  # between two looks for something to do
 HEARTBEAT = 1.0  # s between two messages at least, while this process is awake
 LONGEST_REST = 60.0  # s after updates that failed
 GRACE = 2.0  # s to end by itself once the server is gone
-FIRST_TO_DIE = b"800"  # of 1000, when memory runs out
-PR_SET_PDEATHSIG = 1
 
 log = logging.getLogger(__name__)
 
@@ -143,6 +138,7 @@ def work(link: ServerLink) -> None:
 def main() -> int:
     link = ServerLink(*_take_pipes())
     step_back()
+    torch.set_num_threads(1)
     threading.Thread(target=_end_with, args=(link,), daemon=True).start()
     try:
         work(link)
@@ -150,25 +146,6 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     return 0
-
-
-def step_back() -> None:
-    """Take the lowest priority and one thread, and be killed first when memory runs out or the server dies.
-
-    The server may have suspended this process (SIGSTOP) when it dies, and then nobody is left to wake it.
-    Linux kills it then because of the flag set here; elsewhere the system ends a suspended process group
-    that has lost its last parent.
-    """
-    os.nice(19)
-    if (prctl := getattr(ctypes.CDLL(None), "prctl", None)) is not None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    with suppress(AttributeError, OSError):  # on Linux: run only while nobody else wants the core
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    torch.set_num_threads(1)
-    try:
-        Path("/proc/self/oom_score_adj").write_bytes(FIRST_TO_DIE)
-    except OSError:
-        log.debug("This system has no oom_score_adj.")
 
 
 def _take_pipes() -> tuple[IO[bytes], IO[bytes]]:

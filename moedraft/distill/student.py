@@ -17,7 +17,7 @@ import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
 from moedraft.core import SHARED, AdapterVersion, UnsupportedModel
-from moedraft.distill.batches import Batch
+from moedraft.distill.batches import RecordBatch
 from moedraft.drafting.adapter import LORA_A, PREFIX
 from moedraft.drafting.modules import adaptable
 from moedraft.models import LanguageModel
@@ -74,7 +74,7 @@ class Student:
             self._optimisers[expert] = torch.optim.AdamW(self.parameters(), weight_decay=0.0)
         return self._optimisers[expert]
 
-    def logits(self, batch: Batch) -> torch.Tensor:
+    def logits(self, batch: RecordBatch) -> torch.Tensor:
         """The logits [N, V] at the positions of `batch.mask`.
 
         The output layer, the largest of all, is given only those positions.

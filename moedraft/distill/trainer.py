@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from moedraft.core import SHARED, AdapterVersion, ReplayRecord
-from moedraft.distill.batches import Batch, collate, grouped, length_of, shuffled_groups
+from moedraft.distill.batches import RecordBatch, collate, grouped, length_of, shuffled_groups
 from moedraft.distill.student import Student, modules_of
 from moedraft.kernels import Kind, divergence
 from moedraft.models import LanguageModel
@@ -126,7 +126,7 @@ class Trainer:
             return self.replay.sample_stratified(SAMPLE, self.seed, target)
         return self.replay.sample(expert, SAMPLE, self.seed, target)
 
-    def _collated(self, records: list[ReplayRecord]) -> Batch:
+    def _collated(self, records: list[ReplayRecord]) -> RecordBatch:
         draft = self.student.draft
         return collate(records, draft.device, self.tokens_per_step, draft.vocab_size)
 
@@ -146,7 +146,7 @@ class Trainer:
             raise FloatingPointError(f"no step of the update of {expert!r} had a finite loss.")
         return total / done
 
-    def _step(self, optimiser: torch.optim.Optimizer, batch: Batch) -> float | None:
+    def _step(self, optimiser: torch.optim.Optimizer, batch: RecordBatch) -> float | None:
         """One optimiser step; None, and no step, where the loss or its gradient is not finite."""
         loss = self.loss(batch)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -157,7 +157,7 @@ class Trainer:
         optimiser.zero_grad(set_to_none=True)
         return loss.item() if finite else None
 
-    def loss(self, batch: Batch) -> torch.Tensor:
+    def loss(self, batch: RecordBatch) -> torch.Tensor:
         """What an update lowers: the divergence `kind` between target and draft, nats per answer token."""
         teacher = (batch.topk_ids, batch.topk_logprobs)
         return divergence(self.student.logits(batch), teacher_topk=teacher, kind=self.kind)

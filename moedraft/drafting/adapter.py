@@ -12,6 +12,7 @@ import torch
 from moedraft.core import CorruptAdapter
 
 PREFIX, LORA_A, LORA_B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+HEAD = "lm_head"  # a feature drafter's output layer, of which each adapter may have rows of its own
 DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}  # that an adapter may have
 
 Delta = tuple[torch.Tensor, torch.Tensor]  # A [r, in], B [out, r] with the scaling folded in
@@ -23,6 +24,9 @@ class Adapter:
 
     version: int
     deltas: Mapping[str, Delta]  # by module name
+    vocabulary: torch.Tensor | None = (
+        None  # int64, ascending: the tokens of its output rows; None: the base's
+    )
 
 
 def read_adapter(
@@ -30,11 +34,15 @@ def read_adapter(
     config: Mapping[str, object],
     tensors: Mapping[str, torch.Tensor],
     weights: Mapping[str, torch.Tensor],
+    vocabulary: torch.Tensor | None = None,
 ) -> Adapter:
     """An `Adapter` from a PEFT configuration and state, for a draft base with these weights [out, in].
 
-    Raises CorruptAdapter where it does not fit them.
+    vocabulary: the tokens that its rows of the output layer stand for, int64 and ascending, on the device of
+    the weights. Raises CorruptAdapter where it does not fit them.
     """
+    if vocabulary is not None:
+        weights = dict(weights) | {HEAD: weights[HEAD].new_empty(len(vocabulary), weights[HEAD].shape[1])}
     firsts = [key for key in tensors if key.startswith(PREFIX) and key.endswith(LORA_A)]
     names = {key.removeprefix(PREFIX).removesuffix(LORA_A) for key in firsts}
     if not names or len(tensors) != 2 * len(names):
@@ -46,7 +54,7 @@ def read_adapter(
         a, b = _pair(name, tensors, weights[name])
         scale = _scale(config, name, len(a))
         deltas[name] = (a.to(weights[name]), (b * scale).to(weights[name]))
-    return Adapter(version, deltas)
+    return Adapter(version, deltas, vocabulary)
 
 
 def _pair(name: str, tensors: Mapping[str, torch.Tensor], weight: torch.Tensor) -> Delta:

@@ -59,11 +59,13 @@ DraftBase = LanguageModel | FeatureBase
 
 
 def draft_name(settings: Settings) -> str:
-    """What `settings.draft` stands for where it is "auto". Raises InvalidRequest where nothing is known.
+    """What `settings.draft` stands for where it is "auto" or the name of a drafter that is shipped.
 
-    The embedded draft for the embedded target; else a drafter that was trained in the home; else the one that
-    is shipped for this target.
+    "auto" is the embedded draft for the embedded target; else a drafter that was trained in the home; else
+    the one that is shipped for this target. Raises InvalidRequest where nothing is known.
     """
+    if settings.draft in SHIPPED.values():
+        return shipped(settings.draft)
     if settings.draft != AUTO:
         return settings.draft
     if settings.target == MINI:
@@ -71,28 +73,38 @@ def draft_name(settings: Settings) -> str:
     if (trained := settings.home / TRAINED / CONFIG).exists():
         return str(trained.parent)
     if settings.target in SHIPPED:
-        shipped = importlib.resources.files("moedraft.data") / "models" / SHIPPED[settings.target]
-        if (shipped / CONFIG).is_file():
-            return str(shipped)
+        return shipped(SHIPPED[settings.target])
     raise InvalidRequest(
-        f"no draft base is known for the target {settings.target!r}; name one with --draft (a small model "
-        "with the same tokenizer, or an EAGLE-3 checkpoint)."
+        f"no draft base is known for the target {settings.target!r}; name one with --draft: a small model "
+        "with the same tokenizer, a folder with an EAGLE-3 checkpoint (`moedraft draft train` makes one), or "
+        f"one that is shipped for another copy of the target ({', '.join(sorted(set(SHIPPED.values())))})."
     )
 
 
-def load_base(settings: Settings, target: LanguageModel) -> DraftBase:
-    """The draft base for this target. Raises InvalidRequest or UnsupportedModel."""
+def shipped(name: str) -> str:
+    """The folder of a drafter that comes with the package. Raises InvalidRequest where it was left out."""
+    folder = importlib.resources.files("moedraft.data") / "models" / name
+    if not (folder / CONFIG).is_file():
+        raise InvalidRequest(f"the drafter {name} is not part of this installation.")
+    return str(folder)
+
+
+def load_base(settings: Settings, target: LanguageModel, *, learns: bool = False) -> DraftBase:
+    """The draft base for this target. Raises InvalidRequest or UnsupportedModel.
+
+    learns: whether experts will be trained on it; a feature drafter is in float32 then.
+    """
     name = draft_name(settings)
     folder = snapshot_folder(name)
     if folder is None or not is_feature_checkpoint(folder):
         draft = load_by(settings, "draft", name=name)
         check_pair(target, draft)
         return draft
-    return load_feature_base(folder, target)
+    return load_feature_base(folder, target, torch.float32 if learns else None)
 
 
-def load_feature_base(folder: Path, target: LanguageModel) -> FeatureBase:
-    """The feature drafter in `folder`, on this target; it is small, and runs in float32 on a CPU."""
+def load_feature_base(folder: Path, target: LanguageModel, dtype: torch.dtype | None = None) -> FeatureBase:
+    """The feature drafter in `folder`, on this target and in its precision, unless another is named."""
     layers = (target.hf.get_input_embeddings(), target.hf.get_output_embeddings())
     embeddings, output = (layer.weight.detach() for layer in layers)
     try:
@@ -103,8 +115,8 @@ def load_feature_base(folder: Path, target: LanguageModel) -> FeatureBase:
         raise
     except (RuntimeError, ValueError, IndexError) as error:
         raise InvalidRequest(f"the drafter in {folder} does not fit {target.name}: {error}") from error
-    dtype = torch.float32 if target.device.type == "cpu" else target.dtype
-    return FeatureBase(draft.to(target.device, dtype).eval().requires_grad_(False), target, folder)
+    draft = draft.to(target.device, dtype or target.dtype)
+    return FeatureBase(draft.eval().requires_grad_(False), target, folder)
 
 
 def is_feature_checkpoint(folder: Path) -> bool:

@@ -94,7 +94,7 @@ class Bank(Protocol):
     @property
     def shares_cache(self) -> bool: ...
     def drafters(self, rows: list[str]) -> list[str]: ...
-    def select(self, rows: list[str]) -> None: ...
+    def select(self, rows: list[str], *, exact: bool = False) -> None: ...
     def version(self, expert: str) -> int: ...
 
 
@@ -106,7 +106,7 @@ class NoExperts:
     def drafters(self, rows: list[str]) -> list[str]:
         return rows
 
-    def select(self, rows: list[str]) -> None:
+    def select(self, rows: list[str], *, exact: bool = False) -> None:
         """Nothing to select."""
 
     def version(self, expert: str) -> int:

@@ -49,18 +49,20 @@ class Drawing:
     def draw(self, logits: torch.Tensor, names: torch.Tensor | None = None, vocab_size: int = 0) -> None:
         """Draw one token a row from logits [B, V].
 
-        names int64 [v]: the token ids that logits [B, v] stand for, in a vocabulary of `vocab_size`; no other
-        token can be drawn then.
+        names int64 [v], or [B, v] where they differ from row to row: the token ids that logits [B, v] stand
+        for, in a vocabulary of `vocab_size`; no other token can be drawn then. What is −inf has any name.
         """
         sampling = self.rows.sampling
         if names is not None and not sampling.greedy:
             every = logits.new_full((len(logits), vocab_size), -torch.inf)
-            logits, names = every.index_copy_(1, names, logits), None
+            logits, names = every.scatter_reduce_(1, names.expand_as(logits), logits, "amax"), None
         filtered = filter_logits(logits, sampling)
         drawn, lse, chances = draw(filtered, sampling, self.positions)
         if not sampling.greedy:
             self.buffer.put(filtered, self.steps, max(self.limits))
-        self.tokens.append(drawn if names is None else names[drawn])
+        self.tokens.append(
+            drawn if names is None else names.expand_as(logits).gather(1, drawn[:, None])[:, 0]
+        )
         self.lses.append(lse)
         self.confidences.append(chances)
 

@@ -128,7 +128,7 @@ class FeatureDrafter:
     def propose(self, rows: Rows, limits: list[int], another: Another) -> Proposal:
         """All rows in one forward a token, whatever their experts."""
         experts = self.experts_of(rows.sequences)
-        self.bank.select(experts)
+        self.bank.select(experts, exact=any(row.reproducible for row in rows.sequences))
         drawing = Drawing(rows, limits, self._buffer)
         states = self._first(rows.sequences, limits)
         while True:

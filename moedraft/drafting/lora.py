@@ -14,13 +14,15 @@ from dataclasses import dataclass
 import torch
 
 from moedraft import cpu
-from moedraft.core import SHARED
+from moedraft.core import SHARED, CorruptAdapter
 from moedraft.cpu import groups
 from moedraft.cpu.products import Product
-from moedraft.drafting.adapter import Adapter, read_adapter
-from moedraft.drafting.layer import LoRALinear, Mixed
+from moedraft.drafting.adapter import HEAD, Adapter, read_adapter
+from moedraft.drafting.heads import ExpertHeads
+from moedraft.drafting.layer import LoRALinear, Mixed, Multiplies
 from moedraft.drafting.merged import MergedExperts, Products
 from moedraft.drafting.modules import AdaptableBase, adaptable, keeps_cache
+from moedraft.feature.model import FeatureDraft
 
 
 @dataclass(frozen=True)
@@ -28,28 +30,35 @@ class Prepared:
     """New versions, with what was computed for them before they are used."""
 
     changes: Mapping[str, Adapter | None]  # by expert; None: the zero adapter
-    weights: dict[str, torch.Tensor]  # base with the shared adapter merged in, by module
-    products: Products  # with these weights
+    shared: Adapter | None  # what the weights below hold beside the base's
+    products: Products  # base with the shared adapter merged in
     merged: dict[str, tuple[Adapter, Products]]  # by expert: the version, and its merged weights
+    heads: Mapping[str, Product]  # their output rows, and the shared adapter's, of a feature drafter
 
 
 class ExpertBank:
     """The shared adapter and all experts of one draft base. `select` comes before each forward."""
 
-    def __init__(self, draft: AdaptableBase, scope: str = "tail", merged_cache_mb: int = 512) -> None:
+    def __init__(self, draft: AdaptableBase, merged_cache_mb: int = 512) -> None:
         self.base_hash = draft.weights_hash()  # before the layers below are wrapped
         self.experts: dict[str, Adapter] = {}
         self.shared: Adapter | None = None
-        self.grouped = cpu.suits(draft)  # a mixed batch goes expert by expert
-        self.layers = _wrapped(draft, self.grouped)
+        small = cpu.suits(draft)
+        self.layers = _wrapped(draft, small)
         self.tail = frozenset(name for name in self.layers if keeps_cache(name, draft.num_layers))
-        self.merged = MergedExperts(merged_cache_mb * 2**20, copies=2 if self.grouped else 1)
+        budget, copies = merged_cache_mb * 2**20, 2 if small else 1
+        self.body = dict(self.layers)  # what `merged` and `Mixed` are for
+        self.heads: ExpertHeads | None = None
+        if isinstance(draft.hf, FeatureDraft):
+            self.heads = ExpertHeads(draft.hf, self.body.pop(HEAD), budget, copies)
+        self.merged = MergedExperts(budget, copies, self.body)
+        self.grouped = small and self.heads is None  # a mixed batch goes expert by expert
         self.selected: tuple[str, ...] | None = None
+        self._exact = False
         self._bases: Products = {}  # the base's own weights, where they have a faster layout
-        if self.grouped:
-            self._bases = {n: layer.with_weight(layer.base_weight()) for n, layer in self.layers.items()}
+        if small:
+            self._bases = {n: layer.with_weight(layer.base_weight()) for n, layer in self.body.items()}
         self._bare = False
-        self._shared_weights: dict[str, torch.Tensor] = {}
         self._shared_products: Products = {}
 
     # -- publishing ------------------------------------------------------------------------------
@@ -67,16 +76,19 @@ class ExpertBank:
         Any thread may call this while the engine drafts, but only one thread at a time. Weights of the
         experts in `recent` are merged, so that a batch of one of them alone can use them at once.
         """
-        weights, products = self._shared_weights, self._shared_products
+        shared, products = self.shared, self._shared_products
         if SHARED in changes:
             shared = changes[SHARED]
-            deltas = shared.deltas if shared else {}
-            weights = {name: self.layers[name].base_weight() + b @ a for name, (a, b) in deltas.items()}
-            products = {name: self.layers[name].with_weight(weight) for name, weight in weights.items()}
+            products = self._merged(shared) if shared else {}
         again = [name for name in recent if SHARED in changes or name in changes]
         adapters = {name: changes.get(name, self.experts.get(name)) for name in again}
-        merged = {name: (a, self._merged(a, weights)) for name, a in adapters.items() if a is not None}
-        return Prepared(changes, weights, products, merged)
+        merged = {name: (a, self._merged(shared, a)) for name, a in adapters.items() if a is not None}
+        heads: dict[str, Product] = {}
+        if self.heads is not None:
+            heads = {name: self.heads.made(shared, adapter) for name, (adapter, _) in merged.items()}
+            if shared is not None and SHARED in changes:
+                heads[SHARED] = self.heads.made(shared)
+        return Prepared(changes, shared, products, merged, heads)
 
     def take(self, prepared: Prepared) -> set[str]:
         """Use these versions from the next forward on. Returns the experts whose keys and values change."""
@@ -88,7 +100,7 @@ class ExpertBank:
                 stale.add(expert)
             if expert == SHARED:
                 self.shared = adapter
-                self._shared_weights, self._shared_products = prepared.weights, prepared.products
+                self._shared_products = prepared.products
                 self.merged.clear()
             elif adapter is None:
                 self.experts.pop(expert, None)
@@ -96,8 +108,10 @@ class ExpertBank:
                 self.experts[expert] = adapter
             self.merged.drop(expert)
         for expert, (merged_of, products) in prepared.merged.items():
-            if self.experts.get(expert) is merged_of and prepared.weights is self._shared_weights:
+            if self.experts.get(expert) is merged_of and prepared.shared is self.shared:
                 self.merged.keep(expert, merged_of, products)
+        if self.heads is not None:
+            self.heads.take(prepared.changes, prepared.heads, self.experts)
         self.selected = None
         return stale
 
@@ -107,11 +121,24 @@ class ExpertBank:
         return self.merged.recent
 
     def read(
-        self, version: int, config: Mapping[str, object], tensors: Mapping[str, torch.Tensor]
+        self,
+        version: int,
+        config: Mapping[str, object],
+        tensors: Mapping[str, torch.Tensor],
+        vocabulary: torch.Tensor | None = None,
     ) -> Adapter:
-        """An `Adapter` from a PEFT configuration and state. Raises CorruptAdapter where it does not fit."""
+        """An `Adapter` from a PEFT configuration and state. Raises CorruptAdapter where it does not fit.
+
+        vocabulary: the token ids of its output rows, as they are stored; None: those of the base.
+        """
         weights = {name: layer.base_weight() for name, layer in self.layers.items()}
-        return read_adapter(version, config, tensors, weights)
+        if vocabulary is not None and self.heads is None:
+            raise CorruptAdapter(
+                "the adapter has a vocabulary of its own, and the draft base is no feature drafter."
+            )
+        if vocabulary is not None and self.heads is not None:
+            vocabulary = self.heads.checked(vocabulary)
+        return read_adapter(version, config, tensors, weights, vocabulary)
 
     @property
     def shares_cache(self) -> bool:
@@ -137,48 +164,56 @@ class ExpertBank:
         many = self.grouped and groups.too_many({name for name in rows if name in self.experts})
         return [SHARED] * len(rows) if many and self.shares_cache else rows
 
-    def select(self, rows: list[str]) -> None:
-        """Set the expert of each row of the next forward."""
-        key = tuple(rows)
-        if key == self.selected:
-            return
-        self.selected = key
-        plain = self._bases if self._bare else self._bases | self._shared_products
-        for name, layer in self.layers.items():
-            layer.product = plain.get(name)
-        present = sorted({name for name in rows if name in self.experts})
-        if present and not self._bare:
-            self._adapt(rows, {name: self.experts[name] for name in present}, plain)
+    def select(self, rows: list[str], *, exact: bool = False) -> None:
+        """Set the expert of each row of the next forward.
 
-    def _adapt(self, rows: list[str], present: Mapping[str, Adapter], plain: Products) -> None:
-        """Have each layer that an expert in the batch adapts multiply by that expert's weights."""
-        alone = set(rows) == set(present) and len(present) == 1
-        merge = alone or self.grouped
-        merged = self.merged.of(present, lambda a: self._merged(a, self._shared_weights)) if merge else None
-        for name, layer in self.layers.items():
-            held = {
-                expert: adapter.deltas[name] for expert, adapter in present.items() if name in adapter.deltas
-            }
-            if not held:
-                continue
-            if merged is None:
-                layer.product = Mixed(layer.product or layer.base, held, rows)
-            elif alone:
-                layer.product = merged[rows[0]][name]
-            else:
-                owners = [row if row in held else SHARED for row in rows]
-                own = {expert: merged[expert][name] for expert in held}
-                layer.product = groups.Grouped(owners, {SHARED: plain[name], **own})
-
-    def _merged(self, adapter: Adapter, weights: Mapping[str, torch.Tensor]) -> dict[str, Product]:
-        """The layers of `adapter` as products, with base, shared adapter and `adapter` in one weight each.
-
-        weights: base and shared adapter in one, for the layers that the shared adapter has.
+        exact: no row's numbers may depend on the other rows' experts, not even by rounding.
         """
-        return {
-            name: self.layers[name].with_weight(weights.get(name, self.layers[name].base_weight()) + b @ a)
-            for name, (a, b) in adapter.deltas.items()
-        }
+        if (tuple(rows), exact) == (self.selected, self._exact):
+            return
+        self.selected, self._exact = tuple(rows), exact
+        plain = self._bases if self._bare else self._bases | self._shared_products
+        names = [] if self._bare else sorted({name for name in rows if name in self.experts})
+        present = {name: self.experts[name] for name in names}
+        merge = exact or self.grouped or ({*rows} == {*present} and len(present) == 1)
+        merged = self.merged.of(present, self._merge) if present and merge else None
+        for name, layer in self.body.items():
+            held = {expert: a.deltas[name] for expert, a in present.items() if name in a.deltas}
+            layer.product = plain.get(name)
+            if held and merged is None:
+                layer.product = Mixed(layer.product or layer.base, held, rows)
+            elif held and merged is not None:
+                layer.product = self._grouped(name, rows, {expert: merged[expert][name] for expert in held})
+        if self.heads is not None:
+            self.heads.select(rows, present, self.shared, bare=self._bare)
+
+    def _grouped(self, name: str, rows: list[str], own: Mapping[str, Product]) -> Multiplies:
+        """The layer's product for a batch with these experts: each one's own weight for its rows."""
+        layer = self.layers[name]
+        if len(own) == 1 and {*rows} == {*own}:
+            return own[rows[0]]
+        common = layer.product or layer.with_weight(layer.base_weight())
+        owners = [row if row in own else SHARED for row in rows]
+        return groups.Grouped(owners, {SHARED: common, **own})  # type: ignore[dict-item]
+
+    def _merge(self, adapter: Adapter) -> Products:
+        """The layers of an expert, with base, shared adapter and expert in one weight each."""
+        return self._merged(self.shared, adapter)
+
+    def _merged(self, *adapters: Adapter | None) -> Products:
+        """The layers of the last of these adapters: base and all of them in one weight each, as products."""
+        last = adapters[-1]
+        names = [name for name in (last.deltas if last else ()) if name in self.body]
+        return {name: self.layers[name].with_weight(self._weight(name, adapters)) for name in names}
+
+    def _weight(self, name: str, adapters: Sequence[Adapter | None]) -> torch.Tensor:
+        """[out, in]"""
+        weight = self.layers[name].base_weight()
+        for adapter in adapters:
+            if adapter is not None and name in adapter.deltas:
+                a, b = adapter.deltas[name]
+                weight = weight + b @ a
+        return weight
 
 
 def _wrapped(draft: AdaptableBase, small: bool) -> dict[str, LoRALinear]:

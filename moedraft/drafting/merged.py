@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from moedraft.cpu.products import Product
 from moedraft.drafting.adapter import Adapter
@@ -16,10 +16,14 @@ Products = dict[str, Product]  # by module name
 class MergedExperts:
     """The merged weights of some experts, by name, the one used last at the end."""
 
-    def __init__(self, budget: int, copies: int) -> None:
-        """budget: bytes of all merged weights together. copies: how many a `Product` keeps of its weight."""
+    def __init__(self, budget: int, copies: int, modules: Collection[str]) -> None:
+        """budget: bytes of all merged weights together. copies: how many a `Product` keeps of its weight.
+
+        modules: those whose weights are kept here.
+        """
         self.budget = budget
         self.copies = copies
+        self.modules = modules
         self._kept: OrderedDict[str, tuple[int, Products]] = OrderedDict()  # with their bytes
 
     def __iter__(self) -> Iterator[str]:
@@ -61,5 +65,5 @@ class MergedExperts:
         return {expert: self._kept[expert][1] for expert in adapters}
 
     def _bytes(self, adapter: Adapter) -> int:
-        deltas = adapter.deltas.values()
+        deltas = [pair for name, pair in adapter.deltas.items() if name in self.modules]
         return self.copies * sum(b.shape[0] * a.shape[1] * a.element_size() for a, b in deltas)

@@ -84,7 +84,7 @@ class ModelDrafter:
     def propose(self, rows: Rows, limits: list[int], another: Another) -> Proposal:
         """`catch_up` has been called for the same rows and limits."""
         experts = self.experts_of(rows.sequences)
-        self.bank.select(experts)
+        self.bank.select(experts, exact=any(row.reproducible for row in rows.sequences))
         drawing = Drawing(rows, limits, self._buffer)
         logits = self._first(rows.sequences, limits)
         while True:

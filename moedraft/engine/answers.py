@@ -36,12 +36,11 @@ class WholeAnswers(ABC):
         chat: bool = False,
         on_finish: OnOutput | None = None,
     ) -> list[RequestOutput]:
-        """Answer all prompts, batched; outputs in input order. `learn` keeps records for distillation.
+        """Answer all prompts, batched; outputs in input order.
 
-        chat: as a user's message each, through the chat template, where the model has one.
-
-        Steps requests that were added before as well; their outputs are not returned here.
-        Raises InvalidRequest, nothing started, when one of the prompts cannot be accepted.
+        learn keeps records for distillation; chat makes each prompt a user's message by the model's chat
+        template, if it has one. Requests that were added before are stepped as well, but their outputs are
+        not returned here. Raises InvalidRequest, and starts nothing, if a prompt cannot be accepted.
         """
         box: deque[RequestOutput] = deque()
         options = {"expert": expert, "draft": draft, "capture": learn, "counted": counted, "chat": chat}
@@ -83,7 +82,7 @@ class WholeAnswers(ABC):
             self.abort(request_id)
 
     def _add_all(self, prompts: Any, params: Any, options: dict[str, Any]) -> list[str]:
-        """All of them, or none."""
+        """Add all prompts and return their ids; if one is refused, none stays."""
         if not isinstance(prompts, Iterable):
             raise InvalidRequest("prompts must be a string or a list of prompts.")
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)

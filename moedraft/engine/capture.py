@@ -1,7 +1,7 @@
-"""The target's most likely tokens wherever a token was emitted: what the draft is to learn.
+"""Keeps the target's most likely tokens at each position of an answer: what the draft is to learn.
 
-Picking sixteen of some thousand costs a few hundredths of a small model's step. The logits of several rounds
-are put together and gone through at once, by a thread of its own where there is one.
+Sorting them out in every round would cost a small model some percent of its speed. So the logits of several
+rounds are collected in a stack, and the stack is searched at once, in a server by a thread of its own.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 if TYPE_CHECKING:
     from moedraft.core import Sequence, TopK
 
-BATCH_BYTES = 8_000_000  # logits that are gone through together
+BATCH_BYTES = 8_000_000  # a stack with this many bytes of logits is searched
 
 
 class LogitStack:
-    """Logits of some rounds, until somebody asks what the most likely tokens are. For any thread."""
+    """Logits of some rounds, replaced by their most likely tokens when these are asked for. Thread-safe."""
 
     def __init__(self, topk: int) -> None:
         self.topk = topk
@@ -31,7 +31,7 @@ class LogitStack:
         self._lock = threading.Lock()
 
     def add(self, logits: torch.Tensor) -> int | None:
-        """[n, V] → the number of its first row; None once somebody began to go through the stack."""
+        """Append logits [n, V] and return the index of their first row; None if the search has begun."""
         if not self._lock.acquire(blocking=False):
             return None
         try:
@@ -47,7 +47,7 @@ class LogitStack:
 
     @torch.inference_mode()
     def top(self) -> TopK:
-        """Of all rows. The logits are let go of."""
+        """The most likely tokens of all rows. The first call computes them and frees the logits."""
         with self._lock:
             if self._top is None:
                 logits = torch.cat(self._logits).float()
@@ -56,7 +56,13 @@ class LogitStack:
                 self._logits = []
             return self._top
 
+    @property
+    def searched(self) -> bool:
+        """Whether the most likely tokens are known, and the logits freed."""
+        return self._top is not None
+
     def rows(self, first: int, count: int) -> TopK:
+        """The most likely tokens of some rows."""
         ids, logprobs = self.top()
         return ids[first : first + count], logprobs[first : first + count]
 
@@ -69,12 +75,21 @@ class Captured:
     first: int
     count: int
 
+    @property
+    def searched(self) -> bool:
+        """Whether the most likely tokens are known, and the logits freed."""
+        return self.stack.searched
+
     def top(self) -> TopK:
         return self.stack.rows(self.first, self.count)
 
 
 class Capture:
-    """Keeps the top `topk`. After `work_beside` at most two stacks of logits wait; `close` it then."""
+    """Keeps the `topk` most likely tokens at each position.
+
+    After `work_beside` a thread searches the full stacks, of which at most two exist at a time; the owner
+    then has to call `close`.
+    """
 
     def __init__(self, topk: int) -> None:
         self.topk = topk
@@ -85,7 +100,10 @@ class Capture:
     def keep(
         self, sequences: list[Sequence], logits: torch.Tensor, accepted: list[int]
     ) -> dict[int, Captured]:
-        """By row that may be learned from: of logits [B, K+1, V], the positions where a token was emitted."""
+        """Keep logits [B, K+1, V] at the emitted positions of the rows that may be learned from.
+
+        Returns, by row, what gives their most likely tokens later.
+        """
         wanted = [b for b, row in enumerate(sequences) if row.capture]
         if not wanted:
             return {}
@@ -94,9 +112,9 @@ class Capture:
         return dict(zip(wanted, self.stack(chosen, counts), strict=True))
 
     def stack(self, logits: torch.Tensor, counts: list[int]) -> list[Captured]:
-        """[Σ counts, V], a copy that is ours → for each count, its rows."""
+        """Put logits [Σ counts, V] on the stack, which keeps the tensor itself; for each count, its rows."""
         first = self._stack.add(logits)
-        if first is None:  # a request ended, and was written down
+        if first is None:  # a finished request was recorded, so this stack has been searched already
             self._stack = LogitStack(self.topk)
             first = self._stack.add(logits)
         assert first is not None
@@ -105,19 +123,21 @@ class Capture:
             kept.append(Captured(self._stack, first, count))
             first += count
         if self._stack.bytes >= BATCH_BYTES:
-            self._go_through()
+            self._search()
         return kept
 
-    def _go_through(self) -> None:
+    def _search(self) -> None:
+        """Search the full stack, here or in the thread, and begin a new one."""
         stack, self._stack = self._stack, LogitStack(self.topk)
         if self._thread is None:
             stack.top()
             return
         if self._job is not None:
-            wait([self._job])  # it is slower than the engine
+            wait([self._job])  # the thread is slower than the engine; more stacks would take more memory
         self._job = self._thread.submit(stack.top)
 
     def work_beside(self) -> None:
+        """Search full stacks in a thread from now on."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "moedraft-capture", initializer=torch.get_num_threads)
 

@@ -15,13 +15,13 @@ from moedraft.evidence import NOBODY, Evidence
 def commit(
     evidence: Evidence, b: int, text: Detokenizer, max_model_len: int, eos_token_ids: frozenset[int]
 ) -> FinishReason | None:
-    """Take row b's verified tokens into its sequence and its text; why the answer ends there, if it does."""
+    """Take row b's verified tokens into its sequence and its text; say why the answer ends, if it does."""
     row = evidence.rows[b]
     if evidence.broken[b]:
         count_round(evidence, b, 0)
         return "error"
     tokens, reason = cut(row, evidence.tokens[b], max_model_len, eos_token_ids)
-    stopped = text.add(tokens[:-1] if reason == "stop" else tokens)  # the text goes without the EOS token
+    stopped = text.add(tokens[:-1] if reason == "stop" else tokens)  # the EOS token is not part of the text
     if stopped is not None:
         tokens, reason = tokens[:stopped], "stop"
     count_round(evidence, b, len(tokens))
@@ -35,7 +35,7 @@ def commit(
 def cut(
     row: Sequence, tokens: list[int], max_model_len: int, eos_token_ids: frozenset[int]
 ) -> tuple[list[int], FinishReason | None]:
-    """The tokens up to the end of the answer, and why it ends there, if it does."""
+    """The tokens that belong to the answer, and why it ends with them, if it does."""
     room = min(row.params.max_tokens - row.num_generated, max_model_len - len(row.token_ids))
     for index, token in enumerate(tokens[:room]):
         if token in eos_token_ids and not row.params.ignore_eos:
@@ -44,7 +44,7 @@ def cut(
 
 
 def count_round(evidence: Evidence, b: int, entered: int) -> None:
-    """Row b's statistics. Only the first `entered` of its tokens became part of the answer."""
+    """Add this round to row b's statistics. Only the first `entered` of its tokens are in the answer."""
     row, proposal = evidence.rows[b], evidence.proposal
     drafted, accepted = proposal.lengths[b], min(evidence.accepted[b], entered)
     stats = row.speculation
@@ -63,7 +63,7 @@ def count_round(evidence: Evidence, b: int, entered: int) -> None:
 
 
 def count_drafted(stats: SpeculationStats, drafted: int, accepted: int) -> None:
-    """One verification of `drafted` tokens, of which the first `accepted` became part of the answer."""
+    """Count one verification of `drafted` tokens, of which the first `accepted` are in the answer."""
     stats.num_drafts += 1
     stats.num_draft_tokens += drafted
     stats.num_accepted_tokens += accepted

@@ -1,4 +1,4 @@
-"""Tokens → text as they come, without ever showing half a character, and where an answer must stop."""
+"""Turns tokens into text as they come, never showing half a character, and finds stop strings."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-BROKEN = "\ufffd"  # what half a character is decoded to
-WINDOW = 6  # tokens of context that decide how the next one is spelled (spaces, joined bytes)
-LONGEST = 4  # tokens of one character, where each is a byte
+BROKEN = "\ufffd"  # tokenizers decode half a character to this
+WINDOW = 6  # tokens decoded together with the next one, because spaces and joined bytes depend on them
+LONGEST = 4  # the most tokens that one character can take: one for each of its bytes
 
 
 class Detokenizer:
-    """Incremental text of one answer. `text` never ends inside a multi-byte character.
+    """The text of one answer. It never ends inside a multi-byte character.
 
-    At a stop string `add` says how many of the tokens belong to the answer; `text` ends before it. After
-    `prompt` the text goes on as in one text with it, with the space that a tokenizer takes from a beginning.
+    When a stop string appears, `add` says how many of the tokens belong to the answer, and `text` ends before
+    the stop string. `prompt`, where given, is what the answer continues: the first token is decoded after
+    it, since tokenizers drop the space before the first word of a text.
     """
 
     def __init__(self, tokenizer: Any, stops: tuple[str, ...] = (), prompt: Sequence[int] = ()) -> None:
@@ -23,13 +24,15 @@ class Detokenizer:
         self.stops = stops
         self.text = ""
         self.ids = self._context(prompt)
-        self._shown = len(self.ids)  # tokens whose text is in `text`, or the prompt's
-        self._ends = deque([0])  # of whole characters: where the decoding window may begin, and begins
+        self._shown = len(self.ids)  # how many of `ids` are done: those of the prompt, and those in `text`
+        # Token counts at which a whole character ended. The decoding window begins at the first of them.
+        self._ends = deque([0])
 
     def add(self, tokens: list[int]) -> int | None:
-        """Append; returns how many of `tokens` complete the first stop string, None when there is none.
+        """Append tokens; returns how many of them complete the first stop string, None if there is none.
 
-        With stop strings token by token, so that the answer is the same however it comes in blocks.
+        With stop strings each token is decoded by itself, so that the answer does not depend on how many
+        tokens come at once.
         """
         if not self.stops:
             self._append(tokens)
@@ -42,16 +45,16 @@ class Detokenizer:
         return None
 
     def flush(self) -> bool:
-        """Show what was held back, at the end of an answer; broken bytes become U+FFFD.
+        """Add to the text what was held back, since the answer has ended; broken bytes become U+FFFD.
 
-        True where that completes a stop string; the text then ends before it.
+        Returns whether that completes a stop string; the text then ends before it.
         """
         seen = len(self.text)
         self._show(self._pending(len(self.ids)), len(self.ids))
         return self._stop(seen)
 
     def settled(self) -> int:
-        """Length of the text that no stop string can take back any more."""
+        """How much of the text is certain; the rest may turn out to be the beginning of a stop string."""
         longest = max((len(stop) for stop in self.stops), default=0)
         for size in range(min(longest - 1, len(self.text)), 0, -1):
             if any(stop.startswith(self.text[-size:]) for stop in self.stops):
@@ -59,7 +62,7 @@ class Detokenizer:
         return len(self.text)
 
     def _append(self, tokens: list[int]) -> str:
-        """Take the tokens in; returns the text that is held back since it ends inside a character."""
+        """Append the tokens; returns the text that is held back because it ends inside a character."""
         self.ids += tokens
         count = len(self.ids)
         for end in range(count, max(self._shown, count - LONGEST), -1):
@@ -70,7 +73,7 @@ class Detokenizer:
         return "" if self._shown == count else self._pending(count)
 
     def _pending(self, end: int) -> str:
-        """Of the tokens before `end`, what is not shown."""
+        """The text of the tokens before `end` that is not part of `text` yet."""
         start = self._ends[0]
         known, text = self._decode(self.ids[start : self._shown]), self._decode(self.ids[start:end])
         # Some tokenizers show all bytes in a row as broken where one of them is.
@@ -84,7 +87,7 @@ class Detokenizer:
         self._shown = end
 
     def _context(self, prompt: Sequence[int]) -> list[int]:
-        """The prompt's last tokens, from a whole character on; none where it ends within one."""
+        """The prompt's last tokens, beginning with a whole character; none if it ends within a character."""
         for size in range(WINDOW, WINDOW + LONGEST):
             tail = list(prompt[-size:])
             text = self._decode(tail)
@@ -93,7 +96,10 @@ class Detokenizer:
         return [] if BROKEN in text[:1] + text[-1:] else tail
 
     def _stop(self, seen: int, held: str = "") -> bool:
-        """Cut before the earliest stop string that ends after the first `seen` characters, if any."""
+        """Cut the text before the first stop string in it, if there is one, and say so.
+
+        The first `seen` characters were searched before; a stop string may begin in them and end later.
+        """
         text = self.text + held
         found = [text.find(stop, max(0, seen - len(stop) + 1)) for stop in self.stops]
         hits = [at for at in found if at >= 0]

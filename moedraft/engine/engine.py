@@ -1,7 +1,8 @@
 """The engine: requests in, answers out, one step after another. It knows no file and no network.
 
-Its port is small: `add` and `abort` requests, `step` while `has_work`, `recover` after a step that raised,
-and `figures`. Adapters come in through `adapters`, finished requests go out to those who `subscribe`.
+Its port is small (`port.ServingEngine`): `add` and `abort` requests, `step` while `has_work`, `recover` after
+a step that raised, and `figures`. Adapters come in through `adapters`, finished requests go out to those who
+`subscribe`.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ from moedraft.engine.capture import Capture
 from moedraft.engine.commit import commit, output_of
 from moedraft.engine.detokenizer import Detokenizer
 from moedraft.engine.port import AdapterSource, EngineFigures, NoAdapters, OnOutput, Sink
-from moedraft.engine.prompts import tokenise
 from moedraft.engine.round import Round
 from moedraft.engine.scheduler import Scheduler
 from moedraft.engine.target import TargetRunner
+from moedraft.engine.tokenise import tokenise
 from moedraft.evidence import Evidence
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ class Engine(WholeAnswers):
         return lambda: self._sinks.remove(sink)
 
     def work_beside(self) -> None:
-        """Let a thread of its own pick out what is kept for learning. A server calls it once."""
+        """Have a second thread prepare what is kept for learning. A server calls this once."""
         self.capture.work_beside()
 
     # -- requests --------------------------------------------------------------------------------
@@ -160,7 +161,7 @@ class Engine(WholeAnswers):
         Never raises: a request that cannot be ended in order is forgotten, without an output.
         """
         if (sequence := self._sequences.get(request_id)) is None:
-            self._listeners.pop(request_id, None)  # it may have ended in a step that raised
+            self._listeners.pop(request_id, None)  # a step that raised may have ended it and left this behind
             return None
         try:
             output = self._finish(sequence, reason)
@@ -175,8 +176,8 @@ class Engine(WholeAnswers):
     def recover(self) -> None:
         """After a step that raised: what is in a slot ends with "error", what waits for one goes on waiting.
 
-        With nothing in a slot the fault lies elsewhere, and those that wait end too: the engine must not fail
-        step after step for ever.
+        If no slot is taken, no running request caused the fault. Then the waiting ones end as well, because
+        the engine would otherwise fail at every further step.
         """
         waiting = set(map(id, self.scheduler.waiting)) if self.scheduler.running else set()
         for sequence in list(self._sequences.values()):
@@ -191,12 +192,12 @@ class Engine(WholeAnswers):
 
     @property
     def request_ids(self) -> KeysView[str]:
-        """Of the requests that have not ended; changes with them."""
+        """Ids of the requests that have not ended. A live view: it changes when requests come and end."""
         return self._sequences.keys()
 
     @property
     def sequences(self) -> list[Sequence]:
-        """What has not ended, as it stands; for looking only."""
+        """The sequences that have not ended. Callers read them and must not change them."""
         return list(self._sequences.values())
 
     @property
@@ -220,11 +221,11 @@ class Engine(WholeAnswers):
         return outputs
 
     def refresh(self, *, now: bool = False) -> None:
-        """Look for new adapter versions. now: whatever is stored serves when this returns."""
+        """Look for new adapter versions. now: wait until the newest stored ones are loaded."""
         self.adapters.refresh(self._sequences.values(), now=now)
 
     def _admit(self) -> None:
-        """Those that wait get free slots and, now or later, an expert."""
+        """Give free slots to waiting sequences; the router finds their experts now or in a later step."""
         new = self.scheduler.admit()
         if new:
             self.selector.assign(new)
@@ -233,13 +234,13 @@ class Engine(WholeAnswers):
             self.timer.interrupted()
 
     def _settle(self, ending: Sequence | None = None) -> None:
-        """Experts that were found meanwhile take over."""
+        """Hand sequences to the experts that the router has found for them since the last call."""
         changed = self.selector.settle(ending)
         if changed and self.chooser.model is not None:
             self.chooser.model.experts_changed(changed)
 
     def _read_prompts(self) -> None:
-        """The next piece of the prompts that are still being read."""
+        """Read the next piece of each prompt that is not in the cache yet."""
         pieces = self.scheduler.pieces(self.prefill_chunk)
         if any(count for _, count in pieces):
             self.chooser.read_prompt(pieces, self.runner.read(pieces))
@@ -273,13 +274,13 @@ class Engine(WholeAnswers):
         row.finish_reason = "stop" if stopped and reason == "length" else reason
         row.finished_at = monotonic()
         if reason in ("stop", "length"):
-            self._settle(row)  # what is learned from it must stand under its domain
+            self._settle(row)  # its record for learning is stored under its domain, so that must be known now
         elif row.slot >= 0:
             self.runner.clear(row.slot)
             self.chooser.clear(row.slot)
         model = self.chooser.model
         if model is not None and len(row.token_ids) > model.max_len:
-            row.captured = []  # longer than the draft can read, so nothing it could learn from
+            row.captured = []  # the draft cannot read a text this long, so it cannot learn from it either
         self.scheduler.remove(row)
         output = self._output(row)
         self._forget(row)
@@ -288,7 +289,7 @@ class Engine(WholeAnswers):
         return output
 
     def _forget(self, row: Sequence) -> None:
-        """Nothing of the request stays, whatever state it is in."""
+        """Remove every trace of the request, whatever state it is in."""
         self._sequences.pop(row.request_id, None)
         self._texts.pop(row.request_id, None)
         self.chooser.forget(row)
@@ -311,9 +312,9 @@ class Engine(WholeAnswers):
                 listener(output)
 
     def _swap(self, a: int, b: int, length: int) -> None:
-        """Exchange two slots, of texts of at most so many tokens, in all caches.
+        """Exchange two slots in all caches. The longer of their two texts has `length` tokens.
 
-        What a round has added stands in the caches before it stands in the texts.
+        Within a round the caches already hold tokens that the texts do not have yet, so more is exchanged.
         """
         length += 1 + self.chooser.longest
         self.runner.swap(a, b, length)

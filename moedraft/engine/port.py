@@ -1,12 +1,12 @@
-"""What the engine and those around it agree on: where adapters come from, and where answers go."""
+"""What the engine and those around it agree on: its methods, where adapters come from, where answers go."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-from moedraft.core import RequestOutput, Sequence
+from moedraft.core import RequestOutput, SamplingParams, Sequence
 
 OnOutput = Callable[[RequestOutput], None]
 Sink = Callable[[Sequence], None]  # gets every finished request
@@ -20,17 +20,60 @@ class AdapterSource(Protocol):
 
 
 class NoAdapters:
-    """Nothing ever changes."""
+    """For an engine whose adapters never change."""
 
     def refresh(self, running: Iterable[Sequence], *, now: bool = False) -> None:
         """There are no versions to load."""
 
 
+class ServingEngine(Protocol):
+    """What a server needs of an engine. `engine.Engine` has it; another engine with it can stand below.
+
+    One thread calls all of it. `add` and the meaning of its arguments are described at `engine.Engine`.
+    """
+
+    tokenizer: Any
+    max_model_len: int  # tokens of prompt and answer
+
+    @property
+    def has_work(self) -> bool: ...
+    @property
+    def request_ids(self) -> Set[str]: ...
+    @property
+    def figures(self) -> EngineFigures: ...
+
+    def add(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        expert: str | None = None,
+        draft: bool = True,
+        capture: bool = False,
+        topic: str | None = None,
+        on_output: OnOutput | None = None,
+    ) -> str:
+        """Queue a prompt; `on_output` gets its outputs. Raises InvalidRequest."""
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request at once. Never raises."""
+
+    def step(self) -> list[RequestOutput]:
+        """Do a piece of work for the requests there are."""
+
+    def recover(self) -> None:
+        """Called after a step that raised: end the requests that it concerned, so that others can go on."""
+
+    def refresh(self) -> None:
+        """Look for new adapter versions."""
+
+
 @dataclass(frozen=True)
 class EngineFigures:
-    """The engine at one moment."""
+    """How busy the engine is at one moment, and what speculation brings."""
 
     slots: int
     running: int  # requests in a slot
     waiting: int
-    speedup: float | None  # of the last rounds against plain decoding, as plain rounds among them measured it
+    speedup: float | None  # of the last rounds over plain decoding; None until both kinds were timed

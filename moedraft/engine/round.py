@@ -21,7 +21,7 @@ class Proposer(Protocol):
     def propose(self, rows: Rows) -> Proposal: ...
 
 
-class Observer(Protocol):
+class Learner(Protocol):
     def observe(self, evidence: Evidence) -> None: ...
 
 
@@ -29,9 +29,9 @@ class Round:
     """Called with the sequences in slots 0 … B−1; each of them gets at least one token."""
 
     def __init__(
-        self, target: TargetRunner, proposer: Proposer, observers: Iterable[Observer], capture: Capture
+        self, target: TargetRunner, proposer: Proposer, learners: Iterable[Learner], capture: Capture
     ) -> None:
-        self.target, self.proposer, self.observers, self.capture = target, proposer, observers, capture
+        self.target, self.proposer, self.learners, self.capture = target, proposer, learners, capture
         self.verify = verify
         self._last: Evidence | None = None
         self._sampling: tuple[list[Sequence], SamplingBatch] | None = None
@@ -46,8 +46,8 @@ class Round:
         topk = self.capture.keep(sequences, logits, accepted)
         evidence = Evidence(sequences, proposal, tokens, accepted, broken, logits, hidden, topk)
         # Whoever learns from it does so before the rows move on.
-        for observer in self.observers:
-            observer.observe(evidence)
+        for learner in self.learners:
+            learner.observe(evidence)
         # Commit: the accepted tokens, and one more from the target itself, enter the rows.
         for b in range(len(sequences)):
             commit(evidence, b)
@@ -55,9 +55,9 @@ class Round:
         return evidence
 
     def _sampling_of(self, sequences: list[Sequence]) -> SamplingBatch:
-        """Their parameters as tensors, made anew when the batch changes."""
+        """Their sampling parameters as tensors, which are kept until the batch changes."""
         known = self._sampling
-        # The same objects: the id of a request that has ended may be used again.
+        # Sequences are compared as objects, since a request may have the id of one that has ended.
         if known is None or [id(row) for row in known[0]] != [id(row) for row in sequences]:
             params, seeds = [row.params for row in sequences], [row.seed for row in sequences]
             known = self._sampling = (sequences, SamplingBatch.of(params, seeds, self.target.model.device))

@@ -1,7 +1,7 @@
-"""Who runs where: first come, first served. Running sequences fill the slots 0 … B−1 without a gap.
+"""Which sequence is in which slot: first come, first served. The slots in use are 0 … B−1, without a gap.
 
 Slots 0 … num_ready−1 hold sequences that decode, the slots after them those whose prompt is still being
-read. Whoever leaves or becomes ready is swapped, in both caches, by the callback.
+read. When a sequence ends or becomes ready, a callback swaps slots in both caches to keep this order.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from moedraft.core import Sequence
 
 
 class Scheduler:
-    """`swap(a, b, length)` exchanges two slots in all caches, of texts of at most `length` tokens."""
+    """`swap(a, b, length)` exchanges two slots in all caches; their longer text has `length` tokens."""
 
     def __init__(self, slots: int, swap: Callable[[int, int, int], None]) -> None:
         self.slots = slots
@@ -31,7 +31,7 @@ class Scheduler:
         return self.running[self.num_ready :]
 
     def admit(self) -> list[Sequence]:
-        """Give free slots to those who wait; returns the newcomers."""
+        """Give free slots to waiting sequences, and return these."""
         new = []
         while self.waiting and len(self.running) < self.slots:
             sequence = self.waiting.popleft()
@@ -41,10 +41,11 @@ class Scheduler:
         return new
 
     def pieces(self, most: int) -> list[tuple[Sequence, int]]:
-        """How many tokens of each prompt to read now, about `most` in all; what one leaves others get.
+        """How many tokens of each prompt to read in this step, about `most` in all.
 
-        At least one of each that is not done: a long prompt waits for nobody, and nobody for it. The last
-        token of a prompt is not read: it is fed when decoding begins.
+        Each unread prompt gets an equal share, and what a short one does not need goes to the longer ones.
+        At least one token of each is read, so that no prompt keeps another waiting. The last token of a
+        prompt is not read here: the first round of decoding feeds it.
         """
         rests = [one.num_prompt_tokens - 1 - one.target_cached for one in self.reading]
         counts = list(rests)
@@ -74,7 +75,7 @@ class Scheduler:
         return any(one is sequence for one in (*self.running, *self.waiting))
 
     def clear(self) -> None:
-        """Free all slots, whatever stands in them: after a failure that left them in disorder."""
+        """Free all slots without swapping anything; used after a failure that left them inconsistent."""
         self.running.clear()
         self.num_ready = 0
 

@@ -71,7 +71,7 @@ def save_draft(
 
 def tensors_of(draft: FeatureDraft, dtype: torch.dtype, rows: bool) -> dict[str, torch.Tensor]:
     """The checkpoint's tensors by name."""
-    keep_rows = rows or draft.has_own_rows
+    keep_rows = rows or draft.trained is not None
     tensors = {
         name: value.detach().to("cpu", dtype).contiguous()
         for name, value in draft.state_dict().items()

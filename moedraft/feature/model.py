@@ -17,6 +17,7 @@ from torch.nn.functional import embedding, rms_norm, scaled_dot_product_attentio
 from moedraft.cache import SlotCache
 from moedraft.core import InvalidRequest
 from moedraft.feature.config import FeatureConfig
+from moedraft.feature.vocabulary import places
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # queries, keys, values: [B, heads, T, head_dim]
 
@@ -122,8 +123,8 @@ class FeatureDraft(nn.Module):
         own_rows: torch.Tensor | None = None,
     ) -> None:
         super().__init__()
-        self.config, self.embeddings = config, embeddings
-        self.has_own_rows = own_rows is not None
+        self.config, self.embeddings, self.output = config, embeddings, output
+        self.trained = None if own_rows is None else (vocabulary, own_rows.detach())
         self._check(vocabulary, own_rows if own_rows is not None else output[:1])
         self.fc = nn.Linear(config.features_size, config.hidden_size, bias=False)
         eps = config.rms_norm_eps
@@ -158,10 +159,19 @@ class FeatureDraft(nn.Module):
     def new_cache(self, slots: int) -> SlotCache:
         return SlotCache(1, slots)
 
-    def use_vocabulary(self, vocabulary: torch.Tensor, output: torch.Tensor) -> None:
-        """Draft other tokens from now on: rows `vocabulary` (int64, sorted) of the target's output [V, H]."""
-        rows = output[vocabulary]
-        self.vocabulary, self.has_own_rows = vocabulary, False
+    def rows(self, vocabulary: torch.Tensor) -> torch.Tensor:
+        """Rows [n, H] of these tokens (int64, sorted): the target's output, or as the checkpoint trained."""
+        rows = self.output[vocabulary].to(self.fc.weight)
+        if self.trained is not None:
+            tokens, own = self.trained
+            found = places(vocabulary.cpu(), tokens.cpu()).to(rows.device)
+            rows[found >= 0] = own.to(rows)[found[found >= 0]]
+        return rows
+
+    def use_vocabulary(self, vocabulary: torch.Tensor) -> None:
+        """Draft these tokens (int64, sorted) from now on."""
+        rows = self.rows(vocabulary)
+        self.vocabulary = vocabulary
         self.lm_head = nn.Linear(rows.shape[1], len(rows), bias=False, dtype=rows.dtype)
         self.lm_head.weight = nn.Parameter(rows.detach().clone(), requires_grad=False)
 

@@ -20,7 +20,7 @@ from moedraft.core import InvalidRequest
 from moedraft.feature.checkpoint import save_draft
 from moedraft.feature.config import config_for, default_layers
 from moedraft.feature.corpus import Text, answered, choose_vocabulary, given, prompt_ids
-from moedraft.feature.features import Teacher
+from moedraft.feature.features import Teacher, decoder_layers
 from moedraft.feature.model import FeatureDraft
 from moedraft.feature.training import FeatureTrainer, TrainingPlan
 from moedraft.models import LanguageModel
@@ -98,10 +98,35 @@ def new_draft(
     config = config_for(text_config, draft_vocab_size=count, feature_layers=layers, **switches)
     embeddings = model.hf.get_input_embeddings().weight.detach()
     draft = FeatureDraft(config, vocabulary, embeddings, model.hf.get_output_embeddings().weight.detach())
-    with torch.no_grad():  # what is added to the feature starts small
-        draft.layer.self_attn.o_proj.weight.mul_(0.1)
-        draft.layer.mlp.down_proj.weight.mul_(0.1)
+    begin_as_target(draft, model.hf)
     return draft.to(model.device)
+
+
+@torch.no_grad()
+def begin_as_target(draft: FeatureDraft, hf: Any) -> None:
+    """Begin with the weights of the target's last layer but one where they fit, and its last feature.
+
+    The part of q, k and v that reads the token's embedding begins smaller than that for the feature.
+    """
+    own, size = draft.layer, draft.config.hidden_size
+    own.self_attn.o_proj.weight.mul_(0.1)  # where nothing fits, what is added to the feature is small
+    own.mlp.down_proj.weight.mul_(0.1)
+    draft.fc.weight.mul_(0.3)
+    if draft.config.state_size == size:
+        draft.fc.weight[:, -size:] += 0.5 * torch.eye(size)
+    layers = decoder_layers(hf)
+    theirs = dict(layers[max(len(layers) - 2, 0)].named_parameters())
+    wide = [f"self_attn.{name}_proj.weight" for name in "qkv"]
+    alike = ["self_attn.o_proj.weight", *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down"))]
+    pairs = {name: name for name in [*alike, "post_attention_layernorm.weight"]}
+    pairs |= {"hidden_norm.weight": "input_layernorm.weight"}
+    for name, value in own.named_parameters():
+        if (name not in wide and name not in pairs) or pairs.get(name, name) not in theirs:
+            continue
+        found: torch.Tensor = theirs[pairs.get(name, name)]
+        wanted = torch.cat([0.3 * found, found], dim=1) if name in wide else found
+        if wanted.shape == value.shape:
+            value.copy_(wanted)
 
 
 class Session:
@@ -149,8 +174,9 @@ class Session:
     def finish(self, depth: int = 5) -> Report:
         """Measure, and write the drafter."""
         trainer = self.trainer
-        rates = trainer.acceptance(self.held_out, depth)
-        hf = self.model.hf
+        architectures = (type(self.model.hf).__name__,)
         name = str(self.model.folder or self.model.name)
-        save_draft(trainer.draft, self.out, target=name, architectures=(type(hf).__name__,))
+        with trainer.averaged() as draft:
+            rates = trainer.acceptance(self.held_out, depth)
+            save_draft(draft, self.out, target=name, architectures=architectures)
         return Report(trainer.steps, trainer.tokens, trainer.seconds, rates)

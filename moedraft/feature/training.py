@@ -2,14 +2,16 @@
 
 The matrices learn by Muon, which makes the most of few steps, everything else by AdamW. The learning rate
 rises for a few steps, stays, and falls to nothing; how far the training is, the caller says, so that it can
-be counted in steps or in minutes. Checkpoints are safetensors: nothing is read or written by pickle.
+be counted in steps or in minutes. What is measured and kept in the end is a moving average of the steps'
+weights, which guesses better than the last step's do. Checkpoints are safetensors: nothing is read or written
+by pickle.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import nn
 
 from moedraft.core import InvalidRequest
 from moedraft.cpu.products import multiplies_bfloat16
@@ -28,6 +31,7 @@ from moedraft.feature.unroll import Batch, acceptance, loss_of
 WARM_UP = 40  # steps
 FALLS = 0.6  # share of the training from which on the learning rate falls
 UNROLLED = 0.5  # share of the training from which on several steps are unrolled
+REMEMBERED = 0.995  # of the average of all steps' weights, at each step; less at first
 MEASURED = 8  # texts read at a time when acceptance is measured
 
 
@@ -69,6 +73,7 @@ class FeatureTrainer:
                 weight_decay=0.0,
             ),
         }
+        self.average = self._weights()
         self._rates = {"muon": self.plan.matrix_lr, "adam": self.plan.other_lr}
 
     def step(self, share: float) -> float:
@@ -84,9 +89,38 @@ class FeatureTrainer:
             for group in optimiser.param_groups:
                 group["lr"] = self._rates[name] * rate(self.steps, share)
             optimiser.step()
+        self._remember()
         self.steps += 1
         self.tokens += int(batch.lengths.sum())
         return loss.item()
+
+    @torch.no_grad()
+    def _remember(self) -> None:
+        kept = min(REMEMBERED, 1 - 1 / (1 + 0.1 * (self.steps + 1)))
+        for name, value in self._learning():
+            self.average[name].lerp_(value, 1 - kept)
+
+    @contextmanager
+    @torch.no_grad()
+    def averaged(self) -> Iterator[FeatureDraft]:
+        """The drafter with the average of its weights, for a while."""
+        own = self._weights()
+        self._set(self.average)
+        try:
+            yield self.draft
+        finally:
+            self._set(own)
+
+    def _set(self, weights: Mapping[str, torch.Tensor]) -> None:
+        for name, value in self._learning():
+            value.copy_(weights[name])
+
+    def _learning(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((name, value) for name, value in self.draft.named_parameters() if value.requires_grad)
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        """Copies of all weights that learn."""
+        return {name: value.detach().clone() for name, value in self._learning()}
 
     def _next(self) -> Iterator[int]:
         """Numbers of the next texts. Every pass has an order of its own, which depends on the seed alone."""
@@ -115,6 +149,7 @@ class FeatureTrainer:
     def save(self, file: Path) -> None:
         """All that going on needs, at once or not at all."""
         tensors = {f"draft.{name}": value for name, value in self.draft.state_dict().items()}
+        tensors |= {f"average.{name}": value for name, value in self.average.items()}
         for name, optimiser in self.optimisers.items():
             for number, state in optimiser.state_dict()["state"].items():
                 tensors |= {f"{name}.{number}.{key}": torch.as_tensor(v) for key, v in state.items()}
@@ -134,6 +169,8 @@ class FeatureTrainer:
             self.draft.load_state_dict(own)
         except RuntimeError as error:
             raise InvalidRequest(f"{file} belongs to a training of another drafter; name another.") from error
+        for name, value in self.average.items():
+            value.copy_(tensors.get(f"average.{name}", own[name]))
         for name, optimiser in self.optimisers.items():
             restore(optimiser, {key: v for key, v in tensors.items() if key.startswith(f"{name}.")})
         self.steps, self.tokens, self.seconds = far["steps"], far["tokens"], far["seconds"]

@@ -56,7 +56,7 @@ def union(lists: Iterable[torch.Tensor]) -> torch.Tensor:
 
 def places(wanted: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
     """Where each token of `wanted` stands in the ascending list `among`; −1 where it does not."""
-    found = torch.searchsorted(among, wanted).clamp(max=len(among) - 1)
+    found = torch.searchsorted(among, wanted.contiguous()).clamp(max=len(among) - 1)
     return torch.where(among[found] == wanted, found, -1)
 
 

@@ -92,7 +92,7 @@ def load_pair(settings: Settings) -> tuple[LanguageModel, DraftBase]:
 
 
 def assemble(settings: Settings, store: Store, target: LanguageModel, draft: DraftBase) -> System:
-    bank = ExpertBank(draft, settings.adapter_scope, settings.merged_cache_mb)
+    bank = ExpertBank(draft, settings.merged_cache_mb)
     router = open_router(settings, store)
     selector = BackgroundSelector(router)
     loader = AdapterLoader(store, bank, tend_memory=settings.cpu_fast_paths)

@@ -1,4 +1,4 @@
-"""Live adapter versions come from storage into the engine's bank, beside decoding where it has a thread."""
+"""Brings the live adapter versions from storage into the engine's bank, while the engine goes on decoding."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from moedraft.drafting.adapter import Adapter
 from moedraft.drafting.lora import ExpertBank, Prepared
 from moedraft.storage.store import Store
 
-POLL_SECONDS = 0.5  # doubled with every failure in a row,
-DOUBLINGS = 6  # at most so often: half a minute
+POLL_SECONDS = 0.5  # between two looks at the registry; doubled with every failure in a row
+DOUBLINGS = 6  # the most doublings: half a minute
 
 log = logging.getLogger(__name__)
 
-# Of which generation of the registry (None: not all of it could be read), and what has changed.
+# The generation of the registry that was read (None: some version could not be read), and what has changed.
 Loaded = tuple[int | None, Prepared]
 
 
 class AdapterLoader:
     """Brings the bank in line with the live versions in storage. `refresh` is called between two steps.
 
-    After `load_beside` versions are read, checked and merged in a thread of its own while the engine goes on,
-    and put in between two later steps. `close` it then. tend_memory: give the memory of replaced weights back
-    to the system.
+    After `load_beside` a thread reads, checks and merges versions while the engine goes on, and they are put
+    in between two later steps; the owner then has to call `close`. tend_memory: give the memory of replaced
+    weights back to the system.
     """
 
     def __init__(self, store: Store, bank: ExpertBank, *, tend_memory: bool = True) -> None:
@@ -40,7 +40,7 @@ class AdapterLoader:
         self.refused: set[tuple[str, int]] = set()
         self._next_poll = 0.0
         self._failures = 0  # in a row
-        self._said: set[str] = set()  # since they began
+        self._said: set[str] = set()  # errors logged since these failures began
         self._thread: ThreadPoolExecutor | None = None
         self._job: Future[Loaded] | None = None
 
@@ -53,14 +53,14 @@ class AdapterLoader:
             self._thread.shutdown(cancel_futures=True)
 
     def hurry(self) -> None:
-        """There is something new: the next `refresh` looks, however soon it comes. For any thread."""
+        """Have the next `refresh` look at the registry, because there is something new. Thread-safe."""
         self._next_poll = 0.0
 
     def refresh(self, running: Iterable[core.Sequence], *, now: bool = False) -> None:
-        """Use what has changed; sequences whose draft cache became stale re-fill it. Never raises.
+        """Use what has changed; never raises. Sequences whose draft cache became stale fill it again.
 
-        Where something fails, the disk, memory or the code, what is in use stays, and it is tried again.
-        now: whatever stands in storage serves when this returns.
+        If something fails, for example the disk, the versions in use stay and it is tried again later.
+        now: wait until the newest stored versions are in use.
         """
         if self._job is not None and (now or self._job.done()):
             job, self._job = self._job, None
@@ -93,7 +93,7 @@ class AdapterLoader:
             self._said.clear()
 
     def _say(self, what: str, error: Exception) -> None:
-        """Once, however often it happens again."""
+        """Log an error the first time; repetitions are left out until loading has succeeded again."""
         what = f"{what} ({type(error).__name__})"
         if what not in self._said:
             self._said.add(what)
@@ -102,7 +102,7 @@ class AdapterLoader:
 
     @torch.inference_mode()
     def _load(self, recent: Sequence[str] = ()) -> Loaded:
-        """What has changed, ready to be used."""
+        """Read and prepare the versions that have changed."""
         generation = self.store.registry.generation()
         changes: dict[str, Adapter | None] = {}
         found = [self._find(name, changes) for name in self._names()]
@@ -131,10 +131,11 @@ class AdapterLoader:
         return [SHARED, *registered, *(set(self.bank.experts) - set(registered))]
 
     def _find(self, name: str, changes: dict[str, Adapter | None]) -> bool:
-        """The live version of `name` goes into `changes` where the bank has another.
+        """Put the live version of `name` into `changes` if the bank has another one.
 
-        A version that the bank refuses is rolled back where the home is writable, as a corrupt one is, and
-        its nearest ancestor that fits is taken. So it is for one that cannot be read now; False then.
+        A version that is corrupt or does not fit is rolled back if the home is writable, and its nearest
+        ancestor that fits is taken. The same ancestor serves for a version that cannot be read at the moment;
+        then the result is False, so that it is tried again.
         """
         readable = True
         for version in self.store.registry.lineage(name, self.bank.base_hash):
@@ -160,4 +161,4 @@ class AdapterLoader:
     def _read(self, version: AdapterVersion) -> Adapter:
         """Raises CorruptAdapter where it does not fit, and StorageError."""
         found = self.store.adapters.load(version, self.bank.base_hash)
-        return self.bank.read(version.version, found.config, found.tensors)
+        return self.bank.read(version.version, found.config, found.tensors, found.vocabulary)

@@ -1,7 +1,7 @@
-"""What becomes of finished requests: statistics and replay records go into storage.
+"""Writes the statistics and the replay records of finished requests into storage.
 
-A full or slow disk never stops serving: learning pauses, the reason stands in `state`, and it goes on by
-itself when a write succeeds again.
+A full or slow disk never stops serving: learning pauses, `state` says why, and it goes on by itself when a
+write succeeds again.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from moedraft.core import ReplayRecord, RequestStats, Sequence, StorageError
 from moedraft.learning_state import LearningKind, LearningState, paused
 from moedraft.storage.store import Store
 
-GATHER_SECONDS = 0.1  # after the first request to be written: those that end meanwhile share its transaction
-MOST = 1000  # requests that wait to be written, about 30 MB as a rule; what comes then is not recorded
-MOST_BYTES = 100_000_000  # that these keep, or one alone; while it is written it takes some six times as much
+GATHER_SECONDS = 0.1  # how long a write waits for more requests to share its transaction
+MOST = 1000  # requests that may wait to be written, usually about 30 MB; further ones are not recorded
+MOST_BYTES = 100_000_000  # of those that wait, unless it is only one; being written takes six times as much
 NUMBER_BYTES = 36  # of a token id in a list
 TOPK_BYTES = 12  # of each of a token's k alternatives, as tensors
 LOGPROB_BYTES = 120  # of each alternative that was asked for with the answer
-USUAL_TOPK = 16  # what k is taken to be before the first record tells
+USUAL_TOPK = 16  # the assumed k until the first record shows it
 FLUSH_SECONDS = 10.0
 
 log = logging.getLogger(__name__)
@@ -66,8 +66,8 @@ def script_of(text: str) -> str:
 class Recorder:
     """An engine sink: statistics of every finished request, a replay record of those captured.
 
-    After `record_beside` a thread of its own writes them, those of a tenth of a second in one transaction,
-    and the engine waits for no disk. `close` it then.
+    After `record_beside` a thread writes them, so that the engine never waits for the disk; the requests of
+    a tenth of a second share a transaction. The owner then has to call `close`.
     """
 
     def __init__(self, store: Store, target_id: str) -> None:
@@ -77,9 +77,9 @@ class Recorder:
         self._thread: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()  # of `_box` and `_job`
         self._box: list[Sequence] = []  # ended, not yet written
-        self._bytes = 0  # of these, about
+        self._bytes = 0  # of these, estimated
         self._topk = USUAL_TOPK
-        self._job: Future[None] | None = None  # the last one that was to empty it
+        self._job: Future[None] | None = None  # the write that was submitted last
         self._hurry = threading.Event()
 
     def __call__(self, sequence: Sequence) -> None:
@@ -88,7 +88,7 @@ class Recorder:
         if self._thread is None:
             self._write([sequence])
             return
-        size = self._size(sequence)
+        size = size_of(sequence, self._topk)
         with self._lock:
             if not self._box or (len(self._box) < MOST and self._bytes + size <= MOST_BYTES):
                 self._box.append(sequence)
@@ -98,20 +98,14 @@ class Recorder:
                 return
         self._pause("the disk is slower than the requests")
 
-    def _size(self, sequence: Sequence) -> int:
-        """About how many bytes it keeps from being freed."""
-        alternatives = len(sequence.logprobs) * (1 + (sequence.params.logprobs or 0))
-        size = NUMBER_BYTES * len(sequence.token_ids) + LOGPROB_BYTES * alternatives
-        return size + (TOPK_BYTES * self._topk * sequence.num_generated if sequence.captured else 0)
-
     def record_beside(self) -> None:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "moedraft-recorder", initializer=torch.get_num_threads)
 
     def flush(self) -> None:
-        """Returns when what has ended before is written down, or could not be.
+        """Wait until all requests that have ended are written, or could not be written.
 
-        Raises StorageError where that takes longer than FLUSH_SECONDS.
+        Raises StorageError if that takes longer than FLUSH_SECONDS.
         """
         with self._lock:
             job = self._job
@@ -138,7 +132,7 @@ class Recorder:
         self._write(batch)
 
     def _write(self, batch: list[Sequence]) -> None:
-        """Never raises. What cannot be made of one request costs the others nothing."""
+        """Write a batch; never raises. If one request gives no valid record, the others are still written."""
         captured = [one for one in batch if one.captured]
         try:
             lost = add_all(self._add_records, captured)
@@ -169,8 +163,15 @@ class Recorder:
         self.state = paused(reason)
 
 
+def size_of(sequence: Sequence, topk: int = USUAL_TOPK) -> int:
+    """About how many bytes a finished sequence keeps in memory while it waits to be written."""
+    alternatives = len(sequence.logprobs) * (1 + (sequence.params.logprobs or 0))
+    size = NUMBER_BYTES * len(sequence.token_ids) + LOGPROB_BYTES * alternatives
+    return size + (TOPK_BYTES * topk * sequence.num_generated if sequence.captured else 0)
+
+
 def add_all(add: Callable[[list[Sequence]], None], batch: list[Sequence]) -> list[Exception]:
-    """All in one transaction or, where one of them spoils it, each in its own; what was wrong with which.
+    """Add all in one transaction or, if that fails, each in its own; returns the errors of those that fail.
 
     Raises StorageError.
     """
@@ -187,7 +188,10 @@ def add_all(add: Callable[[list[Sequence]], None], batch: list[Sequence]) -> lis
 
 
 def replay_record(sequence: Sequence, target_id: str) -> ReplayRecord:
-    """Position i of the top-k belongs to answer token i; what was verified past the end is dropped."""
+    """The record of a finished sequence: position i of its top-k belongs to token i of the answer.
+
+    Tokens that were verified but lie behind the end of the answer are left out.
+    """
     count = sequence.num_generated
     captured = [rows.top() for rows in sequence.captured]
     ids = torch.cat([ids for ids, _ in captured])[:count]
@@ -227,6 +231,6 @@ def request_stats(sequence: Sequence) -> RequestStats:
 
 
 def ended_at(sequence: Sequence) -> float:
-    """Seconds since the epoch; it may be written down later."""
+    """When the sequence ended, in seconds since the epoch; it may be recorded some time later."""
     now = time.monotonic()
     return time.time() - (now - (sequence.finished_at or now))

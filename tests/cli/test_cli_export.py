@@ -52,7 +52,7 @@ def filled(home: Path, draft: LanguageModel, scope: str, *, shared: bool = True)
 
 
 def of_bank(store: Store, draft: LanguageModel, scope: str, expert: str, ids: torch.Tensor) -> torch.Tensor:
-    bank = ExpertBank(draft, scope)
+    bank = ExpertBank(draft)
     for name in (SHARED, EXPERT):
         found = store.adapters.load_live(name, bank.base_hash)
         if found:

@@ -13,6 +13,7 @@ from moedraft.cpu.products import (
     generate_ahead,
     multiplies_bfloat16,
     pack_layers,
+    packs,
     pays,
     rounded,
 )
@@ -30,16 +31,27 @@ def test_same_as_a_linear_layer(rows: int, biased: bool, small: bool) -> None:
     assert product(shaped).shape == (1, rows, 37)
 
 
-def test_only_small_float32_cpu_models_are_repacked() -> None:
+@pytest.mark.parametrize("rows", [1, 2, 7, 130])
+def test_bfloat16_rows_do_not_depend_on_what_is_computed_beside_them(rows: int) -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(96, 64).bfloat16(), torch.randn(rows, 64).bfloat16()
+    product = Product(weight, small=True)
+    torch.testing.assert_close(product(x), linear(x, weight), atol=0.1, rtol=0.02)
+    if multiplies_bfloat16():
+        assert all(torch.equal(product(x[i : i + 1])[0], product(x)[i]) for i in range(min(rows, 8)))
+
+
+def test_only_small_cpu_models_are_repacked() -> None:
     weight = torch.randn(8, 4)
     assert Product(weight, small=False).blocked is None
-    assert Product(weight.bfloat16(), small=True).blocked is None
+    half = Product(weight.bfloat16(), small=True)
+    assert (half.blocked is not None) == packs(weight.bfloat16())
     assert not pays(weight.double())
     assert (Product(weight, small=True).blocked is not None) == pays(weight)
 
 
 def test_works_without_blocked_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moedraft.cpu.products.pays", lambda weight: False)
+    monkeypatch.setattr("moedraft.cpu.products.packs", lambda weight: False)
     weight, x = torch.randn(8, 4), torch.randn(6, 4)
     product = Product(weight, small=True)
     assert product.blocked is None

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moedraft.cpu import steady
-from moedraft.cpu.pages import use_huge_pages
+from moedraft.cpu.huge_pages import use_huge_pages
 from moedraft.cpu.products import packs
 from moedraft.model_checks import self_check
 from moedraft.models import LanguageModel, gains_by_bfloat16
@@ -114,5 +114,5 @@ def test_weights_are_unchanged_in_huge_pages(monkeypatch: pytest.MonkeyPatch) ->
     before = torch.ops.mkldnn._linear_pointwise(x, blocked, None, "none", [], "")
     use_huge_pages([blocked])
     assert torch.equal(torch.ops.mkldnn._linear_pointwise(x, blocked, None, "none", [], ""), before)
-    monkeypatch.setattr("moedraft.cpu.pages.sys.platform", "other")
+    monkeypatch.setattr("moedraft.cpu.huge_pages.sys.platform", "other")
     assert not use_huge_pages([blocked])

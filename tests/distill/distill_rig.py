@@ -57,7 +57,7 @@ class Rig:
             self.store.registry.add_domain(Domain(name, "", ("x",) * 8, 0.0))
         self.target = random_model(kind, 0)
         draft = random_model(kind, 1, layers=2)
-        self.bank = ExpertBank(draft, scope)
+        self.bank = ExpertBank(draft)
         self.loader = AdapterLoader(self.store, self.bank)
         self.engine = Engine(
             self.target,

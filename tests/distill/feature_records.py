@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from moedraft.core import ReplayRecord
-from moedraft.distill.feature_batches import DraftVocabulary, FeatureBatch, collate
-from moedraft.distill.joint_student import JointStudent
-from moedraft.distill.states import RecordStates
+from moedraft.distill.joint.feature_batches import DraftVocabulary, FeatureBatch, collate
+from moedraft.distill.joint.joint_student import JointStudent
+from moedraft.distill.joint.states import RecordStates
 from moedraft.feature.config import config_for
 from moedraft.feature.model import FeatureDraft
 from moedraft.models import LanguageModel

@@ -7,11 +7,11 @@ import torch
 from feature_records import CPU, EVERY, LAYERS, SOME, a_batch, a_draft, a_record, a_target
 
 from moedraft.core import ReplayRecord
-from moedraft.distill.feature_batches import OUTSIDE, DraftVocabulary, taught_at, within
-from moedraft.distill.joint_loss import acceptance, loss_of
-from moedraft.distill.joint_student import JointStudent
-from moedraft.distill.joint_unroll import unroll
-from moedraft.distill.states import HALF, RecordStates
+from moedraft.distill.joint.feature_batches import OUTSIDE, DraftVocabulary, taught_at, within
+from moedraft.distill.joint.joint_loss import acceptance, loss_of
+from moedraft.distill.joint.joint_student import JointStudent
+from moedraft.distill.joint.joint_unroll import unroll
+from moedraft.distill.joint.states import HALF, RecordStates
 from moedraft.feature import unroll as whole
 from moedraft.feature.features import FeatureCapture
 from moedraft.feature.unroll import Batch

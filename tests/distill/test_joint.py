@@ -14,12 +14,12 @@ from peft import PeftModel
 from safetensors.torch import save_file
 
 from moedraft.core import SHARED, CorruptAdapter, Domain, ReplayRecord
-from moedraft.distill.feature_batches import DraftVocabulary
-from moedraft.distill.joint import JointPlan, JointTrainer
-from moedraft.distill.joint_loss import loss_of
-from moedraft.distill.joint_student import HEAD, MODULES, JointStudent
-from moedraft.distill.joint_unroll import unroll
-from moedraft.distill.states import RecordStates
+from moedraft.distill.joint.feature_batches import DraftVocabulary
+from moedraft.distill.joint.joint_loss import loss_of
+from moedraft.distill.joint.joint_student import HEAD, MODULES, JointStudent
+from moedraft.distill.joint.joint_trainer import JointPlan, JointTrainer
+from moedraft.distill.joint.joint_unroll import unroll
+from moedraft.distill.joint.states import RecordStates
 from moedraft.drafting.base import FeatureBase
 from moedraft.drafting.lora import ExpertBank
 from moedraft.drafting.modules import adaptable
@@ -42,9 +42,11 @@ def a_student(draft: FeatureDraft, *names: str) -> JointStudent:
 class Home:
     """Two domains with records of their own, and a trainer."""
 
-    def __init__(self, path: Path, counts: dict[str, int], plan: JointPlan = PLAN) -> None:
+    def __init__(
+        self, path: Path, counts: dict[str, int], plan: JointPlan = PLAN, vocabulary: torch.Tensor = EVERY
+    ) -> None:
         self.target = a_target()
-        self.draft = a_draft(self.target)
+        self.draft = a_draft(self.target, vocabulary)
         self.store = Store.open(path)
         for name in ("code", "prose"):
             self.store.registry.add_domain(Domain(name, "", ("x",) * 8, 0.0))
@@ -250,15 +252,14 @@ def test_a_domains_tokens_come_first_and_general_ones_fill_up() -> None:
 def test_an_expert_with_its_own_output_rows_drafts_as_the_union_restricted_to_them(tmp_path: Path) -> None:
     """Trained over the union of all lists, published with its own rows; PEFT takes those as well."""
     target = a_target()
-    output = target.hf.get_output_embeddings().weight.detach()
     own = torch.tensor([1, 4, 5, 40, 90])
     wide = a_draft(target, SOME)
-    wide.use_vocabulary(union([SOME, own]), output)
+    wide.use_vocabulary(union([SOME, own]))
     student = a_student(wide, "code")
     stir(student)
     written(student, "code", tmp_path / "code", own)
     narrow = a_draft(target, SOME)
-    narrow.use_vocabulary(own, output)
+    narrow.use_vocabulary(own)
     peft = PeftModel.from_pretrained(narrow, str(tmp_path / "code")).base_model.model
     hidden = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
     places = torch.searchsorted(student.draft.vocabulary, own)
@@ -314,3 +315,129 @@ def test_a_vocabulary_is_published_and_loaded_with_its_adapter(tmp_path: Path) -
     save_file({"vocabulary": own + 1}, file)
     with pytest.raises(CorruptAdapter, match="manifest"):
         home.store.adapters.load(version)
+
+
+def test_what_was_learned_stays_when_more_can_be_drafted() -> None:
+    """In the adapter, and in the optimiser: the next step is what it would have been."""
+    target = a_target()
+    students = [a_student(a_draft(target, SOME), "code") for _ in range(2)]
+    wider = union([SOME, torch.tensor([0, 40, 90])])
+    known = torch.searchsorted(wider, SOME)
+    hidden = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
+    found = []
+    for student, widens in zip(students, (False, True), strict=True):
+        torch.manual_seed(3)
+        stir(student)
+        optimiser = torch.optim.AdamW(student.parameters("code"), lr=0.1)
+        for step in range(3):
+            if widens and step == 1:
+                student.widen(wider, [optimiser])
+            logits = student.logits(hidden, ["code"], [5])
+            logits = logits[:, known] if logits.shape[1] == len(wider) else logits
+            optimiser.zero_grad()
+            logits.square().sum().backward()  # type: ignore[no-untyped-call]
+            optimiser.step()
+        found.append(logits.detach())
+    torch.testing.assert_close(*found)
+    assert torch.equal(students[1].draft.vocabulary, wider)
+
+
+def test_each_expert_gets_the_tokens_of_its_own_traffic(tmp_path: Path) -> None:
+    home = Home(tmp_path, {"code": 30, "prose": 30}, vocabulary=SOME)
+    update = home.trainer.update()
+    assert update is not None
+    lists = {one.expert: one.vocabulary for one in update.candidates}
+    for name in ("code", "prose"):
+        tokens = lists[name]
+        assert tokens is not None
+        assert len(tokens) == len(SOME)
+        records = home.store.replay.records()
+        counts = Counter(token for r in records if r.domain == name for token in r.token_ids)
+        often = {token for token, _ in counts.most_common(5)}
+        assert often <= set(tokens.tolist())
+    assert lists["code"] is not None
+    assert lists["prose"] is not None
+    assert not torch.equal(lists["code"], lists["prose"])
+    shared = lists[SHARED]
+    assert shared is not None
+    assert {*SOME.tolist(), *lists["code"].tolist(), *lists["prose"].tolist()} == set(shared.tolist())
+
+
+def test_lists_outlive_the_trainer_and_reach_the_engine(tmp_path: Path) -> None:
+    home = Home(tmp_path, {"code": 30, "prose": 30}, vocabulary=SOME)
+    update = home.trainer.update()
+    assert update is not None
+    bank = ExpertBank(FeatureBaseInMemory(copy.deepcopy(home.draft), home.target))
+    for candidate in update.candidates:
+        home.trainer.published(home.store.adapters.publish(candidate))
+        found = home.store.adapters.load_live(candidate.expert, "base")
+        assert found is not None
+        bank.publish(candidate.expert, bank.read(1, found[1].config, found[1].tensors, found[1].vocabulary))
+    hidden = torch.randn(1, 1, 32, generator=torch.Generator().manual_seed(0))
+    bank.select(["code"])
+    tokens = bank.heads.draft.vocabulary if bank.heads else SOME
+    assert torch.equal(tokens.int(), next(c.vocabulary for c in update.candidates if c.expert == "code"))
+    home.student.routing.parts = [("code", 1)]
+    expected = home.student.layers[HEAD](hidden)
+    places = torch.searchsorted(home.student.draft.vocabulary, tokens)
+    torch.testing.assert_close(bank.layers[HEAD](hidden), expected[..., places], rtol=1e-4, atol=1e-4)
+    other = JointTrainer(a_student(home.draft), home.trainer.states, home.store, PLAN)
+    home.put({"code": 5}, seed=500)
+    again = other.update(steps=1)
+    assert again is not None
+    shared = next(c.vocabulary for c in again.candidates if c.expert == SHARED)
+    assert shared is not None
+    before = next(c.vocabulary for c in update.candidates if c.expert == SHARED)
+    assert before is not None
+    assert set(before.tolist()) <= set(shared.tolist()), "what silent domains had stays"
+
+
+def test_a_base_that_drafts_every_token_needs_no_lists(tmp_path: Path) -> None:
+    home = Home(tmp_path, {"code": 8})
+    draft = a_draft(home.target, EVERY)
+    trainer = JointTrainer(a_student(draft), RecordStates(home.target, draft), home.store, PLAN)
+    update = trainer.update(steps=1)
+    assert update is not None
+    assert all(candidate.vocabulary is None for candidate in update.candidates)
+
+
+def test_an_expert_guesses_and_learns_over_its_own_list_alone() -> None:
+    """As the logits of all tokens, cut to the list; the loss is that of a drafter with these rows."""
+    target = a_target()
+    draft = a_draft(target, SOME)
+    lists = {"code": SOME[::2].clone(), "prose": SOME[1::3].clone()}
+    records = [
+        a_record(target, seed, domain=name) for seed, name in enumerate(("prose", "code", "sql", "code"))
+    ]
+    student = a_student(draft, SHARED, "code", "prose")
+    stir(student)
+    batch = a_batch(target, draft, records)
+    vocabulary = DraftVocabulary(draft.vocabulary, draft.config.vocab_size)
+    hidden, counts = torch.randn(8, 32, generator=torch.Generator().manual_seed(0)), [3, 1, 2, 2]
+    student.routing.shared = True
+    whole = student.logits(hidden, batch.owners, counts)
+    student.use_lists(lists)
+    for one in student.guesses(hidden, batch.owners, counts):
+        expected = whole[one.rows] if one.numbers is None else whole[one.rows][:, one.numbers]
+        torch.testing.assert_close(one.logits, expected, rtol=1e-4, atol=1e-4)
+    loss = loss_of(student, batch, vocabulary, steps=1, emitted=0.25)
+    total, count = 0.0, 0
+    for name in ("code", "prose", "sql"):
+        own = lists.get(name, SOME)
+        narrow = copy.deepcopy(draft)
+        narrow.use_vocabulary(own)
+        other = a_student(narrow)
+        for adapter in (SHARED, name):
+            if adapter in student.names:
+                other.load(adapter, 1, *student.export(adapter, own))
+        mine = a_batch(target, narrow, [record for record in records if record.domain == name])
+        rows = int((mine.lengths - 1).sum())
+        found = loss_of(other, mine, DraftVocabulary(own, draft.config.vocab_size), steps=1, emitted=0.25)
+        total, count = total + found.item() * rows, count + rows
+    assert loss.item() == pytest.approx(total / count, rel=1e-4)
+    loss.backward()  # type: ignore[no-untyped-call]
+    part = student.layers[HEAD].adapter("code")
+    assert part is not None
+    assert part.b.grad is not None
+    learned = part.b.grad.abs().sum(1).nonzero()[:, 0]
+    assert set(SOME[learned].tolist()) <= set(lists["code"].tolist())

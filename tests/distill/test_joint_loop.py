@@ -10,8 +10,8 @@ from candidates import candidate
 from distill_rig import record
 
 from moedraft.core import SHARED, Domain, StorageError
-from moedraft.distill.joint import JointUpdate
-from moedraft.distill.joint_loop import JointLoop
+from moedraft.distill.joint.joint_loop import JointLoop
+from moedraft.distill.joint.joint_trainer import JointUpdate
 from moedraft.distill.outlet import HomeOutlet
 from moedraft.learning_state import LearningKind
 from moedraft.storage.store import Store

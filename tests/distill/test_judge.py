@@ -17,15 +17,15 @@ from feature_records import a_batch, a_draft, a_record, a_target, stir
 from moedraft.core import SHARED, Domain, InvalidRequest, ReplayRecord
 from moedraft.distill.gate import FEW, MOST_KEPT, Measured
 from moedraft.distill.held_out import LEAST, MOST, TOGETHER, HeldOut
-from moedraft.distill.joint import JointPlan, JointTrainer, JointUpdate
-from moedraft.distill.joint_loop import JointLoop
-from moedraft.distill.joint_loss import acceptance
-from moedraft.distill.joint_student import JointStudent
+from moedraft.distill.joint.joint_loop import JointLoop
+from moedraft.distill.joint.joint_loss import acceptance
+from moedraft.distill.joint.joint_student import JointStudent
+from moedraft.distill.joint.joint_trainer import JointPlan, JointTrainer, JointUpdate
+from moedraft.distill.joint.states import RecordStates
 from moedraft.distill.judge import Judge
 from moedraft.distill.loop import LEAST_GAIN, DistillLoop
 from moedraft.distill.measures import JointMeasure, Serving, TextMeasure, instead, runs
 from moedraft.distill.outlet import HomeOutlet
-from moedraft.distill.states import RecordStates
 from moedraft.distill.trainer import Trainer, is_held_out
 from moedraft.storage import changes
 from moedraft.storage.store import Store

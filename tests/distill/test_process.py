@@ -64,7 +64,7 @@ class Parent:
             message = from_trainer.validate_json(self.from_process.readline())
             self.heard.append(message)
             if isinstance(message, Publish | Learned):
-                self.tell(self._reply(message))
+                self.tell(self.reply(message))
             self.on_message(message)
             if wanted(message):
                 return message
@@ -83,7 +83,7 @@ class Parent:
         self.thread.join(10)
         assert not self.thread.is_alive()
 
-    def _reply(self, message: Publish | Learned) -> Message:
+    def reply(self, message: Publish | Learned) -> Message:
         if self.refuse:
             return Refused(reason=self.refuse)
         outlet = HomeOutlet(self.rig.store)
@@ -236,12 +236,12 @@ def test_waiting_is_no_time_spent_learning(parent: Parent) -> None:
     began = time.monotonic()
     begin(parent)
     parent.hear_until(is_state(kind="yielding"))
-    time.sleep(1.5)
+    time.sleep(0.5)  # what must not be counted is time itself
     parent.load()
     learned = parent.hear_until(is_learned)
     assert isinstance(learned, Learned)
     assert learned.update is not None
-    assert learned.update.seconds <= time.monotonic() - began - 1.5
+    assert learned.update.seconds <= time.monotonic() - began - 0.5
 
 
 def test_a_refusal_is_said_and_tried_again_later(parent: Parent, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +280,7 @@ def test_it_ends_when_the_server_is_gone(parent: Parent, when: str) -> None:
     parent.load(waiting=int(when == "waiting"))
     if when != "begin":
         begin(parent, update_steps=1 if when == "publishing" else 1000)
-        parent._reply = lambda message: Noted()  # type: ignore[method-assign]
+        parent.reply = lambda message: Noted()  # type: ignore[method-assign]
         seen = {
             "waiting": is_state(kind="waiting"),
             "training": is_state(step=2),

@@ -246,7 +246,7 @@ def test_a_mixture_of_experts_learns_or_is_refused_by_name(rig: Rig, kind: str) 
         hf = transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
         return LanguageModel(hf, None, kind)
 
-    bank, trainer = ExpertBank(made(), "full"), trainer_of(rig, made(), scope="full")
+    bank, trainer = ExpertBank(made()), trainer_of(rig, made(), scope="full")
     if kind == "deepseek_v3":
         for _ in range(2):
             with pytest.raises(UnsupportedModel, match="deepseek_v3: PEFT and the engine"):
@@ -276,16 +276,14 @@ def test_rank_and_scope_are_those_of_what_is_stored(rig: Rig) -> None:
 def test_weights_that_are_not_finite_are_forgotten(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.serve("code", 12, seed=1)
     assert rig.loop.run_once("code") is not None
-    train = rig.trainer._train
 
-    def poison(*args: Any) -> float:
-        loss = train(*args)
-        for parameter in rig.trainer.student.parameters():
-            parameter.data.fill_(float("nan"))
-        return loss
+    def poison(optimiser: torch.optim.Optimizer) -> None:
+        for group in optimiser.param_groups:
+            for parameter in group["params"]:
+                parameter.data.fill_(float("nan"))
 
     with monkeypatch.context() as broken:
-        broken.setattr(rig.trainer, "_train", poison)
+        broken.setattr(torch.optim.AdamW, "step", poison)
         assert rig.loop.run_once("code", steps=2) is None
         assert rig.loop.state.is_paused
     again = rig.loop.run_once("code", steps=2)
@@ -339,7 +337,7 @@ def test_an_adapter_the_bank_refuses_gives_way_to_its_ancestor(rig: Rig) -> None
     config, base = {"lora_alpha": "abc"}, rig.bank.base_hash
     odd = candidate(parent=1, base_hash=base, config=config, tensors=loaded.tensors)
     rig.store.adapters.publish(odd)
-    bank = ExpertBank(random_model("llama", 1, layers=2), "tail")  # after a restart
+    bank = ExpertBank(random_model("llama", 1, layers=2))  # after a restart
     AdapterLoader(rig.store, bank).refresh([], now=True)
     assert bank.version("code") == 1
     live = rig.store.registry.live("code")
@@ -353,7 +351,7 @@ def test_two_draft_bases_keep_their_experts(rig: Rig) -> None:
     other = loop_of(rig, trainer_of(rig, random_model("llama", 7, layers=2)))
     for _ in range(7):
         assert other.run_once("code", steps=1) is not None
-    bank = ExpertBank(random_model("llama", 1, layers=2), "tail")
+    bank = ExpertBank(random_model("llama", 1, layers=2))
     AdapterLoader(rig.store, bank).refresh([], now=True)
     assert bank.version("code") == 1
     again = rig.loop.run_once("code", steps=1)

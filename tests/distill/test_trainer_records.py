@@ -12,7 +12,7 @@ import torch
 from distill_rig import Rig, record
 
 from moedraft.core import SHARED, ReplayRecord
-from moedraft.distill.batches import Batch, grouped, shuffled_groups
+from moedraft.distill.batches import RecordBatch, grouped, shuffled_groups
 from moedraft.distill.trainer import Trainer, is_held_out
 from moedraft.storage.store import TARGET_ID
 
@@ -82,7 +82,7 @@ def test_measuring_takes_no_more_memory_than_learning(rig: Rig, monkeypatch: pyt
         trainer.student.activate("code")
         logits = trainer.student.logits
 
-        def watched(batch: Batch) -> torch.Tensor:
+        def watched(batch: RecordBatch) -> torch.Tensor:
             nonlocal largest
             largest = max(largest, batch.token_ids.numel())
             return logits(batch)

@@ -70,14 +70,14 @@ def test_experts_touch_what_leaves_keys_and_values_alone(base: FeatureBase) -> N
     assert not any(name.startswith("fc") for name in bank.layers)
 
 
-@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize("fast", [True, False])
 def test_experts_are_swapped_in_mid_answer_and_answers_stay_the_targets(
-    target: LanguageModel, base: FeatureBase, grouped: bool
+    target: LanguageModel, base: FeatureBase, fast: bool
 ) -> None:
     """Good, random and adversarial versions, any mix of them in a batch."""
-    base.cpu_fast_paths = grouped
+    base.cpu_fast_paths = fast
     bank = ExpertBank(base)
-    assert bank.grouped == grouped
+    assert not bank.grouped, "a mixed batch is one product with all experts' low-rank terms"
     drafter = FeatureDrafter(base.hf, bank, 4, VOCAB)
     one = Engine(target, NumberTokenizer(), drafter, FixedSelector(), max_batch_size=4, adaptive_budget=False)
     prompts, names = prompts_of(9, seed=6), ["a", "b", SHARED]
@@ -144,6 +144,9 @@ def test_auto_finds_what_belongs_to_the_target(
     assert draft_name(load_settings(home=home, target="mini", draft="x")) == "x"
     with pytest.raises(InvalidRequest, match="--draft"):
         draft_name(load_settings(home=home, target="some/model"))
+    for settings in ({"target": "a/copy"}, {"target": "mini"}):
+        named = draft_name(load_settings(home=home, draft="smollm2-eagle3", **settings))
+        assert is_feature_checkpoint(Path(named))
     monkeypatch.setattr(base_module, "SHIPPED", {"some/model": "mini-draft"})
     assert draft_name(load_settings(home=home, target="some/model")).endswith("mini-draft")
     saved(target, home / "draft-base")

@@ -35,7 +35,7 @@ def state(bank: ExpertBank, names: list[str], rank: int = 4) -> dict[str, torch.
 def test_tail_experts_leave_every_key_and_value(kind: str) -> None:
     """The reason for the tail: one cache serves all experts. A full adapter is the negative control."""
     model = random_model(kind, 1)
-    bank = ExpertBank(model, "tail")
+    bank = ExpertBank(model)
     ids = torch.randint(97, (1, 9))
     tail = sorted(bank.tail)
     assert tail[-1] in bank.layers
@@ -123,7 +123,7 @@ def test_a_mixed_batch_by_groups_by_masks_and_row_by_row(kind: str, with_shared:
     def logits(megabytes: int, one_by_one: bool = False) -> torch.Tensor:
         torch.manual_seed(5)
         model = random_model(kind, 1)
-        bank = ExpertBank(model, "tail", merged_cache_mb=megabytes)
+        bank = ExpertBank(model, merged_cache_mb=megabytes)
         if with_shared:
             bank.publish(SHARED, bank.read(1, {}, state(bank, list(bank.layers))))
         bank.publish("a", bank.read(1, {}, state(bank, sorted(bank.tail))))
@@ -158,7 +158,7 @@ def test_many_experts_in_a_small_batch_leave_it_to_the_shared_draft(
     def logits(rows: list[str], scope: str = "tail") -> torch.Tensor:
         torch.manual_seed(5)
         model = random_model("llama", 1)
-        bank = ExpertBank(model, scope)
+        bank = ExpertBank(model)
         modules = sorted(bank.tail) if scope == "tail" else list(bank.layers)
         for name in "abc":
             bank.publish(name, bank.read(1, {}, state(bank, modules)))
@@ -236,7 +236,7 @@ class SettlesLate(FixedSelector):
 def test_an_expert_found_in_mid_round_reads_the_keys_of_no_other(scope: str) -> None:
     """With the tail alone there is nothing to read anew, which is the negative control."""
     model = random_model("llama", 1)
-    bank = ExpertBank(model, scope)
+    bank = ExpertBank(model)
     bank.publish("x", bank.read(1, {}, state(bank, sorted(bank.tail) if scope == "tail" else [*bank.layers])))
     one = Engine(
         random_model("llama", 0),
@@ -266,7 +266,7 @@ def test_merged_weights_stay_within_their_budget() -> None:
 
     def logits(megabytes: int) -> tuple[ExpertBank, dict[str, torch.Tensor]]:
         torch.manual_seed(5)
-        bank = ExpertBank(random_model("llama", 1), "tail", merged_cache_mb=megabytes)
+        bank = ExpertBank(random_model("llama", 1), merged_cache_mb=megabytes)
         results = {}
         for name in "abcd":
             bank.publish(name, bank.read(1, {}, state(bank, sorted(bank.tail))))
@@ -341,7 +341,7 @@ def tiny_opt() -> LanguageModel:
 
 def test_mixed_batches_where_layers_see_flattened_rows() -> None:
     model = tiny_opt()
-    bank = ExpertBank(model, "full")
+    bank = ExpertBank(model)
     for name in "ab":
         bank.publish(name, bank.read(1, {"lora_alpha": 1}, state(bank, list(bank.layers))))
     ids = torch.tensor([[3, 4, 5], [3, 4, 5], [3, 4, 5]])

@@ -29,7 +29,7 @@ class Experts:
     def drafters(self, rows: list[str]) -> list[str]:
         return [self.only or expert for expert in rows]
 
-    def select(self, rows: list[str]) -> None:
+    def select(self, rows: list[str], *, exact: bool = False) -> None:
         self.selected.append(rows)
 
     def version(self, expert: str) -> int:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections import deque
+
 import pytest
 import torch
 
@@ -9,7 +13,7 @@ from moedraft.core import InvalidRequest, RequestOutput, SamplingParams, Sequenc
 from moedraft.drafting.drafter import NoExperts
 from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine
-from moedraft.engine.prompts import tokenise
+from moedraft.engine.tokenise import tokenise
 
 from tiny import FixedSelector, NumberTokenizer, TinyLM, random_table
 
@@ -368,7 +372,6 @@ def test_streams_and_whole_answers_side_by_side_lose_nothing() -> None:
             got[i] += output.delta if output else ""
         inner = inner or one.generate(["5 6"], params)[0].text
     assert [*got, inner] == texts
-    assert not one._listeners
     assert not one.has_work
 
 
@@ -378,4 +381,19 @@ def test_a_step_still_returns_everything() -> None:
     first = next(stream)
     assert [o.request_id for o in one.step()] == [first.request_id]
     stream.close()
-    assert not one._listeners
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_who_listened_is_forgotten(aborted: bool) -> None:
+    one, box = engine(), deque[RequestOutput]()
+    listener = weakref.ref(box)
+    request_id = one.add("1 2", SamplingParams(max_tokens=9), on_output=box.append)
+    one.step()
+    if aborted:
+        one.abort(request_id)
+    while one.has_work:
+        one.step()
+    assert box[-1].finish_reason == ("abort" if aborted else "length")
+    del box
+    gc.collect()
+    assert listener() is None

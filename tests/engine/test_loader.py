@@ -15,6 +15,7 @@ import pytest
 import torch
 from candidates import candidate
 from safetensors.torch import save
+from waiting import wait_for
 
 from moedraft.core import SHARED, AdapterVersion, Domain, StorageError
 from moedraft.distill.outlet import HomeOutlet
@@ -36,7 +37,7 @@ def store(store: Store) -> Store:
 
 @pytest.fixture
 def bank() -> ExpertBank:
-    return ExpertBank(random_model("llama", 1), "tail")
+    return ExpertBank(random_model("llama", 1))
 
 
 @pytest.fixture
@@ -49,18 +50,28 @@ def loader(store: Store, bank: ExpertBank, monkeypatch: pytest.MonkeyPatch) -> I
     made.close()
 
 
+class Gate:
+    """Nothing is read from storage until it is opened."""
+
+    def __init__(self, load: Callable[..., object]) -> None:
+        self.arrived = threading.Event()  # somebody wants to read
+        self._opened, self._load = threading.Event(), load
+
+    def __call__(self, version: AdapterVersion, base_hash: str | None = None) -> object:
+        self.arrived.set()
+        assert self._opened.wait(20)
+        return self._load(version, base_hash)
+
+    def open(self) -> None:
+        self._opened.set()
+
+
 @pytest.fixture
-def gate(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Closed: nothing is read from storage until it is set."""
-    opened, load = threading.Event(), store.adapters.load
-
-    def waits(version: AdapterVersion, base_hash: str | None = None) -> object:
-        assert opened.wait(20)
-        return load(version, base_hash)
-
-    monkeypatch.setattr(store.adapters, "load", waits)
-    yield opened
-    opened.set()
+def gate(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(store.adapters.load)
+    monkeypatch.setattr(store.adapters, "load", gate)
+    yield gate
+    gate.open()
 
 
 def publish(store: Store, bank: ExpertBank, name: str) -> int:
@@ -78,11 +89,13 @@ def publish(store: Store, bank: ExpertBank, name: str) -> int:
 
 
 def until(loader: AdapterLoader, holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not holds():
+    """Refresh, as the engine does between its steps, until it holds."""
+
+    def held() -> bool:
         loader.refresh([])
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.001)
+        return holds()
+
+    wait_for(held)
 
 
 def logits(bank: ExpertBank, expert: str) -> torch.Tensor:
@@ -99,16 +112,17 @@ def test_who_knows_of_something_new_is_not_told_to_wait(
     monkeypatch.setattr("moedraft.system.loader.POLL_SECONDS", 1000.0)
     loader.refresh([])
     made = publish(store, bank, "code")
-    for _ in range(50):
-        loader.refresh([])
-        time.sleep(0.001)
-    assert (bank.version("code"), loader._job) == (0, None)
+    with monkeypatch.context() as patch:
+        patch.setattr(store.registry, "generation", lambda: pytest.fail("it looks already"))
+        for _ in range(50):
+            loader.refresh([])
+    assert bank.version("code") == 0
     loader.hurry()
     until(loader, lambda: bank.version("code") == made)
 
 
 def test_the_engine_does_not_wait_for_a_slow_disk(
-    loader: AdapterLoader, store: Store, bank: ExpertBank, gate: threading.Event
+    loader: AdapterLoader, store: Store, bank: ExpertBank, gate: Gate
 ) -> None:
     made = publish(store, bank, "code")
     began = time.monotonic()
@@ -116,30 +130,30 @@ def test_the_engine_does_not_wait_for_a_slow_disk(
         loader.refresh([])
     assert time.monotonic() - began < 20
     assert bank.version("code") == 0
-    gate.set()
+    gate.open()
     until(loader, lambda: bank.version("code") == made)
 
 
 def test_now_is_now_even_while_others_are_being_loaded(
-    loader: AdapterLoader, store: Store, bank: ExpertBank, gate: threading.Event
+    loader: AdapterLoader, store: Store, bank: ExpertBank, gate: Gate
 ) -> None:
     publish(store, bank, "code")
     loader.refresh([])
     last, other = publish(store, bank, "code"), publish(store, bank, "prose")
-    gate.set()
+    gate.open()
     loader.refresh([], now=True)
     assert (bank.version("code"), bank.version("prose")) == (last, other)
 
 
 def test_what_is_published_meanwhile_is_not_missed(
-    loader: AdapterLoader, store: Store, bank: ExpertBank, gate: threading.Event
+    loader: AdapterLoader, store: Store, bank: ExpertBank, gate: Gate
 ) -> None:
     """Of an expert that was looked at already."""
     publish(store, bank, "prose")
     loader.refresh([])  # "code" comes before "prose", where it waits
-    time.sleep(0.1)
+    assert gate.arrived.wait(20)
     made = publish(store, bank, "code")
-    gate.set()
+    gate.open()
     until(loader, lambda: bank.version("code") == made)
 
 
@@ -178,15 +192,16 @@ def test_ready_weights_of_a_version_that_was_replaced_meanwhile_are_dropped(
 def test_a_failing_store_is_asked_again(
     loader: AdapterLoader, store: Store, bank: ExpertBank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*_: object) -> None:
+    tried: list[object] = []
+
+    def fails(*wanted: object) -> None:
+        tried.append(wanted)
         raise StorageError("the disk is gone")
 
     made = publish(store, bank, "code")
     with monkeypatch.context() as patch:
         patch.setattr(store.registry, "lineage", fails)
-        for _ in range(20):
-            loader.refresh([])
-            time.sleep(0.002)
+        until(loader, lambda: len(tried) > 3)
     assert bank.version("code") == 0
     until(loader, lambda: bank.version("code") == made)
 
@@ -342,7 +357,7 @@ def test_now_is_now_even_where_loading_beside_failed(
     loader: AdapterLoader,
     store: Store,
     bank: ExpertBank,
-    gate: threading.Event,
+    gate: Gate,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made, prepare = publish(store, bank, "code"), bank.prepare
@@ -354,7 +369,7 @@ def test_now_is_now_even_where_loading_beside_failed(
 
     monkeypatch.setattr(bank, "prepare", fails_beside)
     loader.refresh([])
-    gate.set()
+    gate.open()
     loader.refresh([], now=True)
     assert bank.version("code") == made
 

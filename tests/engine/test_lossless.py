@@ -38,7 +38,7 @@ def random_adapter(bank: ExpertBank, version: int, scale: float, names: list[str
 def engine_of(
     target: LanguageModel, draft: LanguageModel, *, scope: str = "tail", slots: int = 8, **kw
 ) -> Engine:
-    bank = ExpertBank(draft, scope)
+    bank = ExpertBank(draft)
     drafter = ModelDrafter(draft, bank, slots, target.vocab_size)
     return Engine(target, NumberTokenizer(), drafter, FixedSelector(), max_batch_size=slots, **kw)
 

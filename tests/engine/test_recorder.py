@@ -17,7 +17,7 @@ from moedraft.drafting.lora import ExpertBank
 from moedraft.learning_state import paused
 from moedraft.storage.store import Store
 from moedraft.system.loader import AdapterLoader
-from moedraft.system.recorder import LEARNING, Recorder, script_of
+from moedraft.system.recorder import LEARNING, Recorder, script_of, size_of
 
 from random_models import random_model
 
@@ -156,11 +156,11 @@ def test_what_waits_is_bounded_by_its_size_too(
 
 
 def test_a_request_with_logprobs_weighs_more() -> None:
-    recorder, plain, asked = Recorder(None, "t"), captured(100), captured(100)  # type: ignore[arg-type]
+    plain, asked = captured(100), captured(100)
     asked.params = SamplingParams(logprobs=20)
     asked.logprobs = [TokenLogprobs(0.0, ((1, 0.0),) * 20)] * 100
-    assert recorder._size(asked) > 3 * recorder._size(sequence("length", 100))
-    assert recorder._size(asked) > recorder._size(plain) > recorder._size(sequence("length", 100))
+    assert size_of(asked) > 3 * size_of(sequence("length", 100))
+    assert size_of(asked) > size_of(plain) > size_of(sequence("length", 100))
 
 
 @pytest.mark.parametrize("malformed", [False, True])

@@ -19,7 +19,7 @@ EXPERTS = ("a", "b", "c", "d")
 
 def engine(fast: bool = True) -> Engine:
     draft = random_model("llama", 1, cpu_fast_paths=fast)
-    bank = ExpertBank(draft, "tail")
+    bank = ExpertBank(draft)
     torch.manual_seed(7)
     for name in EXPERTS:
         tensors = {}
@@ -56,7 +56,7 @@ def test_without_seeds_many_experts_leave_it_to_the_shared_draft(fast: bool) -> 
     made = engine(fast)
     seen: list[list[str]] = []
     select = made.chooser.model.bank.select  # type: ignore[union-attr]
-    made.chooser.model.bank.select = lambda rows: (seen.append(rows), select(rows))[1]  # type: ignore[union-attr]
+    made.chooser.model.bank.select = lambda rows, **how: (seen.append(rows), select(rows, **how))[1]  # type: ignore[union-attr]
     answers(made, together=True, seeded=False)
     assert ([SHARED] * 4 in seen) == fast
     assert (list(EXPERTS) in seen) == (not fast)

@@ -81,13 +81,13 @@ def test_the_format_is_that_of_speculators(tmp_path: Path) -> None:
 
 def test_the_targets_rows_are_recognised_and_own_ones_are_kept(tmp_path: Path) -> None:
     written(tmp_path / "draft", rows=True)
-    assert not load(tmp_path / "draft").has_own_rows
+    assert load(tmp_path / "draft").trained is None
     file = tmp_path / "draft" / "model.safetensors"
     tensors = load_file(file)
     tensors["lm_head.weight"] = torch.randn(46, 32)
     save_file(tensors, file)
     draft = load(tmp_path / "draft")
-    assert draft.has_own_rows
+    assert draft.trained is not None
     assert torch.equal(draft.lm_head.weight, tensors["lm_head.weight"])
     save_draft(draft, tmp_path / "again", dtype=torch.float32)
     assert torch.equal(load(tmp_path / "again").lm_head.weight, tensors["lm_head.weight"])

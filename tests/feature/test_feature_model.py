@@ -77,7 +77,7 @@ def test_unrolled_steps_are_those_of_drafting(switches: dict[str, Any]) -> None:
 def test_acceptance_counts_what_drafting_would_have_accepted() -> None:
     model = target()
     draft = draft_for(model)
-    draft.use_vocabulary(torch.arange(97), weights_of(model)[1])
+    draft.use_vocabulary(torch.arange(97))
     text = texts_of(1, 12)[0]
     batch = Batch.read(teacher_of(model), [text])
     prompt, depth = 4, 3

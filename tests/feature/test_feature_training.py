@@ -12,6 +12,7 @@ from moedraft.core import InvalidRequest
 from moedraft.feature import unroll as unrolling
 from moedraft.feature.corpus import Text, answered, choose_vocabulary, until_end
 from moedraft.feature.model import FeatureDraft
+from moedraft.feature.session import new_draft
 from moedraft.feature.training import FeatureTrainer, TrainingPlan
 from moedraft.feature.unroll import Batch, loss_of
 
@@ -104,6 +105,40 @@ def test_a_resumed_training_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     assert (second.steps, second.tokens) == (whole.steps, whole.tokens)
     for name, value in whole.draft.state_dict().items():
         assert torch.equal(value, second.draft.state_dict()[name]), name
+
+
+def test_what_is_kept_is_an_average_of_the_steps(tmp_path: Path) -> None:
+    training, again = trainer(), trainer(seed=5)
+    seen = []
+    for i in range(8):
+        training.step(i / 8)
+        seen.append(training.draft.fc.weight.detach().clone())
+    lowest, highest = torch.stack(seen).amin(0), torch.stack(seen).amax(0)
+    with training.averaged() as draft:
+        assert ((draft.fc.weight >= lowest - 0.05) & (draft.fc.weight <= highest + 0.05)).all()
+        assert not torch.equal(draft.fc.weight, seen[-1])
+        kept = draft.fc.weight.clone()
+    assert torch.equal(training.draft.fc.weight, seen[-1]), "the training goes on from its own weights"
+    training.save(tmp_path / "state.safetensors")
+    again.load(tmp_path / "state.safetensors")
+    with again.averaged() as draft:
+        assert torch.equal(draft.fc.weight, kept)
+
+
+def test_a_drafter_begins_with_the_targets_own_layer() -> None:
+    model = target()
+    draft = new_draft(model, [Text([1, 2, 3], 1)], 40, (0, 1, 2), fc_norm=True)
+    theirs, own = model.hf.model.layers[-2], draft.layer
+    assert torch.equal(own.mlp.down_proj.weight, theirs.mlp.down_proj.weight)
+    assert torch.equal(own.self_attn.q_proj.weight[:, 32:], theirs.self_attn.q_proj.weight)
+    assert torch.equal(own.hidden_norm.weight, theirs.input_layernorm.weight)
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "qwen2"])
+def test_a_layer_that_does_not_fit_is_left_out(kind: str) -> None:
+    model = target(kind)
+    draft = new_draft(model, [Text([1, 2, 3], 1)], 40, (0, 1, 2), fc_norm=True)
+    assert all(value.isfinite().all() for value in draft.parameters())
 
 
 def test_another_drafters_state_is_refused(tmp_path: Path) -> None:

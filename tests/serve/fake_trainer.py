@@ -61,14 +61,14 @@ elif mode == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
 elif mode == "silent":
     state("thinking")
-    time.sleep(1000)
+    signal.pause()
 elif mode == "frozen":
     state()
     os.kill(os.getpid(), signal.SIGSTOP)
 elif mode == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     state()
-    time.sleep(1000)
+    signal.pause()
 elif mode == "rubbish":
     state("sane so far")
     for line in (

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from candidates import candidate
 from heap import allocated
-from server import wait_for
+from waiting import wait_for
 
 from moedraft.core import SHARED, RequestOutput
 from moedraft.cpu.groups import Grouped
@@ -331,10 +331,15 @@ def _corners(weight: torch.Tensor) -> tuple[float, float]:
 
 
 class Steps:
-    """The steps of an engine, one at a time: `let(n)` allows n more and waits for them, `open()` all."""
+    """The steps of an engine, one at a time: `let(n)` allows n more and waits for them, `open()` all.
+
+    After `let` the next step stands at the gate, unless there is nothing left to do.
+    """
 
     def __init__(self, system: System) -> None:
         self.done = 0
+        self.held_at = 0.0  # when the last step that had to wait began, by the monotonic clock
+        self._engine, self._waits = system.engine, False
         self._allowed, self._free = threading.Semaphore(0), False
         self._step: Callable[[], list[RequestOutput]] = system.engine.step
         system.engine.step = self._held  # type: ignore[method-assign]
@@ -343,7 +348,7 @@ class Steps:
         until = self.done + count
         for _ in range(count):
             self._allowed.release()
-        wait_for(lambda: self.done >= until)
+        wait_for(lambda: not self._engine.has_work or (self.done >= until and self._waits))
 
     def open(self) -> None:
         self._free = True
@@ -355,7 +360,9 @@ class Steps:
 
     def _held(self) -> list[RequestOutput]:
         if not self._free:
+            self.held_at, self._waits = time.monotonic(), True
             self._allowed.acquire()
+            self._waits = False
         outputs = self._step()
         self.done += 1
         return outputs

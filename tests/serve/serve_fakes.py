@@ -18,6 +18,7 @@ from moedraft.engine.engine import Engine
 from moedraft.routing.embedder import Floats
 from moedraft.routing.router import Router
 from moedraft.routing.selector import Selector
+from moedraft.serve.worker.worker import Worker
 from moedraft.storage.store import Store
 from moedraft.system.build import ROUTER_FOLDER, System
 from moedraft.system.recorder import Recorder
@@ -54,6 +55,22 @@ class WordTokenizer(NumberTokenizer):
 
     def _token(self, word: str) -> int:
         return int(word) if word.isdecimal() and int(word) < VOCAB else zlib.crc32(word.encode()) % VOCAB
+
+
+def traces_of(worker: Worker) -> dict[str, int]:
+    """What requests may leave behind in a worker and its engine; nothing but their fields shows it."""
+    engine, thread = worker.system.engine, worker._engine
+    return {
+        "sequences": len(engine.sequences),
+        "texts": len(engine._texts),
+        "listeners": len(engine._listeners),
+        "running": len(engine.scheduler.running),
+        "waiting": len(engine.scheduler.waiting),
+        "ready": engine.scheduler.num_ready,
+        "channels": len(thread._channels),
+        "outputs": len(thread._box),
+        "open": thread.open,
+    }
 
 
 def tiny_system(home: Path, *, slots: int = 4, max_len: int = 256, **options: Any) -> System:

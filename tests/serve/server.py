@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 from fastapi import FastAPI
 from serve_fakes import tiny_system
+from waiting import wait_for
 
 from moedraft.config import Settings, load_settings
 from moedraft.serve.app import create_app
@@ -45,9 +46,14 @@ class Served:
     def client(self, **options: Any) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=30, trust_env=False, **options)
 
-    def idle(self) -> bool:
+    @property
+    def requests(self) -> int:
+        """Those accepted and not ended."""
         now = self.worker.snapshot()
-        return not now.running and not now.waiting
+        return now.running + now.waiting
+
+    def idle(self) -> bool:
+        return not self.requests
 
 
 @dataclass
@@ -68,12 +74,18 @@ class FakeSupervisor:
 
 @contextmanager
 def served(
-    home: Path, *, system: System | None = None, supervisor: Any = None, max_waiting: int = 64, **options: Any
+    home: Path,
+    *,
+    system: System | None = None,
+    supervisor: Any = None,
+    max_waiting: int = 64,
+    clock: Callable[[], float] = time.monotonic,
+    **options: Any,
 ) -> Iterator[Served]:
-    """A server over `system` (default: a tiny one). `options` are settings."""
+    """A server over `system` (default: a tiny one). `clock` is the worker's; `options` are settings."""
     settings = load_settings(home=home, **{**QUIET, **options})
     system = system or tiny_system(home)
-    worker = Worker(system, max_waiting=max_waiting)
+    worker = Worker(system, max_waiting=max_waiting, clock=clock)
     app = create_app(worker, supervisor, settings)
     server = GracefulServer(app, worker, settings)
     worker.start()
@@ -100,13 +112,6 @@ def listening(server: GracefulServer) -> Iterator[str]:
             server.should_exit = True
             thread.join(20)
             assert not thread.is_alive()
-
-
-def wait_for(true: Callable[[], object], seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it did not come true in time"
-        time.sleep(0.005)
 
 
 def slowed(system: System, seconds: float = 0.02) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 import pytest
 from serve_fakes import DOMAINS, WordEmbedder
-from server import TARGET, FakeSupervisor, Served, check_error, served, slowed, wait_for
+from server import TARGET, FakeSupervisor, Served, check_error, served, slowed
+from waiting import wait_for
 
 from moedraft.core import AdapterVersion, ReplayRecord
 from moedraft.learning_state import waiting

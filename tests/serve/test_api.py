@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import threading
 from collections.abc import Iterator
@@ -12,12 +13,13 @@ from typing import Any
 
 import httpx
 import pytest
-from server import TARGET, Served, check_error, events, served, slowed, wait_for
+from server import TARGET, Served, check_error, events, served, slowed
+from waiting import wait_for
 
 from moedraft.core import SamplingParams
 from moedraft.serve.http import plan
 from moedraft.serve.http.prompts import Prompts, plain_chat
-from moedraft.serve.http.schema import Message
+from moedraft.serve.http.schema import ChatMessage
 
 PROMPT = "1 2 3"
 
@@ -166,7 +168,7 @@ def test_chat(client: httpx.Client) -> None:
 
 
 def test_the_plain_template() -> None:
-    said = [Message(role=role, content=text) for role, text in (("system", "S"), ("user", "U"))]
+    said = [ChatMessage(role=role, content=text) for role, text in (("system", "S"), ("user", "U"))]
     assert plain_chat(said) == "System: S\n\nUser: U\n\nAssistant:"
     assert plain_chat(said[1:]) == "U"
 
@@ -181,7 +183,7 @@ async def _templated(template: str, role: Any = "user") -> object:
             assert options == {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
             return [len(rows), len(rows[0]["role"])]
 
-    return await Prompts(Tokenizer(), None).chat([Message(role=role, content="secret")])
+    return await Prompts(Tokenizer(), None).chat([ChatMessage(role=role, content="secret")])
 
 
 def test_a_template_of_the_model_wins() -> None:
@@ -497,7 +499,7 @@ def test_draining_takes_nothing_new_and_finishes_the_rest(tmp_path: Path) -> Non
         row = body(max_tokens=200, stream=True)
         with client.stream("POST", "/v1/completions", json=row) as response:
             wait_for(lambda: found.worker.snapshot().running == 1)
-            found.server._loop.call_soon_threadsafe(found.server.end)  # type: ignore[union-attr]
+            found.server.handle_exit(signal.SIGTERM, None)
             wait_for(lambda: found.worker.snapshot().draining)
             assert check_error(client.post("/v1/completions", json=body()), 503)
             assert client.get("/ready").json() == {"status": "draining"}
@@ -513,7 +515,7 @@ def test_a_second_signal_ends_what_runs(tmp_path: Path) -> None:
         with client.stream("POST", "/v1/completions", json=body(max_tokens=200, stream=True)) as response:
             wait_for(lambda: found.worker.snapshot().running == 1)
             for _ in range(2):
-                found.server._loop.call_soon_threadsafe(found.server.end)  # type: ignore[union-attr]
+                found.server.handle_exit(signal.SIGTERM, None)
             with suppress(httpx.HTTPError, IndexError):  # cut off before it could be said
                 assert events(response)[-1]["error"]["code"] == "aborted"
         wait_for(found.idle)

@@ -11,7 +11,6 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +19,8 @@ from typing import Any
 import httpx
 import pytest
 from serve_fakes import WordEmbedder, tiny_system
-from server import TARGET, FakeSupervisor, Served, check_error, events, listening, served, wait_for
+from server import TARGET, FakeSupervisor, Served, check_error, events, listening, served
+from waiting import wait_for
 
 from moedraft.cli import main
 from moedraft.cli.remote import Remote, Unreachable, owner_of
@@ -233,8 +233,8 @@ def test_a_server_of_this_home_is_asked_without_a_proxy(monkeypatch: pytest.Monk
     )
     found = owner_of(load_settings(home=home), None)
     assert found is not None
-    assert not any(getattr(handler, "proxies", None) for handler in found._opener().handlers)
-    elsewhere = Remote(found.url, "k")._opener()
+    assert not any(getattr(handler, "proxies", None) for handler in found.opener().handlers)
+    elsewhere = Remote(found.url, "k").opener()
     assert any(getattr(handler, "proxies", None) for handler in elsewhere.handlers)
 
 
@@ -381,5 +381,4 @@ def _answers(client: httpx.Client) -> bool:
     try:
         return client.get("/ready").status_code == 200
     except httpx.HTTPError:
-        time.sleep(0.1)
         return False

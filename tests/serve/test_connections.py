@@ -15,7 +15,8 @@ from typing import Any
 
 import httpx
 import pytest
-from server import Served, check_error, read_all, served, wait_for
+from server import Served, check_error, read_all, served
+from waiting import wait_for
 
 from moedraft.serve.http import rest_of_body
 from moedraft.storage.keys import KeyFile

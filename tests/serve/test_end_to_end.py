@@ -32,7 +32,8 @@ from load_tools import PEFT, RANK, stamped
 from playwright.sync_api import BrowserContext, Page, expect, sync_playwright
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import save_file
-from server import TARGET, Served, check_error, events, served, wait_for
+from server import TARGET, Served, check_error, events, served
+from waiting import wait_for
 
 from moedraft.config import load_settings
 from moedraft.core import SHARED, RequestStats
@@ -289,7 +290,11 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         load_settings(home=home), system.store, base_hash=system.bank.base_hash, command=command
     )
     on = {"dashboard": True, "learning": True, **options}
-    with served(home, system=system, supervisor=supervisor, **on) as found, found.client() as client:
+    clock = Clock()
+    with (
+        served(home, system=system, supervisor=supervisor, clock=clock, **on) as found,
+        found.client() as client,
+    ):
         supervisor.start()
         try:
             register(client)
@@ -301,12 +306,24 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
                     if place < PHASES - 1:
                         updates.append(teach(system, supervisor, place + 1))
             wait_for(found.idle)
-            now = time.monotonic()  # stands still, so that gauges of the last seconds keep what they say
-            found.worker._clock = found.worker._engine._clock = lambda: now
+            clock.stop()  # so that gauges of the last seconds keep what they say
             scrape = Scrape(client.get("/metrics").text)
             yield Stage(found, supervisor, told, updates, scrape, system.store.requests.rows())
         finally:
             supervisor.stop()
+
+
+class Clock:
+    """The monotonic clock, until it is stopped."""
+
+    def __init__(self) -> None:
+        self._stopped: float | None = None
+
+    def __call__(self) -> float:
+        return time.monotonic() if self._stopped is None else self._stopped
+
+    def stop(self) -> None:
+        self._stopped = time.monotonic()
 
 
 @pytest.fixture(scope="module")

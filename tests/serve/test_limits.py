@@ -14,7 +14,8 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
-from server import TARGET, Served, check_error, read_all, send_raw, served, wait_for
+from server import TARGET, Served, check_error, read_all, send_raw, served
+from waiting import wait_for
 
 from moedraft.core import StorageError
 from moedraft.serve.http.log import configure, get_logger, places, without_messages

@@ -19,7 +19,8 @@ import pytest
 import torch
 from load_tools import Address, Outside, Reply, Row, Witness, ask, outside, p99, publish, swap_in
 from serve_fakes import WordEmbedder, tiny_system
-from server import TARGET, Served, served, wait_for
+from server import TARGET, Served, served
+from waiting import until, wait_for
 
 from moedraft.config import load_settings
 from moedraft.core import SHARED, SamplingParams
@@ -99,8 +100,7 @@ async def swapped_under_load(
     for _ in range(0, stored, len(EXPERTS)):
         for name in EXPERTS:
             await asyncio.to_thread(publish, found.system, name)
-        while loader.generation != registry.generation():
-            await asyncio.sleep(0.01)
+        await until(lambda: loader.generation == registry.generation())
     for version in range(2000, 2000 + direct // len(EXPERTS)):
         await found.worker.call(partial(swap_all, version=version))
     done.set()
@@ -188,7 +188,7 @@ class Figures:
 
     @classmethod
     def of(cls, server: Outside) -> Figures:
-        time.sleep(2.5)
+        time.sleep(2.5)  # an engine at rest gives back free memory after a second
         return cls(server.rss, server.files, server.threads)
 
 

@@ -9,7 +9,8 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 from openai.types.chat import ChatCompletionMessageParam
-from server import TARGET, Served, served, wait_for
+from server import TARGET, Served, served
+from waiting import wait_for
 
 from moedraft.config import load_settings
 from moedraft.core import SamplingParams

@@ -37,30 +37,20 @@ from load_tools import (
     read_head,
     request_bytes,
 )
-from serve_fakes import tiny_system
-from server import QUIET, TARGET, Served, listening, served, wait_for
+from serve_fakes import tiny_system, traces_of
+from server import TARGET, Served, served
+from waiting import until, wait_for
 
 from moedraft.config import load_settings
 from moedraft.core import RequestOutput, Sequence
 from moedraft.cpu.products import KEPT, pays
-from moedraft.serve.app import create_app
-from moedraft.serve.run import GracefulServer
-from moedraft.serve.worker.thread import EngineThread
 from moedraft.serve.worker.ticket import Channel, Ticket
-from moedraft.serve.worker.worker import Worker
 from moedraft.showcase.shipped import traffic
 from moedraft.system.build import System, build
 
 
 def run(work: Coroutine[Any, Any, Any], seconds: float = 60) -> Any:
     return asyncio.run(asyncio.wait_for(work, seconds))
-
-
-async def until(holds: Callable[[], bool], seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end, "it did not come true in time"
-        await asyncio.sleep(0.002)
 
 
 # -- a thousand who leave ------------------------------------------------------------------------
@@ -84,14 +74,7 @@ STAGES = {
 class Traces:
     """What a request may leave behind."""
 
-    sequences: int
-    texts: int
-    boxes: int
-    channels: int
-    outputs: int
-    opened: int
-    running: int
-    waiting: int
+    requests: dict[str, int]  # of the worker and its engine
     connections: int
     tasks: int
     alive: int  # tickets and channels that are no garbage
@@ -100,18 +83,10 @@ class Traces:
 
     @classmethod
     def of(cls, found: Served) -> Traces:
-        engine, thread = found.system.engine, found.worker._engine
         gc.collect()
         state = found.server.server_state
         return cls(
-            sequences=len(engine.sequences),
-            texts=len(engine._texts),
-            boxes=len(engine._listeners),
-            channels=len(thread._channels),
-            outputs=len(thread._box),
-            opened=thread.open,
-            running=len(engine.scheduler.running),
-            waiting=len(engine.scheduler.waiting),
+            requests=traces_of(found.worker),
             connections=len(state.connections),
             tasks=len(state.tasks),
             alive=sum(type(one) in (Ticket, Channel) for one in gc.get_objects()),
@@ -122,7 +97,7 @@ class Traces:
 
 async def crowd_leaves(found: Served, steps: Steps, stage: str, stream: bool, reset: bool) -> None:
     """They come together and leave together; every slot is free one step after the server knows."""
-    thread, connections = found.worker._engine, found.server.server_state.connections
+    connections = found.server.server_state.connections
     row = {"model": TARGET, "prompt": PROMPT, "max_tokens": 12, "stream": stream, "draft": stage == "middle"}
     if stage == "middle":
         row["max_tokens"] = 60
@@ -131,7 +106,7 @@ async def crowd_leaves(found: Served, steps: Steps, stage: str, stream: bool, re
     if stage in ("headers", "body"):
         await until(lambda: len(connections) == CROWD)
     else:
-        await until(lambda: thread.open == CROWD)
+        await until(lambda: found.requests == CROWD)
     await asyncio.to_thread(steps.let, STAGES[stage])
     if stage == "end":
         assert max(one.num_generated for one in found.system.engine.sequences) == 10
@@ -143,7 +118,7 @@ async def crowd_leaves(found: Served, steps: Steps, stage: str, stream: bool, re
         await asyncio.to_thread(steps.let, 1)
     if stage in ("inbox", "race"):
         steps.open()
-    await until(lambda: not thread.open)
+    await until(found.idle)
     await until(lambda: not connections and not found.server.server_state.tasks)
 
 
@@ -192,7 +167,8 @@ def test_a_thousand_clients_leave_nothing_behind(tmp_path: Path) -> None:
     assert ends["last"] > 10
     assert after == before
     assert last <= 4  # the decoder keeps the rows of its last round
-    assert before.opened == before.running == before.waiting == before.connections == before.tasks == 0
+    assert not any(before.requests.values())
+    assert before.connections == before.tasks == 0
     assert max(grown) < 0.01
 
 
@@ -424,9 +400,8 @@ def test_a_frozen_step_shows_in_time_and_passes(tmp_path: Path) -> None:
                 looks.append((asked, ready.status_code, time.monotonic()))
                 assert (await asyncio.to_thread(client.get, "/health")).status_code == 200
                 assert looks[-1][0] - looks[0][0] < 30, "no alarm came"
-                await asyncio.sleep(0.005)
             assert ready.json() == {"status": "stalled"}
-            frozen.append(found.worker._engine.occupied_since or 0.0)
+            frozen.append(steps.held_at)
             steps.open()
             reply = await asking
             assert reply.ok
@@ -459,39 +434,26 @@ class StepClock:
         return self._step()
 
 
-@contextmanager
-def clocked(home: Path, system: System, clock: Callable[[], float], **options: Any) -> Iterator[Served]:
-    """A server whose engine's durations are `clock`'s."""
-    settings = load_settings(home=home, **{**QUIET, **options})
-    worker = Worker(system, max_waiting=64, clock=clock)
-    app = create_app(worker, None, settings)
-    server = GracefulServer(app, worker, settings)
-    worker.start()
-    try:
-        with listening(server) as url:
-            yield Served(url, app, server, worker, system, settings)
-    finally:
-        worker.stop()
-        system.close()
-
-
-async def busy(found: Served, rows: list[Row], enough: Callable[[], bool]) -> list[tuple[int, Row]]:
-    """Three clients for every slot until it is enough; all that /ready said meanwhile."""
+async def busy(
+    found: Served, rows: list[Row], clock: Callable[[], float], end: float
+) -> list[tuple[int, Row]]:
+    """Three clients for every slot until the clock shows `end`; all that /ready said meanwhile."""
     looks: list[tuple[int, Row]] = []
     turns, slots = itertools.cycle(rows), found.worker.snapshot().slots
 
     async def client() -> None:
-        while not enough():
+        while clock() < end:
             assert (await ask(found.address, next(turns))).ok
 
     async def watch() -> None:
-        while not enough():
+        while clock() < end:
             async with connected(found.address) as (reader, writer):
                 writer.write(b"GET /ready HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n")
                 status, headers = await read_head(reader)
                 body = await reader.readexactly(int(headers["content-length"]))
-                looks.append((status, {**json.loads(body), "at": found.worker._clock()}))
-            await asyncio.sleep(0.005)
+                at = clock()
+                looks.append((status, {**json.loads(body), "at": at}))
+            await until(lambda at=at: clock() > at + 1)
 
     await asyncio.gather(watch(), *(client() for _ in range(3 * slots)))
     return looks
@@ -504,8 +466,8 @@ def test_a_busy_hour_is_no_alarm(tmp_path: Path) -> None:
     """Every step takes between 16 and 20 s of the 30 that make an alarm, and the queue is never empty."""
     system = tiny_system(tmp_path / "home")
     clock = StepClock(system, 20)
-    with clocked(tmp_path, system, clock, stall_seconds=30) as found:
-        looks = run(busy(found, [ROW], lambda: clock.now > 3600))
+    with served(tmp_path, system=system, clock=clock, stall_seconds=30) as found:
+        looks = run(busy(found, [ROW], clock, 3600))
     print(f"{len(looks)} looks in {clock.now:.0f} s of {clock.steps} steps")
     assert len(looks) > 50
     assert {status for status, _ in looks} == {200}
@@ -515,8 +477,8 @@ def test_steps_too_long_is_an_alarm(tmp_path: Path) -> None:
     """The negative control."""
     system = tiny_system(tmp_path / "home")
     clock = StepClock(system, 90)
-    with clocked(tmp_path, system, clock, stall_seconds=30) as found:
-        looks = run(busy(found, [ROW], lambda: clock.now > 1200))
+    with served(tmp_path, system=system, clock=clock, stall_seconds=30) as found:
+        looks = run(busy(found, [ROW], clock, 1200))
     assert "stalled" in {look["status"] for status, look in looks if status == 503}
 
 
@@ -534,9 +496,9 @@ def test_a_busy_hour_of_the_shipped_pair(tmp_path: Path, capsys: pytest.CaptureF
     def clock() -> float:
         return (time.monotonic() - began) * 60
 
-    with clocked(tmp_path, system, clock, stall_seconds=30) as found:
-        spans = occupied_spans(found.worker._engine, clock)
-        looks = run(busy(found, rows, lambda: clock() > 3600), 300)
+    spans = step_spans(system, clock)
+    with served(tmp_path, system=system, clock=clock, stall_seconds=30) as found:
+        looks = run(busy(found, rows, clock, 3600), 300)
         steps = found.worker.snapshot().steps
     alarms = [look["at"] for status, look in looks if status != 200]
     false = [at for at in alarms if not any(a + 30 <= at <= b + 15 and b - a > 30 for a, b in spans)]
@@ -550,15 +512,16 @@ def test_a_busy_hour_of_the_shipped_pair(tmp_path: Path, capsys: pytest.CaptureF
     assert false == []
 
 
-def occupied_spans(thread: EngineThread, clock: Callable[[], float]) -> list[tuple[float, float]]:
-    """Begin and end of all that keeps the engine's thread busy from now on."""
+def step_spans(system: System, clock: Callable[[], float]) -> list[tuple[float, float]]:
+    """Begin and end of all steps of the engine from now on."""
     spans: list[tuple[float, float]] = []
-    work = thread._occupied
+    step = system.engine.step
 
-    def timed(job: Callable[[], None]) -> None:
+    def timed() -> list[RequestOutput]:
         began = clock()
-        work(job)
+        outputs = step()
         spans.append((began, clock()))
+        return outputs
 
-    thread._occupied = timed  # type: ignore[method-assign]
+    system.engine.step = timed  # type: ignore[method-assign]
     return spans

@@ -18,7 +18,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 from serve_fakes import WordEmbedder
-from server import TARGET, FakeSupervisor, Served, served, wait_for
+from server import TARGET, FakeSupervisor, Served, served
+from waiting import wait_for
 
 from moedraft.learning_state import waiting
 from moedraft.serve.supervisor.supervisor import TrainerState

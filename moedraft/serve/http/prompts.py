@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from moedraft.chat import has_template, message_ids
 from moedraft.core import PromptTooLong
-from moedraft.serve.http.schema import Message
+from moedraft.serve.http.schema import ChatMessage
 
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 # bytes that GPT-2's vocabulary writes as the character itself
@@ -61,7 +61,7 @@ class Prompts:
         if count > self._limit:
             raise PromptTooLong(f"the prompt has {count} tokens; at most {self._limit} are taken.")
 
-    async def chat(self, messages: Sequence[Message]) -> str | list[int]:
+    async def chat(self, messages: Sequence[ChatMessage]) -> str | list[int]:
         """A conversation as a prompt: token ids by the tokenizer's chat template, or text if it has none."""
         if not has_template(self._tokenizer):
             return plain_chat(messages)
@@ -100,7 +100,7 @@ def _of_words(token: str) -> bytes:
     return bytes.fromhex(byte[1]) if byte else token.replace("▁", " ").encode()
 
 
-def plain_chat(messages: Sequence[Message]) -> str:
+def plain_chat(messages: Sequence[ChatMessage]) -> str:
     """The prompt for a conversation if the tokenizer has no chat template.
 
     A single message of the user is the prompt itself. A longer conversation is written as `Role: text`, with

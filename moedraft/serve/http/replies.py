@@ -31,7 +31,7 @@ class Speculative(TypedDict):
     adapter_version: int | None
 
 
-class Metrics(TypedDict):
+class AnswerMetrics(TypedDict):
     speculative_decoding: Speculative
 
 
@@ -50,7 +50,7 @@ class Answer(TypedDict):
     model: str
     choices: list[dict[str, Any]]
     usage: NotRequired[Usage]
-    metrics: NotRequired[Metrics]
+    metrics: NotRequired[AnswerMetrics]
 
 
 class Reply:
@@ -186,7 +186,7 @@ def usage_of(outputs: Sequence[RequestOutput], n: int) -> Usage:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def metrics_of(outputs: Sequence[RequestOutput]) -> Metrics:
+def metrics_of(outputs: Sequence[RequestOutput]) -> AnswerMetrics:
     drafts = sum(output.speculation.num_drafts for output in outputs)
     drafted = sum(output.speculation.num_draft_tokens for output in outputs)
     accepted = sum(output.speculation.num_accepted_tokens for output in outputs)

@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 from moedraft.core import FinishReason, RequestOutput, SamplingParams
 from moedraft.cpu.memory import return_free_memory
 from moedraft.cpu.products import generate_ahead
-from moedraft.engine.engine import Engine
+from moedraft.engine.port import ServingEngine
 from moedraft.serve.worker.meter import Meter
 from moedraft.serve.worker.ticket import Channel, Draining, EngineFailed, Overloaded, wake_all
 
@@ -54,7 +54,9 @@ class Job(Generic[T]):
 class EngineThread(threading.Thread):
     """Runs `engine` for many requests. Public methods and attributes may be used from any thread."""
 
-    def __init__(self, engine: Engine, clock: Callable[[], float], *, tend_memory: bool = True) -> None:
+    def __init__(
+        self, engine: ServingEngine, clock: Callable[[], float], *, tend_memory: bool = True
+    ) -> None:
         super().__init__(name="moedraft-engine", daemon=True)
         self.meter = Meter(clock())
         self.open = 0  # requests accepted and not ended

@@ -13,19 +13,21 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from moedraft.config import Settings
 from moedraft.core import SHARED, AdapterVersion, ReplayRecord, UnsupportedModel
-from moedraft.distill.feature_batches import DraftVocabulary, FeatureBatch, collate
-from moedraft.distill.joint_loss import acceptance, loss_of
-from moedraft.distill.joint_student import MODULES, JointStudent
-from moedraft.distill.states import RecordStates, States
+from moedraft.distill.joint.feature_batches import DraftVocabulary, FeatureBatch, collate
+from moedraft.distill.joint.joint_loss import acceptance, loss_of
+from moedraft.distill.joint.joint_student import MODULES, JointStudent
+from moedraft.distill.joint.states import RecordStates, States
 from moedraft.distill.trainer import LAST_RATE, MEASURED, OnStep, is_held_out
 from moedraft.drafting.base import FeatureBase, load_base
+from moedraft.feature.expert_vocabularies import Vocabularies
+from moedraft.feature.vocabulary import union
 from moedraft.kernels import Kind
 from moedraft.models import load_by
 from moedraft.storage.candidate import Candidate
@@ -76,11 +78,19 @@ class JointTrainer:
     """Makes joint updates for the adapters of one home, on its own copies of draft base and target."""
 
     def __init__(
-        self, student: JointStudent, states: States, store: Store, plan: JointPlan | None = None
+        self,
+        student: JointStudent,
+        states: States,
+        store: Store,
+        plan: JointPlan | None = None,
+        always: Collection[int] = (),
     ) -> None:
+        """always: tokens that every expert's vocabulary holds, such as those that end an answer."""
         self.student, self.states = student, states
         self.registry, self.replay, self.adapters = store.registry, store.replay, store.adapters
         self.plan = plan or JointPlan()
+        config = student.draft.config
+        self.vocabularies = Vocabularies(student.general, config.vocab_size, always)
         self.versions: dict[str, int] = {}  # which version an adapter's weights were taken from
         self.last_id = 0  # of the records that the last update knew of
         self.seed = 0  # of the next draw of records
@@ -101,6 +111,7 @@ class JointTrainer:
         try:
             for name in (SHARED, *names):
                 self._follow(name)
+            self._choose_vocabularies(drawn.train)
             before = self.measure(drawn.held_out, lambda: say(0, None))
             loss, used = self._train(drawn, steps, say)
             after = self.measure(drawn.held_out, lambda: say(steps, loss))
@@ -173,6 +184,23 @@ class JointTrainer:
 
     def _vocabulary(self) -> DraftVocabulary:
         return DraftVocabulary(self.student.draft.vocabulary, self.student.draft.config.vocab_size)
+
+    def _choose_vocabularies(self, records: Sequence[ReplayRecord]) -> None:
+        """A list of tokens for each expert among these records; the student drafts all of them."""
+        by_domain: dict[str, list[ReplayRecord]] = {}
+        for record in records:
+            by_domain.setdefault(record.domain, []).append(record)
+        self.vocabularies.choose(by_domain)
+        self._widen()
+        found = {name: self.vocabularies.of(name) for name in by_domain if name != SHARED}
+        self.student.use_lists({name: own for name, own in found.items() if own is not None})
+
+    def _widen(self) -> None:
+        """Have the student draft every token that some adapter does."""
+        device = self.student.draft.vocabulary.device
+        wanted = union([self.student.draft.vocabulary, self.vocabularies.all().to(device)])
+        if len(wanted) > len(self.student.draft.vocabulary):
+            self.student.widen(wanted, self._optimisers.values())
 
     # -- the steps -------------------------------------------------------------------------------
 
@@ -249,8 +277,10 @@ class JointTrainer:
         if self.versions.get(name) == version:
             return
         self.forget(name)
+        self.vocabularies.restore(name, found[1].vocabulary if found else None)
         if found:
             stored = found[1]
+            self._widen()
             self.student.load(name, version, stored.config, stored.tensors, stored.vocabulary)
         else:
             self.student.add(name)
@@ -264,7 +294,8 @@ class JointTrainer:
         loss: float,
         rates: tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]]],
     ) -> Candidate:
-        config, tensors = self.student.export(name)
+        vocabulary = self.vocabularies.of(name)
+        config, tensors = self.student.export(name, vocabulary)
         before, after = (one.get(name, (0, 0)) for one in rates)
         return Candidate(
             expert=name,
@@ -280,6 +311,7 @@ class JointTrainer:
             acceptance_after=after[0] / after[1] if after[1] else None,
             config=config,
             tensors=tensors,
+            vocabulary=None if vocabulary is None else vocabulary.to(torch.int32),
         )
 
 
@@ -289,15 +321,17 @@ def build_joint(settings: Settings, store: Store) -> JointTrainer:
     Raises UnsupportedModel where the draft base is no feature drafter, and what loading a model raises.
     """
     target = load_by(settings, "target")
-    base = load_base(settings, target)
+    base = load_base(settings, target, learns=True)
     if not isinstance(base, FeatureBase):
         raise UnsupportedModel(f"{base.name} is no feature drafter; joint updates are for those alone.")
     ranks = {"rank": settings.adapter_rank, "shared_rank": settings.shared_rank}
     student = JointStudent(base.hf, base.weights_hash(), name=base.name, **ranks)
     plan = JointPlan(
-        steps=settings.update_steps, learning_rate=settings.learning_rate, kind=settings.distill_kind
+        steps=settings.update_steps,
+        learning_rate=settings.learning_rate or JointPlan.learning_rate,
+        kind=settings.distill_kind,
     )
-    return JointTrainer(student, RecordStates(target, base.hf), store, plan)
+    return JointTrainer(student, RecordStates(target, base.hf), store, plan, target.eos_token_ids)
 
 
 def _cycled(records: list[ReplayRecord], rng: random.Random) -> Iterator[ReplayRecord]:

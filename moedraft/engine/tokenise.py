@@ -1,4 +1,4 @@
-"""A request's prompt as the engine takes it: token ids of the vocabulary, no more than fit."""
+"""Turns a request's prompt into token ids that the engine can take."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ def tokenise(
 ) -> list[int]:
     """Token ids of a prompt, at most `room`. Raises InvalidRequest for an empty, a wrong or a long one.
 
-    truncate: keep the end of a long one, and the mark of its beginning, which models need.
+    truncate: of a long one keep the end, and before it the token that marks the beginning of a text (BOS),
+    without which models answer badly.
     """
     if isinstance(prompt, str) and not prompt.strip():
         raise InvalidRequest("the prompt is empty.")

@@ -5,8 +5,15 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import cross_entropy
 
-from moedraft.distill.feature_batches import OUTSIDE, DraftVocabulary, FeatureBatch, taught_at
-from moedraft.distill.joint_student import JointStudent
+from moedraft.distill.joint.feature_batches import (
+    OUTSIDE,
+    DraftVocabulary,
+    FeatureBatch,
+    Taught,
+    taught_at,
+    within,
+)
+from moedraft.distill.joint.joint_student import Guesses, JointStudent
 from moedraft.kernels import Kind, divergence
 
 
@@ -31,45 +38,52 @@ def loss_of(
         taught = taught_at(batch, step)
         if not sum(taught.counts):
             break
-        logits = student.logits(hidden[taught.rows], batch.owners, taught.counts).float()
-        loss = divergence(logits, teacher_topk=(taught.topk_ids, taught.topk_logprobs), kind=kind)
-        if emitted:
-            hard = cross_entropy(logits, vocabulary(taught.tokens), ignore_index=OUTSIDE, reduction="sum")
-            loss = (1 - emitted) * loss + emitted * hard / len(logits)
+        parts = student.guesses(hidden[taught.rows], batch.owners, taught.counts)
+        loss = sum(_loss(part, taught, vocabulary, kind, emitted) for part in parts) / len(taught.tokens)
         total = total + weight * loss
         weight *= decay
     return total
 
 
+def _loss(
+    part: Guesses, taught: Taught, vocabulary: DraftVocabulary, kind: Kind, emitted: float
+) -> torch.Tensor:
+    """The sum over the rows of one expert."""
+    ids, logprobs = taught.topk_ids[part.rows], taught.topk_logprobs[part.rows]
+    tokens, logits = vocabulary(taught.tokens[part.rows]), part.logits.float()
+    if part.numbers is not None:
+        own = DraftVocabulary(part.numbers, len(vocabulary))
+        tokens, (ids, logprobs) = own(tokens), within(own(ids), logprobs)
+    loss = divergence(logits, teacher_topk=(ids, logprobs), kind=kind, reduction="sum")
+    if emitted:
+        hard = cross_entropy(logits, tokens, ignore_index=OUTSIDE, reduction="sum")
+        loss = (1 - emitted) * loss + emitted * hard
+    return loss
+
+
 @torch.no_grad()
 def acceptance(
-    student: JointStudent,
-    batch: FeatureBatch,
-    depth: int,
-    *,
-    shared: bool = True,
-    only: torch.Tensor | None = None,
+    student: JointStudent, batch: FeatureBatch, depth: int, *, shared: bool = True
 ) -> torch.Tensor:
     """How often the most likely guess is the target's next token, int64 [B, depth, 2]: hits and tries.
 
     Column j counts starts whose earlier guesses were all right. The first token of an answer is never
-    guessed. The answers should be the target's own greedy ones. only: tokens that may be guessed, int64 and
-    ascending, where these are fewer than the draft vocabulary.
+    guessed. The answers should be the target's own greedy ones.
     """
     vocabulary = student.draft.vocabulary
-    barred = None if only is None else ~torch.isin(vocabulary, only)
     alive = torch.ones_like(batch.answer_ids, dtype=torch.bool)
     counted = torch.zeros(len(batch.owners), depth, 2, dtype=torch.int64)
     for step, hidden in enumerate(student.outputs(batch, depth, shared=shared), start=1):
         taught = taught_at(batch, step)
         tried = alive & taught.rows
-        logits = student.logits(hidden[tried], batch.owners, tried.sum(1).tolist())
-        if barred is not None:
-            logits = logits.masked_fill(barred, -torch.inf)
+        best = torch.full((int(tried.sum()),), -2, device=vocabulary.device)
+        for part in student.guesses(hidden[tried], batch.owners, tried.sum(1).tolist()):
+            numbers = part.logits.argmax(-1)
+            best[part.rows] = vocabulary[numbers if part.numbers is None else part.numbers[numbers]]
         right = torch.full_like(batch.answer_ids, -1)
         right[taught.rows] = taught.tokens
         guesses = torch.full_like(batch.answer_ids, -2)
-        guesses[tried] = vocabulary[logits.argmax(-1)]
+        guesses[tried] = best
         alive = tried & (guesses == right)
         counted[:, step - 1] = torch.stack([alive.sum(1), tried.sum(1)], dim=1).cpu()
     return counted

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from moedraft.core import SHARED
 from moedraft.distill.governor import news
-from moedraft.distill.joint import JointTrainer
+from moedraft.distill.joint.joint_trainer import JointTrainer
 from moedraft.distill.loop import DistillLoop, Update
 from moedraft.distill.trainer import OnStep
 from moedraft.storage.changes import is_pinned

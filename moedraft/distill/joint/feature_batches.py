@@ -18,7 +18,7 @@ import torch
 from torch.nn.functional import pad
 
 from moedraft.core import ReplayRecord
-from moedraft.distill.states import States
+from moedraft.distill.joint.states import States
 
 MAX_CONTEXT = 256  # tokens of the prompt that the drafter reads in an update, from its end
 OUTSIDE = -1  # a token that cannot be drafted
@@ -60,6 +60,9 @@ class DraftVocabulary:
         """vocabulary: int64, ascending."""
         self.numbers = torch.full((vocab_size + 1,), OUTSIDE)  # the last stands for padding, id −1
         self.numbers[vocabulary.cpu()] = torch.arange(len(vocabulary))
+
+    def __len__(self) -> int:
+        return int(self.numbers.max()) + 1
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         return self.numbers.to(token_ids.device)[token_ids]

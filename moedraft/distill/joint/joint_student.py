@@ -9,29 +9,42 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 import torch
 from peft import LoraConfig
+from torch import nn
 
 from moedraft.core import SHARED
 from moedraft.cpu.products import multiplies_bfloat16
-from moedraft.distill.feature_batches import FeatureBatch
-from moedraft.distill.joint_lora import JointLinear, LowRank, Routing
-from moedraft.distill.joint_unroll import unroll
-from moedraft.drafting.adapter import LORA_A, LORA_B, PREFIX, read_adapter
+from moedraft.distill.joint.feature_batches import FeatureBatch
+from moedraft.distill.joint.joint_lora import JointLinear, LowRank, Routing
+from moedraft.distill.joint.joint_unroll import unroll
+from moedraft.drafting.adapter import HEAD, LORA_A, LORA_B, PREFIX, read_adapter
 from moedraft.feature.model import FeatureDraft
-from moedraft.feature.vocabulary import checked, rows_for
+from moedraft.feature.vocabulary import checked, places, rows_for
 
-LAYER, HEAD = "layers.0.", "lm_head"
+LAYER = "layers.0."
 MODULES = (
     *(f"{LAYER}self_attn.{name}" for name in ("q_proj", "o_proj")),
     *(f"{LAYER}mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")),
     HEAD,
 )
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """What one expert guesses for its rows of a batch."""
+
+    rows: slice
+    numbers: (
+        torch.Tensor | None
+    )  # int64 [n], in the draft vocabulary, of what the logits stand for; None: all
+    logits: torch.Tensor  # [rows, n]
 
 
 class JointStudent:
@@ -42,8 +55,12 @@ class JointStudent:
     ) -> None:
         """rank: of an expert's adapter. name: of the draft base, for the adapters' configuration."""
         self.draft, self.base_hash, self.name = draft.requires_grad_(False), base_hash, name
+        self.general = draft.vocabulary  # the draft base's own
         self._ranks = {True: shared_rank, False: rank}
         self.routing = Routing()
+        self.lists: dict[
+            str, torch.Tensor
+        ] = {}  # by expert: numbers in the draft vocabulary, see `use_lists`
         self.layers: dict[str, JointLinear] = {}
         self.names: set[str] = set()  # of the adapters that are there
         for module in MODULES:
@@ -76,15 +93,14 @@ class JointStudent:
     ) -> None:
         """Take the adapter of `name` from PEFT's format. Raises CorruptAdapter where it does not fit.
 
-        vocabulary: the tokens that its output rows stand for, where they are not the student's.
+        vocabulary: the tokens that its output rows stand for; None: those of the draft base.
         """
         weights = {module: layer.base.weight.float() for module, layer in self.layers.items()}
-        own = self.draft.vocabulary
+        own = self.general
         if vocabulary is not None:
             own = checked(vocabulary, self.draft.config.vocab_size).to(own.device)
-            weights[HEAD] = weights[HEAD].new_empty(len(own), weights[HEAD].shape[1])
-        deltas = dict(read_adapter(version, config, tensors, weights).deltas)
-        if vocabulary is not None and HEAD in deltas:
+        deltas = dict(read_adapter(version, config, tensors, weights, own).deltas)
+        if HEAD in deltas:
             a, b = deltas[HEAD]
             deltas[HEAD] = a, rows_for(b, own, self.draft.vocabulary)
         self.remove(name)
@@ -101,14 +117,15 @@ class JointStudent:
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """The adapter of `name` as it is now: its PEFT configuration and copies of its tensors.
 
-        vocabulary: tokens, int64 and ascending, whose output rows alone are exported; None: the student's.
+        vocabulary: the tokens, int64 and ascending, of its output rows; None: those of the draft base.
         """
+        vocabulary = self.general if vocabulary is None else vocabulary.to(self.general.device)
         tensors, ranks = {}, {}
         for module, part in self._parts(name).items():
             ranks[module] = len(part.a)
             b: torch.Tensor = part.b
-            if module == HEAD and vocabulary is not None:
-                b = rows_for(b, self.draft.vocabulary, vocabulary.to(b.device))
+            if module == HEAD:
+                b = rows_for(b, self.draft.vocabulary, vocabulary)
             for key, value in ((LORA_A, part.a), (LORA_B, b)):
                 tensors[PREFIX + module + key] = (
                     value.detach().to("cpu", torch.float32, copy=True).contiguous()
@@ -128,7 +145,26 @@ class JointStudent:
         plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
         return plain, tensors
 
-    def parameters(self, name: str) -> list[torch.nn.Parameter]:
+    def widen(self, vocabulary: torch.Tensor, optimisers: Iterable[torch.optim.Optimizer] = ()) -> None:
+        """Draft these tokens from now on (int64, ascending); all that could be drafted before are among them.
+
+        What was learned stays, in the adapters and in the optimisers; rows of new tokens begin at zero.
+        """
+        before, head = self.draft.vocabulary, self.layers[HEAD]
+        self.draft.vocabulary, self.lists = vocabulary, {}
+        head.base.weight = nn.Parameter(self.draft.rows(vocabulary), requires_grad=False)
+        for part in (head.adapter(name) for name in self.names):
+            if part is not None:
+                old, part.b = part.b, nn.Parameter(rows_for(part.b.detach(), before, vocabulary))
+                for optimiser in optimisers:
+                    _exchange(optimiser, old, part.b, lambda rows: rows_for(rows, before, vocabulary))
+
+    def use_lists(self, lists: Mapping[str, torch.Tensor]) -> None:
+        """Have these experts guess from their own tokens alone (int64, ascending), as they will be served."""
+        vocabulary = self.draft.vocabulary
+        self.lists = {name: places(own.to(vocabulary.device), vocabulary) for name, own in lists.items()}
+
+    def parameters(self, name: str) -> list[nn.Parameter]:
         """Those of the adapter of `name`."""
         return [p for part in self._parts(name).values() for p in part.parameters()]
 
@@ -152,6 +188,21 @@ class JointStudent:
         self._route(owners, counts)
         return self.draft.logits(hidden)
 
+    def guesses(self, hidden: torch.Tensor, owners: list[str], counts: list[int]) -> Iterator[Guesses]:
+        """As `logits`, expert by expert, each over its own list alone."""
+        first = 0
+        for name, group in groupby(zip(owners, counts, strict=True), key=lambda pair: pair[0]):
+            count = sum(number for _, number in group)
+            mine, numbers = slice(first, first + count), self.lists.get(name)
+            first += count
+            if not count:
+                continue
+            if numbers is None:
+                yield Guesses(mine, None, self.logits(hidden[mine], [name], [count]))
+                continue
+            states = hidden[mine] if self.draft.config.norm_output else self.draft.norm(hidden[mine])
+            yield Guesses(mine, numbers, self.layers[HEAD].rows(states, name, numbers))
+
     def _route(self, owners: list[str], counts: list[int]) -> None:
         pairs = groupby(zip(owners, counts, strict=True), key=lambda pair: pair[0])
         self.routing.parts = [(name, sum(count for _, count in group)) for name, group in pairs]
@@ -161,3 +212,17 @@ class JointStudent:
         device = self.draft.fc.weight.device.type
         fast = device != "cpu" or multiplies_bfloat16()
         return torch.autocast(device, torch.bfloat16) if fast else nullcontext()
+
+
+def _exchange(
+    optimiser: torch.optim.Optimizer,
+    old: nn.Parameter,
+    new: nn.Parameter,
+    change: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """Have `optimiser` move `new` where it moved `old`; `change` turns what it knows of a row likewise."""
+    for group in optimiser.param_groups:
+        group["params"] = [new if parameter is old else parameter for parameter in group["params"]]
+    if old in optimiser.state:
+        known = optimiser.state.pop(old)
+        optimiser.state[new] = {key: change(v) if v.dim() == 2 else v for key, v in known.items()}

@@ -82,6 +82,15 @@ class JointLinear(nn.Module):
             y = y + self._own(x, y)
         return y
 
+    def rows(self, x: torch.Tensor, name: str, numbers: torch.Tensor) -> torch.Tensor:
+        """The outputs `numbers` (int64, of the layer's) for x [n, in], all of whose rows belong to `name`."""
+        y = linear(x, self.base.weight[numbers])
+        shared = self.adapter(SHARED) if self.routing.shared else None
+        for part in (shared, self.adapter(name) if name != SHARED else None):
+            if part is not None:
+                y = y + linear(linear(x.to(part.a.dtype), part.a), part.b[numbers]).to(y.dtype)
+        return y
+
     def _own(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """What each row's own expert adds."""
         pieces = []

@@ -1,0 +1,114 @@
+"""The output rows of a feature drafter, where each expert guesses from a vocabulary of its own.
+
+An expert's rows are those of the target's output matrix for its own tokens, with what shared adapter and
+expert add to them. The list is short, so that the drafter's largest product is small. In a batch of several
+experts, each one's rows multiply the hidden states of its own part of the batch; the drafter's vocabulary has
+a list for each row of the batch then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from moedraft.core import SHARED
+from moedraft.cpu.products import Product
+from moedraft.drafting.adapter import HEAD, Adapter
+from moedraft.drafting.layer import LoRALinear, Multiplies
+from moedraft.drafting.merged import MergedExperts
+from moedraft.feature.model import FeatureDraft
+from moedraft.feature.vocabulary import checked, rows_for
+
+Head = tuple[torch.Tensor, Product]  # a vocabulary, int64 and ascending, and the product with its rows
+
+
+class ExpertHeads:
+    """The output layer of a feature drafter, for all experts of a bank."""
+
+    def __init__(self, draft: FeatureDraft, layer: LoRALinear, budget: int, copies: int) -> None:
+        """layer: the drafter's output layer. budget, copies: as `MergedExperts`'."""
+        self.draft, self.layer = draft, layer
+        self.general = draft.vocabulary  # the base's
+        self.base: Head = self.general, layer.with_weight(layer.base_weight())
+        self.shared = self.base  # with the shared adapter
+        self.kept = MergedExperts(budget, copies, (HEAD,))
+
+    def checked(self, vocabulary: torch.Tensor) -> torch.Tensor:
+        """A list as it was stored. Raises CorruptAdapter where it is none."""
+        return checked(vocabulary, self.draft.config.vocab_size).to(self.general.device)
+
+    def vocabulary(self, adapter: Adapter) -> torch.Tensor:
+        """The tokens that an adapter guesses."""
+        return self.general if adapter.vocabulary is None else adapter.vocabulary
+
+    def made(self, *adapters: Adapter | None) -> Product:
+        """The rows of the last adapter's vocabulary in the base, with what all these adapters add."""
+        last = adapters[-1]
+        vocabulary = self.general if last is None else self.vocabulary(last)
+        weight = self.draft.rows(vocabulary)
+        for adapter in adapters:
+            if adapter is not None and HEAD in adapter.deltas:
+                a, b = adapter.deltas[HEAD]
+                weight = weight + rows_for(b, self.vocabulary(adapter), vocabulary) @ a
+        return self.layer.with_weight(weight)
+
+    def take(
+        self,
+        changes: Mapping[str, Adapter | None],
+        ready: Mapping[str, Product],
+        experts: Mapping[str, Adapter],
+    ) -> None:
+        """Use new versions from the next forward on.
+
+        ready: output rows that were made for some of them. experts: all versions, new ones too.
+        """
+        if SHARED in changes:
+            shared = changes[SHARED]
+            self.shared = (self.vocabulary(shared), ready[SHARED]) if shared else self.base
+            self.kept.clear()
+        for expert in changes:
+            self.kept.drop(expert)
+        for expert in ready.keys() & experts.keys():
+            self.kept.keep(expert, experts[expert], {HEAD: ready[expert]})
+
+    def select(
+        self, rows: Sequence[str], present: Mapping[str, Adapter], shared: Adapter | None, *, bare: bool
+    ) -> None:
+        """Each row of the next forward guesses with its own expert's vocabulary and rows.
+
+        Without its expert's, with the shared adapter's, where all of the batch would not fit into memory.
+        """
+        found = self.kept.of(present, lambda adapter: {HEAD: self.made(shared, adapter)}) or {}
+        heads = {name: (self.vocabulary(present[name]), products[HEAD]) for name, products in found.items()}
+        heads[SHARED] = self.base if bare else self.shared
+        owners = [row if row in heads else SHARED for row in rows]
+        if len(set(owners)) == 1:
+            self.draft.vocabulary, self.layer.product = heads[owners[0]]
+            return
+        width = max(len(heads[owner][0]) for owner in owners)
+        names = self.general.new_zeros(len(owners), width)
+        for row, owner in enumerate(owners):
+            names[row, : len(heads[owner][0])] = heads[owner][0]
+        self.draft.vocabulary = names
+        self.layer.product = SeveralHeads(owners, {name: heads[name][1] for name in owners}, width)
+
+
+class SeveralHeads:
+    """Output rows of several experts over one batch; what a row has behind its own list is −inf."""
+
+    def __init__(self, owners: Sequence[str], products: Mapping[str, Multiplies], width: int) -> None:
+        """owners: whose product multiplies each row of the batch. width: of the longest list."""
+        self.width = width
+        self.groups = [
+            (torch.tensor([row for row, name in enumerate(owners) if name == owner]), products[owner])
+            for owner in dict.fromkeys(owners)
+        ]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [B, T, H] → [B, T, width]"""
+        y = x.new_full((*x.shape[:-1], self.width), -torch.inf)
+        for rows, product in self.groups:
+            logits = product(x[rows])
+            y[rows, :, : logits.shape[-1]] = logits
+        return y

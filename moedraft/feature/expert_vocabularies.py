@@ -1,0 +1,64 @@
+"""Which tokens each expert of a joint trainer drafts: those that its domain's traffic holds.
+
+The shared adapter, which drafts where no expert is known, has the draft base's own list and what all experts
+have beside it, up to a bound. Lists live as long as the trainer, and come back from the stored versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from moedraft.core import SHARED, ReplayRecord
+from moedraft.feature.vocabulary import counted, own_vocabulary, ranked, union
+
+OWN_TOKENS = 4096  # of an expert, unless the draft base has fewer
+MOST_SHARED = 16_384  # of the shared adapter, unless the draft base has more
+
+
+class Vocabularies:
+    """The lists of all adapters, int64 and ascending."""
+
+    def __init__(self, general: torch.Tensor, vocab_size: int, always: Iterable[int] = ()) -> None:
+        """general: the draft base's list. always: tokens that no list may lack, as those that end answers."""
+        self.general, self.always = general.cpu(), sorted(always)
+        self.size = min(OWN_TOKENS, len(general))
+        self.useful = self.size < vocab_size  # else every list would hold all tokens
+        self._lists: dict[str, torch.Tensor] = {}
+
+    def of(self, name: str) -> torch.Tensor | None:
+        """None: the draft base's."""
+        return self._lists.get(name)
+
+    def restore(self, name: str, vocabulary: torch.Tensor | None) -> None:
+        """The list of the version that `name` goes on from."""
+        if vocabulary is not None:
+            self._lists[name] = vocabulary.to(torch.int64)
+        else:
+            self._lists.pop(name, None)
+
+    def choose(self, records: Mapping[str, Sequence[ReplayRecord]]) -> None:
+        """New lists for the experts with these records, by domain, and for the shared adapter.
+
+        The tokens of the records come first, then those of the list before, then the commonest general ones.
+        """
+        if not self.useful:
+            return
+        together = counted(record for some in records.values() for record in some)
+        general = ranked(self.general, together)
+        for name, some in records.items():
+            if name != SHARED and some:
+                before = self._lists.get(name)
+                fill = general if before is None else [*before.tolist(), *general]
+                self._lists[name] = own_vocabulary(counted(some), self.size, fill, self.always)
+        known = set(self.general.tolist())
+        others = [token for token in self.all().tolist() if token not in known]
+        room = max(MOST_SHARED - len(known), 0)
+        chosen = ranked(torch.tensor(others, dtype=torch.int64), together)[:room]
+        if chosen:
+            self._lists[SHARED] = union([self.general, torch.tensor(chosen)])
+
+    def all(self) -> torch.Tensor:
+        """Every token that some adapter or the draft base drafts."""
+        return union([self.general, *self._lists.values()])

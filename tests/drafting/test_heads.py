@@ -1,0 +1,229 @@
+"""Experts of a feature drafter that guess from vocabularies of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from moedraft.core import SHARED, CorruptAdapter, SamplingParams
+from moedraft.drafting.adapter import HEAD, LORA_A, LORA_B, PREFIX, Adapter
+from moedraft.drafting.base import FeatureBase, first_guesses, load_feature_base
+from moedraft.drafting.feature import FeatureDrafter
+from moedraft.drafting.lora import ExpertBank
+from moedraft.engine.engine import Engine
+from moedraft.feature.checkpoint import save_draft
+from moedraft.feature.config import config_for
+from moedraft.feature.model import FeatureDraft
+from moedraft.models import LanguageModel
+from moedraft.routing.selector import FixedSelector
+
+from random_models import VOCAB, prompts_of, random_model
+from tiny import NumberTokenizer
+
+GENERAL = torch.arange(1, VOCAB, 2)
+INSIDE = torch.arange(1, VOCAB, 6)  # a part of the general list
+OUTSIDE = torch.arange(0, VOCAB, 3)  # half of it is not in the general list
+LISTS = {"inside": INSIDE, "outside": OUTSIDE, "general": None}
+
+
+@pytest.fixture(scope="module")
+def target() -> LanguageModel:
+    return random_model("llama", 0)
+
+
+@pytest.fixture(params=[True, False], ids=["fast", "plain"])
+def base(target: LanguageModel, tmp_path: Path, request: pytest.FixtureRequest) -> FeatureBase:
+    torch.manual_seed(5)
+    config = config_for(target.hf.config, draft_vocab_size=len(GENERAL), feature_layers=(0, 1, 2))
+    layers = target.hf.get_input_embeddings(), target.hf.get_output_embeddings()
+    save_draft(
+        FeatureDraft(config, GENERAL, *(layer.weight.detach() for layer in layers)), tmp_path / "draft"
+    )
+    found = load_feature_base(tmp_path / "draft", target)
+    found.cpu_fast_paths = request.param
+    return found
+
+
+def base_dtype(bank: ExpertBank) -> torch.dtype:
+    return bank.layers[HEAD].base_weight().dtype
+
+
+def adapter_of(bank: ExpertBank, seed: int, vocabulary: torch.Tensor | None, scale: float = 0.3) -> Adapter:
+    generator = torch.Generator().manual_seed(seed)
+    deltas = {}
+    for name in sorted(bank.tail):
+        out, inner = bank.layers[name].base_weight().shape
+        rows = len(vocabulary) if name == HEAD and vocabulary is not None else out
+        a, b = (torch.randn(*shape, generator=generator) * scale for shape in ((4, inner), (rows, 4)))
+        deltas[name] = (a.to(base_dtype(bank)), b.to(base_dtype(bank)))
+    return Adapter(seed, deltas, vocabulary)
+
+
+def bank_of(base: FeatureBase, shared: torch.Tensor | None = None) -> ExpertBank:
+    """A bank with an expert for each list, and a shared adapter."""
+    bank = ExpertBank(base)
+    bank.publish(SHARED, adapter_of(bank, 7, shared))
+    for seed, (name, tokens) in enumerate(LISTS.items(), start=1):
+        bank.publish(name, adapter_of(bank, seed, tokens))
+    return bank
+
+
+def logits_of(base: FeatureBase, bank: ExpertBank, rows: list[str]) -> torch.Tensor:
+    """[B, V] after the same hidden state in each row; −inf for what cannot be guessed."""
+    hidden = torch.randn(1, 1, base.hf.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    bank.select(rows)
+    logits = base.hf.logits(hidden.expand(len(rows), 1, -1))[:, 0]
+    every = torch.full((len(rows), VOCAB), -torch.inf)
+    return every.scatter_reduce_(1, base.hf.vocabulary.expand_as(logits), logits, "amax")
+
+
+@pytest.mark.parametrize("shared", [None, OUTSIDE, torch.arange(VOCAB)], ids=["general", "other", "all"])
+def test_a_row_has_the_logits_of_its_own_list_in_any_batch(
+    base: FeatureBase, shared: torch.Tensor | None
+) -> None:
+    bank = bank_of(base, shared)
+    rows = ["outside", SHARED, "inside", "general", "outside", "nobody"]
+    mixed = logits_of(base, bank, rows)
+    for row, name in zip(mixed, rows, strict=True):
+        alone = logits_of(base, bank, [name])[0]
+        own = {SHARED: shared, "nobody": shared}.get(name, LISTS.get(name))
+        assert alone.isfinite().nonzero()[:, 0].tolist() == (GENERAL if own is None else own).tolist()
+        torch.testing.assert_close(row, alone, rtol=1e-4, atol=1e-4)
+
+
+def test_exact_batches_do_not_round_differently(base: FeatureBase) -> None:
+    """Not even in half precision, where a sum of products and a product of a sum differ in most digits."""
+    base.hf.to(torch.bfloat16)
+    bank = bank_of(base, OUTSIDE)
+    rows = ["outside", SHARED, "inside", "general"]
+    hidden = torch.randn(4, 1, base.hf.config.hidden_size).bfloat16()
+
+    def output(names: list[str], states: torch.Tensor, exact: bool) -> list[torch.Tensor]:
+        bank.select(names, exact=exact)
+        after = base.hf.layers[0].mlp(states)
+        return [after, base.hf.logits(states)]
+
+    for exact in (True, False):
+        together = output(rows, hidden, exact)
+        same = [
+            torch.equal(alone[0], whole[i][:, : alone.shape[-1]])
+            for i, name in enumerate(rows)
+            for alone, whole in zip(output([name], hidden[i : i + 1], exact), together, strict=True)
+        ]
+        assert all(same) == exact
+
+
+def test_rows_are_those_of_base_shared_adapter_and_expert_together(base: FeatureBase) -> None:
+    """Against the sum written out for one token that only the expert and one that all of them can guess."""
+    bank = bank_of(base)
+    output, (shared, own) = base.hf.output, (bank.shared, bank.experts["outside"])
+    assert shared is not None
+    hidden = torch.randn(1, 1, base.hf.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    normed = base.hf.norm(hidden)[0, 0]
+    logits = logits_of(base, bank, ["outside"])[0]
+    both, alone = 3, 6
+    (sa, sb), (oa, ob) = shared.deltas[HEAD], own.deltas[HEAD]
+    of_shared = sb[GENERAL.tolist().index(both)] @ (sa @ normed)
+    of_own = {token: ob[OUTSIDE.tolist().index(token)] @ (oa @ normed) for token in (both, alone)}
+    torch.testing.assert_close(logits[both], output[both] @ normed + of_shared + of_own[both])
+    torch.testing.assert_close(logits[alone], output[alone] @ normed + of_own[alone])
+
+
+def test_rows_that_a_checkpoint_has_trained_stay_its_own(base: FeatureBase) -> None:
+    own = torch.randn(len(GENERAL), base.hf.config.hidden_size)
+    base.hf.trained = (GENERAL, own)
+    rows = base.hf.rows(torch.tensor([2, 3, 4, 5]))
+    assert torch.equal(rows[[1, 3]], own[[1, 2]])
+    assert torch.equal(rows[[0, 2]], base.hf.output[[2, 4]])
+
+
+def test_the_bare_base_guesses_from_the_general_list(base: FeatureBase) -> None:
+    bank = bank_of(base, OUTSIDE)
+    bank.bare(True)
+    assert logits_of(base, bank, ["outside"])[0].isfinite().nonzero()[:, 0].tolist() == GENERAL.tolist()
+    bank.bare(False)
+    assert logits_of(base, bank, ["outside"])[0].isfinite().nonzero()[:, 0].tolist() == OUTSIDE.tolist()
+
+
+def test_a_new_version_may_have_another_list(base: FeatureBase, target: LanguageModel) -> None:
+    bank = bank_of(base)
+    text = prompts_of(1, seed=2, longest=80)[0]
+    for number, tokens in enumerate([OUTSIDE, INSIDE, None], start=10):
+        bank.publish("outside", adapter_of(bank, number, tokens))
+        bank.select(["outside"])
+        allowed = set((GENERAL if tokens is None else tokens).tolist())
+        guesses = first_guesses(base, target, text)
+        assert set(guesses[2:]) <= allowed
+
+
+NAMES = ["outside", "inside", SHARED]
+
+
+def answers(
+    base: FeatureBase,
+    bank: ExpertBank,
+    target: LanguageModel,
+    jobs: list[tuple[int, list[int]]],
+    **sampling: float,
+) -> list[list[int]]:
+    """The answers to (number, prompt) pairs, in one batch where they fit; the experts take turns."""
+    drafter = FeatureDrafter(base.hf, bank, 4, VOCAB)
+    slots = min(4, len(jobs))
+    engine = Engine(
+        target, NumberTokenizer(), drafter, FixedSelector(), max_batch_size=slots, adaptive_budget=False
+    )
+    ids = [
+        engine.add(prompt, SamplingParams(max_tokens=30, seed=i, **sampling), expert=NAMES[i % 3])
+        for i, prompt in jobs
+    ]
+    done: dict[str, list[int]] = {}
+    step = 0
+    while engine.has_work:
+        if not sampling and step % 5 == 2:  # lists are exchanged in mid-answer
+            tokens = [OUTSIDE, INSIDE, None][step % 3]
+            bank.publish(NAMES[step % 2], adapter_of(bank, step, tokens, [0.01, 10.0][step % 2]))
+        done |= {o.request_id: o.token_ids for o in engine.step() if o.finish_reason}
+        step += 1
+    return [done[i] for i in ids]
+
+
+def test_greedy_answers_of_mixed_batches_stay_the_targets(base: FeatureBase, target: LanguageModel) -> None:
+    prompts = prompts_of(6, seed=6)
+    plain = Engine(target, NumberTokenizer(), None, FixedSelector())
+    expected = plain.generate(prompts, SamplingParams(max_tokens=30))
+    found = answers(base, bank_of(base), target, list(enumerate(prompts)))
+    assert found == [output.token_ids for output in expected]
+
+
+def test_a_seeded_answer_is_the_same_alone_and_among_others(base: FeatureBase, target: LanguageModel) -> None:
+    bank, jobs = bank_of(base), list(enumerate(prompts_of(6, seed=6)))
+    together = answers(base, bank, target, jobs, temperature=0.9)
+    assert together == [answers(base, bank, target, [job], temperature=0.9)[0] for job in jobs]
+
+
+def stored(bank: ExpertBank, vocabulary: torch.Tensor) -> dict[str, torch.Tensor]:
+    deltas = adapter_of(bank, 1, vocabulary).deltas
+    return {
+        PREFIX + name + key: value
+        for name, pair in deltas.items()
+        for key, value in zip((LORA_A, LORA_B), pair, strict=True)
+    }
+
+
+def test_a_stored_list_is_checked(base: FeatureBase) -> None:
+    bank = ExpertBank(base)
+    tensors = stored(bank, OUTSIDE)
+    found = bank.read(3, {"r": 4, "lora_alpha": 4}, tensors, OUTSIDE.to(torch.int32))
+    assert found.vocabulary is not None
+    assert torch.equal(found.vocabulary, OUTSIDE)
+    for wrong in (OUTSIDE.flip(0), OUTSIDE + VOCAB, OUTSIDE[:-1], None):
+        with pytest.raises(CorruptAdapter):
+            bank.read(3, {"r": 4, "lora_alpha": 4}, tensors, wrong)
+
+
+def test_an_independent_draft_takes_no_list() -> None:
+    bank = ExpertBank(random_model("llama", 1))
+    with pytest.raises(CorruptAdapter, match="no feature drafter"):
+        bank.read(1, {}, {}, OUTSIDE)
