@@ -10,7 +10,7 @@ from rounds import chain, row
 
 from moedraft.core import Sequence
 from moedraft.engine.capture import Capture
-from moedraft.engine.round import Observer, Round
+from moedraft.engine.round import Learner, Round
 from moedraft.engine.target import TargetRunner
 from moedraft.evidence import Evidence, Proposal, Rows
 
@@ -48,7 +48,7 @@ class Rig:
         table: torch.Tensor | None = None,
         hidden: tuple[int, ...] = (),
         ragged: bool = False,
-        observers: tuple[Observer, ...] = (),
+        observers: tuple[Learner, ...] = (),
     ) -> None:
         self.rows = rows
         self.target = TinyLM(random_table(VOCAB, 1) if table is None else table)
