@@ -100,3 +100,38 @@ def test_links_lead_somewhere(document: Path) -> None:
 def test_a_broken_link_is_found() -> None:
     text = "[a](docs/none.md) [b](README.md#nowhere) [c](README.md#serve-it) [d](https://example.org/x)"
     assert broken_links(ROOT / "README.md", text) == ["docs/none.md", "README.md#nowhere"]
+
+
+NAMED = re.compile(r"`([\w/]+\.(?:py|md|json))(?:: (\w+))?`")
+COUNTED = re.compile(r"`([\w/]+\.py)`[ ,(]+(\d+) lines")
+
+
+def named_file(name: str) -> Path | None:
+    """The file that a page of architecture means: inside `moedraft/`, or beside it."""
+    return next((path for path in (ROOT / "moedraft" / name, ROOT / name) if path.is_file()), None)
+
+
+def wrong_names(text: str) -> list[str]:
+    """What a text says of files and their contents that is not so."""
+    wrong = []
+    for name, inside in NAMED.findall(text):
+        file = named_file(name)
+        if file is None:
+            wrong.append(f"{name} does not exist")
+        elif inside and not re.search(rf"^ *(?:def|class) {inside}\b", file.read_text("utf-8"), re.MULTILINE):
+            wrong.append(f"{name} has no {inside}")
+    for name, lines in COUNTED.findall(text):
+        if (file := named_file(name)) is None or len(file.read_text("utf-8").splitlines()) != int(lines):
+            wrong.append(f"{name} does not have {lines} lines")
+    return wrong
+
+
+def test_the_architecture_names_what_exists() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    assert len(NAMED.findall(text)) > 50
+    assert wrong_names(text) == []
+
+
+def test_a_wrong_name_in_the_architecture_is_found() -> None:
+    text = "`engine/rounds.py`, `engine/round.py: verified`, `engine/round.py` (1 lines)"
+    assert len(wrong_names(text)) == 3
