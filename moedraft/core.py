@@ -117,6 +117,9 @@ class SpeculationStats:
     accepted_at: list[int] = field(default_factory=list)  # those accepted
     num_lookup_tokens: int = 0  # draft tokens that were looked up in the text instead
     num_accepted_lookup_tokens: int = 0
+    # Of `drafted_at` and `accepted_at`, what the shared adapter drafted though the request has an expert.
+    shared_drafted_at: list[int] = field(default_factory=list)
+    shared_accepted_at: list[int] = field(default_factory=list)
 
     @property
     def draft_acceptance_rate(self) -> float | None:
@@ -127,6 +130,12 @@ class SpeculationStats:
     def mean_acceptance_length(self) -> float | None:
         """Emitted tokens per verification with a draft, the bonus token included; None without a draft."""
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
+
+    @property
+    def first_step_share(self) -> float | None:
+        """How often the model's first guess of a round was the target's token; None without a draft."""
+        drafted, accepted = sum(self.drafted_at[:1]), sum(self.accepted_at[:1])
+        return accepted / drafted if drafted else None
 
 
 @dataclass
