@@ -76,6 +76,11 @@ def change_of_first_step_share(stats: ExpertStats) -> Change | None:
     )
 
 
+def newest(stats: ExpertStats | None) -> Window:
+    """The last requests of an expert; its first ones where it had no others yet."""
+    return (stats.recent_window or stats.first_window or ()) if stats else ()
+
+
 def _ratio(pairs: Iterable[Pair]) -> float | None:
     kept = list(pairs)
     whole = sum(y for _, y in kept)

@@ -11,8 +11,7 @@ down_revision = "0003"
 FIRST = 20
 
 KEPT = sa.text(
-    "SELECT num_tokens, num_steps, drafted_at, accepted_at FROM requests "
-    "WHERE expert = :expert ORDER BY id"
+    "SELECT num_tokens, num_steps, drafted_at, accepted_at FROM requests WHERE expert = :expert ORDER BY id"
 )
 FILL = sa.text(
     "UPDATE request_totals SET first_guesses = :guesses, accepted_first_guesses = :accepted, "
