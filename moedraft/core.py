@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -130,6 +131,15 @@ class SpeculationStats:
     def mean_acceptance_length(self) -> float | None:
         """Emitted tokens per verification with a draft, the bonus token included; None without a draft."""
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
+
+    @property
+    def own_drafted_at(self) -> list[int]:
+        """Of `drafted_at`, what the request's own expert drafted."""
+        return [n - m for n, m in zip_longest(self.drafted_at, self.shared_drafted_at, fillvalue=0)]
+
+    @property
+    def own_accepted_at(self) -> list[int]:
+        return [n - m for n, m in zip_longest(self.accepted_at, self.shared_accepted_at, fillvalue=0)]
 
     @property
     def first_step_share(self) -> float | None:

@@ -248,10 +248,15 @@ class Stage:
         spec = self.scrape.spec
         return ratio(spec("accepted_tokens", **labels), spec("draft_tokens", **labels))
 
-    def mean_length(self, expert: str) -> float:
-        """As `/metrics` has it."""
+    def per_step(self, **labels: str) -> float | None:
+        """Tokens per step of the target, as `/metrics` has it."""
+        total = self.scrape.total
+        return ratio(total("generation_tokens_total", **labels), total("target_steps_total", **labels))
+
+    def first_share(self, **labels: str) -> float | None:
+        """How often the first guess was right, as `/metrics` has it."""
         spec = self.scrape.spec
-        return 1 + spec("accepted_tokens", expert=expert) / spec("drafts", expert=expert)
+        return ratio(spec("accepted_tokens_per_pos", position="0", **labels), spec("drafts", **labels))
 
 
 def ratio(part: float, whole: float) -> float | None:
@@ -273,6 +278,25 @@ def rate(rows: list[RequestStats]) -> float | None:
 def length(rows: list[RequestStats]) -> float | None:
     extra = ratio(accepted(rows), sum(row.speculation.num_drafts for row in rows))
     return None if extra is None else 1 + extra
+
+
+def speed(rows: list[RequestStats]) -> float | None:
+    return ratio(sum(row.num_tokens for row in rows), sum(row.speculation.num_steps for row in rows))
+
+
+def guesses(rows: list[RequestStats]) -> tuple[int, int]:
+    """First guesses of rounds, and how many of them were right."""
+    counts = [(row.speculation.drafted_at[:1], row.speculation.accepted_at[:1]) for row in rows]
+    return sum(sum(made) for made, _ in counts), sum(sum(right) for _, right in counts)
+
+
+def first_share(rows: list[RequestStats]) -> float | None:
+    made, right = guesses(rows)
+    return ratio(right, made)
+
+
+def decimal(figure: float | None) -> str:
+    return "–" if figure is None else f"{figure:.2f}"
 
 
 def sureness(rows: list[RequestStats]) -> float | None:
@@ -325,8 +349,8 @@ READ = """() => ({
         [...panel.querySelectorAll('tbody tr')].map(row => [
             row.dataset.expert ?? null,
             [...row.cells].map(cell => [cell.dataset.key ?? null, cell.dataset.value ?? null])]),
-        [...panel.querySelectorAll('.legend li')].map(
-            one => [one.querySelector('span').textContent, one.querySelector('b').textContent]),
+        [...panel.querySelectorAll('.legend li, .small-one p')].map(
+            one => [one.querySelector('span, a').textContent, one.querySelector('b').textContent]),
         [...panel.querySelectorAll('.chart svg text')].map(one => one.textContent)]),
     choice: [...document.querySelectorAll('nav.choice a')].map(
         one => [one.querySelector('span').textContent, one.querySelector('b').textContent]),
@@ -453,6 +477,7 @@ def test_clients_metrics_and_store_agree(stage: Stage) -> None:
         assert len(own) == sum(one.answers for one in told)
         sums = {
             "generation_tokens_total": (sum(one.tokens for one in told), sum(r.num_tokens for r in own)),
+            "target_steps_total": (sum(r.speculation.num_steps for r in own),) * 2,
             "prompt_tokens_total": (
                 sum(one.prompt_tokens * one.answers for one in told),
                 sum(r.num_prompt_tokens for r in own),
@@ -528,15 +553,18 @@ def check_sources(stage: Stage, table: list[Row]) -> None:
         }
 
 
-def check_acceptance_by_expert(stage: Stage, table: list[Row]) -> None:
+def check_per_step(stage: Stage, table: list[Row]) -> None:
     for row, own in by_step(stage.rows, table):
         assert row.pop("at")
-        rates = {f"expert {name}": rate([one for one in own if one.expert == name]) for name in EXPERTS}
-        assert row == {"all": rate(own), **rates}
+        speeds = {f"expert {name}": speed([one for one in own if one.expert == name]) for name in EXPERTS}
+        assert row == {"all": speed(own), **speeds}
 
 
-def check_acceptance(stage: Stage, table: list[Row], expert: str) -> None:
+def check_progress(stage: Stage, table: list[Row], expert: str) -> None:
     for row, own in by_step(stage.of(expert), table):
+        assert (row["tokens"], row["tokens_per_step"]) == (sum(one.num_tokens for one in own), speed(own))
+        assert (row["first_guesses"], row["accepted_first_guesses"]) == guesses(own)
+        assert row["first_step_share"] == first_share(own)
         assert (row["requests"], row["draft_tokens"], row["accepted_tokens"]) == (
             len(own),
             drafted(own),
@@ -564,8 +592,10 @@ def check_unknown(stage: Stage, table: list[Row]) -> None:
 def test_overview(stage: Stage, tabs: Tabs, client: httpx.Client) -> None:
     seen, scrape = tabs.see(PAGES["overview"]), stage.scrape
     assert seen.figures["requests"] == scrape.total("request_success_total") == len(stage.rows)
-    assert seen.figures["acceptance"] == stage.acceptance() == rate(stage.rows)
-    assert seen.texts["acceptance"] == percent(stage.acceptance())
+    assert seen.figures["tokens_per_step"] == stage.per_step() == speed(stage.rows)
+    assert seen.texts["tokens_per_step"] == decimal(stage.per_step())
+    assert seen.figures["first_step_share"] == stage.first_share() == first_share(stage.rows)
+    assert seen.texts["first_step_share"] == percent(stage.first_share(), 1)
     assert seen.figures["tokens_per_second"] == scrape.total("tokens_per_second") > 0
     assert seen.figures["running"] == scrape.total("num_requests_running") == 0
     assert seen.figures["speedup"] == (scrape.total("speedup") if scrape.has("speedup") else None)
@@ -578,12 +608,12 @@ def test_overview(stage: Stage, tabs: Tabs, client: httpx.Client) -> None:
     }
     tokens = sum(row.num_tokens for row in stage.rows)
     assert scrape.total("generation_tokens_total") == tokens
-    expect(tabs.page("").get_by_text(f"{tokens} tokens, all time.")).to_be_visible()
+    expect(tabs.page("").get_by_text(f"{tokens} tokens, all time; 1 is plain.")).to_be_visible()
     check_throughput(stage, seen.panels["throughput"][::-1])
-    check_acceptance_by_expert(stage, seen.panels["acceptance_by_expert"][::-1])
+    check_per_step(stage, seen.panels["tokens_per_step"][::-1])
     check_sources(stage, seen.panels["sources"][::-1])
-    legend = {name: percent(stage.acceptance(expert=name)) for name in EXPERTS}
-    assert seen.legends["acceptance_by_expert"] == {"all experts": percent(stage.acceptance()), **legend}
+    heads = {name: decimal(stage.per_step(expert=name)) for name in EXPERTS}
+    assert seen.legends["tokens_per_step"] == heads
 
 
 def test_each_expert_in_the_overview(stage: Stage, tabs: Tabs, client: httpx.Client) -> None:
@@ -593,11 +623,11 @@ def test_each_expert_in_the_overview(stage: Stage, tabs: Tabs, client: httpx.Cli
     assert [row["expert"] for row in rows] == [SHARED, *DOMAINS]
     for row in rows:
         name = row["expert"]
-        now = rate([one for one in stage.of(name) if one.speculation.num_draft_tokens][-50:])
-        assert row["recent_acceptance_rate"] == now == stage.acceptance(expert=name)
-        assert row["change"] == 0  # fewer than 20 requests are both the first and the last
+        assert row["recent_tokens_per_step"] == stage.per_step(expert=name) == speed(stage.of(name))
+        assert row["recent_first_step_share"] == stage.first_share(expert=name)
+        # Fewer than 20 requests are the first and the last, so there is nothing to compare.
+        assert row["tokens_per_step_change"] is row["first_step_share_change"] is None
         assert row["share"] == len(stage.of(name)) / len(stage.rows)
-        assert row["mean_acceptance_length"] == stage.mean_length(name)
         assert row["replay_size"] == kept[name]
         assert row["version"] == versions.get(name, 0)
 
@@ -606,15 +636,14 @@ def test_each_expert_in_the_overview(stage: Stage, tabs: Tabs, client: httpx.Cli
 def test_one_expert(stage: Stage, tabs: Tabs, client: httpx.Client, name: str) -> None:
     seen, own = tabs.see(f"experts?expert={name}"), stage.of(name)
     figures = seen.figures
-    now = stage.acceptance(expert=name)
-    assert figures["recent_acceptance_rate"] == figures["first_acceptance_rate"] == now == rate(own)
-    assert seen.texts["recent_acceptance_rate"] == percent(now, 1)
-    assert figures["mean_acceptance_length"] == stage.mean_length(name) == length(own)
+    assert figures["recent_tokens_per_step"] == stage.per_step(expert=name) == speed(own)
+    assert figures["recent_first_step_share"] == stage.first_share(expert=name) == first_share(own)
+    assert seen.texts["recent_first_step_share"] == percent(first_share(own), 1)
     assert figures["share"] == len(own) / len(stage.rows)
     assert figures["replay_size"] == client.get("/admin/replay").json()["records"][name]
     assert figures["version"] == (PHASES - 1 if name == "python" else 0)
-    assert seen.choice == {one: percent(stage.acceptance(expert=one)) for one in EXPERTS}
-    check_acceptance(stage, seen.panels["acceptance"][::-1], name)
+    assert seen.choice == {one: decimal(stage.per_step(expert=one)) for one in EXPERTS}
+    check_progress(stage, seen.panels["progress"][::-1], name)
     check_positions(stage, seen, name)
     check_languages(stage, seen, name)
     check_versions(stage, seen.panels["versions"], client, name)
@@ -646,9 +675,10 @@ def check_languages(stage: Stage, seen: Seen, name: str) -> None:
     assert [row["requests"] for row in table] == sorted(requests.values(), reverse=True)
     for row in table:
         place = {"expert": name, "lang": row["lang"]}
-        assert row["draft_tokens"] == scrape.spec("draft_tokens", **place)
-        assert row["accepted_tokens"] == scrape.spec("accepted_tokens", **place)
-        assert row["acceptance_rate"] == stage.acceptance(**place)
+        assert row["steps"] == scrape.total("target_steps_total", **place)
+        assert row["tokens_per_step"] == stage.per_step(**place)
+        assert row["first_guesses"] == scrape.spec("drafts", **place)
+        assert row["first_step_share"] == stage.first_share(**place)
         assert row["lang"] in seen.drawn["by_language"]
 
 
@@ -668,7 +698,8 @@ def check_versions(stage: Stage, table: list[Row], client: httpx.Client, name: s
             "parent": version.parent,
             "held_out_acceptance": 0.5 + version.version / 16,
             "requests": len(own),
-            "acceptance_rate": rate(own),
+            "tokens_per_step": speed(own),
+            "first_step_share": first_share(own),
         }
 
 
@@ -752,14 +783,14 @@ Check = Callable[[Stage, list[Row]], None]
 MOVING: dict[str, Check] = {  # tables whose steps go with the clock
     "throughput": check_throughput,
     "sources": check_sources,
-    "acceptance_by_expert": check_acceptance_by_expert,
-    "acceptance": lambda stage, table: check_acceptance(stage, table, "python"),
+    "tokens_per_step": check_per_step,
+    "progress": lambda stage, table: check_progress(stage, table, "python"),
     "shares": check_shares,
     "unknown": check_unknown,
 }
 FILES = {
-    "overview": ("throughput", "sources", "acceptance_by_expert", "experts"),
-    "experts": ("acceptance", "by_position", "by_language", "versions"),
+    "overview": ("throughput", "sources", "tokens_per_step", "experts"),
+    "experts": ("progress", "by_position", "by_language", "versions"),
     "router": ("confidences", "shares", "unknown"),
     "learning": ("updates", "updates_by_expert"),
 }
@@ -803,13 +834,15 @@ def check_experts_file(stage: Stage, written: list[Row], shown: list[Row]) -> No
     scrape = stage.scrape
     for row, on_page in zip(written, shown, strict=True):
         name, own = row["expert"], stage.of(row["expert"])
-        assert {key: row[key] for key in on_page if key != "change"} == {
-            key: cell for key, cell in on_page.items() if key != "change"
-        }
+        assert {key: row[key] for key in on_page} == on_page
         assert row["requests"] == row["all_requests"] == len(own)
-        assert row["acceptance_rate"] == row["first_acceptance_rate"] == stage.acceptance(expert=name)
+        assert row["acceptance_rate"] == stage.acceptance(expert=name)
+        assert row["tokens_per_step"] == row["recent_tokens_per_step"] == stage.per_step(expert=name)
+        assert row["first_step_share"] == stage.first_share(expert=name)
         assert row["updates"] == sum(update["expert"] == name for update in stage.updates)
         assert row["all_tokens"] == scrape.total("generation_tokens_total", expert=name)
+        assert row["all_steps"] == scrape.total("target_steps_total", expert=name)
+        assert row["all_first_guesses"] == scrape.spec("drafts", expert=name)
         assert row["all_drafts"] == scrape.spec("drafts", expert=name)
         assert row["all_draft_tokens"] == scrape.spec("draft_tokens", expert=name)
         assert row["all_accepted_tokens"] == scrape.spec("accepted_tokens", expert=name)

@@ -85,7 +85,7 @@ class ExpertPanels:
                     look,
                     "by_position",
                     "By place in the draft",
-                    "Accepted of the tokens drafted at this place. Later ones build on those before them.",
+                    "Accepted of the tokens that were drafted at this place.",
                     "Nothing was drafted in this time.",
                 ),
                 languages=Panel(
