@@ -118,7 +118,8 @@ class SpeculationStats:
     accepted_at: list[int] = field(default_factory=list)  # those accepted
     num_lookup_tokens: int = 0  # draft tokens that were looked up in the text instead
     num_accepted_lookup_tokens: int = 0
-    # Of `drafted_at` and `accepted_at`, what the shared adapter drafted though the request has an expert.
+    # Of `drafted_at` and `accepted_at`, what the shared adapter drafted: for a request without an expert, for
+    # one that is not routed yet, or in place of its expert.
     shared_drafted_at: list[int] = field(default_factory=list)
     shared_accepted_at: list[int] = field(default_factory=list)
 
@@ -133,12 +134,12 @@ class SpeculationStats:
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
 
     @property
-    def own_drafted_at(self) -> list[int]:
-        """Of `drafted_at`, what the request's own expert drafted."""
+    def expert_drafted_at(self) -> list[int]:
+        """Of `drafted_at`, what an expert drafted, not the shared adapter."""
         return [n - m for n, m in zip_longest(self.drafted_at, self.shared_drafted_at, fillvalue=0)]
 
     @property
-    def own_accepted_at(self) -> list[int]:
+    def expert_accepted_at(self) -> list[int]:
         return [n - m for n, m in zip_longest(self.accepted_at, self.shared_accepted_at, fillvalue=0)]
 
     @property

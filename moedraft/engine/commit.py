@@ -56,8 +56,8 @@ def count_round(evidence: Evidence, b: int, entered: int) -> None:
         stats.num_accepted_lookup_tokens += accepted
     elif proposal.sources[b] != NOBODY:
         count_drafted(stats, drafted, accepted)
-        if proposal.experts[b] == SHARED != row.expert:
-            count_stand_in(stats, drafted, accepted)
+        if proposal.experts[b] == SHARED:
+            count_shared(stats, drafted, accepted)
         if proposal.experts[b] == row.expert:
             row.adapter_version = proposal.versions[b]
         if evidence.accepted[b] < min(entered, drafted):
@@ -73,8 +73,8 @@ def count_drafted(stats: SpeculationStats, drafted: int, accepted: int) -> None:
     stats.accepted_at = _plus_one(stats.accepted_at, accepted)
 
 
-def count_stand_in(stats: SpeculationStats, drafted: int, accepted: int) -> None:
-    """The same verification once more, where the shared adapter drafted instead of the request's expert."""
+def count_shared(stats: SpeculationStats, drafted: int, accepted: int) -> None:
+    """The same verification once more among those of the shared adapter, which drafted here."""
     stats.shared_drafted_at = _plus_one(stats.shared_drafted_at, drafted)
     stats.shared_accepted_at = _plus_one(stats.shared_accepted_at, accepted)
 

@@ -51,7 +51,7 @@ class Requests:
     langs: Codes  # [n]
     drafted_at: Counts  # [n, POSITIONS]
     accepted_at: Counts  # [n, POSITIONS]
-    shared_drafted_at: Counts  # [n, POSITIONS]; of these, by the shared adapter for an expert's request
+    shared_drafted_at: Counts  # [n, POSITIONS]; of these, what the shared adapter drafted
     shared_accepted_at: Counts  # [n, POSITIONS]
     expert_names: tuple[str, ...]
     lang_names: tuple[str, ...]
@@ -76,8 +76,9 @@ class Requests:
     def drafted_by(self, expert: str) -> Requests:
         """The requests that `expert` may have drafted for, with the drafts that it made itself alone.
 
-        Where many experts meet in a batch, the shared adapter drafts for them: these drafts are its own.
-        Read only columns about drafts from the result: tokens and steps belong to the request's expert.
+        The shared adapter drafts until a request is routed, and where many experts meet in a batch: these
+        drafts are its own. Read only columns about drafts from the result: tokens and steps are those of
+        the whole request.
         """
         if expert != SHARED:
             own = self.of(expert)

@@ -34,8 +34,8 @@ class ExpertStats:
     """One expert's sums. Rates are accepted / drafted tokens, None until something was drafted.
 
     Requests, tokens, steps, seconds and lookups are those of the requests routed to the expert; drafts,
-    draft tokens and first guesses are those that the expert itself made. Where the shared adapter drafted for
-    another expert's request, they count for `shared`.
+    draft tokens and first guesses are those that the expert itself made. What the shared adapter drafted for
+    another expert's request counts for `shared`.
     """
 
     expert: str
@@ -87,33 +87,32 @@ class Drafts:
             setattr(self, one.name, getattr(self, one.name) + sign * getattr(more, one.name))
 
 
-def all_drafts(stats: SpeculationStats) -> Drafts:
-    """All that was drafted by a model for a request."""
-    return Drafts(
-        stats.num_drafts,
-        stats.num_draft_tokens,
-        stats.num_accepted_tokens,
-        sum(stats.drafted_at[:1]),
-        sum(stats.accepted_at[:1]),
-    )
+def drafts_at(drafted_at: list[int], accepted_at: list[int]) -> Drafts:
+    """Counts by draft position → their sums."""
+    first, hit = sum(drafted_at[:1]), sum(accepted_at[:1])
+    return Drafts(first, sum(drafted_at), sum(accepted_at), first, hit)
 
 
-def shared_drafts(stats: SpeculationStats) -> Drafts:
-    """Of these, what the shared adapter drafted though the request has an expert."""
-    drafted, accepted = stats.shared_drafted_at, stats.shared_accepted_at
-    first, hit = sum(drafted[:1]), sum(accepted[:1])
-    return Drafts(first, sum(drafted), sum(accepted), first, hit)
+def shared_drafts(stats: RequestStats) -> Drafts:
+    """What the shared adapter drafted for a request that has an expert."""
+    if stats.expert == SHARED:
+        return Drafts()
+    return drafts_at(stats.speculation.shared_drafted_at, stats.speculation.shared_accepted_at)
 
 
-def own_drafts(stats: SpeculationStats) -> Drafts:
-    """What the request's own expert drafted."""
-    found = all_drafts(stats)
+def own_drafts(stats: RequestStats) -> Drafts:
+    """What the request's own expert drafted, or the shared adapter where it has none."""
+    found = drafts_at(stats.speculation.drafted_at, stats.speculation.accepted_at)
+    # Old requests have no counts by position, but these three.
+    found.drafts = stats.speculation.num_drafts
+    found.draft_tokens = stats.speculation.num_draft_tokens
+    found.accepted_tokens = stats.speculation.num_accepted_tokens
     found.add(shared_drafts(stats), -1)
     return found
 
 
 def outcome_of(stats: RequestStats) -> Outcome:
-    own = own_drafts(stats.speculation)
+    own = own_drafts(stats)
     return Outcome(
         stats.num_tokens, stats.speculation.num_steps, own.first_guesses, own.accepted_first_guesses
     )
@@ -191,7 +190,7 @@ def _stats(row: Mapping[str, Any]) -> RequestStats:
 
 def _add_to_totals(connection: Connection, expert: str, stats: list[RequestStats]) -> None:
     before = _totals(connection, expert)
-    drafting = [drafts for one in stats if (drafts := own_drafts(one.speculation)).draft_tokens]
+    drafting = [drafts for one in stats if (drafts := own_drafts(one)).draft_tokens]
     first = drafting[: max(0, FIRST - before["first_requests"])]
     window = before["first_window"]
     if window is not None:
@@ -206,14 +205,14 @@ def _add_to_totals(connection: Connection, expert: str, stats: list[RequestStats
         "first_requests": len(first),
         "first_draft_tokens": sum(one.draft_tokens for one in first),
         "first_accepted_tokens": sum(one.accepted_tokens for one in first),
-        **_summed(own_drafts(one.speculation) for one in stats),
+        **_summed(own_drafts(one) for one in stats),
     }
     _store_totals(connection, expert, before, added, window)
 
 
 def _add_stand_ins(connection: Connection, stats: Sequence[RequestStats]) -> None:
     """Count for `shared` what it drafted for the requests of experts."""
-    added = _summed(shared_drafts(one.speculation) for one in stats)
+    added = _summed(shared_drafts(one) for one in stats)
     if added["drafts"]:
         before = _totals(connection, SHARED)
         _store_totals(connection, SHARED, before, added, before["first_window"])
@@ -248,7 +247,7 @@ def _store_totals(
 
 def _summary(connection: Connection, totals: Any) -> ExpertStats:
     rows = _newest(connection, totals.expert, requests.c.num_draft_tokens > 0)
-    recent = _summed(own_drafts(one.speculation) for one in rows)
+    recent = _summed(own_drafts(one) for one in rows)
     return ExpertStats(
         expert=totals.expert,
         requests=totals.requests,

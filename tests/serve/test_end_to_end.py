@@ -19,7 +19,7 @@ import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from safetensors.torch import save_file
 from server import TARGET, Served, check_error, events, served, wait_for
 
 from moedraft.config import load_settings
-from moedraft.core import SHARED, RequestStats
+from moedraft.core import SHARED, RequestStats, SpeculationStats
 from moedraft.distill.messages import TRAINING
 from moedraft.serve.supervisor.supervisor import TrainerSupervisor
 from moedraft.showcase.shipped import examples, traffic
@@ -284,6 +284,36 @@ def speed(rows: list[RequestStats]) -> float | None:
     return ratio(sum(row.num_tokens for row in rows), sum(row.speculation.num_steps for row in rows))
 
 
+def drafted_by(rows: list[RequestStats], expert: str) -> list[RequestStats]:
+    """The requests that `expert` drafted for, with its drafts alone: the shared adapter's are its own."""
+    return [
+        replace(row, speculation=one)
+        for row in rows
+        if (one := _drafts_of(row, expert)) is not None and (row.expert == expert or one.num_drafts)
+    ]
+
+
+def _drafts_of(row: RequestStats, expert: str) -> SpeculationStats | None:
+    whole = row.speculation
+    if row.expert == expert == SHARED:
+        return whole
+    if expert == SHARED:
+        return _of_positions(whole.shared_drafted_at, whole.shared_accepted_at)
+    if row.expert == expert:
+        return _of_positions(whole.expert_drafted_at, whole.expert_accepted_at)
+    return None
+
+
+def _of_positions(drafted_at: list[int], accepted_at: list[int]) -> SpeculationStats:
+    return SpeculationStats(
+        num_drafts=sum(drafted_at[:1]),
+        num_draft_tokens=sum(drafted_at),
+        num_accepted_tokens=sum(accepted_at),
+        drafted_at=drafted_at,
+        accepted_at=accepted_at,
+    )
+
+
 def guesses(rows: list[RequestStats]) -> tuple[int, int]:
     """First guesses of rounds, and how many of them were right."""
     counts = [(row.speculation.drafted_at[:1], row.speculation.accepted_at[:1]) for row in rows]
@@ -483,26 +513,29 @@ def test_clients_metrics_and_store_agree(stage: Stage) -> None:
                 sum(r.num_prompt_tokens for r in own),
             ),
         }
-        for name in ("drafts", "draft_tokens", "accepted_tokens"):
-            kept = sum(getattr(row.speculation, f"num_{name}") for row in own)
-            sums[f"spec_decode_num_{name}_total"] = sum(one.figures[f"num_{name}"] for one in told), kept
         for name, both in sums.items():
             assert (scrape.total(name, expert=expert),) * 2 == both
+        made = drafted_by(rows, expert)
+        for name in ("drafts", "draft_tokens", "accepted_tokens"):
+            kept = sum(getattr(row.speculation, f"num_{name}") for row in made)
+            assert scrape.spec(name, expert=expert) == kept
         for lang in {row.lang for row in rows}:
-            some = [row for row in own if row.lang == lang]
+            some = [row for row in made if row.lang == lang]
             assert scrape.spec("draft_tokens", expert=expert, lang=lang) == drafted(some)
             assert scrape.spec("accepted_tokens", expert=expert, lang=lang) == accepted(some)
         for place in range(3):
             hits = sum(
-                row.speculation.accepted_at[place] for row in own if len(row.speculation.accepted_at) > place
+                row.speculation.accepted_at[place] for row in made if len(row.speculation.accepted_at) > place
             )
             assert scrape.spec("accepted_tokens_per_pos", expert=expert, position=str(place)) == hits
         ever = stage.found.system.store.requests.summary()[expert]
         assert (ever.requests, ever.draft_tokens, ever.accepted_tokens) == (
             len(own),
-            drafted(own),
-            accepted(own),
+            drafted(made),
+            accepted(made),
         )
+    for name in ("drafts", "draft_tokens", "accepted_tokens"):
+        assert scrape.spec(name) == sum(one.figures[f"num_{name}"] for one in stage.told)
 
 
 def test_what_is_kept_to_learn_from(stage: Stage, client: httpx.Client) -> None:
@@ -561,16 +594,14 @@ def check_per_step(stage: Stage, table: list[Row]) -> None:
 
 
 def check_progress(stage: Stage, table: list[Row], expert: str) -> None:
-    for row, own in by_step(stage.of(expert), table):
-        assert (row["tokens"], row["tokens_per_step"]) == (sum(one.num_tokens for one in own), speed(own))
-        assert (row["first_guesses"], row["accepted_first_guesses"]) == guesses(own)
-        assert row["first_step_share"] == first_share(own)
-        assert (row["requests"], row["draft_tokens"], row["accepted_tokens"]) == (
-            len(own),
-            drafted(own),
-            accepted(own),
-        )
-        assert (row["acceptance_rate"], row["mean_acceptance_length"]) == (rate(own), length(own))
+    for row, every in by_step(stage.rows, table):
+        own, made = [one for one in every if one.expert == expert], drafted_by(every, expert)
+        assert (row["requests"], row["tokens"]) == (len(own), sum(one.num_tokens for one in own))
+        assert row["tokens_per_step"] == speed(own)
+        assert (row["first_guesses"], row["accepted_first_guesses"]) == guesses(made)
+        assert row["first_step_share"] == first_share(made)
+        assert (row["draft_tokens"], row["accepted_tokens"]) == (drafted(made), accepted(made))
+        assert (row["acceptance_rate"], row["mean_acceptance_length"]) == (rate(made), length(made))
 
 
 def check_shares(stage: Stage, table: list[Row]) -> None:
@@ -624,7 +655,7 @@ def test_each_expert_in_the_overview(stage: Stage, tabs: Tabs, client: httpx.Cli
     for row in rows:
         name = row["expert"]
         assert row["recent_tokens_per_step"] == stage.per_step(expert=name) == speed(stage.of(name))
-        assert row["recent_first_step_share"] == stage.first_share(expert=name)
+        assert row["recent_first_step_share"] == recent_share(stage, name)
         # Fewer than 20 requests are the first and the last, so there is nothing to compare.
         assert row["tokens_per_step_change"] is row["first_step_share_change"] is None
         assert row["share"] == len(stage.of(name)) / len(stage.rows)
@@ -632,13 +663,18 @@ def test_each_expert_in_the_overview(stage: Stage, tabs: Tabs, client: httpx.Cli
         assert row["version"] == versions.get(name, 0)
 
 
+def recent_share(stage: Stage, name: str) -> float | None:
+    """Of the expert's own requests, so without what the shared adapter drafted for others."""
+    return first_share(drafted_by(stage.of(name), name))
+
+
 @pytest.mark.parametrize("name", EXPERTS)
 def test_one_expert(stage: Stage, tabs: Tabs, client: httpx.Client, name: str) -> None:
     seen, own = tabs.see(f"experts?expert={name}"), stage.of(name)
     figures = seen.figures
     assert figures["recent_tokens_per_step"] == stage.per_step(expert=name) == speed(own)
-    assert figures["recent_first_step_share"] == stage.first_share(expert=name) == first_share(own)
-    assert seen.texts["recent_first_step_share"] == percent(first_share(own), 1)
+    assert figures["recent_first_step_share"] == recent_share(stage, name)
+    assert seen.texts["recent_first_step_share"] == percent(recent_share(stage, name), 1)
     assert figures["share"] == len(own) / len(stage.rows)
     assert figures["replay_size"] == client.get("/admin/replay").json()["records"][name]
     assert figures["version"] == (PHASES - 1 if name == "python" else 0)
@@ -658,7 +694,7 @@ def check_positions(stage: Stage, seen: Seen, name: str) -> None:
         hits = scrape.spec("accepted_tokens_per_pos", expert=name, position=str(place))
         guesses = sum(
             one.speculation.drafted_at[place]
-            for one in stage.of(name)
+            for one in drafted_by(stage.rows, name)
             if len(one.speculation.drafted_at) > place
         )
         assert (row["draft_tokens"], row["accepted_tokens"]) == (guesses, hits)
@@ -699,7 +735,7 @@ def check_versions(stage: Stage, table: list[Row], client: httpx.Client, name: s
             "held_out_acceptance": 0.5 + version.version / 16,
             "requests": len(own),
             "tokens_per_step": speed(own),
-            "first_step_share": first_share(own),
+            "first_step_share": first_share(drafted_by(own, name)),
         }
 
 

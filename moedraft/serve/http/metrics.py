@@ -40,9 +40,7 @@ class PrometheusMetrics:
         self.registry = CollectorRegistry()
         self._model_name = model_name
         spec = "moedraft_spec_decode_num"
-        self._drafts = self._counter(
-            f"{spec}_drafts", "Verification steps with a draft of this expert", EXPERT
-        )
+        self._drafts = self._counter(f"{spec}_drafts", "Verifications of this expert's drafts", EXPERT)
         self._drafted = self._counter(f"{spec}_draft_tokens", "Draft tokens by this expert", EXPERT)
         self._accepted = self._counter(f"{spec}_accepted_tokens", "Of those, accepted", EXPERT)
         self._looked_up = self._counter(
@@ -81,15 +79,15 @@ class PrometheusMetrics:
         self._steps.labels(*labels).inc(stats.num_steps)
         self._looked_up.labels(*labels).inc(stats.num_lookup_tokens)
         self._lookup_accepted.labels(*labels).inc(stats.num_accepted_lookup_tokens)
-        self._count_drafts(labels, (stats.own_drafted_at, stats.own_accepted_at))
-        if stats.shared_drafted_at:
-            shared = (self._model_name, SHARED, labels[-1])
-            self._count_drafts(shared, (stats.shared_drafted_at, stats.shared_accepted_at))
+        self._count_drafts(labels, stats.expert_drafted_at, stats.expert_accepted_at)
+        shared = (self._model_name, SHARED, labels[-1])
+        self._count_drafts(shared, stats.shared_drafted_at, stats.shared_accepted_at)
         self._time(sequence)
 
-    def _count_drafts(self, labels: tuple[str, ...], drafts: tuple[list[int], list[int]]) -> None:
+    def _count_drafts(self, labels: tuple[str, ...], drafted: list[int], accepted: list[int]) -> None:
         """Count what one expert drafted: tokens drafted and accepted, by position."""
-        drafted, accepted = drafts
+        if not any(drafted):
+            return
         self._drafts.labels(*labels).inc(sum(drafted[:1]))
         self._drafted.labels(*labels).inc(sum(drafted))
         self._accepted.labels(*labels).inc(sum(accepted))
