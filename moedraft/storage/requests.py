@@ -246,8 +246,8 @@ def _store_totals(
 
 
 def _summary(connection: Connection, totals: Any) -> ExpertStats:
-    rows = _newest(connection, totals.expert, requests.c.num_draft_tokens > 0)
-    recent = _summed(own_drafts(one) for one in rows)
+    newest = _newest(connection, totals.expert)
+    recent = _summed(own_drafts(one) for one in _drafting(connection, totals.expert, newest))
     return ExpertStats(
         expert=totals.expert,
         requests=totals.requests,
@@ -265,7 +265,7 @@ def _summary(connection: Connection, totals: Any) -> ExpertStats:
         first_guesses=totals.first_guesses,
         accepted_first_guesses=totals.accepted_first_guesses,
         first_window=_window(totals.first_window),
-        recent_window=_recent_window(connection, totals),
+        recent_window=_recent_window(newest, totals.requests),
     )
 
 
@@ -273,18 +273,23 @@ def _window(rows: list[list[int]] | None) -> Window | None:
     return None if rows is None else tuple(Outcome(*row) for row in rows)
 
 
-def _recent_window(connection: Connection, totals: Any) -> Window:
+def _recent_window(newest: list[RequestStats], requests: int) -> Window:
     """The newest requests, oldest first. A request is in one window only, or the two were no comparison."""
-    later = max(0, totals.requests - FIRST)
-    newest = _newest(connection, totals.expert, limit=min(RECENT, later))
-    return tuple(outcome_of(one) for one in reversed(newest))
+    later = max(0, requests - FIRST)
+    return tuple(outcome_of(one) for one in reversed(newest[:later]))
 
 
-def _newest(
-    connection: Connection, expert: str, *wanted: ColumnElement[bool], limit: int = RECENT
-) -> list[RequestStats]:
+def _drafting(connection: Connection, expert: str, newest: list[RequestStats]) -> list[RequestStats]:
+    """The newest requests that drafted; as a rule these are the newest of all."""
+    if all(one.speculation.num_draft_tokens for one in newest):
+        return newest
+    return _newest(connection, expert, requests.c.num_draft_tokens > 0)
+
+
+def _newest(connection: Connection, expert: str, *wanted: ColumnElement[bool]) -> list[RequestStats]:
+    """The last RECENT requests of an expert, newest first."""
     query = select(requests).where(requests.c.expert == expert, *wanted).order_by(requests.c.id.desc())
-    return [_stats(dict(row)) for row in connection.execute(query.limit(limit)).mappings()]
+    return [_stats(dict(row)) for row in connection.execute(query.limit(RECENT)).mappings()]
 
 
 def _rate(accepted: int, drafted: int) -> float | None:
