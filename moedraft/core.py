@@ -343,14 +343,3 @@ def check_request(request_id: object, prompt: object, params: object, expert: ob
             raise InvalidRequest("the prompt is not valid Unicode text: it holds half a surrogate pair.")
     elif not isinstance(prompt, list | tuple) or not all(map(_is_int, prompt)):
         raise InvalidRequest("the prompt must be a string or a list of token ids (whole numbers).")
-
-
-def check_domain_name(name: str) -> str:
-    """`name` itself, or InvalidRequest where it is no slug or is reserved."""
-    if not DOMAIN_NAME.fullmatch(name):
-        raise InvalidRequest(
-            f"domain name {name!r} must be 1-64 of a-z, 0-9, '_' and '-', beginning with a letter or digit."
-        )
-    if name == SHARED:
-        raise InvalidRequest(f"the name {SHARED!r} belongs to the shared adapter; choose another.")
-    return name

@@ -4,7 +4,7 @@
     python scripts/bench_experts.py --target smollm2 --data ../shared/data --out results/smollm2/experts.json
 
 The parts are those of the server: engine, recorder, replay, joint updates, gate. The true domain of every
-prompt is given, so that the router plays no part. All systems answer the same held-out prompts greedily and in
+prompt is given, so that the router plays no part. All systems answer the same held-out prompts greedily, in
 turns:
 
     plain               the target alone

@@ -40,7 +40,7 @@ ROOMS = {
     "serve/supervisor": (4, 650),
     "serve/worker": (5, 850),
     "showcase": (8, 850),
-    "storage": (16, 2450),
+    "storage": (16, 2550),
     "storage/migrations": (10, 300),  # one more for each change of the schema
     "system": (5, 700),
 }

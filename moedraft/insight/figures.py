@@ -243,11 +243,12 @@ def updates_table(updates: Sequence[UpdateRecord], grid: Grid) -> Table:
         Column("acceptance_before", "before", "share"),
         Column("acceptance_after", "after", "share"),
         Column("gain", "gain", "gain"),
+        Column("decision", "gate", "text"),
     )
     rows = tuple(
         (
             *(one.created_at, one.expert, one.version, one.records, one.steps, one.loss, one.seconds),
-            *(one.acceptance_before, one.acceptance_after, gain_of(one)),
+            *(one.acceptance_before, one.acceptance_after, gain_of(one), one.decision),
         )
         for one in updates
     )

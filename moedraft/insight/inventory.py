@@ -16,7 +16,7 @@ from moedraft.insight.change import (
     newest,
     tokens_per_step,
 )
-from moedraft.storage.changes import check_expert, find_domain
+from moedraft.storage.changes import check_expert, find_domain, is_pinned
 from moedraft.storage.requests import ExpertStats
 from moedraft.storage.store import Store
 
@@ -55,7 +55,35 @@ def adapters(store: Store, name: str | None = None) -> list[Data]:
     """All versions, or those of one expert, oldest first. Raises InvalidRequest for an unknown name."""
     if name is not None:
         check_expert(store, name)
-    return [_version(version) for version in store.registry.versions(name)]
+    versions = store.registry.versions(name)
+    pinned = {one.domain for one in versions if is_pinned(store.registry, one.domain)}
+    live = {(one.domain, one.version) for one in versions if one.state == "live"}
+    return [
+        {**_version(one), "pinned": one.domain in pinned and (one.domain, one.version) in live}
+        for one in versions
+    ]
+
+
+def decisions(store: Store, name: str | None = None, limit: int = 50) -> list[Data]:
+    """The last updates, of one expert or of all, oldest first, with what the gate decided on each.
+
+    Values are None for updates that no gate has judged.
+    """
+    return [
+        {
+            "domain": one.expert,
+            "created_at": one.created_at,
+            "decision": one.decision,
+            "version": one.version,
+            "parent": one.parent,
+            "stood_on": one.stood_on,
+            "gain": one.gain,
+            "gain_low": one.gain_low,
+            "gain_high": one.gain_high,
+            "records": one.gate_records,
+        }
+        for one in store.updates.recent(name, limit)
+    ]
 
 
 def replay(store: Store) -> dict[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from candidates import candidate
 from cli_fakes import Pair, Run, write_rows
 
-from moedraft.core import SHARED, ReplayRecord, RequestStats, SpeculationStats
+from moedraft.core import SHARED, ReplayRecord, RequestStats, SpeculationStats, UpdateRecord
 from moedraft.storage.store import Store
 
 RECORD = ReplayRecord("sql", "sql", 1, "tiny", [7, 2, 3], 2, [[3, 9]], [[-0.125, -3.5]], [], 4, 2)
@@ -140,10 +141,40 @@ def test_adapter_list_shows_all_versions(run: Run, served: Path, home: Path) -> 
         ("sql", 1, 0, "retired"),
         ("sql", 2, 1, "live"),
     ]
-    assert run("adapter", "list", SHARED, "--json", "--home", served).data == {"adapters": []}
+    nothing = {"adapters": [], "updates": []}
+    assert run("adapter", "list", SHARED, "--json", "--home", served).data == nothing
     assert "retired" in run("adapter", "list", "--home", served).out
     missing = run("adapter", "list", "--json", "--home", home / "none")
-    assert missing.data == {"adapters": []}
+    assert missing.data == nothing
+
+
+def test_adapter_list_shows_what_the_gate_decided(run: Run, served: Path, store: Store) -> None:
+    old = UpdateRecord("sql", 1, 16, 4, 1.0, 2.0, 0.4, 0.5)
+    figures = {"gain": -0.125, "gain_low": -0.25, "gain_high": -0.0625, "gate_records": 12}
+    judged = replace(old, version=2, decision="discard", parent=2, stood_on=4, **figures)
+    for one in (old, judged, replace(judged, expert="shared")):
+        store.updates.add(one)
+    for words in (["sql"], ["--domain", "sql"]):
+        found = run("adapter", "list", *words, "--json", "--home", served).data["updates"]
+        assert [one["decision"] for one in found] == [None, "discard"]
+        assert found[1]["gain"] == -0.125
+        shown = run("adapter", "list", *words, "--home", served).out
+        assert "Updates of sql" in shown
+        row = next(line for line in shown.splitlines() if "discard" in line)
+        assert [part.strip() for part in row.split("│")[2:-1]] == [
+            *("discard", "2", "4", "−0.125", "−0.250 … −0.062", "12", "2"),
+        ]
+        assert "–" in next(line for line in shown.splitlines() if line.endswith("│ 1      │"))
+
+
+def test_a_version_is_pinned_until_it_is_not(run: Run, trained: Path) -> None:
+    assert "pinned" in run("adapter", "pin", "sql", "--home", trained).out
+    assert "live, pinned" in run("adapter", "list", "--home", trained).out
+    assert "'sql' is pinned" in run("distill", "--domain", "sql", "--home", trained).err
+    unpinned = run("adapter", "unpin", "sql", "--json", "--home", trained).data
+    assert unpinned == {"domain": "sql", "pinned": False}
+    assert "pinned" not in run("adapter", "list", "--home", trained).out
+    assert run("adapter", "pin", "none", "--home", trained).code == 2
 
 
 def test_promote_and_rollback_change_the_live_one(run: Run, trained: Path) -> None:

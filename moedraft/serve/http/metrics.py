@@ -8,7 +8,8 @@ them, all else for the expert to which the request was routed.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import get_args
 
 from prometheus_client import (
     CollectorRegistry,
@@ -17,10 +18,10 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from moedraft.core import SHARED, Sequence
+from moedraft.core import SHARED, GateDecision, Sequence
 from moedraft.serve.supervisor.supervisor import TrainerSupervisor
 from moedraft.serve.worker.worker import Worker
 from moedraft.system.recorder import script_of
@@ -140,6 +141,14 @@ class Gauges(Collector):
             yield self._gauge("trainer_running", "1 while a trainer lives", float(state.pid is not None))
             yield self._gauge("trainer_restarts", "Since the start of the server", state.restarts)
             yield self._gauge("trainer_updates", "Since the start of the server", state.updates)
+            yield self._decisions(state.decisions)
+
+    def _decisions(self, counts: Mapping[str, int]) -> Metric:
+        text = "What the gate decided on candidates since the start of the server"
+        family = CounterMetricFamily("moedraft_gate_decisions", f"{text}.", labels=["model_name", "decision"])
+        for decision in get_args(GateDecision):
+            family.add_metric([self._model_name, decision], counts.get(decision, 0))
+        return family
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"moedraft_{name}", f"{text}.", labels=["model_name"])
