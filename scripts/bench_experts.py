@@ -35,12 +35,13 @@ import torch
 from feature_answers import prompts_of
 
 from moedraft.config import load_settings
-from moedraft.core import Domain, RequestOutput, SamplingParams
+from moedraft.core import RequestOutput, SamplingParams
 from moedraft.distill.assembly import build_loop
 from moedraft.distill.loop import DistillLoop
 from moedraft.showcase.bench import surroundings
 from moedraft.showcase.measure import drafting_by, greedy_acceptance, step_costs, warm_up
 from moedraft.system.build import System, opened
+from moedraft.system.domains import register_all
 
 DOMAINS = "sql_en,code_python,math_en,docs_fr,docs_ja,support"
 SOURCES = {"static": "model", "experts": "model", "lookup": "lookup", "experts + lookup": "auto"}
@@ -242,9 +243,10 @@ def run(args: argparse.Namespace, seed: int, home: Path) -> dict[str, Any]:
     )
     with opened(settings) as system:
         stream = prompts_for(args, "stream", args.requests, seed)
-        for name in args.domains.split(","):
-            examples = tuple(prompt for domain, prompt in stream if domain == name)[:8]
-            system.store.registry.add_domain(Domain(name, "", examples, time.time()))
+        examples: dict[str, list[str]] = {}
+        for name, prompt in stream:
+            examples.setdefault(name, []).append(prompt)
+        register_all(system.store, system.router, {name: some[:20] for name, some in examples.items()})
         warm_up(system)
         loop = build_loop(settings, system.store)
         loop.trainer.seed = 1000 * seed
