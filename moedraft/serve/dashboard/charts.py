@@ -83,7 +83,7 @@ def small(table: Table, column: Column, beside: Column, paint: str, axis: Option
     own = _line(table, column, paint)
     own["symbolSize"] = 4
     options = _options([grey, own], _time(table) | {"splitNumber": 2}, axis, column.kind)
-    options["grid"] = {"left": 2, "right": 16, "top": 10, "bottom": 8, "containLabel": True}
+    options["grid"] = {"left": 14, "right": 22, "top": 10, "bottom": 8, "containLabel": True}
     for name in ("xAxis", "yAxis"):
         options[name]["axisLabel"] |= {"fontSize": 11, "margin": 6}
     return options
