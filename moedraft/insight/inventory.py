@@ -8,6 +8,14 @@ from __future__ import annotations
 from typing import Any
 
 from moedraft.core import SHARED, AdapterVersion, Domain
+from moedraft.insight.change import (
+    Change,
+    change_of_first_step_share,
+    change_of_tokens_per_step,
+    first_step_share,
+    newest,
+    tokens_per_step,
+)
 from moedraft.storage.changes import check_expert, find_domain, is_pinned
 from moedraft.storage.requests import ExpertStats
 from moedraft.storage.store import Store
@@ -19,6 +27,7 @@ RATES = (
     "first_acceptance_rate",
     "mean_acceptance_length",
     "tokens_per_step",
+    "first_step_share",
 )
 
 
@@ -102,12 +111,34 @@ def _expert(store: Store, name: str, served: ExpertStats | None, replay_size: in
         "requests": served.requests if served else 0,
         "tokens": served.tokens if served else 0,
         **{key: getattr(served, key) if served else None for key in RATES},
+        **_windows(served),
         "lookup_tokens": served.lookup_tokens if served else 0,
         "accepted_lookup_tokens": served.accepted_lookup_tokens if served else 0,
         "replay_size": replay_size,
         "updates": store.registry.updates(name),
         "version": live.version if live else 0,
     }
+
+
+def _windows(served: ExpertStats | None) -> Data:
+    """Both main figures of the last requests, and how they changed since the first ones."""
+    window = newest(served)
+    changes = {
+        "tokens_per_step": change_of_tokens_per_step(served) if served else None,
+        "first_step_share": change_of_first_step_share(served) if served else None,
+    }
+    return {
+        "recent_tokens_per_step": tokens_per_step(window),
+        "recent_first_step_share": first_step_share(window),
+        **{f"{key}_change": _change(change) for key, change in changes.items()},
+    }
+
+
+def _change(change: Change | None) -> Data | None:
+    """low, high: the 95 % interval of the difference."""
+    if change is None:
+        return None
+    return {"difference": change.difference, "low": change.low, "high": change.high}
 
 
 def _state(store: Store, name: str) -> Data:

@@ -38,6 +38,8 @@ def request(accepted: int) -> RequestStats:
             num_drafts=2,
             num_draft_tokens=10,
             num_accepted_tokens=accepted,
+            drafted_at=[6, 4],
+            accepted_at=[accepted // 2 + 1, accepted // 2],
         ),
     )
 
@@ -73,6 +75,11 @@ def test_stats_show_every_expert(run: Run, served: Path) -> None:
         "first_acceptance_rate": 0.7,
         "mean_acceptance_length": 4.5,
         "tokens_per_step": 2.0,
+        "first_step_share": 8 / 12,
+        "recent_tokens_per_step": 2.0,
+        "recent_first_step_share": 8 / 12,
+        "tokens_per_step_change": None,
+        "first_step_share_change": None,
         "lookup_tokens": 0,
         "accepted_lookup_tokens": 0,
         "replay_size": 20,
@@ -89,8 +96,20 @@ def test_stats_show_every_expert(run: Run, served: Path) -> None:
         "update_every": 16,
     }
     shown = run("stats", "--home", served).out
-    assert "0.700" in shown
+    assert "0.667" in shown
     assert "Learning: due: shared, sql" in shown
+
+
+def test_stats_show_a_change_with_its_interval(run: Run, store: Store, home: Path) -> None:
+    store.requests.add([request(5 + place % 2) for place in range(20)])
+    store.requests.add([request(8 + place % 2) for place in range(30)])
+    found = run("stats", "--json", "--home", home).data["experts"]["sql"]
+    assert found["tokens_per_step_change"] == {"difference": 0.0, "low": 0.0, "high": 0.0}
+    assert found["recent_first_step_share"] == 5 / 6
+    change = found["first_step_share_change"]
+    assert change["low"] < change["difference"] == 5 / 6 - 3.5 / 6 < change["high"]
+    half = (change["high"] - change["low"]) / 2
+    assert f"+0.25 ± {half:.2f}" in run("stats", "--home", home).out
 
 
 def test_the_home_may_come_from_the_environment(
