@@ -11,11 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from moedraft.chat import prompt_ids
 from moedraft.core import SHARED, RequestOutput, SamplingParams
-from moedraft.drafting.base import first_guesses
 from moedraft.drafting.budget import Budget
-from moedraft.showcase.measure import drafting_by
+from moedraft.showcase.measure import drafting_by, only_base, right_guesses
 from moedraft.showcase.shipped import Query
 from moedraft.system.build import System
 
@@ -100,9 +98,7 @@ class Contest:
         expert = SHARED if name == STATIC else None
         with self._as(name):
             prompts = [query.prompt for query in queries]
-            return self.system.engine.generate(
-                prompts, params, draft=name != PLAIN, expert=expert, chat=True
-            )
+            return self.system.engine.generate(prompts, params, draft=name != PLAIN, expert=expert, chat=True)
 
     @contextmanager
     def _as(self, name: str) -> Iterator[None]:
@@ -124,29 +120,6 @@ class Contest:
             with only_base(system, name == STATIC):
                 counts = right_guesses(system, query.prompt, answer, expert)
             self.trials.guessed.setdefault(name, []).append(counts)
-
-
-def right_guesses(system: System, prompt: str, answer: list[int], expert: str) -> tuple[int, int]:
-    """Tokens of the answer that the expert guesses right from those before it, and all of them.
-
-    The draft reads the target's own answer, so the share depends neither on draft lengths nor on timing.
-    """
-    text = [*prompt_ids(system.target.tokenizer, prompt, chat=True), *answer]
-    system.bank.select([expert])
-    guesses = first_guesses(system.draft, system.target, text)[-len(answer) :]
-    return sum(g == token for g, token in zip(guesses, answer, strict=True)), len(answer)
-
-
-@contextmanager
-def only_base(system: System, on: bool) -> Iterator[None]:
-    """While the block runs, all adapters are switched off: the draft base guesses as it came."""
-    system.bank.bare(on)
-    system.bank.select([SHARED])
-    try:
-        yield
-    finally:
-        system.bank.bare(False)
-        system.bank.select([SHARED])
 
 
 def in_rotation(number: int) -> tuple[str, ...]:
