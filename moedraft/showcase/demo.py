@@ -65,7 +65,7 @@ class Demo:
         self.on_phase(phase)
 
     def _serve_and_learn(self) -> Pace:
-        """Serve the stream without lookup in the text, so that what is seen is what the draft model brings."""
+        """Serve the stream without lookup in the text, so that one sees what the draft model brings."""
         settings, joint = self.system.settings, isinstance(self.system.draft, FeatureBase)
         loop = build_loop(settings, self.system.store)
         seconds = self.seconds or SECONDS[joint]

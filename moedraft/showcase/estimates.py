@@ -59,13 +59,13 @@ def _draws(prompts: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
     return np.random.default_rng(0).integers(0, prompts, (DRAWS, prompts))
 
 
-def _ratios(tables: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
+def _ratios(tables: np.ndarray) -> np.ndarray:
     """[draws, prompts, 2] → [draws]"""
     sums = tables.sum(1)
-    ratios: np.ndarray = sums[:, 0] / np.maximum(sums[:, 1], 1e-9)  # type: ignore[type-arg]
+    ratios: np.ndarray = sums[:, 0] / np.maximum(sums[:, 1], 1e-9)
     return ratios
 
 
-def _estimate(value: float, drawn: np.ndarray) -> Estimate:  # type: ignore[type-arg]
+def _estimate(value: float, drawn: np.ndarray) -> Estimate:
     low, high = np.percentile(drawn, [TAIL, 100 - TAIL])
     return Estimate(float(value), float(low), float(high))

@@ -44,11 +44,11 @@ def draw(result: Result, path: Path) -> None:
 
     height = 3.6 + 0.24 * max(8, len(result.rows))
     with pyplot.rc_context(STYLE):
-        figure, axes = pyplot.subplots(1, 3, figsize=(16, height), width_ratios=[5, 5, 3.4])
+        figure, axes = pyplot.subplots(1, 3, figsize=(16, height), width_ratios=[5, 4.6, 3.4])
         _stream(axes[0], result)
         _domains(axes[1], result)
         _seconds(axes[2], result)
-        figure.tight_layout(w_pad=3.0)
+        figure.tight_layout(w_pad=2.0)
         figure.savefig(path, dpi=110)
         pyplot.close(figure)
 
@@ -78,6 +78,7 @@ def _domains(axis: Any, result: Result) -> None:
     parts = (("before, static draft", GREY, -0.17), ("after, experts", BLUE, 0.17))
     for place, row in enumerate(rows):
         figures = (row.tokens_per_step.before, row.tokens_per_step.after)
+        axis.plot([f.value for f in figures], [place - 0.17, place + 0.17], color="#c6ced5", linewidth=1.5)
         for (label, color, shift), figure in zip(parts, figures, strict=True):
             axis.errorbar(
                 figure.value,
@@ -97,7 +98,7 @@ def _domains(axis: Any, result: Result) -> None:
     axis.invert_yaxis()
     axis.set_title("The same by domain, on held-out\nprompts, with 95 % intervals")
     axis.set_xlabel("tokens per step (plain decoding: 1)")
-    axis.legend(loc="upper center", bbox_to_anchor=(0.4, -0.17), ncols=2, frameon=False, fontsize=12)
+    axis.legend(loc="upper center", bbox_to_anchor=(0.35, -0.17), ncols=2, frameon=False, fontsize=12)
 
 
 def _seconds(axis: Any, result: Result) -> None:

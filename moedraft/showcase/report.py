@@ -153,21 +153,20 @@ def joined(names: list[str]) -> str:
 
 def summary(result: Result) -> dict[str, Any]:
     """The result as plain data."""
-    return rounded(
-        {
-            "acceptance_before": result.whole.first_guess.before.value,
-            "acceptance_after": result.whole.first_guess.after.value,
-            "tokens_per_second": {one.name: one.batched_tokens_per_second for one in result.systems},
-            "systems": {one.name: asdict(one) for one in result.systems},
-            "domains": {row.domain: _row_data(row) for row in result.rows},
-            "whole": _row_data(result.whole),
-            "stream": [point.tokens_per_step for point in result.points],
-            "updates": result.updates,
-            "lossless": result.equal,
-            "sentences": sentences(result),
-            "facts": result.facts,
-        }
-    )
+    found = {
+        "acceptance_before": result.whole.first_guess.before.value,
+        "acceptance_after": result.whole.first_guess.after.value,
+        "tokens_per_second": {one.name: one.batched_tokens_per_second for one in result.systems},
+        "systems": {one.name: asdict(one) for one in result.systems},
+        "domains": {row.domain: _row_data(row) for row in result.rows},
+        "whole": _row_data(result.whole),
+        "stream": [point.tokens_per_step for point in result.points],
+        "updates": result.updates,
+        "lossless": result.equal,
+        "sentences": sentences(result),
+        "facts": result.facts,
+    }
+    return {key: rounded(value) for key, value in found.items()}
 
 
 def _row_data(row: Row) -> dict[str, Any]:

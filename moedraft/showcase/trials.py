@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from moedraft.core import SHARED, RequestOutput, SamplingParams
-from moedraft.drafting.budget import Budget
 from moedraft.showcase.measure import drafting_by, only_base, right_guesses
 from moedraft.showcase.shipped import Query
 from moedraft.system.build import System
