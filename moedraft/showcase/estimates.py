@@ -1,0 +1,71 @@
+"""Figures with the interval in which they probably lie, from a few measured prompts. Knows no model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+DRAWS = 4000  # bootstrap samples
+TAIL = 2.5  # per cent of them on either side that the interval leaves out
+
+Counts = Sequence[tuple[float, float]]  # by prompt: what is counted, and out of how much
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A figure and its 95 % interval over prompts."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Change:
+    """A figure before and after, of the same prompts. The interval of the difference is paired."""
+
+    before: Estimate
+    after: Estimate
+    difference: Estimate
+
+    @property
+    def verdict(self) -> str:
+        """`better` or `worse` where the whole interval says so, else `open`."""
+        if self.difference.low > 0:
+            return "better"
+        return "worse" if self.difference.high < 0 else "open"
+
+
+def ratio(counts: Counts) -> Estimate:
+    """Σ first / Σ second over all prompts, such as tokens per step."""
+    table = np.asarray(counts, dtype=float).reshape(-1, 2)
+    return _estimate(_ratios(table[None])[0], _ratios(table[_draws(len(table))]))
+
+
+def change(before: Counts, after: Counts) -> Change:
+    """The ratio before and after; both lists are of the same prompts, in the same order."""
+    tables = [np.asarray(counts, dtype=float).reshape(-1, 2) for counts in (before, after)]
+    picks = _draws(len(tables[0]))
+    whole = [float(_ratios(table[None])[0]) for table in tables]
+    drawn = [_ratios(table[picks]) for table in tables]
+    difference = _estimate(whole[1] - whole[0], drawn[1] - drawn[0])
+    return Change(_estimate(whole[0], drawn[0]), _estimate(whole[1], drawn[1]), difference)
+
+
+def _draws(prompts: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+    """Which prompts each bootstrap sample consists of, [DRAWS, prompts]; always the same ones."""
+    return np.random.default_rng(0).integers(0, prompts, (DRAWS, prompts))
+
+
+def _ratios(tables: np.ndarray) -> np.ndarray:
+    """[draws, prompts, 2] → [draws]"""
+    sums = tables.sum(1)
+    ratios: np.ndarray = sums[:, 0] / np.maximum(sums[:, 1], 1e-9)
+    return ratios
+
+
+def _estimate(value: float, drawn: np.ndarray) -> Estimate:
+    low, high = np.percentile(drawn, [TAIL, 100 - TAIL])
+    return Estimate(float(value), float(low), float(high))

@@ -1,0 +1,127 @@
+"""Held-out prompts answered by three systems in turns: plain decoding, the static draft, the experts.
+
+They take turns prompt by prompt, so that a slow minute of the machine hits all alike.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from moedraft.core import SHARED, RequestOutput, SamplingParams
+from moedraft.showcase.measure import drafting_by, only_base, right_guesses
+from moedraft.showcase.shipped import Query
+from moedraft.system.build import System
+
+PLAIN, STATIC, EXPERTS = "plain decoding", "static draft", "experts"
+SYSTEMS = (PLAIN, STATIC, EXPERTS)
+WARM_UP = 2  # answers of each system that are not measured
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One prompt answered by one system, with nothing else in the engine."""
+
+    token_ids: list[int]
+    steps: int  # forwards of the target
+    seconds: float
+
+
+@dataclass
+class Trials:
+    """All that was measured. Lists are in the order of the prompts."""
+
+    queries: list[Query]
+    alone: dict[str, list[Trial]] = field(default_factory=dict)  # by system, one prompt at a time
+    together: dict[str, list[list[int]]] = field(default_factory=dict)  # answers of a full batch
+    seconds: dict[str, float] = field(default_factory=dict)  # that the full batches took together
+    guessed: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # first guesses: right, all
+
+    @property
+    def equal(self) -> bool:
+        """Whether every answer is that of plain decoding, token for token, alone and in a batch."""
+        plain = [trial.token_ids for trial in self.alone[PLAIN]]
+        alone = [[trial.token_ids for trial in trials] for trials in self.alone.values()]
+        return all(answers == plain for answers in (*alone, *self.together.values()))
+
+    def tokens_per_second(self, system: str) -> float:
+        """Of full batches."""
+        return sum(map(len, self.together[system])) / self.seconds[system]
+
+
+class Contest:
+    """Runs the three systems on one engine. Each has a draft budget of its own, as if it served alone."""
+
+    def __init__(self, system: System, queries: list[Query]) -> None:
+        self.system = system
+        self.trials = Trials(queries)
+        self.budgets = {name: copy.deepcopy(system.engine.budget) for name in SYSTEMS}
+        self.budgets[STATIC].acceptance.clear()  # what is known there is the experts' acceptance
+
+    def run(self, warm_up: list[Query], on_prompt: Callable[[int], None] = lambda done: None) -> Trials:
+        """Measure everything. `warm_up`: prompts that are answered first and not measured."""
+        for name in SYSTEMS:
+            for query in warm_up[:WARM_UP]:
+                self._answer(name, [query])
+        for number, query in enumerate(self.trials.queries):
+            for name in in_rotation(number):
+                self.trials.alone.setdefault(name, []).append(self._alone(name, query))
+            self._guess(query, self.trials.alone[PLAIN][-1].token_ids)
+            on_prompt(number + 1)
+        return self.trials
+
+    def run_batches(self, on_prompt: Callable[[int], None] = lambda done: None) -> Trials:
+        """Measure full batches: twice as many prompts at a time as the engine decodes at once."""
+        size = 2 * self.system.settings.max_batch_size
+        for number, first in enumerate(range(0, len(self.trials.queries), size)):
+            queries = self.trials.queries[first : first + size]
+            for name in in_rotation(number):
+                began = time.perf_counter()
+                outputs = self._answer(name, queries)
+                seconds = time.perf_counter() - began
+                self.trials.seconds[name] = self.trials.seconds.get(name, 0.0) + seconds
+                self.trials.together.setdefault(name, []).extend(o.token_ids for o in outputs)
+            on_prompt(first + len(queries))
+        return self.trials
+
+    def _alone(self, name: str, query: Query) -> Trial:
+        began = time.perf_counter()
+        [output] = self._answer(name, [query])
+        return Trial(output.token_ids, output.speculation.num_steps, time.perf_counter() - began)
+
+    def _answer(self, name: str, queries: list[Query]) -> list[RequestOutput]:
+        params = [SamplingParams(max_tokens=query.max_tokens) for query in queries]
+        expert = SHARED if name == STATIC else None
+        with self._as(name):
+            prompts = [query.prompt for query in queries]
+            return self.system.engine.generate(prompts, params, draft=name != PLAIN, expert=expert, chat=True)
+
+    @contextmanager
+    def _as(self, name: str) -> Iterator[None]:
+        """The engine as this system. Only the draft model guesses: lookup in the text is the same for all."""
+        engine = self.system.engine
+        own = engine.budget
+        engine.budget = engine.chooser.budget = self.budgets[name]
+        try:
+            with drafting_by(self.system, "model"), only_base(self.system, name == STATIC):
+                yield
+        finally:
+            engine.budget = engine.chooser.budget = own
+
+    def _guess(self, query: Query, answer: list[int]) -> None:
+        """Which tokens of the target's answer the draft guesses first: the base alone, and the expert."""
+        system = self.system
+        [route] = system.router.route([query.prompt])
+        for name, expert in ((STATIC, SHARED), (EXPERTS, route.domain)):
+            with only_base(system, name == STATIC):
+                counts = right_guesses(system, query.prompt, answer, expert)
+            self.trials.guessed.setdefault(name, []).append(counts)
+
+
+def in_rotation(number: int) -> tuple[str, ...]:
+    """The systems, beginning with another one each time."""
+    first = number % len(SYSTEMS)
+    return SYSTEMS[first:] + SYSTEMS[:first]

@@ -1,0 +1,35 @@
+"""Figures with intervals, on numbers known beforehand."""
+
+from __future__ import annotations
+
+import pytest
+
+from moedraft.showcase.estimates import change, ratio
+
+
+def test_a_ratio_is_that_of_the_sums_and_lies_in_its_interval() -> None:
+    found = ratio([(10, 10), (30, 10), (20, 10)])
+    assert found.value == pytest.approx(2.0)
+    assert 1.0 <= found.low < 2.0 < found.high <= 3.0
+
+
+def test_equal_prompts_leave_no_doubt() -> None:
+    found = ratio([(3, 2)] * 5)
+    assert (found.low, found.high) == (pytest.approx(1.5), pytest.approx(1.5))
+
+
+def test_a_change_is_paired() -> None:
+    """The prompts differ far more from each other than each does from before to after."""
+    before = [(10.0 * n, 10) for n in range(1, 9)]
+    after = [(10.0 * n + 2, 10) for n in range(1, 9)]
+    found = change(before, after)
+    assert found.difference.value == pytest.approx(0.2)
+    assert found.difference.low == pytest.approx(0.2)
+    assert found.before.high > found.after.low
+    assert found.verdict == "better"
+    assert change(after, before).verdict == "worse"
+
+
+def test_a_change_either_way_is_open() -> None:
+    found = change([(1, 1), (2, 1), (3, 1), (4, 1)], [(2, 1), (1, 1), (4, 1), (3, 1)])
+    assert found.verdict == "open"

@@ -1,0 +1,59 @@
+"""How learning gets the time that serving leaves, on a clock that the test sets."""
+
+from __future__ import annotations
+
+import pytest
+
+from moedraft.showcase.stream import FIRST_STEPS, LEAST_STEPS, Pace
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr("moedraft.showcase.stream.time.monotonic", made)
+    return made
+
+
+def run(clock: Clock, pace: Pace, serving: float, step: float) -> list[int]:
+    """Serve and train as `serve_and_learn` does, one update a pause. Returns the steps of each update."""
+    taken = []
+    for done in range(1, pace.requests + 1):
+        clock.now += serving
+        if done % pace.window == 0 or done == pace.requests:
+            pace.pause(done)
+            steps = pace.next_steps()
+            taken.append(steps)
+            clock.now += steps * step
+            pace.took(steps, steps * step)
+    return taken
+
+
+def test_serving_and_learning_end_in_time(clock: Clock) -> None:
+    taken = run(clock, Pace(240, 320, 32, 96), serving=0.3, step=1.0)
+    assert 220 <= clock.now <= 245
+    assert taken[0] == FIRST_STEPS
+    assert all(steps >= 8 for steps in taken)
+    assert len(taken) == 10
+
+
+def test_a_slow_machine_learns_less(clock: Clock) -> None:
+    taken = run(clock, Pace(240, 320, 32, 96), serving=0.6, step=2.0)
+    assert clock.now <= 260
+    assert 0 < sum(taken) < 50
+
+
+def test_nothing_is_learned_where_serving_takes_all_the_time(clock: Clock) -> None:
+    assert run(clock, Pace(100, 64, 32, 96), serving=2.0, step=1.0) == [0, 0]
+
+
+def test_no_update_is_longer_than_the_most(clock: Clock) -> None:
+    taken = run(clock, Pace(240, 64, 32, 16), serving=0.1, step=0.1)
+    assert taken == [FIRST_STEPS, 16]
+    assert LEAST_STEPS <= FIRST_STEPS

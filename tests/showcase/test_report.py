@@ -1,0 +1,101 @@
+"""What the demo says of measurements that are known beforehand: in figures, in words, as page and picture."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moedraft.showcase.page import page, publish
+from moedraft.showcase.picture import running_mean
+from moedraft.showcase.report import Point, Result, joined, result_of, sentences, summary
+from moedraft.showcase.shipped import Query
+from moedraft.showcase.trials import EXPERTS, PLAIN, STATIC, SYSTEMS, Trial, Trials, in_rotation
+
+ANSWER = list(range(24))
+
+
+def trials() -> Trials:
+    """Two domains of four prompts each: SQL gains, Japanese stays as it was."""
+    made = Trials([Query(f"{d} {n}", d, 24) for n in range(4) for d in ("sql", "docs-ja")])
+    for query in made.queries:
+        gains = query.domain == "sql"
+        for name, steps, seconds in (
+            (PLAIN, 24, 1.2),
+            (STATIC, 20, 1.0),
+            (EXPERTS, 12 if gains else 20, 0.8),
+        ):
+            made.alone.setdefault(name, []).append(Trial(ANSWER, steps, seconds))
+            made.together.setdefault(name, []).append(ANSWER)
+        made.guessed.setdefault(STATIC, []).append((6, 24))
+        made.guessed.setdefault(EXPERTS, []).append((12 if gains else 6, 24))
+    made.seconds = {PLAIN: 2.0, STATIC: 1.6, EXPERTS: 1.0}
+    return made
+
+
+@pytest.fixture
+def result() -> Result:
+    return result_of(trials(), [Point(n, 1 + n / 10) for n in range(8)], [4], {"<fact>": "a & b"})
+
+
+def test_figures_are_those_of_the_measurements(result: Result) -> None:
+    plain, static, experts = result.systems
+    assert plain.tokens_per_step.value == 1
+    assert static.tokens_per_step.value == pytest.approx(1.2)
+    assert experts.speedup.value == pytest.approx(1.5)
+    assert experts.batched_tokens_per_second == pytest.approx(8 * 24)
+    found = {row.domain: row for row in result.rows}
+    assert found["sql"].tokens_per_step.after.value == pytest.approx(2.0)
+    assert found["sql"].first_guess.difference.value == pytest.approx(0.25)
+    assert found["docs-ja"].first_guess.verdict == "open"
+    assert result.whole.prompts == 8
+
+
+def test_words_name_what_gained_and_what_did_not(result: Result) -> None:
+    said = " ".join(sentences(result))
+    assert "better than before in SQL." in said
+    assert "No gain that this few prompts could show yet in Japanese docs." in said
+    assert "1.50 and 1.20 times the speed of plain decoding" in said
+    assert "Every answer is that of plain decoding" in said
+    assert "worse" not in said
+
+
+def test_a_difference_from_plain_decoding_is_said() -> None:
+    for where in ("alone", "together"):
+        made = trials()
+        if where == "alone":
+            made.alone[EXPERTS][3] = replace(made.alone[EXPERTS][3], token_ids=[9])
+        else:
+            made.together[STATIC][0] = [9]
+        assert not made.equal
+        assert "NOT every answer" in sentences(result_of(made, [], [], {}))[-1]
+
+
+def test_files_hold_the_same_figures(result: Result, tmp_path: Path) -> None:
+    paths = publish(result, tmp_path / "report")
+    assert paths["picture"].read_bytes().startswith(b"\x89PNG")
+    assert json.loads(paths["numbers"].read_text()) == summary(result)
+    assert summary(result)["domains"]["sql"]["after"] == 0.5
+    text = paths["report"].read_text(encoding="utf-8")
+    assert "Japanese docs" in text
+    assert paths["picture"].name in text
+
+
+def test_the_page_is_escaped(result: Result) -> None:
+    text = page(replace(result, rows=[replace(result.rows[0], domain="<b>")]), "p.png")
+    assert "&lt;b&gt;" in text
+    assert "<b>" not in text
+    assert "<fact>" not in text
+
+
+def test_systems_take_turns() -> None:
+    assert [in_rotation(n)[0] for n in range(4)] == [*SYSTEMS, SYSTEMS[0]]
+    assert sorted(in_rotation(2)) == sorted(SYSTEMS)
+
+
+def test_small_helpers() -> None:
+    assert running_mean([1.0, 2.0, 3.0], 2) == [1.0, 1.5, 2.5]
+    assert joined(["a"]) == "a"
+    assert joined(["a", "b", "c"]) == "a, b and c"

@@ -1,0 +1,36 @@
+"""The prompts of the demo: which domains, how many, and that none is used twice."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from moedraft.showcase import shipped
+
+
+def test_the_real_model_gets_eight_domains_with_forty_requests_each() -> None:
+    prompts = shipped.chosen()
+    assert sorted(prompts.examples) == sorted(shipped.CHOSEN)
+    assert Counter(q.domain for q in prompts.stream) == dict.fromkeys(shipped.CHOSEN, 40)
+    assert Counter(q.domain for q in prompts.heldout) == dict.fromkeys(shipped.CHOSEN, 8)
+    for first in range(0, 320, 8):
+        assert len({q.domain for q in prompts.stream[first : first + 8]}) == 8
+
+
+def test_no_prompt_is_registered_streamed_and_held_out() -> None:
+    for prompts in (shipped.chosen(), shipped.everything()):
+        texts = [text for group in prompts.examples.values() for text in group]
+        texts += [query.prompt for query in prompts.stream + prompts.heldout]
+        assert len(texts) == len(set(texts))
+
+
+def test_a_shorter_demo_still_has_every_domain() -> None:
+    prompts = shipped.chosen().shortened(24, 1)
+    assert len(prompts.stream) == 24
+    assert {q.domain for q in prompts.stream} == set(shipped.CHOSEN)
+    assert sorted(q.domain for q in prompts.heldout) == sorted(shipped.CHOSEN)
+
+
+def test_the_embedded_pair_gets_all_fifteen_domains() -> None:
+    prompts = shipped.everything()
+    assert len(prompts.examples) == 15
+    assert (len(prompts.stream), len(prompts.heldout)) == (360, 60)
