@@ -94,6 +94,7 @@ class JointTrainer:
         self.versions: dict[str, int] = {}  # which version an adapter's weights were taken from
         self.last_id = 0  # of the records that the last update knew of
         self.seed = 0  # of the next draw of records
+        self._done = 0  # steps of the running update
         self._optimisers: dict[str, torch.optim.Optimizer] = {}
 
     def update(self, *, steps: int | None = None, on_step: OnStep | None = None) -> JointUpdate | None:
@@ -103,6 +104,8 @@ class JointTrainer:
         FloatingPointError where no step was finite; the next update starts from the live versions then.
         """
         steps, say = steps or self.plan.steps, on_step or (lambda done, loss: None)
+        self.states.on_forward = lambda: say(self._done, None)
+        self._done = 0
         last_id = self.replay.last_id()
         drawn = self.draw(steps, lambda: say(0, None))
         if not drawn.train:
@@ -214,7 +217,8 @@ class JointTrainer:
             used |= {id(record): record.domain for record in chosen}
             if loss is not None:
                 total, done = total + loss, done + 1
-            on_step(number + 1, total / max(done, 1))
+            self._done = number + 1
+            on_step(self._done, total / max(done, 1))
         if not done:
             raise FloatingPointError("no step of the joint update had a finite loss.")
         counts = Counter(name for name in used.values() if name != SHARED)
