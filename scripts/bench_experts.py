@@ -21,6 +21,7 @@ drafter's first guess hits where it reads the target's own answer.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import random
 import tempfile
@@ -34,12 +35,19 @@ from typing import Any
 import torch
 from feature_answers import prompts_of
 
-from moedraft.config import load_settings
+from moedraft.config import Settings, load_settings
 from moedraft.core import RequestOutput, SamplingParams
 from moedraft.distill.assembly import build_loop
 from moedraft.distill.loop import DistillLoop
 from moedraft.showcase.bench import surroundings
-from moedraft.showcase.measure import drafting_by, greedy_acceptance, step_costs, warm_up
+from moedraft.showcase.measure import (
+    budgeted,
+    drafting_by,
+    greedy_acceptance,
+    only_base,
+    step_costs,
+    warm_up,
+)
 from moedraft.system.build import System, opened
 from moedraft.system.domains import register_all
 
@@ -47,24 +55,36 @@ DOMAINS = "sql_en,code_python,math_en,docs_fr,docs_ja,support"
 SOURCES = {"static": "model", "experts": "model", "lookup": "lookup", "experts + lookup": "auto"}
 BATCHED = ("plain", "static", "experts")  # that are measured in batches as well
 DRAWS = 2000
+LEARNED = "bench_experts.json"  # in a home: what was learned
 Prompts = list[tuple[str, str]]  # domain and prompt
 
 
-@contextmanager
-def serving(system: System, name: str) -> Iterator[None]:
-    """Set up one of the systems that are compared, but `plain`, which requests ask for themselves."""
-    with drafting_by(system, SOURCES.get(name, "auto")):  # type: ignore[arg-type]
-        system.bank.bare(name == "static")
-        try:
+class Systems:
+    """What is compared, on one engine; each with a draft budget of its own, as if it served alone."""
+
+    def __init__(self, system: System) -> None:
+        self.system = system
+        self.budgets = {name: copy.deepcopy(system.engine.budget) for name in ("plain", *SOURCES)}
+        self.budgets["static"].acceptance.clear()  # what is known there is the experts' acceptance
+
+    @contextmanager
+    def serving(self, name: str) -> Iterator[None]:
+        """The engine as this system; `plain` is what requests ask for themselves."""
+        source, system = SOURCES.get(name, "auto"), self.system
+        with (
+            drafting_by(system, source),  # type: ignore[arg-type]
+            budgeted(system, self.budgets[name]),
+            only_base(system, name == "static"),
+        ):
             yield
-        finally:
-            system.bank.bare(False)
 
 
-def answer(system: System, name: str, prompts: Prompts, max_tokens: int) -> tuple[list[RequestOutput], float]:
+def answer(
+    systems: Systems, name: str, prompts: Prompts, max_tokens: int
+) -> tuple[list[RequestOutput], float]:
     """The answers to all prompts at once, and the seconds they took."""
-    engine, params = system.engine, SamplingParams(max_tokens=max_tokens)
-    with serving(system, name):
+    engine, params = systems.system.engine, SamplingParams(max_tokens=max_tokens)
+    with systems.serving(name):
         began = time.perf_counter()
         ids = [
             engine.add(prompt, params, expert=domain, draft=name != "plain", capture=False, chat=True)
@@ -107,7 +127,7 @@ def learn(system: System, loop: DistillLoop, prompts: Prompts, max_tokens: int) 
     }
 
 
-def one_by_one(system: System, prompts: Prompts, max_tokens: int, rounds: int) -> dict[str, Any]:
+def one_by_one(systems: Systems, prompts: Prompts, max_tokens: int, rounds: int) -> dict[str, Any]:
     """Every system answers every prompt alone; the systems take turns at each prompt."""
     names = ["plain", *SOURCES]
     seconds = {name: torch.zeros(rounds, len(prompts)) for name in names}
@@ -115,21 +135,21 @@ def one_by_one(system: System, prompts: Prompts, max_tokens: int, rounds: int) -
     for number in range(rounds):
         for i, prompt in enumerate(prompts):
             for name in names[i % len(names) :] + names[: i % len(names)]:
-                [output], seconds[name][number, i] = answer(system, name, [prompt], max_tokens)
+                [output], seconds[name][number, i] = answer(systems, name, [prompt], max_tokens)
                 if number == 0:
                     outputs[name].append(output)
     return {name: (outputs[name], seconds[name].median(0).values) for name in names}
 
 
-def in_batches(system: System, prompts: Prompts, max_tokens: int, rounds: int) -> dict[str, torch.Tensor]:
+def in_batches(systems: Systems, prompts: Prompts, max_tokens: int, rounds: int) -> dict[str, torch.Tensor]:
     """Tokens per second of each system by batch of eight prompts of all domains, the median of the rounds."""
-    size = system.settings.max_batch_size
+    size = systems.system.settings.max_batch_size
     batches = [prompts[first : first + size] for first in range(0, len(prompts) - size + 1, size)]
     rates = {name: torch.zeros(rounds, len(batches)) for name in BATCHED}
     for number in range(rounds):
         for i, batch in enumerate(batches):
             for name in BATCHED[i % 3 :] + BATCHED[: i % 3]:
-                outputs, took = answer(system, name, batch, max_tokens)
+                outputs, took = answer(systems, name, batch, max_tokens)
                 rates[name][number, i] = sum(len(output.token_ids) for output in outputs) / took
     return {name: rate.median(0).values for name, rate in rates.items()}
 
@@ -178,30 +198,30 @@ def figures(found: dict[str, Any], hits: dict[str, torch.Tensor]) -> dict[str, A
 
 
 def first_guesses(
-    system: System, prompts: Prompts, answers: Sequence[RequestOutput]
+    systems: Systems, prompts: Prompts, answers: Sequence[RequestOutput]
 ) -> dict[str, torch.Tensor]:
     """By system and prompt, how many of the answer's tokens the drafter's first guess hits."""
     ids = [output.token_ids for output in answers]
     lengths = torch.tensor([float(len(each)) for each in ids])
     hits = {}
     for name in ("static", "experts"):
-        with serving(system, name):
-            found = greedy_acceptance(system, [p for _, p in prompts], ids, [d for d, _ in prompts])
+        with systems.serving(name):
+            found = greedy_acceptance(systems.system, [p for _, p in prompts], ids, [d for d, _ in prompts])
         hits[name] = torch.tensor(found) * lengths
     return hits
 
 
-def measure(system: System, prompts: Prompts, args: argparse.Namespace) -> dict[str, Any]:
+def measure(systems: Systems, prompts: Prompts, args: argparse.Namespace) -> dict[str, Any]:
     """All figures on the held-out prompts, together and by domain."""
-    found = one_by_one(system, prompts, args.max_tokens, args.rounds)
+    found = one_by_one(systems, prompts, args.max_tokens, args.rounds)
     plain = [output.token_ids for output in found["plain"][0]]
-    hits = first_guesses(system, prompts, found["plain"][0])
+    hits = first_guesses(systems, prompts, found["plain"][0])
     domains: dict[str, Any] = {}
     for domain in sorted({domain for domain, _ in prompts}):
         mine = [i for i, (name, _) in enumerate(prompts) if name == domain]
         part = {n: ([out[i] for i in mine], took[mine]) for n, (out, took) in found.items()}
         domains[domain] = figures(part, {name: each[mine] for name, each in hits.items()})
-    rates = in_batches(system, prompts, args.max_tokens, args.rounds)
+    rates = in_batches(systems, prompts, args.max_tokens, args.rounds)
     ones = torch.ones(len(rates["plain"]))
     return {
         "all": figures(found, hits),
@@ -229,8 +249,20 @@ def prompts_for(args: argparse.Namespace, split: str, count: int, seed: int) -> 
     return [(name, each[name][i]) for i in range(count) for name in names if i < len(each[name])]
 
 
+def taught(system: System, settings: Settings, stream: Prompts, max_tokens: int, seed: int) -> dict[str, Any]:
+    """Register the domains, serve the stream and learn from it."""
+    examples: dict[str, list[str]] = {}
+    for name, prompt in stream:
+        examples.setdefault(name, []).append(prompt)
+    register_all(system.store, system.router, {name: some[:20] for name, some in examples.items()})
+    warm_up(system)
+    loop = build_loop(settings, system.store)
+    loop.trainer.seed = 1000 * seed
+    return learn(system, loop, stream, max_tokens)
+
+
 def run(args: argparse.Namespace, seed: int, home: Path) -> dict[str, Any]:
-    """One home, from nothing to learned experts."""
+    """One home, from nothing to learned experts; one that has learned before is only measured."""
     settings = load_settings(
         home=home,
         target=args.target,
@@ -243,16 +275,16 @@ def run(args: argparse.Namespace, seed: int, home: Path) -> dict[str, Any]:
     )
     with opened(settings) as system:
         stream = prompts_for(args, "stream", args.requests, seed)
-        examples: dict[str, list[str]] = {}
-        for name, prompt in stream:
-            examples.setdefault(name, []).append(prompt)
-        register_all(system.store, system.router, {name: some[:20] for name, some in examples.items()})
-        warm_up(system)
-        loop = build_loop(settings, system.store)
-        loop.trainer.seed = 1000 * seed
-        learned = learn(system, loop, stream, args.max_tokens)
-        del loop
-        measured = measure(system, prompts_for(args, "dev", args.heldout, seed), args)
+        done = home / LEARNED
+        if not done.exists():
+            learned = taught(system, settings, stream, args.max_tokens, seed)
+            done.write_text(json.dumps(learned), encoding="utf-8")
+        learned = json.loads(done.read_text(encoding="utf-8"))
+        systems = Systems(system)
+        for name in systems.budgets:  # each budget sees a few answers before anything is timed
+            for prompt in stream[: 2 * args.domains.count(",") + 2]:
+                answer(systems, name, [prompt], args.max_tokens)
+        measured = measure(systems, prompts_for(args, "dev", args.heldout, seed), args)
         return {"learning": learned, "step_ms": step_costs(system), **measured, **surroundings(system)}
 
 
@@ -279,25 +311,28 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--domains", default=DOMAINS)
     parser.add_argument("--requests", type=int, default=100, help="of the stream, for each domain")
-    parser.add_argument("--heldout", type=int, default=40, help="prompts of each domain to measure with")
+    parser.add_argument("--heldout", type=int, default=20, help="prompts of each domain to measure with")
     parser.add_argument("--max-tokens", type=int, default=56)
     parser.add_argument(
         "--rounds", type=int, default=1, help="times that each answer is timed; the median counts"
     )
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--update-every", type=int, default=48)
-    parser.add_argument("--update-steps", type=int, default=20)
-    parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--homes", type=Path, help="folder that keeps the homes, so that a run can go on")
+    parser.add_argument("--update-every", type=int, default=32)
+    parser.add_argument("--update-steps", type=int, default=16)
+    parser.add_argument("--rank", type=int, default=64)
     parser.add_argument("--gate", choices=["on", "off"], default="on")
     args = parser.parse_args()
     report: dict[str, Any] = {
-        "settings": {key: str(value) for key, value in vars(args).items() if key not in ("data", "out")},
+        "settings": {
+            key: str(value) for key, value in vars(args).items() if key not in ("data", "out", "homes")
+        },
         "date": datetime.now(UTC).date().isoformat(),
         "seeds": [],
     }
     for seed in range(args.seeds):
         with tempfile.TemporaryDirectory() as folder:
-            report["seeds"].append(run(args, seed, Path(folder)))
+            report["seeds"].append(run(args, seed, args.homes / str(seed) if args.homes else Path(folder)))
         show(seed, report["seeds"][-1])
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
