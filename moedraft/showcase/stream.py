@@ -53,7 +53,7 @@ class Pace:
     requests: int
     window: int
     most: int  # steps of one update
-    began: float = field(default_factory=time.monotonic)
+    began: float = field(default_factory=lambda: time.monotonic())
     trained: float = 0.0  # s in updates so far
     steps: int = 0  # of all updates so far
     pause_ends: float = 0.0
