@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -118,6 +119,10 @@ class SpeculationStats:
     accepted_at: list[int] = field(default_factory=list)  # those accepted
     num_lookup_tokens: int = 0  # draft tokens that were looked up in the text instead
     num_accepted_lookup_tokens: int = 0
+    # Of `drafted_at` and `accepted_at`, what the shared adapter drafted: for a request without an expert, for
+    # one that is not routed yet, or in place of its expert.
+    shared_drafted_at: list[int] = field(default_factory=list)
+    shared_accepted_at: list[int] = field(default_factory=list)
 
     @property
     def draft_acceptance_rate(self) -> float | None:
@@ -128,6 +133,21 @@ class SpeculationStats:
     def mean_acceptance_length(self) -> float | None:
         """Emitted tokens per verification with a draft, the bonus token included; None without a draft."""
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
+
+    @property
+    def expert_drafted_at(self) -> list[int]:
+        """Of `drafted_at`, what an expert drafted, not the shared adapter."""
+        return [n - m for n, m in zip_longest(self.drafted_at, self.shared_drafted_at, fillvalue=0)]
+
+    @property
+    def expert_accepted_at(self) -> list[int]:
+        return [n - m for n, m in zip_longest(self.accepted_at, self.shared_accepted_at, fillvalue=0)]
+
+    @property
+    def first_step_share(self) -> float | None:
+        """How often the model's first guess of a round was the target's token; None without a draft."""
+        drafted, accepted = sum(self.drafted_at[:1]), sum(self.accepted_at[:1])
+        return accepted / drafted if drafted else None
 
 
 @dataclass
@@ -323,14 +343,3 @@ def check_request(request_id: object, prompt: object, params: object, expert: ob
             raise InvalidRequest("the prompt is not valid Unicode text: it holds half a surrogate pair.")
     elif not isinstance(prompt, list | tuple) or not all(map(_is_int, prompt)):
         raise InvalidRequest("the prompt must be a string or a list of token ids (whole numbers).")
-
-
-def check_domain_name(name: str) -> str:
-    """`name` itself, or InvalidRequest where it is no slug or is reserved."""
-    if not DOMAIN_NAME.fullmatch(name):
-        raise InvalidRequest(
-            f"domain name {name!r} must be 1-64 of a-z, 0-9, '_' and '-', beginning with a letter or digit."
-        )
-    if name == SHARED:
-        raise InvalidRequest(f"the name {SHARED!r} belongs to the shared adapter; choose another.")
-    return name

@@ -150,7 +150,9 @@ class Arm:
 
 
 def replace_every(system: System, args: argparse.Namespace):
-    return system.settings.model_copy(update={"update_every": args.every, "update_steps": args.steps})
+    """Without the gate: equal updates are compared, and each is published."""
+    options = {"update_every": args.every, "update_steps": args.steps, "gate": "off"}
+    return system.settings.model_copy(update=options)
 
 
 def next_expert(loop: DistillLoop) -> str | None:

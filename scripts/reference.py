@@ -56,7 +56,7 @@ class Standing:
         return Snapshot(**{f.name: None if f.name == "failed" else 0 for f in fields(Snapshot)})
 
     def state(self) -> TrainerState:
-        return TrainerState(**{f.name: 0 for f in fields(TrainerState)})
+        return TrainerState()
 
 
 def metrics() -> str:
@@ -70,7 +70,7 @@ def metrics() -> str:
     lines += ["| metric | type | labels | meaning |", "| --- | --- | --- | --- |"]
     declared = {c._name: c._labelnames for c in registry._collector_to_names if hasattr(c, "_labelnames")}
     for family in registry.collect():
-        labels = declared.get(family.name, ("model_name",))
+        labels = declared.get(family.name) or family._labelnames  # type: ignore[attr-defined]
         name = f"{family.name}_total" if family.type == "counter" else family.name
         lines.append(f"| `{name}` | {family.type} | {', '.join(labels)} | {family.documentation} |")
     return "\n".join(lines)

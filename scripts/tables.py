@@ -12,8 +12,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import expert_tables
 import kernel_tables
-import summary_table
 
 ROOT = Path(__file__).resolve().parents[1]
 MISSING = "not yet measured"
@@ -167,7 +167,9 @@ def learning_cost(found: dict[str, Any]) -> str:
     return f"{table(head, rows)}\n\n{note}"
 
 
+SUMMARY = ("smollm2/experts.json", expert_tables.summary)  # the README's one table
 SOURCES = {
+    "experts": ("smollm2/experts.json", expert_tables.by_domain),
     "serving": ("serve.json", serving),
     "learning_cost": ("serve_learning.json", learning_cost),
     "learning_cost_closed": ("serve_learning_closed.json", learning_cost),
@@ -203,10 +205,8 @@ def filled(text: str, results: Path) -> str:
             body = models(ROOT / "data" / "models")
         elif match[1] == "kernels":
             body = kernel_tables.tables(results)
-        elif match[1] == "summary":
-            body = summary_table.table(results)
         else:
-            file, render = SOURCES[match[1]]
+            file, render = {**SOURCES, "summary": SUMMARY}[match[1]]
             path = results / file
             body = render(json.loads(path.read_text())) if path.exists() else MISSING
         return f"<!-- table:{match[1]} -->\n{body}\n<!-- end -->"

@@ -29,18 +29,18 @@ ROOMS = {
     "drafting": (20, 2600),
     "engine": (13, 1500),
     "feature": (12, 1500),
-    "insight": (9, 1150),
+    "insight": (10, 1450),
     "kernels": (10, 1850),
     "moedraft": (17, 2500),  # the files that lie in no folder
     "routing": (6, 1050),
     "serve": (3, 350),
     "serve/auth": (5, 450),
-    "serve/dashboard": (13, 2050),
+    "serve/dashboard": (14, 2350),
     "serve/http": (21, 2400),
     "serve/supervisor": (4, 650),
     "serve/worker": (5, 850),
-    "showcase": (11, 1200),
-    "storage": (16, 2300),
+    "showcase": (11, 1400),
+    "storage": (16, 2550),
     "storage/migrations": (10, 300),  # one more for each change of the schema
     "system": (5, 700),
 }
@@ -52,8 +52,6 @@ LONG_FUNCTIONS = {
     "moedraft.kernels.fused_divergence._topk": 66,
     "moedraft.kernels.verify_kernels.resolve": 81,
     "moedraft.kernels.verify_kernels.draw": 52,
-    "moedraft.serve.dashboard.learning._build": 42,
-    "moedraft.serve.dashboard.overview._build": 56,
 }
 
 # A module may import from its own floor or from below.

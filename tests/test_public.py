@@ -12,7 +12,8 @@ import moedraft
 from moedraft.cli import main
 from moedraft.cli.files import STDIN, read_prompts
 from moedraft.config import load_settings
-from moedraft.core import InvalidRequest, StorageError, check_domain_name
+from moedraft.core import InvalidRequest, StorageError
+from moedraft.storage.registry import check_domain_name
 from moedraft.system.build import build
 
 

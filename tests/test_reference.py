@@ -58,15 +58,31 @@ def test_a_missing_result_says_not_yet_measured(tables: ModuleType, tmp_path: Pa
     assert "old" not in filled
 
 
-def test_a_new_target_joins_the_summary(tables: ModuleType, tmp_path: Path) -> None:
-    """Its rows appear as soon as its folder below results/ holds a measurement."""
-    empty = "<!-- table:summary -->\n<!-- end -->\n"
-    assert "SmolLM2" not in tables.filled(empty, tmp_path)
+def test_figures_of_several_seeds_are_averaged(tables: ModuleType, tmp_path: Path) -> None:
+    text = "<!-- table:summary -->\n<!-- end -->\n<!-- table:experts -->\n<!-- end -->\n"
+    assert tables.filled(text, tmp_path).count(tables.MISSING) == 2
+
+    def seed(speed: float) -> dict[str, object]:
+        ways = {
+            name: {"times_plain": [speed, speed - 0.5, speed + 0.5], "tokens_per_step": [2.0, 2.0, 2.0]}
+            for name in ("plain", "static", "experts", "lookup", "experts + lookup")
+        }
+        first = {"static": [0.25, 0.2, 0.3], "experts": [0.5, 0.4, 0.6], "gain": [0.25, 0.1, 0.4]}
+        part = {**ways, "first_step": first, "experts / static": {"tokens_per_step": [1.5, 1.25, 1.75]}}
+        learned = {"requests": 600, "updates": 19}
+        facts = {"prompts": 120, "threads": 2, "same_answers": True, "batch": ways, "learning": learned}
+        return {"all": part, "by_domain": {"sql": part}, **facts}
+
     (tmp_path / "smollm2").mkdir()
-    system = {"ratio": 2.5, "tokens_per_step": 3.25}
-    bench = {"systems": {"transformers generate": {"ratio": 1.0}, "moedraft feature drafter": system}}
-    (tmp_path / "smollm2" / "bench.json").write_text(json.dumps(bench))
-    assert "| SmolLM2-135M | feature drafter | 2.50 | 3.25 |  |  |" in tables.filled(empty, tmp_path)
+    found = {"seeds": [seed(1.0), seed(2.0)], "date": "2026-01-01"}
+    (tmp_path / "smollm2" / "experts.json").write_text(json.dumps(found))
+    filled = tables.filled(text, tmp_path)
+    assert (
+        "| the drafter with experts | 2.00 | 0.50 (0.40–0.60) | 1.50 (1.00–2.00) | 1.50 (1.00–2.00) |"
+        in filled
+    )
+    assert "| sql | 0.25 (0.20–0.30) | 0.50 (0.40–0.60) | +0.250 (+0.100 to +0.400) |" in filled
+    assert "2 seeds" in filled
 
 
 def test_the_readme_is_short() -> None:
@@ -100,3 +116,38 @@ def test_links_lead_somewhere(document: Path) -> None:
 def test_a_broken_link_is_found() -> None:
     text = "[a](docs/none.md) [b](README.md#nowhere) [c](README.md#serve-it) [d](https://example.org/x)"
     assert broken_links(ROOT / "README.md", text) == ["docs/none.md", "README.md#nowhere"]
+
+
+NAMED = re.compile(r"`([\w/]+\.(?:py|md|json))(?:: (\w+))?`")
+COUNTED = re.compile(r"`([\w/]+\.py)`[ ,(]+(\d+) lines")
+
+
+def named_file(name: str) -> Path | None:
+    """The file that a page of architecture means: inside `moedraft/`, or beside it."""
+    return next((path for path in (ROOT / "moedraft" / name, ROOT / name) if path.is_file()), None)
+
+
+def wrong_names(text: str) -> list[str]:
+    """What a text says of files and their contents that is not so."""
+    wrong = []
+    for name, inside in NAMED.findall(text):
+        file = named_file(name)
+        if file is None:
+            wrong.append(f"{name} does not exist")
+        elif inside and not re.search(rf"^ *(?:def|class) {inside}\b", file.read_text("utf-8"), re.MULTILINE):
+            wrong.append(f"{name} has no {inside}")
+    for name, lines in COUNTED.findall(text):
+        if (file := named_file(name)) is None or len(file.read_text("utf-8").splitlines()) != int(lines):
+            wrong.append(f"{name} does not have {lines} lines")
+    return wrong
+
+
+def test_the_architecture_names_what_exists() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    assert len(NAMED.findall(text)) > 50
+    assert wrong_names(text) == []
+
+
+def test_a_wrong_name_in_the_architecture_is_found() -> None:
+    text = "`engine/rounds.py`, `engine/round.py: verified`, `engine/round.py` (1 lines)"
+    assert len(wrong_names(text)) == 3

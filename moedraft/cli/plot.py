@@ -13,9 +13,11 @@ if TYPE_CHECKING:
     from moedraft.insight.observe import Observer
     from moedraft.insight.spans import Span
     from moedraft.insight.table import Column, Table
+    from moedraft.insight.views import Overview
 
 SUFFIXES = (".png", ".svg", ".pdf")
 HUES = ("#2f6fd0", "#d9772b", "#3c9a5f", "#b04a9c", "#c2a21b", "#7a62c9", "#2aa3b5", "#c44f57")
+MOST_LINES = 6  # of experts in one chart
 GREY, INK, ACCENT = "#9aa1a9", "#1d2023", "#0f766e"
 
 
@@ -26,7 +28,7 @@ def check_file(path: Path) -> None:
 
 
 def draw(observer: Observer, span: Span, path: Path) -> None:
-    """Draw acceptance by expert, tokens per second, traffic by domain and the gain of updates.
+    """Draw tokens per target step by expert, tokens per second, traffic by domain and the gain of updates.
 
     Raises InvalidRequest, without writing a file, if nothing was served in `span`. Raises OSError if the file
     cannot be written.
@@ -44,7 +46,8 @@ def draw(observer: Observer, span: Span, path: Path) -> None:
     with pyplot.rc_context({"font.size": 9, "axes.titlesize": 10.5, "axes.titleweight": "bold"}):
         figure, axes = pyplot.subplots(2, 2, figsize=(12, 7.2), layout="constrained")
         figure.suptitle(f"moedraft, {span.words}: {overview.requests:,} requests, {overview.tokens:,} tokens")
-        _lines(axes[0][0], overview.by_expert, overview.by_expert.columns[1:], paints, "Acceptance by expert")
+        per_step = "Tokens per target step (1 is plain decoding)"
+        _lines(axes[0][0], overview.by_expert, _busiest(overview), paints, per_step, close=True)
         speed = overview.throughput.columns[3:]
         _lines(axes[0][1], overview.throughput, speed, {"tokens/s": ACCENT}, "Tokens per second")
         shares = observer.router(span).shares
@@ -61,7 +64,24 @@ def _paints(names: Sequence[str]) -> dict[str, str]:
     return {name: HUES[place % len(HUES)] for place, name in enumerate(others)} | {SHARED: GREY}
 
 
-def _lines(axes: Any, table: Table, columns: Sequence[Column], paints: dict[str, str], title: str) -> None:
+def _busiest(overview: Overview) -> list[Column]:
+    """The column of all requests, and those of the experts with the most; more lines cannot be told apart."""
+    every, *others = overview.by_expert.columns[1:]
+    most = sorted(overview.experts, key=lambda expert: -expert.requests)[:MOST_LINES]
+    names = {expert.name for expert in most}
+    return [every, *(column for column in others if column.label in names)]
+
+
+def _lines(
+    axes: Any,
+    table: Table,
+    columns: Sequence[Column],
+    paints: dict[str, str],
+    title: str,
+    *,
+    close: bool = False,
+) -> None:
+    """close: the axis covers the values only, and need not begin at 0."""
     for column in columns:
         points = [
             (at, v)
@@ -75,7 +95,7 @@ def _lines(axes: Any, table: Table, columns: Sequence[Column], paints: dict[str,
         )
     if columns[0].kind == "share":
         axes.yaxis.set_major_formatter(lambda v, _: f"{100 * v:.0f} %")
-    else:
+    elif not close:
         axes.set_ylim(bottom=0)
     _finish(axes, table, title, legend=len(columns) > 1)
 

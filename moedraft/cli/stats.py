@@ -31,16 +31,10 @@ if TYPE_CHECKING:
     from moedraft.storage.store import Store
 
 COLUMNS = (
-    *("expert", "requests", "tokens", "acceptance", "recent", "first", "length", "per step", "replay"),
+    *("expert", "requests", "per step", "now", "change", "first guess", "now", "change", "replay"),
     *("updates", "version"),
 )
-SHOWN_RATES = (
-    "acceptance_rate",
-    "recent_acceptance_rate",
-    "first_acceptance_rate",
-    "mean_acceptance_length",
-    "tokens_per_step",
-)
+FIGURES = ("tokens_per_step", "first_step_share")
 
 
 Plot = Annotated[
@@ -61,8 +55,10 @@ def stats(
     span: Range = "all",
     as_json: JsonOption = False,
 ) -> None:
-    """Show requests, acceptance, replay and versions of every expert.
+    """Show requests, tokens per target step, right first guesses, replay and versions of every expert.
 
+    Both figures are shown over all requests, over the last 50, and as the change from the first 20 to these,
+    with its 95 % interval: a change smaller than what stands after ± may be chance.
     The replay of `shared` is that of all domains: the shared adapter learns from all traffic.
     """
     settings = settings_for(ctx, home=home)
@@ -181,6 +177,16 @@ def learning_of(store: Store | None, update_every: int) -> dict[str, Any]:
 
 
 def _row(name: str, data: dict[str, Any]) -> list[object]:
-    rates = [rate(data[key]) for key in SHOWN_RATES]
-    counts = [data["replay_size"], data["updates"], data["version"]]
-    return [name, data["requests"], data["tokens"], *rates, *counts]
+    figures = [
+        cell
+        for key in FIGURES
+        for cell in (rate(data[key]), rate(data[f"recent_{key}"]), _change(data[f"{key}_change"]))
+    ]
+    return [name, data["requests"], *figures, data["replay_size"], data["updates"], data["version"]]
+
+
+def _change(change: dict[str, float] | None) -> str:
+    """The difference and half the width of its interval."""
+    if change is None:
+        return rate(None)
+    return f"{change['difference']:+.2f} ± {(change['high'] - change['low']) / 2:.2f}"

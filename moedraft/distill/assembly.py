@@ -10,8 +10,8 @@ from moedraft.distill.loop import DistillLoop
 from moedraft.distill.measures import JointMeasure, Measure, TextMeasure
 from moedraft.distill.outlet import HomeOutlet, Outlet
 from moedraft.distill.trainer import Trainer
-from moedraft.drafting.base import draft_name, is_feature_checkpoint
-from moedraft.models import load_by, snapshot_folder
+from moedraft.drafting.base import draft_name, feature_folder
+from moedraft.models import load_by
 from moedraft.storage.store import Store
 
 
@@ -23,8 +23,7 @@ def build_loop(settings: Settings, store: Store, outlet: Outlet | None = None) -
     """
     outlet = outlet or HomeOutlet(store)
     name = draft_name(settings)
-    folder = snapshot_folder(name)
-    if folder is not None and is_feature_checkpoint(folder):
+    if feature_folder(name) is not None:
         joint = build_joint(settings, store)
         return _resumed(JointLoop(joint, store, outlet, settings.update_every), settings)
     trainer = Trainer(

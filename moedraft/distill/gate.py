@@ -21,7 +21,9 @@ Counts = NDArray[np.int64]  # [records, depth, 2]: hits and tries of the draft's
 
 SURE = 0.9  # probability of a gain that a promotion needs; with 1 − SURE or less a candidate is thrown away
 FEW = 4  # with fewer records the training objective decides
-MOST_KEPT = 3  # candidates in a row that may be trained on without being published
+MOST_KEPT = 3  # candidates in a row that may be trained on without being published …
+LONGEST_KEPT = 9  # … and where a gain is at least LIKELY, so that only records are missing
+LIKELY = 0.75
 LEAST_DOUBT = 0.02  # of harm to one of many domains, however many there are
 DRAWS = 1000
 SEED = 0  # of the bootstrap, so that the same figures always get the same answer
@@ -100,17 +102,23 @@ def decide_together(
 
     The new shared adapter goes with the experts that were trained on it, except those whose domain is better
     off with the expert that it has. It goes only if all domains together gain, and if none of them is clearly
-    worse off with either of its two experts.
+    worse off with either of its two experts. Domains with few records are looked at as if they were one.
     """
     doubt = max(LEAST_DOUBT, (1 - SURE) / max(len(domains), 1))
     chosen = {name: _chosen(options, doubt) for name, options in domains.items()}
+    small = [name for name in chosen if domains[name].before.records < FEW]
+    befores = joined([domains[name].before for name in small])
+    harms = None in chosen.values() or _harmed(
+        befores, joined([chosen[n] or domains[n].old for n in small]), doubt
+    )
     whole = decide(
         joined([domains[name].before for name in chosen]),
         joined([one or domains[name].old for name, one in chosen.items()]),
         kept.get(shared, 0),
     )
-    if whole.decision == "promote" and None in chosen.values():
-        whole = _bounded(replace(whole, decision="keep"), kept.get(shared, 0))
+    if whole.decision == "promote" and harms:
+        worn_out = kept.get(shared, 0) >= MOST_KEPT
+        whole = replace(whole, decision="discard" if worn_out else "keep")
     verdicts = {shared: whole}
     for name, options in domains.items():
         if options.new is not None:
@@ -145,7 +153,8 @@ def _decision(found: Verdict, before: float | None, after: float | None) -> Gate
 
 def _bounded(found: Verdict, kept: int) -> Verdict:
     """Nothing is trained on for ever."""
-    worn_out = found.decision == "keep" and kept >= MOST_KEPT
+    most = LONGEST_KEPT if found.better >= LIKELY else MOST_KEPT
+    worn_out = found.decision == "keep" and kept >= most
     return replace(found, decision="discard") if worn_out else found
 
 
@@ -159,12 +168,9 @@ def _chosen(options: Options, doubt: float) -> Measured | None:
 
 
 def _harmed(before: Measured, after: Measured, doubt: float) -> bool:
-    """Whether the domain is worse off: almost surely or, where few records can tell, by all that they say."""
+    """Whether these records are almost surely worse off; few of them cannot tell."""
     found = compare(before, after)
-    if found.records >= FEW:
-        return found.better < doubt
-    worse = before.loss is not None and after.loss is not None and after.loss > before.loss
-    return worse and found.gain is not None and found.gain < 0
+    return found.records >= FEW and found.better < doubt
 
 
 def _of_expert(options: Options, goes: bool, whole: Verdict, kept: int) -> Verdict:

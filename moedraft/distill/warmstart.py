@@ -13,6 +13,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from moedraft.core import Domain, InvalidRequest, RequestOutput, SamplingParams, StorageError
+from moedraft.distill.gate import FEW
 
 if TYPE_CHECKING:
     from moedraft.distill.loop import DistillLoop, Update
@@ -58,7 +59,10 @@ def warm_start(
     chat: bool = True,
     on_progress: Progress = lambda done, text, total: None,
 ) -> WarmStart:
-    """Teach `domain` from `count` of its examples. Its versions are published and loaded.
+    """Teach `domain` from `count` of its examples. Versions that pass the gate are published and loaded.
+
+    Where so few answers are held out that the gate has nothing to go by, what all updates made is published
+    on trial: it is taken back if the other examples do worse with it.
 
     chat: the examples go through the model's chat template, where it has one.
 
@@ -67,9 +71,16 @@ def warm_start(
     chosen, held_out = split_examples(domain.examples, count)
     before = _measure(system, domain.name, held_out, on_progress, "Measuring before", chat)
     _answer(system, domain.name, chosen, on_progress, "Answering examples", chat, learn=True)
-    updates = [_update(loop, domain.name, steps // UPDATES, part, on_progress) for part in range(UPDATES)]
+    updates: list[Update] = []
+    for part in range(UPDATES):
+        on_trial = part == UPDATES - 1 and not updates and _cannot_tell(loop)
+        update = _update(loop, domain.name, steps // UPDATES, part, on_progress, gate=not on_trial)
+        updates += [update] if update is not None else []
     system.refresh()
     after = _measure(system, domain.name, held_out, on_progress, "Measuring after", chat)
+    if on_trial and (before or 0.0) > (after or 0.0):
+        _take_back(system, loop)
+        updates = []
     return WarmStart(len(chosen), len(held_out), updates, before, after)
 
 
@@ -105,14 +116,35 @@ def _measure(
     return sum(output.speculation.num_accepted_tokens for output in outputs) / drafted if drafted else None
 
 
-def _update(loop: DistillLoop, name: str, steps: int, part: int, on_progress: Progress) -> Update:
-    update = loop.run_once(
-        name,
-        steps=max(steps, 1),
-        on_step=lambda done, _: on_progress(part * steps + done, "Learning", UPDATES * steps),
-    )
+def _cannot_tell(loop: DistillLoop) -> bool:
+    """Whether the gate had next to nothing to judge the last update by."""
+    return any(one.decision == "keep" and (one.gate_records or 0) < FEW for one in loop.outcomes)
+
+
+def _take_back(system: System, loop: DistillLoop) -> None:
+    """Roll back what the last update has published."""
+    for one in loop.outcomes:
+        if one.version != one.parent:
+            system.store.registry.rollback(one.expert)
+    system.refresh()
+
+
+def _update(
+    loop: DistillLoop, name: str, steps: int, part: int, on_progress: Progress, *, gate: bool
+) -> Update | None:
+    """One update; None where the gate let nothing of it pass."""
+    judge = loop.judge
+    loop.judge = judge if gate else None
+    try:
+        update = loop.run_once(
+            name,
+            steps=max(steps, 1),
+            on_step=lambda done, _: on_progress(part * steps + done, "Learning", UPDATES * steps),
+        )
+    finally:
+        loop.judge = judge
     if update is None and loop.state.is_paused:
         raise StorageError(loop.state.reason)
-    if update is None:
+    if update is None and not loop.outcomes:
         raise InvalidRequest("the answers were too few to learn from; let more examples be answered.")
     return update

@@ -95,8 +95,8 @@ def load_base(settings: Settings, target: LanguageModel, *, learns: bool = False
     learns: whether experts will be trained on it; a feature drafter is in float32 then.
     """
     name = draft_name(settings)
-    folder = snapshot_folder(name)
-    if folder is None or not is_feature_checkpoint(folder):
+    folder = feature_folder(name)
+    if folder is None:
         draft = load_by(settings, "draft", name=name)
         check_pair(target, draft)
         return draft
@@ -117,6 +117,12 @@ def load_feature_base(folder: Path, target: LanguageModel, dtype: torch.dtype | 
         raise InvalidRequest(f"the drafter in {folder} does not fit {target.name}: {error}") from error
     draft = draft.to(target.device, dtype or target.dtype)
     return FeatureBase(draft.eval().requires_grad_(False), target, folder)
+
+
+def feature_folder(name: str) -> Path | None:
+    """Where the feature drafter of this name lies, a folder or a hub id; None where it is something else."""
+    folder = None if name == MINI else snapshot_folder(name)
+    return folder if folder is not None and is_feature_checkpoint(folder) else None
 
 
 def is_feature_checkpoint(folder: Path) -> bool:

@@ -96,10 +96,13 @@ class FeatureDrafter:
     def _read_ahead(self, rows: list[Sequence]) -> None:
         """Read all that waits but the last entry, whose output will be the first guess.
 
-        Keys and values are the same whichever expert is on, so none has to be made ready.
+        An entry needs the token after it, and what was just verified is not in the rows yet. Keys and values
+        are the same whichever expert is on, so none has to be made ready.
         """
         self.bank.select([SHARED] * len(rows))
-        self._read(rows, [max(0, len(self._of(row)) - 1) for row in rows])
+        known = [len(row.token_ids) - row.draft_cached - 1 for row in rows]
+        waiting = [len(self._of(row)) - 1 for row in rows]
+        self._read(rows, [max(0, min(pair)) for pair in zip(known, waiting, strict=True)])
 
     def _read(self, rows: list[Sequence], counts: list[int]) -> torch.Tensor:
         """Read so many waiting entries of each row, in neighbouring slots; the layer's output [B, T, H].

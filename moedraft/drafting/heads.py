@@ -72,14 +72,16 @@ class ExpertHeads:
         for expert in ready.keys() & experts.keys():
             self.kept.keep(expert, experts[expert], {HEAD: ready[expert]})
 
+    @property
+    def recent(self) -> list[str]:
+        """The experts whose output rows are kept."""
+        return list(self.kept)
+
     def select(
         self, rows: Sequence[str], present: Mapping[str, Adapter], shared: Adapter | None, *, bare: bool
     ) -> None:
-        """Each row of the next forward guesses with its own expert's vocabulary and rows.
-
-        Without its expert's, with the shared adapter's, where all of the batch would not fit into memory.
-        """
-        found = self.kept.of(present, lambda adapter: {HEAD: self.made(shared, adapter)}) or {}
+        """Each row of the next forward guesses with its own expert's vocabulary and rows."""
+        found = self.kept.needed(present, lambda adapter: {HEAD: self.made(shared, adapter)})
         heads = {name: (self.vocabulary(present[name]), products[HEAD]) for name, products in found.items()}
         heads[SHARED] = self.base if bare else self.shared
         owners = [row if row in heads else SHARED for row in rows]
@@ -91,19 +93,21 @@ class ExpertHeads:
         for row, owner in enumerate(owners):
             names[row, : len(heads[owner][0])] = heads[owner][0]
         self.draft.vocabulary = names
-        self.layer.product = SeveralHeads(owners, {name: heads[name][1] for name in owners}, width)
+        self.layer.product = SeveralHeads(owners, {name: heads[name][1] for name in owners}, names)
 
 
 class SeveralHeads:
     """Output rows of several experts over one batch; what a row has behind its own list is −inf."""
 
-    def __init__(self, owners: Sequence[str], products: Mapping[str, Multiplies], width: int) -> None:
-        """owners: whose product multiplies each row of the batch. width: of the longest list."""
-        self.width = width
-        self.groups = [
-            (torch.tensor([row for row, name in enumerate(owners) if name == owner]), products[owner])
-            for owner in dict.fromkeys(owners)
-        ]
+    def __init__(
+        self, owners: Sequence[str], products: Mapping[str, Multiplies], names: torch.Tensor
+    ) -> None:
+        """owners: whose product multiplies each row of the batch. names int64 [B, width]: its tokens."""
+        self.width = names.shape[1]
+        self.groups = []
+        for owner in dict.fromkeys(owners):
+            rows = [row for row, name in enumerate(owners) if name == owner]
+            self.groups.append((torch.tensor(rows, device=names.device), products[owner]))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [B, T, H] → [B, T, width]"""

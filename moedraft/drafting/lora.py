@@ -81,11 +81,15 @@ class ExpertBank:
             shared = changes[SHARED]
             products = self._merged(shared) if shared else {}
         again = [name for name in recent if SHARED in changes or name in changes]
+        heads_of = dict.fromkeys([*again, *(self.heads.recent if self.heads and recent else ())])
         adapters = {name: changes.get(name, self.experts.get(name)) for name in again}
         merged = {name: (a, self._merged(shared, a)) for name, a in adapters.items() if a is not None}
         heads: dict[str, Product] = {}
         if self.heads is not None:
-            heads = {name: self.heads.made(shared, adapter) for name, (adapter, _) in merged.items()}
+            for name in heads_of:
+                adapter = changes.get(name, self.experts.get(name))
+                if adapter is not None and (SHARED in changes or name in changes):
+                    heads[name] = self.heads.made(shared, adapter)
             if shared is not None and SHARED in changes:
                 heads[SHARED] = self.heads.made(shared)
         return Prepared(changes, shared, products, merged, heads)

@@ -56,13 +56,20 @@ class MergedExperts:
         """
         if len(adapters) * max(map(self._bytes, adapters.values()), default=0) > self.budget:
             return None
+        return self.needed(adapters, merge)
+
+    def needed(
+        self, adapters: Mapping[str, Adapter], merge: Callable[[Adapter], Products]
+    ) -> dict[str, Products]:
+        """As `of`, but these are had whatever they take; others leave memory for them."""
         for expert, adapter in adapters.items():
             if expert not in self._kept:
                 self.keep(expert, adapter, merge(adapter))
             self._kept.move_to_end(expert)
-        while sum(size for size, _ in self._kept.values()) > self.budget:
+        found = {expert: self._kept[expert][1] for expert in adapters}
+        while self._kept and sum(size for size, _ in self._kept.values()) > self.budget:
             self._kept.popitem(last=False)
-        return {expert: self._kept[expert][1] for expert in adapters}
+        return found
 
     def _bytes(self, adapter: Adapter) -> int:
         deltas = [pair for name, pair in adapter.deltas.items() if name in self.modules]

@@ -6,7 +6,7 @@ import time
 from copy import copy
 from itertools import zip_longest
 
-from moedraft.core import FinishReason, RequestOutput, Sequence, SpeculationStats
+from moedraft.core import SHARED, FinishReason, RequestOutput, Sequence, SpeculationStats
 from moedraft.drafting.lookup import LookupDrafter
 from moedraft.engine.detokenizer import Detokenizer
 from moedraft.evidence import NOBODY, Evidence
@@ -56,6 +56,8 @@ def count_round(evidence: Evidence, b: int, entered: int) -> None:
         stats.num_accepted_lookup_tokens += accepted
     elif proposal.sources[b] != NOBODY:
         count_drafted(stats, drafted, accepted)
+        if proposal.experts[b] == SHARED:
+            count_shared(stats, drafted, accepted)
         if proposal.experts[b] == row.expert:
             row.adapter_version = proposal.versions[b]
         if evidence.accepted[b] < min(entered, drafted):
@@ -69,6 +71,12 @@ def count_drafted(stats: SpeculationStats, drafted: int, accepted: int) -> None:
     stats.num_accepted_tokens += accepted
     stats.drafted_at = _plus_one(stats.drafted_at, drafted)
     stats.accepted_at = _plus_one(stats.accepted_at, accepted)
+
+
+def count_shared(stats: SpeculationStats, drafted: int, accepted: int) -> None:
+    """The same verification once more among those of the shared adapter, which drafted here."""
+    stats.shared_drafted_at = _plus_one(stats.shared_drafted_at, drafted)
+    stats.shared_accepted_at = _plus_one(stats.shared_accepted_at, accepted)
 
 
 def _plus_one(counts: list[int], first: int) -> list[int]:

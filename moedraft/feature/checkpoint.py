@@ -134,6 +134,7 @@ def load_draft(folder: Path, embeddings: torch.Tensor, output: torch.Tensor, num
         raise InvalidRequest(f"{folder} holds no feature drafter that can be read: {error!r}") from error
     vocabulary = vocabulary_of(stored, config, folder)
     own = stored.pop("lm_head.weight", None)
+    own = None if own is None else own.to(output.device)
     if own is not None and own.shape == output[vocabulary].shape and is_targets(own, output[vocabulary]):
         own = None
     draft = FeatureDraft(config, vocabulary, embeddings, output, own)

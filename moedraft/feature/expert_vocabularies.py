@@ -46,13 +46,16 @@ class Vocabularies:
         if not self.useful:
             return
         together = counted(record for some in records.values() for record in some)
-        general = ranked(self.general, together)
+        general, known = ranked(self.general, together), set(self.general.tolist())
         for name, some in records.items():
             if name != SHARED and some:
-                before = self._lists.get(name)
-                fill = general if before is None else [*before.tolist(), *general]
-                self._lists[name] = own_vocabulary(counted(some), self.size, fill, self.always)
-        known = set(self.general.tolist())
+                before = self._lists.get(name, self.general[:0]).tolist()
+                learned = [
+                    token for token in before if token not in known
+                ]  # else the domain's rarest would go
+                self._lists[name] = own_vocabulary(
+                    counted(some), self.size, [*learned, *before, *general], self.always
+                )
         others = [token for token in self.all().tolist() if token not in known]
         room = max(MOST_SHARED - len(known), 0)
         chosen = ranked(torch.tensor(others, dtype=torch.int64), together)[:room]

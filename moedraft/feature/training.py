@@ -149,6 +149,7 @@ class FeatureTrainer:
     def save(self, file: Path) -> None:
         """All that going on needs, at once or not at all."""
         tensors = {f"draft.{name}": value for name, value in self.draft.state_dict().items()}
+        tensors["vocabulary"] = self.draft.vocabulary
         tensors |= {f"average.{name}": value for name, value in self.average.items()}
         for name, optimiser in self.optimisers.items():
             for number, state in optimiser.state_dict()["state"].items():
@@ -165,6 +166,9 @@ class FeatureTrainer:
             tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
             far = json.loads(stored.metadata()["far"])
         own = {name.removeprefix("draft."): v for name, v in tensors.items() if name.startswith("draft.")}
+        before = tensors.get("vocabulary", self.draft.vocabulary)
+        if not torch.equal(before.to(self.draft.vocabulary), self.draft.vocabulary):
+            raise InvalidRequest(f"{file} belongs to a training on other prompts; name another folder.")
         try:
             self.draft.load_state_dict(own)
         except RuntimeError as error:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from moedraft.core import RequestStats
+from moedraft.core import SHARED, RequestStats
 
 Numbers = NDArray[np.float64]
 Codes = NDArray[np.int64]
@@ -29,6 +29,7 @@ NUMBERS = (
     "created_at",
     "adapter_version",
     "num_tokens",
+    "num_steps",
     "num_drafts",
     "num_draft_tokens",
     "num_accepted_tokens",
@@ -37,6 +38,7 @@ NUMBERS = (
     "confidence",
     "time_to_first_token",
 )
+DRAFTS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 _PLACE = {name: place for place, name in enumerate(NUMBERS)}
 
 
@@ -49,6 +51,8 @@ class Requests:
     langs: Codes  # [n]
     drafted_at: Counts  # [n, POSITIONS]
     accepted_at: Counts  # [n, POSITIONS]
+    shared_drafted_at: Counts  # [n, POSITIONS]; of these, what the shared adapter drafted
+    shared_accepted_at: Counts  # [n, POSITIONS]
     expert_names: tuple[str, ...]
     lang_names: tuple[str, ...]
 
@@ -64,8 +68,50 @@ class Requests:
 
     def of(self, expert: str) -> Requests:
         """The requests of one expert."""
-        code = self.expert_names.index(expert) if expert in self.expert_names else -1
-        return self.where(self.experts == code)
+        return self.where(self.experts == self._code(expert))
+
+    def _code(self, expert: str) -> int:
+        return self.expert_names.index(expert) if expert in self.expert_names else -1
+
+    def drafted_by(self, expert: str) -> Requests:
+        """The requests that `expert` may have drafted for, with the drafts that it made itself alone.
+
+        The shared adapter drafts until a request is routed, and where many experts meet in a batch: these
+        drafts are its own. Read only columns about drafts from the result: tokens and steps are those of
+        the whole request.
+        """
+        if expert != SHARED:
+            own = self.of(expert)
+            drafted, accepted = own.shared_drafted_at, own.shared_accepted_at
+            others = _draft_columns(drafted, accepted)
+            return own._with_drafts(
+                own.drafted_at - drafted, own.accepted_at - accepted, own._drafts() - others
+            )
+        routed = self.experts == self._code(SHARED)
+        some = self.where(routed | (self.shared_drafted_at[:, 0] > 0))
+        own_rows = (some.experts == self._code(SHARED))[:, None]
+        stand_ins = _draft_columns(some.shared_drafted_at, some.shared_accepted_at)
+        return some._with_drafts(
+            np.where(own_rows, some.drafted_at, some.shared_drafted_at),
+            np.where(own_rows, some.accepted_at, some.shared_accepted_at),
+            np.where(own_rows, some._drafts(), stand_ins),
+        )
+
+    def _drafts(self) -> Numbers:
+        return self.numbers[:, [_PLACE[name] for name in DRAFTS]]
+
+    def _with_drafts(self, drafted_at: Counts, accepted_at: Counts, drafts: Numbers) -> Requests:
+        numbers = self.numbers.copy()
+        numbers[:, [_PLACE[name] for name in DRAFTS]] = drafts
+        nothing = np.zeros_like(drafted_at)
+        return replace(
+            self,
+            numbers=numbers,
+            drafted_at=drafted_at,
+            accepted_at=accepted_at,
+            shared_drafted_at=nothing,
+            shared_accepted_at=nothing,
+        )
 
     def between(self, since: float, until: float) -> Requests:
         """The requests that ended in [since, until)."""
@@ -74,6 +120,19 @@ class Requests:
 
     def total(self, name: str) -> int:
         return int(self[name].sum())
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Tokens of the answers for each step of the target: 1 is plain decoding."""
+        return ratio(self.total("num_tokens"), self.total("num_steps"))
+
+    @property
+    def first_step_share(self) -> float | None:
+        """The share of the target's tokens that the first guess of a round hit; None without a guess.
+
+        Requests from before this was counted have no positions and are left out.
+        """
+        return ratio(int(self.accepted_at[:, 0].sum()), int(self.drafted_at[:, 0].sum()))
 
     @property
     def acceptance(self) -> float | None:
@@ -93,6 +152,12 @@ class Requests:
 
 
 _BY_ROW = tuple(field.name for field in fields(Requests) if not field.name.endswith("_names"))
+
+
+def _draft_columns(drafted_at: Counts, accepted_at: Counts) -> Numbers:
+    """Counts by position → the columns DRAFTS [n, 3]."""
+    columns = (drafted_at[:, 0], drafted_at.sum(axis=1), accepted_at.sum(axis=1))
+    return np.stack(columns, axis=1).astype(np.float64)
 
 
 def ratio(part: float, whole: float) -> float | None:
@@ -151,6 +216,8 @@ class RequestReader:
             langs=_codes([row.lang for row in rows], self._langs),
             drafted_at=_padded([row.speculation.drafted_at for row in rows]),
             accepted_at=_padded([row.speculation.accepted_at for row in rows]),
+            shared_drafted_at=_padded([row.speculation.shared_drafted_at for row in rows]),
+            shared_accepted_at=_padded([row.speculation.shared_accepted_at for row in rows]),
             expert_names=tuple(self._experts),
             lang_names=tuple(self._langs),
         )

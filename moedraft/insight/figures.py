@@ -10,13 +10,21 @@ from numpy.typing import NDArray
 from moedraft.core import SHARED, UpdateRecord
 from moedraft.insight.columns import Codes, Requests, ratio
 from moedraft.insight.spans import Grid
-from moedraft.insight.table import Cell, Column, Mark, Row, Table
+from moedraft.insight.table import Cell, Column, Kind, Mark, Row, Table
 
 BINS = 10  # intervals of the router's confidence, in the histogram
 ALL = "all experts"
 
 AT = Column("at", "from", "time")
 LENGTH = Column("mean_acceptance_length", "mean length", "number")
+PER_STEP = Column("tokens_per_step", "tokens per target step", "number")
+FIRST_STEP = Column("first_step_share", "first guess right", "share")
+SPEED = (Column("tokens", "tokens", "count"), Column("steps", "target steps", "count"), PER_STEP)
+FIRST_GUESSES = (
+    Column("first_guesses", "first guesses", "count"),
+    Column("accepted_first_guesses", "of these right", "count"),
+    FIRST_STEP,
+)
 ACCEPTANCE = (
     Column("draft_tokens", "drafted", "count"),
     Column("accepted_tokens", "accepted", "count"),
@@ -24,6 +32,7 @@ ACCEPTANCE = (
 )
 SOURCES = {"draft": "draft model", "text": "found in the text", "target": "target itself"}
 _DRAFTED = ("num_draft_tokens", "num_accepted_tokens")
+_SPEED = ("num_tokens", "num_steps")
 
 
 def _steps(key: str, grid: Grid, columns: Sequence[Column], rows: Sequence[Row], *marks: Mark) -> Table:
@@ -68,17 +77,30 @@ def sources(requests: Requests, grid: Grid) -> Table:
     return _steps("sources", grid, [*counts, *shares], rows)
 
 
-def acceptance(requests: Requests, grid: Grid) -> Table:
-    """One expert's acceptance in each step, with a mark where its adapter version changed."""
-    steps = grid.steps(requests["created_at"])
-    sums = requests.sums(steps, grid.count, [*_DRAFTED, "num_drafts"]).tolist()
+def progress(requests: Requests, expert: str, grid: Grid) -> Table:
+    """One expert in each step, with a mark where its adapter version changed.
+
+    Tokens and steps are those of its own traffic, guesses and drafts those that it made itself.
+    """
+    own, drafts = requests.of(expert), requests.drafted_by(expert)
+    steps, drafting = grid.steps(own["created_at"]), grid.steps(drafts["created_at"])
     answers = np.bincount(steps, minlength=grid.count).tolist()
+    speed = own.sums(steps, grid.count, _SPEED).tolist()
+    guesses = _first_guesses(drafts, drafting, grid.count)
+    drafted = drafts.sums(drafting, grid.count, [*_DRAFTED, "num_drafts"]).tolist()
     rows = [
-        (n, drafted, accepted, ratio(accepted, drafted), 1 + accepted / drafts if drafts else None)
-        for n, (drafted, accepted, drafts) in zip(answers, sums, strict=True)
+        (n, t, s, ratio(t, s), g, hit, ratio(hit, g), d, a, ratio(a, d), 1 + a / k if k else None)
+        for n, (t, s), (g, hit), (d, a, k) in zip(answers, speed, guesses, drafted, strict=True)
     ]
-    columns = [Column("requests", "requests", "count"), *ACCEPTANCE, LENGTH]
-    return _steps("acceptance", grid, columns, rows, *_version_marks(requests, steps))
+    columns = [Column("requests", "requests", "count"), *SPEED, *FIRST_GUESSES, *ACCEPTANCE, LENGTH]
+    return _steps("progress", grid, columns, rows, *_version_marks(own, steps))
+
+
+def _first_guesses(requests: Requests, groups: Codes, count: int) -> list[tuple[int, int]]:
+    """By group: the first guesses of rounds, and how many of them were right."""
+    columns = (requests.drafted_at[:, 0], requests.accepted_at[:, 0])
+    sums = [np.bincount(groups, weights=column, minlength=count).astype(int).tolist() for column in columns]
+    return list(zip(*sums, strict=True))
 
 
 def _version_marks(requests: Requests, steps: Codes) -> list[Mark]:
@@ -100,21 +122,21 @@ def _version_marks(requests: Requests, steps: Codes) -> list[Mark]:
     return marks
 
 
-def acceptance_by_expert(requests: Requests, grid: Grid, experts: Sequence[str]) -> Table:
-    """Acceptance in each step, in one column for all requests and one for each expert."""
-    columns = [Column("all", ALL, "share"), *_of_experts(experts)]
-    parts = [_acceptance_by_step(part, grid) for part in (requests, *map(requests.of, experts))]
-    return _steps("acceptance_by_expert", grid, columns, list(zip(*parts, strict=True)))
+def tokens_per_step_by_expert(requests: Requests, grid: Grid, experts: Sequence[str]) -> Table:
+    """Tokens for each step of the target, in one column for all requests and one for each expert."""
+    columns = [Column("all", ALL, "number"), *_of_experts(experts, "number")]
+    parts = [_tokens_per_step(part, grid) for part in (requests, *map(requests.of, experts))]
+    return _steps("tokens_per_step", grid, columns, list(zip(*parts, strict=True)))
 
 
-def _of_experts(names: Sequence[str]) -> list[Column]:
-    """A column of shares for each expert. The prefix keeps its key different from those of other columns."""
-    return [Column(f"expert {name}", name, "share") for name in names]
+def _of_experts(names: Sequence[str], kind: Kind = "share") -> list[Column]:
+    """A column for each expert. The prefix keeps its key different from those of other columns."""
+    return [Column(f"expert {name}", name, kind) for name in names]
 
 
-def _acceptance_by_step(requests: Requests, grid: Grid) -> list[float | None]:
-    sums = requests.sums(grid.steps(requests["created_at"]), grid.count, _DRAFTED).tolist()
-    return [ratio(accepted, drafted) for drafted, accepted in sums]
+def _tokens_per_step(requests: Requests, grid: Grid) -> list[float | None]:
+    sums = requests.sums(grid.steps(requests["created_at"]), grid.count, _SPEED).tolist()
+    return [ratio(tokens, steps) for tokens, steps in sums]
 
 
 def by_position(requests: Requests) -> Table:
@@ -124,14 +146,18 @@ def by_position(requests: Requests) -> Table:
     return Table("by_position", (Column("position", "position", "count"), *ACCEPTANCE), tuple(rows))
 
 
-def by_language(requests: Requests) -> Table:
-    """Acceptance by the writing system of the prompt, the most frequent first."""
+def by_language(requests: Requests, expert: str) -> Table:
+    """One expert's figures by the writing system of the prompt, the most frequent first."""
+    own, drafts = requests.of(expert), requests.drafted_by(expert)
     rows = list[Row]()
     for code, name in enumerate(requests.lang_names):
-        own = requests.where(requests.langs == code)
-        if len(own):
-            rows.append((name, len(own), *(own.total(c) for c in _DRAFTED), own.acceptance))
-    columns = (Column("lang", "writing", "text"), Column("requests", "requests", "count"), *ACCEPTANCE)
+        asked, guessed = own.where(own.langs == code), drafts.where(drafts.langs == code)
+        if len(asked):
+            speed = (asked.total("num_tokens"), asked.total("num_steps"), asked.tokens_per_step)
+            counts = (int(guessed.drafted_at[:, 0].sum()), int(guessed.accepted_at[:, 0].sum()))
+            rows.append((name, len(asked), *speed, *counts, guessed.first_step_share))
+    first = (Column("lang", "writing", "text"), Column("requests", "requests", "count"))
+    columns = (*first, *SPEED, *FIRST_GUESSES)
     return Table("by_language", columns, tuple(sorted(rows, key=lambda row: (-_count(row[1]), str(row[0])))))
 
 
@@ -217,11 +243,12 @@ def updates_table(updates: Sequence[UpdateRecord], grid: Grid) -> Table:
         Column("acceptance_before", "before", "share"),
         Column("acceptance_after", "after", "share"),
         Column("gain", "gain", "gain"),
+        Column("decision", "gate", "text"),
     )
     rows = tuple(
         (
             *(one.created_at, one.expert, one.version, one.records, one.steps, one.loss, one.seconds),
-            *(one.acceptance_before, one.acceptance_after, gain_of(one)),
+            *(one.acceptance_before, one.acceptance_after, gain_of(one), one.decision),
         )
         for one in updates
     )

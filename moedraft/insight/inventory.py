@@ -8,7 +8,15 @@ from __future__ import annotations
 from typing import Any
 
 from moedraft.core import SHARED, AdapterVersion, Domain
-from moedraft.storage.changes import check_expert, find_domain
+from moedraft.insight.change import (
+    Change,
+    change_of_first_step_share,
+    change_of_tokens_per_step,
+    first_step_share,
+    newest,
+    tokens_per_step,
+)
+from moedraft.storage.changes import check_expert, find_domain, is_pinned
 from moedraft.storage.requests import ExpertStats
 from moedraft.storage.store import Store
 
@@ -19,6 +27,7 @@ RATES = (
     "first_acceptance_rate",
     "mean_acceptance_length",
     "tokens_per_step",
+    "first_step_share",
 )
 
 
@@ -46,7 +55,35 @@ def adapters(store: Store, name: str | None = None) -> list[Data]:
     """All versions, or those of one expert, oldest first. Raises InvalidRequest for an unknown name."""
     if name is not None:
         check_expert(store, name)
-    return [_version(version) for version in store.registry.versions(name)]
+    versions = store.registry.versions(name)
+    pinned = {one.domain for one in versions if is_pinned(store.registry, one.domain)}
+    live = {(one.domain, one.version) for one in versions if one.state == "live"}
+    return [
+        {**_version(one), "pinned": one.domain in pinned and (one.domain, one.version) in live}
+        for one in versions
+    ]
+
+
+def decisions(store: Store, name: str | None = None, limit: int = 50) -> list[Data]:
+    """The last updates, of one expert or of all, oldest first, with what the gate decided on each.
+
+    Values are None for updates that no gate has judged.
+    """
+    return [
+        {
+            "domain": one.expert,
+            "created_at": one.created_at,
+            "decision": one.decision,
+            "version": one.version,
+            "parent": one.parent,
+            "stood_on": one.stood_on,
+            "gain": one.gain,
+            "gain_low": one.gain_low,
+            "gain_high": one.gain_high,
+            "records": one.gate_records,
+        }
+        for one in store.updates.recent(name, limit)
+    ]
 
 
 def replay(store: Store) -> dict[str, int]:
@@ -74,12 +111,34 @@ def _expert(store: Store, name: str, served: ExpertStats | None, replay_size: in
         "requests": served.requests if served else 0,
         "tokens": served.tokens if served else 0,
         **{key: getattr(served, key) if served else None for key in RATES},
+        **_windows(served),
         "lookup_tokens": served.lookup_tokens if served else 0,
         "accepted_lookup_tokens": served.accepted_lookup_tokens if served else 0,
         "replay_size": replay_size,
         "updates": store.registry.updates(name),
         "version": live.version if live else 0,
     }
+
+
+def _windows(served: ExpertStats | None) -> Data:
+    """Both main figures of the last requests, and how they changed since the first ones."""
+    window = newest(served)
+    changes = {
+        "tokens_per_step": change_of_tokens_per_step(served) if served else None,
+        "first_step_share": change_of_first_step_share(served) if served else None,
+    }
+    return {
+        "recent_tokens_per_step": tokens_per_step(window),
+        "recent_first_step_share": first_step_share(window),
+        **{f"{key}_change": _change(change) for key, change in changes.items()},
+    }
+
+
+def _change(change: Change | None) -> Data | None:
+    """low, high: the 95 % interval of the difference."""
+    if change is None:
+        return None
+    return {"difference": change.difference, "low": change.low, "high": change.high}
 
 
 def _state(store: Store, name: str) -> Data:

@@ -87,17 +87,20 @@ class Observer:
     def _overview(self, span: Span) -> Overview:
         requests, grid = self._look(span)
         experts = self._experts(requests)
+        busy = [expert.name for expert in experts if expert.requests]
         waited = requests["time_to_first_token"]
         waited = waited[np.isfinite(waited)]
         return Overview(
             requests=len(requests),
             tokens=requests.total("num_tokens"),
+            tokens_per_step=requests.tokens_per_step,
+            first_step_share=requests.first_step_share,
             acceptance=requests.acceptance,
             mean_acceptance_length=requests.mean_acceptance_length,
             time_to_first_token=float(np.median(waited)) if len(waited) else None,
             throughput=figures.throughput(requests, grid),
             sources=figures.sources(requests, grid),
-            by_expert=figures.acceptance_by_expert(requests, grid, [e.name for e in experts if e.requests]),
+            by_expert=figures.tokens_per_step_by_expert(requests, grid, busy),
             by_figures=experts_table(experts),
             experts=experts,
         )
@@ -119,7 +122,7 @@ class Observer:
     def _figures(
         self, name: str, registered: bool, requests: Requests, served: ExpertStats | None, size: int
     ) -> Expert:
-        own = requests.of(name)
+        own, drafts = requests.of(name), requests.drafted_by(name)
         live = self._store.registry.live(name)
         oldest, newest = (self._replay_end(name, newest) if size else None for newest in (False, True))
         return Expert(
@@ -128,8 +131,10 @@ class Observer:
             stats=served,
             share=ratio(len(own), len(requests)),
             requests=len(own),
-            acceptance=own.acceptance,
-            mean_acceptance_length=own.mean_acceptance_length,
+            tokens_per_step=own.tokens_per_step,
+            first_step_share=drafts.first_step_share,
+            acceptance=drafts.acceptance,
+            mean_acceptance_length=drafts.mean_acceptance_length,
             replay_size=size,
             replay_oldest=oldest,
             replay_newest=newest,
@@ -147,14 +152,13 @@ class Observer:
         expert = next((one for one in experts if one.name == name), None)
         if expert is None:
             return None
-        own = requests.of(name)
         return ExpertView(
             expert=expert,
             experts=experts,
-            acceptance=figures.acceptance(own, grid),
-            by_position=figures.by_position(own),
-            by_language=figures.by_language(own),
-            versions=versions_table(self._store.registry.versions(name), own),
+            progress=figures.progress(requests, name, grid),
+            by_position=figures.by_position(requests.drafted_by(name)),
+            by_language=figures.by_language(requests, name),
+            versions=versions_table(self._store.registry.versions(name), requests, name),
         )
 
     # -- router ----------------------------------------------------------------------------------

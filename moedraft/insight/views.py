@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moedraft.insight.change import (
+    Change,
+    change_of_first_step_share,
+    change_of_tokens_per_step,
+    first_step_share,
+    newest,
+    tokens_per_step,
+)
 from moedraft.insight.table import Table
 from moedraft.storage.requests import ExpertStats
 
@@ -14,25 +22,32 @@ class Overview:
 
     requests: int
     tokens: int
+    tokens_per_step: float | None  # of the target
+    first_step_share: float | None  # of the first guesses of rounds, how many were right
     acceptance: float | None
     mean_acceptance_length: float | None
     time_to_first_token: float | None  # median, seconds
     throughput: Table
     sources: Table  # where the tokens came from, over time
-    by_expert: Table  # acceptance over time, one column for each expert
+    by_expert: Table  # tokens per step of the target over time, one column for each expert
     by_figures: Table  # one row for each expert
     experts: tuple[Expert, ...]
 
 
 @dataclass(frozen=True)
 class Expert:
-    """One expert's figures: `stats` since the beginning, `share` and the figures after it in the span."""
+    """One expert's figures: `stats` since the beginning, `share` and the figures after it in the span.
+
+    What it guessed is its own, and for `shared` also what it drafted for requests of other experts.
+    """
 
     name: str
     registered: bool  # also True for `shared`; False: a domain that was removed
     stats: ExpertStats | None  # None: it never served
     share: float | None  # of the span's requests
     requests: int
+    tokens_per_step: float | None
+    first_step_share: float | None
     acceptance: float | None
     mean_acceptance_length: float | None
     replay_size: int
@@ -41,6 +56,24 @@ class Expert:
     version: int  # live; 0 is the untrained expert
     updates: int
 
+    @property
+    def recent_tokens_per_step(self) -> float | None:
+        """Of the last requests, whenever they were."""
+        return tokens_per_step(newest(self.stats))
+
+    @property
+    def recent_first_step_share(self) -> float | None:
+        return first_step_share(newest(self.stats))
+
+    @property
+    def change_of_tokens_per_step(self) -> Change | None:
+        """Since its first requests."""
+        return change_of_tokens_per_step(self.stats) if self.stats else None
+
+    @property
+    def change_of_first_step_share(self) -> Change | None:
+        return change_of_first_step_share(self.stats) if self.stats else None
+
 
 @dataclass(frozen=True)
 class ExpertView:
@@ -48,7 +81,7 @@ class ExpertView:
 
     expert: Expert
     experts: tuple[Expert, ...]
-    acceptance: Table
+    progress: Table  # its figures over time
     by_position: Table
     by_language: Table
     versions: Table

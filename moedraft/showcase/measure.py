@@ -15,6 +15,7 @@ from moedraft.cache import SlotCache
 from moedraft.chat import prompt_ids
 from moedraft.core import SHARED, RequestOutput, SamplingParams
 from moedraft.drafting.base import DraftBase, FeatureBase, first_guesses
+from moedraft.drafting.budget import Budget
 from moedraft.drafting.chooser import DraftSource
 from moedraft.showcase.shipped import Query
 from moedraft.system.build import System
@@ -59,6 +60,21 @@ def drafting_by(system: System, source: DraftSource) -> Iterator[None]:
         yield
     finally:
         chooser.source = before
+
+
+@contextmanager
+def budgeted(system: System, budget: Budget) -> Iterator[None]:
+    """While the block runs, `budget` decides what is drafted, and learns from it.
+
+    Systems that are compared on one engine need a budget each, or one would draft by the others' acceptance.
+    """
+    engine = system.engine
+    own = engine.budget
+    engine.budget = engine.chooser.budget = budget
+    try:
+        yield
+    finally:
+        engine.budget = engine.chooser.budget = own
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from moedraft.core import SHARED, RequestOutput, SamplingParams
-from moedraft.showcase.measure import drafting_by, only_base, right_guesses
+from moedraft.showcase.measure import budgeted, drafting_by, only_base, right_guesses
 from moedraft.showcase.shipped import Query
 from moedraft.system.build import System
 
@@ -102,14 +102,9 @@ class Contest:
     @contextmanager
     def _as(self, name: str) -> Iterator[None]:
         """The engine as this system. Only the draft model guesses: lookup in the text is the same for all."""
-        engine = self.system.engine
-        own = engine.budget
-        engine.budget = engine.chooser.budget = self.budgets[name]
-        try:
-            with drafting_by(self.system, "model"), only_base(self.system, name == STATIC):
-                yield
-        finally:
-            engine.budget = engine.chooser.budget = own
+        system, budget = self.system, self.budgets[name]
+        with budgeted(system, budget), drafting_by(system, "model"), only_base(system, name == STATIC):
+            yield
 
     def _guess(self, query: Query, answer: list[int]) -> None:
         """Which tokens of the target's answer the draft guesses first: the base alone, and the expert."""

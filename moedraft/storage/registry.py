@@ -8,13 +8,13 @@ from typing import Any
 from sqlalchemy import Connection, Row, delete, insert, select, update
 
 from moedraft.core import (
+    DOMAIN_NAME,
     SHARED,
     AdapterVersion,
     Domain,
     InvalidRequest,
     StorageError,
     UnknownName,
-    check_domain_name,
 )
 from moedraft.storage.db import Home
 from moedraft.storage.tables import adapter_versions, counters, domains, experts, meta, replay
@@ -27,6 +27,17 @@ _domain, _version, _state = adapter_versions.c.domain, adapter_versions.c.versio
 def check_expert_name(name: str) -> str:
     """`name` itself where it is SHARED or a domain's name; InvalidRequest otherwise."""
     return name if name == SHARED else check_domain_name(name)
+
+
+def check_domain_name(name: str) -> str:
+    """`name` itself, or InvalidRequest where it is no slug or is reserved."""
+    if not DOMAIN_NAME.fullmatch(name):
+        raise InvalidRequest(
+            f"domain name {name!r} must be 1-64 of a-z, 0-9, '_' and '-', beginning with a letter or digit."
+        )
+    if name == SHARED:
+        raise InvalidRequest(f"the name {SHARED!r} belongs to the shared adapter; choose another.")
+    return name
 
 
 class Registry:

@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, delete, func, insert, select
+from sqlalchemy import ColumnElement, Connection, delete, func, insert, select
 
-from moedraft.core import RequestStats, SpeculationStats
+from moedraft.core import SHARED, RequestStats, SpeculationStats
 from moedraft.storage.db import Home
 from moedraft.storage.tables import request_totals, requests
 
 FIRST = 20
 RECENT = 50
+NO_SUMS = ("expert", "first_window")  # columns of the totals that no sums are
+
+
+class Outcome(NamedTuple):
+    """What is compared of a request: its tokens and the target's steps, and its expert's first guesses."""
+
+    tokens: int
+    steps: int
+    first_guesses: int  # rounds in which the request's own expert drafted; 0 where that was not counted yet
+    accepted_first_guesses: int
+
+
+Window = tuple[Outcome, ...]
 
 
 @dataclass(frozen=True)
 class ExpertStats:
-    """One expert's sums. Rates are accepted / drafted tokens, None until something was drafted."""
+    """One expert's sums. Rates are accepted / drafted tokens, None until something was drafted.
+
+    Requests, tokens, steps, seconds and lookups are those of the requests routed to the expert; drafts,
+    draft tokens and first guesses are those that the expert itself made. What the shared adapter drafted for
+    another expert's request counts for `shared`.
+    """
 
     expert: str
     requests: int
@@ -33,6 +51,10 @@ class ExpertStats:
     first_acceptance_rate: float | None  # first 20 requests that drafted
     lookup_tokens: int = 0  # drafted from the text instead of by the model
     accepted_lookup_tokens: int = 0
+    first_guesses: int = 0  # rounds in which the expert drafted
+    accepted_first_guesses: int = 0
+    first_window: Window | None = ()  # the first 20 requests; None where they are not known any more
+    recent_window: Window = ()  # the last 50 requests, those of `first_window` left out
 
     @property
     def mean_acceptance_length(self) -> float | None:
@@ -43,6 +65,57 @@ class ExpertStats:
     def tokens_per_step(self) -> float | None:
         """Tokens of answers per step of the target: 1 is plain decoding."""
         return self.tokens / self.steps if self.steps else None
+
+    @property
+    def first_step_share(self) -> float | None:
+        """The share of the target's tokens that the expert's first guess of a round hit."""
+        return _rate(self.accepted_first_guesses, self.first_guesses)
+
+
+@dataclass
+class Drafts:
+    """What one expert, or the shared adapter, drafted in some requests."""
+
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    first_guesses: int = 0
+    accepted_first_guesses: int = 0
+
+    def add(self, more: Drafts, sign: int = 1) -> None:
+        for one in fields(Drafts):
+            setattr(self, one.name, getattr(self, one.name) + sign * getattr(more, one.name))
+
+
+def drafts_at(drafted_at: list[int], accepted_at: list[int]) -> Drafts:
+    """Counts by draft position → their sums."""
+    first, hit = sum(drafted_at[:1]), sum(accepted_at[:1])
+    return Drafts(first, sum(drafted_at), sum(accepted_at), first, hit)
+
+
+def shared_drafts(stats: RequestStats) -> Drafts:
+    """What the shared adapter drafted for a request that has an expert."""
+    if stats.expert == SHARED:
+        return Drafts()
+    return drafts_at(stats.speculation.shared_drafted_at, stats.speculation.shared_accepted_at)
+
+
+def own_drafts(stats: RequestStats) -> Drafts:
+    """What the request's own expert drafted, or the shared adapter where it has none."""
+    found = drafts_at(stats.speculation.drafted_at, stats.speculation.accepted_at)
+    # Old requests have no counts by position, but these three.
+    found.drafts = stats.speculation.num_drafts
+    found.draft_tokens = stats.speculation.num_draft_tokens
+    found.accepted_tokens = stats.speculation.num_accepted_tokens
+    found.add(shared_drafts(stats), -1)
+    return found
+
+
+def outcome_of(stats: RequestStats) -> Outcome:
+    own = own_drafts(stats)
+    return Outcome(
+        stats.num_tokens, stats.speculation.num_steps, own.first_guesses, own.accepted_first_guesses
+    )
 
 
 class RequestLog:
@@ -63,6 +136,7 @@ class RequestLog:
             connection.execute(insert(requests), [_row(one) for one in stats])
             for expert in sorted({one.expert for one in stats}):
                 _add_to_totals(connection, expert, [one for one in stats if one.expert == expert])
+            _add_stand_ins(connection, stats)
             last = connection.scalar(select(func.max(requests.c.id))) or 0
             connection.execute(delete(requests).where(requests.c.id <= last - self._capacity))
 
@@ -115,36 +189,65 @@ def _stats(row: Mapping[str, Any]) -> RequestStats:
 
 
 def _add_to_totals(connection: Connection, expert: str, stats: list[RequestStats]) -> None:
-    row = connection.execute(select(request_totals).where(request_totals.c.expert == expert)).one_or_none()
-    before = dict.fromkeys(request_totals.c.keys(), 0) if row is None else dict(row._mapping)
-    first = [one for one in stats if one.speculation.num_draft_tokens][: FIRST - before["first_requests"]]
+    before = _totals(connection, expert)
+    drafting = [drafts for one in stats if (drafts := own_drafts(one)).draft_tokens]
+    first = drafting[: max(0, FIRST - before["first_requests"])]
+    window = before["first_window"]
+    if window is not None:
+        window = [*window, *(list(outcome_of(one)) for one in stats)][:FIRST]
     added = {
         "requests": len(stats),
         "tokens": sum(one.num_tokens for one in stats),
         "steps": sum(one.speculation.num_steps for one in stats),
-        "drafts": sum(one.speculation.num_drafts for one in stats),
-        "draft_tokens": sum(one.speculation.num_draft_tokens for one in stats),
-        "accepted_tokens": sum(one.speculation.num_accepted_tokens for one in stats),
         "seconds": sum(one.seconds for one in stats),
         "lookup_tokens": sum(one.speculation.num_lookup_tokens for one in stats),
         "accepted_lookup_tokens": sum(one.speculation.num_accepted_lookup_tokens for one in stats),
         "first_requests": len(first),
-        "first_draft_tokens": sum(one.speculation.num_draft_tokens for one in first),
-        "first_accepted_tokens": sum(one.speculation.num_accepted_tokens for one in first),
+        "first_draft_tokens": sum(one.draft_tokens for one in first),
+        "first_accepted_tokens": sum(one.accepted_tokens for one in first),
+        **_summed(own_drafts(one) for one in stats),
     }
+    _store_totals(connection, expert, before, added, window)
+
+
+def _add_stand_ins(connection: Connection, stats: Sequence[RequestStats]) -> None:
+    """Count for `shared` what it drafted for the requests of experts."""
+    added = _summed(shared_drafts(one) for one in stats)
+    if added["drafts"]:
+        before = _totals(connection, SHARED)
+        _store_totals(connection, SHARED, before, added, before["first_window"])
+
+
+def _summed(parts: Iterable[Drafts]) -> dict[str, int]:
+    total = Drafts()
+    for part in parts:
+        total.add(part)
+    return asdict(total)
+
+
+def _totals(connection: Connection, expert: str) -> dict[str, Any]:
+    """The row of an expert; zeros and an empty first window where there is none yet."""
+    row = connection.execute(select(request_totals).where(request_totals.c.expert == expert)).one_or_none()
+    if row is not None:
+        return dict(row._mapping)
+    return {**dict.fromkeys(request_totals.c.keys(), 0), "first_window": []}
+
+
+def _store_totals(
+    connection: Connection,
+    expert: str,
+    before: Mapping[str, Any],
+    added: Mapping[str, float],
+    window: list[list[int]] | None,
+) -> None:
+    sums = {name: value + added.get(name, 0) for name, value in before.items() if name not in NO_SUMS}
     connection.execute(delete(request_totals).where(request_totals.c.expert == expert))
-    sums = {name: before[name] + value for name, value in added.items()}
-    connection.execute(insert(request_totals).values(expert=expert, **sums))
+    connection.execute(insert(request_totals).values(expert=expert, first_window=window, **sums))
 
 
 def _summary(connection: Connection, totals: Any) -> ExpertStats:
-    recent = (
-        select(requests.c.num_accepted_tokens, requests.c.num_draft_tokens)
-        .where(requests.c.expert == totals.expert, requests.c.num_draft_tokens > 0)
-        .order_by(requests.c.id.desc())
-        .limit(RECENT)
-    )
-    rows = connection.execute(recent).all()
+    newest = _newest(connection, totals.expert)
+    recent = _summed(own_drafts(one) for one in _drafting(connection, totals.expert, newest))
     return ExpertStats(
         expert=totals.expert,
         requests=totals.requests,
@@ -155,11 +258,38 @@ def _summary(connection: Connection, totals: Any) -> ExpertStats:
         accepted_tokens=totals.accepted_tokens,
         seconds=totals.seconds,
         acceptance_rate=_rate(totals.accepted_tokens, totals.draft_tokens),
-        recent_acceptance_rate=_rate(sum(row[0] for row in rows), sum(row[1] for row in rows)),
+        recent_acceptance_rate=_rate(recent["accepted_tokens"], recent["draft_tokens"]),
         first_acceptance_rate=_rate(totals.first_accepted_tokens, totals.first_draft_tokens),
         lookup_tokens=totals.lookup_tokens,
         accepted_lookup_tokens=totals.accepted_lookup_tokens,
+        first_guesses=totals.first_guesses,
+        accepted_first_guesses=totals.accepted_first_guesses,
+        first_window=_window(totals.first_window),
+        recent_window=_recent_window(newest, totals.requests),
     )
+
+
+def _window(rows: list[list[int]] | None) -> Window | None:
+    return None if rows is None else tuple(Outcome(*row) for row in rows)
+
+
+def _recent_window(newest: list[RequestStats], requests: int) -> Window:
+    """The newest requests, oldest first. A request is in one window only, or the two were no comparison."""
+    later = max(0, requests - FIRST)
+    return tuple(outcome_of(one) for one in reversed(newest[:later]))
+
+
+def _drafting(connection: Connection, expert: str, newest: list[RequestStats]) -> list[RequestStats]:
+    """The newest requests that drafted; as a rule these are the newest of all."""
+    if all(one.speculation.num_draft_tokens for one in newest):
+        return newest
+    return _newest(connection, expert, requests.c.num_draft_tokens > 0)
+
+
+def _newest(connection: Connection, expert: str, *wanted: ColumnElement[bool]) -> list[RequestStats]:
+    """The last RECENT requests of an expert, newest first."""
+    query = select(requests).where(requests.c.expert == expert, *wanted).order_by(requests.c.id.desc())
+    return [_stats(dict(row)) for row in connection.execute(query.limit(RECENT)).mappings()]
 
 
 def _rate(accepted: int, drafted: int) -> float | None:

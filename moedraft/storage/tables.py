@@ -115,6 +115,8 @@ requests = Table(
     Column("accepted_at", JSON, nullable=False, server_default="[]"),
     Column("num_lookup_tokens", Integer, nullable=False, server_default="0"),
     Column("num_accepted_lookup_tokens", Integer, nullable=False, server_default="0"),
+    Column("shared_drafted_at", JSON, nullable=False, server_default="[]"),
+    Column("shared_accepted_at", JSON, nullable=False, server_default="[]"),
     sqlite_autoincrement=True,
 )
 Index("requests_by_expert", requests.c.expert, requests.c.id)
@@ -143,7 +145,9 @@ updates = Table(
     sqlite_autoincrement=True,
 )
 
-# Sums over all requests of an expert, those already trimmed from `requests` included.
+# Sums over all requests of an expert, those already trimmed from `requests` included. `first_window` holds
+# [tokens, steps, first guesses, first guesses accepted] of each of the first requests; null where these were
+# trimmed before it was kept.
 request_totals = Table(
     "request_totals",
     metadata,
@@ -160,4 +164,7 @@ request_totals = Table(
     Column("first_accepted_tokens", Integer, nullable=False),
     Column("lookup_tokens", Integer, nullable=False, server_default="0"),
     Column("accepted_lookup_tokens", Integer, nullable=False, server_default="0"),
+    Column("first_guesses", Integer, nullable=False, server_default="0"),
+    Column("accepted_first_guesses", Integer, nullable=False, server_default="0"),
+    Column("first_window", JSON(none_as_null=True)),
 )

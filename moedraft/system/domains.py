@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 
-from moedraft.core import Domain, InvalidRequest, check_domain_name
+from moedraft.core import Domain, InvalidRequest
 from moedraft.routing.router import Router
+from moedraft.storage.registry import check_domain_name
 from moedraft.storage.store import Store
 
 MIN_EXAMPLES = 8

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cli_fakes import Pair, Run, numbers, write_rows
@@ -124,7 +123,7 @@ def test_warm_start_raises_acceptance(run: Run, home: Path, low: Path, pair: Pai
     )
     assert result.code == 0, result.err
     warm = result.data["warm_start"]
-    assert (warm["answered"], warm["held_out"], warm["updates"], warm["version"]) == (8, 4, 3, 3)
+    assert (warm["answered"], warm["held_out"], warm["updates"], warm["version"]) == (8, 4, 1, 1)  # on trial
     assert warm["acceptance_before"] is not None
     assert warm["acceptance_after"] > warm["acceptance_before"]
     experts = run("stats", "--json", "--home", home).data["experts"]
@@ -133,10 +132,22 @@ def test_warm_start_raises_acceptance(run: Run, home: Path, low: Path, pair: Pai
 
 
 @pytest.mark.usefixtures("brief")
-def test_warm_start_is_reported_in_words(
-    run: Run, home: Path, low: Path, pair: Pair, monkeypatch: Any
+def test_a_warm_start_on_trial_is_taken_back_where_it_does_harm(
+    run: Run, home: Path, low: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moedraft.distill.warmstart.UPDATES", 1)
+    rates = iter([0.5, 0.4])
+    monkeypatch.setattr("moedraft.distill.warmstart._measure", lambda *_: next(rates))
+    result = run(
+        "domain", "register", "low", "--examples", low, "--warm-start", 8, *pair, "--json", "--home", home
+    )
+    warm = result.data["warm_start"]
+    assert (warm["updates"], warm["version"], warm["acceptance_after"]) == (0, 0, 0.4)
+    [version] = run("adapter", "list", "low", "--json", "--home", home).data["adapters"]
+    assert version["state"] == "rolled_back"
+
+
+@pytest.mark.usefixtures("brief")
+def test_warm_start_is_reported_in_words(run: Run, home: Path, low: Path, pair: Pair) -> None:
     result = run("domain", "register", "low", "--examples", low, "--warm-start", 99, *pair, "--home", home)
     assert "8 examples answered, 1 updates; acceptance on 4 held-out examples" in result.out
 

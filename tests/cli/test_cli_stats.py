@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from candidates import candidate
 from cli_fakes import Pair, Run, write_rows
 
-from moedraft.core import SHARED, ReplayRecord, RequestStats, SpeculationStats
+from moedraft.core import SHARED, ReplayRecord, RequestStats, SpeculationStats, UpdateRecord
 from moedraft.storage.store import Store
 
 RECORD = ReplayRecord("sql", "sql", 1, "tiny", [7, 2, 3], 2, [[3, 9]], [[-0.125, -3.5]], [], 4, 2)
@@ -37,6 +38,8 @@ def request(accepted: int) -> RequestStats:
             num_drafts=2,
             num_draft_tokens=10,
             num_accepted_tokens=accepted,
+            drafted_at=[6, 4],
+            accepted_at=[accepted // 2 + 1, accepted // 2],
         ),
     )
 
@@ -72,6 +75,11 @@ def test_stats_show_every_expert(run: Run, served: Path) -> None:
         "first_acceptance_rate": 0.7,
         "mean_acceptance_length": 4.5,
         "tokens_per_step": 2.0,
+        "first_step_share": 8 / 12,
+        "recent_tokens_per_step": 2.0,
+        "recent_first_step_share": 8 / 12,
+        "tokens_per_step_change": None,
+        "first_step_share_change": None,
         "lookup_tokens": 0,
         "accepted_lookup_tokens": 0,
         "replay_size": 20,
@@ -88,8 +96,20 @@ def test_stats_show_every_expert(run: Run, served: Path) -> None:
         "update_every": 16,
     }
     shown = run("stats", "--home", served).out
-    assert "0.700" in shown
+    assert "0.667" in shown
     assert "Learning: due: shared, sql" in shown
+
+
+def test_stats_show_a_change_with_its_interval(run: Run, store: Store, home: Path) -> None:
+    store.requests.add([request(5 + place % 2) for place in range(20)])
+    store.requests.add([request(8 + place % 2) for place in range(30)])
+    found = run("stats", "--json", "--home", home).data["experts"]["sql"]
+    assert found["tokens_per_step_change"] == {"difference": 0.0, "low": 0.0, "high": 0.0}
+    assert found["recent_first_step_share"] == 5 / 6
+    change = found["first_step_share_change"]
+    assert change["low"] < change["difference"] == 5 / 6 - 3.5 / 6 < change["high"]
+    half = (change["high"] - change["low"]) / 2
+    assert f"+0.25 ± {half:.2f}" in run("stats", "--home", home).out
 
 
 def test_the_home_may_come_from_the_environment(
@@ -121,10 +141,40 @@ def test_adapter_list_shows_all_versions(run: Run, served: Path, home: Path) -> 
         ("sql", 1, 0, "retired"),
         ("sql", 2, 1, "live"),
     ]
-    assert run("adapter", "list", SHARED, "--json", "--home", served).data == {"adapters": []}
+    nothing = {"adapters": [], "updates": []}
+    assert run("adapter", "list", SHARED, "--json", "--home", served).data == nothing
     assert "retired" in run("adapter", "list", "--home", served).out
     missing = run("adapter", "list", "--json", "--home", home / "none")
-    assert missing.data == {"adapters": []}
+    assert missing.data == nothing
+
+
+def test_adapter_list_shows_what_the_gate_decided(run: Run, served: Path, store: Store) -> None:
+    old = UpdateRecord("sql", 1, 16, 4, 1.0, 2.0, 0.4, 0.5)
+    figures = {"gain": -0.125, "gain_low": -0.25, "gain_high": -0.0625, "gate_records": 12}
+    judged = replace(old, version=2, decision="discard", parent=2, stood_on=4, **figures)
+    for one in (old, judged, replace(judged, expert="shared")):
+        store.updates.add(one)
+    for words in (["sql"], ["--domain", "sql"]):
+        found = run("adapter", "list", *words, "--json", "--home", served).data["updates"]
+        assert [one["decision"] for one in found] == [None, "discard"]
+        assert found[1]["gain"] == -0.125
+        shown = run("adapter", "list", *words, "--home", served).out
+        assert "Updates of sql" in shown
+        row = next(line for line in shown.splitlines() if "discard" in line)
+        assert [part.strip() for part in row.split("│")[2:-1]] == [
+            *("discard", "2", "4", "−0.125", "−0.250 … −0.062", "12", "2"),
+        ]
+        assert "–" in next(line for line in shown.splitlines() if line.endswith("│ 1      │"))
+
+
+def test_a_version_is_pinned_until_it_is_not(run: Run, trained: Path) -> None:
+    assert "pinned" in run("adapter", "pin", "sql", "--home", trained).out
+    assert "live, pinned" in run("adapter", "list", "--home", trained).out
+    assert "'sql' is pinned" in run("distill", "--domain", "sql", "--home", trained).err
+    unpinned = run("adapter", "unpin", "sql", "--json", "--home", trained).data
+    assert unpinned == {"domain": "sql", "pinned": False}
+    assert "pinned" not in run("adapter", "list", "--home", trained).out
+    assert run("adapter", "pin", "none", "--home", trained).code == 2
 
 
 def test_promote_and_rollback_change_the_live_one(run: Run, trained: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from moedraft.distill.gate import (
     FEW,
+    LONGEST_KEPT,
     MOST_KEPT,
     Counts,
     Measured,
@@ -125,6 +126,15 @@ def test_nothing_is_kept_for_ever() -> None:
     ]
 
 
+def test_what_is_likely_better_may_wait_longer_for_records() -> None:
+    rng = np.random.default_rng(2)
+    found = next(
+        pair for pair in (a_pair(rng, 6, 0.05) for _ in range(100)) if 0.75 <= compare(*pair).better < 0.9
+    )
+    assert decide(*found, MOST_KEPT).decision == "keep"
+    assert decide(*found, LONGEST_KEPT).decision == "discard"
+
+
 # -- a joint update ------------------------------------------------------------------------------
 
 
@@ -191,6 +201,15 @@ def test_fifteen_domains_are_not_stopped_by_chance() -> None:
         domains = {f"d{n}": options(rng, 0.06, 0.03, records=8) for n in range(15)}
         went += together(**domains)["shared"] == "promote"
     assert went >= 34
+
+
+def test_many_domains_with_few_records_are_looked_at_together() -> None:
+    rng = np.random.default_rng(7)
+    big = {f"big{n}": options(rng, 0.15, 0.1, records=24) for n in range(3)}
+    fine = {f"d{n}": options(rng, 0.1, 0.05, records=2) for n in range(8)}
+    assert together(**big, **fine)["shared"] == "promote"
+    bad = {f"d{n}": options(rng, -0.3, -0.3, records=2) for n in range(8)}
+    assert together(**big, **bad)["shared"] == "keep"
 
 
 def test_a_poisoned_domain_is_found_among_fifteen() -> None:

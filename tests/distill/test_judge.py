@@ -381,11 +381,14 @@ def test_a_pin_goes_with_its_domain(store: Store) -> None:
 
 @pytest.mark.parametrize("kind", [One, Together])
 def test_a_new_loop_knows_what_the_one_before_learned(store: Store, kind: type[FakeTrainer]) -> None:
-    loop, _ = loop_of(store, kind, shared=0.1, code=0.1)
+    loop, before = loop_of(store, kind, shared=0.1, code=0.1)
+    loop.run_once("code")
+    before.value = {"code": -0.3}
     loop.run_once("code")
     again, trainer = loop_of(store, kind)
     again.resume()
     assert again.gains == loop.gains
+    assert {one.decision for one in store.updates.recent("code")} == {"promote", "discard"}
     assert trainer.seed == len(store.updates.recent())
     assert trainer.last_id == (7 if kind is Together else 0)
 

@@ -151,7 +151,7 @@ def learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Up
     def learn(**options: object) -> Update:
         home = tmp_path / f"home{len(list(tmp_path.iterdir()))}"
         small = {"update_steps": 2, "update_tokens": 128, "adapter_rank": 4, "shared_rank": 4}
-        settings = load_settings(home=home, **small, **options)
+        settings = load_settings(home=home, gate="off", **small, **options)
         with closing(open_store(settings)) as store:
             store.registry.add_domain(Domain("code", "", ("x",) * 8, 0.0))
             store.replay.add([record(n) for n in range(20)])

@@ -104,6 +104,19 @@ def test_what_waits_for_a_row_that_is_not_drafted_for_stays_bounded() -> None:
     assert not any(noted.seen[-1][0].proposal.lengths)
 
 
+def test_long_answers_of_lookup_alone_are_the_targets_own() -> None:
+    """What waits is read while tokens that were just accepted are not in the text yet."""
+    target = random_model("llama", 0)
+    one, noted = engine_of(target, slots=2, draft_source="lookup")
+    params = SamplingParams(max_tokens=3 * MOST_WAITING, ignore_eos=True)
+    prompts = [[7, 8, 9, 10] * 4, [5, 6] * 8]
+    found = one.generate(prompts, params)
+    plain = Engine(target, NumberTokenizer(), None, FixedSelector()).generate(prompts, params)
+    assert [o.token_ids for o in found] == [o.token_ids for o in plain]
+    assert sum(sum(evidence.accepted) for evidence, _ in noted.seen) > 2 * MOST_WAITING
+    assert all(row.draft_cached >= MOST_WAITING for row in noted.seen[0][0].rows)
+
+
 def test_a_row_that_wants_no_draft_keeps_no_features() -> None:
     one, _ = engine_of(random_model("llama", 0))
     one.add([1, 2, 3, 4], SamplingParams(max_tokens=20), draft=False)

@@ -147,6 +147,23 @@ def test_the_bare_base_guesses_from_the_general_list(base: FeatureBase) -> None:
     assert logits_of(base, bank, ["outside"])[0].isfinite().nonzero()[:, 0].tolist() == OUTSIDE.tolist()
 
 
+def test_lists_are_kept_to_whatever_little_memory_there_is(base: FeatureBase) -> None:
+    bank = ExpertBank(base, merged_cache_mb=0)
+    for name, tokens in LISTS.items():
+        bank.publish(name, adapter_of(bank, 3, tokens))
+    for rows in (["outside"], ["outside", "inside", SHARED]):
+        found = logits_of(base, bank, rows)[0].isfinite().nonzero()[:, 0]
+        assert found.tolist() == OUTSIDE.tolist()
+    assert not list(bank.heads.kept if bank.heads else [0])
+
+
+def test_the_shared_adapters_next_version_is_ready_for_a_mixed_batch(base: FeatureBase) -> None:
+    bank = bank_of(base)
+    bank.select(["outside", "inside"])
+    prepared = bank.prepare({SHARED: adapter_of(bank, 20, None)}, ["outside"])
+    assert prepared.heads.keys() == {"outside", "inside", SHARED}
+
+
 def test_a_new_version_may_have_another_list(base: FeatureBase, target: LanguageModel) -> None:
     bank = bank_of(base)
     text = prompts_of(1, seed=2, longest=80)[0]

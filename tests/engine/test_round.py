@@ -10,7 +10,7 @@ from rounds import chain, row
 
 from moedraft.core import Sequence
 from moedraft.engine.capture import Capture
-from moedraft.engine.round import Observer, Round
+from moedraft.engine.round import Learner, Round
 from moedraft.engine.target import TargetRunner
 from moedraft.evidence import Evidence, Proposal, Rows
 
@@ -48,7 +48,7 @@ class Rig:
         table: torch.Tensor | None = None,
         hidden: tuple[int, ...] = (),
         ragged: bool = False,
-        observers: tuple[Observer, ...] = (),
+        learners: tuple[Learner, ...] = (),
     ) -> None:
         self.rows = rows
         self.target = TinyLM(random_table(VOCAB, 1) if table is None else table)
@@ -60,7 +60,7 @@ class Rig:
                 one.target_cached = len(one.token_ids) - 1
         self.target.forwards.clear()
         self.script = Script(*guesses)
-        self.round = Round(runner, self.script, observers, Capture(3))
+        self.round = Round(runner, self.script, learners, Capture(3))
 
     def __call__(self) -> Evidence:
         return self.round(self.rows, take)
@@ -168,7 +168,7 @@ class Witness:
 def test_observers_see_the_evidence_before_its_tokens_enter_the_rows() -> None:
     diary: list[object] = []
     first, second = Witness(diary), Witness(diary)
-    rig = Rig(prompts(), observers=(first, second))
+    rig = Rig(prompts(), learners=(first, second))
     rig.script.guesses = [mixed(rig)]
     before = [list(one.token_ids) for one in rig.rows]
 
@@ -197,7 +197,7 @@ def test_a_token_tree_is_refused_by_name_and_nothing_has_changed() -> None:
     diary: list[object] = []
     tree = chain([1, 2], [], parents=torch.tensor([[-1, -1], [-1, -1]]))
     rig = Rig([row(0, 1, 2), row(1, 3)], lambda rows: tree, lambda rows: chain([1, 2], []))
-    rig.round.observers = [Witness(diary)]
+    rig.round.learners = [Witness(diary)]
     before = [list(one.token_ids) for one in rig.rows]
     with pytest.raises(ValueError, match=r"token tree .*parents=None"):
         rig()

@@ -148,6 +148,9 @@ def test_another_drafters_state_is_refused(tmp_path: Path) -> None:
     other = FeatureTrainer(draft_for(model, fc_norm=True), teacher_of(model), training.texts, PLAN)
     with pytest.raises(InvalidRequest, match="of another drafter"):
         other.load(tmp_path / "state.safetensors")
+    training.draft.vocabulary = training.draft.vocabulary.flip(0)
+    with pytest.raises(InvalidRequest, match="other prompts"):
+        training.load(tmp_path / "state.safetensors")
     with pytest.raises(InvalidRequest, match="no text"):
         FeatureTrainer(draft_for(model), teacher_of(model), [], PLAN)
 

@@ -171,7 +171,7 @@ def test_versions(client: httpx.Client, found: Served, monkeypatch: pytest.Monke
         ("code", 2, "live"),
     ]
     assert not any("path" in row for row in rows)
-    assert client.get("/admin/adapters?name=prose").json() == {"adapters": []}
+    assert client.get("/admin/adapters?name=prose").json() == {"adapters": [], "updates": []}
     assert client.post("/admin/adapters/code/promote", json={"version": 1}).json() == {
         "domain": "code",
         "version": 1,

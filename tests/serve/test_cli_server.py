@@ -161,7 +161,7 @@ def test_a_server_elsewhere(
     assert run("domain", "register", "law", "--examples", law, *own).code == 0
     assert "law" in run("domain", "list", *own).out
     assert run("domain", "show", "law", *own, "--json").data["examples"] == LAW
-    assert run("adapter", "list", "law", *own, "--json").data == {"adapters": []}
+    assert run("adapter", "list", "law", *own, "--json").data == {"adapters": [], "updates": []}
     assert run("replay", "show", *own, "--json").data["records"]["law"] == 0
     purged = run("replay", "purge", "--all", *own, "--json").data
     assert purged == {"domain": None, "purged": 0, "overwritten": True}

@@ -24,12 +24,13 @@ from dashboard_fakes import HOSTILE, IDLE, SERVING, WAITING, FakeWorker, Site, f
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
 from moedraft.core import SHARED, Domain, UpdateRecord
+from moedraft.insight.change import change_of_tokens_per_step, first_step_share, tokens_per_step
 from moedraft.insight.observe import Observer
 from moedraft.insight.spans import SPANS
 from moedraft.insight.table import Column, Table
 from moedraft.learning_state import LearningKind, LearningState, paused, waiting
 from moedraft.serve.dashboard import markup
-from moedraft.serve.dashboard.overview import MOST_LINES
+from moedraft.serve.dashboard.overview import MOST_CHARTS
 from moedraft.serve.dashboard.pages import SCRIPT
 from moedraft.storage.keys import KeyFile
 from moedraft.storage.store import Store
@@ -128,18 +129,28 @@ def test_overview_shows_what_the_store_holds(served: Site, visit: Visit) -> None
     page = visit(served, "?range=all")
     rows, sums = served.store.requests.rows(), served.store.requests.summary()
     assert figure(page, "requests") == str(len(rows))
-    accepted, drafted = (
-        sum(getattr(one, f"{n}_tokens") for one in sums.values()) for n in ("accepted", "draft")
+    tokens, steps, guesses, right = (
+        sum(getattr(one, name) for one in sums.values())
+        for name in ("tokens", "steps", "first_guesses", "accepted_first_guesses")
     )
-    assert figure(page, "acceptance") == repr(accepted / drafted)
+    assert figure(page, "tokens_per_step") == repr(tokens / steps)
+    assert figure(page, "first_step_share") == repr(right / guesses)
     assert figure(page, "tokens_per_second") == repr(SERVING.tokens_per_second)
     assert figure(page, "speedup") == repr(SERVING.speedup)
     assert figure(page, "running") == repr(SERVING.running)
     assert page.locator('[data-figure="speedup"]').inner_text() == "1.42×"
     for name, stats in sums.items():
         cells = page.locator(f'[data-table="experts"] tr[data-expert="{name}"]')
-        value = cells.locator('[data-key="recent_acceptance_rate"]').get_attribute("data-value")
-        assert value == repr(stats.recent_acceptance_rate)
+        change = change_of_tokens_per_step(stats)
+        assert change is not None
+        for key, now in (
+            ("recent_tokens_per_step", tokens_per_step(stats.recent_window)),
+            ("recent_first_step_share", first_step_share(stats.recent_window)),
+            ("tokens_per_step_change", change.difference),
+        ):
+            assert cells.locator(f'[data-key="{key}"]').get_attribute("data-value") == repr(now)
+        tone = {1: "up", 0: "same", -1: "down"}[change.direction]
+        expect(cells.locator('[data-key="tokens_per_step_change"]')).to_have_class(f"num {tone}")
         size = cells.locator('[data-key="replay_size"]').get_attribute("data-value")
         assert size == repr(served.store.replay.count(name))
     throughput = Observer(served.store, served.clock).overview(ALL).throughput
@@ -150,16 +161,15 @@ def test_overview_shows_what_the_store_holds(served: Site, visit: Visit) -> None
 def test_one_expert_as_the_store_has_it(served: Site, visit: Visit, name: str) -> None:
     page = visit(served, f"experts?range=all&expert={name}")
     stats = served.store.requests.summary()[name]
-    assert figure(page, "recent_acceptance_rate") == repr(stats.recent_acceptance_rate)
-    assert figure(page, "first_acceptance_rate") == repr(stats.first_acceptance_rate)
-    assert figure(page, "mean_acceptance_length") == repr(stats.mean_acceptance_length)
+    assert figure(page, "recent_tokens_per_step") == repr(tokens_per_step(stats.recent_window))
+    assert figure(page, "recent_first_step_share") == repr(first_step_share(stats.recent_window))
     assert figure(page, "replay_size") == repr(served.store.replay.count(name))
     live = served.store.registry.live(name)
     assert live is not None
     assert figure(page, "version") == repr(live.version)
     view = Observer(served.store, served.clock).expert(name, ALL)
     assert view is not None
-    assert table(page, "acceptance") == exact(view.acceptance.rows[::-1])
+    assert table(page, "progress") == exact(view.progress.rows[::-1])
     assert table(page, "by_position") == exact(view.by_position.rows)
     assert table(page, "by_language") == exact(view.by_language.rows)
     assert table(page, "versions") == exact(view.versions.rows)
@@ -191,9 +201,9 @@ def test_marks_stand_where_versions_changed(served: Site, visit: Visit) -> None:
     page = visit(served, "experts?range=all&expert=sql")
     view = Observer(served.store, served.clock).expert("sql", ALL)
     assert view is not None
-    marks = [mark.label for mark in view.acceptance.marks][-6:]
+    marks = [mark.label for mark in view.progress.marks][-6:]
     assert marks
-    chart = page.locator('[data-panel="acceptance"] .chart svg')
+    chart = page.locator('[data-panel="progress"] .chart svg').first
     for label in marks:
         expect(chart.get_by_text(label, exact=True)).to_be_visible()
 
@@ -204,8 +214,10 @@ def test_figures_move_by_themselves(fresh: Site, visit: Visit) -> None:
     row = invented(SHARED, time.time() - 5, 0.7, Random(1))
     fresh.store.requests.add([row])
     fresh.worker.now = replace(SERVING, tokens_per_second=77.5)
-    rate = repr(row.speculation.num_accepted_tokens / row.speculation.num_draft_tokens)
-    expect(page.locator('[data-figure="acceptance"]')).to_have_attribute("data-value", rate, timeout=SLOW)
+    rate = repr(row.num_tokens / row.speculation.num_steps)
+    expect(page.locator('[data-figure="tokens_per_step"]')).to_have_attribute(
+        "data-value", rate, timeout=SLOW
+    )
     expect(page.locator('[data-figure="tokens_per_second"]')).to_have_attribute(
         "data-value", "77.5", timeout=SLOW
     )
@@ -428,11 +440,11 @@ def test_many_experts(fresh: Site, visit: Visit) -> None:
     ]
     fresh.store.requests.add(rows)
     page = visit(fresh, "?range=15m")
-    panel = page.locator('[data-panel="acceptance_by_expert"]')
-    shown = panel.locator(".legend span").all_inner_texts()
-    assert len(shown) == 1 + MOST_LINES + 1
-    assert shown[1] == "domain-40"
-    assert shown[-1] == f"{60 - MOST_LINES} more among the numbers"
+    panel = page.locator('[data-panel="tokens_per_step"]')
+    shown = panel.locator(".small-one a").all_inner_texts()
+    assert len(shown) == panel.locator(".chart svg").count() == MOST_CHARTS
+    assert shown[0] == "domain-40"
+    expect(panel.get_by_text(f"{60 - MOST_CHARTS} more are among the numbers.")).to_be_visible()
     assert panel.locator("thead th").count() == 2 + 60
     page = visit(fresh, "experts?range=15m")
     assert (page.locator("nav.choice").bounding_box() or {})["height"] < 200

@@ -19,7 +19,7 @@ import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from server import TARGET, Served, check_error, events, served
 from waiting import wait_for
 
 from moedraft.config import load_settings
-from moedraft.core import SHARED, RequestStats
+from moedraft.core import SHARED, RequestStats, SpeculationStats
 from moedraft.distill.messages import TRAINING
 from moedraft.serve.supervisor.supervisor import TrainerSupervisor
 from moedraft.showcase.shipped import examples, traffic
@@ -249,10 +249,15 @@ class Stage:
         spec = self.scrape.spec
         return ratio(spec("accepted_tokens", **labels), spec("draft_tokens", **labels))
 
-    def mean_length(self, expert: str) -> float:
-        """As `/metrics` has it."""
+    def per_step(self, **labels: str) -> float | None:
+        """Tokens per step of the target, as `/metrics` has it."""
+        total = self.scrape.total
+        return ratio(total("generation_tokens_total", **labels), total("target_steps_total", **labels))
+
+    def first_share(self, **labels: str) -> float | None:
+        """How often the first guess was right, as `/metrics` has it."""
         spec = self.scrape.spec
-        return 1 + spec("accepted_tokens", expert=expert) / spec("drafts", expert=expert)
+        return ratio(spec("accepted_tokens_per_pos", position="0", **labels), spec("drafts", **labels))
 
 
 def ratio(part: float, whole: float) -> float | None:
@@ -274,6 +279,55 @@ def rate(rows: list[RequestStats]) -> float | None:
 def length(rows: list[RequestStats]) -> float | None:
     extra = ratio(accepted(rows), sum(row.speculation.num_drafts for row in rows))
     return None if extra is None else 1 + extra
+
+
+def speed(rows: list[RequestStats]) -> float | None:
+    return ratio(sum(row.num_tokens for row in rows), sum(row.speculation.num_steps for row in rows))
+
+
+def drafted_by(rows: list[RequestStats], expert: str) -> list[RequestStats]:
+    """The requests that `expert` drafted for, with its drafts alone: the shared adapter's are its own."""
+    return [
+        replace(row, speculation=one)
+        for row in rows
+        if (one := _drafts_of(row, expert)) is not None and (row.expert == expert or one.num_drafts)
+    ]
+
+
+def _drafts_of(row: RequestStats, expert: str) -> SpeculationStats | None:
+    whole = row.speculation
+    if row.expert == expert == SHARED:
+        return whole
+    if expert == SHARED:
+        return _of_positions(whole.shared_drafted_at, whole.shared_accepted_at)
+    if row.expert == expert:
+        return _of_positions(whole.expert_drafted_at, whole.expert_accepted_at)
+    return None
+
+
+def _of_positions(drafted_at: list[int], accepted_at: list[int]) -> SpeculationStats:
+    return SpeculationStats(
+        num_drafts=sum(drafted_at[:1]),
+        num_draft_tokens=sum(drafted_at),
+        num_accepted_tokens=sum(accepted_at),
+        drafted_at=drafted_at,
+        accepted_at=accepted_at,
+    )
+
+
+def guesses(rows: list[RequestStats]) -> tuple[int, int]:
+    """First guesses of rounds, and how many of them were right."""
+    counts = [(row.speculation.drafted_at[:1], row.speculation.accepted_at[:1]) for row in rows]
+    return sum(sum(made) for made, _ in counts), sum(sum(right) for _, right in counts)
+
+
+def first_share(rows: list[RequestStats]) -> float | None:
+    made, right = guesses(rows)
+    return ratio(right, made)
+
+
+def decimal(figure: float | None) -> str:
+    return "–" if figure is None else f"{figure:.2f}"
 
 
 def sureness(rows: list[RequestStats]) -> float | None:
@@ -342,8 +396,8 @@ READ = """() => ({
         [...panel.querySelectorAll('tbody tr')].map(row => [
             row.dataset.expert ?? null,
             [...row.cells].map(cell => [cell.dataset.key ?? null, cell.dataset.value ?? null])]),
-        [...panel.querySelectorAll('.legend li')].map(
-            one => [one.querySelector('span').textContent, one.querySelector('b').textContent]),
+        [...panel.querySelectorAll('.legend li, .small-one p')].map(
+            one => [one.querySelector('span, a').textContent, one.querySelector('b').textContent]),
         [...panel.querySelectorAll('.chart svg text')].map(one => one.textContent)]),
     choice: [...document.querySelectorAll('nav.choice a')].map(
         one => [one.querySelector('span').textContent, one.querySelector('b').textContent]),
@@ -470,31 +524,35 @@ def test_clients_metrics_and_store_agree(stage: Stage) -> None:
         assert len(own) == sum(one.answers for one in told)
         sums = {
             "generation_tokens_total": (sum(one.tokens for one in told), sum(r.num_tokens for r in own)),
+            "target_steps_total": (sum(r.speculation.num_steps for r in own),) * 2,
             "prompt_tokens_total": (
                 sum(one.prompt_tokens * one.answers for one in told),
                 sum(r.num_prompt_tokens for r in own),
             ),
         }
-        for name in ("drafts", "draft_tokens", "accepted_tokens"):
-            kept = sum(getattr(row.speculation, f"num_{name}") for row in own)
-            sums[f"spec_decode_num_{name}_total"] = sum(one.figures[f"num_{name}"] for one in told), kept
         for name, both in sums.items():
             assert (scrape.total(name, expert=expert),) * 2 == both
+        made = drafted_by(rows, expert)
+        for name in ("drafts", "draft_tokens", "accepted_tokens"):
+            kept = sum(getattr(row.speculation, f"num_{name}") for row in made)
+            assert scrape.spec(name, expert=expert) == kept
         for lang in {row.lang for row in rows}:
-            some = [row for row in own if row.lang == lang]
+            some = [row for row in made if row.lang == lang]
             assert scrape.spec("draft_tokens", expert=expert, lang=lang) == drafted(some)
             assert scrape.spec("accepted_tokens", expert=expert, lang=lang) == accepted(some)
         for place in range(3):
             hits = sum(
-                row.speculation.accepted_at[place] for row in own if len(row.speculation.accepted_at) > place
+                row.speculation.accepted_at[place] for row in made if len(row.speculation.accepted_at) > place
             )
             assert scrape.spec("accepted_tokens_per_pos", expert=expert, position=str(place)) == hits
         ever = stage.found.system.store.requests.summary()[expert]
         assert (ever.requests, ever.draft_tokens, ever.accepted_tokens) == (
             len(own),
-            drafted(own),
-            accepted(own),
+            drafted(made),
+            accepted(made),
         )
+    for name in ("drafts", "draft_tokens", "accepted_tokens"):
+        assert scrape.spec(name) == sum(one.figures[f"num_{name}"] for one in stage.told)
 
 
 def test_what_is_kept_to_learn_from(stage: Stage, client: httpx.Client) -> None:
@@ -545,21 +603,22 @@ def check_sources(stage: Stage, table: list[Row]) -> None:
         }
 
 
-def check_acceptance_by_expert(stage: Stage, table: list[Row]) -> None:
+def check_per_step(stage: Stage, table: list[Row]) -> None:
     for row, own in by_step(stage.rows, table):
         assert row.pop("at")
-        rates = {f"expert {name}": rate([one for one in own if one.expert == name]) for name in EXPERTS}
-        assert row == {"all": rate(own), **rates}
+        speeds = {f"expert {name}": speed([one for one in own if one.expert == name]) for name in EXPERTS}
+        assert row == {"all": speed(own), **speeds}
 
 
-def check_acceptance(stage: Stage, table: list[Row], expert: str) -> None:
-    for row, own in by_step(stage.of(expert), table):
-        assert (row["requests"], row["draft_tokens"], row["accepted_tokens"]) == (
-            len(own),
-            drafted(own),
-            accepted(own),
-        )
-        assert (row["acceptance_rate"], row["mean_acceptance_length"]) == (rate(own), length(own))
+def check_progress(stage: Stage, table: list[Row], expert: str) -> None:
+    for row, every in by_step(stage.rows, table):
+        own, made = [one for one in every if one.expert == expert], drafted_by(every, expert)
+        assert (row["requests"], row["tokens"]) == (len(own), sum(one.num_tokens for one in own))
+        assert row["tokens_per_step"] == speed(own)
+        assert (row["first_guesses"], row["accepted_first_guesses"]) == guesses(made)
+        assert row["first_step_share"] == first_share(made)
+        assert (row["draft_tokens"], row["accepted_tokens"]) == (drafted(made), accepted(made))
+        assert (row["acceptance_rate"], row["mean_acceptance_length"]) == (rate(made), length(made))
 
 
 def check_shares(stage: Stage, table: list[Row]) -> None:
@@ -581,8 +640,10 @@ def check_unknown(stage: Stage, table: list[Row]) -> None:
 def test_overview(stage: Stage, tabs: Tabs, client: httpx.Client) -> None:
     seen, scrape = tabs.see(PAGES["overview"]), stage.scrape
     assert seen.figures["requests"] == scrape.total("request_success_total") == len(stage.rows)
-    assert seen.figures["acceptance"] == stage.acceptance() == rate(stage.rows)
-    assert seen.texts["acceptance"] == percent(stage.acceptance())
+    assert seen.figures["tokens_per_step"] == stage.per_step() == speed(stage.rows)
+    assert seen.texts["tokens_per_step"] == decimal(stage.per_step())
+    assert seen.figures["first_step_share"] == stage.first_share() == first_share(stage.rows)
+    assert seen.texts["first_step_share"] == percent(stage.first_share(), 1)
     assert seen.figures["tokens_per_second"] == scrape.total("tokens_per_second") > 0
     assert seen.figures["running"] == scrape.total("num_requests_running") == 0
     assert seen.figures["speedup"] == (scrape.total("speedup") if scrape.has("speedup") else None)
@@ -595,12 +656,12 @@ def test_overview(stage: Stage, tabs: Tabs, client: httpx.Client) -> None:
     }
     tokens = sum(row.num_tokens for row in stage.rows)
     assert scrape.total("generation_tokens_total") == tokens
-    expect(tabs.page("").get_by_text(f"{tokens} tokens, all time.")).to_be_visible()
+    expect(tabs.page("").get_by_text(f"{tokens} tokens, all time; 1 is plain.")).to_be_visible()
     check_throughput(stage, seen.panels["throughput"][::-1])
-    check_acceptance_by_expert(stage, seen.panels["acceptance_by_expert"][::-1])
+    check_per_step(stage, seen.panels["tokens_per_step"][::-1])
     check_sources(stage, seen.panels["sources"][::-1])
-    legend = {name: percent(stage.acceptance(expert=name)) for name in EXPERTS}
-    assert seen.legends["acceptance_by_expert"] == {"all experts": percent(stage.acceptance()), **legend}
+    heads = {name: decimal(stage.per_step(expert=name)) for name in EXPERTS}
+    assert seen.legends["tokens_per_step"] == heads
 
 
 def test_each_expert_in_the_overview(stage: Stage, tabs: Tabs, client: httpx.Client) -> None:
@@ -610,28 +671,32 @@ def test_each_expert_in_the_overview(stage: Stage, tabs: Tabs, client: httpx.Cli
     assert [row["expert"] for row in rows] == [SHARED, *DOMAINS]
     for row in rows:
         name = row["expert"]
-        now = rate([one for one in stage.of(name) if one.speculation.num_draft_tokens][-50:])
-        assert row["recent_acceptance_rate"] == now == stage.acceptance(expert=name)
-        assert row["change"] == 0  # fewer than 20 requests are both the first and the last
+        assert row["recent_tokens_per_step"] == stage.per_step(expert=name) == speed(stage.of(name))
+        assert row["recent_first_step_share"] == recent_share(stage, name)
+        # Fewer than 20 requests are the first and the last, so there is nothing to compare.
+        assert row["tokens_per_step_change"] is row["first_step_share_change"] is None
         assert row["share"] == len(stage.of(name)) / len(stage.rows)
-        assert row["mean_acceptance_length"] == stage.mean_length(name)
         assert row["replay_size"] == kept[name]
         assert row["version"] == versions.get(name, 0)
+
+
+def recent_share(stage: Stage, name: str) -> float | None:
+    """Of the expert's own requests, so without what the shared adapter drafted for others."""
+    return first_share(drafted_by(stage.of(name), name))
 
 
 @pytest.mark.parametrize("name", EXPERTS)
 def test_one_expert(stage: Stage, tabs: Tabs, client: httpx.Client, name: str) -> None:
     seen, own = tabs.see(f"experts?expert={name}"), stage.of(name)
     figures = seen.figures
-    now = stage.acceptance(expert=name)
-    assert figures["recent_acceptance_rate"] == figures["first_acceptance_rate"] == now == rate(own)
-    assert seen.texts["recent_acceptance_rate"] == percent(now, 1)
-    assert figures["mean_acceptance_length"] == stage.mean_length(name) == length(own)
+    assert figures["recent_tokens_per_step"] == stage.per_step(expert=name) == speed(own)
+    assert figures["recent_first_step_share"] == recent_share(stage, name)
+    assert seen.texts["recent_first_step_share"] == percent(recent_share(stage, name), 1)
     assert figures["share"] == len(own) / len(stage.rows)
     assert figures["replay_size"] == client.get("/admin/replay").json()["records"][name]
     assert figures["version"] == (PHASES - 1 if name == "python" else 0)
-    assert seen.choice == {one: percent(stage.acceptance(expert=one)) for one in EXPERTS}
-    check_acceptance(stage, seen.panels["acceptance"][::-1], name)
+    assert seen.choice == {one: decimal(stage.per_step(expert=one)) for one in EXPERTS}
+    check_progress(stage, seen.panels["progress"][::-1], name)
     check_positions(stage, seen, name)
     check_languages(stage, seen, name)
     check_versions(stage, seen.panels["versions"], client, name)
@@ -646,7 +711,7 @@ def check_positions(stage: Stage, seen: Seen, name: str) -> None:
         hits = scrape.spec("accepted_tokens_per_pos", expert=name, position=str(place))
         guesses = sum(
             one.speculation.drafted_at[place]
-            for one in stage.of(name)
+            for one in drafted_by(stage.rows, name)
             if len(one.speculation.drafted_at) > place
         )
         assert (row["draft_tokens"], row["accepted_tokens"]) == (guesses, hits)
@@ -663,9 +728,10 @@ def check_languages(stage: Stage, seen: Seen, name: str) -> None:
     assert [row["requests"] for row in table] == sorted(requests.values(), reverse=True)
     for row in table:
         place = {"expert": name, "lang": row["lang"]}
-        assert row["draft_tokens"] == scrape.spec("draft_tokens", **place)
-        assert row["accepted_tokens"] == scrape.spec("accepted_tokens", **place)
-        assert row["acceptance_rate"] == stage.acceptance(**place)
+        assert row["steps"] == scrape.total("target_steps_total", **place)
+        assert row["tokens_per_step"] == stage.per_step(**place)
+        assert row["first_guesses"] == scrape.spec("drafts", **place)
+        assert row["first_step_share"] == stage.first_share(**place)
         assert row["lang"] in seen.drawn["by_language"]
 
 
@@ -685,7 +751,8 @@ def check_versions(stage: Stage, table: list[Row], client: httpx.Client, name: s
             "parent": version.parent,
             "held_out_acceptance": 0.5 + version.version / 16,
             "requests": len(own),
-            "acceptance_rate": rate(own),
+            "tokens_per_step": speed(own),
+            "first_step_share": first_share(drafted_by(own, name)),
         }
 
 
@@ -769,14 +836,14 @@ Check = Callable[[Stage, list[Row]], None]
 MOVING: dict[str, Check] = {  # tables whose steps go with the clock
     "throughput": check_throughput,
     "sources": check_sources,
-    "acceptance_by_expert": check_acceptance_by_expert,
-    "acceptance": lambda stage, table: check_acceptance(stage, table, "python"),
+    "tokens_per_step": check_per_step,
+    "progress": lambda stage, table: check_progress(stage, table, "python"),
     "shares": check_shares,
     "unknown": check_unknown,
 }
 FILES = {
-    "overview": ("throughput", "sources", "acceptance_by_expert", "experts"),
-    "experts": ("acceptance", "by_position", "by_language", "versions"),
+    "overview": ("throughput", "sources", "tokens_per_step", "experts"),
+    "experts": ("progress", "by_position", "by_language", "versions"),
     "router": ("confidences", "shares", "unknown"),
     "learning": ("updates", "updates_by_expert"),
 }
@@ -820,13 +887,15 @@ def check_experts_file(stage: Stage, written: list[Row], shown: list[Row]) -> No
     scrape = stage.scrape
     for row, on_page in zip(written, shown, strict=True):
         name, own = row["expert"], stage.of(row["expert"])
-        assert {key: row[key] for key in on_page if key != "change"} == {
-            key: cell for key, cell in on_page.items() if key != "change"
-        }
+        assert {key: row[key] for key in on_page} == on_page
         assert row["requests"] == row["all_requests"] == len(own)
-        assert row["acceptance_rate"] == row["first_acceptance_rate"] == stage.acceptance(expert=name)
+        assert row["acceptance_rate"] == stage.acceptance(expert=name)
+        assert row["tokens_per_step"] == row["recent_tokens_per_step"] == stage.per_step(expert=name)
+        assert row["first_step_share"] == stage.first_share(expert=name)
         assert row["updates"] == sum(update["expert"] == name for update in stage.updates)
         assert row["all_tokens"] == scrape.total("generation_tokens_total", expert=name)
+        assert row["all_steps"] == scrape.total("target_steps_total", expert=name)
+        assert row["all_first_guesses"] == scrape.spec("drafts", expert=name)
         assert row["all_drafts"] == scrape.spec("drafts", expert=name)
         assert row["all_draft_tokens"] == scrape.spec("draft_tokens", expert=name)
         assert row["all_accepted_tokens"] == scrape.spec("accepted_tokens", expert=name)

@@ -12,7 +12,15 @@ from dataclasses import replace
 import pytest
 from dashboard_fakes import HOSTILE, fill, invented, record
 
-from moedraft.core import SHARED, Domain, InvalidRequest, SpeculationStats, StorageError, UpdateRecord
+from moedraft.core import (
+    SHARED,
+    Domain,
+    InvalidRequest,
+    RequestStats,
+    SpeculationStats,
+    StorageError,
+    UpdateRecord,
+)
 from moedraft.insight import figures, observe
 from moedraft.insight.columns import NUMBERS, RequestReader
 from moedraft.insight.observe import Observer
@@ -69,6 +77,11 @@ def test_totals_are_those_of_the_store(filled: Store) -> None:
         sum(getattr(row.speculation, f"num_{n}_tokens") for row in rows) for n in ("draft", "accepted")
     )
     assert view.acceptance == accepted / drafted
+    assert view.tokens_per_step == view.tokens / sum(row.speculation.num_steps for row in rows)
+    right, made = (
+        sum(getattr(row.speculation, f"{n}_at")[0] for row in rows) for n in ("accepted", "drafted")
+    )
+    assert view.first_step_share == right / made
     assert view.mean_acceptance_length == 1 + accepted / sum(row.speculation.num_drafts for row in rows)
     assert sum(int(n or 0) for n in view.throughput.column("requests")) == 400
     assert sum(int(n or 0) for n in view.throughput.column("tokens")) == view.tokens
@@ -80,6 +93,8 @@ def test_totals_are_those_of_the_store(filled: Store) -> None:
     for expert in view.experts:
         assert expert.stats == sums[expert.name]
         assert expert.acceptance == sums[expert.name].acceptance_rate
+        assert expert.tokens_per_step == sums[expert.name].tokens_per_step
+        assert expert.first_step_share == sums[expert.name].first_step_share
         assert expert.replay_size == filled.replay.count(expert.name)
     assert view.by_figures.column("all_accepted_tokens") == [
         sums[e.name].accepted_tokens for e in view.experts
@@ -90,9 +105,15 @@ def test_one_expert(filled: Store) -> None:
     view = Observer(filled).expert("python", ALL)
     assert view is not None
     rows = filled.requests.rows(expert="python")
-    assert sum(int(n or 0) for n in view.acceptance.column("requests")) == len(rows)
-    assert sum(int(n or 0) for n in view.acceptance.column("accepted_tokens")) == sum(
+    assert sum(int(n or 0) for n in view.progress.column("requests")) == len(rows)
+    assert sum(int(n or 0) for n in view.progress.column("accepted_tokens")) == sum(
         row.speculation.num_accepted_tokens for row in rows
+    )
+    assert sum(int(n or 0) for n in view.progress.column("steps")) == sum(
+        row.speculation.num_steps for row in rows
+    )
+    assert sum(int(n or 0) for n in view.progress.column("accepted_first_guesses")) == sum(
+        row.speculation.accepted_at[0] for row in rows
     )
     for place, drafted, accepted, rate in view.by_position.rows:
         at = int(place or 0) - 1
@@ -154,6 +175,55 @@ def test_a_request_that_drafted_nothing(store: Store) -> None:
     assert Observer(store).router(HOUR).routed == 0
 
 
+def stand_in(at: float) -> RequestStats:
+    """A request of `sql` that the shared adapter drafted for in three of eight rounds."""
+    return replace(
+        invented("sql", at, 0.5, RNG, 2),
+        num_tokens=20,
+        speculation=SpeculationStats(
+            num_steps=10,
+            num_drafts=8,
+            num_draft_tokens=14,
+            num_accepted_tokens=9,
+            drafted_at=[8, 6],
+            accepted_at=[6, 3],
+            shared_drafted_at=[3, 2],
+            shared_accepted_at=[1, 0],
+        ),
+    )
+
+
+def test_drafts_count_for_whoever_made_them(store: Store) -> None:
+    now = time.time()
+    plain = invented(SHARED, now - 30, 0.5, RNG)
+    store.requests.add([stand_in(now - 40), plain])
+    observer = Observer(store)
+    sql, shared = observer.expert("sql", HOUR), observer.expert(SHARED, HOUR)
+    assert sql is not None
+    assert shared is not None
+    assert (sql.expert.tokens_per_step, sql.expert.first_step_share) == (2.0, 5 / 5)
+    assert sql.expert.acceptance == 8 / 9
+    assert [row[:3] for row in sql.by_position.rows] == [(1, 5, 5), (2, 4, 3)]
+    made, right = (getattr(plain.speculation, f"{name}_at")[0] for name in ("drafted", "accepted"))
+    assert shared.expert.requests == 1
+    assert shared.expert.tokens_per_step == plain.num_tokens / plain.speculation.num_steps
+    assert shared.expert.first_step_share == (right + 1) / (made + 3)
+    assert sum(int(n or 0) for n in shared.progress.column("first_guesses")) == made + 3
+    assert sum(int(n or 0) for n in shared.progress.column("requests")) == 1
+    overview = observer.overview(HOUR)
+    assert overview.first_step_share == (right + 6) / (made + 8)
+    assert {e.name: e.first_step_share for e in overview.experts} == {
+        name: one.first_step_share for name, one in store.requests.summary().items()
+    }
+
+
+def test_requests_from_before_first_guesses_were_counted(store: Store) -> None:
+    old = SpeculationStats(num_steps=5, num_drafts=4, num_draft_tokens=9, num_accepted_tokens=3)
+    store.requests.add([replace(invented("sql", time.time() - 9, 0.5, RNG), num_tokens=8, speculation=old)])
+    view = Observer(store).overview(HOUR)
+    assert (view.tokens_per_step, view.first_step_share, view.acceptance) == (8 / 5, None, 3 / 9)
+
+
 def test_the_router(filled: Store) -> None:
     view = Observer(filled).router(ALL)
     routed = [row for row in filled.requests.rows() if row.confidence is not None]
@@ -211,7 +281,7 @@ def marks_of(store: Store, *versions: int) -> list[str]:
     )
     view = Observer(store).expert("sql", HOUR)
     assert view is not None
-    return [mark.label for mark in view.acceptance.marks]
+    return [mark.label for mark in view.progress.marks]
 
 
 def test_a_mark_where_the_version_changes(store: Store) -> None:
@@ -229,7 +299,7 @@ def test_late_answers_of_the_old_version_make_no_marks(store: Store) -> None:
     store.requests.add([invented("sql", at, 0.5, RNG, version) for at, version in step])
     view = Observer(store, lambda: now + 1).expert("sql", HOUR)
     assert view is not None
-    assert [(mark.at, mark.label) for mark in view.acceptance.marks] == [(now - 2, "v2")]
+    assert [(mark.at, mark.label) for mark in view.progress.marks] == [(now - 2, "v2")]
 
 
 # -- reading only what is new ----------------------------------------------------------------------

@@ -10,8 +10,9 @@ from alembic.runtime.migration import MigrationContext
 from storage_fakes import domain, record, stats
 
 from moedraft.core import StorageError, UpdateRecord
-from moedraft.storage import Home, Registry, ReplayBuffer, RequestLog, UpdateLog
+from moedraft.storage import ExpertStats, Home, Registry, ReplayBuffer, RequestLog, UpdateLog
 from moedraft.storage.db import DATABASE, MIGRATIONS
+from moedraft.storage.requests import Outcome
 from moedraft.storage.tables import metadata
 
 FIRST_SCHEMA = Path(__file__).with_name("first_schema.sql")
@@ -93,6 +94,49 @@ def test_updates_older_than_the_gate_have_no_decision(
         log = UpdateLog(home)
         assert log.recent() == [UpdateRecord("sql", 2, 20, 16, 1.5, 2.25, 0.4, None, 7.0)]
         assert log.decisions() == {}
+
+
+def upgraded(first: Path, *, requests: int, drafted_at: str = "[4, 2]") -> ExpertStats:
+    """The expert of a home of the third schema that had so many requests, one of which is kept."""
+    execute(
+        first,
+        f"UPDATE requests SET drafted_at = '{drafted_at}', accepted_at = '[3, 1]';"
+        f"UPDATE request_totals SET requests = {requests};",
+    )
+    with Home.open(first) as home:
+        return RequestLog(home).summary()["sql"]
+
+
+@pytest.fixture
+def third(first: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The home as the third schema left it."""
+    scripts = tmp_path / "third"
+    shutil.copytree(MIGRATIONS, scripts, ignore=shutil.ignore_patterns("0004*", "0005*", "__pycache__"))
+    with monkeypatch.context() as patch:
+        patch.setattr("moedraft.storage.db.MIGRATIONS", scripts)
+        Home.open(first).close()
+    return first
+
+
+def test_first_guesses_of_kept_requests_are_counted(third: Path) -> None:
+    found = upgraded(third, requests=1)
+    assert found.first_step_share == 3 / 4
+    assert found.first_window == (Outcome(8, 4, 4, 3),)
+
+
+def test_a_beginning_that_was_trimmed_stays_unknown(third: Path) -> None:
+    found = upgraded(third, requests=7)
+    assert found.first_step_share == 3 / 4
+    assert found.first_window is None
+    with Home.open(third) as home:
+        RequestLog(home).add([stats()])
+        assert RequestLog(home).summary()["sql"].first_window is None
+
+
+def test_requests_without_positions_show_no_first_guesses(third: Path) -> None:
+    found = upgraded(third, requests=1, drafted_at="[]")
+    assert (found.first_guesses, found.first_step_share) == (0, None)
+    assert found.tokens_per_step == 2.0
 
 
 def test_a_copy_is_kept_before_an_upgrade(first: Path) -> None:

@@ -4,6 +4,7 @@ import pytest
 from storage_fakes import stats
 
 from moedraft.storage import ExpertStats, Home, RequestLog
+from moedraft.storage.requests import FIRST, RECENT, Outcome
 
 
 def test_summary_adds_up_requests(home: Home) -> None:
@@ -13,10 +14,13 @@ def test_summary_adds_up_requests(home: Home) -> None:
     log.add([stats(accepted=2), stats("shared", drafted=0, accepted=0)])
     log.add([stats(accepted=8, seconds=1.5, num_lookup_tokens=6, num_accepted_lookup_tokens=4)])
     summary = log.summary()
-    assert summary["sql"] == ExpertStats("sql", 2, 16, 8, 4, 20, 10, 2.0, 0.5, 0.5, 0.5, 6, 4)
+    seen = (Outcome(8, 4, 0, 0),) * 2
+    sql = ExpertStats("sql", 2, 16, 8, 4, 20, 10, 2.0, 0.5, 0.5, 0.5, 6, 4, first_window=seen)
+    assert summary["sql"] == sql
     assert summary["sql"].tokens_per_step == 16 / 8
     assert summary["sql"].mean_acceptance_length == 1 + 10 / 4
-    assert summary["shared"] == ExpertStats("shared", 1, 8, 4, 0, 0, 0, 0.5, None, None, None)
+    shared = ExpertStats("shared", 1, 8, 4, 0, 0, 0, 0.5, None, None, None, first_window=seen[:1])
+    assert summary["shared"] == shared
     assert summary["shared"].mean_acceptance_length is None
 
 
@@ -53,3 +57,47 @@ def test_series_groups_requests_in_buckets(home: Home) -> None:
     log.add([stats(drafted=0, accepted=0, created_at=9.0)])
     assert log.series("sql", bucket=2) == [(2.0, 3, 20), (4.0, 7, 20), (5.0, 5, 10)]
     assert log.series("python") == []
+
+
+def test_first_guesses_add_up(home: Home) -> None:
+    log = RequestLog(home)
+    assert stats().speculation.first_step_share is None
+    log.add([stats(drafted_at=[4, 2], accepted_at=[3, 1]), stats(drafted_at=[4], accepted_at=[])])
+    log.add([stats(), stats(num_steps=3, drafted_at=[2], accepted_at=[1])])
+    found = log.summary()["sql"]
+    assert (found.first_guesses, found.accepted_first_guesses) == (10, 4)
+    assert found.first_step_share == 0.4
+
+
+def test_what_the_shared_adapter_drafted_counts_for_it(home: Home) -> None:
+    """Its drafts and first guesses only: the tokens and steps stay those of the domain's traffic."""
+    log = RequestLog(home)
+    drafts = {"num_drafts": 5, "drafted_at": [5, 3], "accepted_at": [4, 1]}
+    row = stats(drafted=8, accepted=5, **drafts, shared_drafted_at=[3, 2], shared_accepted_at=[3, 1])
+    log.add([row])
+    [sql, shared] = (log.summary()[name] for name in ("sql", "shared"))
+    assert (sql.requests, sql.tokens, sql.steps, sql.drafts) == (1, 8, 4, 2)
+    assert (sql.draft_tokens, sql.accepted_tokens) == (3, 1)
+    assert (sql.first_step_share, sql.first_window) == (1 / 2, (Outcome(8, 4, 2, 1),))
+    assert (shared.requests, shared.tokens, shared.steps, shared.drafts) == (0, 0, 0, 3)
+    assert (shared.draft_tokens, shared.accepted_tokens) == (5, 4)
+    assert (shared.first_step_share, shared.tokens_per_step) == (1.0, None)
+    log.add([stats("shared", drafted=4, accepted=1, drafted_at=[2, 2], accepted_at=[1, 0])])
+    shared = log.summary()["shared"]
+    assert (shared.requests, shared.first_guesses, shared.accepted_first_guesses) == (1, 5, 4)
+    assert log.rows()[0] == row
+
+
+def test_windows_share_no_request(home: Home) -> None:
+    log = RequestLog(home, capacity=60)
+    log.add([stats(num_tokens=number) for number in range(FIRST - 5)])
+    log.add([stats(num_tokens=number) for number in range(FIRST - 5, FIRST + 3)])
+    found = log.summary()["sql"]
+    assert found.first_window is not None
+    assert [one.tokens for one in found.first_window] == list(range(FIRST))
+    assert [one.tokens for one in found.recent_window] == [20, 21, 22]
+    log.add([stats(num_tokens=number) for number in range(FIRST + 3, 200)])  # the first ones are trimmed
+    found = log.summary()["sql"]
+    assert found.first_window is not None
+    assert [one.tokens for one in found.first_window] == list(range(FIRST))
+    assert [one.tokens for one in found.recent_window] == list(range(200 - RECENT, 200))

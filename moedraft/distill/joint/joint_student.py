@@ -162,7 +162,8 @@ class JointStudent:
     def use_lists(self, lists: Mapping[str, torch.Tensor]) -> None:
         """Have these experts guess from their own tokens alone (int64, ascending), as they will be served."""
         vocabulary = self.draft.vocabulary
-        self.lists = {name: places(own.to(vocabulary.device), vocabulary) for name, own in lists.items()}
+        found = {name: places(own.to(vocabulary.device), vocabulary) for name, own in lists.items()}
+        self.lists = {name: numbers[numbers >= 0] for name, numbers in found.items()}
 
     def parameters(self, name: str) -> list[nn.Parameter]:
         """Those of the adapter of `name`."""

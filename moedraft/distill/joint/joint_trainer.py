@@ -94,6 +94,7 @@ class JointTrainer:
         self.versions: dict[str, int] = {}  # which version an adapter's weights were taken from
         self.last_id = 0  # of the records that the last update knew of
         self.seed = 0  # of the next draw of records
+        self._done = 0  # steps of the running update
         self._optimisers: dict[str, torch.optim.Optimizer] = {}
 
     def update(self, *, steps: int | None = None, on_step: OnStep | None = None) -> JointUpdate | None:
@@ -103,6 +104,8 @@ class JointTrainer:
         FloatingPointError where no step was finite; the next update starts from the live versions then.
         """
         steps, say = steps or self.plan.steps, on_step or (lambda done, loss: None)
+        self.states.on_forward = lambda: say(self._done, None)
+        self._done = 0
         last_id = self.replay.last_id()
         drawn = self.draw(steps, lambda: say(0, None))
         if not drawn.train:
@@ -120,7 +123,9 @@ class JointTrainer:
                 self.forget(name)
             raise
         self.last_id = last_id
-        made = [self._candidate(name, used, steps, loss, (before, after)) for name in (SHARED, *names)]
+        held_out = Counter(record.domain for record in drawn.held_out if record.domain != SHARED)
+        sizes = used, held_out + Counter({SHARED: len(drawn.held_out)})
+        made = [self._candidate(name, sizes, steps, loss, (before, after)) for name in (SHARED, *names)]
         return JointUpdate(tuple(one for one in made if one.records), last_id, loss)
 
     def published(self, version: AdapterVersion) -> None:
@@ -207,14 +212,15 @@ class JointTrainer:
     def _train(self, drawn: Drawn, steps: int, on_step: OnStep) -> tuple[float, Counter[str]]:
         """The mean loss, and how many different records taught each adapter. Raises FloatingPointError."""
         total, done = 0.0, 0
-        used: dict[int, str] = {}
+        used: dict[tuple[int, ...], str] = {}
         for number, chosen in enumerate(self.batches(drawn, steps)):
             names = sorted({SHARED, *(record.domain for record in chosen)})
             loss = self._step(names, chosen, 1 - (1 - LAST_RATE) * number / steps)
-            used |= {id(record): record.domain for record in chosen}
+            used |= {tuple(record.token_ids): record.domain for record in chosen}
             if loss is not None:
                 total, done = total + loss, done + 1
-            on_step(number + 1, total / max(done, 1))
+            self._done = number + 1
+            on_step(self._done, total / max(done, 1))
         if not done:
             raise FloatingPointError("no step of the joint update had a finite loss.")
         counts = Counter(name for name in used.values() if name != SHARED)
@@ -289,11 +295,13 @@ class JointTrainer:
     def _candidate(
         self,
         name: str,
-        used: Counter[str],
+        sizes: tuple[Counter[str], Counter[str]],
         steps: int,
         loss: float,
         rates: tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]]],
     ) -> Candidate:
+        """sizes: records used, and held out, by adapter; rates: as `measure` gives them, before and after."""
+        used, held_out = sizes
         vocabulary = self.vocabularies.of(name)
         config, tensors = self.student.export(name, vocabulary)
         before, after = (one.get(name, (0, 0)) for one in rates)
@@ -304,7 +312,7 @@ class JointTrainer:
             rank=config["r"],
             modules=tuple(sorted(MODULES)),
             records=used[name],
-            held_out=before[1],
+            held_out=held_out[name],
             steps=steps,
             loss=loss,
             acceptance_before=before[0] / before[1] if before[1] else None,

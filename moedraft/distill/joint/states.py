@@ -14,7 +14,6 @@ from typing import Protocol
 
 import torch
 
-from moedraft.cache import SlotCache
 from moedraft.core import ReplayRecord
 from moedraft.evidence import HiddenStates
 from moedraft.feature.features import FeatureCapture
@@ -22,7 +21,7 @@ from moedraft.feature.model import FeatureDraft
 from moedraft.models import LanguageModel
 
 READ_TOGETHER = 2048  # tokens of one forward of the target, padding included
-ROWS = 16  # slots of the target's cache, which also bounds the records of one forward
+ROWS = 16  # records of one forward, at most
 HALF = torch.bfloat16  # the range of float32: states of some targets pass what float16 can hold
 
 Key = tuple[int, ...]
@@ -30,6 +29,8 @@ Key = tuple[int, ...]
 
 class States(Protocol):
     """Where a batch gets the states of its records from."""
+
+    on_forward: Callable[[], None]  # is called after each forward of the target, the sign of life
 
     def of(self, records: Sequence[ReplayRecord]) -> list[torch.Tensor]: ...
 
@@ -42,15 +43,13 @@ class RecordStates:
         target: LanguageModel,
         draft: FeatureDraft,
         limit_bytes: int = 256 * 2**20,
-        on_forward: Callable[[], None] = lambda: None,
     ) -> None:
-        """on_forward: called after each forward of the target, the sign that something happens."""
-        self.target, self.draft, self.limit_bytes, self.on_forward = target, draft, limit_bytes, on_forward
+        self.target, self.draft, self.limit_bytes = target, draft, limit_bytes
+        self.on_forward: Callable[[], None] = lambda: None
         self.bytes = 0  # kept now
         self.tokens_read = 0  # by the target, all in all
         self._kept: OrderedDict[Key, torch.Tensor] = OrderedDict()
         self._through_cache = max(draft.config.feature_layers) < target.num_layers
-        self._cache = target.new_cache(ROWS)
 
     def of(self, records: Sequence[ReplayRecord]) -> list[torch.Tensor]:
         """The states of all positions of each record, in half precision, in the records' order."""
@@ -98,8 +97,8 @@ class RecordStates:
             with FeatureCapture(self.target.hf, layers) as capture:
                 self.target.hf.base_model(input_ids=ids, use_cache=False)
             return capture.joined()
-        cache: SlotCache = self._cache
         hidden = HiddenStates(layers)
+        cache = self.target.new_cache(len(ids))  # a new one each time: it would keep the size of the longest
         self.target.forward(cache, 0, ids, [0] * len(ids), keep=1, lengths=lengths, hidden=hidden)
         return torch.cat([hidden.states[layer] for layer in layers], dim=-1)
 

@@ -26,6 +26,7 @@ FORMATS: dict[Kind, str] = {
     "count": "v => v == null ? '–' : v.toLocaleString()",
     "seconds": "v => v == null ? '–' : v.toFixed(1) + ' s'",
 }
+ROUND_STEPS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20)  # between the labels of an axis
 WHOLE: Options = {"min": 0, "max": 1, "interval": 0.25}
 CLOCK = {  # formats for the labels of a time axis, without ECharts' bold text
     "year": "{yyyy}",
@@ -41,6 +42,7 @@ LYING: Options = {"left": 108, "right": 46, "top": 8, "bottom": 26}
 TICKS: dict[Kind, str] = {
     "share": "v => Math.round(100 * v) + ' %'",
     "gain": "v => (v > 0 ? '+' : '') + Math.round(1000 * v) / 10",
+    "number": "v => Math.round(100 * v) / 100",
 }
 
 
@@ -51,20 +53,46 @@ def colours(names: Sequence[str]) -> dict[str, str]:
     return {**found, SHARED: "var(--hue-shared)", ALL: "var(--ink)"}
 
 
-def over_time(table: Table, columns: Sequence[Column], paints: dict[str, str]) -> Options:
+def over_time(
+    table: Table, columns: Sequence[Column], paints: dict[str, str], *, close: bool = False
+) -> Options:
     """A line chart: columns of `table` over its first column, the time.
 
-    The axis of shares covers only the range of the values, so that differences are visible. A single line of
-    another kind is drawn with a shaded area below it.
+    The axis of shares covers only the range of the values, so that differences are visible; close=True does
+    so for other kinds. A single line whose axis begins at 0 is drawn with a shaded area below it.
     """
     kind = columns[0].kind
     series = [_line(table, column, paints[column.label]) for column in columns]
-    if len(series) == 1 and kind != "share":
+    if len(series) == 1 and kind != "share" and not close:
         series[0]["areaStyle"] = {"color": series[0]["itemStyle"]["color"], "opacity": 0.1}
     if table.marks:
         series[0]["markLine"] = _marks(table)
+    axis: Options = {"min": 0}
+    if close or kind == "share":
+        axis = axis_of(table, columns)
+    return _options(series, _time(table), axis, kind)
+
+
+def small(table: Table, column: Column, beside: Column, paint: str, axis: Options) -> Options:
+    """A small line chart of `column` over time, with `beside` as a thin grey line to compare it with.
+
+    axis: the same for all small charts that stand together, from `axis_of`.
+    """
+    grey = _line(table, beside, "var(--hue-shared)")
+    grey |= {"showSymbol": False, "lineStyle": {"width": 1, "color": "var(--hue-shared)", "opacity": 0.8}}
+    own = _line(table, column, paint)
+    own["symbolSize"] = 4
+    options = _options([grey, own], _time(table) | {"splitNumber": 2}, axis, column.kind)
+    options["grid"] = {"left": 14, "right": 22, "top": 10, "bottom": 8, "containLabel": True}
+    for name in ("xAxis", "yAxis"):
+        options[name]["axisLabel"] |= {"fontSize": 11, "margin": 6}
+    return options
+
+
+def axis_of(table: Table, columns: Sequence[Column]) -> Options:
+    """An axis that covers the values of these columns only, so that differences between them are visible."""
     values = [_number(v) for column in columns for v in table.column(column.key) if v is not None]
-    return _options(series, _time(table), _close(values) if kind == "share" else {"min": 0}, kind)
+    return _close(values) if columns[0].kind == "share" else _round(values)
 
 
 def stacked(table: Table, columns: Sequence[Column], paints: dict[str, str]) -> Options:
@@ -183,6 +211,15 @@ def _close(values: Sequence[float]) -> Options:
     low, high = max(0, math.floor(min(tenths) - 0.2)), min(10, math.ceil(max(tenths) + 0.2))
     low, high = (low, low + 2) if high - low < 2 and low <= 8 else (low, high)
     return WHOLE if high - low > 5 else {"min": low / 10, "max": high / 10, "interval": 0.1}
+
+
+def _round(values: Sequence[float]) -> Options:
+    """An axis around the values in at most five equal steps, with round numbers at both ends."""
+    least, most = min(values, default=0.0), max(values, default=1.0)
+    step = next((one for one in ROUND_STEPS if most - least <= 4 * one), ROUND_STEPS[-1])
+    low = max(0, math.floor(least / step))
+    high = max(low + 2, math.ceil(most / step))
+    return {"min": round(low * step, 2), "max": round(high * step, 2), "interval": step}
 
 
 def _line(table: Table, column: Column, paint: str) -> Options:

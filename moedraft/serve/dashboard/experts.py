@@ -1,32 +1,36 @@
-"""The page about one expert: acceptance over time, by position in the draft and by writing system."""
+"""The page about one expert: its two main figures over time, and its guesses by place and by writing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from nicegui import ui
 
 from moedraft.core import SHARED
+from moedraft.insight.change import Change
+from moedraft.insight.figures import FIRST_STEP, PER_STEP
 from moedraft.insight.views import Expert, ExpertView
 from moedraft.serve.dashboard import charts
 from moedraft.serve.dashboard.looking import Look
 from moedraft.serve.dashboard.markup import (
     Markup,
     ago,
+    changed,
     count,
     figure,
     figures,
+    join,
     notice,
     number,
-    points,
+    numbers,
     share,
     short,
     tag,
+    tone_of,
 )
 from moedraft.serve.dashboard.panels import Live, NumbersPanel, Panel, Text
-
-RATE = "acceptance_rate"
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,8 @@ def experts_page(look: Look) -> None:
 class ExpertPanels:
     """The charts and the table of one expert."""
 
-    over_time: Panel
+    speed: Panel
+    guesses: Panel
     positions: Panel
     languages: Panel
     versions: NumbersPanel
@@ -62,53 +67,60 @@ class ExpertPanels:
         """Add the panels to the page, still empty."""
         with ui.element("div").classes("grid"):
             return cls(
-                over_time=Panel(
+                speed=Panel(
                     look,
-                    "acceptance",
-                    "Acceptance over time",
-                    "Upright lines mark new versions.",
-                    "Nothing was drafted for this expert in this time.",
-                    wide=True,
-                    height=280,
+                    "progress",
+                    "Tokens per target step",
+                    "1 is plain decoding. Upright lines mark new versions.",
+                    "No answer was finished in this time.",
+                ),
+                guesses=Panel(
+                    look,
+                    "progress",
+                    "First guess right",
+                    "How often the first guess of a round was the target's token.",
+                    "Nothing was drafted by this expert in this time.",
                 ),
                 positions=Panel(
                     look,
                     "by_position",
                     "By place in the draft",
-                    "The further ahead a token is guessed, the harder it is.",
+                    "Accepted of the tokens that were drafted at this place.",
                     "Nothing was drafted in this time.",
                 ),
                 languages=Panel(
                     look,
                     "by_language",
                     "By writing of the prompt",
-                    "Which scripts this expert guesses well.",
+                    "How often the first guess was right, by script.",
                     "No request in this time.",
                 ),
                 versions=NumbersPanel(
                     look,
                     "versions",
                     "Versions",
-                    "When made: on held-out records. In traffic: of requests in this time.",
+                    "When made: first guesses right on held-out records. The rest: requests in this time.",
                     "No version yet: an untrained adapter changes nothing.",
                 ),
             )
 
     def show(self, seen: ExpertView, paint: str) -> None:
         """Draw the expert's figures, in its colour `paint`."""
-        column = seen.acceptance.columns[4:5]
-        self.over_time.show(
-            seen.acceptance,
-            lambda: charts.over_time(seen.acceptance, column, {column[0].label: paint}),
-            some=seen.expert.acceptance is not None,
-        )
+        progress = seen.progress
+        written = numbers(progress)
+        for panel, column, value in (
+            (self.speed, PER_STEP, seen.expert.tokens_per_step),
+            (self.guesses, FIRST_STEP, seen.expert.first_step_share),
+        ):
+            draw = partial(charts.over_time, progress, [column], {column.label: paint}, close=True)
+            panel.show(progress, draw, some=value is not None, written=written)
         places = [str(place) for place in seen.by_position.column("position")]
-        rates = {"acceptance": seen.by_position.column(RATE)}
+        rates = {"accepted": seen.by_position.column("acceptance_rate")}
         self.positions.show(
             seen.by_position, lambda: charts.bars(places, rates, "share", [paint]), some=bool(places)
         )
         langs = [str(lang) for lang in seen.by_language.column("lang")]
-        by_lang = {"acceptance": seen.by_language.column(RATE)}
+        by_lang = {FIRST_STEP.label: seen.by_language.column(FIRST_STEP.key)}
         self.languages.show(
             seen.by_language,
             lambda: charts.bars(langs, by_lang, "share", [paint], lying=True),
@@ -145,7 +157,7 @@ def _build(look: Look, view: ExpertsPageData) -> Callable[[ExpertsPageData], Non
 
 
 def _choice(look: Look, view: ExpertsPageData) -> Markup:
-    """A link for every expert, with its current acceptance."""
+    """A link for every expert, with its tokens per target step in its last requests."""
     paints = charts.colours([expert.name for expert in view.experts])
     chosen = view.chosen.expert.name if view.chosen else None
     links = [
@@ -153,7 +165,7 @@ def _choice(look: Look, view: ExpertsPageData) -> Markup:
             "a",
             tag("i", style=f"background:{paints[expert.name]}"),
             tag("span", expert.name),
-            tag("b", share(expert.stats.recent_acceptance_rate if expert.stats else None)),
+            tag("b", number(expert.recent_tokens_per_step)),
             href=look.url(expert=expert.name),
             aria_current="true" if expert.name == chosen else None,
         )
@@ -163,21 +175,23 @@ def _choice(look: Look, view: ExpertsPageData) -> Markup:
 
 
 def _strip(look: Look, expert: Expert) -> Markup:
-    stats = expert.stats
-    now = stats.recent_acceptance_rate if stats else None
-    first = stats.first_acceptance_rate if stats else None
-    change = None if now is None or first is None else now - first
-    since = "Of the last 50 requests." if change is None else f"{points(change)} points since registration."
-    length = expert.mean_acceptance_length
+    speed, guesses = expert.recent_tokens_per_step, expert.recent_first_step_share
     live = f"v{expert.version}" if expert.version else "untrained"
     replay = f"Newest {ago(expert.replay_newest)}, oldest {ago(expert.replay_oldest)}."
     return figures(
-        figure("recent_acceptance_rate", "Acceptance now", now, share(now, 1), since),
         figure(
-            "first_acceptance_rate", "At registration", first, share(first, 1), "Of the first 20 requests."
+            "recent_tokens_per_step",
+            "Tokens per target step",
+            speed,
+            number(speed),
+            _since(expert.change_of_tokens_per_step, shares=False),
         ),
         figure(
-            "mean_acceptance_length", "Mean length", length, number(length), "Tokens per step of the target."
+            "recent_first_step_share",
+            "First guess right",
+            guesses,
+            share(guesses, 1),
+            _since(expert.change_of_first_step_share, shares=True),
         ),
         figure(
             "share",
@@ -195,3 +209,12 @@ def _strip(look: Look, expert: Expert) -> Markup:
         ),
         figure("version", "Version", expert.version, live, f"{count(expert.updates)} updates so far."),
     )
+
+
+def _since(change: Change | None, *, shares: bool) -> Markup | str:
+    """How the figure above changed since the first requests, with the 95 % interval."""
+    if change is None:
+        return "Of the last 50 requests."
+    unit = " points" if shares else ""
+    text = tag("b", f"{changed(change, shares=shares)}{unit}", class_=tone_of(change))
+    return join([text, " since the first 20 requests."])

@@ -28,9 +28,9 @@ def _closely(observer: Observer, span: Span, expert: str) -> ExpertView:
 FILES: dict[str, Find] = {
     "throughput": lambda observer, span, _: observer.overview(span).throughput,
     "sources": lambda observer, span, _: observer.overview(span).sources,
-    "acceptance_by_expert": lambda observer, span, _: observer.overview(span).by_expert,
+    "tokens_per_step": lambda observer, span, _: observer.overview(span).by_expert,
     "experts": lambda observer, span, _: observer.overview(span).by_figures,
-    "acceptance": lambda observer, span, expert: _closely(observer, span, expert).acceptance,
+    "progress": lambda observer, span, expert: _closely(observer, span, expert).progress,
     "by_position": lambda observer, span, expert: _closely(observer, span, expert).by_position,
     "by_language": lambda observer, span, expert: _closely(observer, span, expert).by_language,
     "versions": lambda observer, span, expert: _closely(observer, span, expert).versions,

@@ -49,46 +49,63 @@ def learning_page(look: Look) -> None:
     Live(look, see, lambda view: _build(look))
 
 
-def _build(look: Look) -> Callable[[LearningPageData], None]:
-    banner, top = Text(), Text("strip")
-    with ui.element("div").classes("grid"):
-        gain = Panel(
-            look,
-            "updates",
-            "What each update gained",
-            "Acceptance on held-out records after less before, in points of a hundred.",
-            "No update in this time.",
-            wide=True,
-        )
-        loss = Panel(look, "updates", "Loss", "Mean of an update, nats per token.", "No update in this time.")
-        spent = Panel(
-            look,
-            "updates_by_expert",
-            "Time spent",
-            "Seconds of training, by adapter.",
-            "No update in this time.",
-        )
-        updates = NumbersPanel(look, "updates", "Updates", "The newest first.", "No update in this time.")
+@dataclass(frozen=True)
+class LearningPanels:
+    """The charts and the table about updates."""
 
-    def update(view: LearningPageData) -> None:
-        seen = view.figures
-        banner.show(_banner(view))
-        top.show(_strip(view))
+    gain: Panel
+    loss: Panel
+    spent: Panel
+    updates: NumbersPanel
+
+    @classmethod
+    def lay_out(cls, look: Look) -> LearningPanels:
+        """Add the panels to the page, still empty."""
+        none = "No update in this time."
+        with ui.element("div").classes("grid"):
+            return cls(
+                gain=Panel(
+                    look,
+                    "updates",
+                    "What each update gained",
+                    "First guesses right on held-out records, after less before, in points of a hundred.",
+                    none,
+                    wide=True,
+                ),
+                loss=Panel(look, "updates", "Loss", "Mean of an update, nats per token.", none),
+                spent=Panel(
+                    look, "updates_by_expert", "Time spent", "Seconds of training, by adapter.", none
+                ),
+                updates=NumbersPanel(look, "updates", "Updates", "The newest first.", none),
+            )
+
+    def show(self, seen: LearningView) -> None:
+        """Draw the figures of `seen`."""
         paints, some = charts.colours(seen.names), bool(seen.updates.rows)
         paints |= {str(name): paints.get(str(name), "var(--muted)") for name in seen.updates.column("expert")}
         names = [str(name) for name in seen.by_expert.column("expert")]
         entries = [(name, paints[name], "") for name in names]
         written = numbers(seen.updates)
-        for panel, key in ((gain, "gain"), (loss, "loss")):
+        for panel, key in ((self.gain, "gain"), (self.loss, "loss")):
             draw = partial(charts.scatter, seen.updates, key, paints)
             panel.show(seen.updates, draw, entries, some=some, written=written)
         seconds = {"time": seen.by_expert.column("seconds")}
-        spent.show(
+        self.spent.show(
             seen.by_expert,
             lambda: charts.bars(names, seconds, "seconds", ["var(--accent)"], lying=True),
             some=some,
         )
-        updates.show(seen.updates, written)
+        self.updates.show(seen.updates, written)
+
+
+def _build(look: Look) -> Callable[[LearningPageData], None]:
+    banner, top = Text(), Text("strip")
+    panels = LearningPanels.lay_out(look)
+
+    def update(view: LearningPageData) -> None:
+        banner.show(_banner(view))
+        top.show(_strip(view))
+        panels.show(view.figures)
 
     return update
 
@@ -118,6 +135,8 @@ def _strip(view: LearningPageData) -> Markup:
             duration(seen.seconds) if made else "0",
             "Training, not waiting.",
         ),
-        figure("gain", "Mean gain", seen.gain, points(seen.gain), "Points of acceptance per update."),
+        figure(
+            "gain", "Mean gain", seen.gain, points(seen.gain), "Points of right first guesses, an update."
+        ),
         figure("restarts", "Restarts", restarts, count(restarts), "Of the trainer, since the start."),
     )

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable
 from datetime import UTC, datetime
 
+from moedraft.insight.change import Change
 from moedraft.insight.table import Cell, Column, Table
 
 NONE = "–"
@@ -53,6 +54,22 @@ def share(value: float | None, digits: int = 0) -> str:
 def points(value: float | None) -> str:
     """The difference of two shares in percentage points."""
     return NONE if value is None else f"{100 * value:+.1f}".replace("-", "−")
+
+
+def changed(change: Change | None, *, shares: bool = False) -> str:
+    """A difference and half the width of its 95 % interval; of shares in percentage points."""
+    if change is None:
+        return NONE
+    if shares:
+        return f"{points(change.difference)} ± {100 * change.half_width:.1f}"
+    return f"{change.difference:+.2f} ± {change.half_width:.2f}".replace("-", "−")
+
+
+def tone_of(change: Change | None) -> str:
+    """The class of a change: green or red only where it is more than chance."""
+    if change is None:
+        return ""
+    return {1: "up", -1: "down", 0: "same"}[change.direction]
 
 
 def count(value: float | None) -> str:

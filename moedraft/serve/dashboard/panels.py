@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from nicegui import ui
@@ -107,12 +108,7 @@ class Panel:
             self._chart.props('role="img"').props["aria-label"] = f"Chart: {title}. {note}"
             self._empty = Text("empty-slot")
             self._empty_text = empty
-            with ui.element("div").classes("foot"):
-                with ui.element("details"):
-                    with ui.element("summary"):
-                        ui.html("As numbers", tag="span")
-                    self._numbers = Text()
-                ui.html(tag("a", "CSV", href=look.csv(key), download="", class_="csv"))
+            self._numbers = foot(look, key)
 
     def show(
         self,
@@ -140,6 +136,60 @@ class Panel:
             self._chart.update()
 
 
+@dataclass(frozen=True)
+class Small:
+    """One of many small charts: its name, a link, its colour, the newest figure, and how it is drawn."""
+
+    name: str
+    href: str
+    paint: str
+    figure: str
+    draw: Callable[[], Options]
+
+
+class SmallPanels:
+    """A card with one small chart for each of several names, all with the same axes."""
+
+    def __init__(self, look: Look, key: str, title: str, note: str, empty: str) -> None:
+        self._table: Table | None = None
+        self._title, self._empty_text = title, empty
+        self._charts: list[tuple[ui.element, Text, ui.echart]] = []
+        with ui.element("section").classes("card wide").props(f"data-panel={key}"):
+            ui.html(join_title(title, note))
+            self._body = ui.element("div").classes("small-ones")
+            self._empty, self._rest = Text("empty-slot"), Text("rest hint")
+            self._numbers = foot(look, key)
+
+    def show(self, table: Table, charts: Sequence[Small], rest: str = "") -> None:
+        """Draw the charts anew if `table` has changed. rest: a line below them."""
+        if table == self._table:
+            return
+        self._table = table
+        self._numbers.show(numbers(table))
+        self._empty.show(Markup() if charts else tag("div", tag("p", self._empty_text), class_="nothing"))
+        self._rest.show(tag("p", rest) if rest else Markup())
+        while len(self._charts) < len(charts):
+            self._charts.append(self._another())
+        for place, (box, head, chart) in enumerate(self._charts):
+            box.set_visibility(place < len(charts))
+            if place < len(charts):
+                self._draw(charts[place], head, chart)
+
+    def _another(self) -> tuple[ui.element, Text, ui.echart]:
+        with self._body, ui.element("div").classes("small-one") as box:
+            head = Text()
+            chart = ui.echart({}, renderer="svg").classes("chart small").props('role="img"')
+        return box, head, chart
+
+    def _draw(self, one: Small, head: Text, chart: ui.echart) -> None:
+        dot = tag("i", style=f"background:{one.paint}")
+        head.show(tag("p", dot, tag("a", one.name, href=one.href), tag("b", one.figure)))
+        chart.props["aria-label"] = f"Chart: {self._title}, {one.name}"
+        chart.options.clear()
+        chart.options.update(one.draw())
+        chart.update()
+
+
 class NumbersPanel:
     """A card that shows a table as a table instead of a chart."""
 
@@ -155,6 +205,17 @@ class NumbersPanel:
         """Show `body` instead of the plain table, if it is given."""
         nothing = tag("div", tag("p", self._empty), class_="nothing")
         self._body.show((body or numbers(table)) if table.rows else nothing)
+
+
+def foot(look: Look, key: str) -> Text:
+    """The lower edge of a card with a chart: its numbers to be opened, and its CSV file."""
+    with ui.element("div").classes("foot"):
+        with ui.element("details"):
+            with ui.element("summary"):
+                ui.html("As numbers", tag="span")
+            found = Text()
+        ui.html(tag("a", "CSV", href=look.csv(key), download="", class_="csv"))
+    return found
 
 
 def show_out() -> None:

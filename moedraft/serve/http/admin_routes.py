@@ -92,7 +92,8 @@ async def delete_domain(request: Request, name: Name) -> Data:
 
 @router.get("/adapters")
 def list_adapters(request: Request, name: Annotated[str | None, Query(max_length=256)] = None) -> Data:
-    return {"adapters": inventory.adapters(context_of(request).store, name)}
+    store = context_of(request).store
+    return {"adapters": inventory.adapters(store, name), "updates": inventory.decisions(store, name)}
 
 
 @router.post("/adapters/{name}/promote")
@@ -115,6 +116,17 @@ async def rollback(request: Request, name: Name) -> Data:
         return inventory.live_version(name, changes.rollback(context.store, name))
 
     return await _change(context, work)
+
+
+@router.post("/adapters/{name}/pin")
+async def pin(request: Request, name: Name) -> Data:
+    """Publish no update for it until it is unpinned, whatever the gate says."""
+    return await _pin(context_of(request), name, True)
+
+
+@router.post("/adapters/{name}/unpin")
+async def unpin(request: Request, name: Name) -> Data:
+    return await _pin(context_of(request), name, False)
 
 
 @router.get("/learning")
@@ -160,6 +172,14 @@ async def route(request: Request, body: Texts) -> Data:
     """Which domain each text belongs to, and how sure the router is."""
     found = await context_of(request).worker.call(lambda system: system.router.route(body.texts))
     return {"routes": [asdict(one) for one in found]}
+
+
+async def _pin(context: ServerContext, name: str, pinned: bool) -> Data:
+    def work() -> Data:
+        changes.pin(context.store, name, pinned)
+        return {"domain": name, "pinned": pinned}
+
+    return await _change(context, work)
 
 
 async def _change(context: ServerContext, work: Callable[[], T]) -> T:

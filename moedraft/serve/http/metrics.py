@@ -1,13 +1,15 @@
 """The figures of `/metrics`. Requests are counted when they end; gauges are read for each scrape.
 
 Requests that were aborted or failed are counted too, unlike in the store and the dashboard. Labels are the
-model's name, experts and writing systems; nothing is taken from a prompt.
+model's name, experts and writing systems; nothing is taken from a prompt. Drafts are counted for whoever made
+them, all else for the expert to which the request was routed.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import get_args
 
 from prometheus_client import (
     CollectorRegistry,
@@ -16,10 +18,10 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from moedraft.core import Sequence
+from moedraft.core import SHARED, GateDecision, Sequence
 from moedraft.serve.supervisor.supervisor import TrainerSupervisor
 from moedraft.serve.worker.worker import Worker
 from moedraft.system.recorder import script_of
@@ -39,8 +41,8 @@ class PrometheusMetrics:
         self.registry = CollectorRegistry()
         self._model_name = model_name
         spec = "moedraft_spec_decode_num"
-        self._drafts = self._counter(f"{spec}_drafts", "Verification steps with a model's draft", EXPERT)
-        self._drafted = self._counter(f"{spec}_draft_tokens", "Draft tokens by the model", EXPERT)
+        self._drafts = self._counter(f"{spec}_drafts", "Verifications of this expert's drafts", EXPERT)
+        self._drafted = self._counter(f"{spec}_draft_tokens", "Draft tokens by this expert", EXPERT)
         self._accepted = self._counter(f"{spec}_accepted_tokens", "Of those, accepted", EXPERT)
         self._looked_up = self._counter(
             f"{spec}_lookup_tokens", "Draft tokens looked up in the text, apart from the model's", EXPERT
@@ -48,6 +50,11 @@ class PrometheusMetrics:
         self._lookup_accepted = self._counter(f"{spec}_accepted_lookup_tokens", "Of those, accepted", EXPERT)
         self._accepted_at = self._counter(
             f"{spec}_accepted_tokens_per_pos", "Draft tokens accepted, by position", (*EXPERT, "position")
+        )
+        self._steps = self._counter(
+            "moedraft_target_steps",
+            "Forwards of the target for answers, after their prompts were read",
+            EXPERT,
         )
         self._prompt = self._counter("moedraft_prompt_tokens", "Prompt tokens read", EXPERT)
         self._generated = self._counter("moedraft_generation_tokens", "Tokens generated", EXPERT)
@@ -70,14 +77,23 @@ class PrometheusMetrics:
         self._prompt.labels(*labels).inc(sequence.num_prompt_tokens)
         self._generated.labels(*labels).inc(sequence.num_generated)
         stats = sequence.speculation
-        self._drafts.labels(*labels).inc(stats.num_drafts)
-        self._drafted.labels(*labels).inc(stats.num_draft_tokens)
-        self._accepted.labels(*labels).inc(stats.num_accepted_tokens)
+        self._steps.labels(*labels).inc(stats.num_steps)
         self._looked_up.labels(*labels).inc(stats.num_lookup_tokens)
         self._lookup_accepted.labels(*labels).inc(stats.num_accepted_lookup_tokens)
-        for position, count in enumerate(stats.accepted_at):
-            self._accepted_at.labels(*labels, position).inc(count)
+        self._count_drafts(labels, stats.expert_drafted_at, stats.expert_accepted_at)
+        shared = (self._model_name, SHARED, labels[-1])
+        self._count_drafts(shared, stats.shared_drafted_at, stats.shared_accepted_at)
         self._time(sequence)
+
+    def _count_drafts(self, labels: tuple[str, ...], drafted: list[int], accepted: list[int]) -> None:
+        """Count what one expert drafted: tokens drafted and accepted, by position."""
+        if not any(drafted):
+            return
+        self._drafts.labels(*labels).inc(sum(drafted[:1]))
+        self._drafted.labels(*labels).inc(sum(drafted))
+        self._accepted.labels(*labels).inc(sum(accepted))
+        for position, count in enumerate(accepted):
+            self._accepted_at.labels(*labels, position).inc(count)
 
     def answered(self, kind: str, status: int) -> None:
         """Count an HTTP response. `kind` is one of a few labels, never a path that a client chose."""
@@ -125,6 +141,14 @@ class Gauges(Collector):
             yield self._gauge("trainer_running", "1 while a trainer lives", float(state.pid is not None))
             yield self._gauge("trainer_restarts", "Since the start of the server", state.restarts)
             yield self._gauge("trainer_updates", "Since the start of the server", state.updates)
+            yield self._decisions(state.decisions)
+
+    def _decisions(self, counts: Mapping[str, int]) -> Metric:
+        text = "What the gate decided on candidates since the start of the server"
+        family = CounterMetricFamily("moedraft_gate_decisions", f"{text}.", labels=["model_name", "decision"])
+        for decision in get_args(GateDecision):
+            family.add_metric([self._model_name, decision], counts.get(decision, 0))
+        return family
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"moedraft_{name}", f"{text}.", labels=["model_name"])

@@ -15,8 +15,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -71,6 +71,7 @@ class TrainerState:
     pid: int | None = None  # None: no process runs
     restarts: int = 0
     updates: int = 0  # versions published since the server started
+    decisions: Mapping[str, int] = field(default_factory=dict)  # the gate's, counted since the start
     last_error: str | None = None  # the last error, of the process or of an update
 
     @property
@@ -93,6 +94,7 @@ class TrainerState:
             "pid": self.pid,
             "restarts": self.restarts,
             "updates": self.updates,
+            "decisions": dict(self.decisions),
             "last_error": self.last_error,
         }
 
@@ -273,6 +275,8 @@ class TrainerSupervisor:
             # the trainer cannot know for how long it was suspended
             update = replace(update, seconds=max(0.0, update.seconds - held))
         self._outlet.learned(message.expert, message.last_id, update)
+        if update is not None and update.decision is not None:
+            self._set(decisions=Counter(self._state.decisions) + Counter([update.decision]))
         self._deadly.pop(message.expert, None)
         return Noted()
 

@@ -1,0 +1,342 @@
+#!/usr/bin/env python3
+"""Measure what experts bring on a real model: serve a stream, learn from it, compare on held-out prompts.
+
+    python scripts/bench_experts.py --target smollm2 --data ../shared/data --out results/smollm2/experts.json
+
+The parts are those of the server: engine, recorder, replay, joint updates, gate. The true domain of every
+prompt is given, so that the router plays no part. All systems answer the same held-out prompts greedily, in
+turns:
+
+    plain               the target alone
+    static              the draft base as it came
+    experts             the same with shared adapter and experts, after the stream
+    lookup              guesses from the text alone
+    experts + lookup    both, the better one for each row
+
+Reported are, with 95 % intervals over the prompts (bootstrap, paired): tokens per second at batch 1 and at
+batch 8 with all domains mixed, tokens per target step, and the share of the target's tokens that the
+drafter's first guess hits where it reads the target's own answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import random
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from feature_answers import prompts_of
+
+from moedraft.config import Settings, load_settings
+from moedraft.core import RequestOutput, SamplingParams
+from moedraft.distill.assembly import build_loop
+from moedraft.distill.loop import DistillLoop
+from moedraft.showcase.bench import surroundings
+from moedraft.showcase.measure import (
+    budgeted,
+    drafting_by,
+    greedy_acceptance,
+    only_base,
+    step_costs,
+    warm_up,
+)
+from moedraft.system.build import System, opened
+from moedraft.system.domains import register_all
+
+DOMAINS = "sql_en,code_python,math_en,docs_fr,docs_ja,support"
+SOURCES = {"static": "model", "experts": "model", "lookup": "lookup", "experts + lookup": "auto"}
+BATCHED = ("plain", "static", "experts")  # that are measured in batches as well
+DRAWS = 2000
+LEARNED = "bench_experts.json"  # in a home: what was learned
+Prompts = list[tuple[str, str]]  # domain and prompt
+
+
+class Systems:
+    """What is compared, on one engine; each with a draft budget of its own, as if it served alone."""
+
+    def __init__(self, system: System) -> None:
+        self.system = system
+        self.budgets = {name: copy.deepcopy(system.engine.budget) for name in ("plain", *SOURCES)}
+        self.budgets["static"].acceptance.clear()  # what is known there is the experts' acceptance
+
+    @contextmanager
+    def serving(self, name: str) -> Iterator[None]:
+        """The engine as this system; `plain` is what requests ask for themselves."""
+        source, system = SOURCES.get(name, "auto"), self.system
+        with (
+            drafting_by(system, source),  # type: ignore[arg-type]
+            budgeted(system, self.budgets[name]),
+            only_base(system, name == "static"),
+        ):
+            yield
+
+
+def answer(
+    systems: Systems, name: str, prompts: Prompts, max_tokens: int
+) -> tuple[list[RequestOutput], float]:
+    """The answers to all prompts at once, and the seconds they took."""
+    engine, params = systems.system.engine, SamplingParams(max_tokens=max_tokens)
+    with systems.serving(name):
+        began = time.perf_counter()
+        ids = [
+            engine.add(prompt, params, expert=domain, draft=name != "plain", capture=False, chat=True)
+            for domain, prompt in prompts
+        ]
+        done: dict[str, RequestOutput] = {}
+        while engine.has_work:
+            done |= {output.request_id: output for output in engine.step() if output.finish_reason}
+        return [done[i] for i in ids], time.perf_counter() - began
+
+
+def learn(system: System, loop: DistillLoop, prompts: Prompts, max_tokens: int) -> dict[str, Any]:
+    """Serve the stream; whenever an update is due it is made at once, between two steps."""
+    engine, params = system.engine, SamplingParams(max_tokens=max_tokens)
+    waiting, updates, spent, decisions = list(prompts), 0, 0.0, []
+    began = time.perf_counter()
+    while waiting or engine.has_work:
+        while waiting and len(engine.sequences) < system.settings.max_batch_size:
+            domain, prompt = waiting.pop(0)
+            engine.add(prompt, params, expert=domain, capture=True, chat=True)
+        finished = [output for output in engine.step() if output.finish_reason]
+        if finished and loop.due() is not None:
+            at = time.perf_counter()
+            loop.run_once()
+            spent += time.perf_counter() - at
+            updates += 1
+            decisions += [[one.expert, one.decision] for one in loop.outcomes]
+            system.refresh()
+            print(
+                f"update {updates}: {loop.state} {len(waiting)} requests left, {spent:.0f} s of learning",
+                flush=True,
+            )
+    return {
+        "requests": len(prompts),
+        "updates": updates,
+        "seconds": round(time.perf_counter() - began, 1),
+        "seconds_of_learning": round(spent, 1),
+        "published": sum(decision == "promote" for _, decision in decisions),
+        "judged": len(decisions),
+    }
+
+
+def one_by_one(systems: Systems, prompts: Prompts, max_tokens: int, rounds: int) -> dict[str, Any]:
+    """Every system answers every prompt alone; the systems take turns at each prompt."""
+    names = ["plain", *SOURCES]
+    seconds = {name: torch.zeros(rounds, len(prompts)) for name in names}
+    outputs: dict[str, list[RequestOutput]] = {name: [] for name in names}
+    for number in range(rounds):
+        for i, prompt in enumerate(prompts):
+            for name in names[i % len(names) :] + names[: i % len(names)]:
+                [output], seconds[name][number, i] = answer(systems, name, [prompt], max_tokens)
+                if number == 0:
+                    outputs[name].append(output)
+    return {name: (outputs[name], seconds[name].median(0).values) for name in names}
+
+
+def in_batches(systems: Systems, prompts: Prompts, max_tokens: int, rounds: int) -> dict[str, torch.Tensor]:
+    """Tokens per second of each system by batch of eight prompts of all domains, the median of the rounds."""
+    size = systems.system.settings.max_batch_size
+    batches = [prompts[first : first + size] for first in range(0, len(prompts) - size + 1, size)]
+    rates = {name: torch.zeros(rounds, len(batches)) for name in BATCHED}
+    for number in range(rounds):
+        for i, batch in enumerate(batches):
+            for name in BATCHED[i % 3 :] + BATCHED[: i % 3]:
+                outputs, took = answer(systems, name, batch, max_tokens)
+                rates[name][number, i] = sum(len(output.token_ids) for output in outputs) / took
+    return {name: rate.median(0).values for name, rate in rates.items()}
+
+
+def interval(values: torch.Tensor) -> list[float]:
+    """[estimate, low, high] of draws [1 + DRAWS], the first of which is the estimate."""
+    low, high = values[1:].double().quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return [round(values[0].item(), 4), round(low, 4), round(high, 4)]
+
+
+def ratios(above: torch.Tensor, below: torch.Tensor) -> torch.Tensor:
+    """Σ above / Σ below over the prompts, and the same over prompts drawn with replacement: [1 + DRAWS]."""
+    picks = torch.randint(len(above), (DRAWS, len(above)), generator=torch.Generator().manual_seed(0))
+    whole = torch.arange(len(above))[None]
+    rows = [above[pick].sum(1) / below[pick].sum(1) for pick in (whole, picks)]
+    return torch.cat(rows)
+
+
+def figures(found: dict[str, Any], hits: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Of these prompts: each system's speed and tokens a step, and what the experts changed."""
+    result: dict[str, Any] = {}
+    tokens = {n: torch.tensor([float(len(o.token_ids)) for o in out]) for n, (out, _) in found.items()}
+    steps = {
+        n: torch.tensor([float(max(1, o.speculation.num_steps)) for o in out])
+        for n, (out, _) in found.items()
+    }
+    rates = {name: ratios(tokens[name], took) for name, (_, took) in found.items()}
+    lengths = {name: ratios(tokens[name], steps[name]) for name in found}
+    for name in found:
+        result[name] = {
+            "tokens_per_second": interval(rates[name]),
+            "times_plain": interval(rates[name] / rates["plain"]),
+            "tokens_per_step": interval(lengths[name]),
+        }
+    result["experts / static"] = {
+        "tokens_per_second": interval(rates["experts"] / rates["static"]),
+        "tokens_per_step": interval(lengths["experts"] / lengths["static"]),
+    }
+    result["experts + lookup / lookup"] = {
+        "tokens_per_second": interval(rates["experts + lookup"] / rates["lookup"])
+    }
+    shares = {name: ratios(hits[name], tokens["plain"]) for name in hits}
+    result["first_step"] = {name: interval(share) for name, share in shares.items()}
+    result["first_step"]["gain"] = interval(shares["experts"] - shares["static"])
+    return result
+
+
+def first_guesses(
+    systems: Systems, prompts: Prompts, answers: Sequence[RequestOutput]
+) -> dict[str, torch.Tensor]:
+    """By system and prompt, how many of the answer's tokens the drafter's first guess hits."""
+    ids = [output.token_ids for output in answers]
+    lengths = torch.tensor([float(len(each)) for each in ids])
+    hits = {}
+    for name in ("static", "experts"):
+        with systems.serving(name):
+            found = greedy_acceptance(systems.system, [p for _, p in prompts], ids, [d for d, _ in prompts])
+        hits[name] = torch.tensor(found) * lengths
+    return hits
+
+
+def measure(systems: Systems, prompts: Prompts, args: argparse.Namespace) -> dict[str, Any]:
+    """All figures on the held-out prompts, together and by domain."""
+    found = one_by_one(systems, prompts, args.max_tokens, args.rounds)
+    plain = [output.token_ids for output in found["plain"][0]]
+    hits = first_guesses(systems, prompts, found["plain"][0])
+    domains: dict[str, Any] = {}
+    for domain in sorted({domain for domain, _ in prompts}):
+        mine = [i for i, (name, _) in enumerate(prompts) if name == domain]
+        part = {n: ([out[i] for i in mine], took[mine]) for n, (out, took) in found.items()}
+        domains[domain] = figures(part, {name: each[mine] for name, each in hits.items()})
+    rates = in_batches(systems, prompts, args.max_tokens, args.rounds)
+    ones = torch.ones(len(rates["plain"]))
+    return {
+        "all": figures(found, hits),
+        "by_domain": domains,
+        "batch": {
+            name: {
+                "tokens_per_second": interval(ratios(rate, ones)),
+                "times_plain": interval(ratios(rate, rates["plain"])),
+                "times_static": interval(ratios(rate, rates["static"])),
+            }
+            for name, rate in rates.items()
+        },
+        "same_answers": all([o.token_ids for o in out] == plain for out, _ in found.values()),
+        "prompts": len(prompts),
+    }
+
+
+def prompts_for(args: argparse.Namespace, split: str, count: int, seed: int) -> Prompts:
+    """`count` prompts of each domain, one of each in turn, in another order for each seed."""
+    names = args.domains.split(",")
+    each = {name: prompts_of(args.data, name, split, 10**6) for name in names}
+    for name in names:
+        if split == "stream":
+            random.Random(seed).shuffle(each[name])
+    return [(name, each[name][i]) for i in range(count) for name in names if i < len(each[name])]
+
+
+def taught(system: System, settings: Settings, stream: Prompts, max_tokens: int, seed: int) -> dict[str, Any]:
+    """Register the domains, serve the stream and learn from it."""
+    examples: dict[str, list[str]] = {}
+    for name, prompt in stream:
+        examples.setdefault(name, []).append(prompt)
+    register_all(system.store, system.router, {name: some[:20] for name, some in examples.items()})
+    warm_up(system)
+    loop = build_loop(settings, system.store)
+    loop.trainer.seed = 1000 * seed
+    return learn(system, loop, stream, max_tokens)
+
+
+def run(args: argparse.Namespace, seed: int, home: Path) -> dict[str, Any]:
+    """One home, from nothing to learned experts; one that has learned before is only measured."""
+    settings = load_settings(
+        home=home,
+        target=args.target,
+        draft=args.draft,
+        update_every=args.update_every,
+        gate=args.gate,
+        update_steps=args.update_steps,
+        adapter_rank=args.rank,
+        shared_rank=args.rank,
+    )
+    with opened(settings) as system:
+        stream = prompts_for(args, "stream", args.requests, seed)
+        done = home / LEARNED
+        if not done.exists():
+            learned = taught(system, settings, stream, args.max_tokens, seed)
+            done.write_text(json.dumps(learned), encoding="utf-8")
+        learned = json.loads(done.read_text(encoding="utf-8"))
+        systems = Systems(system)
+        for name in systems.budgets:  # each budget sees a few answers before anything is timed
+            for prompt in stream[: 2 * args.domains.count(",") + 2]:
+                answer(systems, name, [prompt], args.max_tokens)
+        measured = measure(systems, prompts_for(args, "dev", args.heldout, seed), args)
+        return {"learning": learned, "step_ms": step_costs(system), **measured, **surroundings(system)}
+
+
+def show(seed: int, found: dict[str, Any]) -> None:
+    print(f"seed {seed}: {found['learning']}, same answers {found['same_answers']}, {found['step_ms']}")
+    for name, part in [("all", found["all"]), *found["by_domain"].items()]:
+        speeds = "  ".join(
+            f"{n} {part[n]['times_plain'][0]:.2f}×/{part[n]['tokens_per_step'][0]:.2f}" for n in SOURCES
+        )
+        first = part["first_step"]
+        gain = "{:+.3f} [{:+.3f}, {:+.3f}]".format(*first["gain"])
+        print(
+            f"{name:12} {speeds}  first {first['static'][0]:.3f} → {first['experts'][0]:.3f} ({gain})",
+            flush=True,
+        )
+    print("batch 8", {name: each["times_plain"] for name, each in found["batch"].items()}, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", default="smollm2")
+    parser.add_argument("--draft", default="auto")
+    parser.add_argument("--data", type=Path, required=True, help="folder with stream/ and dev/")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--domains", default=DOMAINS)
+    parser.add_argument("--requests", type=int, default=100, help="of the stream, for each domain")
+    parser.add_argument("--heldout", type=int, default=20, help="prompts of each domain to measure with")
+    parser.add_argument("--max-tokens", type=int, default=56)
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="times that each answer is timed; the median counts"
+    )
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--homes", type=Path, help="folder that keeps the homes, so that a run can go on")
+    parser.add_argument("--update-every", type=int, default=32)
+    parser.add_argument("--update-steps", type=int, default=16)
+    parser.add_argument("--rank", type=int, default=64)
+    parser.add_argument("--gate", choices=["on", "off"], default="on")
+    args = parser.parse_args()
+    report: dict[str, Any] = {
+        "settings": {
+            key: str(value) for key, value in vars(args).items() if key not in ("data", "out", "homes")
+        },
+        "date": datetime.now(UTC).date().isoformat(),
+        "seeds": [],
+    }
+    for seed in range(args.seeds):
+        with tempfile.TemporaryDirectory() as folder:
+            report["seeds"].append(run(args, seed, args.homes / str(seed) if args.homes else Path(folder)))
+        show(seed, report["seeds"][-1])
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Makes the tables of what experts bring on a real model, from the file that `bench_experts.py` writes.
+
+Where several seeds were measured, a figure is the mean of the seeds' estimates, and its interval goes from
+the mean of their lower ends to the mean of their upper ends.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+WAYS = {
+    "plain": "nobody (plain decoding)",
+    "static": "the drafter as it is shipped",
+    "experts": "the drafter with experts",
+    "lookup": "lookup in the text alone",
+    "experts + lookup": "experts and lookup",
+}
+
+
+def mean(found: dict[str, Any], *path: str) -> list[float] | None:
+    """[estimate, low, high] at this place of every seed, averaged; None where it was not measured."""
+    parts = []
+    for seed in found["seeds"]:
+        for name in path:
+            seed = seed.get(name, {})
+        parts.append(seed)
+    if not all(parts):
+        return None
+    return [sum(part[i] for part in parts) / len(parts) for i in range(3)]
+
+
+def shown(figure: list[float] | None, digits: int = 2) -> str:
+    """The estimate, with its interval where it has one."""
+    if figure is None:
+        return ""
+    value, low, high = (f"{each:.{digits}f}" for each in figure)
+    return value if low == high else f"{value} ({low}–{high})"
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def summary(found: dict[str, Any]) -> str:
+    """What each way of drafting brings on all prompts together."""
+    rows = []
+    for name, words in WAYS.items():
+        rows.append(
+            [
+                words,
+                shown(mean(found, "all", name, "tokens_per_step")),
+                shown(mean(found, "all", "first_step", name)),
+                shown(mean(found, "all", name, "times_plain")),
+                shown(mean(found, "batch", name, "times_plain")),
+            ]
+        )
+    head = [
+        "who guesses",
+        "tokens per target step",
+        "first guess right",
+        "batch 1, × plain",
+        "batch 8, × plain",
+    ]
+    return f"{table(head, rows)}\n\n{note(found)}"
+
+
+def note(found: dict[str, Any]) -> str:
+    """On what it was measured."""
+    seeds = found["seeds"]
+    learned, prompts = seeds[0]["learning"], seeds[0]["prompts"]
+    domains = len(seeds[0]["by_domain"])
+    same = "all answers equal" if all(seed["same_answers"] for seed in seeds) else "NOT all answers equal"
+    count = "one seed" if len(seeds) == 1 else f"{len(seeds)} seeds"
+    return (
+        f"SmolLM2-135M-Instruct on {seeds[0]['threads']} threads of a shared machine, {prompts} held-out "
+        f"prompts of {domains} domains that the shipped drafter had not read, after {learned['requests']} "
+        f"requests and {learned['updates']} updates; {count}, {found['date']}, 95 % intervals over the "
+        f"prompts, {same} token for token."
+    )
+
+
+def by_domain(found: dict[str, Any]) -> str:
+    """Each domain before and after."""
+    rows = []
+    for domain in ("all", *found["seeds"][0]["by_domain"]):
+        path = ("all",) if domain == "all" else ("by_domain", domain)
+        rows.append(
+            [
+                domain,
+                shown(mean(found, *path, "first_step", "static")),
+                shown(mean(found, *path, "first_step", "experts")),
+                signed(mean(found, *path, "first_step", "gain")),
+                shown(mean(found, *path, "experts / static", "tokens_per_step")),
+                shown(mean(found, *path, "static", "times_plain")),
+                shown(mean(found, *path, "experts", "times_plain")),
+                shown(mean(found, *path, "experts + lookup", "times_plain")),
+            ]
+        )
+    head = [
+        "domain",
+        "first guess right, static",
+        "with experts",
+        "gain",
+        "tokens per step, × static",
+        "static, × plain",
+        "experts, × plain",
+        "experts + lookup, × plain",
+    ]
+    return f"{table(head, rows)}\n\n{note(found)}"
+
+
+def signed(figure: list[float] | None) -> str:
+    """As `shown`, with signs and three digits."""
+    return "" if figure is None else "{:+.3f} ({:+.3f} to {:+.3f})".format(*figure)

@@ -1,0 +1,41 @@
+"""What a round adds to a request's statistics, and for whom its drafts count."""
+
+from __future__ import annotations
+
+from rounds import chain, evidence_of, row, rows_of
+
+from moedraft.core import SHARED, SpeculationStats
+from moedraft.engine.commit import count_round
+
+
+def test_first_guesses_are_counted_by_who_drafted() -> None:
+    """The expert in one round, the shared adapter in two, nobody in one, a lookup in one."""
+    one = row(0, 1, 2, expert="sql")
+    for drafter, guess, accepted in (
+        ("sql", [5, 6], 1),
+        (SHARED, [7, 8, 9], 2),
+        (SHARED, [3], 0),
+        (SHARED, [], 0),
+    ):
+        rows = rows_of(one)
+        proposal = chain(guess, experts=[drafter])
+        count_round(evidence_of(rows, proposal, [accepted]), 0, accepted + 1)
+    rows = rows_of(one)
+    count_round(evidence_of(rows, chain([4, 4], source="lookup", experts=[SHARED]), [2]), 0, 3)
+    found = one.speculation
+    assert (found.num_steps, found.num_drafts, found.num_lookup_tokens) == (5, 3, 2)
+    assert (found.drafted_at, found.accepted_at) == ([3, 2, 1], [2, 1])
+    assert (found.shared_drafted_at, found.shared_accepted_at) == ([2, 1, 1], [1, 1])
+    assert (found.expert_drafted_at, found.expert_accepted_at) == ([1, 1, 0], [1, 0])
+    assert found.first_step_share == 2 / 3
+    assert SpeculationStats().first_step_share is None
+
+
+def test_a_first_guess_does_not_depend_on_how_far_was_drafted() -> None:
+    """Accepted of drafted falls with the length of the draft; the share of right first guesses does not."""
+    short, long = row(0, 1, 2), row(0, 1, 2)
+    for one, guess in ((short, [5]), (long, [5, 6, 7, 8])):
+        count_round(evidence_of(rows_of(one), chain(guess), [1]), 0, 2)
+        count_round(evidence_of(rows_of(one), chain(guess), [0]), 0, 1)
+    assert short.speculation.first_step_share == long.speculation.first_step_share == 1 / 2
+    assert (short.speculation.draft_acceptance_rate, long.speculation.draft_acceptance_rate) == (1 / 2, 1 / 8)
