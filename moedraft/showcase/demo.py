@@ -17,10 +17,12 @@ from moedraft.showcase.trials import Contest, Trials
 from moedraft.system.build import System
 from moedraft.system.domains import register_all
 
-WINDOW = 32  # requests between two pauses for learning
-JOINT_STEPS = 96  # most optimiser steps of one update where all adapters learn together
+# Requests between two pauses for learning. Reading records and the gate take as long as a dozen joint steps,
+# so that few long updates of all adapters teach more than many short ones.
+WINDOWS = {True: 64, False: 24}  # by whether the draft is a feature drafter
+JOINT_STEPS = 128  # most optimiser steps of one update where all adapters learn together
 MEASURED_SECONDS = 140.0  # after which no further held-out prompts are begun
-SECONDS = {True: 240.0, False: 100.0}  # for stream and learning, by whether the draft is a feature drafter
+SECONDS = {True: 250.0, False: 100.0}  # for stream and learning, likewise
 
 
 def prompts_for(target: str) -> Prompts:
@@ -71,7 +73,7 @@ class Demo:
         loop = build_loop(settings, self.system.store)
         seconds = self.seconds or SECONDS[joint]
         most = JOINT_STEPS if joint else settings.update_steps
-        pace = Pace(seconds, len(self.prompts.stream), WINDOW, most)
+        pace = Pace(seconds, len(self.prompts.stream), WINDOWS[joint], most)
         with drafting_by(self.system, "model"):
             for event in serve_and_learn(self.system, loop, self.prompts.stream, pace):
                 self._note(event)
