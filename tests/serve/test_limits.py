@@ -270,7 +270,7 @@ def test_a_reader_that_stops_is_left(tmp_path: Path) -> None:
             connection.connect(found.address)
             connection.sendall(HEAD + f"content-length: {len(content)}\r\n\r\n".encode() + content)
             wait_for(lambda: found.worker.snapshot().running == 4)
-            wait_for(found.idle, 20)
+            wait_for(found.idle, 90)
 
 
 # -- the log -------------------------------------------------------------------------------------
