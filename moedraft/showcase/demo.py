@@ -11,15 +11,18 @@ from moedraft.drafting.base import MINI, FeatureBase
 from moedraft.showcase import shipped
 from moedraft.showcase.measure import drafting_by, warm_up
 from moedraft.showcase.report import Point, Result, result_of
-from moedraft.showcase.shipped import Prompts, Query
+from moedraft.showcase.shipped import Prompts
 from moedraft.showcase.stream import Event, ExpertProgress, Pace, rate, serve_and_learn
 from moedraft.showcase.trials import Contest, Trials
 from moedraft.system.build import System
 from moedraft.system.domains import register_all
 
-WINDOW = 32  # requests between two pauses for learning
-JOINT_STEPS = 96  # most optimiser steps of one update where all adapters learn together
-SECONDS = {True: 240.0, False: 100.0}  # for stream and learning, by whether the draft is a feature drafter
+# Requests between two pauses for learning. Reading records and the gate take as long as a dozen joint steps,
+# so that few long updates of all adapters teach more than many short ones.
+WINDOWS = {True: 64, False: 24}  # by whether the draft is a feature drafter
+JOINT_STEPS = 128  # most optimiser steps of one update where all adapters learn together
+MEASURED_SECONDS = 140.0  # after which no further held-out prompts are begun
+SECONDS = {True: 250.0, False: 100.0}  # for stream and learning, likewise
 
 
 def prompts_for(target: str) -> Prompts:
@@ -70,7 +73,7 @@ class Demo:
         loop = build_loop(settings, self.system.store)
         seconds = self.seconds or SECONDS[joint]
         most = JOINT_STEPS if joint else settings.update_steps
-        pace = Pace(seconds, len(self.prompts.stream), WINDOW, most)
+        pace = Pace(seconds, len(self.prompts.stream), WINDOWS[joint], most)
         with drafting_by(self.system, "model"):
             for event in serve_and_learn(self.system, loop, self.prompts.stream, pace):
                 self._note(event)
@@ -90,12 +93,9 @@ class Demo:
     def _measure(self) -> Trials:
         contest = Contest(self.system, self.prompts.heldout)
         self._begin("held-out prompts one at a time, three systems in turns")
-        contest.run(self._warming())
+        contest.run(self.prompts.stream[-2:], MEASURED_SECONDS)
         self._begin("held-out prompts in full batches, three systems in turns")
         return contest.run_batches()
-
-    def _warming(self) -> list[Query]:
-        return self.prompts.stream[-2:]
 
     def _facts(self, trials: Trials, pace: Pace) -> dict[str, str]:
         target, draft, settings = self.system.target, self.system.draft, self.system.settings

@@ -23,27 +23,6 @@ from moedraft.system.build import System
 Forward = Callable[[SlotCache, torch.Tensor, int], torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Served:
-    """Answers to a set of queries and how long they took together."""
-
-    outputs: list[RequestOutput]
-    seconds: float
-
-    @property
-    def tokens(self) -> int:
-        return sum(len(output.token_ids) for output in self.outputs)
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds
-
-    @property
-    def tokens_per_step(self) -> float:
-        """Tokens for each forward of the target; 1 in plain decoding."""
-        return tokens_per_step(self.outputs)
-
-
 def tokens_per_step(outputs: list[RequestOutput]) -> float:
     """Tokens of all answers together for each forward of the target."""
     return sum(len(output.token_ids) for output in outputs) / max(
@@ -87,27 +66,6 @@ def only_base(system: System, on: bool) -> Iterator[None]:
     finally:
         system.bank.bare(False)
         system.bank.select([SHARED])
-
-
-def serve(system: System, queries: list[Query], *, draft: bool = True, expert: str | None = None) -> Served:
-    """Answer all queries at once, greedily. The router chooses the experts, or `expert` drafts for all."""
-    params = [SamplingParams(max_tokens=query.max_tokens) for query in queries]
-    began = time.perf_counter()
-    outputs = system.engine.generate(
-        [q.prompt for q in queries], params, expert=expert, draft=draft, chat=True
-    )
-    return Served(outputs, time.perf_counter() - began)
-
-
-def greedy_acceptance(
-    system: System, prompts: list[str], answers: list[list[int]], experts: list[str]
-) -> list[float]:
-    """For each answer the share of its tokens that its expert would have guessed."""
-    counts = [
-        right_guesses(system, prompt, answer, expert)
-        for prompt, answer, expert in zip(prompts, answers, experts, strict=True)
-    ]
-    return [right / tokens for right, tokens in counts]
 
 
 @torch.inference_mode()

@@ -93,6 +93,7 @@ def _domains(axis: Any, result: Result) -> None:
             )
     axis.axhline(len(rows) - 1.5, color="#c6ced5", linewidth=1)
     axis.axvline(1, color=GREY, linewidth=2)
+    axis.set_xlim(left=0.93, right=max(1.5, axis.get_xlim()[1]))
     axis.set_yticks(range(len(rows)), labels)
     axis.tick_params(axis="y", length=0)
     axis.invert_yaxis()

@@ -26,6 +26,7 @@ LABELS = {
     "docs-ko": "Korean docs",
     "docs-zh": "Chinese docs",
 }
+HARDLY = 1.05  # tokens per step, below which the experts were hardly used
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,12 @@ def sentences(result: Result) -> list[str]:
         "static draft; plain decoding gives 1.",
         *_by_verdict(result.rows),
     ]
+    if after < HARDLY:
+        found.insert(
+            2,
+            "Hardly anything was drafted: by its own measurements the engine found that it does not pay on "
+            "this machine now. Programs that use the same cores can be the reason.",
+        )
     equal = "Every answer is that of plain decoding, token for token."
     unequal = "NOT every answer is that of plain decoding, token for token: this is a fault."
     return [*found, equal if result.equal else unequal]

@@ -15,7 +15,7 @@ from moedraft.system.build import System
 
 RECENT = 12  # requests of an expert that the live table looks back at
 LEAST_STEPS = 4  # an update of fewer steps is not worth reading its records
-FIRST_STEPS = 8  # of the first update, before it is known how long a step takes
+FIRST_STEPS = 24  # of the first update, before it is known how long a step takes
 
 
 @dataclass
@@ -53,9 +53,11 @@ class Pace:
     requests: int
     window: int
     most: int  # steps of one update
-    began: float = field(default_factory=lambda: time.monotonic())  # looked up when it is called
+    began: float = field(default_factory=lambda: time.monotonic())
     trained: float = 0.0  # s in updates so far
     steps: int = 0  # of all updates so far
+    step_seconds: float = 0.0  # of one optimiser step, by the last update; 0: not known yet
+    beside: float = 0.0  # s of the last update beside its steps: reading, measuring, publishing
     pause_ends: float = 0.0
 
     def pause(self, done: int) -> None:
@@ -70,12 +72,34 @@ class Pace:
         left = self.pause_ends - time.monotonic()
         if left <= 0:
             return 0
-        possible = left / (self.trained / self.steps) if self.steps else FIRST_STEPS
+        possible = (left - self.beside) / self.step_seconds if self.step_seconds else FIRST_STEPS
         return min(self.most, int(possible)) if possible >= LEAST_STEPS else 0
 
-    def took(self, steps: int, seconds: float) -> None:
-        """An update took that long, reading its records and publishing included."""
+    def took(self, steps: int, seconds: float, step_seconds: float) -> None:
+        """An update of so many steps took `seconds` in all, and each of its steps `step_seconds`."""
         self.steps, self.trained = self.steps + steps, self.trained + seconds
+        self.step_seconds, self.beside = step_seconds, max(0.0, seconds - steps * step_seconds)
+
+
+class StepClock:
+    """Called after each step of an update: how long one takes."""
+
+    def __init__(self) -> None:
+        self.began = self.first = self.last = time.monotonic()
+        self.first_step = self.last_step = 0
+
+    def __call__(self, done: int, loss: float | None) -> None:
+        if done > self.last_step:
+            self.last, self.last_step = time.monotonic(), done
+            if not self.first_step:
+                self.first, self.first_step = self.last, done
+
+    @property
+    def step_seconds(self) -> float:
+        """Without the first step, which comes after the records were read; all of it where there is one."""
+        if self.last_step > self.first_step:
+            return (self.last - self.first) / (self.last_step - self.first_step)
+        return time.monotonic() - self.began
 
 
 @dataclass(frozen=True)
@@ -113,10 +137,10 @@ def serve_and_learn(system: System, loop: DistillLoop, queries: list[Query], pac
 def learn(system: System, loop: DistillLoop, pace: Pace) -> Iterator[Event]:
     """Updates until the pause is over or nobody is due."""
     while loop.due() is not None and (steps := pace.next_steps()):
-        began = time.monotonic()
-        loop.run_once(steps=steps)
+        clock = StepClock()
+        loop.run_once(steps=steps, on_step=clock)
         system.refresh()
-        pace.took(steps, time.monotonic() - began)
+        pace.took(steps, time.monotonic() - clock.began, clock.step_seconds)
         if not loop.outcomes:  # it failed, or there was nothing to learn from
             return
         promoted = [one for one in loop.outcomes if one.decision in (None, "promote")]

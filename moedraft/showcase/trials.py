@@ -18,6 +18,7 @@ from moedraft.system.build import System
 
 PLAIN, STATIC, EXPERTS = "plain decoding", "static draft", "experts"
 SYSTEMS = (PLAIN, STATIC, EXPERTS)
+OnPrompt = Callable[[int], None]  # is called with the number of prompts that are done
 WARM_UP = 2  # answers of each system that are not measured
 
 
@@ -61,19 +62,27 @@ class Contest:
         self.budgets = {name: copy.deepcopy(system.engine.budget) for name in SYSTEMS}
         self.budgets[STATIC].acceptance.clear()  # what is known there is the experts' acceptance
 
-    def run(self, warm_up: list[Query], on_prompt: Callable[[int], None] = lambda done: None) -> Trials:
-        """Measure everything. `warm_up`: prompts that are answered first and not measured."""
+    def run(self, warm_up: list[Query], seconds: float, on_prompt: OnPrompt = lambda done: None) -> Trials:
+        """One prompt at a time. `warm_up`: prompts that are answered first and not measured.
+
+        After `seconds` no further round over the domains begins, and the prompts that are left are dropped.
+        """
+        began = time.monotonic()
         for name in SYSTEMS:
             for query in warm_up[:WARM_UP]:
                 self._answer(name, [query])
         for number, query in enumerate(self.trials.queries):
+            whole_round = number and query.domain == self.trials.queries[0].domain
+            if whole_round and time.monotonic() - began > seconds:
+                self.trials.queries = self.trials.queries[:number]
+                break
             for name in in_rotation(number):
                 self.trials.alone.setdefault(name, []).append(self._alone(name, query))
             self._guess(query, self.trials.alone[PLAIN][-1].token_ids)
             on_prompt(number + 1)
         return self.trials
 
-    def run_batches(self, on_prompt: Callable[[int], None] = lambda done: None) -> Trials:
+    def run_batches(self, on_prompt: OnPrompt = lambda done: None) -> Trials:
         """Measure full batches: twice as many prompts at a time as the engine decodes at once."""
         size = 2 * self.system.settings.max_batch_size
         for number, first in enumerate(range(0, len(self.trials.queries), size)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moedraft.showcase.stream import FIRST_STEPS, LEAST_STEPS, Pace
+from moedraft.showcase.stream import FIRST_STEPS, Pace, StepClock
 
 
 class Clock:
@@ -21,7 +21,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def run(clock: Clock, pace: Pace, serving: float, step: float) -> list[int]:
+def run(clock: Clock, pace: Pace, serving: float, step: float, beside: float = 0.0) -> list[int]:
     """Serve and train as `serve_and_learn` does, one update a pause. Returns the steps of each update."""
     taken = []
     for done in range(1, pace.requests + 1):
@@ -30,23 +30,24 @@ def run(clock: Clock, pace: Pace, serving: float, step: float) -> list[int]:
             pace.pause(done)
             steps = pace.next_steps()
             taken.append(steps)
-            clock.now += steps * step
-            pace.took(steps, steps * step)
+            if steps:
+                clock.now += beside + steps * step
+                pace.took(steps, beside + steps * step, step)
     return taken
 
 
 def test_serving_and_learning_end_in_time(clock: Clock) -> None:
-    taken = run(clock, Pace(240, 320, 32, 96), serving=0.3, step=1.0)
-    assert 220 <= clock.now <= 245
+    taken = run(clock, Pace(250, 320, 64, 128), serving=0.3, step=1.0, beside=6.0)
+    assert 225 <= clock.now <= 255
     assert taken[0] == FIRST_STEPS
-    assert all(steps >= 8 for steps in taken)
-    assert len(taken) == 10
+    assert len(taken) == 5
+    assert sum(taken) > 100
 
 
 def test_a_slow_machine_learns_less(clock: Clock) -> None:
-    taken = run(clock, Pace(240, 320, 32, 96), serving=0.6, step=2.0)
-    assert clock.now <= 260
-    assert 0 < sum(taken) < 50
+    taken = run(clock, Pace(250, 320, 64, 128), serving=0.6, step=2.0)
+    assert clock.now <= 280
+    assert 0 < sum(taken) < 60
 
 
 def test_nothing_is_learned_where_serving_takes_all_the_time(clock: Clock) -> None:
@@ -54,6 +55,13 @@ def test_nothing_is_learned_where_serving_takes_all_the_time(clock: Clock) -> No
 
 
 def test_no_update_is_longer_than_the_most(clock: Clock) -> None:
-    taken = run(clock, Pace(240, 64, 32, 16), serving=0.1, step=0.1)
-    assert taken == [FIRST_STEPS, 16]
-    assert LEAST_STEPS <= FIRST_STEPS
+    taken = run(clock, Pace(240, 64, 32, 32), serving=0.1, step=0.1)
+    assert taken == [FIRST_STEPS, 32]
+
+
+def test_a_step_is_timed_without_what_comes_before_the_first(clock: Clock) -> None:
+    timed = StepClock()
+    for after, done in ((9.0, 0), (6.0, 1), (2.0, 2), (2.0, 3), (50.0, 3)):
+        clock.now += after
+        timed(done, None)
+    assert timed.step_seconds == 2.0

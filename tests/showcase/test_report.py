@@ -12,7 +12,7 @@ from moedraft.showcase.page import page, publish
 from moedraft.showcase.picture import running_mean
 from moedraft.showcase.report import Point, Result, joined, result_of, sentences, summary
 from moedraft.showcase.shipped import Query
-from moedraft.showcase.trials import EXPERTS, PLAIN, STATIC, SYSTEMS, Trial, Trials, in_rotation
+from moedraft.showcase.trials import EXPERTS, PLAIN, STATIC, SYSTEMS, Contest, Trial, Trials, in_rotation
 
 ANSWER = list(range(24))
 
@@ -73,6 +73,12 @@ def test_a_difference_from_plain_decoding_is_said() -> None:
         assert "NOT every answer" in sentences(result_of(made, [], [], {}))[-1]
 
 
+def test_a_demo_that_drafted_nothing_says_so(result: Result) -> None:
+    idle = replace(result, systems=[result.systems[0]] * 3)
+    assert "Hardly anything was drafted" in " ".join(sentences(idle))
+    assert "Hardly anything was drafted" not in " ".join(sentences(result))
+
+
 def test_files_hold_the_same_figures(result: Result, tmp_path: Path) -> None:
     paths = publish(result, tmp_path / "report")
     assert paths["picture"].read_bytes().startswith(b"\x89PNG")
@@ -99,3 +105,16 @@ def test_small_helpers() -> None:
     assert running_mean([1.0, 2.0, 3.0], 2) == [1.0, 1.5, 2.5]
     assert joined(["a"]) == "a"
     assert joined(["a", "b", "c"]) == "a, b and c"
+
+
+def test_measuring_ends_after_a_whole_round_over_the_domains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is measured on half of the domains, however slow the machine is."""
+    contest = object.__new__(Contest)
+    contest.trials = Trials([Query(f"{d} {n}", d, 4) for n in range(5) for d in ("math", "sql", "python")])
+    now = iter(range(1000))
+    monkeypatch.setattr("moedraft.showcase.trials.time.monotonic", lambda: float(next(now)))
+    monkeypatch.setattr(contest, "_alone", lambda name, query: Trial([1], 1, 1.0))
+    monkeypatch.setattr(contest, "_guess", lambda query, answer: None)
+    found = contest.run([], 1.5)
+    assert [query.domain for query in found.queries] == ["math", "sql", "python"] * 2
+    assert {len(trials) for trials in found.alone.values()} == {6}

@@ -17,7 +17,7 @@ from moedraft.models import LanguageModel, load_by
 from moedraft.showcase import shipped
 from moedraft.showcase.bench import run
 from moedraft.showcase.demo import Demo
-from moedraft.showcase.measure import compare, serve, theoretical_speedup, transformers_runner
+from moedraft.showcase.measure import compare, theoretical_speedup, transformers_runner
 from moedraft.showcase.page import publish
 from moedraft.showcase.report import summary
 from moedraft.showcase.shipped import Query
@@ -146,7 +146,6 @@ def test_public_load_generates(tmp_path: Path) -> None:
         [output] = engine.generate("2 + 2 =")
         assert output.token_ids
         assert output.expert == "shared"
-    assert serve.__doc__
 
 
 def test_compare_takes_turns() -> None:
