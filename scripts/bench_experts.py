@@ -43,8 +43,8 @@ from moedraft.showcase.bench import surroundings
 from moedraft.showcase.measure import (
     budgeted,
     drafting_by,
-    greedy_acceptance,
     only_base,
+    right_guesses,
     step_costs,
     warm_up,
 )
@@ -201,13 +201,12 @@ def first_guesses(
     systems: Systems, prompts: Prompts, answers: Sequence[RequestOutput]
 ) -> dict[str, torch.Tensor]:
     """By system and prompt, how many of the answer's tokens the drafter's first guess hits."""
-    ids = [output.token_ids for output in answers]
-    lengths = torch.tensor([float(len(each)) for each in ids])
     hits = {}
     for name in ("static", "experts"):
         with systems.serving(name):
-            found = greedy_acceptance(systems.system, [p for _, p in prompts], ids, [d for d, _ in prompts])
-        hits[name] = torch.tensor(found) * lengths
+            pairs = zip(prompts, answers, strict=True)
+            counts = [right_guesses(systems.system, p, o.token_ids, d)[0] for (d, p), o in pairs]
+        hits[name] = torch.tensor(counts, dtype=torch.float32)
     return hits
 
 

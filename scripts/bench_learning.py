@@ -37,7 +37,7 @@ from moedraft.config import load_settings
 from moedraft.core import SHARED, ReplayRecord
 from moedraft.distill.assembly import build_loop
 from moedraft.distill.loop import DistillLoop
-from moedraft.showcase.measure import by_domain, greedy_acceptance
+from moedraft.showcase.measure import by_domain, right_guesses
 from moedraft.showcase.shipped import Query
 from moedraft.system.build import System, build
 from moedraft.system.domains import register_all
@@ -142,7 +142,11 @@ class Arm:
         experts = [q.domain for q in self.data.heldout] if oracle else routed
         if self.name in ("static", "one", "shared", "offline"):
             experts = [SHARED] * len(prompts)
-        return by_domain(self.data.heldout, greedy_acceptance(self.system, prompts, answers, experts))
+        shares = []
+        for prompt, answer, expert in zip(prompts, answers, experts, strict=True):
+            right, tried = right_guesses(self.system, prompt, answer, expert)
+            shares.append(right / tried)
+        return by_domain(self.data.heldout, shares)
 
     def close(self) -> None:
         self.system.close()
