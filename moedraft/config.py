@@ -86,7 +86,8 @@ class Settings(BaseSettings):
     )
 
     adapter_scope: Literal["tail", "full"] = Field(
-        "tail", description="an expert changes the last layer and the output layer (tail), or all layers"
+        "tail",
+        description="what an expert of a draft model changes: its last layer and output layer, or all layers",
     )
     adapter_rank: int = Field(64, ge=1, le=1024, description="LoRA rank of an expert")
     shared_rank: int = Field(64, ge=1, le=1024, description="LoRA rank of the shared adapter")
@@ -114,7 +115,9 @@ class Settings(BaseSettings):
     )
     update_every: int = Field(16, ge=1, description="new records of a domain that make an update due")
     update_steps: int = Field(16, ge=1, description="optimiser steps per update")
-    update_tokens: int = Field(2048, ge=64, description="tokens per optimiser step, padding included")
+    update_tokens: int = Field(
+        2048, ge=64, description="of a draft model: tokens per optimiser step, padding included"
+    )
 
     host: str = Field(
         "127.0.0.1", min_length=1, description="address of the server; a public one needs a key"

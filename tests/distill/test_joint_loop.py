@@ -53,6 +53,16 @@ def test_it_is_due_by_the_records_of_all_domains(loop: JointLoop) -> None:
     assert loop.due() == SHARED
 
 
+def test_after_failures_it_waits_for_more_records(loop: JointLoop) -> None:
+    """Otherwise a record that the trainer dies of would be tried again and again."""
+    loop.store.replay.add([record(i) for i in range(4)])
+    assert loop.due() == SHARED
+    loop.failures[SHARED] = 1
+    assert loop.due() is None
+    loop.store.replay.add([record(i) for i in range(4, 8)])
+    assert loop.due() == SHARED
+
+
 def test_each_adapter_that_learned_is_published(loop: JointLoop) -> None:
     update = loop.run_once("code")
     assert update is not None

@@ -12,6 +12,8 @@ from moedraft.distill.loop import DistillLoop, Update
 from moedraft.distill.trainer import OnStep
 from moedraft.storage.changes import is_pinned
 
+MOST_DOUBLINGS = 5  # of the records that an update waits for, after updates that failed
+
 
 @dataclass
 class JointLoop(DistillLoop):
@@ -28,10 +30,12 @@ class JointLoop(DistillLoop):
         """The shared adapter, which every update teaches, when there are enough new records of any domain.
 
         Nobody while it is pinned: experts are trained on the shared adapter as the same update leaves it.
+        Each failure in a row doubles the records that it takes.
         """
         if is_pinned(self.store.registry, SHARED):
             return None
-        return SHARED if news(self.store).get(SHARED, 0) >= self.every else None
+        wanted = self.every * 2 ** min(self.failures.get(SHARED, 0), MOST_DOUBLINGS)
+        return SHARED if news(self.store).get(SHARED, 0) >= wanted else None
 
     def _update(self, expert: str, steps: int | None, on_step: OnStep | None) -> Update | None:
         """Train, publish what passes the gate, and note which records were used; the update of `expert`.
