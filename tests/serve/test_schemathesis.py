@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import schemathesis
+import schemathesis.specs.openapi.schemas  # now: Python 3.11 may fail to parse it beside a server's threads
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis import Case, GenerationMode
