@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from moedraft.distill.assembly import build_loop
 from moedraft.drafting.base import MINI, FeatureBase
 from moedraft.showcase import shipped
-from moedraft.showcase.measure import drafting_by, warm_up
+from moedraft.showcase.measure import drafting_by, fixed_lengths, warm_up
 from moedraft.showcase.report import Point, Result, result_of
 from moedraft.showcase.shipped import Prompts
 from moedraft.showcase.stream import Event, ExpertProgress, Pace, rate, serve_and_learn
-from moedraft.showcase.trials import Contest, Trials
+from moedraft.showcase.trials import PLAIN, Contest, Trials
 from moedraft.system.build import System
 from moedraft.system.domains import register_all
 
@@ -21,7 +21,8 @@ from moedraft.system.domains import register_all
 # so that few long updates of all adapters teach more than many short ones.
 WINDOWS = {True: 64, False: 24}  # by whether the draft is a feature drafter
 JOINT_STEPS = 128  # most optimiser steps of one update where all adapters learn together
-MEASURED_SECONDS = 140.0  # after which no further held-out prompts are begun
+DRAFTED = 3  # tokens in each step of the stream
+ALONE_SECONDS = 120.0  # after which no further held-out prompts are answered one at a time
 SECONDS = {True: 250.0, False: 100.0}  # for stream and learning, likewise
 
 
@@ -68,13 +69,16 @@ class Demo:
         self.on_phase(phase)
 
     def _serve_and_learn(self) -> Pace:
-        """Serve the stream without lookup in the text, so that one sees what the draft model brings."""
+        """Serve the stream without lookup in the text and with drafts of one length.
+
+        So one sees what the draft model learns, and not when drafting pays.
+        """
         settings, joint = self.system.settings, isinstance(self.system.draft, FeatureBase)
         loop = build_loop(settings, self.system.store)
         seconds = self.seconds or SECONDS[joint]
         most = JOINT_STEPS if joint else settings.update_steps
         pace = Pace(seconds, len(self.prompts.stream), WINDOWS[joint], most)
-        with drafting_by(self.system, "model"):
+        with drafting_by(self.system, "model"), fixed_lengths(self.system, DRAFTED):
             for event in serve_and_learn(self.system, loop, self.prompts.stream, pace):
                 self._note(event)
         return pace
@@ -92,10 +96,10 @@ class Demo:
 
     def _measure(self) -> Trials:
         contest = Contest(self.system, self.prompts.heldout)
-        self._begin("held-out prompts one at a time, three systems in turns")
-        contest.run(self.prompts.stream[-2:], MEASURED_SECONDS)
         self._begin("held-out prompts in full batches, three systems in turns")
-        return contest.run_batches()
+        contest.run_batches()
+        self._begin("held-out prompts one at a time, three systems in turns")
+        return contest.run(self.prompts.stream[-2:], ALONE_SECONDS)
 
     def _facts(self, trials: Trials, pace: Pace) -> dict[str, str]:
         target, draft, settings = self.system.target, self.system.draft, self.system.settings
@@ -106,10 +110,12 @@ class Demo:
             f"{str(target.dtype).removeprefix('torch.')} on {target.device})",
             "draft base": f"a {kind} with {draft.num_parameters / 1e6:.1f} M weights",
             "domains": str(len(self.prompts.examples)),
-            "stream": f"{len(self.prompts.stream)} requests, {settings.max_batch_size} at once",
+            "stream": f"{len(self.prompts.stream)} requests, {settings.max_batch_size} at once, "
+            f"{DRAFTED} tokens drafted at each step",
             "learning": f"{pace.steps} optimiser steps in {pace.trained:.0f} s; {self.published} versions "
             f"were published in {len(self.updates)} updates",
-            "measured with": f"{len(trials.queries)} held-out prompts, greedy, without lookup in the text",
+            "measured with": f"{len(trials.queries)} held-out prompts, of which {len(trials.alone[PLAIN])} "
+            "were answered one at a time; greedy, without lookup in the text, drafts as long as pays",
             "time": spent,
         }
 

@@ -21,6 +21,9 @@ class Estimate:
     low: float
     high: float
 
+    def __rmul__(self, factor: float) -> Estimate:
+        return Estimate(factor * self.value, factor * self.low, factor * self.high)
+
 
 @dataclass(frozen=True)
 class Change:

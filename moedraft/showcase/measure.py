@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -54,6 +54,21 @@ def budgeted(system: System, budget: Budget) -> Iterator[None]:
         yield
     finally:
         engine.budget = engine.chooser.budget = own
+
+
+@contextmanager
+def fixed_lengths(system: System, tokens: int) -> Iterator[None]:
+    """While the block runs, so many tokens are drafted for every row, whatever the budget thinks of it.
+
+    Tokens per target step then follow from what the draft guesses, and not from when drafting pays.
+    """
+    chooser = system.engine.chooser
+    before = chooser.limits
+    chooser.limits = replace(before, num_speculative_tokens=tokens, adaptive=False)
+    try:
+        yield
+    finally:
+        chooser.limits = before
 
 
 @contextmanager

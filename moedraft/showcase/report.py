@@ -88,7 +88,7 @@ def result_of(trials: Trials, points: list[Point], updates: list[int], facts: di
 
 def _row(trials: Trials, domain: str, indices: list[int]) -> Row:
     def emitted(name: str) -> Counts:
-        found = [trials.alone[name][i] for i in indices]
+        found = [trials.alone[name][i] for i in indices if i < len(trials.alone[name])]
         return [(len(trial.token_ids), trial.steps) for trial in found]
 
     guessed = {name: [trials.guessed[name][i] for i in indices] for name in (STATIC, EXPERTS)}

@@ -1,6 +1,7 @@
 """Held-out prompts answered by three systems in turns: plain decoding, the static draft, the experts.
 
-They take turns prompt by prompt, so that a slow minute of the machine hits all alike.
+They take turns, so that a slow minute of the machine hits all alike. All prompts are answered in full
+batches, and as many of them as there is time for one at a time.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Trial:
 
 @dataclass
 class Trials:
-    """All that was measured. Lists are in the order of the prompts."""
+    """All that was measured. Lists are in the order of the prompts; `alone` may end before the last one."""
 
     queries: list[Query]
     alone: dict[str, list[Trial]] = field(default_factory=dict)  # by system, one prompt at a time
@@ -44,9 +45,10 @@ class Trials:
     @property
     def equal(self) -> bool:
         """Whether every answer is that of plain decoding, token for token, alone and in a batch."""
-        plain = [trial.token_ids for trial in self.alone[PLAIN]]
+        plain = self.together[PLAIN]
+        together = all(answers == plain for answers in self.together.values())
         alone = [[trial.token_ids for trial in trials] for trials in self.alone.values()]
-        return all(answers == plain for answers in (*alone, *self.together.values()))
+        return together and all(answers == plain[: len(answers)] for answers in alone)
 
     def tokens_per_second(self, system: str) -> float:
         """Of full batches."""
@@ -62,28 +64,8 @@ class Contest:
         self.budgets = {name: copy.deepcopy(system.engine.budget) for name in SYSTEMS}
         self.budgets[STATIC].acceptance.clear()  # what is known there is the experts' acceptance
 
-    def run(self, warm_up: list[Query], seconds: float, on_prompt: OnPrompt = lambda done: None) -> Trials:
-        """One prompt at a time. `warm_up`: prompts that are answered first and not measured.
-
-        After `seconds` no further round over the domains begins, and the prompts that are left are dropped.
-        """
-        began = time.monotonic()
-        for name in SYSTEMS:
-            for query in warm_up[:WARM_UP]:
-                self._answer(name, [query])
-        for number, query in enumerate(self.trials.queries):
-            whole_round = number and query.domain == self.trials.queries[0].domain
-            if whole_round and time.monotonic() - began > seconds:
-                self.trials.queries = self.trials.queries[:number]
-                break
-            for name in in_rotation(number):
-                self.trials.alone.setdefault(name, []).append(self._alone(name, query))
-            self._guess(query, self.trials.alone[PLAIN][-1].token_ids)
-            on_prompt(number + 1)
-        return self.trials
-
     def run_batches(self, on_prompt: OnPrompt = lambda done: None) -> Trials:
-        """Measure full batches: twice as many prompts at a time as the engine decodes at once."""
+        """Full batches, twice as many prompts at a time as the engine decodes at once; then first guesses."""
         size = 2 * self.system.settings.max_batch_size
         for number, first in enumerate(range(0, len(self.trials.queries), size)):
             queries = self.trials.queries[first : first + size]
@@ -93,7 +75,27 @@ class Contest:
                 seconds = time.perf_counter() - began
                 self.trials.seconds[name] = self.trials.seconds.get(name, 0.0) + seconds
                 self.trials.together.setdefault(name, []).extend(o.token_ids for o in outputs)
+            for query, answer in zip(queries, self.trials.together[PLAIN][first:], strict=True):
+                self._guess(query, answer)
             on_prompt(first + len(queries))
+        return self.trials
+
+    def run(self, warm_up: list[Query], seconds: float, on_prompt: OnPrompt = lambda done: None) -> Trials:
+        """One prompt at a time. `warm_up`: prompts that are answered first and not measured.
+
+        After `seconds` no further round over the domains begins; what is left is not answered alone.
+        """
+        began = time.monotonic()
+        for name in SYSTEMS:
+            for query in warm_up[:WARM_UP]:
+                self._answer(name, [query])
+        for number, query in enumerate(self.trials.queries):
+            whole_round = number and query.domain == self.trials.queries[0].domain
+            if whole_round and time.monotonic() - began > seconds:
+                break
+            for name in in_rotation(number):
+                self.trials.alone.setdefault(name, []).append(self._alone(name, query))
+            on_prompt(number + 1)
         return self.trials
 
     def _alone(self, name: str, query: Query) -> Trial:

@@ -101,6 +101,15 @@ def test_systems_take_turns() -> None:
     assert sorted(in_rotation(2)) == sorted(SYSTEMS)
 
 
+def test_prompts_without_an_answer_of_their_own_still_count_where_they_were_measured() -> None:
+    made = trials()
+    made.alone = {name: found[:4] for name, found in made.alone.items()}
+    found = result_of(made, [], [], {})
+    assert found.equal
+    assert found.whole.prompts == 8
+    assert found.systems[2].tokens_per_step.value == pytest.approx(96 / 64)
+
+
 def test_small_helpers() -> None:
     assert running_mean([1.0, 2.0, 3.0], 2) == [1.0, 1.5, 2.5]
     assert joined(["a"]) == "a"
@@ -114,7 +123,6 @@ def test_measuring_ends_after_a_whole_round_over_the_domains(monkeypatch: pytest
     now = iter(range(1000))
     monkeypatch.setattr("moedraft.showcase.trials.time.monotonic", lambda: float(next(now)))
     monkeypatch.setattr(contest, "_alone", lambda name, query: Trial([1], 1, 1.0))
-    monkeypatch.setattr(contest, "_guess", lambda query, answer: None)
     found = contest.run([], 1.5)
-    assert [query.domain for query in found.queries] == ["math", "sql", "python"] * 2
+    assert len(found.queries) == 15
     assert {len(trials) for trials in found.alone.values()} == {6}
