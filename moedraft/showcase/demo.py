@@ -113,7 +113,7 @@ class Demo:
             "domains": str(len(self.prompts.examples)),
             "stream": f"{len(self.prompts.stream)} requests, {settings.max_batch_size} at once, "
             f"{DRAFTED} tokens drafted at each step",
-            "learning": f"{pace.steps} optimiser steps in {pace.trained:.0f} s ({pace.step_seconds:.1f} s each); "
+            "learning": f"{pace.steps} steps in {pace.trained:.0f} s, {pace.step_seconds:.1f} s each; "
             f"{self.published} versions were published in {len(self.updates)} updates",
             "measured with": f"{len(trials.queries)} held-out prompts, of which {len(trials.alone[PLAIN])} "
             "were answered one at a time; greedy, without lookup in the text, drafts as long as pays",
