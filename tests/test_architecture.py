@@ -39,7 +39,7 @@ ROOMS = {
     "serve/http": (21, 2400),
     "serve/supervisor": (4, 650),
     "serve/worker": (5, 850),
-    "showcase": (11, 1400),
+    "showcase": (11, 1450),
     "storage": (16, 2550),
     "storage/migrations": (10, 300),  # one more for each change of the schema
     "system": (5, 700),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from moedraft.distill.assembly import build_loop
 from moedraft.drafting.base import MINI, FeatureBase
 from moedraft.showcase import shipped
-from moedraft.showcase.measure import drafting_by, fixed_lengths, warm_up
+from moedraft.showcase.measure import budgeted, drafting_by, fixed_lengths, new_budget, warm_up
 from moedraft.showcase.report import Point, Result, result_of
 from moedraft.showcase.shipped import Prompts
 from moedraft.showcase.stream import Event, ExpertProgress, Pace, rate, serve_and_learn
@@ -22,8 +22,8 @@ from moedraft.system.domains import register_all
 WINDOWS = {True: 64, False: 24}  # by whether the draft is a feature drafter
 JOINT_STEPS = 128  # most optimiser steps of one update where all adapters learn together
 DRAFTED = 3  # tokens in each step of the stream
-ALONE_SECONDS = 120.0  # after which no further held-out prompts are answered one at a time
-SECONDS = {True: 250.0, False: 100.0}  # for stream and learning, likewise
+ALONE_SECONDS = 80.0  # after which no further held-out prompts are answered one at a time
+SECONDS = {True: 300.0, False: 100.0}  # for stream and learning, likewise
 
 
 def prompts_for(target: str) -> Prompts:
@@ -78,7 +78,8 @@ class Demo:
         seconds = self.seconds or SECONDS[joint]
         most = JOINT_STEPS if joint else settings.update_steps
         pace = Pace(seconds, len(self.prompts.stream), WINDOWS[joint], most)
-        with drafting_by(self.system, "model"), fixed_lengths(self.system, DRAFTED):
+        lengths, budget = fixed_lengths(self.system, DRAFTED), budgeted(self.system, new_budget(self.system))
+        with drafting_by(self.system, "model"), lengths, budget:
             for event in serve_and_learn(self.system, loop, self.prompts.stream, pace):
                 self._note(event)
         return pace
@@ -97,9 +98,9 @@ class Demo:
     def _measure(self) -> Trials:
         contest = Contest(self.system, self.prompts.heldout)
         self._begin("held-out prompts in full batches, three systems in turns")
-        contest.run_batches()
+        contest.run_batches(self.prompts.stream[-16:])
         self._begin("held-out prompts one at a time, three systems in turns")
-        return contest.run(self.prompts.stream[-2:], ALONE_SECONDS)
+        return contest.run(self.prompts.stream[-3:], ALONE_SECONDS)
 
     def _facts(self, trials: Trials, pace: Pace) -> dict[str, str]:
         target, draft, settings = self.system.target, self.system.draft, self.system.settings
@@ -112,8 +113,8 @@ class Demo:
             "domains": str(len(self.prompts.examples)),
             "stream": f"{len(self.prompts.stream)} requests, {settings.max_batch_size} at once, "
             f"{DRAFTED} tokens drafted at each step",
-            "learning": f"{pace.steps} optimiser steps in {pace.trained:.0f} s; {self.published} versions "
-            f"were published in {len(self.updates)} updates",
+            "learning": f"{pace.steps} steps in {pace.trained:.0f} s, {pace.step_seconds:.1f} s each; "
+            f"{self.published} versions were published in {len(self.updates)} updates",
             "measured with": f"{len(trials.queries)} held-out prompts, of which {len(trials.alone[PLAIN])} "
             "were answered one at a time; greedy, without lookup in the text, drafts as long as pays",
             "time": spent,

@@ -71,6 +71,11 @@ def fixed_lengths(system: System, tokens: int) -> Iterator[None]:
         chooser.limits = before
 
 
+def new_budget(system: System) -> Budget:
+    """One that knows nothing yet."""
+    return Budget(system.engine.budget.longest, system.engine.budget.ragged)
+
+
 @contextmanager
 def only_base(system: System, on: bool) -> Iterator[None]:
     """While the block runs, all adapters are switched off: the draft base guesses as it came."""

@@ -6,21 +6,20 @@ batches, and as many of them as there is time for one at a time.
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from moedraft.core import SHARED, RequestOutput, SamplingParams
-from moedraft.showcase.measure import budgeted, drafting_by, only_base, right_guesses
+from moedraft.drafting.budget import Budget
+from moedraft.showcase.measure import budgeted, drafting_by, new_budget, only_base, right_guesses
 from moedraft.showcase.shipped import Query
 from moedraft.system.build import System
 
 PLAIN, STATIC, EXPERTS = "plain decoding", "static draft", "experts"
 SYSTEMS = (PLAIN, STATIC, EXPERTS)
 OnPrompt = Callable[[int], None]  # is called with the number of prompts that are done
-WARM_UP = 2  # answers of each system that are not measured
 
 
 @dataclass(frozen=True)
@@ -61,12 +60,15 @@ class Contest:
     def __init__(self, system: System, queries: list[Query]) -> None:
         self.system = system
         self.trials = Trials(queries)
-        self.budgets = {name: copy.deepcopy(system.engine.budget) for name in SYSTEMS}
-        self.budgets[STATIC].acceptance.clear()  # what is known there is the experts' acceptance
+        self.budgets: dict[str, Budget] = {}
 
-    def run_batches(self, on_prompt: OnPrompt = lambda done: None) -> Trials:
-        """Full batches, twice as many prompts at a time as the engine decodes at once; then first guesses."""
+    def run_batches(self, warm_up: list[Query], on_prompt: OnPrompt = lambda done: None) -> Trials:
+        """Full batches, twice as many prompts at a time as the engine decodes at once; then first guesses.
+
+        `warm_up`: prompts that are answered first and not measured.
+        """
         size = 2 * self.system.settings.max_batch_size
+        self._warm_up(warm_up, len(warm_up))
         for number, first in enumerate(range(0, len(self.trials.queries), size)):
             queries = self.trials.queries[first : first + size]
             for name in in_rotation(number):
@@ -86,9 +88,7 @@ class Contest:
         After `seconds` no further round over the domains begins; what is left is not answered alone.
         """
         began = time.monotonic()
-        for name in SYSTEMS:
-            for query in warm_up[:WARM_UP]:
-                self._answer(name, [query])
+        self._warm_up(warm_up, 1)
         for number, query in enumerate(self.trials.queries):
             whole_round = number and query.domain == self.trials.queries[0].domain
             if whole_round and time.monotonic() - began > seconds:
@@ -97,6 +97,13 @@ class Contest:
                 self.trials.alone.setdefault(name, []).append(self._alone(name, query))
             on_prompt(number + 1)
         return self.trials
+
+    def _warm_up(self, queries: list[Query], at_once: int) -> None:
+        """New budgets, which learn here what drafting costs with so many rows."""
+        self.budgets = {name: new_budget(self.system) for name in SYSTEMS}
+        for first in range(0, len(queries), max(1, at_once)):
+            for name in SYSTEMS:
+                self._answer(name, queries[first : first + at_once])
 
     def _alone(self, name: str, query: Query) -> Trial:
         began = time.perf_counter()

@@ -119,6 +119,7 @@ def test_small_helpers() -> None:
 def test_measuring_ends_after_a_whole_round_over_the_domains(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is measured on half of the domains, however slow the machine is."""
     contest = object.__new__(Contest)
+    monkeypatch.setattr(contest, "_warm_up", lambda queries, at_once: None)
     contest.trials = Trials([Query(f"{d} {n}", d, 4) for n in range(5) for d in ("math", "sql", "python")])
     now = iter(range(1000))
     monkeypatch.setattr("moedraft.showcase.trials.time.monotonic", lambda: float(next(now)))
