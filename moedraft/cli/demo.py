@@ -42,7 +42,7 @@ def demo(
     ] = None,
     seconds: Annotated[
         float | None,
-        typer.Option(min=1, help="For stream and learning together (default: 300; embedded pair 100)."),
+        typer.Option(min=1, help="For stream and learning together (default: 250; embedded pair 100)."),
     ] = None,
     requests: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Requests of the stream (default: all).")

@@ -23,7 +23,7 @@ WINDOWS = {True: 64, False: 24}  # by whether the draft is a feature drafter
 JOINT_STEPS = 128  # most optimiser steps of one update where all adapters learn together
 DRAFTED = 3  # tokens in each step of the stream
 ALONE_SECONDS = 80.0  # after which no further held-out prompts are answered one at a time
-SECONDS = {True: 300.0, False: 100.0}  # for stream and learning, likewise
+SECONDS = {True: 250.0, False: 100.0}  # for stream and learning, likewise
 
 
 def prompts_for(target: str) -> Prompts:
