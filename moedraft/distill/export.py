@@ -3,14 +3,15 @@
 The engine drafts with base + shared adapter + expert, but PEFT users load one adapter. Two low-rank terms
 can be written as one whose rank is the sum, B₁A₁ + B₂A₂ = [B₁ B₂][A₁; A₂], so the result is exact. A module
 that only one of the two touches keeps that one's rank. Scalings are folded into B, so `lora_alpha` = rank.
+
+An expert of a feature drafter has output rows for its own tokens alone. Their list is written beside the
+adapter, and the drafter must use it before PEFT loads the adapter (`FeatureDraft.use_vocabulary`).
 """
 
 from __future__ import annotations
 
-import re
 import shutil
 import uuid
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +22,11 @@ from peft import LoraConfig
 from safetensors.torch import save_file
 
 from moedraft.core import SHARED, AdapterVersion, InvalidRequest
-from moedraft.drafting.adapter import LORA_A, LORA_B, PREFIX, Delta, scaling
+from moedraft.distill.peft_config import peft_config
+from moedraft.drafting.adapter import HEAD, LORA_A, LORA_B, PREFIX, Delta, scaling
+from moedraft.feature.vocabulary import rows_for
 from moedraft.storage.adapters import LoadedAdapter
-from moedraft.storage.candidate import CONFIG, WEIGHTS
+from moedraft.storage.candidate import CONFIG, VOCABULARY, WEIGHTS
 from moedraft.storage.store import Store
 
 Part = tuple[AdapterVersion, LoadedAdapter]
@@ -44,17 +47,22 @@ def export_adapter(store: Store, name: str, out: Path, *, expert_only: bool = Fa
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InvalidRequest(f"{out} exists and is not an empty folder; name another.")
     parts = _parts(store, name, expert_only)
-    config, tensors = combine([adapter for _, adapter in parts])
-    _write(out, config, tensors)
+    adapters = [adapter for _, adapter in parts]
+    config, tensors = combine(adapters)
+    _write(out, config, tensors, adapters[-1].vocabulary)
     return Exported(out, {version.domain: version.version for version, _ in parts}, parts[0][0].base_hash)
 
 
 def combine(adapters: Sequence[LoadedAdapter]) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
-    """One PEFT adapter that does what all of `adapters` do together."""
+    """One PEFT adapter that does what all of `adapters` do together, over the last one's vocabulary.
+
+    Raises InvalidRequest where it is not known to which tokens the output rows of one of them belong.
+    """
     held: dict[str, list[Delta]] = {}
     for adapter in adapters:
-        for module, delta in _deltas(adapter.config, adapter.tensors).items():
-            held.setdefault(module, []).append(delta)
+        for module, (a, b) in _deltas(adapter.config, adapter.tensors).items():
+            rows = _rows(b, adapter.vocabulary, adapters[-1].vocabulary) if module == HEAD else b
+            held.setdefault(module, []).append((a, rows))
     merged = {
         module: (torch.cat([a for a, _ in deltas]), torch.cat([b for _, b in deltas], dim=1))
         for module, deltas in sorted(held.items())
@@ -63,7 +71,20 @@ def combine(adapters: Sequence[LoadedAdapter]) -> tuple[LoraConfig, dict[str, to
     for module, (a, b) in merged.items():
         tensors[PREFIX + module + LORA_A], tensors[PREFIX + module + LORA_B] = a.contiguous(), b.contiguous()
     ranks = {module: a.shape[0] for module, (a, _) in merged.items()}
-    return _config(ranks, adapters[0].config.get("base_model_name_or_path")), tensors
+    known = adapters[-1].config
+    return peft_config(ranks, known.get("base_model_name_or_path"), known.get("task_type")), tensors
+
+
+def _rows(b: torch.Tensor, own: torch.Tensor | None, wanted: torch.Tensor | None) -> torch.Tensor:
+    """B of an output layer for the tokens `own`, as one for the tokens `wanted`; None: the draft base's."""
+    if own is None and wanted is None:
+        return b
+    if own is None or wanted is None:
+        raise InvalidRequest(
+            "expert and shared adapter were trained on different vocabularies, one of which is not stored "
+            "with it; export the expert alone (--expert-only)."
+        )
+    return rows_for(b, own.to(torch.int64), wanted.to(torch.int64))
 
 
 def _parts(store: Store, name: str, expert_only: bool) -> list[Part]:
@@ -89,23 +110,9 @@ def _deltas(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> d
     return deltas
 
 
-def _config(ranks: Mapping[str, int], base: str | None) -> LoraConfig:
-    usual = Counter(ranks.values()).most_common(1)[0][0]
-    pattern = {re.escape(module): rank for module, rank in ranks.items() if rank != usual}
-    return LoraConfig(
-        r=usual,
-        lora_alpha=usual,
-        rank_pattern=dict(pattern),
-        alpha_pattern=dict(pattern),
-        target_modules=list(ranks),
-        bias="none",
-        task_type="CAUSAL_LM",
-        inference_mode=True,
-        base_model_name_or_path=base,
-    )
-
-
-def _write(out: Path, config: LoraConfig, tensors: dict[str, torch.Tensor]) -> None:
+def _write(
+    out: Path, config: LoraConfig, tensors: dict[str, torch.Tensor], vocabulary: torch.Tensor | None
+) -> None:
     """Write into a temporary folder beside `out` and rename it, so that `out` is whole or not there."""
     out = out.absolute()
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -114,6 +121,8 @@ def _write(out: Path, config: LoraConfig, tensors: dict[str, torch.Tensor]) -> N
         temporary.mkdir()
         config.save_pretrained(str(temporary))
         save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
+        if vocabulary is not None:
+            save_file({"vocabulary": vocabulary}, temporary / VOCABULARY, metadata={"format": "pt"})
         assert (temporary / CONFIG).exists()
         temporary.rename(out)
     finally:

@@ -59,8 +59,7 @@ class Vocabularies:
         others = [token for token in self.all().tolist() if token not in known]
         room = max(MOST_SHARED - len(known), 0)
         chosen = ranked(torch.tensor(others, dtype=torch.int64), together)[:room]
-        if chosen:
-            self._lists[SHARED] = union([self.general, torch.tensor(chosen)])
+        self._lists[SHARED] = union([self.general, torch.tensor(chosen, dtype=torch.int64)])
 
     def all(self) -> torch.Tensor:
         """Every token that some adapter or the draft base drafts."""

@@ -11,9 +11,10 @@ import pytest
 import torch
 from feature_records import EVERY, SOME, a_batch, a_draft, a_record, a_target, stir
 from peft import PeftModel
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from moedraft.core import SHARED, CorruptAdapter, Domain, ReplayRecord
+from moedraft.distill.export import export_adapter
 from moedraft.distill.joint.feature_batches import DraftVocabulary
 from moedraft.distill.joint.joint_loss import loss_of
 from moedraft.distill.joint.joint_student import HEAD, MODULES, JointStudent
@@ -441,3 +442,27 @@ def test_an_expert_guesses_and_learns_over_its_own_list_alone() -> None:
     assert part.b.grad is not None
     learned = part.b.grad.abs().sum(1).nonzero()[:, 0]
     assert set(SOME[learned].tolist()) <= set(lists["code"].tolist())
+
+
+@pytest.mark.parametrize("expert_only", [False, True])
+def test_an_exported_expert_does_in_peft_what_the_bank_does(tmp_path: Path, expert_only: bool) -> None:
+    """With the shared adapter below it, whose output rows are those of other tokens."""
+    home = Home(tmp_path / "home", {"code": 20, "prose": 20}, vocabulary=SOME)
+    update = home.trainer.update()
+    assert update is not None
+    bank = ExpertBank(FeatureBaseInMemory(copy.deepcopy(home.draft), home.target))
+    for candidate in update.candidates:
+        version = home.store.adapters.publish(candidate)
+        found = home.store.adapters.load(version)
+        if candidate.expert != SHARED or not expert_only:
+            bank.publish(candidate.expert, bank.read(1, found.config, found.tensors, found.vocabulary))
+    export_adapter(home.store, "code", tmp_path / "out", expert_only=expert_only)
+    own = load_file(tmp_path / "out" / "vocabulary.safetensors")["vocabulary"].to(torch.int64)
+    plain = copy.deepcopy(home.draft)
+    plain.use_vocabulary(own)
+    peft = PeftModel.from_pretrained(plain, str(tmp_path / "out")).base_model.model
+    hidden = torch.randn(1, 1, 32, generator=torch.Generator().manual_seed(0))
+    bank.select(["code"])
+    assert bank.heads is not None
+    with torch.no_grad():
+        torch.testing.assert_close(peft.logits(hidden), bank.heads.draft.logits(hidden), rtol=1e-4, atol=1e-4)

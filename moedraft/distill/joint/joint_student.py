@@ -7,8 +7,6 @@ are exported in PEFT's format and are read from it.
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -16,7 +14,6 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from peft import LoraConfig
 from torch import nn
 
 from moedraft.core import SHARED
@@ -24,6 +21,7 @@ from moedraft.cpu.products import multiplies_bfloat16
 from moedraft.distill.joint.feature_batches import FeatureBatch
 from moedraft.distill.joint.joint_lora import JointLinear, LowRank, Routing
 from moedraft.distill.joint.joint_unroll import unroll
+from moedraft.distill.peft_config import peft_config
 from moedraft.drafting.adapter import HEAD, LORA_A, LORA_B, PREFIX, read_adapter
 from moedraft.feature.model import FeatureDraft
 from moedraft.feature.vocabulary import checked, places, rows_for
@@ -130,18 +128,7 @@ class JointStudent:
                 tensors[PREFIX + module + key] = (
                     value.detach().to("cpu", torch.float32, copy=True).contiguous()
                 )
-        usual = Counter(ranks.values()).most_common(1)[0][0]
-        pattern = {re.escape(module): rank for module, rank in ranks.items() if rank != usual}
-        config = LoraConfig(
-            r=usual,
-            lora_alpha=usual,
-            rank_pattern=dict(pattern),
-            alpha_pattern=dict(pattern),
-            target_modules=sorted(ranks),
-            bias="none",
-            inference_mode=True,
-            base_model_name_or_path=self.name,
-        ).to_dict()
+        config = peft_config(ranks, self.name).to_dict()
         plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
         return plain, tensors
 
