@@ -30,9 +30,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-import torch
 from feature_answers import prompts_of
 
 from moedraft.config import Settings, load_settings
@@ -40,6 +40,7 @@ from moedraft.core import RequestOutput, SamplingParams
 from moedraft.distill.assembly import build_loop
 from moedraft.distill.loop import DistillLoop
 from moedraft.showcase.bench import surroundings
+from moedraft.showcase.estimates import Estimate, change, quotient, ratio
 from moedraft.showcase.measure import (
     budgeted,
     drafting_by,
@@ -54,9 +55,11 @@ from moedraft.system.domains import register_all
 DOMAINS = "sql_en,code_python,math_en,docs_fr,docs_ja,support"
 SOURCES = {"static": "model", "experts": "model", "lookup": "lookup", "experts + lookup": "auto"}
 BATCHED = ("plain", "static", "experts")  # that are measured in batches as well
-DRAWS = 2000
 LEARNED = "bench_experts.json"  # in a home: what was learned
 Prompts = list[tuple[str, str]]  # domain and prompt
+Pair = tuple[float, float]  # what is counted, and out of how much
+Answered = dict[str, tuple[list[RequestOutput], list[float]]]  # by system: answers, and seconds of each
+Batches = tuple[dict[str, list[Pair]], dict[str, list[list[int]]]]  # by system: (tokens, seconds), answers
 
 
 class Systems:
@@ -127,86 +130,94 @@ def learn(system: System, loop: DistillLoop, prompts: Prompts, max_tokens: int) 
     }
 
 
-def one_by_one(systems: Systems, prompts: Prompts, max_tokens: int, rounds: int) -> dict[str, Any]:
+def one_by_one(systems: Systems, prompts: Prompts, max_tokens: int, rounds: int) -> Answered:
     """Every system answers every prompt alone; the systems take turns at each prompt."""
     names = ["plain", *SOURCES]
-    seconds = {name: torch.zeros(rounds, len(prompts)) for name in names}
+    seconds: dict[str, list[list[float]]] = {name: [[] for _ in prompts] for name in names}
     outputs: dict[str, list[RequestOutput]] = {name: [] for name in names}
     for number in range(rounds):
         for i, prompt in enumerate(prompts):
             for name in names[i % len(names) :] + names[: i % len(names)]:
-                [output], seconds[name][number, i] = answer(systems, name, [prompt], max_tokens)
+                [output], took = answer(systems, name, [prompt], max_tokens)
+                seconds[name][i].append(took)
                 if number == 0:
                     outputs[name].append(output)
-    return {name: (outputs[name], seconds[name].median(0).values) for name in names}
+    return {name: (outputs[name], [median(each) for each in seconds[name]]) for name in names}
 
 
-def in_batches(systems: Systems, prompts: Prompts, max_tokens: int, rounds: int) -> dict[str, torch.Tensor]:
-    """Tokens per second of each system by batch of eight prompts of all domains, the median of the rounds."""
+def in_batches(systems: Systems, prompts: Prompts, max_tokens: int, rounds: int) -> Batches:
+    """Every system answers batches of eight prompts of all domains; the systems take turns at each batch.
+
+    Each has answered two of the batches before, so that its budget knows what a round of eight rows costs.
+    """
     size = systems.system.settings.max_batch_size
     batches = [prompts[first : first + size] for first in range(0, len(prompts) - size + 1, size)]
-    rates = {name: torch.zeros(rounds, len(batches)) for name in BATCHED}
-    for number in range(rounds):
+    answers: dict[str, list[list[int]]] = {}
+    rates: dict[str, list[Pair]] = {}
+    for name in BATCHED:
+        for batch in batches[:2]:
+            answer(systems, name, batch, max_tokens)
+    for _ in range(rounds):
         for i, batch in enumerate(batches):
             for name in BATCHED[i % 3 :] + BATCHED[: i % 3]:
                 outputs, took = answer(systems, name, batch, max_tokens)
-                rates[name][number, i] = sum(len(output.token_ids) for output in outputs) / took
-    return {name: rate.median(0).values for name, rate in rates.items()}
+                rates.setdefault(name, []).append((float(sum(len(o.token_ids) for o in outputs)), took))
+                answers.setdefault(name, []).extend(o.token_ids for o in outputs)
+    return rates, answers
 
 
-def interval(values: torch.Tensor) -> list[float]:
-    """[estimate, low, high] of draws [1 + DRAWS], the first of which is the estimate."""
-    low, high = values[1:].double().quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return [round(values[0].item(), 4), round(low, 4), round(high, 4)]
+def rounded(estimate: Estimate) -> list[float]:
+    """[figure, low, high], as it is stored."""
+    return [round(each, 4) for each in (estimate.value, estimate.low, estimate.high)]
 
 
-def ratios(above: torch.Tensor, below: torch.Tensor) -> torch.Tensor:
-    """Σ above / Σ below over the prompts, and the same over prompts drawn with replacement: [1 + DRAWS]."""
-    picks = torch.randint(len(above), (DRAWS, len(above)), generator=torch.Generator().manual_seed(0))
-    whole = torch.arange(len(above))[None]
-    rows = [above[pick].sum(1) / below[pick].sum(1) for pick in (whole, picks)]
-    return torch.cat(rows)
-
-
-def figures(found: dict[str, Any], hits: dict[str, torch.Tensor]) -> dict[str, Any]:
+def figures(found: Answered, hits: dict[str, list[Pair]]) -> dict[str, Any]:
     """Of these prompts: each system's speed and tokens a step, and what the experts changed."""
-    result: dict[str, Any] = {}
-    tokens = {n: torch.tensor([float(len(o.token_ids)) for o in out]) for n, (out, _) in found.items()}
-    steps = {
-        n: torch.tensor([float(max(1, o.speculation.num_steps)) for o in out])
-        for n, (out, _) in found.items()
+    speed = {
+        name: [(float(len(o.token_ids)), took) for o, took in zip(outputs, seconds, strict=True)]
+        for name, (outputs, seconds) in found.items()
     }
-    rates = {name: ratios(tokens[name], took) for name, (_, took) in found.items()}
-    lengths = {name: ratios(tokens[name], steps[name]) for name in found}
-    for name in found:
-        result[name] = {
-            "tokens_per_second": interval(rates[name]),
-            "times_plain": interval(rates[name] / rates["plain"]),
-            "tokens_per_step": interval(lengths[name]),
+    length = {
+        name: [(float(len(o.token_ids)), float(max(1, o.speculation.num_steps))) for o in outputs]
+        for name, (outputs, _) in found.items()
+    }
+    gain = change(hits["static"], hits["experts"])
+    result: dict[str, Any] = {
+        name: {
+            "tokens_per_second": rounded(ratio(speed[name])),
+            "times_plain": rounded(quotient(speed[name], speed["plain"])),
+            "tokens_per_step": rounded(ratio(length[name])),
         }
-    result["experts / static"] = {
-        "tokens_per_second": interval(rates["experts"] / rates["static"]),
-        "tokens_per_step": interval(lengths["experts"] / lengths["static"]),
+        for name in found
     }
-    result["experts + lookup / lookup"] = {
-        "tokens_per_second": interval(rates["experts + lookup"] / rates["lookup"])
+    return result | {
+        "experts / static": {
+            "tokens_per_second": rounded(quotient(speed["experts"], speed["static"])),
+            "tokens_per_step": rounded(quotient(length["experts"], length["static"])),
+        },
+        "experts + lookup / lookup": {
+            "tokens_per_second": rounded(quotient(speed["experts + lookup"], speed["lookup"]))
+        },
+        "first_step": {
+            "static": rounded(gain.before),
+            "experts": rounded(gain.after),
+            "gain": rounded(gain.difference),
+        },
     }
-    shares = {name: ratios(hits[name], tokens["plain"]) for name in hits}
-    result["first_step"] = {name: interval(share) for name, share in shares.items()}
-    result["first_step"]["gain"] = interval(shares["experts"] - shares["static"])
-    return result
 
 
 def first_guesses(
     systems: Systems, prompts: Prompts, answers: Sequence[RequestOutput]
-) -> dict[str, torch.Tensor]:
-    """By system and prompt, how many of the answer's tokens the drafter's first guess hits."""
+) -> dict[str, list[Pair]]:
+    """By system and prompt: the answer's tokens that the drafter's first guess hits, and all of them."""
     hits = {}
     for name in ("static", "experts"):
         with systems.serving(name):
             pairs = zip(prompts, answers, strict=True)
-            counts = [right_guesses(systems.system, p, o.token_ids, d)[0] for (d, p), o in pairs]
-        hits[name] = torch.tensor(counts, dtype=torch.float32)
+            hits[name] = [
+                (float(right), float(tried))
+                for right, tried in (right_guesses(systems.system, p, o.token_ids, d) for (d, p), o in pairs)
+            ]
     return hits
 
 
@@ -218,22 +229,23 @@ def measure(systems: Systems, prompts: Prompts, args: argparse.Namespace) -> dic
     domains: dict[str, Any] = {}
     for domain in sorted({domain for domain, _ in prompts}):
         mine = [i for i, (name, _) in enumerate(prompts) if name == domain]
-        part = {n: ([out[i] for i in mine], took[mine]) for n, (out, took) in found.items()}
-        domains[domain] = figures(part, {name: each[mine] for name, each in hits.items()})
-    rates = in_batches(systems, prompts, args.max_tokens, args.rounds)
-    ones = torch.ones(len(rates["plain"]))
+        part = {n: ([out[i] for i in mine], [took[i] for i in mine]) for n, (out, took) in found.items()}
+        domains[domain] = figures(part, {name: [each[i] for i in mine] for name, each in hits.items()})
+    rates, batched = in_batches(systems, prompts, args.max_tokens, args.rounds)
+    whole = plain[: len(batched["plain"]) // args.rounds] * args.rounds
+    alone = [[o.token_ids for o in outputs] == plain for outputs, _ in found.values()]
     return {
         "all": figures(found, hits),
         "by_domain": domains,
         "batch": {
             name: {
-                "tokens_per_second": interval(ratios(rate, ones)),
-                "times_plain": interval(ratios(rate, rates["plain"])),
-                "times_static": interval(ratios(rate, rates["static"])),
+                "tokens_per_second": rounded(ratio(rate)),
+                "times_plain": rounded(quotient(rate, rates["plain"])),
+                "times_static": rounded(quotient(rate, rates["static"])),
             }
             for name, rate in rates.items()
         },
-        "same_answers": all([o.token_ids for o in out] == plain for out, _ in found.values()),
+        "same_answers": all(alone) and all(answers == whole for answers in batched.values()),
         "prompts": len(prompts),
     }
 

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moedraft.core import ReplayRecord
-from moedraft.feature.corpus import prompt_ids, until_end
+from moedraft.feature.corpus import asked, until_end
 from moedraft.models import LanguageModel
 
 LONGEST = 600  # characters of a prompt
@@ -46,7 +46,7 @@ def answers(
     cache.mkdir(parents=True, exist_ok=True)
     file = cache / f"{domain}-{split}-{max_tokens}.safetensors"
     known = load_records(file, domain) if file.exists() else []
-    prompts = [prompt_ids(model.tokenizer, p) for p in prompts_of(data, domain, split, count)]
+    prompts = [asked(model.tokenizer, p) for p in prompts_of(data, domain, split, count)]
     if len(prompts) > len(known):
         known += answered(model, prompts[len(known) :], domain, max_tokens)
         save_records(file, known)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from moedraft.chat import prompt_ids
 from moedraft.core import InvalidRequest
 from moedraft.models import LanguageModel
 
@@ -23,23 +24,17 @@ class Text:
     num_prompt_tokens: int
 
 
-def prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
-    """The prompt as a user's message where the tokenizer has a chat template, else as it stands."""
-    if getattr(tokenizer, "chat_template", None):
-        message = [{"role": "user", "content": prompt}]
-        ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)[
-            "input_ids"
-        ]
-    else:
-        ids = tokenizer(prompt)["input_ids"]
+def asked(tokenizer: Any, prompt: str) -> list[int]:
+    """The prompt as a user's message, where the tokenizer has a chat template. Raises InvalidRequest."""
+    ids = prompt_ids(tokenizer, prompt, chat=True)
     if not ids:
         raise InvalidRequest("a prompt without any token cannot be trained on.")
-    return list(ids)
+    return ids
 
 
 def given(model: LanguageModel, prompt: str, answer: str, longest: int) -> Text:
     """A text whose answer is known; cut after `longest` tokens."""
-    before = prompt_ids(model.tokenizer, prompt)
+    before = asked(model.tokenizer, prompt)
     after = model.tokenizer(answer, add_special_tokens=False)["input_ids"]
     ends = sorted(model.eos_token_ids)[:1]
     return Text([*before, *after, *ends][:longest], min(len(before), longest))

@@ -19,7 +19,7 @@ import torch
 from moedraft.core import InvalidRequest
 from moedraft.feature.checkpoint import save_draft
 from moedraft.feature.config import config_for, default_layers
-from moedraft.feature.corpus import Text, answered, choose_vocabulary, given, prompt_ids
+from moedraft.feature.corpus import Text, answered, asked, choose_vocabulary, given
 from moedraft.feature.features import Teacher, decoder_layers
 from moedraft.feature.model import FeatureDraft
 from moedraft.feature.training import FeatureTrainer, TrainingPlan
@@ -61,10 +61,10 @@ def collect(
     known = read_texts(folder / TEXTS)
     folder.mkdir(parents=True, exist_ok=True)
     texts = [given(model, prompt, answer, longest) for prompt, answer in pairs if answer is not None]
-    asked = [prompt_ids(model.tokenizer, prompt)[-longest:] for prompt, answer in pairs if answer is None]
+    prompts = [asked(model.tokenizer, prompt)[-longest:] for prompt, answer in pairs if answer is None]
     done = {tuple(text.token_ids[: text.num_prompt_tokens]): text for text in known}
-    texts += [done[key] for ids in asked if (key := tuple(ids)) in done]
-    open_ones = [ids for ids in asked if tuple(ids) not in done]
+    texts += [done[key] for ids in prompts if (key := tuple(ids)) in done]
+    open_ones = [ids for ids in prompts if tuple(ids) not in done]
     progress(len(pairs) - len(open_ones), "")
     for first in range(0, len(open_ones), ANSWERED):
         chosen = open_ones[first : first + ANSWERED]

@@ -57,6 +57,15 @@ def change(before: Counts, after: Counts) -> Change:
     return Change(_estimate(whole[0], drawn[0]), _estimate(whole[1], drawn[1]), difference)
 
 
+def quotient(above: Counts, below: Counts) -> Estimate:
+    """One ratio over another of the same prompts, such as a speed-up."""
+    tables = [np.asarray(counts, dtype=float).reshape(-1, 2) for counts in (above, below)]
+    picks = _draws(len(tables[0]))
+    whole = [_ratios(table[None]) for table in tables]
+    drawn = [_ratios(table[picks]) for table in tables]
+    return _estimate(float((whole[0] / whole[1])[0]), drawn[0] / drawn[1])
+
+
 def _draws(prompts: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
     """Which prompts each bootstrap sample consists of, [DRAWS, prompts]; always the same ones."""
     return np.random.default_rng(0).integers(0, prompts, (DRAWS, prompts))

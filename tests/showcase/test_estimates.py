@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moedraft.showcase.estimates import change, ratio
+from moedraft.showcase.estimates import change, quotient, ratio
 
 
 def test_a_ratio_is_that_of_the_sums_and_lies_in_its_interval() -> None:
@@ -33,3 +33,11 @@ def test_a_change_is_paired() -> None:
 def test_a_change_either_way_is_open() -> None:
     found = change([(1, 1), (2, 1), (3, 1), (4, 1)], [(2, 1), (1, 1), (4, 1), (3, 1)])
     assert found.verdict == "open"
+
+
+def test_a_quotient_is_paired() -> None:
+    """Each prompt is twice as fast, however long it takes."""
+    slow = [(10, 1.0 * n) for n in range(1, 9)]
+    fast = [(10, 0.5 * n) for n in range(1, 9)]
+    found = quotient(fast, slow)
+    assert (found.value, found.low, found.high) == (pytest.approx(2.0),) * 3
