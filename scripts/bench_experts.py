@@ -54,7 +54,8 @@ from moedraft.system.domains import register_all
 
 DOMAINS = "sql_en,code_python,math_en,docs_fr,docs_ja,support"
 SOURCES = {"static": "model", "experts": "model", "lookup": "lookup", "experts + lookup": "auto"}
-BATCHED = ("plain", "static", "experts")  # that are measured in batches as well
+BATCHED = ("plain", "static", "experts", "lookup", "experts + lookup")  # that are measured in full batches
+QUEUE = 5  # requests that one place in the batch serves of a queue
 LEARNED = "bench_experts.json"  # in a home: what was learned
 Prompts = list[tuple[str, str]]  # domain and prompt
 Pair = tuple[float, float]  # what is counted, and out of how much
@@ -145,22 +146,22 @@ def one_by_one(systems: Systems, prompts: Prompts, max_tokens: int, rounds: int)
     return {name: (outputs[name], [median(each) for each in seconds[name]]) for name in names}
 
 
-def in_batches(systems: Systems, prompts: Prompts, max_tokens: int, rounds: int) -> Batches:
-    """Every system answers batches of eight prompts of all domains; the systems take turns at each batch.
+def in_a_queue(systems: Systems, prompts: Prompts, max_tokens: int, rounds: int) -> Batches:
+    """Every system answers queues of prompts of all domains, with a full batch as long as prompts wait.
 
-    Each has answered two of the batches before, so that its budget knows what a round of eight rows costs.
+    The systems take turns at each queue. Each has answered one before, so that its budget has seen full
+    batches.
     """
-    size = systems.system.settings.max_batch_size
-    batches = [prompts[first : first + size] for first in range(0, len(prompts) - size + 1, size)]
+    size = QUEUE * systems.system.settings.max_batch_size
+    queues = [prompts[first : first + size] for first in range(0, len(prompts) - size + 1, size)] or [prompts]
     answers: dict[str, list[list[int]]] = {}
     rates: dict[str, list[Pair]] = {}
     for name in BATCHED:
-        for batch in batches[:2]:
-            answer(systems, name, batch, max_tokens)
+        answer(systems, name, queues[0], max_tokens)
     for _ in range(rounds):
-        for i, batch in enumerate(batches):
-            for name in BATCHED[i % 3 :] + BATCHED[: i % 3]:
-                outputs, took = answer(systems, name, batch, max_tokens)
+        for i, queue in enumerate(queues):
+            for name in BATCHED[i % len(BATCHED) :] + BATCHED[: i % len(BATCHED)]:
+                outputs, took = answer(systems, name, queue, max_tokens)
                 rates.setdefault(name, []).append((float(sum(len(o.token_ids) for o in outputs)), took))
                 answers.setdefault(name, []).extend(o.token_ids for o in outputs)
     return rates, answers
@@ -231,8 +232,8 @@ def measure(systems: Systems, prompts: Prompts, args: argparse.Namespace) -> dic
         mine = [i for i, (name, _) in enumerate(prompts) if name == domain]
         part = {n: ([out[i] for i in mine], [took[i] for i in mine]) for n, (out, took) in found.items()}
         domains[domain] = figures(part, {name: [each[i] for i in mine] for name, each in hits.items()})
-    rates, batched = in_batches(systems, prompts, args.max_tokens, args.rounds)
-    whole = plain[: len(batched["plain"]) // args.rounds] * args.rounds
+    rates, batched = in_a_queue(systems, prompts, args.max_tokens, args.queue_rounds)
+    whole = plain[: len(batched["plain"]) // args.queue_rounds] * args.queue_rounds
     alone = [[o.token_ids for o in outputs] == plain for outputs, _ in found.values()]
     return {
         "all": figures(found, hits),
@@ -266,7 +267,6 @@ def taught(system: System, settings: Settings, stream: Prompts, max_tokens: int,
     for name, prompt in stream:
         examples.setdefault(name, []).append(prompt)
     register_all(system.store, system.router, {name: some[:20] for name, some in examples.items()})
-    warm_up(system)
     loop = build_loop(settings, system.store)
     loop.trainer.seed = 1000 * seed
     return learn(system, loop, stream, max_tokens)
@@ -285,6 +285,7 @@ def run(args: argparse.Namespace, seed: int, home: Path) -> dict[str, Any]:
         shared_rank=args.rank,
     )
     with opened(settings) as system:
+        warm_up(system)
         stream = prompts_for(args, "stream", args.requests, seed)
         done = home / LEARNED
         if not done.exists():
@@ -323,10 +324,11 @@ def main() -> None:
     parser.add_argument("--domains", default=DOMAINS)
     parser.add_argument("--requests", type=int, default=100, help="of the stream, for each domain")
     parser.add_argument("--heldout", type=int, default=20, help="prompts of each domain to measure with")
-    parser.add_argument("--max-tokens", type=int, default=56)
+    parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument(
         "--rounds", type=int, default=1, help="times that each answer is timed; the median counts"
     )
+    parser.add_argument("--queue-rounds", type=int, default=2, help="times that each queue is answered")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--homes", type=Path, help="folder that keeps the homes, so that a run can go on")
     parser.add_argument("--update-every", type=int, default=32)
