@@ -53,8 +53,9 @@ class ExpertBank:
         if isinstance(draft.hf, FeatureDraft):
             self.heads = ExpertHeads(draft.hf, self.body.pop(HEAD), budget, copies)
             if small:  # no adapter covers it, so one layout serves for ever
-                draft.hf.fc = LoRALinear(draft.hf.fc, small)  # type: ignore[assignment]
-                draft.hf.fc.product = draft.hf.fc.with_weight(draft.hf.fc.base_weight())
+                fuse = LoRALinear(draft.hf.fc, small)
+                fuse.product = fuse.with_weight(fuse.base_weight())
+                draft.hf.fc = fuse  # type: ignore[assignment]
         self.merged = MergedExperts(budget, copies, self.body)
         self.joined = JoinedExperts(self.body)
         self.grouped = small and self.heads is None  # a mixed batch goes expert by expert

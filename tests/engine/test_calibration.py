@@ -32,8 +32,10 @@ def test_the_costs_of_one_row_and_of_a_full_batch_are_known_and_nothing_else() -
             assert one.budget.costs.measured(rows, length, rows * length), (rows, length)
     assert one.budget is budget is one.chooser.budget
     assert (one.chooser.limits, one.chooser.source) == (limits, source)
-    assert not budget.acceptance and budget.speedup is None
-    assert not one.has_work and not one.sequences
+    assert not budget.acceptance
+    assert budget.speedup is None
+    assert not one.has_work
+    assert not one.sequences
     assert not any(row.counted for row in seen)
 
 
@@ -56,11 +58,12 @@ def test_an_engine_with_work_is_left_alone() -> None:
     one = engine()
     one.add([1, 2, 3])
     calibrate(one)
-    assert not one.budget.costs.samples and one.has_work
+    assert not one.budget.costs.samples
+    assert one.has_work
 
 
 def test_a_poor_but_cheap_draft_is_used_where_costs_were_measured() -> None:
-    """By the usual prior a token accepted in one case of three does not pay; where it costs little it does."""
+    """By the usual prior a token accepted in one case of three does not pay; where it is cheap it does."""
     drafted = {}
     for measured in (False, True):
         budget = Budget(8, ragged=True)
