@@ -38,6 +38,7 @@ from feature_answers import prompts_of
 from moedraft.config import Settings, load_settings
 from moedraft.core import RequestOutput, SamplingParams
 from moedraft.distill.assembly import build_loop
+from moedraft.distill.joint.joint_loop import JointLoop
 from moedraft.distill.loop import DistillLoop
 from moedraft.showcase.bench import surroundings
 from moedraft.showcase.estimates import Estimate, change, quotient, ratio
@@ -101,31 +102,45 @@ def answer(
 
 
 def learn(system: System, loop: DistillLoop, prompts: Prompts, max_tokens: int) -> dict[str, Any]:
-    """Serve the stream; whenever an update is due it is made at once, between two steps."""
+    """Serve the stream and learn from it: updates between two steps of the engine, then in its idle time.
+
+    While requests come an update is made for new records only; after the last one it goes on by itself, as
+    long as the gate finds that it helps.
+    """
     engine, params = system.engine, SamplingParams(max_tokens=max_tokens)
-    waiting, updates, spent, decisions = list(prompts), 0, 0.0, []
+    waiting, spent, decisions = list(prompts), [0.0], list[list[str]]()
     began = time.perf_counter()
+
+    def train() -> None:
+        at = time.perf_counter()
+        loop.run_once()
+        spent.append(time.perf_counter() - at)
+        decisions.extend([one.expert, one.decision] for one in loop.outcomes)
+        system.refresh()
+        published = sum(one.decision == "promote" for one in loop.outcomes)
+        print(
+            f"update {len(spent) - 1}: {published} of {len(loop.outcomes)} published, {len(waiting)} requests"
+            f" left, {sum(spent):.0f} s of learning {loop.state.reason or ''}",
+            flush=True,
+        )
+
     while waiting or engine.has_work:
         while waiting and len(engine.sequences) < system.settings.max_batch_size:
             domain, prompt = waiting.pop(0)
             engine.add(prompt, params, expert=domain, capture=True, chat=True)
         finished = [output for output in engine.step() if output.finish_reason]
+        if isinstance(loop, JointLoop):
+            loop.again = 0
         if finished and loop.due() is not None:
-            at = time.perf_counter()
-            loop.run_once()
-            spent += time.perf_counter() - at
-            updates += 1
-            decisions += [[one.expert, one.decision] for one in loop.outcomes]
-            system.refresh()
-            print(
-                f"update {updates}: {loop.state} {len(waiting)} requests left, {spent:.0f} s of learning",
-                flush=True,
-            )
+            train()
+    served = time.perf_counter() - began
+    while loop.due() is not None:
+        train()
     return {
         "requests": len(prompts),
-        "updates": updates,
-        "seconds": round(time.perf_counter() - began, 1),
-        "seconds_of_learning": round(spent, 1),
+        "updates": len(spent) - 1,
+        "seconds_of_the_stream": round(served, 1),
+        "seconds_of_learning": round(sum(spent), 1),
         "published": sum(decision == "promote" for _, decision in decisions),
         "judged": len(decisions),
     }
