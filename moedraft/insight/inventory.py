@@ -89,7 +89,7 @@ def decisions(store: Store, name: str | None = None, limit: int = 50) -> list[Da
 def replay(store: Store) -> dict[str, int]:
     """The number of records by domain. `shared` has those whose prompts fitted no domain."""
     sizes = store.replay.sizes()
-    names = dict.fromkeys([SHARED, *(domain.name for domain in store.registry.domains()), *sizes])
+    names = dict.fromkeys([SHARED, *(name for name, _ in store.registry.domain_names()), *sizes])
     return {name: sizes.get(name, 0) for name in names}
 
 
@@ -100,7 +100,7 @@ def experts(store: Store) -> dict[str, Data]:
     """
     served, sizes = store.requests.summary(), store.replay.sizes()
     sizes[SHARED] = sum(sizes.values())
-    registered = [domain.name for domain in store.registry.domains()]
+    registered = [name for name, _ in store.registry.domain_names()]
     names = dict.fromkeys([SHARED, *registered, *served])
     return {name: _expert(store, name, served.get(name), sizes.get(name, 0)) for name in names}
 

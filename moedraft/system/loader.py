@@ -127,7 +127,7 @@ class AdapterLoader:
             self._thread.submit(return_free_memory)
 
     def _names(self) -> list[str]:
-        registered = [domain.name for domain in self.store.registry.domains()]
+        registered = [name for name, _ in self.store.registry.domain_names()]
         return [SHARED, *registered, *(set(self.bank.experts) - set(registered))]
 
     def _find(self, name: str, changes: dict[str, Adapter | None]) -> bool:
