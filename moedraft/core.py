@@ -163,6 +163,7 @@ class Sequence:
     expert: str = SHARED  # set by the selector at admission
     confidence: float | None = None  # the router's probability of that domain; None where it was not asked
     pinned: bool = False  # the caller chose the expert
+    source: str = ""  # who asked: the id of a key; "" where it is not known
     capture: bool = False  # may be learned from
     counted: bool = True  # its statistics are kept when it ends
     draft: bool = True  # False: plain decoding
@@ -339,7 +340,10 @@ def check_request(request_id: object, prompt: object, params: object, expert: ob
     if expert is not None and not isinstance(expert, str):
         raise InvalidRequest("an expert is chosen by its name, a string.")
     if isinstance(prompt, str):
-        if any("\ud800" <= letter <= "\udfff" for letter in prompt):
-            raise InvalidRequest("the prompt is not valid Unicode text: it holds half a surrogate pair.")
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            sentence = "the prompt is not valid Unicode text: it holds half a surrogate pair."
+            raise InvalidRequest(sentence) from error
     elif not isinstance(prompt, list | tuple) or not all(map(_is_int, prompt)):
         raise InvalidRequest("the prompt must be a string or a list of token ids (whole numbers).")

@@ -122,29 +122,33 @@ class Engine(WholeAnswers):
         counted: bool = True,
         chat: bool = False,
         topic: str | None = None,
+        ids: list[int] | None = None,
+        routed: tuple[str, float] | None = None,
+        source: str = "",
         on_output: OnOutput | None = None,
     ) -> str:
         """Queue a prompt (text or token ids); returns the request's id.
 
         expert pins one; draft=False is plain decoding; capture keeps what learning needs; counted=False
         leaves the request out of all statistics; chat puts a text through the tokenizer's chat template,
-        where it has one; topic is what the router looks at instead of the prompt; on_output gets its outputs,
-        whoever steps. Raises InvalidRequest for an empty prompt, one longer than the context, an unknown
-        expert, or an id in use.
+        where it has one; topic is what the router looks at instead of the prompt; ids are the prompt's tokens
+        and routed is the router's domain and confidence, where the caller has found them already; source is
+        who asks; on_output gets its outputs, whoever steps. Raises InvalidRequest for an empty prompt, one
+        longer than the context, an unknown expert, or an id in use.
         """
         params = SamplingParams() if params is None else params
         request_id = uuid.uuid4().hex if request_id is None else request_id
         check_request(request_id, prompt, params, expert)
-        if request_id in self._sequences:
-            raise InvalidRequest(f"request id {request_id!r} is in use.")
-        if expert is not None and not self.selector.knows(expert):
-            raise InvalidRequest(f"there is no expert named {expert!r}.")
+        self._check_names(request_id, expert)
         limits = {"vocab_size": self.target.vocab_size, "room": self.max_model_len - 1}
-        ids = tokenise(self.tokenizer, prompt, chat=chat, truncate=self.truncate_prompts, **limits)
+        ids = tokenise(self.tokenizer, prompt, ids, chat=chat, truncate=self.truncate_prompts, **limits)
         seed = params.seed if params.seed is not None else secrets.randbits(62)
         sequence = Sequence(request_id, ids, len(ids), params, seed, capture=capture, counted=counted)
+        sequence.source = source
         sequence.prompt = topic or (prompt if isinstance(prompt, str) else self.tokenizer.decode(ids))
         sequence.expert, sequence.pinned = expert or SHARED, expert is not None
+        if routed is not None and self.selector.knows(routed[0]):  # it may have been removed meanwhile
+            sequence.expert, sequence.confidence = routed
         sequence.draft = draft and self.chooser.model is not None
         goes_on = isinstance(prompt, str) and not (chat and has_template(self.tokenizer))
         self._texts[request_id] = Detokenizer(self.tokenizer, params.stop, ids if goes_on else ())
@@ -153,6 +157,12 @@ class Engine(WholeAnswers):
             self._listeners[request_id] = on_output
         self.scheduler.waiting.append(sequence)
         return request_id
+
+    def _check_names(self, request_id: str, expert: str | None) -> None:
+        if request_id in self._sequences:
+            raise InvalidRequest(f"request id {request_id!r} is in use.")
+        if expert is not None and not self.selector.knows(expert):
+            raise InvalidRequest(f"there is no expert named {expert!r}.")
 
     @torch.inference_mode()  # the caches are tensors of `step`'s inference mode, and a slot may be swapped
     def abort(self, request_id: str, reason: FinishReason = "abort") -> RequestOutput | None:

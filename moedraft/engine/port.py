@@ -52,6 +52,9 @@ class ServingEngine(Protocol):
         draft: bool = True,
         capture: bool = False,
         topic: str | None = None,
+        ids: list[int] | None = None,
+        routed: tuple[str, float] | None = None,
+        source: str = "",
         on_output: OnOutput | None = None,
     ) -> str:
         """Queue a prompt; `on_output` gets its outputs. Raises InvalidRequest."""

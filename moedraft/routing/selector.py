@@ -106,8 +106,9 @@ class BackgroundSelector(Selector):
 
 
 def needs_expert(sequence: Sequence) -> bool:
-    """Whether an expert must be chosen: not where the user did, or where nobody drafts or learns."""
-    return not sequence.pinned and (sequence.draft or sequence.capture)
+    """Whether an expert must be chosen: not where that was done before, or where nobody drafts or learns."""
+    chosen = sequence.pinned or sequence.confidence is not None
+    return not chosen and (sequence.draft or sequence.capture)
 
 
 def send(rows: list[Sequence], find: Callable[[], list[Route]]) -> list[Sequence]:

@@ -6,6 +6,7 @@ Registering and removing domains is not here, because it needs a router.
 from __future__ import annotations
 
 from moedraft.core import DOMAIN_NAME, SHARED, AdapterVersion, Domain, InvalidRequest, UnknownName
+from moedraft.storage.db import DATABASE
 from moedraft.storage.registry import PIN, Registry
 from moedraft.storage.store import Store
 
@@ -37,6 +38,11 @@ def purge(store: Store, name: str | None) -> int:
     if name is not None:
         check_expert(store, name)
     return store.replay.purge(name)
+
+
+def old_copies(store: Store) -> list[str]:
+    """Names of the databases kept in the home from before upgrades: no purge reaches them."""
+    return sorted(path.name for path in store.home.path.glob(f"{DATABASE}.[0-9]*"))
 
 
 def check_expert(store: Store, name: str) -> None:
