@@ -84,7 +84,7 @@ def publish(store: Store, bank: ExpertBank, name: str) -> int:
 
     live, config = store.registry.live(name), {"peft_type": "LORA", "r": 4, "lora_alpha": 4}
     facts = {"parent": live.version if live else 0, "base_hash": bank.base_hash, "rank": 4}
-    made = HomeOutlet(store).publish(candidate(name, config=config, tensors=tensors, **facts))
+    [made] = HomeOutlet(store).publish([candidate(name, config=config, tensors=tensors, **facts)])
     return made.version
 
 
