@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 from moedraft.core import GateDecision
 
 Counts = NDArray[np.int64]  # [records, depth, 2]: hits and tries of the draft's tokens number 1 … depth
+Chances = NDArray[
+    np.float64
+]  # [records, 2]: what first guesses gave the right token, summed; guesses
 Shares = NDArray[np.float64]
 
 SURE = 0.9  # probability of a gain that a promotion needs; with 1 − SURE or less a candidate is thrown away
@@ -24,6 +27,9 @@ FEW = 4  # with fewer records the training objective decides
 MOST_KEPT = 3  # candidates in a row that may be trained on without being published …
 LONGEST_KEPT = 9  # … and where a gain is at least LIKELY, so that only records are missing
 LIKELY = 0.75
+CONFIRMED = (
+    0.95  # probability that the right tokens have become more probable; a gain that is LIKELY goes then
+)
 DRAWS = 1000
 SEED = 0  # of the bootstrap, so that the same figures always get the same answer
 Z = 1.2816  # of the normal distribution at SURE
@@ -35,6 +41,7 @@ class Measured:
 
     counts: Counts
     loss: float | None = None  # the training objective on them, nats; None: not measured
+    chances: Chances | None = None
 
     @property
     def records(self) -> int:
@@ -51,6 +58,7 @@ class Verdict:
     low: float | None = None  # the gain lies between these with a probability of 80 %
     high: float | None = None
     better: float = 0.5  # probability that it is better than what serves
+    witness: float | None = None  # probability that the right tokens have become more probable
     static: float | None = None  # the gain over the draft base without any adapter
     reason: str | None = None  # why, where the figures alone do not say it
 
@@ -86,7 +94,21 @@ def compare(before: Measured, after: Measured, shares: Shares | None = None) -> 
     better = float((gains > 0).mean() + (gains == 0).mean() / 2)
     low, high = np.quantile(gains, [1 - SURE, SURE])
     found = Verdict("keep", count, gain, float(low), float(high), better)
+    if before.chances is not None and after.chances is not None:
+        found = replace(found, witness=_witness(before.chances, after.chances, shares))
     return replace(found, decision=_decision(found, before.loss, after.loss))
+
+
+def _witness(before: Chances, after: Chances, shares: Shares | None) -> float:
+    """The probability that the right token's own probability has risen, by the bootstrap of `compare`."""
+    both = np.stack([before, after], axis=1) * (1.0 if shares is None else shares[:, None, None])
+    weights = np.random.default_rng(SEED).standard_exponential((DRAWS, len(both)))
+    sums = np.tensordot(weights, both, axes=1)  # [draws, 2, 2]
+    rates = sums[..., 0] / np.maximum(sums[..., 1], 1e-9)
+    risen = rates[:, 1] - rates[:, 0]
+    wider = _widening(len(both) if shares is None else counts_as(shares))
+    risen = risen.mean() + wider * (risen - risen.mean())
+    return float((risen > 0).mean() + (risen == 0).mean() / 2)
 
 
 def decide(before: Measured, after: Measured, kept: int = 0, shares: Shares | None = None) -> Verdict:
@@ -102,7 +124,9 @@ def joined(parts: list[Measured]) -> Measured:
     losses = [one.loss * one.records for one in parts if one.loss is not None]
     counts = np.concatenate([one.counts for one in parts]) if parts else np.zeros((0, 1, 2), np.int64)
     known = sum(one.records for one in parts if one.loss is not None)
-    return Measured(counts, sum(losses) / known if known else None)
+    chances = [one.chances for one in parts if one.chances is not None]
+    together = np.concatenate(chances) if parts and len(chances) == len(parts) else None
+    return Measured(counts, sum(losses) / known if known else None, together)
 
 
 def counts_as(shares: Shares) -> float:
@@ -122,7 +146,8 @@ def _decision(found: Verdict, before: float | None, after: float | None) -> Gate
     if found.records < FEW:
         improved = before is not None and after is not None and after < before
         return "promote" if improved and found.gain >= 0 else "keep"
-    if found.better >= SURE and found.gain > 0:
+    confirmed = found.better >= LIKELY and found.witness is not None and found.witness >= CONFIRMED
+    if (found.better >= SURE or confirmed) and found.gain > 0:
         return "promote"
     return "discard" if found.better <= 1 - SURE else "keep"
 

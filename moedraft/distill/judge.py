@@ -2,23 +2,42 @@
 
 An expert's candidate is measured over the shared adapter that is live, on its own domain: other domains are
 drafted by other experts. A shared adapter's is measured on every domain, below the expert that each would
-have. This reads storage and writes nothing; it remembers how often an adapter was trained on without being
-published.
+have. All of them are measured against the draft base without any adapter as well. This reads storage and
+writes nothing; it remembers how often an adapter was trained on without being published, and how the draft
+base alone did on the records that were measured last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from moedraft.core import SHARED, ReplayRecord
-from moedraft.distill.gate import Options, Verdict, decide, decide_together
+from moedraft.distill.gate import Measured, Verdict
 from moedraft.distill.held_out import HeldOut
-from moedraft.distill.measures import Measure
+from moedraft.distill.measures import Measure, Serving
+from moedraft.distill.together import Options, decide_alone, decide_together, in_doubt
 from moedraft.storage.candidate import Candidate, Weights
 from moedraft.storage.changes import is_pinned
 from moedraft.storage.store import TARGET_ID, Store
 
 OnBatch = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A domain's held-out records, and how to measure what would serve it on them."""
+
+    domain: str
+    records: list[ReplayRecord]
+    measured: Callable[[Serving], Measured]
+
+
+class JudgeLike(Protocol):
+    """Decides on candidates that one update has made."""
+
+    def __call__(self, candidates: Sequence[Candidate], on_batch: OnBatch = ...) -> dict[str, Verdict]: ...
 
 
 class Judge:
@@ -28,6 +47,7 @@ class Judge:
         self.measure, self.store = measure, store
         self.held_out = HeldOut(store.replay)
         self._kept: dict[str, tuple[int, int]] = {}  # version that was begun with, candidates kept since
+        self._static: dict[str, tuple[int, Measured]] = {}  # by domain: hash of the records, their figures
 
     def __call__(
         self, candidates: Sequence[Candidate], on_batch: OnBatch = lambda: None
@@ -44,8 +64,9 @@ class Judge:
             verdicts = decide_together(self._options(made, on_batch), kept, SHARED)
         else:
             verdicts = {name: self._alone(one, kept[name], on_batch) for name, one in made.items()}
-        for name, verdict in verdicts.items():
-            self._kept[name] = made[name].parent, kept[name] + 1 if verdict.decision == "keep" else 0
+        for name, one in made.items():
+            count = kept[name] + 1 if name in verdicts and verdicts[name].decision == "keep" else 0
+            self._kept[name] = one.parent, count
         return verdicts
 
     def _kept_before(self, candidate: Candidate) -> int:
@@ -54,31 +75,52 @@ class Judge:
         return count if parent == candidate.parent else 0
 
     def _alone(self, made: Candidate, kept: int, on_batch: OnBatch) -> Verdict:
-        name, records = made.expert, self._records(made.expert, 1, on_batch)
+        name, case = made.expert, self._case(made.expert, 1, on_batch)
         shared, live = self._live(SHARED, made), self._live(name, made)
-        before = self.measure({SHARED: shared, name: live}, name, records, on_batch)
-        after = self.measure({SHARED: shared, name: made}, name, records, on_batch)
-        return decide(before, after, kept)
+        before = case.measured({SHARED: shared, name: live})
+        new = case.measured({SHARED: shared, name: made})
+        none = case.measured({SHARED: shared, name: None}) if self._removable(name, made) else None
+        return decide_alone(Options(before, new, before, none, self._static_of(case)), kept)
 
     def _options(self, made: dict[str, Candidate], on_batch: OnBatch) -> dict[str, Options]:
         """What each domain with records would have under the new shared adapter."""
-        new_shared = made[SHARED]
-        shared, domains = self._live(SHARED, new_shared), list(self.store.replay.sizes())
+        new_shared, sizes = made[SHARED], self.store.replay.sizes()
+        shared = self._live(SHARED, new_shared)
+        cases = {name: self._case(name, len(sizes), on_batch) for name in sizes}
         options = {}
-        for name in domains:
-            records = self._records(name, len(domains), on_batch)
+        for name, case in cases.items():
             own = {} if name == SHARED else {name: self._live(name, new_shared)}
-            before = self.measure({SHARED: shared, **own}, name, records, on_batch)
-            old = self.measure({SHARED: new_shared, **own}, name, records, on_batch)
+            before = case.measured({SHARED: shared, **own})
+            old = case.measured({SHARED: new_shared, **own})
             new = None
             if name in made and name != SHARED:
-                new = self.measure({SHARED: new_shared, name: made[name]}, name, records, on_batch)
-            options[name] = Options(before, new, old)
+                new = case.measured({SHARED: new_shared, name: made[name]})
+            options[name] = Options(before, new, old, None, self._static_of(case), sizes[name])
+        for name in in_doubt(options):
+            if self._removable(name, new_shared):
+                none = cases[name].measured({SHARED: new_shared, name: None})
+                options[name] = replace(options[name], none=none)
         return options
 
-    def _records(self, domain: str, domains: int, on_record: OnBatch) -> list[ReplayRecord]:
+    def _case(self, domain: str, domains: int, on_batch: OnBatch) -> Case:
         target = self.store.registry.get_meta(TARGET_ID)
-        return self.held_out.records(domain, domains, target, on_record)
+        records = self.held_out.records(domain, domains, target, on_batch)
+        return Case(domain, records, lambda serving: self.measure(serving, domain, records, on_batch))
+
+    def _static_of(self, case: Case) -> Measured:
+        """The draft base alone, measured anew only where the records are others."""
+        key = hash(tuple(tuple(record.token_ids) for record in case.records))
+        known = self._static.get(case.domain)
+        if known is None or known[0] != key:
+            serving: Serving = {SHARED: None} if case.domain == SHARED else {SHARED: None, case.domain: None}
+            known = self._static[case.domain] = key, case.measured(serving)
+        return known[1]
+
+    def _removable(self, name: str, made: Candidate) -> bool:
+        """Whether the expert's live version may be taken away: a person has not pinned it."""
+        live = self.store.registry.live(name)
+        own = live is not None and live.base_hash == made.base_hash
+        return own and name != SHARED and not is_pinned(self.store.registry, name)
 
     def _live(self, name: str, made: Candidate) -> Weights | None:
         found = self.store.adapters.load_live(name, made.base_hash)

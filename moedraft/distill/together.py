@@ -130,7 +130,7 @@ def shares_of(domains: Mapping[str, Options]) -> Shares:
     traffic = np.array([options.share for options in domains.values()], float)
     each = np.repeat(traffic / np.maximum(counts, 1), counts)
     each /= each.mean() if len(each) else 1.0
-    return np.minimum(each, LARGEST_SHARE)
+    return np.asarray(np.minimum(each, LARGEST_SHARE))
 
 
 def _whole(
@@ -204,12 +204,12 @@ def _of_expert(
     gain, static = prospects[shown].gain, prospects[shown].static
     found = Verdict(
         whole.decision,
-        options.before.records,
-        gain.gain,
-        gain.low,
-        gain.high,
-        1 - gain.worse,
-        None if static is None else static.gain,
+        records=options.before.records,
+        gain=gain.gain,
+        low=gain.low,
+        high=gain.high,
+        better=1 - gain.worse,
+        static=None if static is None else static.gain,
     )
     if whole.decision != "promote":
         return found

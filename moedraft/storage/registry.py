@@ -12,10 +12,7 @@ from moedraft.core import DOMAIN_NAME, SHARED, AdapterVersion, Domain, InvalidRe
 from moedraft.storage.db import Home
 from moedraft.storage.tables import adapter_versions, counters, domains, experts, meta, replay
 from moedraft.storage.version_rows import (
-    DOMAIN,
     PIN,
-    STATE,
-    VERSION,
     Follower,
     ancestors_of,
     domain_exists,
@@ -31,6 +28,8 @@ from moedraft.storage.version_rows import (
     take_experts_back,
     unknown_domain,
 )
+
+_domain, _version, _state = adapter_versions.c.domain, adapter_versions.c.version, adapter_versions.c.state
 
 
 @dataclass(frozen=True)
@@ -162,9 +161,9 @@ class Registry:
 
     def versions(self, domain: str | None = None) -> list[AdapterVersion]:
         """All versions, or those of one domain; oldest first. Empty for a name that is unknown."""
-        query = select(adapter_versions).order_by(DOMAIN, VERSION)
+        query = select(adapter_versions).order_by(_domain, _version)
         with self._home.read() as connection:
-            rows = connection.execute(query if domain is None else query.where(domain == DOMAIN))
+            rows = connection.execute(query if domain is None else query.where(_domain == domain))
             return [AdapterVersion(**row._mapping) for row in rows]
 
     def live(self, domain: str) -> AdapterVersion | None:
@@ -184,8 +183,8 @@ class Registry:
         with self._home.read() as connection:
             head = live = live_version(connection, domain)
             if live is not None and base_hash not in (None, live.base_hash):
-                kept = (domain == DOMAIN) & (adapter_versions.c.base_hash == base_hash)
-                query = select(VERSION).where(kept, STATE != "rolled_back").order_by(VERSION.desc())
+                kept = (_domain == domain) & (adapter_versions.c.base_hash == base_hash)
+                query = select(_version).where(kept, _state != "rolled_back").order_by(_version.desc())
                 newest = connection.scalar(query.limit(1))
                 head = None if newest is None else find_version(connection, domain, newest)
             if head is None:
@@ -240,9 +239,9 @@ class Registry:
 
     def forget_versions(self, domain: str, numbers: Iterable[int]) -> None:
         """Remove the rows of these versions. If the live one is among them, the untrained expert serves."""
-        chosen = (domain == DOMAIN) & VERSION.in_(list(numbers))
+        chosen = (_domain == domain) & _version.in_(list(numbers))
         with self._home.write(durable=True) as connection:
-            if connection.scalar(select(VERSION).where(chosen, STATE == "live")) is not None:
+            if connection.scalar(select(_version).where(chosen, _state == "live")) is not None:
                 raise_generation(connection)
             connection.execute(delete(adapter_versions).where(chosen))
 

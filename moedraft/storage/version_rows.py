@@ -10,7 +10,8 @@ from moedraft.core import SHARED, AdapterVersion, InvalidRequest, UnknownName
 from moedraft.storage.tables import adapter_versions, counters, domains, experts, meta
 
 PIN = "pinned:"  # and a name: the meta key that exists while it gets no new version
-DOMAIN, VERSION, STATE = adapter_versions.c.domain, adapter_versions.c.version, adapter_versions.c.state
+
+_domain, _version, _state = adapter_versions.c.domain, adapter_versions.c.version, adapter_versions.c.state
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,13 @@ def last_version(connection: Connection, domain: str) -> int:
 
 
 def find_version(connection: Connection, domain: str, version: int) -> AdapterVersion | None:
-    query = select(adapter_versions).where(domain == DOMAIN, version == VERSION)
+    query = select(adapter_versions).where(_domain == domain, _version == version)
     row = connection.execute(query).one_or_none()
     return None if row is None else AdapterVersion(**row._mapping)
 
 
 def live_version(connection: Connection, domain: str) -> AdapterVersion | None:
-    query = select(adapter_versions).where(domain == DOMAIN, STATE == "live")
+    query = select(adapter_versions).where(_domain == domain, _state == "live")
     row = connection.execute(query).one_or_none()
     return None if row is None else AdapterVersion(**row._mapping)
 
@@ -68,9 +69,9 @@ def ancestors_of(connection: Connection, version: AdapterVersion) -> list[Adapte
 def reject_version(connection: Connection, version: AdapterVersion) -> AdapterVersion | None:
     set_state(connection, version, "rolled_back")
     if version.state == "live":
-        kept = (version.domain == DOMAIN) & (STATE != "rolled_back")
-        other = select(VERSION).where(kept, adapter_versions.c.base_hash != version.base_hash)
-        newest = connection.scalar(other.order_by(VERSION.desc()).limit(1))
+        kept = (_domain == version.domain) & (_state != "rolled_back")
+        other = select(_version).where(kept, adapter_versions.c.base_hash != version.base_hash)
+        newest = connection.scalar(other.order_by(_version.desc()).limit(1))
         found = None if newest is None else find_version(connection, version.domain, newest)
         set_live(connection, next(iter(ancestors_of(connection, version)), found))
         raise_generation(connection)
@@ -78,7 +79,7 @@ def reject_version(connection: Connection, version: AdapterVersion) -> AdapterVe
 
 
 def set_state(connection: Connection, version: AdapterVersion, state: str) -> None:
-    chosen = (version.domain == DOMAIN) & (version.version == VERSION)
+    chosen = (_domain == version.domain) & (_version == version.version)
     connection.execute(update(adapter_versions).where(chosen).values(state=state))
 
 
@@ -136,7 +137,7 @@ def take_experts_back(
         return ()
     number = 0 if now is None else now.version
     later = (adapter_versions.c.base_hash == before.base_hash) & (adapter_versions.c.stood_on > number)
-    query = select(DOMAIN, VERSION).where(DOMAIN != SHARED, STATE == "live", later).order_by(DOMAIN)
+    query = select(_domain, _version).where(_domain != SHARED, _state == "live", later).order_by(_domain)
     pins = set(connection.scalars(select(meta.c.key).where(meta.c.key.startswith(PIN))))
     moved = []
     for domain, version in connection.execute(query).all():
@@ -157,8 +158,8 @@ def _step_back(connection: Connection, domain: str, version: int, shared: int) -
     assert live is not None
     set_state(connection, live, "rolled_back")
     columns = adapter_versions.c
-    fits = (columns.base_hash == live.base_hash) & (columns.stood_on <= shared) & (STATE != "rolled_back")
-    query = select(VERSION).where(domain == DOMAIN, version > VERSION, fits).order_by(VERSION.desc())
+    fits = (columns.base_hash == live.base_hash) & (columns.stood_on <= shared) & (_state != "rolled_back")
+    query = select(_version).where(_domain == domain, _version < version, fits).order_by(_version.desc())
     number = connection.scalar(query.limit(1))
     if number is None:
         return 0

@@ -13,7 +13,8 @@ import pytest
 from candidates import candidate
 from cli_fakes import Pair, Run, write_rows
 
-from moedraft.core import SHARED, ReplayRecord, RequestStats, SpeculationStats, UpdateRecord
+from moedraft.core import SHARED, Domain, ReplayRecord, RequestStats, SpeculationStats, UpdateRecord
+from moedraft.storage import changes
 from moedraft.storage.store import Store
 
 RECORD = ReplayRecord("sql", "sql", 1, "tiny", [7, 2, 3], 2, [[3, 9]], [[-0.125, -3.5]], [], 4, 2)

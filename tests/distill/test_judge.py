@@ -351,7 +351,7 @@ def test_a_pinned_adapter_gets_no_version(store: Store, gate: bool) -> None:
     assert loop.run_once("code") is None
     assert trainer.outcomes == ["code forgotten"]
     with pytest.raises(InvalidRequest, match="'code' is pinned"):
-        loop.outlet.publish(trainer.candidate("code"))
+        loop.outlet.publish([trainer.candidate("code")])
     assert loop.due() != "code"
     changes.pin(store, "code", pinned=False)
     assert loop.run_once("code") is not None
