@@ -17,9 +17,7 @@ from numpy.typing import NDArray
 from moedraft.core import GateDecision
 
 Counts = NDArray[np.int64]  # [records, depth, 2]: hits and tries of the draft's tokens number 1 … depth
-Chances = NDArray[
-    np.float64
-]  # [records, 2]: what first guesses gave the right token, summed; guesses
+Chances = NDArray[np.float64]  # [records, 2]: what first guesses gave the right token, summed; guesses
 Shares = NDArray[np.float64]
 
 SURE = 0.9  # probability of a gain that a promotion needs; with 1 − SURE or less a candidate is thrown away

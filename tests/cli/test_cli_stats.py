@@ -199,8 +199,7 @@ def test_promote_and_rollback_change_the_live_one(run: Run, trained: Path) -> No
 def test_a_rollback_of_the_shared_adapter_says_which_experts_followed(
     run: Run, home: Path, store: Store
 ) -> None:
-    for name in ("sql", "prose"):
-        store.registry.add_domain(Domain(name, "", ("x",) * 8, 0.0))
+    store.registry.add_domain(Domain("prose", "", ("x",) * 8, 0.0))
     for number in (0, 1):
         made = [candidate(name, parent=number) for name in (SHARED, "sql", "prose")]
         store.adapters.publish_together(made)

@@ -41,7 +41,7 @@ class Records:
 
     Each token has a margin by which the draft prefers it. Above 0 it is the draft's guess, and the higher it
     is, the more probable the draft finds it. Drafts share most of a margin; the rest is chance, by token and
-    by record. A gain moves all margins. At these spreads a record's gain varies by about 0.18 tokens per step,
+    by record. A gain moves all margins. At these spreads a record's gain varies by about 0.18 tokens a step,
     which is what small homes show.
     """
 
@@ -259,8 +259,8 @@ def test_a_domain_that_an_update_pushes_below_the_untrained_draft_stops_it() -> 
 @pytest.mark.parametrize(
     ("new", "none", "static", "decision"),
     [
-        (0.2, 0.0, -0.1, "promote"),
-        (0.1, 0.0, 0.5, "discard"),
+        (0.3, -0.1, -0.1, "promote"),
+        (0.3, -0.2, 0.6, "discard"),
         (0.1, 0.5, 0.5, "reset"),
         (-0.2, 0.5, 0.5, "reset"),
     ],
