@@ -20,9 +20,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from moedraft.core import SHARED, AdapterVersion, StorageError, UpdateRecord
-from moedraft.distill.gate import Verdict
 from moedraft.distill.governor import news
-from moedraft.distill.judge import JudgeLike
+from moedraft.distill.judging.gate import Verdict
+from moedraft.distill.judging.judge import JudgeLike
 from moedraft.distill.outlet import Outlet
 from moedraft.distill.trainer import OnStep, Trainer
 from moedraft.learning_state import LearningKind, LearningState, paused, waiting

@@ -13,8 +13,8 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from moedraft.core import Domain, InvalidRequest, RequestOutput, SamplingParams, StorageError
-from moedraft.distill.gate import FEW, Verdict
-from moedraft.distill.judge import JudgeLike
+from moedraft.distill.judging.gate import FEW, Verdict
+from moedraft.distill.judging.judge import JudgeLike
 from moedraft.storage.candidate import Candidate
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from moedraft.distill.gate import (
+from moedraft.distill.judging.gate import (
     FEW,
     LONGEST_KEPT,
     MOST_KEPT,

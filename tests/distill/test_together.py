@@ -8,9 +8,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from moedraft.distill.gate import FEW, MOST_KEPT, Counts, Measured, Verdict, compare
-from moedraft.distill.shrinkage import estimates
-from moedraft.distill.together import (
+from moedraft.distill.judging.gate import FEW, MOST_KEPT, Counts, Measured, Verdict, compare
+from moedraft.distill.judging.shrinkage import estimates
+from moedraft.distill.judging.together import (
     LARGEST_SHARE,
     Options,
     decide_alone,

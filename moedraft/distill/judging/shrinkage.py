@@ -16,7 +16,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from moedraft.distill.gate import Measured, Z, expected_tokens
+from moedraft.distill.judging.gate import Measured, Z, expected_tokens
 
 TYPICAL = 0.04  # variance of the gain by a single record, (tokens per step)², as found on small homes
 WEIGHT = 4  # records that this is worth, and that all domains' variance is worth for one domain's

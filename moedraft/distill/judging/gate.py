@@ -5,6 +5,9 @@ use: 1 + a1 + a1·a2 + …, where a_j is the share of drafts whose token number 
 it were. The candidate and what serves now are measured on the same records. How sure the gain is comes from a
 Bayesian bootstrap over the records (Rubin 1981), made wider where there are few of them, as Student's t is
 wider than the normal distribution.
+
+Which guesses are right changes by chance more than how probable the draft finds the right token. So a gain
+that is only likely is published too where the right tokens have certainly become more probable.
 """
 
 from __future__ import annotations

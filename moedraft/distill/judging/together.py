@@ -9,6 +9,10 @@ shared adapter. If a domain would almost surely be worse off with any of these, 
 Losses too small to be seen in one update add up over many. So each domain is also measured against the draft
 base without any adapter. A domain that stands below that gets no new version, and its expert is taken from it
 where it is better off without one.
+
+Simulated with five records for each of eight domains that vary as those of small homes do
+(tests/distill/test_together.py): without a gain 9 to 12 % of updates pass, with a loss of .1 tokens per step
+none, with gains of .02 to .05 in each domain 68 %.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from typing import Literal
 import numpy as np
 
 from moedraft.core import GateDecision
-from moedraft.distill.gate import (
+from moedraft.distill.judging.gate import (
     FEW,
     MOST_KEPT,
     SURE,
@@ -32,7 +36,7 @@ from moedraft.distill.gate import (
     decide,
     joined,
 )
-from moedraft.distill.shrinkage import Estimate, estimates
+from moedraft.distill.judging.shrinkage import Estimate, estimates
 
 NEGLIGIBLE = 0.01  # tokens per step that a domain may lose
 HARMFUL = 0.5  # probability of a loss from which a domain is left out …
@@ -200,8 +204,9 @@ def _of_expert(
     options: Options, choice: Choice, prospects: Mapping[Kind, Prospect], whole: Verdict
 ) -> Verdict:
     """An expert goes with the shared adapter that it was trained on, or not at all."""
-    shown: Kind = "new" if options.new is not None else choice.kind
-    gain, static = prospects[shown].gain, prospects[shown].static
+    first = next(iter(prospects))  # the expert as trained or, where it did not learn, as it is
+    trained, taken = prospects[first], choice.kind == "none" and whole.decision == "promote"
+    gain = prospects["none" if taken else first].gain
     found = Verdict(
         whole.decision,
         records=options.before.records,
@@ -209,14 +214,14 @@ def _of_expert(
         low=gain.low,
         high=gain.high,
         better=1 - gain.worse,
-        static=None if static is None else static.gain,
+        static=None if trained.static is None else trained.static.gain,
     )
     if whole.decision != "promote":
         return found
     if choice.kind == "new":
         along = "It gains nothing by itself; it goes with the shared adapter that it was trained on."
         return found if gain.gain > 0 else replace(found, decision="along", reason=along)
-    return _left_out(found, choice, prospects[shown])
+    return _left_out(found, choice, trained)
 
 
 def _left_out(found: Verdict, choice: Choice, prospect: Prospect) -> Verdict:

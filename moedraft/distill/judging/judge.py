@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from moedraft.core import SHARED, ReplayRecord
-from moedraft.distill.gate import Measured, Verdict
-from moedraft.distill.held_out import HeldOut
-from moedraft.distill.measures import Measure, Serving
-from moedraft.distill.together import Options, decide_alone, decide_together, in_doubt
+from moedraft.distill.judging.gate import Measured, Verdict
+from moedraft.distill.judging.held_out import HeldOut
+from moedraft.distill.judging.measures import Measure, Serving
+from moedraft.distill.judging.together import Options, decide_alone, decide_together, in_doubt
 from moedraft.storage.candidate import Candidate, Weights
 from moedraft.storage.changes import is_pinned
 from moedraft.storage.store import TARGET_ID, Store
