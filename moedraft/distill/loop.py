@@ -76,7 +76,7 @@ class DistillLoop:
     def resume(self) -> None:
         """Take up what a loop before this one knew: the gains, and which draws of records were made."""
         for update in self.store.updates.recent(limit=REMEMBERED):
-            if update.decision in ("keep", "discard"):
+            if update.decision in ("keep", "discard", "reset"):
                 self._remember_gain(update.expert, 0.0)
             elif update.acceptance_before is not None and update.acceptance_after is not None:
                 self._remember_gain(update.expert, update.acceptance_after - update.acceptance_before)
