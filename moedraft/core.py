@@ -19,7 +19,9 @@ HOTTEST = 10_000  # the highest temperature: above it the answer is noise, and f
 KEY_VARIABLE = "MOEDRAFT_API_KEY"  # of the environment: the key that the command line shows to a server
 DOMAIN_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 FinishReason = Literal["stop", "length", "abort", "error"]
-GateDecision = Literal["promote", "keep", "discard"]  # publish, train on without publishing, go back
+# Published as better; published without a gain of its own, with the shared adapter or on trial; trained on
+# without being published; thrown away; and the expert put back to none, below which it had fallen.
+GateDecision = Literal["promote", "along", "keep", "discard", "reset"]
 
 
 class MoedraftError(Exception):
@@ -239,6 +241,7 @@ class AdapterVersion:
     acceptance: float | None  # on held-out records when it was made
     created_at: float
     state: Literal["live", "retired", "rolled_back"]
+    stood_on: int | None = None  # an expert's: the version of the shared adapter that it was trained on
 
 
 @dataclass(frozen=True)
@@ -282,6 +285,8 @@ class UpdateRecord:
     gate_records: int | None = None  # held-out records that the gate measured it by
     parent: int | None = None  # the version that the update began with
     stood_on: int | None = None  # an expert's: the version of the shared adapter that it was trained on
+    static_gain: float | None = None  # as `gain`, over the draft base without any adapter
+    reason: str | None = None  # why the gate decided so, where the figures alone do not say it
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,7 @@ adapter_versions = Table(
     Column("acceptance", Float),
     Column("created_at", Float, nullable=False),
     Column("state", String(16), nullable=False),
+    Column("stood_on", Integer),  # an expert's: the version of the shared adapter that it was trained on
 )
 _is_live = text("state = 'live'")
 Index(
@@ -142,6 +143,8 @@ updates = Table(
     Column("gate_records", Integer),
     Column("parent", Integer),
     Column("stood_on", Integer),
+    Column("static_gain", Float),  # over the untrained draft
+    Column("reason", Text),
     sqlite_autoincrement=True,
 )
 

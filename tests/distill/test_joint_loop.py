@@ -86,7 +86,7 @@ def test_nothing_to_learn_from_publishes_nothing(loop: JointLoop) -> None:
 def test_a_failed_publication_pauses_and_is_forgotten(
     loop: JointLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(_: Any) -> None:
+    def full(*_: Any) -> None:
         raise StorageError("the disk is full")
 
     monkeypatch.setattr(loop.outlet, "publish", full)

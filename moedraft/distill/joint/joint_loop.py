@@ -49,6 +49,15 @@ class JointLoop(DistillLoop):
         """Records of all domains since the last update."""
         return news(self.store).get(SHARED, 0)
 
+    def held_up(self) -> str | None:
+        """As `DistillLoop.held_up`."""
+        if not is_pinned(self.store.registry, SHARED):
+            return None
+        return (
+            f"The shared adapter, which every update of this draft base teaches, is pinned; "
+            f"`moedraft adapter unpin {SHARED}` lets it learn."
+        )
+
     def _update(self, expert: str, steps: int | None, on_step: OnStep | None) -> Update | None:
         """Train, publish what passes the gate, and note which records were used; the update of `expert`.
 
