@@ -80,8 +80,9 @@ def greedy_rows(temperature: Tensor | float) -> Tensor | bool:
 
 def argmax_rows(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Lowest index of each row's maximum (or of its first NaN), and the value there."""
-    if logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.float64):
-        best = torch.from_numpy(logits.detach().numpy().argmax(-1))  # 15 times as fast as torch's argmax
+    if logits.device.type == "cpu":
+        exact = logits.detach() if logits.dtype == torch.float64 else logits.detach().float()
+        best = torch.from_numpy(exact.numpy().argmax(-1))  # 7 to 15 times as fast as torch's argmax
     else:
         best = logits.argmax(dim=-1)
     return best, logits.gather(-1, best.unsqueeze(-1)).squeeze(-1)

@@ -38,6 +38,7 @@ from feature_answers import prompts_of
 from moedraft.config import Settings, load_settings
 from moedraft.core import RequestOutput, SamplingParams
 from moedraft.distill.assembly import build_loop
+from moedraft.distill.joint.joint_loop import JointLoop
 from moedraft.distill.loop import DistillLoop
 from moedraft.showcase.bench import surroundings
 from moedraft.showcase.estimates import Estimate, change, quotient, ratio
@@ -54,7 +55,8 @@ from moedraft.system.domains import register_all
 
 DOMAINS = "sql_en,code_python,math_en,docs_fr,docs_ja,support"
 SOURCES = {"static": "model", "experts": "model", "lookup": "lookup", "experts + lookup": "auto"}
-BATCHED = ("plain", "static", "experts")  # that are measured in batches as well
+BATCHED = ("plain", "static", "experts", "lookup", "experts + lookup")  # that are measured in full batches
+QUEUE = 5  # requests that one place in the batch serves of a queue
 LEARNED = "bench_experts.json"  # in a home: what was learned
 Prompts = list[tuple[str, str]]  # domain and prompt
 Pair = tuple[float, float]  # what is counted, and out of how much
@@ -100,31 +102,45 @@ def answer(
 
 
 def learn(system: System, loop: DistillLoop, prompts: Prompts, max_tokens: int) -> dict[str, Any]:
-    """Serve the stream; whenever an update is due it is made at once, between two steps."""
+    """Serve the stream and learn from it: updates between two steps of the engine, then in its idle time.
+
+    While requests come an update is made for new records only; after the last one it goes on by itself, as
+    long as the gate finds that it helps.
+    """
     engine, params = system.engine, SamplingParams(max_tokens=max_tokens)
-    waiting, updates, spent, decisions = list(prompts), 0, 0.0, []
+    waiting, spent, decisions = list(prompts), [0.0], list[list[str]]()
     began = time.perf_counter()
+
+    def train() -> None:
+        at = time.perf_counter()
+        loop.run_once()
+        spent.append(time.perf_counter() - at)
+        decisions.extend([one.expert, one.decision] for one in loop.outcomes)
+        system.refresh()
+        published = sum(one.decision == "promote" for one in loop.outcomes)
+        print(
+            f"update {len(spent) - 1}: {published} of {len(loop.outcomes)} published, {len(waiting)} requests"
+            f" left, {sum(spent):.0f} s of learning {loop.state.reason or ''}",
+            flush=True,
+        )
+
     while waiting or engine.has_work:
         while waiting and len(engine.sequences) < system.settings.max_batch_size:
             domain, prompt = waiting.pop(0)
             engine.add(prompt, params, expert=domain, capture=True, chat=True)
         finished = [output for output in engine.step() if output.finish_reason]
+        if isinstance(loop, JointLoop):
+            loop.again = 0
         if finished and loop.due() is not None:
-            at = time.perf_counter()
-            loop.run_once()
-            spent += time.perf_counter() - at
-            updates += 1
-            decisions += [[one.expert, one.decision] for one in loop.outcomes]
-            system.refresh()
-            print(
-                f"update {updates}: {loop.state} {len(waiting)} requests left, {spent:.0f} s of learning",
-                flush=True,
-            )
+            train()
+    served = time.perf_counter() - began
+    while loop.due() is not None:
+        train()
     return {
         "requests": len(prompts),
-        "updates": updates,
-        "seconds": round(time.perf_counter() - began, 1),
-        "seconds_of_learning": round(spent, 1),
+        "updates": len(spent) - 1,
+        "seconds_of_the_stream": round(served, 1),
+        "seconds_of_learning": round(sum(spent), 1),
         "published": sum(decision == "promote" for _, decision in decisions),
         "judged": len(decisions),
     }
@@ -145,22 +161,22 @@ def one_by_one(systems: Systems, prompts: Prompts, max_tokens: int, rounds: int)
     return {name: (outputs[name], [median(each) for each in seconds[name]]) for name in names}
 
 
-def in_batches(systems: Systems, prompts: Prompts, max_tokens: int, rounds: int) -> Batches:
-    """Every system answers batches of eight prompts of all domains; the systems take turns at each batch.
+def in_a_queue(systems: Systems, prompts: Prompts, max_tokens: int, rounds: int) -> Batches:
+    """Every system answers queues of prompts of all domains, with a full batch as long as prompts wait.
 
-    Each has answered two of the batches before, so that its budget knows what a round of eight rows costs.
+    The systems take turns at each queue. Each has answered one before, so that its budget has seen full
+    batches.
     """
-    size = systems.system.settings.max_batch_size
-    batches = [prompts[first : first + size] for first in range(0, len(prompts) - size + 1, size)]
+    size = QUEUE * systems.system.settings.max_batch_size
+    queues = [prompts[first : first + size] for first in range(0, len(prompts) - size + 1, size)] or [prompts]
     answers: dict[str, list[list[int]]] = {}
     rates: dict[str, list[Pair]] = {}
     for name in BATCHED:
-        for batch in batches[:2]:
-            answer(systems, name, batch, max_tokens)
+        answer(systems, name, queues[0], max_tokens)
     for _ in range(rounds):
-        for i, batch in enumerate(batches):
-            for name in BATCHED[i % 3 :] + BATCHED[: i % 3]:
-                outputs, took = answer(systems, name, batch, max_tokens)
+        for i, queue in enumerate(queues):
+            for name in BATCHED[i % len(BATCHED) :] + BATCHED[: i % len(BATCHED)]:
+                outputs, took = answer(systems, name, queue, max_tokens)
                 rates.setdefault(name, []).append((float(sum(len(o.token_ids) for o in outputs)), took))
                 answers.setdefault(name, []).extend(o.token_ids for o in outputs)
     return rates, answers
@@ -231,8 +247,8 @@ def measure(systems: Systems, prompts: Prompts, args: argparse.Namespace) -> dic
         mine = [i for i, (name, _) in enumerate(prompts) if name == domain]
         part = {n: ([out[i] for i in mine], [took[i] for i in mine]) for n, (out, took) in found.items()}
         domains[domain] = figures(part, {name: [each[i] for i in mine] for name, each in hits.items()})
-    rates, batched = in_batches(systems, prompts, args.max_tokens, args.rounds)
-    whole = plain[: len(batched["plain"]) // args.rounds] * args.rounds
+    rates, batched = in_a_queue(systems, prompts, args.max_tokens, args.queue_rounds)
+    whole = plain[: len(batched["plain"]) // args.queue_rounds] * args.queue_rounds
     alone = [[o.token_ids for o in outputs] == plain for outputs, _ in found.values()]
     return {
         "all": figures(found, hits),
@@ -266,7 +282,6 @@ def taught(system: System, settings: Settings, stream: Prompts, max_tokens: int,
     for name, prompt in stream:
         examples.setdefault(name, []).append(prompt)
     register_all(system.store, system.router, {name: some[:20] for name, some in examples.items()})
-    warm_up(system)
     loop = build_loop(settings, system.store)
     loop.trainer.seed = 1000 * seed
     return learn(system, loop, stream, max_tokens)
@@ -285,6 +300,7 @@ def run(args: argparse.Namespace, seed: int, home: Path) -> dict[str, Any]:
         shared_rank=args.rank,
     )
     with opened(settings) as system:
+        warm_up(system)
         stream = prompts_for(args, "stream", args.requests, seed)
         done = home / LEARNED
         if not done.exists():
@@ -323,10 +339,11 @@ def main() -> None:
     parser.add_argument("--domains", default=DOMAINS)
     parser.add_argument("--requests", type=int, default=100, help="of the stream, for each domain")
     parser.add_argument("--heldout", type=int, default=20, help="prompts of each domain to measure with")
-    parser.add_argument("--max-tokens", type=int, default=56)
+    parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument(
         "--rounds", type=int, default=1, help="times that each answer is timed; the median counts"
     )
+    parser.add_argument("--queue-rounds", type=int, default=2, help="times that each queue is answered")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--homes", type=Path, help="folder that keeps the homes, so that a run can go on")
     parser.add_argument("--update-every", type=int, default=32)

@@ -80,9 +80,12 @@ def generate(
     settings = settings_for(ctx, home=home, target=target, draft=draft, device=device, dtype=dtype)
     _check_domains(settings, rows)
     with busy("Loading the models"):
+        from moedraft.engine.calibration import calibrate
         from moedraft.system.build import build
 
         system = build(settings)
+        if not no_draft:
+            calibrate(system.engine, {min(len(rows), settings.max_batch_size)})
     try:
         failed = _run(system, rows, params, draft=not no_draft, learn=learn, chat=not raw, as_json=as_json)
     finally:

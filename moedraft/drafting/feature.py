@@ -110,21 +110,22 @@ class FeatureDrafter:
         Output t belongs to a row's t-th entry; behind its count it means nothing, and what stands in the
         cache there is overwritten later.
         """
-        width = max(counts)
-        states = self.draft.fc.weight.new_zeros(len(rows), width, self.draft.config.features_size)
-        ids = torch.zeros(len(rows), width, dtype=torch.int64, device=states.device)
-        starts = [row.draft_cached for row in rows]
+        width, size = max(counts), self.draft.config.features_size
+        device, starts = self.draft.fc.weight.device, [row.draft_cached for row in rows]
+        states = self.draft.fc.weight.new_zeros(len(rows), width, size)
+        ids = [[0] * width for _ in rows]
         for b, (row, count) in enumerate(zip(rows, counts, strict=True)):
             if count:
-                waiting = self._waiting[row.request_id]
+                waiting, first = self._waiting[row.request_id], row.draft_cached + 1
                 states[b, :count] = waiting[:count]
-                tokens = row.token_ids[row.draft_cached + 1 :][:count]
-                ids[b, :count] = torch.tensor(tokens, device=ids.device)
+                tokens = row.token_ids[first : first + count]
+                ids[b][: len(tokens)] = tokens
                 self._waiting[row.request_id] = waiting[count:]
                 row.draft_cached += count
         if not width:
             return states
-        return self.draft.advance(self.cache, rows[0].slot, self.draft.fuse(states), ids, starts)
+        token_ids = torch.tensor(ids, device=device)
+        return self.draft.advance(self.cache, rows[0].slot, self.draft.fuse(states), token_ids, starts)
 
     # -- proposing -------------------------------------------------------------------------------
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from moedraft.cpu.products import Product, expect
-from moedraft.drafting.adapter import Delta
 
 Multiplies = Callable[[torch.Tensor], torch.Tensor]  # x [..., in] → [..., out]
 
@@ -48,22 +47,16 @@ class LoRALinear(nn.Module):
 class Mixed:
     """x → x Wᵀ + (x Aᵀ ∘ mask) Bᵀ for one batch, where each row has its own expert or none.
 
-    A and B are the low-rank factors of all experts in the batch, end to end: two products, whatever the
-    number of experts. The mask of zeros and ones lets a row see its own expert's factors only.
+    A and B are the low-rank factors of several experts, end to end: two products, whatever the number of
+    experts. The mask of zeros and ones lets a row see its own expert's factors only.
     """
 
-    def __init__(self, plain: Multiplies, deltas: Mapping[str, Delta], rows: Sequence[str]) -> None:
-        """plain: x → x Wᵀ, what all rows have in common. deltas: by expert. rows: the expert of each row."""
-        self.plain = plain
-        self.down = torch.cat([a for a, _ in deltas.values()])  # A [R, in]
-        self.up = torch.cat([b for _, b in deltas.values()], dim=1)  # B [out, R]
-        owners = [expert for expert, (a, _) in deltas.items() for _ in range(a.shape[0])]
-        mask = [[float(owner == row) for owner in owners] for row in rows]
-        self.mask = torch.tensor(mask, dtype=self.down.dtype, device=self.down.device)[:, None]  # [B, 1, R]
+    def __init__(self, plain: Multiplies, down: Multiplies, up: Multiplies, mask: torch.Tensor) -> None:
+        """plain: x → x Wᵀ, what all rows have in common. down: x → x Aᵀ. up: y → y Bᵀ. mask [B, 1, R]."""
+        self.plain, self.down, self.up, self.mask = plain, down, up, mask
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        seen = nn.functional.linear(x, self.down) * _shaped(self.mask, x)
-        return self.plain(x) + nn.functional.linear(seen, self.up)
+        return self.plain(x) + self.up(self.down(x) * _shaped(self.mask, x))
 
 
 def _shaped(mask: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

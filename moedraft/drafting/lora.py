@@ -2,7 +2,7 @@
 
 Each adapted linear layer multiplies by W, the base's weight with the shared adapter merged in; rows without
 an expert use W alone. For the experts of a batch there are three ways: weights merged for a single expert
-and kept (`merged`), the low-rank terms of all experts beside one product (`layer.Mixed`), and, for a small
+and kept (`merged`), the low-rank terms of all experts beside one product (`joined`), and, for a small
 draft on a CPU, one product for each expert (`moedraft.cpu.groups`).
 """
 
@@ -19,7 +19,8 @@ from moedraft.cpu import groups
 from moedraft.cpu.products import Product
 from moedraft.drafting.adapter import HEAD, Adapter, read_adapter
 from moedraft.drafting.heads import ExpertHeads
-from moedraft.drafting.layer import LoRALinear, Mixed, Multiplies
+from moedraft.drafting.joined import JoinedExperts
+from moedraft.drafting.layer import LoRALinear, Multiplies
 from moedraft.drafting.merged import MergedExperts, Products
 from moedraft.drafting.modules import AdaptableBase, adaptable, keeps_cache
 from moedraft.feature.model import FeatureDraft
@@ -47,11 +48,16 @@ class ExpertBank:
         self.layers = _wrapped(draft, small)
         self.tail = frozenset(name for name in self.layers if keeps_cache(name, draft.num_layers))
         budget, copies = merged_cache_mb * 2**20, 2 if small else 1
-        self.body = dict(self.layers)  # what `merged` and `Mixed` are for
+        self.body = dict(self.layers)  # what `merged` and `joined` are for
         self.heads: ExpertHeads | None = None
         if isinstance(draft.hf, FeatureDraft):
             self.heads = ExpertHeads(draft.hf, self.body.pop(HEAD), budget, copies)
+            if small:  # no adapter covers it, so one layout serves for ever
+                fuse = LoRALinear(draft.hf.fc, small)
+                fuse.product = fuse.with_weight(fuse.base_weight())
+                draft.hf.fc = fuse  # type: ignore[assignment]
         self.merged = MergedExperts(budget, copies, self.body)
+        self.joined = JoinedExperts(self.body)
         self.grouped = small and self.heads is None  # a mixed batch goes expert by expert
         self.selected: tuple[str, ...] | None = None
         self._exact = False
@@ -114,6 +120,7 @@ class ExpertBank:
         for expert, (merged_of, products) in prepared.merged.items():
             if self.experts.get(expert) is merged_of and prepared.shared is self.shared:
                 self.merged.keep(expert, merged_of, products)
+        self.joined.drop(prepared.changes.keys())
         if self.heads is not None:
             self.heads.take(prepared.changes, prepared.heads, self.experts)
         self.selected = None
@@ -182,12 +189,12 @@ class ExpertBank:
         merge = exact or self.grouped or ({*rows} == {*present} and len(present) == 1)
         merged = self.merged.of(present, self._merge) if present and merge else None
         for name, layer in self.body.items():
-            held = {expert: a.deltas[name] for expert, a in present.items() if name in a.deltas}
             layer.product = plain.get(name)
-            if held and merged is None:
-                layer.product = Mixed(layer.product or layer.base, held, rows)
-            elif held and merged is not None:
+            held = [expert for expert, adapter in present.items() if name in adapter.deltas]
+            if held and merged is not None:
                 layer.product = self._grouped(name, rows, {expert: merged[expert][name] for expert in held})
+        if present and merged is None:
+            self.joined.select(present, rows)
         if self.heads is not None:
             self.heads.select(rows, present, self.shared, bare=self._bare)
 

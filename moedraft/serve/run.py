@@ -18,6 +18,7 @@ from sse_starlette.sse import AppStatus
 from moedraft.config import Settings
 from moedraft.core import InvalidRequest, MoedraftError
 from moedraft.cpu.memory import keep_what_is_loaded
+from moedraft.engine.calibration import calibrate
 from moedraft.serve.app import create_app
 from moedraft.serve.auth.access import is_loopback
 from moedraft.serve.http import log
@@ -51,6 +52,7 @@ def serve(settings: Settings, announce: Callable[[str], None] = lambda url: None
         listener = stack.enter_context(_bound(settings))
         system = build(settings)
         stack.callback(system.close)
+        calibrate(system.engine)
         worker = Worker(system, max_waiting=settings.max_waiting)
         stack.callback(worker.stop)
         worker.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from moedraft.core import SHARED, RequestOutput, SamplingParams
 from moedraft.drafting.base import DraftBase, FeatureBase, first_guesses
 from moedraft.drafting.budget import Budget
 from moedraft.drafting.chooser import DraftSource
+from moedraft.engine.calibration import calibrate
 from moedraft.showcase.shipped import Query
 from moedraft.system.build import System
 
@@ -72,8 +74,11 @@ def fixed_lengths(system: System, tokens: int) -> Iterator[None]:
 
 
 def new_budget(system: System) -> Budget:
-    """One that knows nothing yet."""
-    return Budget(system.engine.budget.longest, system.engine.budget.ragged)
+    """One that knows what rounds cost by measurement before the first request, and nothing else yet."""
+    budget = Budget(system.engine.budget.longest, system.engine.budget.ragged)
+    if system.engine.budget.costs.samples:
+        budget.costs = copy.deepcopy(system.engine.budget.costs)
+    return budget
 
 
 @contextmanager
@@ -226,7 +231,11 @@ def _forward_of(model: DraftBase) -> Forward:
 
 
 def warm_up(system: System) -> None:
-    """Generate a few tokens, so that the first measured request does not pay for initialisation."""
+    """Generate a few tokens, so that the first measured request does not pay for initialisation.
+
+    Then measure what rounds cost, as a server does before it takes requests.
+    """
     params = SamplingParams(max_tokens=8)
     for draft in (False, True):
         system.engine.generate("warm up", params, draft=draft, expert=SHARED)
+    calibrate(system.engine)

@@ -9,8 +9,9 @@ import pytest
 from candidates import candidate
 from distill_rig import record
 
-from moedraft.core import SHARED, Domain, StorageError
-from moedraft.distill.joint.joint_loop import JointLoop
+from moedraft.core import SHARED, Domain, GateDecision, StorageError
+from moedraft.distill.gate import Verdict
+from moedraft.distill.joint.joint_loop import MOST_AGAIN, JointLoop
 from moedraft.distill.joint.joint_trainer import JointUpdate
 from moedraft.distill.outlet import HomeOutlet
 from moedraft.learning_state import LearningKind
@@ -22,12 +23,13 @@ class FakeJoint:
     """Makes candidates for the shared adapter and one expert from whatever is there."""
 
     learned: bool = True
+    last: int = 7  # the newest record that an update knows of
     live: list[tuple[str, int]] = field(default_factory=list)
     forgotten: list[str] = field(default_factory=list)
 
     def update(self, *, steps: int | None = None, on_step: Any = None) -> JointUpdate | None:
         made = tuple(candidate(name) for name in (SHARED, "code"))
-        return JointUpdate(made, last_id=7, loss=0.5) if self.learned else None
+        return JointUpdate(made, last_id=self.last, loss=0.5) if self.learned else None
 
     def published(self, version: Any) -> None:
         self.live.append((version.domain, version.version))
@@ -91,3 +93,30 @@ def test_a_failed_publication_pauses_and_is_forgotten(
     assert loop.run_once(SHARED) is None
     assert loop.state.is_paused
     assert loop.trainer.forgotten == [SHARED, "code"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("decision", "follows"), [("promote", True), ("keep", False), ("discard", False)])
+def test_records_are_used_again_as_long_as_the_gate_finds_a_gain(
+    loop: JointLoop, decision: GateDecision, follows: bool
+) -> None:
+    loop.judge = lambda candidates, on_batch: {one.expert: Verdict(decision) for one in candidates}  # type: ignore[assignment]
+    loop.trainer.kept = lambda candidate: None  # type: ignore[method-assign]
+    loop.store.replay.add([record(i) for i in range(4)])
+    loop.trainer.last = loop.store.replay.last_id()  # type: ignore[attr-defined]
+    loop.run_once()
+    assert (loop.due() == SHARED) is follows
+
+
+def test_records_are_not_used_again_for_ever_nor_without_a_gate(loop: JointLoop) -> None:
+    loop.store.replay.add([record(i) for i in range(4)])
+    loop.trainer.last = loop.store.replay.last_id()  # type: ignore[attr-defined]
+    loop.run_once()
+    assert loop.due() is None
+    loop.judge = lambda candidates, on_batch: {one.expert: Verdict("promote") for one in candidates}  # type: ignore[assignment]
+    loop.store.replay.add([record(i) for i in range(4, 8)])
+    loop.trainer.last = loop.store.replay.last_id()  # type: ignore[attr-defined]
+    updates = 0
+    while loop.due() is not None:
+        loop.run_once()
+        updates += 1
+    assert updates == 1 + MOST_AGAIN

@@ -11,6 +11,7 @@ import transformers
 from moedraft.core import SHARED, CorruptAdapter, SamplingParams, Sequence, UnsupportedModel
 from moedraft.cpu.groups import Grouped
 from moedraft.drafting.adapter import PREFIX, Adapter
+from moedraft.drafting.joined import Factors
 from moedraft.drafting.layer import LoRALinear, Mixed
 from moedraft.drafting.lora import ExpertBank
 from moedraft.drafting.model import ModelDrafter
@@ -357,7 +358,8 @@ def test_mixed_batches_where_layers_see_flattened_rows() -> None:
 def test_a_mixed_layer_takes_any_shape_of_rows(shape: tuple[int, ...]) -> None:
     layer = LoRALinear(torch.nn.Linear(8, 5))
     x, a, b = torch.randn(shape), torch.randn(2, 8), torch.randn(5, 2)
-    layer.product = Mixed(layer.base, {"a": (a[:1], b[:, :1]), "b": (a[1:], b[:, 1:])}, ["a", "b"])
+    factors = Factors({"a": (a[:1], b[:, :1]), "b": (a[1:], b[:, 1:])}, {"a": 0, "b": 1}, small=False)
+    layer.product = Mixed(layer.base, factors.down, factors.up, factors.mask(torch.tensor([0, 1])))
     half = len(x) // 2
     want = torch.cat([layer.base(x[:half]) + x[:half] @ a[:1].T @ b[:, :1].T])
     other = layer.base(x[half:]) + x[half:] @ a[1:].T @ b[:, 1:].T

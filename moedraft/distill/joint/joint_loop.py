@@ -13,13 +13,20 @@ from moedraft.distill.trainer import OnStep
 from moedraft.storage.changes import is_pinned
 
 MOST_DOUBLINGS = 5  # of the records that an update waits for, after updates that failed
+MOST_AGAIN = 8  # updates without new records, one after the other
 
 
 @dataclass
 class JointLoop(DistillLoop):
-    """As `DistillLoop`, but an update belongs to nobody: the gate judges all that learned together."""
+    """As `DistillLoop`, but an update belongs to nobody: the gate judges all that learned together.
+
+    Requests are scarce, spare time often is not. So as long as the gate finds that an update has made the
+    drafter better, another one follows on the records that are there. The gate's held-out records are never
+    trained on, so this ends when nothing more is to be learned from the others.
+    """
 
     trainer: JointTrainer  # type: ignore[assignment]  # published and forgotten alike, updated jointly
+    again: int = 0  # updates without new records that may still follow
 
     def resume(self) -> None:
         """As `DistillLoop.resume`; records that were used before are not new."""
@@ -29,13 +36,18 @@ class JointLoop(DistillLoop):
     def due(self) -> str | None:
         """The shared adapter, which every update teaches, when there are enough new records of any domain.
 
-        Nobody while it is pinned: experts are trained on the shared adapter as the same update leaves it.
-        Each failure in a row doubles the records that it takes.
+        Without new records as well, while the records that are there still teach. Nobody while it is pinned:
+        experts are trained on the shared adapter as the same update leaves it. Each failure in a row doubles
+        the records that it takes.
         """
         if is_pinned(self.store.registry, SHARED):
             return None
         wanted = self.every * 2 ** min(self.failures.get(SHARED, 0), MOST_DOUBLINGS)
-        return SHARED if news(self.store).get(SHARED, 0) >= wanted else None
+        return SHARED if self._news() >= wanted or (self.again and not self.failures.get(SHARED)) else None
+
+    def _news(self) -> int:
+        """Records of all domains since the last update."""
+        return news(self.store).get(SHARED, 0)
 
     def _update(self, expert: str, steps: int | None, on_step: OnStep | None) -> Update | None:
         """Train, publish what passes the gate, and note which records were used; the update of `expert`.
@@ -45,9 +57,13 @@ class JointLoop(DistillLoop):
         if is_pinned(self.store.registry, SHARED):
             return None
         began, self.waited = time.monotonic(), 0.0
+        left = MOST_AGAIN if self._news() >= self.every else max(0, self.again - 1)
+        self.again = 0  # unless the gate says otherwise
         made = self.trainer.update(steps=steps, on_step=on_step)
         if made is None:
             self.outlet.learned(SHARED, self.store.replay.last_id(None), None)
             return None
         updates = self._settle(made.candidates, made.last_id, began, on_step)
+        if self.judge is not None and any(one.decision == "promote" for one in self.outcomes):
+            self.again = left
         return updates.get(expert) or updates.get(SHARED)

@@ -1,0 +1,69 @@
+"""The low-rank terms of several experts in one product, for batches in which each row has its own expert."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+
+from moedraft.cpu.products import Product
+from moedraft.drafting.adapter import Adapter, Delta
+from moedraft.drafting.layer import LoRALinear, Mixed
+
+RESIDENT = 8  # experts whose factors stay joined though the batch at hand has fewer
+
+
+class Factors:
+    """A and B of one layer: the factors of all these experts, end to end."""
+
+    def __init__(self, deltas: Mapping[str, Delta], numbers: Mapping[str, int], *, small: bool) -> None:
+        """deltas: by expert. numbers: by expert, as rows name it. small: as `LoRALinear`'s."""
+        down = torch.cat([a for a, _ in deltas.values()])  # [R, in]
+        up = torch.cat([b for _, b in deltas.values()], dim=1)  # [out, R]
+        self.down, self.up = Product(down, small=small), Product(up, small=small)
+        owners = [numbers[expert] for expert, (a, _) in deltas.items() for _ in range(a.shape[0])]
+        self.owners = torch.tensor(owners, device=down.device)  # [R]
+        self.dtype = down.dtype
+
+    def mask(self, rows: torch.Tensor) -> torch.Tensor:
+        """rows int64 [B], the number of each row's expert → ones where a factor is its own, [B, 1, R]."""
+        return (self.owners == rows[:, None]).to(self.dtype)[:, None]
+
+
+class JoinedExperts:
+    """Joins the factors of the experts of a batch, and keeps them while batches have these experts."""
+
+    def __init__(self, layers: Mapping[str, LoRALinear]) -> None:
+        self.layers = layers
+        self._adapters: dict[str, Adapter] = {}  # whose factors are joined, the one used last at the end
+        self._numbers: dict[str, int] = {}
+        self._factors: dict[str, Factors] = {}  # by layer
+
+    def select(self, present: Mapping[str, Adapter], rows: Sequence[str]) -> None:
+        """Add to each layer's product what the expert of each row adds; other rows stay as they are."""
+        if any(self._adapters.get(name) is not adapter for name, adapter in present.items()):
+            self._join(present)
+        for name in present:
+            self._adapters[name] = self._adapters.pop(name)
+        numbers = torch.tensor([self._numbers[row] if row in present else -1 for row in rows])
+        for name, factors in self._factors.items():
+            layer = self.layers[name]
+            numbers = numbers.to(factors.owners.device)
+            plain = layer.product or layer.base
+            layer.product = Mixed(plain, factors.down, factors.up, factors.mask(numbers))
+
+    def drop(self, experts: Collection[str]) -> None:
+        """Other versions of these have come."""
+        if any(name in self._adapters for name in experts):
+            self._adapters, self._factors = {}, {}
+
+    def _join(self, present: Mapping[str, Adapter]) -> None:
+        others = [(name, one) for name, one in self._adapters.items() if name not in present]
+        leaving = max(0, len(others) + len(present) - RESIDENT)
+        self._adapters = dict(others[leaving:]) | dict(present)
+        self._numbers = {name: number for number, name in enumerate(self._adapters)}
+        self._factors = {}
+        for name, layer in self.layers.items():
+            deltas = {expert: a.deltas[name] for expert, a in self._adapters.items() if name in a.deltas}
+            if deltas:
+                self._factors[name] = Factors(deltas, self._numbers, small=layer.small)

@@ -1,0 +1,65 @@
+"""What rounds cost on this machine, measured before the first request.
+
+A budget that has seen nothing goes by typical costs. Where drafting is much cheaper than that, and the draft
+is poor, it would find that drafting does not pay and would hardly ever try it, so it would learn the true
+costs late or never.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from time import monotonic
+
+from moedraft.core import SHARED, SamplingParams
+from moedraft.drafting.budget import Budget
+from moedraft.engine.engine import Engine
+
+ROUNDS = 7  # timed of each kind
+LENGTHS = (0, 1, 3)  # draft tokens of each row; 0 is plain decoding
+TOKENS = 32  # of the text that stands before
+
+
+def calibrate(engine: Engine, batches: Collection[int] = (), *, seconds: float = 4.0) -> None:
+    """Time plain and drafting rounds, and tell the engine's budget. The engine must be idle.
+
+    batches: numbers of rows to time; by itself one row, and as many as the engine has slots. After `seconds`
+    no further kind of round is begun. What the guesses were worth says nothing about real requests, so the
+    budget gets the times alone.
+    """
+    if engine.chooser.model is None or engine.has_work:
+        return
+    began, known = monotonic(), engine.budget
+    limits, source = engine.chooser.limits, engine.chooser.source
+    measured = Budget(known.longest, known.ragged)
+    engine.budget = engine.chooser.budget = measured
+    engine.chooser.source = "model"
+    try:
+        for rows in sorted({*batches} or {1, engine.scheduler.slots}):
+            for length in LENGTHS:
+                if monotonic() - began < seconds and length <= known.longest:
+                    engine.chooser.limits = replace(limits, num_speculative_tokens=length, adaptive=False)
+                    _run(engine, rows, length)
+    finally:
+        engine.budget = engine.chooser.budget = known
+        engine.chooser.limits, engine.chooser.source = limits, source
+    known.costs = measured.costs
+
+
+def _run(engine: Engine, rows: int, length: int) -> None:
+    """Rounds of so many rows that draft `length` tokens each."""
+    room = engine.max_model_len - TOKENS
+    most = (ROUNDS + 2) * (length + 1)
+    if room <= most:  # a context this short has no place for it
+        return
+    params = SamplingParams(max_tokens=most, ignore_eos=True)
+    prompts = [[row % engine.target.vocab_size] * TOKENS for row in range(rows)]
+    ids = [engine.add(ids, params, expert=SHARED, draft=length > 0, counted=False) for ids in prompts]
+    try:
+        while engine.scheduler.num_ready < rows:
+            engine.step()
+        for _ in range(ROUNDS):
+            engine.step()
+    finally:
+        for request_id in ids:
+            engine.abort(request_id)

@@ -1,0 +1,77 @@
+"""What rounds cost is known before the first request, and nothing else changes by measuring it."""
+
+from __future__ import annotations
+
+import pytest
+
+from moedraft.core import SamplingParams, Sequence
+from moedraft.drafting.budget import Budget
+from moedraft.drafting.drafter import NoExperts
+from moedraft.drafting.model import ModelDrafter
+from moedraft.engine.calibration import LENGTHS, calibrate
+from moedraft.engine.engine import Engine
+
+from tiny import FixedSelector, NumberTokenizer, TinyLM, random_table
+
+VOCAB = 12
+
+
+def engine(sinks: list[object] | None = None, *, max_len: int = 128, drafts: bool = True) -> Engine:
+    target = TinyLM(random_table(VOCAB, 1), max_len)
+    drafter = ModelDrafter(TinyLM(target.table, max_len), NoExperts(), 4, VOCAB) if drafts else None
+    return Engine(target, NumberTokenizer(), drafter, FixedSelector(), max_batch_size=4, sinks=(sinks or []))  # type: ignore[arg-type]
+
+
+def test_the_costs_of_one_row_and_of_a_full_batch_are_known_and_nothing_else() -> None:
+    seen: list[Sequence] = []
+    one = engine([seen.append])
+    budget, limits, source = one.budget, one.chooser.limits, one.chooser.source
+    calibrate(one)
+    for rows in (1, 4):
+        for length in LENGTHS:
+            assert one.budget.costs.measured(rows, length, rows * length), (rows, length)
+    assert one.budget is budget is one.chooser.budget
+    assert (one.chooser.limits, one.chooser.source) == (limits, source)
+    assert not budget.acceptance
+    assert budget.speedup is None
+    assert not one.has_work
+    assert not one.sequences
+    assert not any(row.counted for row in seen)
+
+
+def test_answers_are_the_same_after_it() -> None:
+    params = SamplingParams(max_tokens=20)
+    one, other = engine(), engine()
+    calibrate(other)
+    prompts = [[1, 2, 3], [4, 5]]
+    answers = [[o.token_ids for o in each.generate(prompts, params)] for each in (one, other)]
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("one", [engine(drafts=False), engine(max_len=24)], ids=["no draft", "no room"])
+def test_an_engine_that_cannot_be_measured_is_left_alone(one: Engine) -> None:
+    calibrate(one)
+    assert not one.budget.costs.samples
+
+
+def test_an_engine_with_work_is_left_alone() -> None:
+    one = engine()
+    one.add([1, 2, 3])
+    calibrate(one)
+    assert not one.budget.costs.samples
+    assert one.has_work
+
+
+def test_a_poor_but_cheap_draft_is_used_where_costs_were_measured() -> None:
+    """By the usual prior a token accepted in one case of three does not pay; where it is cheap it does."""
+    drafted = {}
+    for measured in (False, True):
+        budget = Budget(8, ragged=True)
+        budget.model("a").mean = 0.3
+        if measured:
+            for _ in range(7):
+                budget.costs.observe(1, 0, 0, 20.0)
+                budget.costs.observe(1, 1, 1, 21.6)
+                budget.costs.observe(1, 3, 3, 24.5)
+        drafted[measured] = budget.plan({0: "a"}, {}, 1).model
+    assert drafted == {False: False, True: True}
