@@ -84,6 +84,11 @@ class Settings(BaseSettings):
         "auto",
         description="who guesses: the draft model or lookup in the text; auto: the better one for each row",
     )
+    verification: Literal["chain", "block"] = Field(
+        "chain",
+        description="the rule of sampled rows: chain judges token by token, block a whole draft, which keeps "
+        "more of it; answers follow the same distribution, but a seed gives another one",
+    )
 
     adapter_scope: Literal["tail", "full"] = Field(
         "tail",

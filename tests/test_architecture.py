@@ -31,7 +31,7 @@ ROOMS = {
     "engine": (13, 1500),
     "feature": (12, 1500),
     "insight": (10, 1450),
-    "kernels": (10, 1850),
+    "kernels": (11, 2100),
     "moedraft": (17, 2500),  # the files that lie in no folder
     "routing": (6, 1050),
     "serve": (3, 350),
@@ -103,6 +103,7 @@ FLOORS_INSIDE = {
         "moedraft.kernels.primitives": 0,
         "moedraft.kernels.reference": 1,
         "moedraft.kernels.reference_divergence": 1,
+        "moedraft.kernels.reference_block": 2,
         "moedraft.kernels.verify_kernels": 1,
         "moedraft.kernels.verify": 2,
         "moedraft.kernels.fused_divergence": 2,

@@ -36,7 +36,7 @@ from moedraft.engine.capture import Capture
 from moedraft.engine.commit import commit, output_of
 from moedraft.engine.detokenizer import Detokenizer
 from moedraft.engine.port import AdapterSource, EngineFigures, NoAdapters, OnOutput, Sink
-from moedraft.engine.round import Round
+from moedraft.engine.round import Round, Verification
 from moedraft.engine.scheduler import Scheduler
 from moedraft.engine.target import TargetRunner
 from moedraft.engine.tokenise import tokenise
@@ -73,6 +73,7 @@ class Engine(WholeAnswers):
         max_speculative_tokens: int = 8,
         adaptive_budget: bool = True,
         draft_source: DraftSource = "auto",
+        verification: Verification = "chain",
         topk: int = 16,
         eos_token_ids: frozenset[int] = frozenset(),
     ) -> None:
@@ -87,7 +88,7 @@ class Engine(WholeAnswers):
         self.chooser = Chooser(drafter, self.budget, self.timer, limits, draft_source)
         self.runner = TargetRunner(target, max_batch_size, drafter.needs if drafter else ())
         self.capture = Capture(topk)
-        self.round = Round(self.runner, self.chooser, [self.chooser, selector], self.capture)
+        self.round = Round(self.runner, self.chooser, [self.chooser, selector], self.capture, verification)
         self.round.verify = self.timer.verifying(self.round.verify)
         self.scheduler = Scheduler(max_batch_size, self._swap)
         self._sequences: dict[str, Sequence] = {}

@@ -112,6 +112,7 @@ def assemble(settings: Settings, store: Store, target: LanguageModel, draft: Dra
         truncate_prompts=settings.long_prompts == "truncate",
         num_speculative_tokens=settings.num_speculative_tokens,
         draft_source=settings.draft_source,
+        verification=settings.verification,
         max_speculative_tokens=settings.max_speculative_tokens,
         adaptive_budget=settings.adaptive_budget,
         topk=settings.topk,
