@@ -161,7 +161,9 @@ class Sequence:
     seed: int  # params.seed, or one drawn at admission
     prompt: str = ""
     expert: str = SHARED  # set by the selector at admission
-    confidence: float | None = None  # the router's probability of that domain; None where it was not asked
+    confidence: float | None = None  # the router's probability of its domain; None where it was not asked
+    routed: str | None = None  # what the router chose; evidence may have chosen another expert since
+    prior: dict[str, float] = field(default_factory=dict)  # the router's probabilities, by domain
     pinned: bool = False  # the caller chose the expert
     capture: bool = False  # may be learned from
     counted: bool = True  # its statistics are kept when it ends
@@ -184,6 +186,16 @@ class Sequence:
     def reproducible(self) -> bool:
         """Seeded sampling: who drafts, and how far, must not depend on timing or the batch."""
         return self.params.seed is not None and self.params.temperature > 0
+
+    @property
+    def overruled(self) -> bool:
+        """Whether evidence has put another expert in the place of the one that the router chose."""
+        return self.routed is not None and self.routed != self.expert
+
+    @property
+    def domain(self) -> str:
+        """Whose text this is: the expert's, or that of the router's domain where no expert drafts better."""
+        return self.routed or SHARED if self.expert == SHARED else self.expert
 
     @property
     def generated(self) -> list[int]:

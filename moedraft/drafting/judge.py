@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -20,17 +19,9 @@ from moedraft.drafting.adapter import HEAD, Delta
 from moedraft.drafting.feature import FeatureDrafter, ReadStates
 from moedraft.drafting.layer import Multiplies
 from moedraft.drafting.lora import ExpertBank
+from moedraft.evidence import Passage
 
 KEPT = 48  # states of a row that are kept
-
-
-@dataclass(frozen=True)
-class Passage:
-    """Entries `first` … `end` − 1 of a row's cache; entry i guesses the token at i + 2."""
-
-    row: core.Sequence
-    first: int
-    end: int
 
 
 class FeatureJudge:
@@ -45,10 +36,14 @@ class FeatureJudge:
         """Whoever can draft otherwise than others: the shared draft and every expert that was trained."""
         return [SHARED, *self.bank.experts]
 
-    def known(self, row: core.Sequence, since: int) -> Passage:
-        """The entries from `since` on that are kept and whose guesses can be compared with the text."""
+    def known(self, row: core.Sequence, since: int, most: int) -> Passage:
+        """The last `most` entries from `since` on that are kept and whose guesses the text can answer.
+
+        Entry i guesses the token at i + 2.
+        """
         first, end = self.states.span(row)
-        return Passage(row, max(first, since), min(end, len(row.token_ids) - 2))
+        end = min(end, len(row.token_ids) - 2)
+        return Passage(row, max(first, since, end - most), end)
 
     @torch.inference_mode()
     def hits(self, passages: Sequence[Passage], arms: Sequence[str]) -> list[dict[str, list[float]]]:
@@ -70,7 +65,7 @@ class FeatureJudge:
         ]
 
     def _outputs(self, passages: Sequence[Passage], states: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """The layer's outputs [N, P, H] with each of N arms' weights, from states [N, P, H], ids int64 [P]."""
+        """The layer's outputs [N, P, H], by arm, from states [N, P, H] and token ids int64 [P]."""
         draft, count = self.drafter.draft, len(states)
         places = torch.cat([torch.arange(p.first, p.end) for p in passages]).to(ids.device)
         embeds = draft.embed(ids, states).expand(count, -1, -1)

@@ -197,7 +197,7 @@ def replay_record(sequence: Sequence, target_id: str) -> ReplayRecord:
     ids = torch.cat([ids for ids, _ in captured])[:count]
     logprobs = torch.cat([logprobs for _, logprobs in captured])[:count]
     return ReplayRecord(
-        domain=sequence.expert,
+        domain=sequence.domain,
         expert=sequence.expert,
         adapter_version=sequence.adapter_version,
         target_id=target_id,

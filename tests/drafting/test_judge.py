@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rounds import row
 
 from moedraft.core import SHARED, SamplingParams, Sequence
 from moedraft.drafting.adapter import HEAD, Adapter
@@ -21,7 +22,6 @@ from moedraft.models import LanguageModel
 from moedraft.routing.selector import FixedSelector
 
 from random_models import VOCAB, prompts_of, random_model
-from rounds import row
 from tiny import NumberTokenizer
 
 GENERAL = torch.arange(1, VOCAB, 2)
@@ -81,7 +81,7 @@ class Looking(FixedSelector):
         judge = self.judge
         assert judge is not None
         running = [one for one in self.rows if one.slot >= 0 and one.finish_reason is None]
-        passages = [judge.known(one, 0) for one in running]
+        passages = [judge.known(one, 0, KEPT) for one in running]
         passages = [one for one in passages if one.end > one.first]
         if passages and ending is None:
             self.passes += 1
@@ -135,7 +135,7 @@ def test_what_the_batch_drafts_with_stays_set(target: LanguageModel, base: Featu
         engine.step()
     before = {name: layer.product for name, layer in bank.layers.items()}
     vocabulary, selected = base.hf.vocabulary, bank.selected
-    judge.hits([judge.known(one, 0) for one in engine.sequences], judge.arms)
+    judge.hits([judge.known(one, 0, KEPT) for one in engine.sequences], judge.arms)
     assert {name: layer.product for name, layer in bank.layers.items()} == before
     assert base.hf.vocabulary is vocabulary
     assert bank.selected == selected
@@ -147,7 +147,8 @@ def test_the_states_kept_are_the_last_ones() -> None:
     for start in range(0, 40, 5):
         states.keep([(one, start, 5)], fused[:, start : start + 5])
     first, end = states.span(one)
-    assert end == 40 and 4 <= end - first <= 8 + 5
+    assert end == 40
+    assert 4 <= end - first <= 8 + 5
     assert states.of(one, 37, 39).flatten().tolist() == [37, 38]
     states.keep([(one, 10, 2)], fused[:, 10:])  # from here on it is read again
     assert states.span(one) == (10, 12)
