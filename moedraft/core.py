@@ -269,6 +269,7 @@ class RequestStats:
     created_at: float = field(default_factory=time.time)
     confidence: float | None = None  # the router's
     time_to_first_token: float | None = None  # seconds since arrival
+    overruled: bool = False  # evidence put another expert in the place of the router's
 
 
 @dataclass(frozen=True)
@@ -315,6 +316,7 @@ class RequestOutput:
     confidence: float | None = None  # the router's probability of the domain; None: pinned or not routed
     time_to_first_token: float | None = None  # seconds since arrival
     logprobs: list[TokenLogprobs] | None = None  # by token of `token_ids`, where asked for
+    overruled: bool = False  # evidence put another expert in the place of the router's
 
     @property
     def tokens_per_second(self) -> float:

@@ -216,7 +216,7 @@ def request_stats(sequence: Sequence) -> RequestStats:
     finished = sequence.finished_at or time.monotonic()
     return RequestStats(
         request_id=sequence.request_id,
-        expert=sequence.expert,
+        expert=sequence.domain,
         adapter_version=sequence.adapter_version,
         lang=script_of(sequence.prompt),
         num_prompt_tokens=sequence.num_prompt_tokens,
@@ -227,6 +227,7 @@ def request_stats(sequence: Sequence) -> RequestStats:
         confidence=sequence.confidence,
         time_to_first_token=sequence.first_token_at and sequence.first_token_at - sequence.arrived_at,
         created_at=ended_at(sequence),
+        overruled=sequence.overruled,
     )
 
 

@@ -6,26 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from random_experts import bank_of, base_of
 from rounds import row
 
 from moedraft.core import SHARED, SamplingParams, Sequence
-from moedraft.drafting.adapter import HEAD, Adapter
-from moedraft.drafting.base import FeatureBase, first_guesses, load_feature_base
+from moedraft.drafting.base import FeatureBase, first_guesses
 from moedraft.drafting.feature import FeatureDrafter, ReadStates
 from moedraft.drafting.judge import KEPT, FeatureJudge
-from moedraft.drafting.lora import ExpertBank
 from moedraft.engine.engine import Engine
-from moedraft.feature.checkpoint import save_draft
-from moedraft.feature.config import config_for
-from moedraft.feature.model import FeatureDraft
 from moedraft.models import LanguageModel
 from moedraft.routing.selector import FixedSelector
 
-from random_models import VOCAB, prompts_of, random_model
+from random_models import prompts_of, random_model
 from tiny import NumberTokenizer
-
-GENERAL = torch.arange(1, VOCAB, 2)
-LISTS = {"a": torch.arange(0, VOCAB, 3), "b": None, "c": torch.arange(1, VOCAB, 6)}
 
 
 @pytest.fixture(scope="module")
@@ -35,34 +28,9 @@ def target() -> LanguageModel:
 
 @pytest.fixture(params=[True, False], ids=["output normed", "output bare"])
 def base(target: LanguageModel, tmp_path: Path, request: pytest.FixtureRequest) -> FeatureBase:
-    torch.manual_seed(5)
-    config = config_for(
-        target.hf.config,
-        draft_vocab_size=len(GENERAL),
-        feature_layers=(0, 1, 2),
-        norm_output=request.param,
-    )
-    layers = target.hf.get_input_embeddings(), target.hf.get_output_embeddings()
-    save_draft(FeatureDraft(config, GENERAL, *(one.weight.detach() for one in layers)), tmp_path / "draft")
-    found = load_feature_base(tmp_path / "draft", target)
+    found = base_of(target, tmp_path / "draft", norm_output=request.param)
     found.cpu_fast_paths = request.param
     return found
-
-
-def bank_of(base: FeatureBase) -> ExpertBank:
-    """A shared adapter and three experts, of which one leaves some layers alone."""
-    bank = ExpertBank(base)
-    dtype = bank.layers[HEAD].base_weight().dtype
-    for seed, (name, tokens) in enumerate({SHARED: None, **LISTS}.items()):
-        generator = torch.Generator().manual_seed(seed)
-        deltas = {}
-        for layer in sorted(bank.tail)[1 if name == "c" else 0 :]:
-            out, inner = bank.layers[layer].base_weight().shape
-            rows = len(tokens) if layer == HEAD and tokens is not None else out
-            a, b = (torch.randn(*shape, generator=generator) * 0.3 for shape in ((4, inner), (rows, 4)))
-            deltas[layer] = (a.to(dtype), b.to(dtype))
-        bank.publish(name, Adapter(seed + 1, deltas, tokens))
-    return bank
 
 
 class Looking(FixedSelector):
