@@ -342,18 +342,3 @@ def _shown(value: object) -> str:
         return repr(value)[:40]
     except ValueError:  # Python writes no integer of thousands of digits
         return "a number this long"
-
-
-def check_request(request_id: object, prompt: object, params: object, expert: object) -> None:
-    """InvalidRequest where one of them is not of its type; what they mean is looked at elsewhere."""
-    if not isinstance(request_id, str) or not request_id:
-        raise InvalidRequest("a request id must be a string that is not empty.")
-    if not isinstance(params, SamplingParams):
-        raise InvalidRequest(f"sampling parameters must be SamplingParams, not {type(params).__name__}.")
-    if expert is not None and not isinstance(expert, str):
-        raise InvalidRequest("an expert is chosen by its name, a string.")
-    if isinstance(prompt, str):
-        if any("\ud800" <= letter <= "\udfff" for letter in prompt):
-            raise InvalidRequest("the prompt is not valid Unicode text: it holds half a surrogate pair.")
-    elif not isinstance(prompt, list | tuple) or not all(map(_is_int, prompt)):
-        raise InvalidRequest("the prompt must be a string or a list of token ids (whole numbers).")

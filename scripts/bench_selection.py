@@ -24,7 +24,7 @@ import argparse
 import json
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -138,11 +138,12 @@ def figures(found: dict[str, list[RequestOutput]], labels: list[str]) -> dict[st
     return result | {"recovered": round(won / lost, 3), "prompts": len(labels)}
 
 
-def measure(system: System, judge: FeatureJudge, args: argparse.Namespace) -> dict[str, Any]:
-    """Tokens per step by kind of prompt, over all and by domain."""
+def measure(
+    system: System, judge: FeatureJudge, args: argparse.Namespace, report: dict[str, Any]
+) -> Iterator[str]:
+    """Put tokens per step into `report` by kind of prompt, over all and by domain; yields each kind."""
     names = args.domains.split(",")
     turned = dict(zip(names, [*names[1:], names[0]], strict=True))
-    report: dict[str, Any] = {}
     for kind in args.kinds.split(","):
         reworded = KINDS[kind]
         labels = [name for _ in range(args.heldout) for name in names]
@@ -175,7 +176,7 @@ def measure(system: System, judge: FeatureJudge, args: argparse.Namespace) -> di
             for i, name in enumerate(names)
         }
         show(kind, report[kind])
-    return report
+        yield kind
 
 
 def same(found: dict[str, list[RequestOutput]]) -> float:
@@ -224,6 +225,11 @@ def costs(system: System, judge: FeatureJudge, args: argparse.Namespace) -> dict
     return report
 
 
+def save(report: dict[str, Any], file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
 def show(kind: str, part: dict[str, Any]) -> None:
     print(f"{kind}: recovered {part['recovered']}, same answers {part['same_answers']}")
     for name, each in part.items():
@@ -255,11 +261,12 @@ def main() -> None:
         assert isinstance(drafter, FeatureDrafter), "the experts of a feature drafter alone can be compared"
         judge = FeatureJudge(drafter, system.bank)
         warm_up(system)
-        report["tokens per step"] = measure(system, judge, args)
-        report["cost"] = costs(system, judge, args)
-        report |= surroundings(system)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        report |= surroundings(system) | {"tokens per step": {}}
+        for _ in measure(system, judge, args, report["tokens per step"]):
+            save(report, args.out)
+        if args.timed:
+            report["cost"] = costs(system, judge, args)
+            save(report, args.out)
 
 
 if __name__ == "__main__":

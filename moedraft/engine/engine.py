@@ -25,7 +25,6 @@ from moedraft.core import (
     RequestOutput,
     SamplingParams,
     Sequence,
-    check_request,
 )
 from moedraft.drafting.budget import Budget
 from moedraft.drafting.chooser import Chooser, DraftLimits, DraftSource
@@ -39,7 +38,7 @@ from moedraft.engine.port import AdapterSource, EngineFigures, NoAdapters, OnOut
 from moedraft.engine.round import Round
 from moedraft.engine.scheduler import Scheduler
 from moedraft.engine.target import TargetRunner
-from moedraft.engine.tokenise import tokenise
+from moedraft.engine.tokenise import check_request, tokenise
 from moedraft.evidence import Evidence
 
 if TYPE_CHECKING:
