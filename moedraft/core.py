@@ -163,7 +163,9 @@ class Sequence:
     seed: int  # params.seed, or one drawn at admission
     prompt: str = ""
     expert: str = SHARED  # set by the selector at admission
-    confidence: float | None = None  # the router's probability of that domain; None where it was not asked
+    confidence: float | None = None  # the router's probability of its domain; None where it was not asked
+    routed: str | None = None  # what the router chose; evidence may have chosen another expert since
+    prior: dict[str, float] = field(default_factory=dict)  # the router's probabilities, by domain
     pinned: bool = False  # the caller chose the expert
     capture: bool = False  # may be learned from
     counted: bool = True  # its statistics are kept when it ends
@@ -186,6 +188,16 @@ class Sequence:
     def reproducible(self) -> bool:
         """Seeded sampling: who drafts, and how far, must not depend on timing or the batch."""
         return self.params.seed is not None and self.params.temperature > 0
+
+    @property
+    def overruled(self) -> bool:
+        """Whether evidence has put another expert in the place of the one that the router chose."""
+        return self.routed is not None and self.routed != self.expert
+
+    @property
+    def domain(self) -> str:
+        """Whose text this is: the expert's, or that of the router's domain where no expert drafts better."""
+        return self.routed or SHARED if self.expert == SHARED else self.expert
 
     @property
     def generated(self) -> list[int]:
@@ -260,6 +272,7 @@ class RequestStats:
     created_at: float = field(default_factory=time.time)
     confidence: float | None = None  # the router's
     time_to_first_token: float | None = None  # seconds since arrival
+    overruled: bool = False  # evidence put another expert in the place of the router's
 
 
 @dataclass(frozen=True)
@@ -308,6 +321,7 @@ class RequestOutput:
     confidence: float | None = None  # the router's probability of the domain; None: pinned or not routed
     time_to_first_token: float | None = None  # seconds since arrival
     logprobs: list[TokenLogprobs] | None = None  # by token of `token_ids`, where asked for
+    overruled: bool = False  # evidence put another expert in the place of the router's
 
     @property
     def tokens_per_second(self) -> float:
@@ -333,18 +347,3 @@ def _shown(value: object) -> str:
         return repr(value)[:40]
     except ValueError:  # Python writes no integer of thousands of digits
         return "a number this long"
-
-
-def check_request(request_id: object, prompt: object, params: object, expert: object) -> None:
-    """InvalidRequest where one of them is not of its type; what they mean is looked at elsewhere."""
-    if not isinstance(request_id, str) or not request_id:
-        raise InvalidRequest("a request id must be a string that is not empty.")
-    if not isinstance(params, SamplingParams):
-        raise InvalidRequest(f"sampling parameters must be SamplingParams, not {type(params).__name__}.")
-    if expert is not None and not isinstance(expert, str):
-        raise InvalidRequest("an expert is chosen by its name, a string.")
-    if isinstance(prompt, str):
-        if any("\ud800" <= letter <= "\udfff" for letter in prompt):
-            raise InvalidRequest("the prompt is not valid Unicode text: it holds half a surrogate pair.")
-    elif not isinstance(prompt, list | tuple) or not all(map(_is_int, prompt)):
-        raise InvalidRequest("the prompt must be a string or a list of token ids (whole numbers).")

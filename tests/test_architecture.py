@@ -34,6 +34,7 @@ ROOMS = {
     "kernels": (11, 2100),
     "moedraft": (17, 2500),  # the files that lie in no folder
     "routing": (6, 1050),
+    "selecting": (4, 600),
     "serve": (3, 350),
     "serve/auth": (5, 450),
     "serve/dashboard": (14, 2350),
@@ -74,6 +75,7 @@ FLOORS = {
     "moedraft.storage": 1,
     "moedraft.insight": 2,
     "moedraft.routing": 2,
+    "moedraft.selecting": 2,
     "moedraft.drafting": 2,
     "moedraft.feature": 2,
     "moedraft.engine": 3,

@@ -25,7 +25,6 @@ from moedraft.core import (
     RequestOutput,
     SamplingParams,
     Sequence,
-    check_request,
 )
 from moedraft.drafting.budget import Budget
 from moedraft.drafting.chooser import Chooser, DraftLimits, DraftSource
@@ -39,7 +38,7 @@ from moedraft.engine.port import AdapterSource, EngineFigures, NoAdapters, OnOut
 from moedraft.engine.round import Round, Verification
 from moedraft.engine.scheduler import Scheduler
 from moedraft.engine.target import TargetRunner
-from moedraft.engine.tokenise import tokenise
+from moedraft.engine.tokenise import check_request, tokenise
 from moedraft.evidence import Evidence
 
 if TYPE_CHECKING:
@@ -217,6 +216,7 @@ class Engine(WholeAnswers):
             self.refresh()
             self._admit()
             self._read_prompts()
+            self._settle()
             outputs = self._decode() if self.scheduler.num_ready else []
             self._deliver(outputs)
         return outputs
@@ -230,13 +230,13 @@ class Engine(WholeAnswers):
         new = self.scheduler.admit()
         if new:
             self.selector.assign(new)
-        self._settle()
         if new or self.scheduler.reading:
             self.timer.interrupted()
 
     def _settle(self, ending: Sequence | None = None) -> None:
-        """Hand sequences to the experts that the router has found for them since the last call."""
-        changed = self.selector.settle(ending)
+        """Hand sequences to the experts that the selector has found for them since the last call."""
+        with self.timer.selecting():
+            changed = self.selector.settle(ending)
         if changed and self.chooser.model is not None:
             self.chooser.model.experts_changed(changed)
 

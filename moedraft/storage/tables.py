@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sqlalchemy import (
     JSON,
+    Boolean,
     Column,
     Float,
     ForeignKey,
@@ -118,6 +119,7 @@ requests = Table(
     Column("num_accepted_lookup_tokens", Integer, nullable=False, server_default="0"),
     Column("shared_drafted_at", JSON, nullable=False, server_default="[]"),
     Column("shared_accepted_at", JSON, nullable=False, server_default="[]"),
+    Column("overruled", Boolean, nullable=False, server_default="0"),
     sqlite_autoincrement=True,
 )
 Index("requests_by_expert", requests.c.expert, requests.c.id)
