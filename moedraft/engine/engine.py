@@ -81,8 +81,7 @@ class Engine(WholeAnswers):
         self.max_model_len = min(target.max_len, max_model_len or target.max_len)
         self.prefill_chunk, self.truncate_prompts = prefill_chunk, truncate_prompts
         self.eos_token_ids = eos_token_ids
-        self.timer = RoundTimer()
-        self.budget = Budget(max_speculative_tokens, target.ragged)
+        self.timer, self.budget = RoundTimer(), Budget(max_speculative_tokens, target.ragged)
         limits = DraftLimits(self.max_model_len, num_speculative_tokens, adaptive_budget)
         self.chooser = Chooser(drafter, self.budget, self.timer, limits, draft_source)
         self.runner = TargetRunner(target, max_batch_size, drafter.needs if drafter else ())
