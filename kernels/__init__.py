@@ -2,6 +2,9 @@
 
     verify_chain   accept drafted tokens, correct the first wrong one, add one more; the target's distribution
                    is kept exactly (Leviathan et al., arXiv 2211.17192)
+    verify_block   the same with a rule that judges a draft as a whole and keeps more of it on average (Sun et
+                   al., arXiv 2403.10444)
+    round_seeds    random numbers of their own for each round, which verify_block needs
     sample_draft   draw a draft token; returns the log-sum-exp, too, which verification needs
     divergence     forward and reverse KL, JSD, TVD between teacher and student; loss and gradient in one call
 
@@ -18,8 +21,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from . import reference
+from . import reference, reference_block
 from .autograd import Problem, evaluate
+from .philox import round_seeds
 from .reference import DRAFT_INVALID, GREEDY_BELOW, TARGET_INVALID
 
 __all__ = [
@@ -28,7 +32,9 @@ __all__ = [
     "TARGET_INVALID",
     "Kind",
     "divergence",
+    "round_seeds",
     "sample_draft",
+    "verify_block",
     "verify_chain",
 ]
 
@@ -87,12 +93,47 @@ def verify_chain(
             target_logits, draft_tokens, draft_logits, draft_lse, num_draft, temperature, seed, position
         )
     if packed:
-        assert num_draft is not None
-        target_logits = _unpack(target_logits, num_draft + 1, draft_tokens.shape[1] + 1)
-        draft_logits = (
-            None if draft_logits is None else _unpack(draft_logits, num_draft, draft_tokens.shape[1])
-        )
+        target_logits, draft_logits = _padded(target_logits, draft_tokens, draft_logits, num_draft)
     return reference.verify_chain(
+        target_logits, draft_tokens, draft_logits, draft_lse, num_draft, temperature, seed, position
+    )
+
+
+def verify_block(
+    target_logits: Tensor,
+    draft_tokens: Tensor,
+    draft_logits: Tensor | None = None,
+    *,
+    draft_lse: Tensor | None = None,
+    num_draft: Tensor | None = None,
+    temperature: Tensor | float,
+    seed: Tensor,
+    position: Tensor,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `verify_chain`, by another rule: on average it accepts at least as many tokens, often more.
+
+    Arguments, results, greedy rows and status are `verify_chain`'s; what is emitted is distributed as the
+    target's own tokens. There is one condition more. Which tokens are accepted depends on all of the draft,
+    on tokens that are then thrown away too, so nothing of a round may return in a later one: `seed` must be a
+    round's own, as `round_seeds` makes them, for this function and for `sample_draft` alike.
+
+    With M the target and S the draft: p_0 = 1, p_i = min(1, p_(i-1)·M(x_i)/S(x_i)); the longest prefix i is
+    accepted whose u_i < h_i, where h_i = m_i / (m_i + 1 − p_i), m_i = Σ max(0, p_i·M − S) over the position
+    after it, and h = p at the draft's end. The next token is drawn from max(0, p_i·M − S), normalised, or
+    from the target's row at the draft's end. A row whose draft is not valid at some position ends there at
+    the latest (DRAFT_INVALID if it does).
+
+    It reads all rows of the draft. There is no Triton kernel yet: "auto" takes the reference on every device.
+    Raises ValueError as `verify_chain` does, and for backend="triton".
+    """
+    packed = target_logits.dim() == 2
+    _check_chain(target_logits, draft_tokens, draft_logits, draft_lse, num_draft, packed)
+    if backend not in ("auto", "reference"):
+        raise ValueError(f'Block verification has no backend but "auto" and "reference", not {backend!r}.')
+    if packed:
+        target_logits, draft_logits = _padded(target_logits, draft_tokens, draft_logits, num_draft)
+    return reference_block.verify_block(
         target_logits, draft_tokens, draft_logits, draft_lse, num_draft, temperature, seed, position
     )
 
@@ -248,6 +289,16 @@ def _check_chain(
         raise ValueError("draft_lse must be [B, K], and comes with draft_logits.")
     if num_draft is not None and num_draft.shape != (batch,):
         raise ValueError(f"num_draft must be [{batch}], not {list(num_draft.shape)}.")
+
+
+def _padded(
+    target: Tensor, tokens: Tensor, draft: Tensor | None, num_draft: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Packed logits as [B, K+1, V] and [B, K, V]."""
+    assert num_draft is not None
+    length = tokens.shape[1]
+    padded = None if draft is None else _unpack(draft, num_draft, length)
+    return _unpack(target, num_draft + 1, length + 1), padded
 
 
 def _unpack(rows: Tensor, counts: Tensor, width: int) -> Tensor:

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-PROPOSE, ACCEPT, RESAMPLE = 1, 2, 3  # the counter's third word: each purpose has random numbers of its own
+# the counter's third word: each purpose has random numbers of its own
+PROPOSE, ACCEPT, RESAMPLE, ROUND = 1, 2, 3, 4
 ROUNDS = 10
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -57,6 +58,23 @@ def chain_uniforms(seed: Tensor, position: Tensor, length: int) -> tuple[Tensor,
         counter = position[:, None] + torch.where(accept, steps, steps - length)
         u = uniform(seed[:, None], counter, torch.where(accept, ACCEPT, RESAMPLE))
     return u[:, :length], u[:, length:]
+
+
+def round_seeds(seed: Tensor, position: Tensor) -> Tensor:
+    """A seed int64 [B] for one round alone, from a request's seed and the position at which the round begins.
+
+    Chain verification needs none: it never looks at a random number of a position that a later round emits,
+    nor does anything that it decides depend on a token that it throws away. Block verification does both, so
+    each of its rounds must have random numbers of its own, for drafting too.
+    """
+    if seed.device.type == "cpu":
+        high, low = (
+            torch.from_numpy(word.astype(np.int64))
+            for word in philox_numpy(seed.numpy(), position.numpy(), ROUND)[:2]
+        )
+    else:
+        high, low = philox_torch(seed, position, ROUND)[:2]
+    return (high << 32) | low
 
 
 @functools.lru_cache(maxsize=64)

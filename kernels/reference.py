@@ -6,6 +6,8 @@ Arithmetic is float32 (float64 for float64 logits); uniforms and inverse CDFs ar
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,11 @@ GREEDY_BELOW = (
 TARGET_INVALID, DRAFT_INVALID = 1, 2  # bits of the status
 
 Verdict = tuple[Tensor, Tensor, Tensor]
+# target_logits, drafted [B, K+1], draft_logits, draft_lse, 1/temperature [B], accept and resample uniforms
+Rule = Callable[
+    [Tensor, Tensor, Tensor | None, Tensor | None, Tensor, tuple[Tensor, Tensor]],
+    Verdict,
+]
 
 
 def verify_chain(
@@ -30,6 +37,22 @@ def verify_chain(
     position: Tensor,
 ) -> Verdict:
     """See `moedraft.kernels.verify_chain`; the logits here are padded, [B, K+1, V] and [B, K, V]."""
+    drafts = (draft_tokens, draft_logits, draft_lse, num_draft)
+    return verify_rows(chain_rule, target_logits, *drafts, temperature, seed, position)
+
+
+def verify_rows(
+    rule: Rule,
+    target_logits: Tensor,
+    draft_tokens: Tensor,
+    draft_logits: Tensor | None,
+    draft_lse: Tensor | None,
+    num_draft: Tensor | None,
+    temperature: Tensor | float,
+    seed: Tensor,
+    position: Tensor,
+) -> Verdict:
+    """Greedy rows by comparison with the target's argmax, the others by `rule`."""
     batch, length = draft_tokens.shape
     drafted = draft_tokens.new_full((batch, length + 1), -1)  # the last column stays -1 and ends every row
     drafted[:, :length] = draft_tokens
@@ -41,7 +64,7 @@ def verify_chain(
         return _verify_greedy(target_logits, drafted)
     inverse = _inverse_temperature(temperature, greedy, target_logits)
     uniforms = chain_uniforms(seed, position, length)
-    sampled = _verify_sampled(target_logits, drafted, draft_logits, draft_lse, inverse, uniforms)
+    sampled = rule(target_logits, drafted, draft_logits, draft_lse, inverse, uniforms)
     if isinstance(greedy, bool):
         return sampled
     exact = _verify_greedy(target_logits, drafted)
@@ -56,9 +79,9 @@ def sample_draft(
     greedy = greedy_rows(temperature)
     if greedy is True:
         best, value = argmax_rows(logits)
-        lse = torch.logsumexp(_compute(logits), dim=-1).to(torch.float32)
+        lse = torch.logsumexp(computed(logits), dim=-1).to(torch.float32)
         return best.where(value.isfinite(), 0), lse.where(value.isfinite(), torch.nan)
-    scaled = _compute(logits) * _inverse_temperature(temperature, greedy, logits)[:, None]
+    scaled = computed(logits) * _inverse_temperature(temperature, greedy, logits)[:, None]
     maximum = scaled.amax(dim=-1, keepdim=True)
     tokens, total = inverse_cdf(scaled.sub_(maximum).exp_(), uniform(seed, position, PROPOSE))
     lse = (maximum[:, 0] + total.log()).to(torch.float32)  # NaN for a row with a NaN, +inf or only -inf
@@ -116,7 +139,7 @@ def _verify_greedy(target_logits: Tensor, drafted: Tensor) -> Verdict:
     return tokens.masked_fill_(steps > last, -1), num_accepted, status
 
 
-def _verify_sampled(
+def chain_rule(
     target_logits: Tensor,
     drafted: Tensor,
     draft_logits: Tensor | None,
@@ -127,7 +150,7 @@ def _verify_sampled(
     """drafted [B, K+1] as above, inverse [B], uniforms: accept [B, K] and resample [B, K+1] (float64)."""
     batch, width = drafted.shape
     vocab = target_logits.shape[-1]
-    target_logp = torch.log_softmax(_compute(target_logits) * inverse[:, None, None], dim=-1)
+    target_logp = torch.log_softmax(computed(target_logits) * inverse[:, None, None], dim=-1)
     accepted = torch.zeros_like(drafted)
     if width > 1:
         tokens = drafted[:, :-1]
@@ -176,9 +199,9 @@ def _draft_rows(
     if draft_logits is None:
         return None, 1.0
     if draft_lse is None:
-        logp = torch.log_softmax(_compute(draft_logits) * inverse[:, None, None], dim=-1)
+        logp = torch.log_softmax(computed(draft_logits) * inverse[:, None, None], dim=-1)
         return logp, logp.gather(-1, index).squeeze(-1).exp_()
-    scaled = _compute(draft_logits.gather(-1, index).squeeze(-1)) * inverse[:, None]
+    scaled = computed(draft_logits.gather(-1, index).squeeze(-1)) * inverse[:, None]
     return draft_logits, scaled.sub_(draft_lse).exp_()
 
 
@@ -198,10 +221,10 @@ def _draft_row(
     row = draft_logp[rows, at]
     if draft_lse is None:
         return row.exp_()
-    return (_compute(row) * inverse.unsqueeze(1)).sub_(draft_lse[rows, at].unsqueeze(1)).exp_()
+    return (computed(row) * inverse.unsqueeze(1)).sub_(draft_lse[rows, at].unsqueeze(1)).exp_()
 
 
-def _compute(logits: Tensor) -> Tensor:
+def computed(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.to(torch.float32)
 
 

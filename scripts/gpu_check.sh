@@ -1,20 +1,29 @@
 #!/usr/bin/env bash
-# Everything that needs a CUDA device, in one command and under nine minutes: the kernel tests, the kernel benchmark
-# and, where it exists, the engine benchmark. Needs python3 with torch, triton and pytest; installs and fetches nothing.
+# Everything that needs a CUDA device, in three slices, each of which takes less than eight minutes. Needs python3
+# with torch, triton and pytest; installs and fetches nothing.
 #
-#   scripts/gpu_check.sh [--out results/]
+#   scripts/gpu_check.sh kernels     what only a GPU shows of the kernels, then their benchmark: the cases of most value
+#   scripts/gpu_check.sh tests       all tests of the kernels
+#   scripts/gpu_check.sh rest        the rest of the kernel benchmark, then the engine benchmark
+#   scripts/gpu_check.sh             all three, one after another
 #
-# Writes JSON into the folder. Ends with a status other than 0 if a test failed or a benchmark broke off.
+#   --out FOLDER     where the JSON files go (results/)
+#
+# The kernel benchmark writes its file after every case, and a later slice or run goes on where it stopped; it looks
+# in the folder above and in results/. Ends with a status other than 0 if a test failed or a benchmark broke off.
 set -uo pipefail
 
 out=results
+slices=()
 while [ $# -gt 0 ]; do
     case "$1" in
         --out) out="$2"; shift 2 ;;
         --out=*) out="${1#--out=}"; shift ;;
-        *) echo "usage: scripts/gpu_check.sh [--out results/]" >&2; exit 2 ;;
+        kernels|tests|rest) slices+=("$1"); shift ;;
+        *) echo "usage: scripts/gpu_check.sh [kernels] [tests] [rest] [--out results/]" >&2; exit 2 ;;
     esac
 done
+[ "${#slices[@]}" -gt 0 ] || slices=(kernels tests rest)
 mkdir -p "$out"
 out="$(cd "$out" && pwd)"
 cd "$(dirname "$0")/.."
@@ -47,9 +56,13 @@ step() { # name, seconds, command …
     fi
 }
 
-step "kernel tests" 250 env PYTHONSAFEPATH=1 "$python" -m pytest tests/kernels -q -o addopts= -o filterwarnings=default \
-    -p no:cacheprovider --junitxml "$packages/tests.xml"
-"$python" - "$packages/tests.xml" "$out/kernel-tests.json" <<'PYTHON'
+tests() { # name of the report, seconds, tests …
+    local report="$1" seconds="$2"
+    shift 2
+    rm -f "$packages/tests.xml"
+    step "$report" "$seconds" env PYTHONSAFEPATH=1 "$python" -m pytest "$@" -q -o addopts= \
+        -o filterwarnings=default -p no:cacheprovider --junitxml "$packages/tests.xml"
+    "$python" - "$packages/tests.xml" "$out/$report.json" <<'PYTHON'
 import datetime, json, pathlib, sys
 import xml.etree.ElementTree as tree
 
@@ -74,8 +87,22 @@ if source.exists():
 target.write_text(json.dumps(report, indent=1) + "\n")
 print(json.dumps(report))
 PYTHON
-step "kernel benchmark" 200 "$python" scripts/bench_kernels.py --out "$out"
-if [ -f scripts/bench_engine.py ]; then
-    step "engine benchmark" 80 "$python" scripts/bench_engine.py --quick --out "$out"
-fi
+}
+
+# The limits of a slice add up to less than 480 seconds. A benchmark begins no case in its last minute.
+for slice in "${slices[@]}"; do
+    case "$slice" in
+        kernels)
+            tests kernel-tests-gpu 130 tests/kernels/test_kernels_gpu.py
+            step "kernel benchmark" 330 "$python" scripts/bench_kernels.py --out "$out" --minutes 4.5
+            ;;
+        tests)
+            tests kernel-tests 460 tests/kernels
+            ;;
+        rest)
+            step "kernel benchmark" 330 "$python" scripts/bench_kernels.py --out "$out" --minutes 4.5 --tune
+            step "engine benchmark" 130 "$python" scripts/bench_engine.py --quick --out "$out"
+            ;;
+    esac
+done
 exit "$failed"

@@ -25,7 +25,6 @@ from moedraft.core import (
     RequestOutput,
     SamplingParams,
     Sequence,
-    check_request,
 )
 from moedraft.drafting.budget import Budget
 from moedraft.drafting.chooser import Chooser, DraftLimits, DraftSource
@@ -36,13 +35,14 @@ from moedraft.engine.capture import Capture
 from moedraft.engine.commit import commit, output_of
 from moedraft.engine.detokenizer import Detokenizer
 from moedraft.engine.port import AdapterSource, EngineFigures, NoAdapters, OnOutput, Sink
-from moedraft.engine.round import Round
+from moedraft.engine.round import Round, Verification
 from moedraft.engine.scheduler import Scheduler
 from moedraft.engine.target import TargetRunner
-from moedraft.engine.tokenise import tokenise
+from moedraft.engine.tokenise import check_request, tokenise
 from moedraft.evidence import Evidence
 
 if TYPE_CHECKING:
+    from moedraft.routing.router import Route
     from moedraft.routing.selector import ExpertSelector
 
 log = logging.getLogger(__name__)
@@ -73,6 +73,7 @@ class Engine(WholeAnswers):
         max_speculative_tokens: int = 8,
         adaptive_budget: bool = True,
         draft_source: DraftSource = "auto",
+        verification: Verification = "chain",
         topk: int = 16,
         eos_token_ids: frozenset[int] = frozenset(),
     ) -> None:
@@ -81,13 +82,12 @@ class Engine(WholeAnswers):
         self.max_model_len = min(target.max_len, max_model_len or target.max_len)
         self.prefill_chunk, self.truncate_prompts = prefill_chunk, truncate_prompts
         self.eos_token_ids = eos_token_ids
-        self.timer = RoundTimer()
-        self.budget = Budget(max_speculative_tokens, target.ragged)
+        self.timer, self.budget = RoundTimer(), Budget(max_speculative_tokens, target.ragged)
         limits = DraftLimits(self.max_model_len, num_speculative_tokens, adaptive_budget)
         self.chooser = Chooser(drafter, self.budget, self.timer, limits, draft_source)
         self.runner = TargetRunner(target, max_batch_size, drafter.needs if drafter else ())
         self.capture = Capture(topk)
-        self.round = Round(self.runner, self.chooser, [self.chooser, selector], self.capture)
+        self.round = Round(self.runner, self.chooser, [self.chooser, selector], self.capture, verification)
         self.round.verify = self.timer.verifying(self.round.verify)
         self.scheduler = Scheduler(max_batch_size, self._swap)
         self._sequences: dict[str, Sequence] = {}
@@ -123,7 +123,7 @@ class Engine(WholeAnswers):
         chat: bool = False,
         topic: str | None = None,
         ids: list[int] | None = None,
-        routed: tuple[str, float] | None = None,
+        routed: Route | None = None,
         source: str = "",
         on_output: OnOutput | None = None,
     ) -> str:
@@ -132,8 +132,8 @@ class Engine(WholeAnswers):
         expert pins one; draft=False is plain decoding; capture keeps what learning needs; counted=False
         leaves the request out of all statistics; chat puts a text through the tokenizer's chat template,
         where it has one; topic is what the router looks at instead of the prompt; ids are the prompt's tokens
-        and routed is the router's domain and confidence, where the caller has found them already; source is
-        who asks; on_output gets its outputs, whoever steps. Raises InvalidRequest for an empty prompt, one
+        and routed is what the router says, where the caller has them already; source is who asks; on_output
+        gets its outputs, whoever steps. Raises InvalidRequest for an empty prompt, one
         longer than the context, an unknown expert, or an id in use.
         """
         params = SamplingParams() if params is None else params
@@ -147,8 +147,9 @@ class Engine(WholeAnswers):
         sequence.source = source
         sequence.prompt = topic or (prompt if isinstance(prompt, str) else self.tokenizer.decode(ids))
         sequence.expert, sequence.pinned = expert or SHARED, expert is not None
-        if routed is not None and self.selector.knows(routed[0]):  # it may have been removed meanwhile
-            sequence.expert, sequence.confidence = routed
+        if routed is not None and self.selector.knows(routed.domain):  # it may have been removed meanwhile
+            sequence.routed = sequence.expert = routed.domain
+            sequence.confidence, sequence.prior = routed.confidence, routed.probabilities
         sequence.draft = draft and self.chooser.model is not None
         goes_on = isinstance(prompt, str) and not (chat and has_template(self.tokenizer))
         self._texts[request_id] = Detokenizer(self.tokenizer, params.stop, ids if goes_on else ())
@@ -226,6 +227,7 @@ class Engine(WholeAnswers):
             self.refresh()
             self._admit()
             self._read_prompts()
+            self._settle()
             outputs = self._decode() if self.scheduler.num_ready else []
             self._deliver(outputs)
         return outputs
@@ -239,13 +241,13 @@ class Engine(WholeAnswers):
         new = self.scheduler.admit()
         if new:
             self.selector.assign(new)
-        self._settle()
         if new or self.scheduler.reading:
             self.timer.interrupted()
 
     def _settle(self, ending: Sequence | None = None) -> None:
-        """Hand sequences to the experts that the router has found for them since the last call."""
-        changed = self.selector.settle(ending)
+        """Hand sequences to the experts that the selector has found for them since the last call."""
+        with self.timer.selecting():
+            changed = self.selector.settle(ending)
         if changed and self.chooser.model is not None:
             self.chooser.model.experts_changed(changed)
 

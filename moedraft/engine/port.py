@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from moedraft.core import RequestOutput, SamplingParams, Sequence
+
+if TYPE_CHECKING:
+    from moedraft.routing.router import Route
 
 OnOutput = Callable[[RequestOutput], None]
 Sink = Callable[[Sequence], None]  # gets every finished request
@@ -53,7 +56,7 @@ class ServingEngine(Protocol):
         capture: bool = False,
         topic: str | None = None,
         ids: list[int] | None = None,
-        routed: tuple[str, float] | None = None,
+        routed: Route | None = None,
         source: str = "",
         on_output: OnOutput | None = None,
     ) -> str:

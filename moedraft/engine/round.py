@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from dataclasses import replace
+from functools import partial
+from typing import Literal, Protocol
 
 import torch
 
@@ -11,10 +13,12 @@ from moedraft.core import Sequence
 from moedraft.engine.capture import Capture
 from moedraft.engine.target import TargetRunner
 from moedraft.evidence import Evidence, Proposal, Rows
-from moedraft.kernels import TARGET_INVALID, verify_chain
+from moedraft.kernels import TARGET_INVALID, round_seeds, verify_block, verify_chain
 from moedraft.sampling import SamplingBatch, filter_logits
 
 Commit = Callable[[Evidence, int], None]  # takes one row's verified tokens into its sequence
+Verify = Callable[[Rows, Proposal, torch.Tensor], tuple[list[list[int]], list[int], list[bool]]]
+Verification = Literal["chain", "block"]  # the rule by which sampled rows are verified
 
 
 class Proposer(Protocol):
@@ -29,15 +33,26 @@ class Round:
     """Called with the sequences in slots 0 … B−1; each of them gets at least one token."""
 
     def __init__(
-        self, target: TargetRunner, proposer: Proposer, learners: Iterable[Learner], capture: Capture
+        self,
+        target: TargetRunner,
+        proposer: Proposer,
+        learners: Iterable[Learner],
+        capture: Capture,
+        verification: Verification = "chain",
     ) -> None:
         self.target, self.proposer, self.learners, self.capture = target, proposer, learners, capture
-        self.verify = verify
+        self.verification: Verification = verification
+        self.verify: Verify = partial(verify, rule=verification)
         self._last: Evidence | None = None
         self._sampling: tuple[list[Sequence], SamplingBatch] | None = None
 
     def __call__(self, sequences: list[Sequence], commit: Commit) -> Evidence:
-        rows = Rows(sequences, self._sampling_of(sequences), self._last)
+        sampling = self._sampling_of(sequences)
+        if self.verification == "block" and not sampling.greedy:
+            # What a round throws away has a say in where it ends: nothing random of it may return later.
+            fresh = round_seeds(sampling.seed, positions(sequences, sampling.seed.device))
+            sampling = replace(sampling, seed=fresh)
+        rows = Rows(sequences, sampling, self._last)
         # Propose: a drafter guesses up to K tokens for each row.
         proposal = self.proposer.propose(rows)
         # Verify: one forward of the target scores them all; each row keeps those that the target agrees with.
@@ -64,15 +79,22 @@ class Round:
         return known[1]
 
 
+def positions(sequences: list[Sequence], device: torch.device) -> torch.Tensor:
+    """By row, where its next token will stand: int64 [B]."""
+    return torch.tensor([len(row.token_ids) for row in sequences], device=device)
+
+
 def verify(
-    rows: Rows, proposal: Proposal, logits: torch.Tensor
+    rows: Rows, proposal: Proposal, logits: torch.Tensor, rule: Verification = "chain"
 ) -> tuple[list[list[int]], list[int], list[bool]]:
     """By row: the tokens emitted, how many of them were drafted, and whether the target's logits are broken.
 
-    logits [B, K+1, V] are the target's. What is emitted follows the target's distribution exactly.
+    logits [B, K+1, V] are the target's. What is emitted follows the target's distribution exactly; by the
+    rule for blocks it does so if the rows' seeds are this round's alone.
     """
     device, sampling = logits.device, rows.sampling
-    emitted, accepted, status = verify_chain(
+    check = verify_block if rule == "block" else verify_chain
+    emitted, accepted, status = check(
         filter_logits(logits, sampling),
         proposal.token_ids,
         proposal.logits,
@@ -80,7 +102,7 @@ def verify(
         num_draft=torch.tensor(proposal.lengths, device=device),
         temperature=0.0 if sampling.greedy else sampling.temperature,
         seed=sampling.seed,
-        position=torch.tensor([len(row.token_ids) for row in rows.sequences], device=device),
+        position=positions(rows.sequences, device),
     )
     counts = accepted.tolist()
     tokens = [row[: count + 1] for row, count in zip(emitted.tolist(), counts, strict=True)]

@@ -1,11 +1,31 @@
-"""Turns a request's prompt into token ids that the engine can take."""
+"""Checks what a request brings, and turns its prompt into token ids that the engine can take."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from moedraft.chat import prompt_ids
-from moedraft.core import InvalidRequest, PromptTooLong
+from moedraft.core import InvalidRequest, PromptTooLong, SamplingParams
+
+
+def check_request(request_id: object, prompt: object, params: object, expert: object) -> None:
+    """InvalidRequest where one of them is not of its type; what they mean is looked at elsewhere."""
+    if not isinstance(request_id, str) or not request_id:
+        raise InvalidRequest("a request id must be a string that is not empty.")
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequest(f"sampling parameters must be SamplingParams, not {type(params).__name__}.")
+    if expert is not None and not isinstance(expert, str):
+        raise InvalidRequest("an expert is chosen by its name, a string.")
+    if isinstance(prompt, str):
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            sentence = "the prompt is not valid Unicode text: it holds half a surrogate pair."
+            raise InvalidRequest(sentence) from error
+    elif not isinstance(prompt, list | tuple) or not all(
+        isinstance(token, int) and not isinstance(token, bool) for token in prompt
+    ):
+        raise InvalidRequest("the prompt must be a string or a list of token ids (whole numbers).")
 
 
 def tokenise(

@@ -171,6 +171,7 @@ class Observer:
         return RouterView(
             routed=len(routed),
             unknown=len(routed.of(SHARED)),
+            overruled=int(np.nansum(routed["overruled"])),
             confidence=float(routed["confidence"].mean()) if len(routed) else None,
             domains=tuple(name for name, _ in self._store.registry.domain_names()),
             names=names,

@@ -18,6 +18,7 @@ from moedraft.drafting.lora import ExpertBank, Prepared
 from moedraft.storage.store import Store
 
 POLL_SECONDS = 0.5  # between two looks at the registry; doubled with every failure in a row
+READS = 5  # of versions that change while they are read, at most
 DOUBLINGS = 6  # the most doublings: half a minute
 
 log = logging.getLogger(__name__)
@@ -102,10 +103,17 @@ class AdapterLoader:
 
     @torch.inference_mode()
     def _load(self, recent: Sequence[str] = ()) -> Loaded:
-        """Read and prepare the versions that have changed."""
-        generation = self.store.registry.generation()
-        changes: dict[str, Adapter | None] = {}
-        found = [self._find(name, changes) for name in self._names()]
+        """Read and prepare the versions that have changed.
+
+        Adapters that were published together are taken together: where something was published meanwhile,
+        all is read again.
+        """
+        for _ in range(READS):
+            generation = self.store.registry.generation()
+            changes: dict[str, Adapter | None] = {}
+            found = [self._find(name, changes) for name in self._names()]
+            if self.store.registry.generation() == generation:
+                break
         return generation if all(found) else None, self.bank.prepare(changes, recent)
 
     def _use(self, loaded: Loaded, running: Iterable[core.Sequence]) -> None:

@@ -52,6 +52,7 @@ def sample(
     *,
     source: str = "model",
     prompt: list[int] = PROMPT,
+    verification: str = "chain",
 ) -> list[tuple[int, ...]]:
     engine = Engine(
         target,
@@ -62,6 +63,7 @@ def sample(
         num_speculative_tokens=3,
         adaptive_budget=adaptive,
         draft_source=source,  # type: ignore[arg-type]
+        verification=verification,  # type: ignore[arg-type]
     )
     # Fixed costs, as of a target ten times the draft: the budget's choices then depend on confidence alone.
     slopes = np.array([0.0, 0.1, 0.01])
@@ -150,6 +152,24 @@ def test_adaptive_budget_keeps_it_exact(models: tuple[TinyLM, TinyLM]) -> None:
     assert min(p_values(answers, exact(models[0], params))) > 1e-4
 
 
+@pytest.mark.parametrize("params", [SamplingParams(1.0), SamplingParams(1.3, top_k=5, top_p=0.8)], ids=str)
+def test_verification_of_whole_drafts(models: tuple[TinyLM, TinyLM], params: SamplingParams) -> None:
+    answers = sample(*models, params, verification="block")
+    assert min(p_values(answers, exact(models[0], params))) > 1e-4
+
+
+@pytest.mark.parametrize("source", ["model", "auto"])
+def test_verification_of_whole_drafts_whose_length_is_chosen(
+    models: tuple[TinyLM, TinyLM], source: str
+) -> None:
+    params, prompt = SamplingParams(1.0), PROMPT if source == "model" else REPEATING
+    draft = models[1] if source == "model" else STRANGER
+    answers = sample(
+        models[0], draft, params, adaptive=True, source=source, prompt=prompt, verification="block"
+    )
+    assert min(p_values(answers, exact(models[0], params, prompt))) > 1e-4
+
+
 @pytest.mark.parametrize("source", ["auto", "lookup"])
 def test_what_is_looked_up_keeps_it_exact(models: tuple[TinyLM, TinyLM], source: str) -> None:
     """Certain guesses, alone and beside rows that the model drafts for."""
@@ -189,13 +209,16 @@ def _wrong_target_distribution(real: Callable) -> Callable:
     return verify
 
 
+@pytest.mark.parametrize("rule", ["chain", "block"])
 @pytest.mark.parametrize("fault", [_wrong_draft_distribution, _wrong_target_distribution])
 def test_negative_controls(
-    models: tuple[TinyLM, TinyLM], monkeypatch: pytest.MonkeyPatch, fault: Callable
+    models: tuple[TinyLM, TinyLM], monkeypatch: pytest.MonkeyPatch, fault: Callable, rule: str
 ) -> None:
-    monkeypatch.setattr(round_module, "verify_chain", fault(round_module.verify_chain))
+    name = f"verify_{rule}"
+    monkeypatch.setattr(round_module, name, fault(getattr(round_module, name)))
     params = SamplingParams(1.0)
-    assert min(p_values(sample(*models, params), exact(models[0], params))) < 1e-6
+    answers = sample(*models, params, verification=rule)
+    assert min(p_values(answers, exact(models[0], params))) < 1e-6
 
 
 def test_negative_control_shared_noise(
@@ -214,12 +237,16 @@ def test_negative_control_shared_noise(
     assert min(p_values(sample(*models, params), exact(models[0], params))) < 1e-6
 
 
-def test_same_seed_same_answer_alone_or_in_a_batch(models: tuple[TinyLM, TinyLM]) -> None:
+@pytest.mark.parametrize("rule", ["chain", "block"])
+def test_same_seed_same_answer_alone_or_in_a_batch(models: tuple[TinyLM, TinyLM], rule: str) -> None:
     target, draft = models
 
     def run(prompts: list[list[int]], slots: int) -> list[list[int]]:
         drafter = ModelDrafter(draft, NoExperts(), slots, VOCAB)
-        engine = Engine(target, NumberTokenizer(), drafter, FixedSelector(), max_batch_size=slots)
+        engine = Engine(
+            target, NumberTokenizer(), drafter, FixedSelector(), max_batch_size=slots,
+            verification=rule,  # type: ignore[arg-type]
+        )  # fmt: skip
         each = [SamplingParams(1.0, max_tokens=10 + i, seed=i) for i in range(len(prompts))]
         return [o.token_ids for o in engine.generate(prompts, each)]
 

@@ -102,7 +102,7 @@ async def promote(request: Request, name: Name, body: Promotion) -> Data:
     context = context_of(request)
 
     def work() -> Data:
-        return inventory.live_version(name, changes.promote(context.store, name, body.version))
+        return inventory.changed(name, changes.promote(context.store, name, body.version))
 
     return await _change(context, work)
 
@@ -113,7 +113,7 @@ async def rollback(request: Request, name: Name) -> Data:
     context = context_of(request)
 
     def work() -> Data:
-        return inventory.live_version(name, changes.rollback(context.store, name))
+        return inventory.changed(name, changes.rollback(context.store, name))
 
     return await _change(context, work)
 

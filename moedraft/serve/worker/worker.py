@@ -20,6 +20,7 @@ from moedraft.core import SamplingParams, StorageError
 from moedraft.cpu.memory import return_large_blocks
 from moedraft.distill.governor import Load, write_load
 from moedraft.learning_state import LearningState
+from moedraft.routing.router import Route
 from moedraft.serve.worker.thread import EngineThread
 from moedraft.serve.worker.ticket import Channel, Draining, EngineFailed, Overloaded, Ticket
 from moedraft.system.build import System
@@ -108,7 +109,7 @@ class Worker:
         capture: bool = True,
         topic: str | None = None,
         ids: list[int] | None = None,
-        routed: tuple[str, float] | None = None,
+        routed: Route | None = None,
         source: str = "",
     ) -> Ticket:
         """Queue a request. The arguments are those of `Engine.add`.
@@ -143,17 +144,16 @@ class Worker:
         """
         return await asyncio.wrap_future(self._engine.do(lambda: work(self.system)))
 
-    async def route(self, text: str) -> tuple[str, float] | None:
-        """The domain of a prompt and its probability, for `submit`; the engine goes on meanwhile.
+    async def route(self, text: str) -> Route | None:
+        """What the router says of a prompt, for `submit`; the engine goes on meanwhile.
 
         None where the router fails; the engine then asks it once more, and says so in the log.
         """
         try:
             routing = self._routing.submit(self.system.router.route, [text])
-            (route,) = await asyncio.wrap_future(routing)
+            return (await asyncio.wrap_future(routing))[0]
         except Exception:
             return None
-        return route.domain, route.confidence
 
     def load_new(self) -> None:
         """Load newly published versions now, while the engine is idle, instead of with the next request."""

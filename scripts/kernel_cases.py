@@ -1,0 +1,64 @@
+"""All cases of the kernel benchmark, ordered by value, and the trial of other block sizes.
+
+What the trainer runs comes first, then what every step of the engine runs, then the rest: a run that is
+broken off has lost the least.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, get_args
+
+import torch
+from kernel_case import Case
+from kernel_loss_cases import dense_case, linear_case, step, topk_case, topk_of
+from kernel_peers import Loss
+from kernel_timing import Bench, measured
+from kernel_verify_cases import TOP_K, filter_case, filtered_case, greedy_case, sample_case, verify_case
+
+from moedraft import kernels
+from moedraft.kernels import Kind
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+def cases(bench: Bench) -> list[Case]:
+    """All cases, those first that say most about what serves and what trains."""
+    ends = dict.fromkeys((bench.batches[0], bench.batches[-1]))
+    many = bench.batches[-1]
+    found = [
+        topk_case(bench, "fkl", bench.vocab, bench.rows, plain=True),
+        *(verify_case(bench, batch, bench.vocab) for batch in ends),
+        filtered_case(bench, many),
+        *(filter_case(bench, many, top_k) for top_k in (0, TOP_K)),
+        dense_case(bench, "fkl"),
+        *(sample_case(bench, batch) for batch in ends),
+        *(verify_case(bench, batch, bench.vocab) for batch in bench.batches[1:-1]),
+        *(verify_case(bench, many, vocab, many_peers=False) for vocab in bench.vocabs),
+        *(topk_case(bench, "fkl", vocab, bench.rows) for vocab in bench.vocabs),
+        *(greedy_case(bench, batch) for batch in ends),
+        *(topk_case(bench, kind, bench.vocab, bench.rows) for kind in KINDS if kind != "fkl"),
+        *(dense_case(bench, kind) for kind in KINDS if kind != "fkl"),
+        *(verify_case(bench, batch, bench.vocab, with_lse=False) for batch in bench.batches),
+        linear_case(bench),
+    ]
+    return list({case.key: case for case in found}.values())
+
+
+def tuned(bench: Bench) -> list[dict[str, Any]]:
+    """Times of the divergences with other block sizes and numbers of warps than the usual ones."""
+    fused: Any = importlib.import_module("moedraft.kernels.fused_divergence")
+    student = torch.randn(bench.rows, bench.vocab, device=bench.device).to(bench.dtype)
+    teacher, found, table = torch.randn_like(student), [], fused.tile
+    ids, logprobs = topk_of(teacher, bench.top_k)
+    for block, warps in ((1024, 4), (2048, 4), (2048, 8), (4096, 8), (4096, 16), (8192, 16), (8192, 32)):
+        fused.tile = lambda vocab, b=block, w=warps: {**table(vocab), "BLOCK": b, "num_warps": w}
+        losses: dict[str, Loss] = {
+            "topk fkl": lambda s, _: kernels.divergence(s, teacher_topk=(ids, logprobs)),
+            **{kind: lambda s, t, k=kind: kernels.divergence(s, t, kind=k) for kind in KINDS},  # type: ignore[misc]
+        }
+        for name, loss in losses.items():
+            timing = measured([step(loss, student, teacher)], bench, graph=False)
+            found.append({"loss": name, "block": block, "warps": warps, **timing})
+    fused.tile = table
+    return found

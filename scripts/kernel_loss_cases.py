@@ -1,0 +1,146 @@
+"""Cases of the kernel benchmark that training runs: divergences between a teacher and a student."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import kernel_peers as peers
+import torch
+from kernel_case import Case, Contender
+from kernel_peers import Loss
+from kernel_timing import Bench, Call
+from torch import Tensor
+
+from moedraft import kernels
+from moedraft.kernels import Kind
+
+
+def step(function: Loss, student: Tensor, teacher: Tensor) -> Call:
+    """One forward and one backward. The student is a leaf; its gradient is dropped."""
+
+    def call() -> Tensor:
+        leaf = student.detach().requires_grad_()
+        return torch.autograd.grad(function(leaf, teacher), leaf)[0]
+
+    return call
+
+
+def relative_errors(bench: Bench, loss: Callable[[Tensor, Tensor], Tensor]) -> dict[str, float]:
+    """Relative norms against float64 on a few rows: loss and gradient. `loss` gives one loss a row."""
+    gen = torch.Generator(bench.device).manual_seed(5)
+    errors = {}
+    for dtype in {torch.float32, bench.dtype}:
+        size = (min(64, bench.rows), bench.vocab)
+        student = (torch.randn(size, device=bench.device, generator=gen) * 2).to(dtype)
+        teacher = (student + torch.randn(size, device=bench.device, generator=gen)).to(dtype)
+        exact, given = student.double().requires_grad_(), student.requires_grad_()
+        wanted, found = loss(exact, teacher.double()), loss(given, teacher)
+        (wanted_grad,) = torch.autograd.grad(wanted.sum(), exact)
+        (grad,) = torch.autograd.grad(found.sum(), given)
+        name = str(dtype).removeprefix("torch.")
+        errors[f"loss_{name}"] = float((found - wanted).detach().norm() / wanted.detach().norm())
+        errors[f"gradient_{name}"] = float((grad.double() - wanted_grad).norm() / wanted_grad.norm())
+    return errors
+
+
+def backend_of(logits: Tensor) -> Any:
+    """Float64 is for the reference alone."""
+    return "reference" if logits.dtype == torch.float64 else "auto"
+
+
+def topk_of(teacher: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Ids and log-probabilities of each row's most likely tokens, a few rows at a time."""
+    parts = [rows.float().log_softmax(-1).topk(count) for rows in torch.split(teacher, 256)]
+    return torch.cat([part.indices for part in parts]), torch.cat([part.values for part in parts])
+
+
+def topk_case(bench: Bench, kind: Kind, vocab: int, rows: int, plain: bool = False) -> Case:
+    """The loss that the trainer lowers. The logits are read once at least, the gradient is written once."""
+    floor = 2 * rows * vocab * bench.dtype.itemsize
+
+    def contenders() -> dict[str, Contender]:
+        student = torch.randn(rows, vocab, device=bench.device).to(bench.dtype)
+        ids, logprobs = topk_of(torch.randn_like(student), bench.top_k)
+
+        def ours(inplace: bool) -> Loss:
+            return lambda s, _: kernels.divergence(
+                s, teacher_topk=(ids, logprobs), kind=kind, inplace_grad=inplace
+            )
+
+        def rowwise(s: Tensor, t: Tensor) -> Tensor:
+            some = topk_of(t, bench.top_k)
+            return kernels.divergence(
+                s, teacher_topk=some, kind=kind, reduction="none", backend=backend_of(s)
+            )
+
+        found = {
+            "moedraft": Contender(
+                lambda: [step(ours(False), student, student)], lambda: relative_errors(bench, rowwise)
+            ),
+            "moedraft, gradient in place": Contender(lambda: [step(ours(True), student.clone(), student)]),
+        }
+        if plain:
+            loss = peers.plain_topk(kind, ids, logprobs)
+            found |= {
+                "eager PyTorch": Contender(lambda: [step(loss, student, student)]),
+                "torch.compile": Contender(lambda: [step(torch.compile(loss), student, student)]),
+                "speculators": Contender(lambda: [step(peers.speculators_divergence(), student, student)]),
+            }
+        return found
+
+    shape = {"rows": rows, "vocab": vocab, "top_k": bench.top_k, "kind": kind}
+    return Case("topk divergence", shape, floor, contenders)
+
+
+def dense_case(bench: Bench, kind: Kind) -> Case:
+    floor = 3 * bench.rows * bench.vocab * bench.dtype.itemsize  # two reads and one write
+
+    def contenders() -> dict[str, Contender]:
+        student = torch.randn(bench.rows, bench.vocab, device=bench.device).to(bench.dtype)
+        teacher = torch.randn(bench.rows, bench.vocab, device=bench.device).to(bench.dtype)
+        plain = peers.plain_divergence(kind)
+
+        def ours(inplace: bool) -> Loss:
+            return lambda s, t: kernels.divergence(s, t, kind=kind, inplace_grad=inplace)
+
+        def rowwise(s: Tensor, t: Tensor) -> Tensor:
+            return kernels.divergence(s, t, kind=kind, reduction="none", backend=backend_of(s))
+
+        def timed(loss: Callable[[], Loss]) -> Contender:
+            return Contender(lambda: [step(loss(), student, teacher)])
+
+        return {
+            "moedraft": Contender(
+                lambda: [step(ours(False), student, teacher)], lambda: relative_errors(bench, rowwise)
+            ),
+            "moedraft, gradient in place": Contender(lambda: [step(ours(True), student.clone(), teacher)]),
+            "eager PyTorch": timed(lambda: plain),
+            "torch.compile": timed(lambda: torch.compile(plain)),
+            "Liger (with its log_softmax)": timed(lambda: peers.liger_divergence(kind)),
+            "speculators": timed(peers.speculators_divergence),
+        }
+
+    shape = {"rows": bench.rows, "vocab": bench.vocab, "kind": kind}
+    return Case("divergence", shape, floor, contenders)
+
+
+def linear_case(bench: Bench, width: int = 2048) -> Case:
+    """From hidden states: the output layer and the divergence. Ours writes all logits, Liger's does not."""
+    rows, vocab = bench.rows // 4, bench.vocab
+    floor = 2 * vocab * width * bench.dtype.itemsize  # the weights, read for the product and its gradient
+
+    def contenders() -> dict[str, Contender]:
+        hidden, teacher = (torch.randn(rows, width, device=bench.device).to(bench.dtype) for _ in range(2))
+        weight = torch.randn(vocab, width, device=bench.device).mul_(width**-0.5).to(bench.dtype)
+
+        def ours(s: Tensor, t: Tensor) -> Tensor:
+            return kernels.divergence(s @ weight.T, t @ weight.T, kind="jsd", inplace_grad=True)
+
+        return {
+            "moedraft after the product": Contender(lambda: [step(ours, hidden, teacher)]),
+            "Liger, fused": Contender(lambda: [peers.liger_linear_jsd(hidden, weight, teacher)]),
+        }
+
+    shape = {"rows": rows, "width": width, "vocab": vocab, "kind": "jsd"}
+    return Case("linear and divergence", shape, floor, contenders)

@@ -1,0 +1,172 @@
+"""Cases of the kernel benchmark that every step of the engine runs: verification, filters, drawing."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import kernel_peers as peers
+import torch
+from kernel_case import Case, Contender
+from kernel_timing import Bench, Call
+from torch import Tensor
+
+from moedraft import kernels
+from moedraft.core import SamplingParams
+from moedraft.kernels import verify_chain
+from moedraft.sampling import SamplingBatch, filter_logits
+
+TOP_P, TOP_K = 0.95, 50
+
+
+def chain_inputs(bench: Bench, batch: int, vocab: int, seed: int, top_p: float = 1.0) -> dict[str, Tensor]:
+    """A draft close to the target, with sampled tokens, so that rows accept different numbers of them."""
+    device, length = bench.device, bench.length
+    gen = torch.Generator(device).manual_seed(seed)
+    target = torch.randn(batch, length + 1, vocab, device=device, generator=gen).mul_(2)
+    noise = torch.randn(batch, length, vocab, device=device, generator=gen)
+    draft = (target[:, :length] + 0.7 * noise).to(bench.dtype)
+    seeds = torch.arange(batch, device=device) + 1000 * seed
+    position = torch.full_like(seeds, 50)
+    if top_p < 1:
+        draft = filter_logits(draft, filters(batch, device))
+    drawn = [kernels.sample_draft(draft[:, j].contiguous(), 1.0, seeds, position + j) for j in range(length)]
+    return {
+        "target_logits": target.to(bench.dtype),
+        "draft_tokens": torch.stack([token for token, _ in drawn], 1),
+        "draft_logits": draft,
+        "draft_lse": torch.stack([lse for _, lse in drawn], 1),
+        "temperature": torch.ones(batch, device=device),
+        "seed": seeds,
+        "position": position,
+    }
+
+
+def filters(batch: int, device: str, top_k: int = 0) -> SamplingBatch:
+    params = SamplingParams(temperature=1.0, top_p=TOP_P, top_k=top_k)
+    return SamplingBatch.of([params] * batch, [0] * batch, torch.device(device))
+
+
+def verify_call(inputs: dict[str, Tensor], with_lse: bool = True, **changes: Any) -> Call:
+    arguments: dict[str, Any] = {**inputs, **changes}
+    if not with_lse:
+        arguments.pop("draft_lse")
+    return lambda: verify_chain(**arguments)
+
+
+def verify_facts(inputs: dict[str, Tensor], with_lse: bool) -> dict[str, Any]:
+    """Rows whose tokens differ from those computed in float64, and how many tokens are accepted."""
+    wide = {name: t.double() if name.endswith("logits") else t for name, t in inputs.items()}
+    exact = verify_call(wide, False, backend="reference")()
+    found = verify_call(inputs, with_lse)()
+    return {
+        "rows_unlike_float64": int((found[0] != exact[0]).any(dim=1).sum()),
+        "mean_accepted": round(float(found[1].double().mean()), 3),
+    }
+
+
+def verify_case(bench: Bench, batch: int, vocab: int, with_lse: bool = True, many_peers: bool = True) -> Case:
+    row = vocab * bench.dtype.itemsize
+    floor = batch * row * (bench.length + 1 + (1 if with_lse else bench.length))
+
+    def contenders() -> dict[str, Contender]:
+        sets = [chain_inputs(bench, batch, vocab, seed) for seed in range(bench.sets(floor))]
+        plain = [(i["target_logits"], i["draft_tokens"], i["draft_logits"]) for i in sets]
+        found = {
+            "moedraft": Contender(
+                lambda: [verify_call(inputs, with_lse) for inputs in sets],
+                lambda: verify_facts(sets[0], with_lse) if batch <= 64 else {},
+            ),
+            "eager PyTorch": Contender(lambda: [partial(peers.plain_verify, *p) for p in plain]),
+        }
+        if many_peers:
+            compiled = torch.compile(peers.plain_verify)
+            found |= {
+                "torch.compile": Contender(lambda: [partial(compiled, *p) for p in plain]),
+                "FlashInfer (with its softmax)": Contender(lambda: [*map(peers.flashinfer_verify, sets)]),
+                "SGLang (with its softmax)": Contender(lambda: [*map(peers.sglang_verify, sets)]),
+                "vLLM (with its softmax)": Contender(lambda: [*map(peers.vllm_verify, sets)], graph=False),
+            }
+        return found
+
+    shape = {"batch": batch, "num_draft": bench.length, "vocab": vocab, "draft_lse": with_lse}
+    return Case("verify_chain", shape, floor, contenders)
+
+
+def greedy_case(bench: Bench, batch: int) -> Case:
+    floor = batch * bench.vocab * bench.dtype.itemsize * (bench.length + 1)
+
+    def contenders() -> dict[str, Contender]:
+        sets = [chain_inputs(bench, batch, bench.vocab, seed) for seed in range(bench.sets(floor))]
+        changes: dict[str, Any] = {"draft_logits": None, "temperature": 0.0}
+        return {
+            "moedraft": Contender(lambda: [verify_call(inputs, False, **changes) for inputs in sets]),
+            "argmax alone": Contender(lambda: [partial(torch.argmax, i["target_logits"], -1) for i in sets]),
+        }
+
+    shape = {"batch": batch, "num_draft": bench.length, "vocab": bench.vocab}
+    return Case("verify_chain, greedy", shape, floor, contenders)
+
+
+def filtered_case(bench: Bench, batch: int) -> Case:
+    """What the engine runs for a request with top-p: the target's rows are filtered and verified."""
+    row = bench.vocab * bench.dtype.itemsize
+    floor = batch * row * (bench.length + 2)
+
+    def contenders() -> dict[str, Contender]:
+        sets = [chain_inputs(bench, batch, bench.vocab, seed, TOP_P) for seed in range(bench.sets(floor))]
+        ready = [
+            {**i, "target_logits": filter_logits(i["target_logits"], filters(batch, bench.device))}
+            for i in sets
+        ]
+
+        def whole(inputs: dict[str, Tensor]) -> Call:
+            sampling, arguments = filters(batch, bench.device), dict(inputs)
+            target = arguments.pop("target_logits")
+            return lambda: verify_chain(filter_logits(target, sampling), **arguments)  # type: ignore[arg-type]
+
+        return {
+            "moedraft": Contender(lambda: [*map(whole, sets)]),
+            "moedraft, filtered before": Contender(lambda: [*map(verify_call, ready)]),
+        }
+
+    shape = {"batch": batch, "num_draft": bench.length, "vocab": bench.vocab, "top_p": TOP_P}
+    return Case("verify_chain, filtered", shape, floor, contenders)
+
+
+def filter_case(bench: Bench, batch: int, top_k: int) -> Case:
+    floor = 2 * batch * bench.vocab * bench.dtype.itemsize * (bench.length + 1)
+
+    def contenders() -> dict[str, Contender]:
+        shape = (batch, bench.length + 1, bench.vocab)
+        sets = [
+            torch.randn(shape, device=bench.device).mul_(2).to(bench.dtype) for _ in range(bench.sets(floor))
+        ]
+        sampling = filters(batch, bench.device, top_k)
+        return {
+            "moedraft": Contender(lambda: [partial(filter_logits, x, sampling) for x in sets]),
+            "eager PyTorch, top-p by a full sort": Contender(
+                lambda: [partial(peers.plain_top_p, x, TOP_P) for x in sets]
+            ),
+            "FlashInfer, top-p (with its softmax)": Contender(
+                lambda: [peers.flashinfer_top_p(x, TOP_P) for x in sets]
+            ),
+        }
+
+    shape = {"batch": batch, "num_draft": bench.length, "vocab": bench.vocab, "top_p": TOP_P, "top_k": top_k}
+    return Case("filter_logits", shape, floor, contenders)
+
+
+def sample_case(bench: Bench, batch: int) -> Case:
+    floor = batch * bench.vocab * bench.dtype.itemsize
+
+    def contenders() -> dict[str, Contender]:
+        size = (batch, bench.vocab)
+        sets = [torch.randn(size, device=bench.device).to(bench.dtype) for _ in range(bench.sets(floor))]
+        seed = torch.arange(batch, device=bench.device)
+        return {
+            "moedraft": Contender(lambda: [partial(kernels.sample_draft, x, 1.0, seed, seed) for x in sets]),
+            "eager PyTorch": Contender(lambda: [partial(peers.plain_sample, x) for x in sets]),
+        }
+
+    return Case("sample_draft", {"batch": batch, "vocab": bench.vocab}, floor, contenders)

@@ -1,0 +1,160 @@
+"""The whole kernel benchmark on a CPU, with stubs for CUDA's events and graphs: nothing breaks or is lost."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from scripts_loader import SCRIPTS, load_script
+
+PEERS = {"FlashInfer", "SGLang", "vLLM", "Liger", "speculators"}
+
+
+class Event:
+    """A CUDA event that asks the processor's clock."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, later: Event) -> float:
+        return (later.at - self.at) * 1e3
+
+
+class Graph:
+    """Runs nothing when it is replayed."""
+
+    def replay(self) -> None:
+        return None
+
+
+@contextmanager
+def capture(graph: Graph) -> Iterator[None]:
+    yield
+
+
+@pytest.fixture
+def bench_kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    stubs: dict[str, Any] = {
+        "Event": Event,
+        "CUDAGraph": Graph,
+        "graph": capture,
+        "synchronize": lambda: None,
+        "empty_cache": lambda: None,
+        "reset_peak_memory_stats": lambda: None,
+        "memory_allocated": lambda: 0,
+        "max_memory_allocated": lambda: 0,
+        "get_device_name": lambda: "Stub",
+    }
+    for name, stub in stubs.items():
+        monkeypatch.setattr(torch.cuda, name, stub)
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    monkeypatch.setattr(load_script("kernel_timing"), "MIN_SAMPLES", 2)
+    script = load_script("bench_kernels")
+    monkeypatch.setattr(script, "plot", lambda report, path: None)
+    return script
+
+
+def tiny() -> Any:
+    return load_script("kernel_timing").Bench(
+        device="cpu", cuda=True, seconds=0.0, cold_bytes=4000, dtype=torch.float32, vocab=96,
+        vocabs=(64, 33), batches=(1, 2, 3), rows=8, top_k=4,
+    )  # fmt: skip
+
+
+def run(script: ModuleType, folder: Path, *more: str) -> dict[str, Any]:
+    path = script.main(["--out", str(folder), "--resume", str(folder / "none"), *more], tiny())
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def test_every_case_runs_and_only_missing_packages_are_named(
+    bench_kernels: ModuleType, tmp_path: Path
+) -> None:
+    report = run(bench_kernels, tmp_path, "--tune")
+    operations = [case["operation"] for case in report["cases"]]
+    assert operations[:3] == ["topk divergence", "verify_chain", "verify_chain"]
+    assert set(operations) == set(load_script("kernel_case").ABOUT)
+    assert len(report["tuning"]) == 7 * 5
+    for case in report["cases"]:
+        assert case["floor_bytes"] > 0
+        for name, entry in case["contenders"].items():
+            if "us" in entry:
+                assert {"graph", "host_us", "extra_mib", "share_of_copy"} <= set(entry), (case["key"], name)
+            else:
+                assert entry == {"status": "not installed"}, (case["key"], name, entry)
+                assert name.split()[0].rstrip(",") in PEERS
+        assert "us" in next(iter(case["contenders"].values())), case["key"]
+    batches = {case["shape"]["batch"] for case in report["cases"] if case["operation"] == "verify_chain"}
+    assert batches == {1, 2, 3}
+
+
+def after(count: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which the run is broken off at after so many calls."""
+    calls = iter(range(count))
+
+    def limited(*arguments: Any) -> Any:
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+        return function(*arguments)
+
+    return limited
+
+
+def test_a_run_that_is_broken_off_keeps_its_cases_and_is_gone_on_with(
+    bench_kernels: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = bench_kernels.run_case
+    monkeypatch.setattr(bench_kernels, "run_case", after(2, real))
+    with pytest.raises(KeyboardInterrupt):
+        run(bench_kernels, tmp_path)
+    kept = json.loads((tmp_path / "kernels-stub.json").read_text())["cases"]
+    assert len(kept) == 2
+    ran: list[str] = []
+    monkeypatch.setattr(
+        bench_kernels, "run_case", lambda case, *rest: ran.append(case.key) or real(case, *rest)
+    )
+    report = run(bench_kernels, tmp_path)
+    assert report["cases"][:2] == kept
+    assert [case["key"] for case in report["cases"][2:]] == ran
+    assert not {case["key"] for case in kept} & set(ran)
+    ran.clear()
+    monkeypatch.setattr(bench_kernels, "code", lambda: "other code")
+    run(bench_kernels, tmp_path, "--minutes", "1e9")
+    assert len(ran) == len(report["cases"])  # the control: after a change everything is measured again
+
+
+def test_no_case_begins_after_the_time_that_was_given(bench_kernels: ModuleType, tmp_path: Path) -> None:
+    assert run(bench_kernels, tmp_path, "--minutes", "-1")["cases"] == []
+
+
+def test_data_sets_take_several_times_the_cache() -> None:
+    timing = load_script("kernel_timing")
+    bench = tiny()
+    for size in (1, 999, 4000, 10**9):
+        assert bench.sets(size) * size >= bench.cold_bytes
+        assert bench.sets(size) >= 2
+    assert timing.COLD_FACTOR >= 4
+
+
+def test_each_slice_on_a_gpu_takes_less_than_eight_minutes() -> None:
+    """The limits of a slice's steps in gpu_check.sh, added up; and the benchmark stops before its own."""
+    text = (SCRIPTS / "gpu_check.sh").read_text()
+    slices = re.findall(r"^ {8}(\w+)\)\n(.*?);;", text, flags=re.MULTILINE | re.DOTALL)
+    assert [name for name, _ in slices] == ["kernels", "tests", "rest"]
+    for name, body in slices:
+        limits = [int(n) for n in re.findall(r'^ +(?:step "[^"]+"|tests [\w-]+) (\d+)', body, re.MULTILINE)]
+        assert limits, name
+        assert sum(limits) < 480, name
+        for limit, minutes in re.findall(r"benchmark\" (\d+) .*bench_kernels.*--minutes ([\d.]+)", body):
+            assert int(limit) - 60 * float(minutes) >= 60
