@@ -11,9 +11,10 @@ from typing import Any
 from evidence import paper
 from evidence.arrangements import ARRANGEMENTS, GATED, JOINT, MAIN, ONLINE, STATIC
 from evidence.figures import Runs
-from evidence.streams import ONLY, title_of
+from evidence.streams import ONLY, ORDERS, title_of
 from evidence.summary import summary
 from evidence.words import (
+    COMMANDS,
     DASH,
     INTRODUCTION,
     METHOD,
@@ -31,6 +32,7 @@ ABOUT_PICTURES = {
     "gains": "What each arrangement gained on static in the end; bars: 95 % intervals, small marks: seeds.",
     "domains": "The same by domain.",
 }
+ENOUGH_SEEDS, ENOUGH_PROMPTS = 5, 40
 WORST = 0.01  # of first guesses, that no domain is to lose
 Whole = dict[str, Any]
 
@@ -46,7 +48,7 @@ def write(runs: Runs, out: Path, path: Path, pictures: Sequence[str]) -> None:
     )
     parts = [INTRODUCTION, "## What was found", *findings(whole), METHOD, settings(whole), shown]
     parts += [pattern_part(whole, name) for name in patterns(whole)]
-    parts += [moving(whole), prices(whole), gate(whole), *paper.parts(whole)]
+    parts += [moving(whole), prices(whole), gate(whole), *paper.parts(whole), COMMANDS]
     path.write_text("\n\n".join(part for part in parts if part) + "\n", encoding="utf-8")
 
 
@@ -124,6 +126,15 @@ def gated_costs(of: Whole) -> str:
     return f"{said[one['verdict']]} {interval(one)}."
 
 
+def forgets(of: Whole, name: str) -> str:
+    """Whether domains lost something while others came."""
+    one = of.get(name, {}).get("forgotten")
+    if one is None:
+        return ""
+    said = {"better": "gained", "worse": "**lost**", "open": "changed by no more than chance"}[one["verdict"]]
+    return f"{ARRANGEMENTS[name].title.capitalize()}: domains {said} while they were silent, {interval(one)}."
+
+
 def interval(one: Whole) -> str:
     return f"{short_sign(one['value'])} [{short_sign(one['low'])}, {short_sign(one['high'])}]"
 
@@ -144,8 +155,28 @@ def settings(whole: Whole) -> str:
         f"of up to {of['max_tokens']} tokens; an update of {of['steps']} steps of {of['rows']} records after "
         f"every {of['every']} requests, adapters of rank {of['rank']}; {of['heldout']} held-out prompts a "
         f"domain. {how_many(whole['runs'], 'run')}; most seeds by pattern: {counts}. Each row of a table "
-        "says how many seeds it has."
+        f"says how many seeds it has.{warning(of, min(seeds.values()))}{missing(whole)}"
     )
+
+
+def warning(of: Whole, seeds: int) -> str:
+    """Whether there is enough behind the figures to claim anything for good."""
+    if seeds >= ENOUGH_SEEDS and of["heldout"] >= ENOUGH_PROMPTS:
+        return ""
+    return (
+        f" **That is less than the {ENOUGH_SEEDS} seeds and {ENOUGH_PROMPTS} held-out prompts a domain that "
+        "a claim should rest on**: what is called sure here is sure for these seeds, and what is open may "
+        "only lack prompts."
+    )
+
+
+def missing(whole: Whole) -> str:
+    """What there are no runs of."""
+    traffic = [title_of(name) for name in ORDERS if name not in whole["patterns"]]
+    every = {name for of in whole["patterns"].values() for name in of}
+    learners = [ARRANGEMENTS[name].title for name in MAIN if name not in every]
+    said = [("patterns of traffic", traffic), ("arrangements", learners)]
+    return "".join(f" Not measured yet, of the {what}: {listed(names)}." for what, names in said if names)
 
 
 def pattern_part(whole: Whole, pattern: str) -> str:
@@ -243,7 +274,7 @@ def prices(whole: Whole) -> str:
         "each weight and token. (A target that decodes reads all its weights for each token, which these do "
         "not show.) The trainer also has its own copy of the target read each record once, which is "
         "another 100 % here and would be saved by keeping the states. Minutes are of a core that others used "
-        "as well.\n\n"
+        "as well, without what the trainer measures for its log.\n\n"
     )
     return about + table(head, rows) if rows else ""
 

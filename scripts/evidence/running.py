@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,7 @@ class Bench:
     draft: FeatureDraft
     answers: Answers
     plan: Plan
+    untrained: dict[tuple[int, ...], list[int]] = field(default_factory=dict)  # counts, by token ids
 
 
 class Run:
@@ -79,6 +80,7 @@ class Run:
         self.trainer = kind(student, bench.answers, store, given, bench.target.eos_token_ids)
         self.trainer.seed = 1000 * seed
         self.measure = JointMeasure(self.trainer, DEPTH)
+        self.own_measure = self.trainer.measure  # for its log: no decision rests on it, see `learn`
         judge = Judge(self.measure, store) if arrangement.gate else None
         self.loop = JointLoop(self.trainer, store, HomeOutlet(store), 1, judge)
 
@@ -93,8 +95,12 @@ class Run:
         kept = [one.record if self.arrangement.true_labels else _under(one) for one in served]
         self.store.replay.add(kept)
 
-    def learn(self) -> dict[str, Any]:
-        """One update: what it took, and what was decided."""
+    def learn(self, whole: bool = False) -> dict[str, Any]:
+        """One update: what it took, and what was decided.
+
+        whole: with what the trainer measures before and after for its log; else that time is saved.
+        """
+        self.trainer.measure = self.own_measure if whole else lambda *_: {}  # type: ignore[method-assign]
         cpu, began = time.process_time(), time.monotonic()
         self.loop.run_once(SHARED)
         if self.loop.failures:
@@ -111,13 +117,20 @@ class Run:
         found: list[list[int]] = [[] for _ in served]
         for owner in sorted({self.owner(one) for one in served}):
             mine = [i for i, one in enumerate(served) if self.owner(one) == owner]
-            loaded = {name: self.store.adapters.load_live(name, BASE) for name in {SHARED, owner}}
-            serving = {name: one[1] if one else None for name, one in loaded.items()}
-            records = [served[i].record for i in mine]
-            counts = self.measure(serving, owner, records, lambda: None).counts
-            for i, row in zip(mine, counts.tolist(), strict=True):
-                found[i] = [row[0][1], *(hits for hits, _ in row)]
+            for i, row in zip(mine, self._counts(owner, [served[i].record for i in mine]), strict=True):
+                found[i] = row
         return found
+
+    def _counts(self, owner: str, records: list[ReplayRecord]) -> list[list[int]]:
+        """As `counts`, of one owner. What nothing has changed is measured once for all runs."""
+        loaded = {name: self.store.adapters.load_live(name, BASE) for name in {SHARED, owner}}
+        serving = {name: one[1] if one else None for name, one in loaded.items()}
+        known = {} if any(loaded.values()) else self.bench.untrained
+        missing = [record for record in records if tuple(record.token_ids) not in known]
+        counts = self.measure(serving, owner, missing, lambda: None).counts.tolist() if missing else []
+        rows = ([row[0][1], *(hits for hits, _ in row)] for row in counts)
+        known |= {tuple(record.token_ids): row for record, row in zip(missing, rows, strict=True)}
+        return [known[tuple(record.token_ids)] for record in records]
 
 
 def run(
@@ -180,7 +193,7 @@ def _counted(one: Run, found: dict[str, Any]) -> dict[str, Any]:
     if len(found["updates"]) != 1:
         return one.learn()
     with FlopCounterMode(display=False) as counter:
-        update = one.learn()
+        update = one.learn(whole=True)
     found["operations"] = counter.get_total_flops()
     return update
 

@@ -30,6 +30,17 @@ METHOD = """## How it was measured
   every arrangement, since the gate needs it; arrangements without a gate publish every update.
 - *Offline bound*: all requests are known beforehand and learned from with three times the updates."""
 
+COMMANDS = """## Run it again
+
+Answers of the target are kept in a folder (`--cache`), each run in a file of its own; a command that was
+stopped goes on where it was. All of it takes days of a core.
+
+    python scripts/evidence.py --data ../shared/data --out /tmp/evidence           # all of it
+    python scripts/evidence.py --data ../shared/data --out /tmp/quick --quick      # the main contrasts
+
+With `--parts` only a part is run: `main`, `paper` (offline, online, and both), `objectives` (forward KL and
+others) or `interval` (how often to update); `--patterns` and `--arrangements` choose from it."""
+
 DASH = "—"
 
 
