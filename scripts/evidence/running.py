@@ -22,8 +22,8 @@ from moedraft.core import SHARED, Domain, ReplayRecord
 from moedraft.distill.joint.joint_loop import JointLoop
 from moedraft.distill.joint.joint_student import JointStudent
 from moedraft.distill.joint.joint_trainer import JointPlan, JointTrainer
-from moedraft.distill.judge import Judge
-from moedraft.distill.measures import JointMeasure
+from moedraft.distill.judging.judge import Judge
+from moedraft.distill.judging.measures import JointMeasure
 from moedraft.distill.outlet import HomeOutlet
 from moedraft.feature.model import FeatureDraft
 from moedraft.models import LanguageModel
