@@ -98,6 +98,11 @@ class Settings(BaseSettings):
     shared_rank: int = Field(64, ge=1, le=1024, description="LoRA rank of the shared adapter")
     merged_cache_mb: int = Field(512, ge=0, description="memory for copies of weights with an expert added")
 
+    selector: Literal["classifier", "evidence", "fixed"] = Field(
+        "classifier",
+        description="who drafts: the router's choice; that, corrected by what each expert would have guessed "
+        "(feature drafters only); or the shared draft for every request that names no expert",
+    )
     unknown_threshold: float = Field(
         0.35, ge=0, le=1, description="a prompt fits no domain if the best one is less probable than this"
     )

@@ -19,7 +19,9 @@ HOTTEST = 10_000  # the highest temperature: above it the answer is noise, and f
 KEY_VARIABLE = "MOEDRAFT_API_KEY"  # of the environment: the key that the command line shows to a server
 DOMAIN_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 FinishReason = Literal["stop", "length", "abort", "error"]
-GateDecision = Literal["promote", "keep", "discard"]  # publish, train on without publishing, go back
+# Published as better; published without a gain of its own, with the shared adapter or on trial; trained on
+# without being published; thrown away; and the expert put back to none, below which it had fallen.
+GateDecision = Literal["promote", "along", "keep", "discard", "reset"]
 
 
 class MoedraftError(Exception):
@@ -164,8 +166,11 @@ class Sequence:
     seed: int  # params.seed, or one drawn at admission
     prompt: str = ""
     expert: str = SHARED  # set by the selector at admission
-    confidence: float | None = None  # the router's probability of that domain; None where it was not asked
+    confidence: float | None = None  # the router's probability of its domain; None where it was not asked
+    routed: str | None = None  # what the router chose; evidence may have chosen another expert since
+    prior: dict[str, float] = field(default_factory=dict)  # the router's probabilities, by domain
     pinned: bool = False  # the caller chose the expert
+    source: str = ""  # who asked: the id of a key; "" where it is not known
     capture: bool = False  # may be learned from
     counted: bool = True  # its statistics are kept when it ends
     draft: bool = True  # False: plain decoding
@@ -187,6 +192,16 @@ class Sequence:
     def reproducible(self) -> bool:
         """Seeded sampling: who drafts, and how far, must not depend on timing or the batch."""
         return self.params.seed is not None and self.params.temperature > 0
+
+    @property
+    def overruled(self) -> bool:
+        """Whether evidence has put another expert in the place of the one that the router chose."""
+        return self.routed is not None and self.routed != self.expert
+
+    @property
+    def domain(self) -> str:
+        """Whose text this is: the expert's, or that of the router's domain where no expert drafts better."""
+        return self.routed or SHARED if self.expert == SHARED else self.expert
 
     @property
     def generated(self) -> list[int]:
@@ -242,6 +257,7 @@ class AdapterVersion:
     acceptance: float | None  # on held-out records when it was made
     created_at: float
     state: Literal["live", "retired", "rolled_back"]
+    stood_on: int | None = None  # an expert's: the version of the shared adapter that it was trained on
 
 
 @dataclass(frozen=True)
@@ -260,6 +276,7 @@ class RequestStats:
     created_at: float = field(default_factory=time.time)
     confidence: float | None = None  # the router's
     time_to_first_token: float | None = None  # seconds since arrival
+    overruled: bool = False  # evidence put another expert in the place of the router's
 
 
 @dataclass(frozen=True)
@@ -285,6 +302,8 @@ class UpdateRecord:
     gate_records: int | None = None  # held-out records that the gate measured it by
     parent: int | None = None  # the version that the update began with
     stood_on: int | None = None  # an expert's: the version of the shared adapter that it was trained on
+    static_gain: float | None = None  # as `gain`, over the draft base without any adapter
+    reason: str | None = None  # why the gate decided so, where the figures alone do not say it
 
 
 @dataclass(frozen=True)
@@ -306,6 +325,7 @@ class RequestOutput:
     confidence: float | None = None  # the router's probability of the domain; None: pinned or not routed
     time_to_first_token: float | None = None  # seconds since arrival
     logprobs: list[TokenLogprobs] | None = None  # by token of `token_ids`, where asked for
+    overruled: bool = False  # evidence put another expert in the place of the router's
 
     @property
     def tokens_per_second(self) -> float:
@@ -331,18 +351,3 @@ def _shown(value: object) -> str:
         return repr(value)[:40]
     except ValueError:  # Python writes no integer of thousands of digits
         return "a number this long"
-
-
-def check_request(request_id: object, prompt: object, params: object, expert: object) -> None:
-    """InvalidRequest where one of them is not of its type; what they mean is looked at elsewhere."""
-    if not isinstance(request_id, str) or not request_id:
-        raise InvalidRequest("a request id must be a string that is not empty.")
-    if not isinstance(params, SamplingParams):
-        raise InvalidRequest(f"sampling parameters must be SamplingParams, not {type(params).__name__}.")
-    if expert is not None and not isinstance(expert, str):
-        raise InvalidRequest("an expert is chosen by its name, a string.")
-    if isinstance(prompt, str):
-        if any("\ud800" <= letter <= "\udfff" for letter in prompt):
-            raise InvalidRequest("the prompt is not valid Unicode text: it holds half a surrogate pair.")
-    elif not isinstance(prompt, list | tuple) or not all(map(_is_int, prompt)):
-        raise InvalidRequest("the prompt must be a string or a list of token ids (whole numbers).")

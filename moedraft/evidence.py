@@ -125,3 +125,12 @@ class Evidence:
         values, ids = logprobs.topk(min(count, logprobs.shape[-1]), dim=-1)
         tops = (tuple(zip(i, v, strict=True)) for i, v in zip(ids.tolist(), values.tolist(), strict=True))
         return [TokenLogprobs(one, top) for one, top in zip(own, tops, strict=True)]
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A piece of a row's text that is verified, by the entries of a drafter's cache that stand for it."""
+
+    row: Sequence
+    first: int
+    end: int  # the entry behind the last one

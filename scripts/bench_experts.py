@@ -105,7 +105,7 @@ def learn(system: System, loop: DistillLoop, prompts: Prompts, max_tokens: int) 
     """Serve the stream and learn from it: updates between two steps of the engine, then in its idle time.
 
     While requests come an update is made for new records only; after the last one it goes on by itself, as
-    long as the gate finds that it helps.
+    long as the gate does not throw an update away.
     """
     engine, params = system.engine, SamplingParams(max_tokens=max_tokens)
     waiting, spent, decisions = list(prompts), [0.0], list[list[str]]()

@@ -24,7 +24,9 @@ import copy
 import json
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +126,12 @@ def batch_of(bench: Bench, arm: Arm, records: list[ReplayRecord]) -> FeatureBatc
     return collate(records, owners, bench.states, arm.vocabulary, torch.device("cpu"))
 
 
-def learn(bench: Bench, arm: Arm, seed: int) -> float:
-    """All updates of one arrangement; the loss of the last tenth."""
+def learn(bench: Bench, arm: Arm, seed: int, watch: Callable[[int, float], None] = lambda *_: None) -> float:
+    """All updates of one arrangement; the loss of the last tenth. `watch` is told each update and its loss.
+
+    The learning rate falls over all updates, or over every `--period` of them, as it does within each joint
+    update of a server.
+    """
     args, rng = bench.args, random.Random(seed)
     pool = [record for records in bench.train.values() for record in records if len(record.topk_ids) > 1]
     parameters = [p for name in arm.student.names for p in arm.student.parameters(name)]
@@ -137,7 +143,8 @@ def learn(bench: Bench, arm: Arm, seed: int) -> float:
             order += rng.sample(pool, len(pool))
         chosen, order = order[: args.rows], order[args.rows :]
         for group in optimiser.param_groups:
-            group["lr"] = args.learning_rate * (1 - (1 - LAST_RATE) * number / args.updates)
+            period = args.period or args.updates
+            group["lr"] = args.learning_rate * (1 - (1 - LAST_RATE) * (number % period) / period)
         with arm.student.precision():
             loss = loss_of(
                 arm.student,
@@ -153,6 +160,7 @@ def learn(bench: Bench, arm: Arm, seed: int) -> float:
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimiser.step()
         losses.append(loss.item())
+        watch(number + 1, losses[-1])
     last = losses[-max(1, len(losses) // 10) :]
     return sum(last) / len(last)
 
@@ -209,7 +217,7 @@ def run(bench: Bench) -> dict[str, Any]:
             torch.manual_seed(seed)
             arm = arm_of(bench, name)
             if name != "static":
-                loss = learn(bench, arm, seed)
+                loss = learn(bench, arm, seed, partial(look, bench, arm, static, found))
             for domain in bench.train:
                 free[domain].append(measured(bench, arm, domain))
         if name == "static":
@@ -219,6 +227,17 @@ def run(bench: Bench) -> dict[str, Any]:
         found[name]["cpu_seconds"], found[name]["loss"] = time.process_time() - began, loss
         show(name, found[name], list(bench.train))
     return found
+
+
+def look(
+    bench: Bench, arm: Arm, static: dict[str, torch.Tensor], found: dict[str, Any], number: int, loss: float
+) -> None:
+    """Measure in between, after the numbers of updates that `--curve` names."""
+    if number in bench.args.curve and number < bench.args.updates:
+        name = f"{arm.name}, {number} updates"
+        figures = {domain: summary(measured(bench, arm, domain), static[domain]) for domain in bench.train}
+        found[name] = figures | {"cpu_seconds": time.process_time(), "loss": loss}
+        show(name, found[name], list(bench.train))
 
 
 def show(name: str, figures: dict[str, Any], domains: list[str]) -> None:
@@ -242,6 +261,12 @@ def main() -> None:
     parser.add_argument("--heldout", type=int, default=24, help="queries a domain to measure with")
     parser.add_argument("--max-tokens", type=int, default=56)
     parser.add_argument("--updates", type=int, default=120)
+    parser.add_argument(
+        "--period", type=int, default=0, help="updates over which the rate falls; 0: over all"
+    )
+    parser.add_argument(
+        "--curve", type=int, nargs="*", default=[], help="numbers of updates to measure after too"
+    )
     parser.add_argument("--rows", type=int, default=12, help="records of one update")
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--learning-rate", type=float, default=4e-3)

@@ -26,6 +26,8 @@ from moedraft.config import Settings
 from moedraft.core import InvalidRequest
 
 app = typer.Typer(help="Versions of experts: list, promote, roll back, pin, export.")
+GAINS = ("gain", "80 % between", "over base")
+DECIDED = ("at", "decision", "began with", "on shared", *GAINS, "records", "serves")
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="A domain, or `shared`.")]
 
 
@@ -54,8 +56,10 @@ def list_(
     ]
     print_table("Adapters", ["expert", "version", "state", "parent", "acceptance", "created"], rows)
     if name is not None and found["updates"]:
-        columns = ["at", "decision", "began with", "on shared", "gain", "80 % between", "records", "serves"]
-        print_table(f"Updates of {name}", columns, [_decided(one) for one in found["updates"]])
+        print_table(f"Updates of {name}", list(DECIDED), [_decided(one) for one in found["updates"]])
+        for one in found["updates"]:
+            if one.get("reason"):
+                say(f"{moment(one['created_at'])}: {one['reason']}")
 
 
 def _decided(update: dict[str, Any]) -> tuple[str, ...]:
@@ -67,6 +71,7 @@ def _decided(update: dict[str, Any]) -> tuple[str, ...]:
         *("–" if update[key] is None else str(update[key]) for key in ("parent", "stood_on")),
         _signed(update["gain"]),
         "–" if update["gain_low"] is None else f"{low} … {high}",
+        _signed(update.get("static_gain")),
         "–" if update["records"] is None else str(update["records"]),
         str(update["version"]),
     )
@@ -86,7 +91,7 @@ def promote(
     as_json: JsonOption = False,
 ) -> None:
     """Make VERSION the one that serves, after checking its files."""
-    from moedraft.insight.inventory import live_version
+    from moedraft.insight.inventory import changed
     from moedraft.storage import changes
 
     settings = settings_for(ctx, home=home)
@@ -96,7 +101,7 @@ def promote(
     else:
         with writing(settings) as store:
             check_expert(store, name)
-            live = live_version(name, changes.promote(store, name, version))
+            live = changed(name, changes.promote(store, name, version))
     _show_live(live, as_json)
 
 
@@ -108,8 +113,8 @@ def rollback(
     server: ServerOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Go back to the version that the live one was made from."""
-    from moedraft.insight.inventory import live_version
+    """Go back to the version that the live one was made from; of `shared`, experts trained on it follow."""
+    from moedraft.insight.inventory import changed
     from moedraft.storage import changes
 
     settings = settings_for(ctx, home=home)
@@ -119,7 +124,7 @@ def rollback(
     else:
         with writing(settings) as store:
             check_expert(store, name)
-            live = live_version(name, changes.rollback(store, name))
+            live = changed(name, changes.rollback(store, name))
     _show_live(live, as_json)
 
 
@@ -210,3 +215,14 @@ def _show_live(live: dict[str, Any], as_json: bool) -> None:
         return
     name, version = live["domain"], live["version"]
     say(f"{name}: version {version} is live" if version else f"{name}: the untrained expert is live")
+    for one in live.get("experts", []):
+        say(_followed(one))
+
+
+def _followed(expert: dict[str, Any]) -> str:
+    """What became of an expert that had been trained on a later shared adapter."""
+    name, before, now = expert["domain"], expert["before"], expert["version"]
+    if expert["pinned"]:
+        return f"{name}: stays at version {before}, which was trained on a later shared adapter: it is pinned"
+    back = f"back to version {now}" if now else "back to the untrained expert"
+    return f"{name}: {back}, because version {before} was trained on a later shared adapter"

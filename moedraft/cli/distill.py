@@ -23,11 +23,19 @@ from moedraft.cli.common import (
     writing,
 )
 from moedraft.config import DistillKind
-from moedraft.core import SHARED, InvalidRequest, StorageError, UpdateRecord
+from moedraft.core import SHARED, GateDecision, InvalidRequest, StorageError, UpdateRecord
 
 if TYPE_CHECKING:
     from moedraft.distill.loop import DistillLoop
     from moedraft.storage.store import Store
+
+DECISIONS: dict[GateDecision, str] = {
+    "promote": "published",
+    "along": "published without a gain of its own",
+    "keep": "to be trained on",
+    "discard": "thrown away",
+    "reset": "put back to no expert",
+}
 
 
 def distill(
@@ -58,12 +66,12 @@ def distill(
             from moedraft.distill.assembly import build_loop
 
             loop = build_loop(settings, store)
-        count = 0
+        count, held_up = 0, loop.held_up()
         for made in run_updates(loop, domain, steps):
             count += 1
             show(made, as_json)
     if not count:
-        note(f"Nothing is due: an update takes {settings.update_every} new records of a domain.")
+        note(held_up or f"Nothing is due: an update takes {settings.update_every} new records of a domain.")
 
 
 def run_updates(loop: DistillLoop, name: str | None, steps: int) -> Iterator[UpdateRecord]:
@@ -101,13 +109,13 @@ def _judged(made: UpdateRecord) -> str:
     """What the gate decided, in words."""
     if made.decision is None:
         return ""
-    words = {"promote": "published", "keep": "to be trained on", "discard": "thrown away"}
     found = "nothing to measure it by" if made.gain is None else f"{made.gain:+.3f} tokens per step"
-    return f"; {words[made.decision]} ({found}, {made.gate_records} records)"
+    why = f". {made.reason}" if made.reason else ""
+    return f"; {DECISIONS[made.decision]} ({found}, {made.gate_records} records){why}"
 
 
 def update_data(made: UpdateRecord) -> dict[str, Any]:
     keys = ("expert", "version", "parent", "records", "steps", "loss")
     rates = ("acceptance_before", "acceptance_after")
-    gate = ("decision", "gain", "gain_low", "gain_high", "gate_records", "stood_on")
+    gate = ("decision", "gain", "gain_low", "gain_high", "gate_records", "stood_on", "static_gain", "reason")
     return {key: getattr(made, key) for key in (*keys, *rates, *gate)}

@@ -157,7 +157,7 @@ def _disk(home: Path) -> Check:
 
 
 def _router(settings: Settings, store: Store) -> Check:
-    registered = {domain.name for domain in store.registry.domains()}
+    registered = {name for name, _ in store.registry.domain_names()}
     try:
         from moedraft.system.build import open_router
 

@@ -79,13 +79,7 @@ def generate(
     rows = [replace(row, domain=row.domain or domain) for row in _rows(prompts or [], prompts_file)]
     settings = settings_for(ctx, home=home, target=target, draft=draft, device=device, dtype=dtype)
     _check_domains(settings, rows)
-    with busy("Loading the models"):
-        from moedraft.engine.calibration import calibrate
-        from moedraft.system.build import build
-
-        system = build(settings)
-        if not no_draft:
-            calibrate(system.engine, {min(len(rows), settings.max_batch_size)})
+    system = _loaded(settings, 0 if no_draft else len(rows))
     try:
         failed = _run(system, rows, params, draft=not no_draft, learn=learn, chat=not raw, as_json=as_json)
     finally:
@@ -93,6 +87,18 @@ def generate(
     if failed:
         say_error(f"the model gave no usable probabilities for {failed} of {len(rows)} prompts.")
         raise typer.Exit(1)
+
+
+def _loaded(settings: Settings, drafted: int) -> System:
+    """The models, and what rounds of them cost where so many prompts are drafted for."""
+    with busy("Loading the models"):
+        from moedraft.engine.calibration import calibrate
+        from moedraft.system.build import build
+
+        system = build(settings)
+        if drafted:
+            calibrate(system.engine, {min(drafted, settings.max_batch_size)})
+        return system
 
 
 def _rows(prompts: list[str], file: Path | None) -> list[PromptRow]:

@@ -63,6 +63,8 @@ def purge(
     as_json: JsonOption = False,
 ) -> None:
     """Delete the records of a domain, their bytes overwritten. What was learned from them stays."""
+    from moedraft.storage.changes import old_copies
+
     if (name is None) != everything:
         raise InvalidRequest("Give either the name of a domain or --all.")
     settings = settings_for(ctx, home=home)
@@ -74,7 +76,8 @@ def purge(
             if name is not None:
                 check_expert(store, name)
             count = store.replay.purge(name)
-            done = {"domain": name, "purged": count, "overwritten": not store.home.erasing}
+            erased, copies = not store.home.erasing, old_copies(store)
+            done = {"domain": name, "purged": count, "overwritten": erased, "copies": copies}
     if as_json:
         emit(done)
         return
@@ -83,6 +86,9 @@ def purge(
         note(
             "Something reads the home; their bytes are overwritten when it has ended and the home is written."
         )
+    if done["copies"]:
+        names = ", ".join(done["copies"])
+        note(f"Copies from before an upgrade may still hold records; delete them in the home: {names}.")
 
 
 def private(path: str, flags: int) -> int:

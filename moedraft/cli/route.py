@@ -64,7 +64,7 @@ def _routes(settings: Settings, texts: list[str]) -> list[Route]:
             return [Route(SHARED, 0.0, {SHARED: 1.0}) for _ in texts]
         with busy("Routing"):
             router = open_router(settings, store)
-            registered = {domain.name for domain in store.registry.domains()}
+            registered = {name for name, _ in store.registry.domain_names()}
             routes = router.route(texts)
     if set(router.domains) != registered:
         note("The router does not know all registered domains; the next command that writes fits it again.")

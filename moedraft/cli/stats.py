@@ -87,7 +87,14 @@ def _look(settings: Settings) -> dict[str, Any]:
             "experts": {} if store is None else experts(store),
             "learning": learning_of(store, settings.update_every),
             "engine": engine_of(store),
+            "routing": routing_of(store),
         }
+
+
+def routing_of(store: Store | None) -> dict[str, int]:
+    """Requests that the router decided, and how many of them evidence gave to another draft."""
+    routed, overruled = store.requests.routing() if store is not None else (0, 0)
+    return {"routed": routed, "overruled": overruled}
 
 
 def _show(data: dict[str, Any], as_json: bool) -> None:
@@ -101,6 +108,11 @@ def _show(data: dict[str, Any], as_json: bool) -> None:
 
 def _lines(data: dict[str, Any]) -> list[str]:
     lines = [f"Learning: {data['learning']['status']}"]
+    routing = data["routing"]
+    if routing["overruled"]:
+        lines.append(
+            f"Routing: evidence overruled the router in {routing['overruled']} of {routing['routed']}"
+        )
     engine = data["engine"]
     if engine:
         lines.append(f"Server: {100 * engine['idle']:.0f} % idle, {engine['waiting']} waiting")

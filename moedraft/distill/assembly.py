@@ -5,9 +5,9 @@ from __future__ import annotations
 from moedraft.config import Settings
 from moedraft.distill.joint.joint_loop import JointLoop
 from moedraft.distill.joint.joint_trainer import build_joint
-from moedraft.distill.judge import Judge
+from moedraft.distill.judging.judge import Judge
+from moedraft.distill.judging.measures import JointMeasure, Measure, TextMeasure
 from moedraft.distill.loop import DistillLoop
-from moedraft.distill.measures import JointMeasure, Measure, TextMeasure
 from moedraft.distill.outlet import HomeOutlet, Outlet
 from moedraft.distill.trainer import Trainer
 from moedraft.drafting.base import draft_name, feature_folder

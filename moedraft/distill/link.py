@@ -7,6 +7,7 @@ import queue
 import shutil
 import threading
 import uuid
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -21,9 +22,12 @@ from moedraft.distill.messages import (
     Learned,
     Message,
     Noted,
+    Part,
     Pause,
     Publish,
     Published,
+    PublishedTogether,
+    PublishTogether,
     Refused,
     Resume,
     from_server,
@@ -109,16 +113,26 @@ class ServerOutlet:
         self.link = link
         self.home = home
 
-    def publish(self, candidate: Candidate) -> AdapterVersion:
-        """Writes the files into a folder of their own; the server moves them out of it, or refuses them."""
-        folder = self.home / TRAINING / uuid.uuid4().hex
+    def publish(
+        self, candidates: Sequence[Candidate], untrained: Mapping[str, int] | None = None
+    ) -> list[AdapterVersion]:
+        """Writes the files into folders of their own; the server moves them out of these, or refuses them."""
+        folders = [self.home / TRAINING / uuid.uuid4().hex for _ in candidates]
         try:
-            self._stage(candidate, folder)
-            reply = self.link.ask(Publish.of(candidate, folder.name))
+            for candidate, folder in zip(candidates, folders, strict=True):
+                self._stage(candidate, folder)
+            names = [folder.name for folder in folders]
+            if len(candidates) == 1 and not untrained:
+                reply = self.link.ask(Publish.of(candidates[0], names[0]))
+                assert isinstance(reply, Published)
+                return [reply.version]
+            parts = tuple(Part.of(one, name) for one, name in zip(candidates, names, strict=True))
+            reply = self.link.ask(PublishTogether(parts=parts, untrained=dict(untrained or {})))
+            assert isinstance(reply, PublishedTogether)
+            return list(reply.versions)
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
-        assert isinstance(reply, Published)
-        return reply.version
+            for folder in folders:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def learned(self, expert: str, last_id: int, update: UpdateRecord | None) -> None:
         reply = self.link.ask(Learned(expert=expert, last_id=last_id, update=update))

@@ -7,21 +7,22 @@ and an expert whose domain is new starts with the same expected gain as everybod
 halves the promise, so that an adapter whose updates always fail does not keep the others from learning.
 
 The gate publishes a candidate, has the next update train on from it, or sends that back to the version that
-serves. An adapter whose candidates do not pass still promises LEAST_GAIN, so that its new records get their
-turn. Without a judge every candidate is published.
+serves. What one update publishes becomes live at once, or nothing of it. An adapter whose candidates do not
+pass still promises LEAST_GAIN, so that its new records get their turn. Without a judge every candidate is
+published.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from moedraft.core import SHARED, AdapterVersion, StorageError, UpdateRecord
-from moedraft.distill.gate import Verdict
 from moedraft.distill.governor import news
-from moedraft.distill.judge import Judge
+from moedraft.distill.judging.gate import Verdict
+from moedraft.distill.judging.judge import JudgeLike
 from moedraft.distill.outlet import Outlet
 from moedraft.distill.trainer import OnStep, Trainer
 from moedraft.learning_state import LearningKind, LearningState, paused, waiting
@@ -64,7 +65,7 @@ class DistillLoop:
     store: Store
     outlet: Outlet
     every: int = 16  # new records that make an update due
-    judge: Judge | None = None  # None: every candidate is published
+    judge: JudgeLike | None = None  # None: every candidate is published
     gains: dict[str, float] = field(default_factory=dict)
     failures: dict[str, int] = field(default_factory=dict)  # in a row; gone with a success
     state: LearningState = field(default_factory=waiting)
@@ -75,7 +76,7 @@ class DistillLoop:
     def resume(self) -> None:
         """Take up what a loop before this one knew: the gains, and which draws of records were made."""
         for update in self.store.updates.recent(limit=REMEMBERED):
-            if update.decision in ("keep", "discard"):
+            if update.decision in ("keep", "discard", "reset"):
                 self._remember_gain(update.expert, 0.0)
             elif update.acceptance_before is not None and update.acceptance_after is not None:
                 self._remember_gain(update.expert, update.acceptance_after - update.acceptance_before)
@@ -92,6 +93,10 @@ class DistillLoop:
                 gain = max(self.gains.get(name, EXPECTED_GAIN), LEAST_GAIN)
                 promises[name] = gain * share * count * 0.5 ** self.failures.get(name, 0)
         return max(promises, key=lambda name: promises[name]) if promises else None
+
+    def held_up(self) -> str | None:
+        """What a person has to change before anybody is due; None: nothing, new records are awaited."""
+        return None
 
     def run_once(
         self, expert: str | None = None, *, steps: int | None = None, on_step: OnStep | None = None
@@ -138,27 +143,29 @@ class DistillLoop:
         Returns what was published, by name. Whatever is raised, the next update of those that are not live
         by then starts from the live versions.
         """
-        open_ones = [one.expert for one in candidates]
         try:
             verdicts = self._verdicts(candidates, on_step)
             seconds = (time.monotonic() - began - self.waited) / len(candidates)
-            updates: dict[str, Update] = {}
-            for candidate in candidates:
-                version = self._follow(candidate, verdicts.get(candidate.expert))
-                open_ones.remove(candidate.expert)
-                record = self._record(candidate, version, verdicts.get(candidate.expert), seconds)
-                self.outlet.learned(candidate.expert, last_id, record)
-                self.outcomes.append(record)
-                if version is not None:
-                    updates[candidate.expert] = Update(version, candidate.summary(), seconds)
-                    self._remember_gain(candidate.expert, updates[candidate.expert].gain)
-                else:
-                    self._remember_gain(candidate.expert, 0.0)
+            versions = self._publish(candidates, verdicts)
         except BaseException:
-            for name in open_ones:
-                self.trainer.forget(name)
+            for one in candidates:
+                self.trainer.forget(one.expert)
             raise
+        updates: dict[str, Update] = {}
+        names = [one.expert for one in candidates]
+        for candidate in candidates:
+            name, version = candidate.expert, versions.get(candidate.expert)
+            if version is not None:
+                updates[name] = Update(version, candidate.summary(), seconds)
+            self._write_down(self._record(candidate, version, verdicts.get(name), seconds), last_id)
+            self._remember_gain(name, updates[name].gain if version else 0.0)
+        for name in [name for name in verdicts if name not in names]:
+            self._write_down(self._taken_away(name, candidates[0], verdicts[name]), last_id)
         return updates
+
+    def _write_down(self, record: UpdateRecord, last_id: int) -> None:
+        self.outlet.learned(record.expert, last_id, record)
+        self.outcomes.append(record)
 
     def _verdicts(self, candidates: Sequence[Candidate], on_step: OnStep | None) -> dict[str, Verdict]:
         """By name; a candidate without a verdict is that of a pinned adapter."""
@@ -168,17 +175,40 @@ class DistillLoop:
         say = on_step or (lambda done, loss: None)
         return self.judge(candidates, lambda: say(candidates[0].steps, candidates[0].loss))
 
-    def _follow(self, candidate: Candidate, verdict: Verdict | None) -> AdapterVersion | None:
-        """Publish the candidate, leave it in memory to be trained on, or forget it."""
-        if verdict is not None and verdict.decision == "promote":
-            version = self.outlet.publish(candidate)
-            self.trainer.published(version)
-            return version
-        if verdict is not None and verdict.decision == "keep":
-            self.trainer.kept(candidate)
-        else:
-            self.trainer.forget(candidate.expert)
-        return None
+    def _publish(
+        self, candidates: Sequence[Candidate], verdicts: Mapping[str, Verdict]
+    ) -> dict[str, AdapterVersion]:
+        """Do as the gate says: publish candidates, leave them in memory to be trained on, or forget them.
+
+        All that is published goes at once, with the experts that are put back to none.
+        """
+        going = [one for one in candidates if one.expert in verdicts and verdicts[one.expert].is_published]
+        untrained = self._untrained(verdicts, candidates[0].base_hash)
+        made = self.outlet.publish(going, untrained) if going or untrained else []
+        versions = {version.domain: version for version in made}
+        for name in untrained:
+            self.trainer.forget(name)
+        for one in candidates:
+            verdict = verdicts.get(one.expert)
+            if one.expert in versions:
+                self.trainer.published(versions[one.expert])
+            elif verdict is not None and verdict.decision == "keep":
+                self.trainer.kept(one)
+            elif one.expert not in untrained:
+                self.trainer.forget(one.expert)
+        return versions
+
+    def _untrained(self, verdicts: Mapping[str, Verdict], base_hash: str) -> dict[str, int]:
+        """The experts that are put back to none, and the version of each that is live."""
+        names = [name for name, verdict in verdicts.items() if verdict.decision == "reset"]
+        lines = {name: self.store.registry.lineage(name, base_hash) for name in names}
+        return {name: line[0].version for name, line in lines.items() if line}
+
+    def _taken_away(self, name: str, made: Candidate, verdict: Verdict) -> UpdateRecord:
+        """What is kept of an expert that was put back to none by the update of others."""
+        versions = [one.version for one in self.store.registry.versions(name)]
+        none = replace(made, expert=name, parent=max(versions, default=0), records=0, steps=0)
+        return self._record(replace(none, acceptance_before=None, acceptance_after=None), None, verdict, 0.0)
 
     def _record(
         self, made: Candidate, version: AdapterVersion | None, verdict: Verdict | None, seconds: float
@@ -188,7 +218,7 @@ class DistillLoop:
         shared = self.store.registry.lineage(SHARED, made.base_hash) if made.expert != SHARED else []
         record = UpdateRecord(
             expert=made.expert,
-            version=made.parent if version is None else version.version,
+            version=self._serves(made, version, verdict),
             records=made.records,
             steps=made.steps,
             loss=made.loss,
@@ -207,7 +237,15 @@ class DistillLoop:
             gain_low=verdict.low,
             gain_high=verdict.high,
             gate_records=verdict.records,
+            static_gain=verdict.static,
+            reason=verdict.reason,
         )
+
+    def _serves(self, made: Candidate, version: AdapterVersion | None, verdict: Verdict | None) -> int:
+        """The version that serves after the update."""
+        if version is not None:
+            return version.version
+        return 0 if verdict is not None and verdict.decision == "reset" else made.parent
 
     def _failed_unexpectedly(self, expert: str, error: Exception) -> None:
         reason = f"{type(error).__name__}: {error}"

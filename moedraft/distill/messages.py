@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
@@ -50,10 +50,9 @@ class StateReport(Message):
         return LearningState(**self.model_dump(exclude={"type", "error"}))
 
 
-class Publish(Message):
-    """The files of a candidate stand in `training/<folder>`; answered by Published or Refused."""
+class Part(Message):
+    """A candidate whose files stand in `training/<folder>`."""
 
-    type: Literal["publish"] = "publish"
     folder: str = Field(pattern="^[0-9a-f]{32}$")
     expert: Expert
     parent: int = Field(ge=0)
@@ -72,7 +71,29 @@ class Publish(Message):
         return cls(folder=folder, **asdict(candidate.summary()))
 
     def summary(self) -> CandidateSummary:
-        return CandidateSummary(**self.model_dump(exclude={"type", "folder"}))
+        return CandidateSummary(**self.model_dump(include={one.name for one in fields(CandidateSummary)}))
+
+
+class Publish(Part):
+    """Make this candidate live; answered by Published or Refused."""
+
+    type: Literal["publish"] = "publish"
+
+
+class PublishTogether(Message):
+    """Make these candidates live in one transaction; answered by PublishedTogether or Refused.
+
+    untrained: experts that are put back to no version with them, and the version of each that is live.
+    """
+
+    type: Literal["publish together"] = "publish together"
+    parts: tuple[Part, ...]
+    untrained: dict[Expert, Annotated[int, Field(ge=1)]] = {}
+
+    @property
+    def expert(self) -> str:
+        """Whose update it is, in a few words."""
+        return ", ".join([*(one.expert for one in self.parts), *self.untrained])
 
 
 class Learned(Message):
@@ -109,6 +130,11 @@ class Published(Message):
     version: AdapterVersion
 
 
+class PublishedTogether(Message):
+    type: Literal["published together"] = "published together"
+    versions: tuple[AdapterVersion, ...]
+
+
 class Noted(Message):
     type: Literal["noted"] = "noted"
 
@@ -118,7 +144,7 @@ class Refused(Message):
     reason: str
 
 
-FromTrainer = StateReport | Publish | Learned
-FromServer = Begin | Pause | Resume | Published | Noted | Refused
+FromTrainer = StateReport | Publish | PublishTogether | Learned
+FromServer = Begin | Pause | Resume | Published | PublishedTogether | Noted | Refused
 from_trainer: TypeAdapter[FromTrainer] = TypeAdapter(Annotated[FromTrainer, Field(discriminator="type")])
 from_server: TypeAdapter[FromServer] = TypeAdapter(Annotated[FromServer, Field(discriminator="type")])

@@ -6,6 +6,7 @@ by `ServerOutlet` in `link`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -18,10 +19,15 @@ KEEP_VERSIONS = 5  # newest versions of an adapter that stay on disk, besides th
 
 
 class Outlet(Protocol):
-    """Both methods raise StorageError, or another MoedraftError, where the result cannot be taken."""
+    """Its methods raise StorageError, or another MoedraftError, where the result cannot be taken."""
 
-    def publish(self, candidate: Candidate) -> AdapterVersion:
-        """Make the candidate the live version of its expert, whole or not at all."""
+    def publish(
+        self, candidates: Sequence[Candidate], untrained: Mapping[str, int] | None = None
+    ) -> list[AdapterVersion]:
+        """Make the candidates the live versions of their experts: all of them at once, or none.
+
+        untrained: experts that are put back to no version with them, and the version of each that is live.
+        """
 
     def learned(self, expert: str, last_id: int, update: UpdateRecord | None) -> None:
         """`expert` has used its records up to `last_id`. `update`: what it did; None: it learned nothing."""
@@ -36,20 +42,29 @@ class HomeOutlet:
     def __init__(self, store: Store) -> None:
         self.store = store
 
-    def publish(self, candidate: Candidate) -> AdapterVersion:
-        check_not_pinned(self.store.registry, candidate.expert)
-        return self._pruned(self.store.adapters.publish(candidate))
+    def publish(
+        self, candidates: Sequence[Candidate], untrained: Mapping[str, int] | None = None
+    ) -> list[AdapterVersion]:
+        self._check([one.expert for one in candidates], untrained)
+        return self._pruned(self.store.adapters.publish_together(candidates, untrained))
 
-    def adopt(self, summary: CandidateSummary, staged: Path) -> AdapterVersion:
-        """As `publish`, for a candidate whose files another process has written into the folder `staged`."""
-        check_not_pinned(self.store.registry, summary.expert)
-        return self._pruned(self.store.adapters.adopt(summary, staged))
+    def adopt(
+        self, staged: Sequence[tuple[CandidateSummary, Path]], untrained: Mapping[str, int] | None = None
+    ) -> list[AdapterVersion]:
+        """As `publish`, for candidates whose files another process has written into these folders."""
+        self._check([summary.expert for summary, _ in staged], untrained)
+        return self._pruned(self.store.adapters.adopt_together(staged, untrained))
 
     def learned(self, expert: str, last_id: int, update: UpdateRecord | None) -> None:
         self.store.registry.set_meta(f"trained:{expert}", str(last_id))
         if update is not None:
             self.store.updates.add(update)
 
-    def _pruned(self, version: AdapterVersion) -> AdapterVersion:
-        self.store.adapters.prune(version.domain, KEEP_VERSIONS)
-        return version
+    def _check(self, names: Sequence[str], untrained: Mapping[str, int] | None) -> None:
+        for name in (*names, *(untrained or ())):
+            check_not_pinned(self.store.registry, name)
+
+    def _pruned(self, versions: list[AdapterVersion]) -> list[AdapterVersion]:
+        for version in versions:
+            self.store.adapters.prune(version.domain, KEEP_VERSIONS)
+        return versions

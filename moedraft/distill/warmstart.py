@@ -8,12 +8,14 @@ what is sure to be accepted hides what was learned.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import TYPE_CHECKING
 
 from moedraft.core import Domain, InvalidRequest, RequestOutput, SamplingParams, StorageError
-from moedraft.distill.gate import FEW
+from moedraft.distill.judging.gate import FEW, Verdict
+from moedraft.distill.judging.judge import JudgeLike
+from moedraft.storage.candidate import Candidate
 
 if TYPE_CHECKING:
     from moedraft.distill.loop import DistillLoop, Update
@@ -61,8 +63,9 @@ def warm_start(
 ) -> WarmStart:
     """Teach `domain` from `count` of its examples. Versions that pass the gate are published and loaded.
 
-    Where so few answers are held out that the gate has nothing to go by, what all updates made is published
-    on trial: it is taken back if the other examples do worse with it.
+    Where so few answers are held out that the gate has nothing to go by, the domain's own expert is published
+    on trial: it is taken back if the other examples do worse with it. What the same updates made of other
+    adapters passes the gate or stays unpublished: these examples say nothing of their domains.
 
     chat: the examples go through the model's chat template, where it has one.
 
@@ -74,12 +77,12 @@ def warm_start(
     updates: list[Update] = []
     for part in range(UPDATES):
         on_trial = part == UPDATES - 1 and not updates and _cannot_tell(loop)
-        update = _update(loop, domain.name, steps // UPDATES, part, on_progress, gate=not on_trial)
+        update = _update(loop, domain.name, steps // UPDATES, part, on_progress, on_trial=on_trial)
         updates += [update] if update is not None else []
     system.refresh()
     after = _measure(system, domain.name, held_out, on_progress, "Measuring after", chat)
     if on_trial and (before or 0.0) > (after or 0.0):
-        _take_back(system, loop)
+        _take_back(system, loop, domain.name)
         updates = []
     return WarmStart(len(chosen), len(held_out), updates, before, after)
 
@@ -121,20 +124,38 @@ def _cannot_tell(loop: DistillLoop) -> bool:
     return any(one.decision == "keep" and (one.gate_records or 0) < FEW for one in loop.outcomes)
 
 
-def _take_back(system: System, loop: DistillLoop) -> None:
-    """Roll back what the last update has published."""
-    for one in loop.outcomes:
-        if one.version != one.parent:
-            system.store.registry.rollback(one.expert)
+def _take_back(system: System, loop: DistillLoop, name: str) -> None:
+    """Roll back the expert that the last update has published on trial."""
+    if any(one.expert == name and one.version not in (0, one.parent) for one in loop.outcomes):
+        system.store.registry.rollback(name)
     system.refresh()
 
 
+@dataclass(frozen=True)
+class OnTrial:
+    """Asks the gate, and lets the expert `name` pass whatever that says."""
+
+    judge: JudgeLike
+    name: str
+
+    def __call__(
+        self, candidates: Sequence[Candidate], on_batch: Callable[[], None] = lambda: None
+    ) -> dict[str, Verdict]:
+        verdicts = self.judge(candidates, on_batch)
+        own = verdicts.get(self.name)
+        if own is not None and not own.is_published:
+            reason = "On trial: too few records are held out to judge it by."
+            verdicts[self.name] = replace(own, decision="along", reason=reason)
+        return verdicts
+
+
 def _update(
-    loop: DistillLoop, name: str, steps: int, part: int, on_progress: Progress, *, gate: bool
+    loop: DistillLoop, name: str, steps: int, part: int, on_progress: Progress, *, on_trial: bool
 ) -> Update | None:
-    """One update; None where the gate let nothing of it pass."""
+    """One update; None where nothing of the domain's or of the shared adapter was published."""
     judge = loop.judge
-    loop.judge = judge if gate else None
+    if judge is not None and on_trial:
+        loop.judge = OnTrial(judge, name)
     try:
         update = loop.run_once(
             name,

@@ -41,6 +41,7 @@ class FeatureDrafter:
             str, torch.Tensor
         ] = {}  # by request, features [n, 3H] from entry `draft_cached` on
         self._buffer = LogitBuffer()
+        self.states: ReadStates | None = None  # where somebody compares the experts with it
 
     def experts_of(self, rows: list[Sequence]) -> list[str]:
         """A reproducible row has its own expert in any batch, so then all rows have."""
@@ -114,6 +115,7 @@ class FeatureDrafter:
         device, starts = self.draft.fc.weight.device, [row.draft_cached for row in rows]
         states = self.draft.fc.weight.new_zeros(len(rows), width, size)
         ids = [[0] * width for _ in rows]
+        read = list(zip(rows, starts, counts, strict=True))
         for b, (row, count) in enumerate(zip(rows, counts, strict=True)):
             if count:
                 waiting, first = self._waiting[row.request_id], row.draft_cached + 1
@@ -125,7 +127,10 @@ class FeatureDrafter:
         if not width:
             return states
         token_ids = torch.tensor(ids, device=device)
-        return self.draft.advance(self.cache, rows[0].slot, self.draft.fuse(states), token_ids, starts)
+        fused = self.draft.fuse(states)
+        if self.states is not None:
+            self.states.keep(read, fused)
+        return self.draft.advance(self.cache, rows[0].slot, fused, token_ids, starts)
 
     # -- proposing -------------------------------------------------------------------------------
 
@@ -156,9 +161,44 @@ class FeatureDrafter:
 
     def forget(self, row: Sequence) -> None:
         self._waiting.pop(row.request_id, None)
+        if self.states is not None:
+            self.states.forget(row)
 
     def swap(self, a: int, b: int, length: int) -> None:
         self.cache.swap(a, b, length)
 
     def clear(self, slot: int) -> None:
         self.cache.clear(slot)
+
+
+class ReadStates:
+    """The fused features that were read last, `most` entries of each row at least, by request."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._kept: dict[str, tuple[int, torch.Tensor]] = {}  # the first entry, and states [n, H] from it on
+
+    def keep(self, read: list[tuple[Sequence, int, int]], fused: torch.Tensor) -> None:
+        """fused [B, T, H]. read: by row, its first entry among them and how many are its own."""
+        for b, (row, start, count) in enumerate(read):
+            if not count:
+                continue
+            first, before = self._kept.get(row.request_id, (start, fused[b, :0]))
+            if first + len(before) != start:  # the drafter reads the text again
+                first, before = start, fused[b, :0]
+            states = torch.cat([before, fused[b, :count]])
+            drop = len(states) - self.most if len(states) > 2 * self.most else 0
+            self._kept[row.request_id] = (first + drop, states[drop:])
+
+    def span(self, row: Sequence) -> tuple[int, int]:
+        """The first entry that is kept, and the one behind the last."""
+        first, states = self._kept.get(row.request_id, (0, ()))
+        return first, first + len(states)
+
+    def of(self, row: Sequence, first: int, end: int) -> torch.Tensor:
+        """States [end − first, H] of entries that are kept."""
+        begin, states = self._kept[row.request_id]
+        return states[first - begin : end - begin]
+
+    def forget(self, row: Sequence) -> None:
+        self._kept.pop(row.request_id, None)

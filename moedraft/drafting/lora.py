@@ -163,6 +163,11 @@ class ExpertBank:
         adapter = self.shared if expert == SHARED else self.experts.get(expert)
         return adapter.version if adapter else 0
 
+    @property
+    def common(self) -> Products:
+        """What rows without an expert multiply by, where that is not the base's own layer."""
+        return self._bases if self._bare else self._bases | self._shared_products
+
     def bare(self, on: bool) -> None:
         """Switch the shared adapter and all experts off, so that the base drafts every row, or on again."""
         self._bare, self.selected = on, None
@@ -183,7 +188,7 @@ class ExpertBank:
         if (tuple(rows), exact) == (self.selected, self._exact):
             return
         self.selected, self._exact = tuple(rows), exact
-        plain = self._bases if self._bare else self._bases | self._shared_products
+        plain = self.common
         names = [] if self._bare else sorted({name for name in rows if name in self.experts})
         present = {name: self.experts[name] for name in names}
         merge = exact or self.grouped or ({*rows} == {*present} and len(present) == 1)

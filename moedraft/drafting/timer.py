@@ -25,6 +25,7 @@ class RoundTimer:
         self.ms = 0.0  # of the last round
         self.step_seconds = 0.0  # spent in steps since the start
         self.verify_seconds = 0.0  # of these, in what `verifying` wraps
+        self.select_seconds = 0.0  # of these, spent on who drafts, between rounds
         self._clock = clock
         self._ended = math.inf  # when the last round did, unless a prompt was read since
         self._apart = 0.0  # seconds of the running round that are not its own
@@ -50,6 +51,15 @@ class RoundTimer:
         began = self._clock()
         yield
         self._apart += self._clock() - began
+
+    @contextmanager
+    def selecting(self) -> Iterator[None]:
+        """Between two rounds, and no part of what either costs: it is not done in every one."""
+        began = self._clock()
+        yield
+        spent = self._clock() - began
+        self.select_seconds += spent
+        self._ended += spent
 
     def interrupted(self) -> None:
         """Something else than a round takes place now: the time until the next round is not the round's."""

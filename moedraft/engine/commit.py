@@ -58,7 +58,7 @@ def count_round(evidence: Evidence, b: int, entered: int) -> None:
         count_drafted(stats, drafted, accepted)
         if proposal.experts[b] == SHARED:
             count_shared(stats, drafted, accepted)
-        if proposal.experts[b] == row.expert:
+        if proposal.experts[b] == row.domain:
             row.adapter_version = proposal.versions[b]
         if evidence.accepted[b] < min(entered, drafted):
             row.rejected.append(row.num_generated + evidence.accepted[b])
@@ -93,7 +93,7 @@ def output_of(row: Sequence, delta: str) -> RequestOutput:
         text=row.text,
         token_ids=row.generated,
         finish_reason=row.finish_reason,
-        expert=row.expert,
+        expert=row.domain,
         adapter_version=row.adapter_version,
         speculation=copy(row.speculation),  # its lists are replaced, never changed
         num_rejections=len(row.rejected),
@@ -103,4 +103,5 @@ def output_of(row: Sequence, delta: str) -> RequestOutput:
         confidence=row.confidence,
         time_to_first_token=None if first is None else first - row.arrived_at,
         logprobs=list(row.logprobs) if row.params.logprobs is not None else None,
+        overruled=row.overruled,
     )

@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from moedraft.engine.stops import Beginning
+
 BROKEN = "\ufffd"  # tokenizers decode half a character to this
 WINDOW = 6  # tokens decoded together with the next one, because spaces and joined bytes depend on them
 LONGEST = 4  # the most tokens that one character can take: one for each of its bytes
@@ -27,6 +29,7 @@ class Detokenizer:
         self._shown = len(self.ids)  # how many of `ids` are done: those of the prompt, and those in `text`
         # Token counts at which a whole character ended. The decoding window begins at the first of them.
         self._ends = deque([0])
+        self._beginnings = [Beginning(stop) for stop in stops]
 
     def add(self, tokens: list[int]) -> int | None:
         """Append tokens; returns how many of them complete the first stop string, None if there is none.
@@ -55,11 +58,7 @@ class Detokenizer:
 
     def settled(self) -> int:
         """How much of the text is certain; the rest may turn out to be the beginning of a stop string."""
-        longest = max((len(stop) for stop in self.stops), default=0)
-        for size in range(min(longest - 1, len(self.text)), 0, -1):
-            if any(stop.startswith(self.text[-size:]) for stop in self.stops):
-                return len(self.text) - size
-        return len(self.text)
+        return len(self.text) - max((one.length for one in self._beginnings), default=0)
 
     def _append(self, tokens: list[int]) -> str:
         """Append the tokens; returns the text that is held back because it ends inside a character."""
@@ -81,6 +80,8 @@ class Detokenizer:
 
     def _show(self, new: str, end: int) -> None:
         self.text += new
+        for beginning in self._beginnings:
+            beginning.read(new)
         self._ends.append(self._shown)
         while len(self._ends) > 1 and self._ends[1] <= self._shown - WINDOW:
             self._ends.popleft()

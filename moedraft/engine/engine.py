@@ -25,7 +25,6 @@ from moedraft.core import (
     RequestOutput,
     SamplingParams,
     Sequence,
-    check_request,
 )
 from moedraft.drafting.budget import Budget
 from moedraft.drafting.chooser import Chooser, DraftLimits, DraftSource
@@ -39,10 +38,11 @@ from moedraft.engine.port import AdapterSource, EngineFigures, NoAdapters, OnOut
 from moedraft.engine.round import Round, Verification
 from moedraft.engine.scheduler import Scheduler
 from moedraft.engine.target import TargetRunner
-from moedraft.engine.tokenise import tokenise
+from moedraft.engine.tokenise import check_request, tokenise
 from moedraft.evidence import Evidence
 
 if TYPE_CHECKING:
+    from moedraft.routing.router import Route
     from moedraft.routing.selector import ExpertSelector
 
 log = logging.getLogger(__name__)
@@ -82,8 +82,7 @@ class Engine(WholeAnswers):
         self.max_model_len = min(target.max_len, max_model_len or target.max_len)
         self.prefill_chunk, self.truncate_prompts = prefill_chunk, truncate_prompts
         self.eos_token_ids = eos_token_ids
-        self.timer = RoundTimer()
-        self.budget = Budget(max_speculative_tokens, target.ragged)
+        self.timer, self.budget = RoundTimer(), Budget(max_speculative_tokens, target.ragged)
         limits = DraftLimits(self.max_model_len, num_speculative_tokens, adaptive_budget)
         self.chooser = Chooser(drafter, self.budget, self.timer, limits, draft_source)
         self.runner = TargetRunner(target, max_batch_size, drafter.needs if drafter else ())
@@ -123,29 +122,34 @@ class Engine(WholeAnswers):
         counted: bool = True,
         chat: bool = False,
         topic: str | None = None,
+        ids: list[int] | None = None,
+        routed: Route | None = None,
+        source: str = "",
         on_output: OnOutput | None = None,
     ) -> str:
         """Queue a prompt (text or token ids); returns the request's id.
 
         expert pins one; draft=False is plain decoding; capture keeps what learning needs; counted=False
         leaves the request out of all statistics; chat puts a text through the tokenizer's chat template,
-        where it has one; topic is what the router looks at instead of the prompt; on_output gets its outputs,
-        whoever steps. Raises InvalidRequest for an empty prompt, one longer than the context, an unknown
-        expert, or an id in use.
+        where it has one; topic is what the router looks at instead of the prompt; ids are the prompt's tokens
+        and routed is what the router says, where the caller has them already; source is who asks; on_output
+        gets its outputs, whoever steps. Raises InvalidRequest for an empty prompt, one
+        longer than the context, an unknown expert, or an id in use.
         """
         params = SamplingParams() if params is None else params
         request_id = uuid.uuid4().hex if request_id is None else request_id
         check_request(request_id, prompt, params, expert)
-        if request_id in self._sequences:
-            raise InvalidRequest(f"request id {request_id!r} is in use.")
-        if expert is not None and not self.selector.knows(expert):
-            raise InvalidRequest(f"there is no expert named {expert!r}.")
+        self._check_names(request_id, expert)
         limits = {"vocab_size": self.target.vocab_size, "room": self.max_model_len - 1}
-        ids = tokenise(self.tokenizer, prompt, chat=chat, truncate=self.truncate_prompts, **limits)
+        ids = tokenise(self.tokenizer, prompt, ids, chat=chat, truncate=self.truncate_prompts, **limits)
         seed = params.seed if params.seed is not None else secrets.randbits(62)
         sequence = Sequence(request_id, ids, len(ids), params, seed, capture=capture, counted=counted)
+        sequence.source = source
         sequence.prompt = topic or (prompt if isinstance(prompt, str) else self.tokenizer.decode(ids))
         sequence.expert, sequence.pinned = expert or SHARED, expert is not None
+        if routed is not None and self.selector.knows(routed.domain):  # it may have been removed meanwhile
+            sequence.routed = sequence.expert = routed.domain
+            sequence.confidence, sequence.prior = routed.confidence, routed.probabilities
         sequence.draft = draft and self.chooser.model is not None
         goes_on = isinstance(prompt, str) and not (chat and has_template(self.tokenizer))
         self._texts[request_id] = Detokenizer(self.tokenizer, params.stop, ids if goes_on else ())
@@ -154,6 +158,12 @@ class Engine(WholeAnswers):
             self._listeners[request_id] = on_output
         self.scheduler.waiting.append(sequence)
         return request_id
+
+    def _check_names(self, request_id: str, expert: str | None) -> None:
+        if request_id in self._sequences:
+            raise InvalidRequest(f"request id {request_id!r} is in use.")
+        if expert is not None and not self.selector.knows(expert):
+            raise InvalidRequest(f"there is no expert named {expert!r}.")
 
     @torch.inference_mode()  # the caches are tensors of `step`'s inference mode, and a slot may be swapped
     def abort(self, request_id: str, reason: FinishReason = "abort") -> RequestOutput | None:
@@ -217,6 +227,7 @@ class Engine(WholeAnswers):
             self.refresh()
             self._admit()
             self._read_prompts()
+            self._settle()
             outputs = self._decode() if self.scheduler.num_ready else []
             self._deliver(outputs)
         return outputs
@@ -230,13 +241,13 @@ class Engine(WholeAnswers):
         new = self.scheduler.admit()
         if new:
             self.selector.assign(new)
-        self._settle()
         if new or self.scheduler.reading:
             self.timer.interrupted()
 
     def _settle(self, ending: Sequence | None = None) -> None:
-        """Hand sequences to the experts that the router has found for them since the last call."""
-        changed = self.selector.settle(ending)
+        """Hand sequences to the experts that the selector has found for them since the last call."""
+        with self.timer.selecting():
+            changed = self.selector.settle(ending)
         if changed and self.chooser.model is not None:
             self.chooser.model.experts_changed(changed)
 

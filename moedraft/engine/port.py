@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from moedraft.core import RequestOutput, SamplingParams, Sequence
+
+if TYPE_CHECKING:
+    from moedraft.routing.router import Route
 
 OnOutput = Callable[[RequestOutput], None]
 Sink = Callable[[Sequence], None]  # gets every finished request
@@ -52,6 +55,9 @@ class ServingEngine(Protocol):
         draft: bool = True,
         capture: bool = False,
         topic: str | None = None,
+        ids: list[int] | None = None,
+        routed: Route | None = None,
+        source: str = "",
         on_output: OnOutput | None = None,
     ) -> str:
         """Queue a prompt; `on_output` gets its outputs. Raises InvalidRequest."""

@@ -37,6 +37,7 @@ NUMBERS = (
     "seconds",
     "confidence",
     "time_to_first_token",
+    "overruled",
 )
 DRAFTS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 _PLACE = {name: place for place, name in enumerate(NUMBERS)}

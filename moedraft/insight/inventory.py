@@ -5,6 +5,7 @@ The operator's routes and the command line show the same data, which is built he
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from moedraft.core import SHARED, AdapterVersion, Domain
@@ -17,6 +18,7 @@ from moedraft.insight.change import (
     tokens_per_step,
 )
 from moedraft.storage.changes import check_expert, find_domain, is_pinned
+from moedraft.storage.registry import Changed
 from moedraft.storage.requests import ExpertStats
 from moedraft.storage.store import Store
 
@@ -81,6 +83,8 @@ def decisions(store: Store, name: str | None = None, limit: int = 50) -> list[Da
             "gain_low": one.gain_low,
             "gain_high": one.gain_high,
             "records": one.gate_records,
+            "static_gain": one.static_gain,
+            "reason": one.reason,
         }
         for one in store.updates.recent(name, limit)
     ]
@@ -89,7 +93,7 @@ def decisions(store: Store, name: str | None = None, limit: int = 50) -> list[Da
 def replay(store: Store) -> dict[str, int]:
     """The number of records by domain. `shared` has those whose prompts fitted no domain."""
     sizes = store.replay.sizes()
-    names = dict.fromkeys([SHARED, *(domain.name for domain in store.registry.domains()), *sizes])
+    names = dict.fromkeys([SHARED, *(name for name, _ in store.registry.domain_names()), *sizes])
     return {name: sizes.get(name, 0) for name in names}
 
 
@@ -100,7 +104,7 @@ def experts(store: Store) -> dict[str, Data]:
     """
     served, sizes = store.requests.summary(), store.replay.sizes()
     sizes[SHARED] = sum(sizes.values())
-    registered = [domain.name for domain in store.registry.domains()]
+    registered = [name for name, _ in store.registry.domain_names()]
     names = dict.fromkeys([SHARED, *registered, *served])
     return {name: _expert(store, name, served.get(name), sizes.get(name, 0)) for name in names}
 
@@ -163,6 +167,12 @@ def _version(version: AdapterVersion) -> Data:
     }
 
 
-def live_version(name: str, live: AdapterVersion | None) -> Data:
-    """The version of expert `name` that serves; 0 is the untrained expert."""
-    return {"domain": name, "version": live.version if live else 0}
+def changed(name: str, change: Changed) -> Data:
+    """The version of expert `name` that serves now; 0 is the untrained expert.
+
+    "experts" is there where some had been trained on a later shared adapter: what each serves now.
+    """
+    data: Data = {"domain": name, "version": change.live.version if change.live else 0}
+    if change.experts:
+        data["experts"] = [asdict(one) for one in change.experts]
+    return data

@@ -114,7 +114,7 @@ class Observer:
         )
 
     def _registered(self) -> list[str]:
-        return [SHARED, *(domain.name for domain in self._store.registry.domains())]
+        return [SHARED, *(name for name, _ in self._store.registry.domain_names())]
 
     def _names(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys([*self._registered(), *self._store.requests.summary()]))
@@ -171,8 +171,9 @@ class Observer:
         return RouterView(
             routed=len(routed),
             unknown=len(routed.of(SHARED)),
+            overruled=int(np.nansum(routed["overruled"])),
             confidence=float(routed["confidence"].mean()) if len(routed) else None,
-            domains=tuple(domain.name for domain in self._store.registry.domains()),
+            domains=tuple(name for name, _ in self._store.registry.domain_names()),
             names=names,
             shares=figures.shares(routed, grid, [*served, SHARED]),
             histogram=figures.confidences(routed),

@@ -93,6 +93,7 @@ class RouterView:
 
     routed: int
     unknown: int  # how many of them fitted no domain
+    overruled: int  # how many of them evidence gave to another expert, or to the shared draft
     confidence: float | None  # mean
     domains: tuple[str, ...]  # registered
     names: tuple[str, ...]  # of all experts, in the order in which they are shown

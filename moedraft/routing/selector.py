@@ -67,8 +67,18 @@ class Selector:
     def knows(self, expert: str) -> bool:
         return expert == SHARED or expert in self.router.domains
 
+    def close(self) -> None:
+        """There is nothing to let go of."""
+
     def observe(self, evidence: Evidence) -> None:
         """Do nothing: this choice depends on the prompt alone."""
+
+
+class UnaskedSelector(Selector):
+    """The router is never asked: the shared draft serves every request that names no expert."""
+
+    def assign(self, sequences: list[Sequence]) -> None:
+        """They keep the expert that they came with."""
 
 
 class BackgroundSelector(Selector):
@@ -106,8 +116,9 @@ class BackgroundSelector(Selector):
 
 
 def needs_expert(sequence: Sequence) -> bool:
-    """Whether an expert must be chosen: not where the user did, or where nobody drafts or learns."""
-    return not sequence.pinned and (sequence.draft or sequence.capture)
+    """Whether an expert must be chosen: not where that was done before, or where nobody drafts or learns."""
+    chosen = sequence.pinned or (sequence.reproducible and sequence.routed is not None)
+    return not chosen and (sequence.draft or sequence.capture)
 
 
 def send(rows: list[Sequence], find: Callable[[], list[Route]]) -> list[Sequence]:
@@ -115,6 +126,7 @@ def send(rows: list[Sequence], find: Callable[[], list[Route]]) -> list[Sequence
     try:
         for sequence, route in zip(rows, find(), strict=True):
             sequence.expert, sequence.confidence = route.domain, route.confidence
+            sequence.routed, sequence.prior = route.domain, route.probabilities
     except Exception:
         log.exception("Prompts could not be routed; the shared draft serves them.")
         return []

@@ -75,5 +75,11 @@ def _context(
     limit = settings.max_prompt_tokens
     if settings.long_prompts == "refuse":
         limit = room if limit is None else min(limit, room)
-    prompts = Prompts(engine.tokenizer, limit)
+    prompts = Prompts(
+        engine.tokenizer,
+        limit,
+        room=room,
+        vocab_size=engine.target.vocab_size,
+        truncate=settings.long_prompts == "truncate",
+    )
     return ServerContext(worker, supervisor, settings, worker.system.store, prompts, authority)

@@ -143,5 +143,5 @@ def learn(system: System, loop: DistillLoop, pace: Pace) -> Iterator[Event]:
         pace.took(steps, time.monotonic() - clock.began, clock.step_seconds)
         if not loop.outcomes:  # it failed, or there was nothing to learn from
             return
-        promoted = [one for one in loop.outcomes if one.decision in (None, "promote")]
+        promoted = [one for one in loop.outcomes if one.decision in (None, "promote", "along")]
         yield Event(published={one.expert: one.version for one in promoted})

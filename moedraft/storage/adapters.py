@@ -6,32 +6,29 @@ always computed from a checked name and a number. This module does not know what
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import os
 import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
-
-from moedraft.core import AdapterVersion, CorruptAdapter, StorageError
-from moedraft.storage.candidate import (
-    CONFIG,
-    VOCABULARY,
-    WEIGHTS,
-    Candidate,
-    CandidateSummary,
-    move_files,
-    write_files,
+from moedraft.core import SHARED, AdapterVersion, CorruptAdapter, StorageError
+from moedraft.storage.adapter_files import (
+    MANIFEST,
+    checked,
+    contents,
+    hashes_of,
+    json_object,
+    manifest_of,
+    parsed,
+    sync,
+    vocabulary_in,
 )
+from moedraft.storage.candidate import Candidate, CandidateSummary, move_files, write_files
 from moedraft.storage.db import DATABASE, Home, storage_errors
 from moedraft.storage.registry import Registry, check_expert_name
 
@@ -40,11 +37,10 @@ if TYPE_CHECKING:
 
 FOLDER = "adapters"
 QUARANTINE = "quarantine"  # beside it: versions that the database does not know
-MANIFEST = "manifest.json"
-MANIFEST_FORMAT = 1
-ALLOWED = (".safetensors", ".json", ".md")
 TEMPORARY = ".tmp-"
 VERSION_FOLDER = re.compile(r"v([0-9]+)")
+
+Part = tuple[CandidateSummary, Callable[[Path], None]]  # a candidate, and what puts its files into a folder
 
 log = logging.getLogger(__name__)
 
@@ -89,15 +85,28 @@ class AdapterStore:
         Raises InvalidRequest for an unknown expert, CorruptAdapter for files that are no intact PEFT adapter
         (such as weights that are not finite), StorageFull and StorageError; nothing was changed then.
         """
-        with self._new_folder(candidate.expert) as folder:
-            write_files(candidate, folder)
-            return self._make_live(folder, candidate)
+        return self.publish_together([candidate])[0]
+
+    def publish_together(
+        self, candidates: Sequence[Candidate], untrained: Mapping[str, int] | None = None
+    ) -> list[AdapterVersion]:
+        """As `publish`, of all these candidates or of none: they become live in one transaction.
+
+        untrained: experts that are put back to no version with them, and the version of each that is live.
+        """
+        parts: list[Part] = [(one, partial(write_files, one)) for one in candidates]
+        return self._publish(parts, untrained or {})
 
     def adopt(self, summary: CandidateSummary, staged: Path) -> AdapterVersion:
         """As `publish`, for a candidate whose files another process has written into the folder `staged`."""
-        with self._new_folder(summary.expert) as folder:
-            move_files(staged, folder)
-            return self._make_live(folder, summary)
+        return self.adopt_together([(summary, staged)])[0]
+
+    def adopt_together(
+        self, staged: Sequence[tuple[CandidateSummary, Path]], untrained: Mapping[str, int] | None = None
+    ) -> list[AdapterVersion]:
+        """As `publish_together`, for candidates whose files another process has written into folders."""
+        parts: list[Part] = [(summary, partial(move_files, folder)) for summary, folder in staged]
+        return self._publish(parts, untrained or {})
 
     def load(self, version: AdapterVersion, base_hash: str | None = None) -> LoadedAdapter:
         """The files of `version`, verified against its manifest.
@@ -112,14 +121,14 @@ class AdapterStore:
                 f"use that one or train anew for {base_hash}."
             )
         with storage_errors(self._home.path):
-            files = _contents(folder, title)
-        manifest = _object(files.pop(MANIFEST, b""), f"{MANIFEST} of {title}")
-        if manifest.get("files") != _hashes(files):
+            files = contents(folder, title)
+        manifest = json_object(files.pop(MANIFEST, b""), f"{MANIFEST} of {title}")
+        if manifest.get("files") != hashes_of(files):
             raise CorruptAdapter(f"{title}: its files do not match its manifest.")
         same = ("domain", "version", "base_hash")
         if any(manifest.get(key) != getattr(version, key) for key in same):
             raise CorruptAdapter(f"{title}: its manifest belongs to another version.")
-        return LoadedAdapter(*_parsed(files, title), manifest, _vocabulary(files, title))
+        return LoadedAdapter(*parsed(files, title), manifest, vocabulary_in(files, title))
 
     def load_live(
         self, domain: str, base_hash: str | None = None
@@ -174,26 +183,52 @@ class AdapterStore:
                 shutil.rmtree(self.folder(domain, number), ignore_errors=True)
         return gone
 
-    @contextmanager
-    def _new_folder(self, domain: str) -> Iterator[Path]:
-        """An empty temporary folder beside the versions of `domain`; nobody else publishes meanwhile."""
+    def _publish(self, parts: Sequence[Part], untrained: Mapping[str, int]) -> list[AdapterVersion]:
+        """Folders, then rows: a crash between them leaves folders without rows, which `_clean` sets aside."""
         self._home.require_writable()
-        self._registry.next_version(domain)  # an unknown name is refused before anything is written
+        for summary, _ in parts:
+            self._registry.next_version(summary.expert)  # an unknown name changes nothing
         with self._home.folder_lock, storage_errors(self._home.path):
             self._clean()
-            parent = self.folder(domain, 0).parent
-            parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            folder = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=parent))
+            folders: list[Path] = []  # temporary ones first, then where they were moved to
             try:
-                yield folder
-            finally:
-                shutil.rmtree(folder, ignore_errors=True)
+                for summary, fill in parts:
+                    folders.append(self._temporary_folder(summary.expert))
+                    fill(folders[-1])
+                versions = self._numbered([summary for summary, _ in parts], folders)
+                for temporary, version in zip(list(folders), versions, strict=True):
+                    folders.append(self.folder(version.domain, version.version))
+                    self._place(temporary, folders[-1])
+                self._registry.add_versions(versions, untrained)
+            except BaseException:
+                for folder in folders:
+                    shutil.rmtree(folder, ignore_errors=True)
+                raise
+        return versions
 
-    def _make_live(self, folder: Path, summary: CandidateSummary) -> AdapterVersion:
-        """Checks the files in `folder`, gives them a number and a manifest, and moves them into place."""
-        files = _checked(folder)
-        number = self._registry.reserve_version(summary.expert)
-        version = AdapterVersion(
+    def _temporary_folder(self, domain: str) -> Path:
+        """An empty one, beside the versions of `domain`."""
+        parent = self.folder(domain, 0).parent
+        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=parent))
+
+    def _numbered(self, summaries: Sequence[CandidateSummary], folders: list[Path]) -> list[AdapterVersion]:
+        """Checks the files in the folders, and gives each a number and a manifest."""
+        files = [checked(folder) for folder in folders]
+        numbers = {one.expert: self._registry.reserve_version(one.expert) for one in summaries}
+        versions = []
+        for summary, folder, content in zip(summaries, folders, files, strict=True):
+            version = self._version_of(summary, numbers[summary.expert], numbers.get(SHARED))
+            (folder / MANIFEST).write_text(manifest_of(version, summary, content), encoding="utf-8")
+            versions.append(version)
+        return versions
+
+    def _version_of(self, summary: CandidateSummary, number: int, shared: int | None) -> AdapterVersion:
+        """shared: the version of the shared adapter that is published with it; None: the live one stays."""
+        if shared is None:
+            line = self._registry.lineage(SHARED, summary.base_hash)
+            shared = line[0].version if line else 0
+        return AdapterVersion(
             domain=summary.expert,
             version=number,
             parent=summary.parent,
@@ -202,24 +237,16 @@ class AdapterStore:
             acceptance=summary.acceptance_after,
             created_at=time.time(),
             state="live",
+            stood_on=None if summary.expert == SHARED else shared,
         )
-        (folder / MANIFEST).write_text(_manifest(version, summary, files), encoding="utf-8")
-        self._install(folder, version)
-        return version
 
-    def _install(self, temporary: Path, version: AdapterVersion) -> None:
-        """Folder, then row: a crash between them leaves a folder without a row, which `_clean` sets aside."""
-        folder = self.folder(version.domain, version.version)
+    def _place(self, temporary: Path, folder: Path) -> None:
+        """Give the finished folder its name; all of it is on the disk then."""
         for path in (*temporary.iterdir(), temporary):
             sync(path)
         temporary.rename(folder)
-        try:
-            for path in (folder.parent, self._root, self._home.path):
-                sync(path)
-            self._registry.add_version(version)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
+        for path in (folder.parent, self._root, self._home.path):
+            sync(path)
 
     def reject(self, version: AdapterVersion) -> None:
         """Roll back a version that does not fit its base, unless it was removed or the home is read-only."""
@@ -258,92 +285,3 @@ class AdapterStore:
 
 def _title(version: AdapterVersion) -> str:
     return f"Adapter version {version.version} of '{version.domain}'"
-
-
-def _checked(folder: Path) -> dict[str, bytes]:
-    """The files of a new adapter. Raises CorruptAdapter where they are not an intact one."""
-    title = "The new adapter"
-    files = _contents(folder, title)
-    _parsed(files, title)
-    _vocabulary(files, title)
-    return files
-
-
-def _contents(folder: Path, title: str) -> dict[str, bytes]:
-    """The bytes of each file. Raises CorruptAdapter for anything but plain files of the allowed kinds."""
-    files = {}
-    try:
-        for path in sorted(folder.iterdir()):
-            if path.suffix not in ALLOWED or path.is_symlink() or not path.is_file():
-                raise CorruptAdapter(
-                    f"{title} holds '{path.name}'; only {', '.join(ALLOWED)} files are taken."
-                )
-            files[path.name] = path.read_bytes()
-    except FileNotFoundError as error:
-        raise CorruptAdapter(f"{title}: its folder is gone.") from error
-    return files
-
-
-def _parsed(files: dict[str, bytes], title: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    missing = [name for name in (CONFIG, WEIGHTS) if name not in files]
-    if missing:
-        raise CorruptAdapter(f"{title} lacks {' and '.join(missing)}.")
-    try:
-        tensors: dict[str, torch.Tensor] = load_tensors(files[WEIGHTS])
-        finite = {name: bool(tensor.isfinite().all()) for name, tensor in tensors.items()}
-    except (SafetensorError, KeyError, NotImplementedError) as error:  # the last two: unknown dtypes
-        raise CorruptAdapter(f"{title}: {WEIGHTS} cannot be read: {error}.") from error
-    for name in finite:
-        if not finite[name]:
-            raise CorruptAdapter(f"{title}: tensor '{name}' is not finite.")
-    return _object(files[CONFIG], f"{CONFIG} of {title}"), tensors
-
-
-def _vocabulary(files: dict[str, bytes], title: str) -> torch.Tensor | None:
-    """The token ids of an adapter's own output rows; what they may be is for the draft base to say."""
-    if VOCABULARY not in files:
-        return None
-    try:
-        found: torch.Tensor = load_tensors(files[VOCABULARY])["vocabulary"]
-    except (SafetensorError, KeyError, NotImplementedError) as error:
-        raise CorruptAdapter(f"{title}: {VOCABULARY} cannot be read: {error}.") from error
-    return found
-
-
-def _object(text: bytes, title: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
-        raise CorruptAdapter(f"{title} is missing or no JSON.") from error
-    if not isinstance(value, dict):
-        raise CorruptAdapter(f"{title} is no JSON object.")
-    return value
-
-
-def _manifest(version: AdapterVersion, summary: CandidateSummary, files: dict[str, bytes]) -> str:
-    written = {
-        "format": MANIFEST_FORMAT,
-        "domain": version.domain,
-        "version": version.version,
-        "parent": version.parent,
-        "base_hash": version.base_hash,
-        "acceptance": version.acceptance,
-        "created_at": version.created_at,
-        "files": _hashes(files),
-        "rank": summary.rank,
-        "modules": list(summary.modules),
-    }
-    return json.dumps(written, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def _hashes(files: dict[str, bytes]) -> dict[str, str]:
-    return {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
-
-
-def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from moedraft.core import InvalidRequest, StorageError
-from moedraft.storage.adapters import FOLDER, MANIFEST, sync
+from moedraft.storage.adapter_files import MANIFEST, sync
+from moedraft.storage.adapters import FOLDER
 from moedraft.storage.db import DATABASE, storage_errors
 
 CONTENTS = "backup.json"  # the first member: what the others are

@@ -5,31 +5,34 @@ Registering and removing domains is not here, because it needs a router.
 
 from __future__ import annotations
 
-from moedraft.core import DOMAIN_NAME, SHARED, AdapterVersion, Domain, InvalidRequest, UnknownName
-from moedraft.storage.registry import PIN, Registry
+from moedraft.core import DOMAIN_NAME, SHARED, Domain, InvalidRequest, UnknownName
+from moedraft.storage.db import DATABASE
+from moedraft.storage.registry import Changed, Registry
 from moedraft.storage.store import Store
+from moedraft.storage.version_rows import PIN
 
 
-def promote(store: Store, name: str, version: int) -> AdapterVersion | None:
+def promote(store: Store, name: str, version: int) -> Changed:
     """Check the files of `version` and make it the one that serves; 0 is the untrained expert.
 
-    Returns the version that serves now, None for the untrained expert. Raises InvalidRequest.
+    Where that is an earlier shared adapter, experts that were trained on a later one follow it back. Raises
+    InvalidRequest.
     """
     check_expert(store, name)
     found = [one for one in store.registry.versions(name) if one.version == version]
     if found:
         store.adapters.load(found[0])
-    return store.registry.promote(name, version)
+    return store.registry.change(name, version)
 
 
-def rollback(store: Store, name: str) -> AdapterVersion | None:
+def rollback(store: Store, name: str) -> Changed:
     """Go back to the version that the live one was made from.
 
-    Returns the version that serves now, None for the untrained expert. Raises InvalidRequest where no
-    version is live.
+    Experts that were trained on the shared adapter follow it back. Raises InvalidRequest where no version is
+    live.
     """
     check_expert(store, name)
-    return store.registry.rollback(name)
+    return store.registry.change(name, None)
 
 
 def purge(store: Store, name: str | None) -> int:
@@ -37,6 +40,11 @@ def purge(store: Store, name: str | None) -> int:
     if name is not None:
         check_expert(store, name)
     return store.replay.purge(name)
+
+
+def old_copies(store: Store) -> list[str]:
+    """Names of the databases kept in the home from before upgrades: no purge reaches them."""
+    return sorted(path.name for path in store.home.path.glob(f"{DATABASE}.[0-9]*"))
 
 
 def check_expert(store: Store, name: str) -> None:

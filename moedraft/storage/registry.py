@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Row, delete, insert, select, update
+from sqlalchemy import Row, delete, insert, select, update
 
-from moedraft.core import (
-    DOMAIN_NAME,
-    SHARED,
-    AdapterVersion,
-    Domain,
-    InvalidRequest,
-    StorageError,
-    UnknownName,
-)
+from moedraft.core import DOMAIN_NAME, SHARED, AdapterVersion, Domain, InvalidRequest, StorageError
 from moedraft.storage.db import Home
 from moedraft.storage.tables import adapter_versions, counters, domains, experts, meta, replay
-
-PIN = "pinned:"  # and a name: the meta key that exists while it gets no new version
+from moedraft.storage.version_rows import (
+    PIN,
+    Follower,
+    ancestors_of,
+    domain_exists,
+    find_version,
+    insert_version,
+    last_version,
+    live_version,
+    put_back,
+    raise_generation,
+    reject_version,
+    retire_live,
+    set_live,
+    take_experts_back,
+    unknown_domain,
+)
 
 _domain, _version, _state = adapter_versions.c.domain, adapter_versions.c.version, adapter_versions.c.state
+
+
+@dataclass(frozen=True)
+class Changed:
+    """What a person's change of a live version did."""
+
+    live: AdapterVersion | None  # what serves now; None: the untrained adapter
+    experts: tuple[Follower, ...] = ()  # that had been trained on a later shared adapter than this one
 
 
 def check_expert_name(name: str) -> str:
@@ -63,14 +79,14 @@ class Registry:
             "created_at": domain.created_at,
         }
         with self._home.write(durable=True) as connection:
-            if _exists(connection, domain.name):
+            if domain_exists(connection, domain.name):
                 raise InvalidRequest(
                     f"A domain named '{domain.name}' exists already; remove it first or choose another name."
                 )
             if connection.scalar(select(experts.c.name).where(experts.c.name == domain.name)) is None:
                 connection.execute(insert(experts).values(name=domain.name, last_version=0, updates=0))
             connection.execute(insert(domains).values(row))
-            _raise_generation(connection)
+            raise_generation(connection)
 
     def domains(self) -> list[Domain]:
         """In the order of registration."""
@@ -89,7 +105,7 @@ class Registry:
         with self._home.read() as connection:
             row = connection.execute(select(domains).where(domains.c.name == name)).one_or_none()
         if row is None:
-            raise _unknown(name)
+            raise unknown_domain(name)
         return _domain_of(row)
 
     def remove_domain(self, name: str) -> None:
@@ -98,46 +114,48 @@ class Registry:
         Statistics of its requests stay, and its version numbers are never given again.
         """
         with self._home.write(durable=True) as connection:
-            if not _exists(connection, name):
-                raise _unknown(name)
+            if not domain_exists(connection, name):
+                raise unknown_domain(name)
             for table in (replay, adapter_versions):
                 connection.execute(delete(table).where(table.c.domain == name))
             connection.execute(delete(domains).where(domains.c.name == name))
             connection.execute(delete(meta).where(meta.c.key == PIN + name))
             connection.execute(update(experts).where(experts.c.name == name).values(updates=0))
-            _raise_generation(connection)
+            raise_generation(connection)
         self._home.checkpoint()  # until then the journal holds its records still
 
     # --- adapter versions (`domain` is a domain's name or SHARED)
 
     def add_version(self, version: AdapterVersion) -> None:
-        """Add the row. A live version replaces the former live one in the same transaction.
+        """As `add_versions`, of one."""
+        self.add_versions([version])
 
-        Raises InvalidRequest for a number that was given before.
+    def add_versions(
+        self, versions: Sequence[AdapterVersion], untrained: Mapping[str, int] | None = None
+    ) -> None:
+        """Add the rows, all of them or none. A live version replaces the former live one.
+
+        untrained: experts that are put back to no version in the same transaction, with the version of each
+        that has to be live until then. Raises InvalidRequest for a number that was given before, and where
+        another version is live.
         """
         with self._home.write(durable=True) as connection:
-            last = _last_version(connection, version.domain)
-            known = _find(connection, version.domain, version.version)
-            if known is not None or version.version < max(last, 1):
-                raise InvalidRequest(f"Version {version.version} of '{version.domain}' was given before.")
-            if not 0 <= version.parent < version.version:
-                raise InvalidRequest(f"Version {version.version} cannot descend from {version.parent}.")
-            if version.state == "live":
-                _retire_live(connection, version.domain)
-                _raise_generation(connection)
-            connection.execute(insert(adapter_versions).values(vars(version)))
-            counts = {"last_version": version.version, "updates": experts.c.updates + 1}
-            connection.execute(update(experts).where(experts.c.name == version.domain).values(counts))
+            for version in versions:
+                insert_version(connection, version)
+            for name, number in (untrained or {}).items():
+                put_back(connection, name, number)
+            if untrained or any(version.state == "live" for version in versions):
+                raise_generation(connection)
 
     def next_version(self, domain: str) -> int:
         """The number of the next version."""
         with self._home.read() as connection:
-            return _last_version(connection, domain) + 1
+            return last_version(connection, domain) + 1
 
     def reserve_version(self, domain: str) -> int:
         """Take a number that no other version of `domain` ever had or will have."""
         with self._home.write(durable=True) as connection:
-            number = _last_version(connection, domain) + 1
+            number = last_version(connection, domain) + 1
             connection.execute(update(experts).where(experts.c.name == domain).values(last_version=number))
             return number
 
@@ -154,7 +172,7 @@ class Registry:
         What serves with a certain draft base is the first of `lineage(domain, base_hash)`.
         """
         with self._home.read() as connection:
-            return _live(connection, domain)
+            return live_version(connection, domain)
 
     def lineage(self, domain: str, base_hash: str | None = None) -> list[AdapterVersion]:
         """The live version and its ancestors that were not rolled back, nearest first.
@@ -163,29 +181,20 @@ class Registry:
         at the newest version of this base that was not rolled back. Empty where nothing is live.
         """
         with self._home.read() as connection:
-            head = live = _live(connection, domain)
+            head = live = live_version(connection, domain)
             if live is not None and base_hash not in (None, live.base_hash):
                 kept = (_domain == domain) & (adapter_versions.c.base_hash == base_hash)
                 query = select(_version).where(kept, _state != "rolled_back").order_by(_version.desc())
                 newest = connection.scalar(query.limit(1))
-                head = None if newest is None else _find(connection, domain, newest)
+                head = None if newest is None else find_version(connection, domain, newest)
             if head is None:
                 return []
-            found = [head, *_ancestors(connection, head)]
+            found = [head, *ancestors_of(connection, head)]
         return [version for version in found if base_hash in (None, version.base_hash)]
 
     def promote(self, domain: str, version: int) -> AdapterVersion | None:
         """Make `version` (0: the untrained expert) live, retire the former one, and return the live one."""
-        with self._home.write(durable=True) as connection:
-            _last_version(connection, domain)
-            found = _find(connection, domain, version)
-            if found is None and version != 0:
-                raise InvalidRequest(f"Domain '{domain}' has no adapter version {version}.")
-            if found is None or found.state != "live":
-                _retire_live(connection, domain)
-                _set_live(connection, found)
-                _raise_generation(connection)
-            return _live(connection, domain)
+        return self.change(domain, version).live
 
     def rollback(self, domain: str) -> AdapterVersion | None:
         """Back to the parent of the live version, which becomes rolled_back. Returns what is live now.
@@ -193,26 +202,47 @@ class Registry:
         Ancestors that were rolled back themselves are skipped. Where none is left, the newest version of
         another draft base becomes live; where there is none either, the untrained expert serves.
         """
+        return self.change(domain, None).live
+
+    def change(self, domain: str, version: int | None) -> Changed:
+        """`promote` where a version is given, `rollback` otherwise; experts follow the shared adapter back.
+
+        An expert that was trained on a later shared adapter than the one that serves now goes back to its
+        newest version that was not, in the same transaction. One that is pinned stays.
+        """
         with self._home.write(durable=True) as connection:
-            live = _live(connection, domain)
-            if live is None:
+            last_version(connection, domain)
+            before = live_version(connection, domain)
+            if version is not None:
+                found = find_version(connection, domain, version)
+                if found is None and version != 0:
+                    raise InvalidRequest(f"Domain '{domain}' has no adapter version {version}.")
+                if found is None or found.state != "live":
+                    retire_live(connection, domain)
+                    set_live(connection, found)
+                    raise_generation(connection)
+            elif before is None:
                 raise InvalidRequest(f"'{domain}' has no live adapter version to roll back.")
-            return _reject(connection, live)
+            else:
+                reject_version(connection, before)
+            now = live_version(connection, domain)
+            moved = take_experts_back(connection, before, now) if domain == SHARED else ()
+            return Changed(now, moved)
 
     def reject(self, domain: str, version: int) -> AdapterVersion | None:
         """Mark `version` rolled_back. If it was live, an ancestor serves. Returns what is live now."""
         with self._home.write(durable=True) as connection:
-            found = _find(connection, domain, version)
+            found = find_version(connection, domain, version)
             if found is None:
                 raise InvalidRequest(f"Domain '{domain}' has no adapter version {version}.")
-            return _reject(connection, found)
+            return reject_version(connection, found)
 
     def forget_versions(self, domain: str, numbers: Iterable[int]) -> None:
         """Remove the rows of these versions. If the live one is among them, the untrained expert serves."""
         chosen = (_domain == domain) & _version.in_(list(numbers))
         with self._home.write(durable=True) as connection:
             if connection.scalar(select(_version).where(chosen, _state == "live")) is not None:
-                _raise_generation(connection)
+                raise_generation(connection)
             connection.execute(delete(adapter_versions).where(chosen))
 
     # --- counters and notes
@@ -249,83 +279,8 @@ class Registry:
                 connection.execute(insert(meta).values(key=key, value=value))
 
 
-def _unknown(name: str) -> UnknownName:
-    return UnknownName(f"There is no domain named '{name}'; `moedraft domain list` shows those there are.")
-
-
 def _domain_of(row: Row[Any]) -> Domain:
     examples = row.examples
     if not isinstance(examples, list) or not all(isinstance(example, str) for example in examples):
         raise StorageError(f"The examples of domain '{row.name}' are damaged; restore a backup.")
     return Domain(row.name, row.description, tuple(examples), row.created_at)
-
-
-def _exists(connection: Connection, name: str) -> bool:
-    return connection.scalar(select(domains.c.name).where(domains.c.name == name)) is not None
-
-
-def _last_version(connection: Connection, domain: str) -> int:
-    """Raises InvalidRequest where `domain` is neither registered nor SHARED."""
-    if domain != SHARED and not _exists(connection, domain):
-        raise _unknown(domain)
-    return int(
-        connection.execute(select(experts.c.last_version).where(experts.c.name == domain)).scalar_one()
-    )
-
-
-def _find(connection: Connection, domain: str, version: int) -> AdapterVersion | None:
-    query = select(adapter_versions).where(_domain == domain, _version == version)
-    row = connection.execute(query).one_or_none()
-    return None if row is None else AdapterVersion(**row._mapping)
-
-
-def _live(connection: Connection, domain: str) -> AdapterVersion | None:
-    query = select(adapter_versions).where(_domain == domain, _state == "live")
-    row = connection.execute(query).one_or_none()
-    return None if row is None else AdapterVersion(**row._mapping)
-
-
-def _ancestors(connection: Connection, version: AdapterVersion) -> list[AdapterVersion]:
-    """Ancestors that were not rolled back, nearest first; up to a damaged row, whose parent is no older."""
-    found = []
-    while version.parent < version.version:
-        parent = _find(connection, version.domain, version.parent)
-        if parent is None:
-            break
-        if parent.state != "rolled_back":
-            found.append(parent)
-        version = parent
-    return found
-
-
-def _reject(connection: Connection, version: AdapterVersion) -> AdapterVersion | None:
-    _set_state(connection, version, "rolled_back")
-    if version.state == "live":
-        kept = (_domain == version.domain) & (_state != "rolled_back")
-        other = select(_version).where(kept, adapter_versions.c.base_hash != version.base_hash)
-        newest = connection.scalar(other.order_by(_version.desc()).limit(1))
-        found = None if newest is None else _find(connection, version.domain, newest)
-        _set_live(connection, next(iter(_ancestors(connection, version)), found))
-        _raise_generation(connection)
-    return _live(connection, version.domain)
-
-
-def _set_state(connection: Connection, version: AdapterVersion, state: str) -> None:
-    chosen = (_domain == version.domain) & (_version == version.version)
-    connection.execute(update(adapter_versions).where(chosen).values(state=state))
-
-
-def _set_live(connection: Connection, version: AdapterVersion | None) -> None:
-    if version is not None:
-        _set_state(connection, version, "live")
-
-
-def _retire_live(connection: Connection, domain: str) -> None:
-    live = _live(connection, domain)
-    if live is not None:
-        _set_state(connection, live, "retired")
-
-
-def _raise_generation(connection: Connection) -> None:
-    query = update(counters).where(counters.c.name == "generation")
-    connection.execute(query.values(value=counters.c.value + 1))

@@ -159,6 +159,13 @@ class RequestLog:
             rows = connection.execute(query.order_by(requests.c.id.desc()).limit(limit)).mappings().all()
         return [_stats(dict(row)) for row in reversed(rows)]
 
+    def routing(self) -> tuple[int, int]:
+        """Of the kept requests, those that the router decided, and those that evidence overruled then."""
+        query = select(func.count(), func.sum(requests.c.overruled)).where(requests.c.confidence.is_not(None))
+        with self._home.read() as connection:
+            routed, overruled = connection.execute(query).one()
+        return routed, overruled or 0
+
     def series(self, expert: str, bucket: int = 20) -> list[tuple[float, int, int]]:
         """The kept requests in groups of `bucket`, oldest first: (created_at of the last, accepted, drafted).
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sqlalchemy import (
     JSON,
+    Boolean,
     Column,
     Float,
     ForeignKey,
@@ -63,6 +64,7 @@ adapter_versions = Table(
     Column("acceptance", Float),
     Column("created_at", Float, nullable=False),
     Column("state", String(16), nullable=False),
+    Column("stood_on", Integer),  # an expert's: the version of the shared adapter that it was trained on
 )
 _is_live = text("state = 'live'")
 Index(
@@ -117,6 +119,7 @@ requests = Table(
     Column("num_accepted_lookup_tokens", Integer, nullable=False, server_default="0"),
     Column("shared_drafted_at", JSON, nullable=False, server_default="[]"),
     Column("shared_accepted_at", JSON, nullable=False, server_default="[]"),
+    Column("overruled", Boolean, nullable=False, server_default="0"),
     sqlite_autoincrement=True,
 )
 Index("requests_by_expert", requests.c.expert, requests.c.id)
@@ -142,6 +145,8 @@ updates = Table(
     Column("gate_records", Integer),
     Column("parent", Integer),
     Column("stood_on", Integer),
+    Column("static_gain", Float),  # over the untrained draft
+    Column("reason", Text),
     sqlite_autoincrement=True,
 )
 

@@ -11,12 +11,16 @@ from typing import Any
 from moedraft.config import Settings, check_home, load_settings
 from moedraft.cpu.threads import set_threads
 from moedraft.drafting.base import DraftBase, drafter_of, load_base
+from moedraft.drafting.drafter import ExpertDrafter
+from moedraft.drafting.feature import FeatureDrafter
+from moedraft.drafting.judge import FeatureJudge
 from moedraft.drafting.lora import ExpertBank
 from moedraft.engine.engine import Engine
 from moedraft.models import LanguageModel, load_by
 from moedraft.routing.embedder import Embedder
 from moedraft.routing.router import Router
-from moedraft.routing.selector import BackgroundSelector
+from moedraft.routing.selector import BackgroundSelector, Selector, UnaskedSelector
+from moedraft.selecting.selector import EvidenceSelector
 from moedraft.storage.db import DATABASE
 from moedraft.storage.store import TARGET_ID, Store
 from moedraft.system.loader import AdapterLoader
@@ -94,14 +98,15 @@ def load_pair(settings: Settings) -> tuple[LanguageModel, DraftBase]:
 def assemble(settings: Settings, store: Store, target: LanguageModel, draft: DraftBase) -> System:
     bank = ExpertBank(draft, settings.merged_cache_mb)
     router = open_router(settings, store)
-    selector = BackgroundSelector(router)
+    drafter = drafter_of(draft, bank, settings, target.vocab_size)
+    selector = selector_of(settings, router, drafter, bank)
     loader = AdapterLoader(store, bank, tend_memory=settings.cpu_fast_paths)
     recorder = Recorder(store, target_id=target.weights_hash())
     store.registry.set_meta(TARGET_ID, recorder.target_id)
     engine = Engine(
         target,
         target.tokenizer,
-        drafter_of(draft, bank, settings, target.vocab_size),
+        drafter,
         selector,
         adapters=loader,
         sinks=[recorder],
@@ -120,6 +125,16 @@ def assemble(settings: Settings, store: Store, target: LanguageModel, draft: Dra
     )
     loader.refresh([], now=True)
     return System(settings, store, router, target, draft, bank, loader, recorder, engine)
+
+
+def selector_of(settings: Settings, router: Router, drafter: ExpertDrafter, bank: ExpertBank) -> Selector:
+    """Who decides who drafts. The experts of a feature drafter alone can be compared."""
+    if settings.selector == "fixed":
+        return UnaskedSelector(router)
+    if settings.selector == "evidence":
+        judge = FeatureJudge(drafter, bank) if isinstance(drafter, FeatureDrafter) else None
+        return EvidenceSelector(router, judge)
+    return BackgroundSelector(router)
 
 
 def load(

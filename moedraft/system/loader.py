@@ -18,6 +18,7 @@ from moedraft.drafting.lora import ExpertBank, Prepared
 from moedraft.storage.store import Store
 
 POLL_SECONDS = 0.5  # between two looks at the registry; doubled with every failure in a row
+READS = 5  # of versions that change while they are read, at most
 DOUBLINGS = 6  # the most doublings: half a minute
 
 log = logging.getLogger(__name__)
@@ -102,10 +103,17 @@ class AdapterLoader:
 
     @torch.inference_mode()
     def _load(self, recent: Sequence[str] = ()) -> Loaded:
-        """Read and prepare the versions that have changed."""
-        generation = self.store.registry.generation()
-        changes: dict[str, Adapter | None] = {}
-        found = [self._find(name, changes) for name in self._names()]
+        """Read and prepare the versions that have changed.
+
+        Adapters that were published together are taken together: where something was published meanwhile,
+        all is read again.
+        """
+        for _ in range(READS):
+            generation = self.store.registry.generation()
+            changes: dict[str, Adapter | None] = {}
+            found = [self._find(name, changes) for name in self._names()]
+            if self.store.registry.generation() == generation:
+                break
         return generation if all(found) else None, self.bank.prepare(changes, recent)
 
     def _use(self, loaded: Loaded, running: Iterable[core.Sequence]) -> None:
@@ -127,7 +135,7 @@ class AdapterLoader:
             self._thread.submit(return_free_memory)
 
     def _names(self) -> list[str]:
-        registered = [domain.name for domain in self.store.registry.domains()]
+        registered = [name for name, _ in self.store.registry.domain_names()]
         return [SHARED, *registered, *(set(self.bank.experts) - set(registered))]
 
     def _find(self, name: str, changes: dict[str, Adapter | None]) -> bool:

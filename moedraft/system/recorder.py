@@ -197,8 +197,8 @@ def replay_record(sequence: Sequence, target_id: str) -> ReplayRecord:
     ids = torch.cat([ids for ids, _ in captured])[:count]
     logprobs = torch.cat([logprobs for _, logprobs in captured])[:count]
     return ReplayRecord(
-        domain=sequence.expert,
-        expert=sequence.expert,
+        domain=sequence.domain,
+        expert=sequence.domain,
         adapter_version=sequence.adapter_version,
         target_id=target_id,
         token_ids=list(sequence.token_ids),
@@ -216,7 +216,7 @@ def request_stats(sequence: Sequence) -> RequestStats:
     finished = sequence.finished_at or time.monotonic()
     return RequestStats(
         request_id=sequence.request_id,
-        expert=sequence.expert,
+        expert=sequence.domain,
         adapter_version=sequence.adapter_version,
         lang=script_of(sequence.prompt),
         num_prompt_tokens=sequence.num_prompt_tokens,
@@ -227,6 +227,7 @@ def request_stats(sequence: Sequence) -> RequestStats:
         confidence=sequence.confidence,
         time_to_first_token=sequence.first_token_at and sequence.first_token_at - sequence.arrived_at,
         created_at=ended_at(sequence),
+        overruled=sequence.overruled,
     )
 
 

@@ -16,7 +16,7 @@ from cli_fakes import Run
 
 from moedraft.core import SHARED, ReplayRecord
 from moedraft.serve.auth.keyring import Keyring
-from moedraft.storage.adapters import MANIFEST
+from moedraft.storage.adapter_files import MANIFEST
 from moedraft.storage.db import DATABASE
 from moedraft.storage.keys import KEYS_FILE, KeyFile
 from moedraft.storage.store import Store

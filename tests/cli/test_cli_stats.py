@@ -13,7 +13,8 @@ import pytest
 from candidates import candidate
 from cli_fakes import Pair, Run, write_rows
 
-from moedraft.core import SHARED, ReplayRecord, RequestStats, SpeculationStats, UpdateRecord
+from moedraft.core import SHARED, Domain, ReplayRecord, RequestStats, SpeculationStats, UpdateRecord
+from moedraft.storage import changes
 from moedraft.storage.store import Store
 
 RECORD = ReplayRecord("sql", "sql", 1, "tiny", [7, 2, 3], 2, [[3, 9]], [[-0.125, -3.5]], [], 4, 2)
@@ -151,7 +152,8 @@ def test_adapter_list_shows_all_versions(run: Run, served: Path, home: Path) -> 
 def test_adapter_list_shows_what_the_gate_decided(run: Run, served: Path, store: Store) -> None:
     old = UpdateRecord("sql", 1, 16, 4, 1.0, 2.0, 0.4, 0.5)
     figures = {"gain": -0.125, "gain_low": -0.25, "gain_high": -0.0625, "gate_records": 12}
-    judged = replace(old, version=2, decision="discard", parent=2, stood_on=4, **figures)
+    figures |= {"static_gain": 0.03125}
+    judged = replace(old, version=2, decision="discard", parent=2, stood_on=4, reason="It lost.", **figures)
     for one in (old, judged, replace(judged, expert="shared")):
         store.updates.add(one)
     for words in (["sql"], ["--domain", "sql"]):
@@ -160,9 +162,10 @@ def test_adapter_list_shows_what_the_gate_decided(run: Run, served: Path, store:
         assert found[1]["gain"] == -0.125
         shown = run("adapter", "list", *words, "--home", served).out
         assert "Updates of sql" in shown
+        assert "It lost." in shown
         row = next(line for line in shown.splitlines() if "discard" in line)
         assert [part.strip() for part in row.split("│")[2:-1]] == [
-            *("discard", "2", "4", "−0.125", "−0.250 … −0.062", "12", "2"),
+            *("discard", "2", "4", "−0.125", "−0.250 … −0.062", "+0.031", "12", "2"),
         ]
         assert "–" in next(line for line in shown.splitlines() if line.endswith("│ 1      │"))
 
@@ -191,6 +194,24 @@ def test_promote_and_rollback_change_the_live_one(run: Run, trained: Path) -> No
     assert run("adapter", "rollback", "sql", "--home", trained).code == 2
     assert run("adapter", "promote", "sql", 7, "--home", trained).code == 2
     assert run("adapter", "promote", "none", 1, "--home", trained).code == 2
+
+
+def test_a_rollback_of_the_shared_adapter_says_which_experts_followed(
+    run: Run, home: Path, store: Store
+) -> None:
+    store.registry.add_domain(Domain("prose", "", ("x",) * 8, 0.0))
+    for number in (0, 1):
+        made = [candidate(name, parent=number) for name in (SHARED, "sql", "prose")]
+        store.adapters.publish_together(made)
+    changes.pin(store, "prose")
+    store.close()
+    result = run("adapter", "rollback", SHARED, "--home", home)
+    assert "shared: version 1 is live" in result.out
+    assert "sql: back to version 1, because version 2 was trained on a later shared adapter" in result.out
+    assert "prose: stays at version 2" in result.out
+    assert "it is pinned" in result.out
+    data = run("adapter", "promote", SHARED, 0, "--json", "--home", home).data
+    assert data["experts"][-1] == {"domain": "sql", "before": 1, "version": 0, "pinned": False}
 
 
 def test_a_corrupt_version_is_not_promoted(run: Run, trained: Path) -> None:

@@ -7,16 +7,14 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from moedraft.distill.gate import (
+from moedraft.distill.judging.gate import (
     FEW,
     LONGEST_KEPT,
     MOST_KEPT,
     Counts,
     Measured,
-    Options,
     compare,
     decide,
-    decide_together,
     expected_tokens,
     joined,
 )
@@ -133,93 +131,6 @@ def test_what_is_likely_better_may_wait_longer_for_records() -> None:
     )
     assert decide(*found, MOST_KEPT).decision == "keep"
     assert decide(*found, LONGEST_KEPT).decision == "discard"
-
-
-# -- a joint update ------------------------------------------------------------------------------
-
-
-def options(rng: np.random.Generator, new: float | None, old: float, records: int = 24) -> Options:
-    """The gains of both experts under the new shared adapter, over what serves now."""
-    state = rng.bit_generator.state
-    before, with_old = a_pair(rng, records, old)
-    if new is None:
-        return Options(before, None, with_old)
-    rng.bit_generator.state = state  # the same records
-    _, with_new = a_pair(rng, records, new)
-    return Options(before, with_new, with_old)
-
-
-def together(kept: dict[str, int] | None = None, **domains: Options) -> dict[str, str]:
-    found = decide_together(domains, kept or {}, "shared")
-    return {name: verdict.decision for name, verdict in found.items()}
-
-
-def test_what_gains_everywhere_goes_together() -> None:
-    rng = np.random.default_rng(3)
-    found = together(code=options(rng, 0.15, 0.1), prose=options(rng, 0.15, 0.1), sql=options(rng, None, 0.1))
-    assert found == {"shared": "promote", "code": "promote", "prose": "promote"}
-
-
-def test_an_expert_that_learned_badly_stays_behind() -> None:
-    rng = np.random.default_rng(3)
-    found = together(code=options(rng, 0.15, 0.1), prose=options(rng, -0.2, 0.1))
-    assert found == {"shared": "promote", "code": "promote", "prose": "discard"}
-
-
-def test_an_expert_that_is_better_off_as_it_was_stays_behind() -> None:
-    """It gains, but by the shared adapter alone."""
-    rng = np.random.default_rng(3)
-    found = together(code=options(rng, 0.15, 0.1), prose=options(rng, 0.02, 0.25))
-    assert found["shared"] == "promote"
-    assert found["prose"] == "keep"
-
-
-@pytest.mark.parametrize("new", [-0.2, None])
-def test_a_domain_that_would_suffer_with_either_expert_stops_all(new: float | None) -> None:
-    rng = np.random.default_rng(3)
-    domains = {
-        "code": options(rng, 0.25, 0.25),
-        "prose": options(rng, new, -0.2),
-        "sql": options(rng, 0.25, 0.25),
-    }
-    assert set(together(**domains).values()) == {"keep"}
-    worn_out = dict.fromkeys(("shared", *domains), MOST_KEPT)
-    assert set(together(worn_out, **domains).values()) == {"discard"}
-
-
-def test_what_harms_as_a_whole_goes_back_as_a_whole() -> None:
-    rng = np.random.default_rng(3)
-    found = together(code=options(rng, -0.15, -0.15), prose=options(rng, -0.1, -0.1))
-    assert set(found.values()) == {"discard"}
-
-
-def test_fifteen_domains_are_not_stopped_by_chance() -> None:
-    """With so many, one looks worse now and then; the shared adapter goes all the same."""
-    rng = np.random.default_rng(7)
-    went = 0
-    for _ in range(40):
-        domains = {f"d{n}": options(rng, 0.06, 0.03, records=8) for n in range(15)}
-        went += together(**domains)["shared"] == "promote"
-    assert went >= 34
-
-
-def test_many_domains_with_few_records_are_looked_at_together() -> None:
-    rng = np.random.default_rng(7)
-    big = {f"big{n}": options(rng, 0.15, 0.1, records=24) for n in range(3)}
-    fine = {f"d{n}": options(rng, 0.1, 0.05, records=2) for n in range(8)}
-    assert together(**big, **fine)["shared"] == "promote"
-    bad = {f"d{n}": options(rng, -0.3, -0.3, records=2) for n in range(8)}
-    assert together(**big, **bad)["shared"] == "keep"
-
-
-def test_a_poisoned_domain_is_found_among_fifteen() -> None:
-    rng = np.random.default_rng(7)
-    went = 0
-    for _ in range(20):
-        domains = {f"d{n}": options(rng, 0.06, 0.03, records=12) for n in range(14)}
-        domains["bad"] = options(rng, -0.3, -0.3, records=12)
-        went += together(**domains)["shared"] == "promote"
-    assert went == 0
 
 
 def test_the_loss_of_all_records_is_their_mean() -> None:

@@ -10,9 +10,9 @@ from candidates import candidate
 from distill_rig import record
 
 from moedraft.core import SHARED, Domain, GateDecision, StorageError
-from moedraft.distill.gate import Verdict
 from moedraft.distill.joint.joint_loop import MOST_AGAIN, JointLoop
 from moedraft.distill.joint.joint_trainer import JointUpdate
+from moedraft.distill.judging.gate import Verdict
 from moedraft.distill.outlet import HomeOutlet
 from moedraft.learning_state import LearningKind
 from moedraft.storage.store import Store
@@ -86,7 +86,7 @@ def test_nothing_to_learn_from_publishes_nothing(loop: JointLoop) -> None:
 def test_a_failed_publication_pauses_and_is_forgotten(
     loop: JointLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(_: Any) -> None:
+    def full(*_: Any) -> None:
         raise StorageError("the disk is full")
 
     monkeypatch.setattr(loop.outlet, "publish", full)
@@ -95,8 +95,8 @@ def test_a_failed_publication_pauses_and_is_forgotten(
     assert loop.trainer.forgotten == [SHARED, "code"]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("decision", "follows"), [("promote", True), ("keep", False), ("discard", False)])
-def test_records_are_used_again_as_long_as_the_gate_finds_a_gain(
+@pytest.mark.parametrize(("decision", "follows"), [("promote", True), ("keep", True), ("discard", False)])
+def test_records_are_used_again_unless_the_gate_throws_the_update_away(
     loop: JointLoop, decision: GateDecision, follows: bool
 ) -> None:
     loop.judge = lambda candidates, on_batch: {one.expert: Verdict(decision) for one in candidates}  # type: ignore[assignment]

@@ -14,20 +14,21 @@ from candidates import candidate
 from distill_rig import record
 from feature_records import a_batch, a_draft, a_record, a_target, stir
 
-from moedraft.core import SHARED, Domain, InvalidRequest, ReplayRecord
-from moedraft.distill.gate import FEW, MOST_KEPT, Measured
-from moedraft.distill.held_out import LEAST, MOST, TOGETHER, HeldOut
+from moedraft.core import SHARED, Domain, InvalidRequest, ReplayRecord, StorageError
 from moedraft.distill.joint.joint_loop import JointLoop
 from moedraft.distill.joint.joint_loss import acceptance
 from moedraft.distill.joint.joint_student import JointStudent
 from moedraft.distill.joint.joint_trainer import JointPlan, JointTrainer, JointUpdate
 from moedraft.distill.joint.states import RecordStates
-from moedraft.distill.judge import Judge
+from moedraft.distill.judging.gate import FEW, MOST_KEPT, Measured
+from moedraft.distill.judging.held_out import LEAST, MOST, TOGETHER, HeldOut
+from moedraft.distill.judging.judge import Judge
+from moedraft.distill.judging.measures import JointMeasure, Serving, TextMeasure, instead, runs
 from moedraft.distill.loop import LEAST_GAIN, DistillLoop
-from moedraft.distill.measures import JointMeasure, Serving, TextMeasure, instead, runs
 from moedraft.distill.outlet import HomeOutlet
 from moedraft.distill.trainer import Trainer, is_held_out
-from moedraft.storage import changes
+from moedraft.distill.warmstart import OnTrial
+from moedraft.storage import changes, version_rows
 from moedraft.storage.store import Store
 
 from random_models import random_model
@@ -351,7 +352,7 @@ def test_a_pinned_adapter_gets_no_version(store: Store, gate: bool) -> None:
     assert loop.run_once("code") is None
     assert trainer.outcomes == ["code forgotten"]
     with pytest.raises(InvalidRequest, match="'code' is pinned"):
-        loop.outlet.publish(trainer.candidate("code"))
+        loop.outlet.publish([trainer.candidate("code")])
     assert loop.due() != "code"
     changes.pin(store, "code", pinned=False)
     assert loop.run_once("code") is not None
@@ -436,3 +437,103 @@ def greedy(one: ReplayRecord) -> ReplayRecord:
         topk_ids=[[token, 4]] * answer,
         topk_logprobs=[[-0.01, -5.0]] * answer,
     )
+
+
+# -- the draft without any adapter, and who may be published -----------------------------------------
+
+
+def test_an_expert_below_the_untrained_draft_loses_its_version(store: Store) -> None:
+    loop, trainer = loop_of(store, Together, shared=0.1, code=0.1)
+    assert loop.run_once() is not None
+    prose = store.adapters.publish(candidate("prose", -0.3))
+    assert prose.stood_on == 1
+    trainer.value = {SHARED: 0.2, "code": 0.15}
+    assert loop.run_once() is not None
+    assert store.registry.live("prose") is None
+    [one] = store.updates.recent("prose")
+    assert (one.decision, one.version, one.parent, one.records) == ("reset", 0, 1, 0)
+    assert one.static_gain is not None
+    assert one.static_gain < 0
+    assert "without any adapter" in (one.reason or "")
+    assert "prose forgotten" in trainer.outcomes
+    assert loop.run_once() is None or store.registry.live("prose") is None
+
+
+def test_a_pinned_expert_below_the_untrained_draft_stays(store: Store) -> None:
+    loop, trainer = loop_of(store, Together, shared=0.1, code=0.1)
+    loop.run_once()
+    prose = store.adapters.publish(candidate("prose", -0.3))
+    changes.pin(store, "prose")
+    trainer.value = {SHARED: 0.2, "code": 0.15}
+    loop.run_once()
+    assert store.registry.live("prose") == prose
+
+
+def test_an_expert_that_learned_alone_is_measured_against_the_untrained_draft(store: Store) -> None:
+    loop, _ = loop_of(store, code=0.1)
+    store.adapters.publish(candidate("code", -0.4))
+    loop.trainer.parents["code"] = 1
+    loop.trainer.value["code"] = -0.2  # better than what serves, and worse than nothing
+    assert loop.run_once("code") is None
+    assert store.registry.live("code") is None
+    [one] = store.updates.recent("code")
+    assert (one.decision, one.version) == ("reset", 0)
+
+
+def test_the_untrained_draft_is_measured_once_for_the_same_records(store: Store) -> None:
+    loop, _ = loop_of(store, code=0.1)
+    loop.run_once("code")
+    first = len(loop.judge.measure.asked)
+    loop.run_once("code")
+    assert len(loop.judge.measure.asked) - first == first - 1 + 1  # the live version can be taken away now
+    store.replay.add(held_out(9, "code", first=9000))
+    before = len(loop.judge.measure.asked)
+    loop.run_once("code")
+    assert len(loop.judge.measure.asked) - before == first + 1
+
+
+def test_a_joint_update_that_cannot_be_stored_leaves_all_as_it_was(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, trainer = loop_of(store, Together, shared=0.1, code=0.1)
+    loop.run_once()
+    before = [store.registry.live(name) for name in (SHARED, "code")]
+    trainer.value = {SHARED: 0.3, "code": 0.3}
+    insert = version_rows.insert_version
+
+    def broken(connection: Any, version: Any) -> None:
+        if version.domain == "code":
+            raise StorageError("The disk is full.")
+        insert(connection, version)
+
+    monkeypatch.setattr("moedraft.storage.registry.insert_version", broken)
+    assert loop.run_once() is None
+    assert loop.state.is_paused
+    assert [store.registry.live(name) for name in (SHARED, "code")] == before
+    assert trainer.outcomes[-2:] == ["shared forgotten", "code forgotten"]
+
+
+def test_a_trial_publishes_no_other_domains_adapter(store: Store) -> None:
+    loop, trainer = loop_of(store, Together, shared=-0.2, code=-0.1)
+    loop.judge = OnTrial(loop.judge, "code")
+    assert loop.run_once("code") is not None
+    assert store.registry.live("code") is not None
+    assert store.registry.live(SHARED) is None
+    assert trainer.outcomes == ["code v1", "shared forgotten"] or trainer.outcomes == [
+        "shared forgotten",
+        "code v1",
+    ]
+    [one] = store.updates.recent("code")
+    assert one.decision == "along"
+    assert "trial" in (one.reason or "")
+    changes.pin(store, "code")
+    assert loop.run_once("code") is None
+
+
+def test_a_pinned_shared_adapter_says_why_nothing_is_due(store: Store) -> None:
+    joint, _ = loop_of(store, Together)
+    alone, _ = loop_of(store, One)
+    assert joint.held_up() is None
+    changes.pin(store, SHARED)
+    assert "adapter unpin shared" in joint.held_up()
+    assert alone.held_up() is None

@@ -22,11 +22,14 @@ from moedraft.distill.messages import (
     Message,
     Noted,
     Published,
+    PublishedTogether,
+    PublishTogether,
     Refused,
     from_trainer,
 )
 from moedraft.distill.messages import Publish as PublishMessage
 from moedraft.distill.outlet import KEEP_VERSIONS, HomeOutlet, Outlet
+from moedraft.storage import changes
 from moedraft.storage.store import Store
 
 
@@ -55,7 +58,10 @@ class FakeServer:
         try:
             if isinstance(message, PublishMessage):
                 staged = home / TRAINING / message.folder
-                return Published(version=outlet.adopt(message.summary(), staged))
+                return Published(version=outlet.adopt([(message.summary(), staged)])[0])
+            if isinstance(message, PublishTogether):
+                parts = [(one.summary(), home / TRAINING / one.folder) for one in message.parts]
+                return PublishedTogether(versions=tuple(outlet.adopt(parts, message.untrained)))
             assert isinstance(message, Learned)
             outlet.learned(message.expert, message.last_id, message.update)
             return Noted()
@@ -107,7 +113,7 @@ def nothing_is_half_done(store: Store, versions: list[int]) -> bool:
 
 def test_a_candidate_becomes_the_live_version(outlet: Outlet, store: Store) -> None:
     made = candidate("code", 3.0, rank=2, modules=("a", "b"))
-    version = outlet.publish(made)
+    [version] = outlet.publish([made])
     assert version == store.registry.live("code")
     assert (version.version, version.parent, version.acceptance) == (1, 0, made.acceptance_after)
     config, tensors, manifest, _ = store.adapters.load(version, "base")
@@ -117,25 +123,52 @@ def test_a_candidate_becomes_the_live_version(outlet: Outlet, store: Store) -> N
     assert nothing_is_half_done(store, [1])
 
 
+def test_a_joint_update_becomes_live_at_once(outlet: Outlet, store: Store) -> None:
+    generation = store.registry.generation()
+    made = outlet.publish([candidate(SHARED), candidate("code")])
+    assert made == [store.registry.live(SHARED), store.registry.live("code")]
+    assert [one.stood_on for one in made] == [None, 1]
+    assert store.registry.generation() == generation + 1
+    assert outlet.publish([candidate(SHARED, parent=1)], {"code": 1})[0].version == 2
+    assert store.registry.live("code") is None
+    staged = store.home.path / TRAINING
+    assert not staged.exists() or not list(staged.iterdir())
+
+
+def test_a_joint_update_is_refused_as_a_whole(outlet: Outlet, store: Store) -> None:
+    outlet.publish([candidate(SHARED), candidate("code")])
+    for refused in ([candidate(SHARED, parent=1), candidate("code", float("nan"), parent=1)],):
+        with pytest.raises(MoedraftError, match="not finite"):
+            outlet.publish(refused)
+    changes.pin(store, "code")
+    with pytest.raises(MoedraftError, match="'code' is pinned"):
+        outlet.publish([candidate(SHARED, parent=1), candidate("code", parent=1)])
+    with pytest.raises(MoedraftError, match="'code' is pinned"):
+        outlet.publish([candidate(SHARED, parent=1)], {"code": 1})
+    live = store.registry.live(SHARED)
+    assert live is not None
+    assert live.version == 1
+
+
 def test_old_versions_go(outlet: Outlet, store: Store) -> None:
     for number in range(KEEP_VERSIONS + 3):
-        outlet.publish(candidate("code", float(number), parent=number))
+        outlet.publish([candidate("code", float(number), parent=number)])
     last = KEEP_VERSIONS + 3
     assert nothing_is_half_done(store, list(range(last - KEEP_VERSIONS + 1, last + 1)))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_candidate_that_is_not_finite_is_refused(outlet: Outlet, store: Store, value: float) -> None:
-    first = outlet.publish(candidate("code"))
+    [first] = outlet.publish([candidate("code")])
     with pytest.raises(StorageError, match="tensor 'lora_A' is not finite"):
-        outlet.publish(candidate("code", value, parent=1))
+        outlet.publish([candidate("code", value, parent=1)])
     assert store.registry.live("code") == first
     assert nothing_is_half_done(store, [1])
 
 
 def test_a_candidate_of_nobody_is_refused(outlet: Outlet, store: Store) -> None:
     with pytest.raises(MoedraftError, match="no domain named 'prose'"):
-        outlet.publish(candidate("prose"))
+        outlet.publish([candidate("prose")])
     assert not (store.home.path / "adapters" / "prose").exists()
     assert nothing_is_half_done(store, [])
 
@@ -143,16 +176,16 @@ def test_a_candidate_of_nobody_is_refused(outlet: Outlet, store: Store) -> None:
 def test_a_failure_before_the_row_leaves_nothing(
     outlet: Outlet, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(version: AdapterVersion) -> None:
-        assert store.adapters.folder("code", version.version).exists()
+    def broken(versions: list[AdapterVersion], _: object) -> None:
+        assert store.adapters.folder("code", versions[0].version).exists()
         raise StorageError("The database is gone.")
 
     with monkeypatch.context() as patch:
-        patch.setattr(store.registry, "add_version", broken)
+        patch.setattr(store.registry, "add_versions", broken)
         with pytest.raises(StorageError, match="is gone"):
-            outlet.publish(candidate("code"))
+            outlet.publish([candidate("code")])
     assert nothing_is_half_done(store, [])
-    assert outlet.publish(candidate("code")).parent == 0
+    assert outlet.publish([candidate("code")])[0].parent == 0
 
 
 def test_what_an_update_did_is_written_down(outlet: Outlet, store: Store) -> None:
@@ -172,7 +205,7 @@ def test_files_that_cannot_be_staged_never_reach_the_server(
 ) -> None:
     monkeypatch.setattr("moedraft.storage.candidate.save_file", full)
     with pytest.raises(StorageError, match="No space left"):
-        ServerOutlet(server[1], store.home.path).publish(candidate("code"))
+        ServerOutlet(server[1], store.home.path).publish([candidate("code")])
     assert nothing_is_half_done(store, [])
 
 
@@ -181,7 +214,7 @@ def test_a_server_that_dies_has_published_nothing(
 ) -> None:
     server[0].dies = True
     with pytest.raises(SystemExit):
-        ServerOutlet(server[1], store.home.path).publish(candidate("code"))
+        ServerOutlet(server[1], store.home.path).publish([candidate("code")])
     assert nothing_is_half_done(store, [])
 
 
@@ -207,5 +240,5 @@ def test_files_that_are_damaged_on_their_way_are_refused(
     answer = link.ask
     monkeypatch.setattr(link, "ask", ask)
     with pytest.raises(StorageError):
-        ServerOutlet(link, store.home.path).publish(candidate("code"))
+        ServerOutlet(link, store.home.path).publish([candidate("code")])
     assert nothing_is_half_done(store, [])

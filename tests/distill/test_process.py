@@ -91,7 +91,7 @@ class Parent:
             outlet.learned(message.expert, message.last_id, message.update)
             return Noted()
         staged = self.rig.store.home.path / TRAINING / message.folder
-        return Published(version=outlet.adopt(message.summary(), staged))
+        return Published(version=outlet.adopt([(message.summary(), staged)])[0])
 
 
 @pytest.fixture

@@ -53,6 +53,40 @@ def test_stop_strings_across_tokens_and_rounds(size: int) -> None:
     assert taken == text.index("; --") + 4
 
 
+def held_back(text: str, stops: tuple[str, ...]) -> int:
+    """By definition: the longest end of `text` that begins one of `stops`."""
+    sizes = [0]
+    for stop in stops:
+        sizes += [size for size in range(1, len(stop)) if text.endswith(stop[:size])]
+    return max(sizes)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_held_back_is_found_as_the_text_grows(seed: int) -> None:
+    random = Random(seed)
+    stops = tuple("".join(random.choices("ab", k=random.randint(1, 6))) + "c" for _ in range(3))
+    detokenizer = Detokenizer(ByteTokenizer(), stops)
+    while detokenizer.add([random.choice(b"aabb")]) is None and len(detokenizer.text) < 60:
+        text = detokenizer.text
+        assert len(text) - detokenizer.settled() == held_back(text, stops)
+
+
+def test_long_stop_strings_cost_a_step_no_more_than_short_ones() -> None:
+    """None is compared with the text again."""
+
+    class Watched(str):
+        looks = 0
+
+        def startswith(self, *_: object) -> bool:  # type: ignore[override]
+            Watched.looks += 1
+            return False
+
+    detokenizer = Detokenizer(ByteTokenizer(), tuple(Watched("a" * 999 + end) for end in "wxyz"))
+    detokenizer.add(list(b"ab" * 600))
+    detokenizer.settled()
+    assert Watched.looks == 0
+
+
 def test_settled_holds_back_what_may_become_a_stop() -> None:
     detokenizer = Detokenizer(ByteTokenizer(), ("STOP",))
     detokenizer.add(list(b"go ST"))

@@ -20,7 +20,7 @@ from waiting import wait_for
 from moedraft.core import SHARED, AdapterVersion, Domain, StorageError
 from moedraft.distill.outlet import HomeOutlet
 from moedraft.drafting.adapter import PREFIX
-from moedraft.drafting.lora import ExpertBank
+from moedraft.drafting.lora import ExpertBank, Prepared
 from moedraft.storage.store import Store
 from moedraft.system.loader import AdapterLoader
 
@@ -84,7 +84,7 @@ def publish(store: Store, bank: ExpertBank, name: str) -> int:
 
     live, config = store.registry.live(name), {"peft_type": "LORA", "r": 4, "lora_alpha": 4}
     facts = {"parent": live.version if live else 0, "base_hash": bank.base_hash, "rank": 4}
-    made = HomeOutlet(store).publish(candidate(name, config=config, tensors=tensors, **facts))
+    [made] = HomeOutlet(store).publish([candidate(name, config=config, tensors=tensors, **facts)])
     return made.version
 
 
@@ -408,3 +408,30 @@ def test_what_fails_again_and_again_is_tried_ever_less_often(
     made = publish(store, bank, "code")
     until_later(0.75)
     assert bank.version("code") == made, "all is well again"
+
+
+def test_adapters_that_are_published_together_are_taken_together(
+    loader: AdapterLoader, store: Store, bank: ExpertBank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shared adapter is looked at first; what is published after that look is seen all the same."""
+    publish(store, bank, "code")
+    lineage, taken = store.registry.lineage, bank.take
+    swaps: list[set[str]] = []
+    published: list[int] = []
+
+    def look(name: str, base_hash: str | None = None) -> list[AdapterVersion]:
+        found = lineage(name, base_hash)
+        if name == SHARED and not published:
+            published.append(0)  # before what `publish` reads comes here again
+            published[:] = [publish(store, bank, SHARED), publish(store, bank, "code")]
+        return found
+
+    def take(prepared: Prepared) -> set[str]:
+        swaps.append(set(prepared.changes))
+        return taken(prepared)
+
+    monkeypatch.setattr(store.registry, "lineage", look)
+    monkeypatch.setattr(bank, "take", take)
+    loader.refresh([], now=True)
+    assert [bank.version(SHARED), bank.version("code")] == published
+    assert swaps == [{SHARED, "code"}]

@@ -253,7 +253,7 @@ def publish(system: System, name: str) -> int:
     tensors = stamped(system.bank, name, number)
 
     facts = {"parent": live.version if live else 0, "base_hash": system.bank.base_hash, "rank": RANK}
-    made = HomeOutlet(system.store).publish(candidate(name, config=PEFT, tensors=tensors, **facts))
+    [made] = HomeOutlet(system.store).publish([candidate(name, config=PEFT, tensors=tensors, **facts)])
     assert made.version == number
     return number
 

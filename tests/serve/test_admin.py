@@ -240,6 +240,13 @@ def test_replay_is_purged(client: httpx.Client, found: Served) -> None:
     assert found.system.store.replay.count() == 0
 
 
+def test_a_purge_names_the_copies_that_it_does_not_reach(client: httpx.Client, found: Served) -> None:
+    home = found.system.store.home.path
+    (home / "moedraft.db.0005").touch()
+    done = client.post("/admin/replay/purge", json={"domain": None}).json()
+    assert done["copies"] == ["moedraft.db.0005"]
+
+
 def test_what_was_answered_before_a_purge_or_a_removal_is_not_kept_after(
     client: httpx.Client, found: Served
 ) -> None:

@@ -13,12 +13,14 @@ from typing import Any
 
 import httpx
 import pytest
+from serve_fakes import tiny_system
 from server import TARGET, Served, check_error, events, served, slowed
 from waiting import wait_for
 
 from moedraft.core import SamplingParams
 from moedraft.serve.http import plan
 from moedraft.serve.http.prompts import Prompts, plain_chat
+from moedraft.serve.http.replies import Reply
 from moedraft.serve.http.schema import ChatMessage
 
 PROMPT = "1 2 3"
@@ -611,3 +613,88 @@ def test_the_engine_stays_exact_under_http(client: httpx.Client, tmp_path: Path)
     answer = complete(client, prompt=prompts, max_tokens=12)
     assert [choice["text"] for choice in answer["choices"]] == [output.text for output in expected]
     system.close()
+
+
+# -- beside the engine ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def threads(tiny: Served, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """The threads in which prompts are tokenised and routed."""
+    seen: dict[str, list[str]] = {"tokenised": [], "routed": []}
+
+    def watch(kind: str, owner: Any, name: str) -> None:
+        plain = getattr(owner, name)
+
+        def watched(*args: Any, **options: Any) -> Any:
+            seen[kind].append(threading.current_thread().name)
+            return plain(*args, **options)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    watch("tokenised", type(tiny.system.engine.tokenizer), "__call__")
+    watch("routed", tiny.system.router, "route")
+    return seen
+
+
+def test_a_prompt_is_tokenised_once_and_not_by_the_engine(
+    client: httpx.Client, threads: dict[str, list[str]]
+) -> None:
+    assert len(complete(client, n=3, max_tokens=2)["choices"]) == 3
+    assert len(threads["tokenised"]) == 1
+    assert threads["tokenised"][0].startswith("prompts")
+
+
+def test_a_long_prompt_that_is_cut_never_comes_to_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system = tiny_system(tmp_path / "home", long_prompts="truncate")
+    system.engine.truncate_prompts = True
+    with served(tmp_path / "home", system=system, long_prompts="truncate") as tiny, tiny.client() as client:
+        taken: list[int] = []
+        plain = tiny.worker.submit
+
+        async def submit(prompt: Any, params: Any, **options: Any) -> Any:
+            taken.append(len(options["ids"]))
+            return await plain(prompt, params, **options)
+
+        monkeypatch.setattr(tiny.worker, "submit", submit)
+        assert complete(client, prompt="1 2 " * 10_000)["usage"]["prompt_tokens"] == 255
+        assert complete(client, prompt=[1, 2] * 10_000)["usage"]["prompt_tokens"] == 255
+        assert taken == [255, 255]
+
+
+def test_a_seeded_request_is_routed_beside_the_engine(
+    client: httpx.Client, threads: dict[str, list[str]]
+) -> None:
+    for prompt in ("def function number 3", [1, 2]):
+        complete(client, prompt=prompt, seed=7, temperature=0.7, n=2)
+    assert len(threads["routed"]) == 2
+    assert all(name.startswith("moedraft-routes") for name in threads["routed"])
+
+
+def test_pieces_with_many_logprobs_are_built_beside_the_event_loop(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    plain = Reply.piece
+
+    def piece(reply: Reply, *args: Any) -> Any:
+        seen.append(threading.current_thread().name)
+        return plain(reply, *args)
+
+    monkeypatch.setattr(Reply, "piece", piece)
+    for few, beside in ((1000, False), (3, True)):
+        monkeypatch.setattr("moedraft.serve.http.answering.FEW_LOGPROBS", few)
+        seen.clear()
+        with client.stream("POST", "/v1/completions", json=body(stream=True, logprobs=5)) as response:
+            assert len(events(response)) == len(seen)
+        assert ("AnyIO" in seen[0]) == beside
+
+
+def test_a_router_that_fails_costs_a_seeded_request_its_expert_only(
+    client: httpx.Client, tiny: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiny.system.router, "route", lambda texts: 1 / 0)
+    found = complete(client, prompt="def function number 3", seed=7, temperature=0.7)
+    assert found["metrics"]["speculative_decoding"]["expert"] == "shared"

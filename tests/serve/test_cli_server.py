@@ -112,6 +112,7 @@ def test_a_server_is_found_through_the_home(run: Run, found: Served, home: Path,
         "domain": "law",
         "purged": 0,
         "overwritten": True,
+        "copies": [],
     }
     assert "is removed" in run("domain", "remove", "law", "--home", home).out
     assert "law" not in found.system.router.domains
@@ -164,7 +165,7 @@ def test_a_server_elsewhere(
     assert run("adapter", "list", "law", *own, "--json").data == {"adapters": [], "updates": []}
     assert run("replay", "show", *own, "--json").data["records"]["law"] == 0
     purged = run("replay", "purge", "--all", *own, "--json").data
-    assert purged == {"domain": None, "purged": 0, "overwritten": True}
+    assert purged == {"domain": None, "purged": 0, "overwritten": True, "copies": []}
     assert run("domain", "remove", "law", *own, "--json").data == {"removed": "law"}
     assert not (tmp_path / "other").exists()
 

@@ -40,7 +40,7 @@ from moedraft.core import SHARED, RequestStats, SpeculationStats
 from moedraft.distill.messages import TRAINING
 from moedraft.serve.supervisor.supervisor import TrainerSupervisor
 from moedraft.showcase.shipped import examples, traffic
-from moedraft.storage.adapters import CONFIG, WEIGHTS
+from moedraft.storage.candidate import CONFIG, WEIGHTS
 from moedraft.system.build import System, build
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

@@ -21,7 +21,7 @@ from moedraft.core import (
     StorageError,
     UpdateRecord,
 )
-from moedraft.insight import figures, observe
+from moedraft.insight import figures, inventory, observe
 from moedraft.insight.columns import NUMBERS, RequestReader
 from moedraft.insight.observe import Observer
 from moedraft.insight.spans import MOST_STEPS, SPANS, find_span, grid_of
@@ -443,3 +443,14 @@ def test_replay_age(store: Store) -> None:
     store.replay.add([record(SHARED, 10.0), record(SHARED, 20.0)])
     (shared,) = Observer(store).experts(HOUR)
     assert (shared.replay_size, shared.replay_oldest, shared.replay_newest) == (2, 10.0, 20.0)
+
+
+def test_pages_read_no_examples(filled: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A domain may have ten thousand of them, and a page is drawn every few seconds."""
+    monkeypatch.setattr(type(filled.registry), "domains", None)
+    observer = Observer(filled)
+    assert observer.overview(ALL)
+    assert observer.experts(ALL)
+    assert observer.router(ALL)
+    assert set(inventory.replay(filled)) >= {SHARED, "sql"}
+    assert inventory.experts(filled)["sql"]["requests"]

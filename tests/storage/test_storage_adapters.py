@@ -20,7 +20,7 @@ from storage_fakes import BASE, candidate, domain, publish
 from moedraft.core import SHARED, AdapterVersion, CorruptAdapter, InvalidRequest, StorageError
 from moedraft.storage import AdapterStore, Home, Registry, StorageFull
 from moedraft.storage.adapters import QUARANTINE
-from moedraft.storage.candidate import write_files
+from moedraft.storage.candidate import Candidate, write_files
 from moedraft.storage.db import DATABASE
 from moedraft.storage.store import Store
 
@@ -261,11 +261,11 @@ def test_weights_that_are_not_finite_are_no_version(store: AdapterStore, value: 
 def test_a_failure_between_folder_and_row_leaves_nothing(
     store: AdapterStore, registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(version: AdapterVersion) -> None:
-        assert store.folder("sql", version.version).exists()
+    def broken(versions: list[AdapterVersion], _: object) -> None:
+        assert store.folder("sql", versions[0].version).exists()
         raise StorageError("The database is gone.")
 
-    monkeypatch.setattr(registry, "add_version", broken)
+    monkeypatch.setattr(registry, "add_versions", broken)
     with pytest.raises(StorageError, match="is gone"):
         publish(store, 1.0, 3)
 
@@ -341,11 +341,11 @@ def test_a_staged_folder_that_is_a_link_is_refused(store: AdapterStore, staged: 
 def test_a_row_that_fails_leaves_no_folder(
     home: Home, store: AdapterStore, registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(version: AdapterVersion) -> None:
+    def full(*_: object) -> None:
         raise StorageFull("full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(registry, "add_version", full)
+        patch.setattr(registry, "add_versions", full)
         with pytest.raises(StorageFull):
             publish(store, 1.0, 0)
     assert folders(store) == []
@@ -356,20 +356,20 @@ def test_the_folder_is_whole_before_the_row(
     store: AdapterStore, registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[str] = []
-    add, fsync = registry.add_version, os.fsync
+    add, fsync = registry.add_versions, os.fsync
 
     def spy_sync(descriptor: int) -> None:
         synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name.split("-")[0])
         fsync(descriptor)
 
-    def spy_add(version: AdapterVersion) -> None:
+    def spy_add(versions: list[AdapterVersion], untrained: dict[str, int]) -> None:
         assert set(synced) >= {WEIGHTS, "adapter_config.json", "manifest.json", ".tmp", "sql", "adapters"}
-        assert store.load(version).manifest["version"] == 1
+        assert store.load(versions[0]).manifest["version"] == 1
         assert registry.live("sql") is None
-        add(version)
+        add(versions, untrained)
 
     monkeypatch.setattr(os, "fsync", spy_sync)
-    monkeypatch.setattr(registry, "add_version", spy_add)
+    monkeypatch.setattr(registry, "add_versions", spy_add)
     publish(store, 1.0, 0)
     assert registry.live("sql") is not None
 
@@ -543,3 +543,69 @@ def test_a_write_limit_is_a_full_disk(
     with pytest.raises(StorageFull):
         publish(store, 1.0, 0)
     assert folders(store) == []
+
+
+# -- several adapters in one transaction ----------------------------------------------------------
+
+
+def joint(value: float, shared: int, expert: int) -> list[Candidate]:
+    """A joint update's candidates, which began with these versions."""
+    return [candidate(value, shared, SHARED), candidate(value, expert)]
+
+
+def test_a_joint_update_becomes_live_at_once(store: AdapterStore, registry: Registry) -> None:
+    before = registry.generation()
+    made = store.publish_together(joint(1.0, 0, 0))
+    assert [(one.domain, one.version, one.stood_on) for one in made] == [(SHARED, 1, None), ("sql", 1, 1)]
+    assert [registry.live(one.domain) for one in made] == made
+    assert registry.generation() == before + 1
+    alone = publish(store, 2.0, 1)
+    assert alone.stood_on == 1
+
+
+def test_a_joint_update_with_one_bad_part_changes_nothing(store: AdapterStore, registry: Registry) -> None:
+    before = store.publish_together(joint(1.0, 0, 0))
+    generation = registry.generation()
+    bad = [candidate(2.0, 1, SHARED), candidate(float("nan"), 1)]
+    with pytest.raises(CorruptAdapter, match="not finite"):
+        store.publish_together(bad)
+    assert [registry.live(one.domain) for one in before] == before
+    assert (folders(store), folders(store, SHARED)) == (["v1"], ["v1"])
+    assert registry.generation() == generation
+
+
+def test_a_row_that_fails_takes_the_other_rows_with_it(store: AdapterStore, registry: Registry) -> None:
+    before = store.publish_together(joint(1.0, 0, 0))
+    with pytest.raises(InvalidRequest, match="cannot descend from 9"):
+        store.publish_together([candidate(2.0, 1, SHARED), candidate(2.0, 9)])
+    with pytest.raises(InvalidRequest, match="'sql' was changed meanwhile"):
+        store.publish_together([candidate(2.0, 1, SHARED)], {"sql": 7})
+    assert [registry.live(one.domain) for one in before] == before
+    assert (folders(store), folders(store, SHARED)) == (["v1"], ["v1"])
+
+
+def test_an_expert_is_put_back_with_the_shared_adapter(store: AdapterStore, registry: Registry) -> None:
+    store.publish_together(joint(1.0, 0, 0))
+    store.publish_together([candidate(2.0, 1, SHARED)], {"sql": 1})
+    assert registry.live("sql") is None
+    assert [one.state for one in registry.versions("sql")] == ["rolled_back"]
+    live = registry.live(SHARED)
+    assert live is not None
+    assert live.version == 2
+    assert publish(store, 3.0, 0).stood_on == 2
+
+
+@pytest.mark.parametrize("moment", ["joint", "joint-row"])
+def test_a_crash_within_a_joint_publication_leaves_the_former_versions(path: Path, moment: str) -> None:
+    assert subprocess.run([sys.executable, WORKER, moment, path], check=False).returncode == -9
+    with Home.open(path) as home:
+        registry = Registry(home)
+        store = AdapterStore(home, registry)
+        for name in (SHARED, "sql"):
+            found = store.load_live(name, BASE)
+            assert found is not None
+            assert found[0].version == 1
+            assert found[1].tensors["lora_A"][0, 0] == 1
+            assert folders(store, name) == ["v1"]
+        made = store.publish_together(joint(3.0, 1, 1))
+        assert [registry.live(one.domain) for one in made] == made

@@ -187,3 +187,64 @@ def test_damaged_examples_are_reported(home: Home, registry: Registry, damage: s
     for use in (registry.domains, lambda: registry.domain("sql")):
         with pytest.raises(StorageError, match="damaged"):
             use()
+
+
+# -- experts follow the shared adapter back --------------------------------------------------------
+
+
+@pytest.fixture
+def stacked(registry: Registry) -> Registry:
+    """shared v1 … v3; sql v1, v2, v3 on these; prose v1 on v3; go v1 on v1; lua v1 on nobody knows what."""
+    for name in ("prose", "go", "lua"):
+        registry.add_domain(domain(name))
+    for number in (1, 2, 3):
+        registry.add_version(version(number, number - 1, SHARED))
+        registry.add_version(replace(version(number, number - 1), stood_on=number))
+    for name, stood_on in (("prose", 3), ("go", 1), ("lua", None)):
+        registry.add_version(replace(version(1, name=name), stood_on=stood_on))
+    return registry
+
+
+def live_numbers(registry: Registry) -> dict[str, int]:
+    found = {name: registry.live(name) for name in (SHARED, "sql", "prose", "go", "lua")}
+    return {name: one.version if one else 0 for name, one in found.items()}
+
+
+def test_experts_follow_the_shared_adapter_back(stacked: Registry) -> None:
+    generation = stacked.generation()
+    changed = stacked.change(SHARED, None)
+    assert changed.live is not None
+    assert changed.live.version == 2
+    assert [(one.domain, one.before, one.version, one.pinned) for one in changed.experts] == [
+        ("prose", 1, 0, False),
+        ("sql", 3, 2, False),
+    ]
+    assert live_numbers(stacked) == {SHARED: 2, "sql": 2, "prose": 0, "go": 1, "lua": 1}
+    assert states(stacked)[3] == "rolled_back"
+    assert stacked.generation() > generation
+
+
+def test_a_pinned_expert_stays_where_the_shared_adapter_goes_back(stacked: Registry) -> None:
+    stacked.set_meta("pinned:sql", "1")
+    changed = stacked.change(SHARED, 1)
+    assert {one.domain: one.pinned for one in changed.experts} == {"prose": False, "sql": True}
+    assert live_numbers(stacked) == {SHARED: 1, "sql": 3, "prose": 0, "go": 1, "lua": 1}
+
+
+def test_experts_stay_where_the_shared_adapter_goes_forward(stacked: Registry) -> None:
+    stacked.change(SHARED, 1)
+    assert stacked.change(SHARED, 3).experts == ()
+    assert stacked.change("sql", None).experts == ()
+
+
+def test_a_failure_in_the_middle_takes_nothing_back(
+    stacked: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise StorageError("The database is gone.")
+
+    before = live_numbers(stacked)
+    monkeypatch.setattr("moedraft.storage.version_rows._step_back", broken)
+    with pytest.raises(StorageError):
+        stacked.change(SHARED, None)
+    assert live_numbers(stacked) == before

@@ -20,9 +20,10 @@ MOST_AGAIN = 8  # updates without new records, one after the other
 class JointLoop(DistillLoop):
     """As `DistillLoop`, but an update belongs to nobody: the gate judges all that learned together.
 
-    Requests are scarce, spare time often is not. So as long as the gate finds that an update has made the
-    drafter better, another one follows on the records that are there. The gate's held-out records are never
-    trained on, so this ends when nothing more is to be learned from the others.
+    Requests are scarce, spare time often is not. So another update follows on the records that are there,
+    unless the gate has thrown the last one away: that happens at once where it did harm, and after a few
+    updates in a row without a gain that can be seen. The gate's held-out records are never trained on, so
+    this ends when nothing more is to be learned from the others.
     """
 
     trainer: JointTrainer  # type: ignore[assignment]  # published and forgotten alike, updated jointly
@@ -49,6 +50,15 @@ class JointLoop(DistillLoop):
         """Records of all domains since the last update."""
         return news(self.store).get(SHARED, 0)
 
+    def held_up(self) -> str | None:
+        """As `DistillLoop.held_up`."""
+        if not is_pinned(self.store.registry, SHARED):
+            return None
+        return (
+            f"The shared adapter, which every update of this draft base teaches, is pinned; "
+            f"`moedraft adapter unpin {SHARED}` lets it learn."
+        )
+
     def _update(self, expert: str, steps: int | None, on_step: OnStep | None) -> Update | None:
         """Train, publish what passes the gate, and note which records were used; the update of `expert`.
 
@@ -64,6 +74,7 @@ class JointLoop(DistillLoop):
             self.outlet.learned(SHARED, self.store.replay.last_id(None), None)
             return None
         updates = self._settle(made.candidates, made.last_id, began, on_step)
-        if self.judge is not None and any(one.decision == "promote" for one in self.outcomes):
+        decisions = [one.decision for one in self.outcomes if one.expert == SHARED]
+        if self.judge is not None and decisions and decisions[0] in ("promote", "keep"):
             self.again = left
         return updates.get(expert) or updates.get(SHARED)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch.nn.functional import cross_entropy
 
@@ -61,11 +63,17 @@ def _loss(
     return loss
 
 
+@dataclass(frozen=True)
+class Guessed:
+    """How the drafts of a batch's rows fared."""
+
+    counts: torch.Tensor  # int64 [B, depth, 2]: guesses that were the target's next token, and all of them
+    chances: torch.Tensor  # float64 [B, 2]: the probability that first guesses gave it, summed; how many
+
+
 @torch.no_grad()
-def acceptance(
-    student: JointStudent, batch: FeatureBatch, depth: int, *, shared: bool = True
-) -> torch.Tensor:
-    """How often the most likely guess is the target's next token, int64 [B, depth, 2]: hits and tries.
+def guessed(student: JointStudent, batch: FeatureBatch, depth: int, *, shared: bool = True) -> Guessed:
+    """Drafts `depth` tokens from every place of the answers, each time the most likely one.
 
     Column j counts starts whose earlier guesses were all right. The first token of an answer is never
     guessed. The answers should be the target's own greedy ones.
@@ -73,17 +81,39 @@ def acceptance(
     vocabulary = student.draft.vocabulary
     alive = torch.ones_like(batch.answer_ids, dtype=torch.bool)
     counted = torch.zeros(len(batch.owners), depth, 2, dtype=torch.int64)
+    chances = torch.zeros(len(batch.owners), 2, dtype=torch.float64)
     for step, hidden in enumerate(student.outputs(batch, depth, shared=shared), start=1):
         taught = taught_at(batch, step)
         tried = alive & taught.rows
-        best = torch.full((int(tried.sum()),), -2, device=vocabulary.device)
-        for part in student.guesses(hidden[tried], batch.owners, tried.sum(1).tolist()):
-            numbers = part.logits.argmax(-1)
-            best[part.rows] = vocabulary[numbers if part.numbers is None else part.numbers[numbers]]
         right = torch.full_like(batch.answer_ids, -1)
         right[taught.rows] = taught.tokens
+        best = torch.full((int(tried.sum()),), -2, device=vocabulary.device)
+        chance = torch.zeros(len(best), dtype=torch.float64, device=vocabulary.device)
+        for part in student.guesses(hidden[tried], batch.owners, tried.sum(1).tolist()):
+            ids = vocabulary if part.numbers is None else vocabulary[part.numbers]
+            best[part.rows] = ids[part.logits.argmax(-1)]
+            if step == 1:
+                chance[part.rows] = _chance(part.logits, ids, right[tried][part.rows]).double()
         guesses = torch.full_like(batch.answer_ids, -2)
         guesses[tried] = best
         alive = tried & (guesses == right)
         counted[:, step - 1] = torch.stack([alive.sum(1), tried.sum(1)], dim=1).cpu()
-    return counted
+        if step == 1:
+            rows = torch.zeros(tried.shape, dtype=torch.float64, device=tried.device)
+            rows[tried] = chance
+            chances = torch.stack([rows.sum(1), tried.sum(1).double()], dim=1).cpu()
+    return Guessed(counted, chances)
+
+
+def _chance(logits: torch.Tensor, ids: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """The probability [N] that logits [N, V] of the tokens `ids`, ascending, give to `tokens`."""
+    columns = torch.searchsorted(ids, tokens.to(ids.dtype)).clamp(max=len(ids) - 1)
+    found = logits.gather(1, columns[:, None])[:, 0].float() - logits.float().logsumexp(-1)
+    return torch.where(ids[columns] == tokens, found.exp(), 0.0)
+
+
+def acceptance(
+    student: JointStudent, batch: FeatureBatch, depth: int, *, shared: bool = True
+) -> torch.Tensor:
+    """The counts of `guessed`, int64 [B, depth, 2]."""
+    return guessed(student, batch, depth, shared=shared).counts

@@ -113,12 +113,20 @@ def _build(look: Look) -> Callable[[RouterView], None]:
 
 def _strip(view: RouterView) -> Markup:
     strange = view.unknown / view.routed if view.routed else None
+    overruled = view.overruled / view.routed if view.routed else None
     domains = len(view.domains)
     return figures(
         figure("routed", "Routed requests", view.routed, short(view.routed), "Those that named no expert."),
         figure("unknown", "Fit no domain", strange, share(strange), f"{short(view.unknown)} requests."),
         figure(
             "confidence", "Mean confidence", view.confidence, share(view.confidence), "Of the best domain."
+        ),
+        figure(
+            "overruled",
+            "Overruled",
+            overruled,
+            share(overruled),
+            f"{short(view.overruled)} requests that evidence gave to another draft.",
         ),
         figure("domains", "Domains", domains, str(domains), "Registered now."),
     )

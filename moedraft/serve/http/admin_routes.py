@@ -102,7 +102,7 @@ async def promote(request: Request, name: Name, body: Promotion) -> Data:
     context = context_of(request)
 
     def work() -> Data:
-        return inventory.live_version(name, changes.promote(context.store, name, body.version))
+        return inventory.changed(name, changes.promote(context.store, name, body.version))
 
     return await _change(context, work)
 
@@ -113,7 +113,7 @@ async def rollback(request: Request, name: Name) -> Data:
     context = context_of(request)
 
     def work() -> Data:
-        return inventory.live_version(name, changes.rollback(context.store, name))
+        return inventory.changed(name, changes.rollback(context.store, name))
 
     return await _change(context, work)
 
@@ -159,12 +159,16 @@ def replay(request: Request) -> Data:
 
 @router.post("/replay/purge")
 def purge(request: Request, body: Purge) -> Data:
-    """Delete the records of a domain, or all. `overwritten`: their bytes too; else that is tried again."""
+    """Delete the records of a domain, or all. `overwritten`: their bytes too; else that is tried again.
+
+    `copies` names the databases kept from before an upgrade, which no purge reaches.
+    """
     context = context_of(request)
     # Records of requests that were answered before must not be written after the purge.
     context.worker.system.recorder.flush()
     count = changes.purge(context.store, body.domain)
-    return {"domain": body.domain, "purged": count, "overwritten": not context.store.home.erasing}
+    erased, copies = not context.store.home.erasing, changes.old_copies(context.store)
+    return {"domain": body.domain, "purged": count, "overwritten": erased, "copies": copies}
 
 
 @router.post("/route")

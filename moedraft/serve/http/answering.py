@@ -21,11 +21,12 @@ from starlette.types import Receive, Scope, Send
 from moedraft.core import RequestOutput
 from moedraft.serve.http.context import ServerContext
 from moedraft.serve.http.errors import CLIENT_GONE, ApiError, api_error
-from moedraft.serve.http.plan import GenerationPlan
+from moedraft.serve.http.plan import GenerationPlan, Prompt
 from moedraft.serve.http.replies import Reply
 from moedraft.serve.worker.ticket import Ticket
 
 PING_SECONDS = 15
+FEW_LOGPROBS = 1000  # objects of which a piece may hold so many are made in the event loop
 T = TypeVar("T")
 
 
@@ -35,13 +36,14 @@ async def answer(request: Request, context: ServerContext, reply: Reply) -> Resp
     Raises ApiError, InvalidRequest, Overloaded, EngineFailed or Draining, always before anything was sent.
     """
     deadline = time.monotonic() + context.settings.request_timeout
+    source = request.scope.get("state", {}).get("key_id", "")
     if reply.plan.stream:
         async with _until(deadline):
-            tickets = await _while_connected(request, _submit(context, reply.plan))
+            tickets = await _while_connected(request, _submit(context, reply.plan, source))
         if tickets is None:
             return Response(status_code=CLIENT_GONE)
         return TicketStream(_events(reply, tickets, deadline), tickets, context.settings.send_timeout)
-    outputs = await _while_connected(request, _whole(context, reply.plan, deadline))
+    outputs = await _while_connected(request, _whole(context, reply.plan, source, deadline))
     if not outputs:
         return Response(status_code=CLIENT_GONE)
     if reply.plan.params.logprobs is None:
@@ -50,31 +52,40 @@ async def answer(request: Request, context: ServerContext, reply: Reply) -> Resp
     return await run_in_threadpool(lambda: JSONResponse(reply.whole(outputs)))
 
 
-async def _submit(context: ServerContext, plan: GenerationPlan) -> list[Ticket]:
+async def _submit(context: ServerContext, plan: GenerationPlan, source: str) -> list[Ticket]:
     """Submit one ticket for each answer. If one of them fails, the others are cancelled."""
     tickets: list[Ticket] = []
-    options: dict[str, Any] = {
-        "expert": plan.expert,
-        "draft": plan.draft,
-        "capture": plan.capture,
-        "topic": plan.topic,
-    }
     try:
-        for prompt in plan.prompts:
-            await context.prompts.check(prompt)
-        for prompt, params in plan.choices():
-            tickets.append(await context.worker.submit(prompt, params, **options))
+        prompts = [await _prepared(context, plan, prompt) for prompt in plan.prompts]
+        for prompt, options in prompts:
+            for params in plan.choices():
+                tickets.append(await context.worker.submit(prompt, params, source=source, **options))
     except BaseException:
         _cancel(tickets)
         raise
     return tickets
 
 
-async def _whole(context: ServerContext, plan: GenerationPlan, deadline: float) -> list[RequestOutput]:
+async def _prepared(
+    context: ServerContext, plan: GenerationPlan, prompt: Prompt
+) -> tuple[Prompt, dict[str, Any]]:
+    """A prompt and its options for the worker, with all that need not be done in the engine's thread."""
+    ids = await context.prompts.ids(prompt)
+    options: dict[str, Any] = {"expert": plan.expert, "draft": plan.draft, "capture": plan.capture}
+    topic = plan.topic
+    if plan.routed_first:
+        topic = topic or (prompt if isinstance(prompt, str) else await context.prompts.text(ids))
+        options["routed"] = await context.worker.route(topic)
+    return prompt if isinstance(prompt, str) else ids, {**options, "topic": topic, "ids": ids}
+
+
+async def _whole(
+    context: ServerContext, plan: GenerationPlan, source: str, deadline: float
+) -> list[RequestOutput]:
     tickets: list[Ticket] = []
     try:
         async with _until(deadline):
-            tickets = await _submit(context, plan)
+            tickets = await _submit(context, plan, source)
             return [_checked(await ticket.result()) for ticket in tickets]
     finally:
         _cancel(tickets)
@@ -148,7 +159,7 @@ async def _events(reply: Reply, tickets: Sequence[Ticket], deadline: float) -> A
             yield _event(opening)
         async with aclosing(_merged(tickets, deadline)) as outputs:
             async for index, output in outputs:
-                yield _event(reply.piece(index, _checked(output)))
+                yield await _piece(reply, index, _checked(output))
                 last[index] = output
         if reply.plan.include_usage:
             yield _event(reply.closing([last[index] for index in range(len(tickets))]))
@@ -157,6 +168,12 @@ async def _events(reply: Reply, tickets: Sequence[Ticket], deadline: float) -> A
         yield _event(error.body)
     except Exception as error:
         yield _event(api_error(error).body)
+
+
+async def _piece(reply: Reply, index: int, output: RequestOutput) -> dict[str, str]:
+    if reply.logprobs_due(index, output) <= FEW_LOGPROBS:
+        return _event(reply.piece(index, output))
+    return await run_in_threadpool(lambda: _event(reply.piece(index, output)))
 
 
 async def _merged(tickets: Sequence[Ticket], deadline: float) -> AsyncGenerator[tuple[int, RequestOutput]]:

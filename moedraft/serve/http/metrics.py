@@ -28,6 +28,7 @@ from moedraft.system.recorder import script_of
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 EXPERT = ("model_name", "expert", "lang")
+MODEL = ("model_name",)
 LATENCIES = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)  # seconds
 GAPS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2)
 
@@ -61,6 +62,14 @@ class PrometheusMetrics:
         self._finished = self._counter(
             "moedraft_request_success", "Requests that ended", ("model_name", "finished_reason")
         )
+        self._routed = self._counter(
+            "moedraft_routed_requests", "Requests whose domain the router chose", MODEL
+        )
+        self._overruled = self._counter(
+            "moedraft_overruled_requests",
+            "Of these, those that evidence gave to another expert, or to the shared draft",
+            MODEL,
+        )
         self._http = self._counter("moedraft_http_responses", "Responses", ("kind", "status"))
         self._first = self._histogram("time_to_first_token", "Arrival to the first token", LATENCIES)
         self._gap = self._histogram("inter_token_latency", "Mean gap between an answer's tokens", GAPS)
@@ -72,7 +81,10 @@ class PrometheusMetrics:
 
     def finished(self, sequence: Sequence) -> None:
         """Count a request that has ended. The engine calls this from its thread."""
-        labels = (self._model_name, sequence.expert, script_of(sequence.prompt))
+        labels = (self._model_name, sequence.domain, script_of(sequence.prompt))
+        if sequence.routed is not None:
+            self._routed.labels(self._model_name).inc()
+            self._overruled.labels(self._model_name).inc(sequence.overruled)
         self._finished.labels(self._model_name, sequence.finish_reason or "").inc()
         self._prompt.labels(*labels).inc(sequence.num_prompt_tokens)
         self._generated.labels(*labels).inc(sequence.num_generated)

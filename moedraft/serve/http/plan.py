@@ -32,13 +32,18 @@ class GenerationPlan:
     include_usage: bool
     topic: str | None = None  # what the router looks at, where the prompts hold more than that
 
-    def choices(self) -> Iterator[tuple[Prompt, SamplingParams]]:
-        """Each prompt with its parameters, `n` times; answer i of n uses the seed plus i."""
-        for prompt in self.prompts:
-            for i in range(self.n):
-                seed = self.params.seed
-                own = seed if seed is None else (seed + i) % 2**63
-                yield prompt, replace(self.params, seed=own)
+    def choices(self) -> Iterator[SamplingParams]:
+        """The parameters of the `n` answers to a prompt; answer i uses the seed plus i."""
+        for i in range(self.n):
+            seed = self.params.seed
+            own = seed if seed is None else (seed + i) % 2**63
+            yield replace(self.params, seed=own)
+
+    @property
+    def routed_first(self) -> bool:
+        """The router must choose before the answer begins, since a seeded answer depends on who drafts."""
+        seeded = self.params.seed is not None and self.params.temperature > 0
+        return seeded and self.expert is None and (self.draft or self.capture)
 
 
 def plan_completion(

@@ -1,6 +1,6 @@
 """Converts between text and tokens for HTTP: chat templates, prompt lengths, single tokens.
 
-Works on its own copy of the tokenizer, so that two threads never use the engine's. Does not know the engine.
+Works on its own copy of the tokenizer, so that two threads never use the engine's.
 """
 
 from __future__ import annotations
@@ -8,14 +8,19 @@ from __future__ import annotations
 import asyncio
 import copy
 import re
+import sys
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, TypeVar
 
-from moedraft.chat import has_template, message_ids
+from moedraft.chat import has_template, message_ids, prompt_ids
 from moedraft.core import PromptTooLong
+from moedraft.engine.tokenise import tokenise
 from moedraft.serve.http.schema import ChatMessage
 
+LONG = 20_000  # characters or tokens: from here on a prompt waits for other long ones only
+T = TypeVar("T")
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 # bytes that GPT-2's vocabulary writes as the character itself
 PRINTED = (*range(33, 127), *range(161, 173), *range(174, 256))
@@ -40,26 +45,38 @@ class Piece(NamedTuple):
 
 
 class Prompts:
-    """Prepares prompts. `limit` is the most tokens a prompt may have; None: as many as the engine accepts."""
+    """Prepares prompts, so that the engine's thread never tokenises one.
 
-    def __init__(self, tokenizer: Any, limit: int | None) -> None:
+    `limit` is the most tokens a prompt may have (None: as many as there is room for), `room` how many of its
+    tokens the engine takes. `truncate`: of a longer one its end is kept.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        limit: int | None,
+        *,
+        room: int = sys.maxsize,
+        vocab_size: int = sys.maxsize,
+        truncate: bool = False,
+    ) -> None:
         self._tokenizer = copy.deepcopy(tokenizer)
         self._limit = limit
+        self._fit: Callable[..., list[int]] = partial(
+            tokenise, self._tokenizer, chat=False, vocab_size=vocab_size, room=room, truncate=truncate
+        )
+        # Threads of its own, for views and changes are slow; long prompts never stand before short ones.
+        self._short, self._long = (ThreadPoolExecutor(1, f"prompts-{kind}") for kind in ("short", "long"))
         self._added = getattr(tokenizer, "added_tokens_decoder", {})
         self._spelt = spelling_of(tokenizer)
         self.piece = lru_cache(maxsize=65536)(self._piece)
 
-    async def check(self, prompt: str | list[int]) -> None:
-        """Raises InvalidRequest for too many tokens. A long text is counted in another thread."""
-        if self._limit is None:
-            return
-        # A text has at most as many tokens as bytes, apart from a few special tokens.
-        if isinstance(prompt, str) and len(prompt.encode()) + 8 > self._limit:
-            count = await asyncio.to_thread(self._count, prompt)
-        else:
-            count = 0 if isinstance(prompt, str) else len(prompt)
-        if count > self._limit:
-            raise PromptTooLong(f"the prompt has {count} tokens; at most {self._limit} are taken.")
+    async def ids(self, prompt: str | list[int]) -> list[int]:
+        """The tokens that the engine gets. Raises InvalidRequest for none, wrong ones, or too many."""
+        return await self._beside(len(prompt), lambda: self._ids(prompt))
+
+    async def text(self, ids: list[int]) -> str:
+        return await self._beside(len(ids), lambda: str(self._tokenizer.decode(ids)))
 
     async def chat(self, messages: Sequence[ChatMessage]) -> str | list[int]:
         """A conversation as a prompt: token ids by the tokenizer's chat template, or text if it has none."""
@@ -69,10 +86,19 @@ class Prompts:
         knows = "developer" in str(self._tokenizer.chat_template)
         roles = [message.role if knows or message.role != "developer" else "system" for message in messages]
         rows = [{"role": r, "content": message.text} for r, message in zip(roles, messages, strict=True)]
-        return await asyncio.to_thread(message_ids, self._tokenizer, rows)
+        size = sum(len(row["content"]) for row in rows)
+        return await self._beside(size, lambda: message_ids(self._tokenizer, rows))
 
-    def _count(self, text: str) -> int:
-        return len(self._tokenizer(text)["input_ids"])
+    async def _beside(self, size: int, work: Callable[[], T]) -> T:
+        """The result of `work` on a prompt of `size` characters or tokens, done in a thread."""
+        thread = self._long if size > LONG else self._short
+        return await asyncio.get_running_loop().run_in_executor(thread, work)
+
+    def _ids(self, prompt: str | list[int]) -> list[int]:
+        ids = prompt_ids(self._tokenizer, prompt, chat=False) if isinstance(prompt, str) else prompt
+        if self._limit is not None and len(ids) > self._limit:
+            raise PromptTooLong(f"the prompt has {len(ids)} tokens; at most {self._limit} are taken.")
+        return self._fit(prompt, ids)
 
     def _piece(self, token: int) -> Piece:
         if (added := self._added.get(token)) is not None:

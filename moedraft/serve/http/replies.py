@@ -85,6 +85,11 @@ class Reply:
             answer["metrics"] = metrics_of([output])
         return answer
 
+    def logprobs_due(self, index: int, output: RequestOutput) -> int:
+        """How many log-probabilities the next piece of answer `index` has: many where its reader is slow."""
+        asked = self.plan.params.logprobs
+        return 0 if asked is None else (asked + 1) * (len(output.token_ids) - self._told[index])
+
     def closing(self, outputs: Sequence[RequestOutput]) -> Answer:
         """The last piece, with the counts of all answers."""
         answer = self._frame(self.piece_kind, [])

@@ -30,9 +30,12 @@ from moedraft.distill.messages import (
     Learned,
     Message,
     Noted,
+    Part,
     Pause,
     Publish,
     Published,
+    PublishedTogether,
+    PublishTogether,
     Refused,
     Resume,
     StateReport,
@@ -241,7 +244,7 @@ class TrainerSupervisor:
             self._show(message)
             return
         try:
-            reply = self._publish(message) if isinstance(message, Publish) else self._note(message, hold)
+            reply = self._note(message, hold) if isinstance(message, Learned) else self._publish(message)
         except MoedraftError as error:
             if str(error) != self._state.last_error:
                 log.warning("An update of %s was refused: %s", message.expert, error)
@@ -252,21 +255,30 @@ class TrainerSupervisor:
     def _show(self, report: StateReport) -> None:
         self._set(learning=report.state(), last_error=report.error or self._state.last_error)
 
-    def _publish(self, message: Publish) -> Message:
-        """Make a trained version live. Raises MoedraftError if it must not become live."""
-        if self._base_hash not in (None, message.base_hash):
+    def _publish(self, message: Publish | PublishTogether) -> Message:
+        """Make trained versions live, all of them or none. Raises MoedraftError if they must not be."""
+        parts = message.parts if isinstance(message, PublishTogether) else (message,)
+        for part in parts:
+            self._check(part)
+        staged = [(part.summary(), self._settings.home / TRAINING / part.folder) for part in parts]
+        untrained = message.untrained if isinstance(message, PublishTogether) else {}
+        versions = self._outlet.adopt(staged, untrained)
+        self._set(updates=self._state.updates + len(versions))
+        self._published()
+        if isinstance(message, PublishTogether):
+            return PublishedTogether(versions=tuple(versions))
+        return Published(version=versions[0])
+
+    def _check(self, part: Part) -> None:
+        """Raises InvalidRequest where the candidate was made for, or from, something that does not serve."""
+        if self._base_hash not in (None, part.base_hash):
             raise InvalidRequest(
                 "the trainer's draft base is not the one that serves: its files have changed; "
                 "start the server again."
             )
-        line = self._store.registry.lineage(message.expert, message.base_hash)
-        if message.parent != (line[0].version if line else 0):
-            raise InvalidRequest(f"the live version of '{message.expert}' was changed meanwhile.")
-        staged = self._settings.home / TRAINING / message.folder
-        version = self._outlet.adopt(message.summary(), staged)
-        self._set(updates=self._state.updates + 1)
-        self._published()
-        return Published(version=version)
+        line = self._store.registry.lineage(part.expert, part.base_hash)
+        if part.parent != (line[0].version if line else 0):
+            raise InvalidRequest(f"the live version of '{part.expert}' was changed meanwhile.")
 
     def _note(self, message: Learned, hold: Hold) -> Message:
         update, held = message.update, hold.seconds

@@ -9,14 +9,18 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import torch
 
 from moedraft.core import SamplingParams, StorageError
 from moedraft.cpu.memory import return_large_blocks
 from moedraft.distill.governor import Load, write_load
 from moedraft.learning_state import LearningState
+from moedraft.routing.router import Route
 from moedraft.serve.worker.thread import EngineThread
 from moedraft.serve.worker.ticket import Channel, Draining, EngineFailed, Overloaded, Ticket
 from moedraft.system.build import System
@@ -64,6 +68,7 @@ class Worker:
         self._work_comes: Callable[[], None] = lambda: None
         self._clock = clock
         self._engine = EngineThread(system.engine, clock, tend_memory=system.settings.cpu_fast_paths)
+        self._routing = ThreadPoolExecutor(1, "moedraft-routes", initializer=torch.get_num_threads)
         self._quit = threading.Event()
         self._publisher = threading.Thread(target=self._publish_loads, name="moedraft-load", daemon=True)
 
@@ -89,6 +94,7 @@ class Worker:
         A step that hangs for `timeout` seconds is left to itself. Close the system afterwards.
         """
         self._quit.set()
+        self._routing.shutdown(wait=False, cancel_futures=True)
         self._engine.end(timeout)
         if self._publisher.ident is not None:
             self._publisher.join(timeout)
@@ -102,6 +108,9 @@ class Worker:
         draft: bool = True,
         capture: bool = True,
         topic: str | None = None,
+        ids: list[int] | None = None,
+        routed: Route | None = None,
+        source: str = "",
     ) -> Ticket:
         """Queue a request. The arguments are those of `Engine.add`.
 
@@ -110,7 +119,8 @@ class Worker:
         cancelled meanwhile, the request is aborted.
         """
         channel = Channel(uuid.uuid4().hex, asyncio.get_running_loop())
-        options = {"expert": expert, "draft": draft, "capture": capture, "topic": topic}
+        options: dict[str, Any] = {"expert": expert, "draft": draft, "capture": capture, "topic": topic}
+        options |= {"ids": ids, "routed": routed, "source": source}
         if not self.busy:
             self._work_comes()
         taken = self._engine.add(channel, prompt, params, options, self.max_waiting)
@@ -133,6 +143,17 @@ class Worker:
         begins, it is not run.
         """
         return await asyncio.wrap_future(self._engine.do(lambda: work(self.system)))
+
+    async def route(self, text: str) -> Route | None:
+        """What the router says of a prompt, for `submit`; the engine goes on meanwhile.
+
+        None where the router fails; the engine then asks it once more, and says so in the log.
+        """
+        try:
+            routing = self._routing.submit(self.system.router.route, [text])
+            return (await asyncio.wrap_future(routing))[0]
+        except Exception:
+            return None
 
     def load_new(self) -> None:
         """Load newly published versions now, while the engine is idle, instead of with the next request."""

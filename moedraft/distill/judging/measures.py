@@ -16,11 +16,11 @@ import torch
 from moedraft.core import SHARED, ReplayRecord
 from moedraft.distill.batches import collate as collate_text
 from moedraft.distill.batches import grouped
-from moedraft.distill.gate import FEW, Counts, Measured
 from moedraft.distill.joint.feature_batches import DraftVocabulary, FeatureBatch, collate
-from moedraft.distill.joint.joint_loss import acceptance, loss_of
+from moedraft.distill.joint.joint_loss import guessed, loss_of
 from moedraft.distill.joint.joint_student import JointStudent
 from moedraft.distill.joint.joint_trainer import JointTrainer
+from moedraft.distill.judging.gate import FEW, Counts, Measured
 from moedraft.distill.trainer import Trainer
 from moedraft.storage.candidate import Weights
 
@@ -52,15 +52,18 @@ class JointMeasure:
         who = serving.get(domain) or serving.get(SHARED)
         own = self.general if who is None or who.vocabulary is None else who.vocabulary
         counted, losses = [np.zeros((0, self.depth, 2), np.int64)], 0.0
+        chances = [np.zeros((0, 2))]
         with instead(student, serving), student.precision():
             student.use_lists({domain: own})
             for first in range(0, len(records), rows):
                 batch = self._batch(domain, records[first : first + rows])
-                counted.append(acceptance(student, batch, self.depth).numpy())
+                found = guessed(student, batch, self.depth)
+                counted.append(found.counts.numpy())
+                chances.append(found.chances.numpy())
                 losses += self._loss(batch) * len(batch.owners) if len(records) < FEW else 0.0
                 on_batch()
         loss = losses / len(records) if 0 < len(records) < FEW else None
-        return Measured(np.concatenate(counted), loss)
+        return Measured(np.concatenate(counted), loss, np.concatenate(chances))
 
     def _batch(self, domain: str, records: Sequence[ReplayRecord]) -> FeatureBatch:
         trainer, device = self.trainer, self.trainer.student.draft.fc.weight.device
@@ -94,16 +97,21 @@ class TextMeasure:
     ) -> Measured:
         trainer, draft = self.trainer, self.trainer.student.draft
         counted, losses = [np.zeros((0, self.depth, 2), np.int64)], 0.0
+        chances = [np.zeros((0, 2))]
         with trainer.student.standing([one for one in serving.values() if one is not None]):
             for chosen in grouped(records, trainer.tokens_per_step):
                 batch = collate_text(chosen, draft.device, trainer.tokens_per_step, draft.vocab_size)
-                right = trainer.student.logits(batch).argmax(-1) == batch.topk_ids[:, 0]
-                rows = torch.split(right, batch.mask.sum(1).tolist())
+                logits, best = trainer.student.logits(batch), batch.topk_ids[:, 0]
+                lengths = batch.mask.sum(1).tolist()
+                rows = torch.split(logits.argmax(-1) == best, lengths)
                 counted += [runs(row.cpu().numpy(), self.depth)[None] for row in rows]
+                given = (logits.gather(1, best[:, None])[:, 0].float() - logits.float().logsumexp(-1)).exp()
+                sums = [(float(row.sum()), len(row)) for row in torch.split(given, lengths)]
+                chances.append(np.array(sums).reshape(-1, 2))
                 losses += trainer.loss(batch).item() * len(chosen) if len(records) < FEW else 0.0
                 on_batch()
         loss = losses / len(records) if 0 < len(records) < FEW else None
-        return Measured(np.concatenate(counted), loss)
+        return Measured(np.concatenate(counted), loss, np.concatenate(chances))
 
 
 def runs(right: np.ndarray[tuple[int], np.dtype[np.bool_]], depth: int) -> Counts:

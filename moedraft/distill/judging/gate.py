@@ -5,11 +5,13 @@ use: 1 + a1 + a1·a2 + …, where a_j is the share of drafts whose token number 
 it were. The candidate and what serves now are measured on the same records. How sure the gain is comes from a
 Bayesian bootstrap over the records (Rubin 1981), made wider where there are few of them, as Student's t is
 wider than the normal distribution.
+
+Which guesses are right changes by chance more than how probable the draft finds the right token. So a gain
+that is only likely is published too where the right tokens have certainly become more probable.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,13 +20,17 @@ from numpy.typing import NDArray
 from moedraft.core import GateDecision
 
 Counts = NDArray[np.int64]  # [records, depth, 2]: hits and tries of the draft's tokens number 1 … depth
+Chances = NDArray[np.float64]  # [records, 2]: what first guesses gave the right token, summed; guesses
+Shares = NDArray[np.float64]
 
 SURE = 0.9  # probability of a gain that a promotion needs; with 1 − SURE or less a candidate is thrown away
 FEW = 4  # with fewer records the training objective decides
 MOST_KEPT = 3  # candidates in a row that may be trained on without being published …
 LONGEST_KEPT = 9  # … and where a gain is at least LIKELY, so that only records are missing
 LIKELY = 0.75
-LEAST_DOUBT = 0.02  # of harm to one of many domains, however many there are
+CONFIRMED = (
+    0.95  # probability that the right tokens have become more probable; a gain that is LIKELY goes then
+)
 DRAWS = 1000
 SEED = 0  # of the bootstrap, so that the same figures always get the same answer
 Z = 1.2816  # of the normal distribution at SURE
@@ -36,6 +42,7 @@ class Measured:
 
     counts: Counts
     loss: float | None = None  # the training objective on them, nats; None: not measured
+    chances: Chances | None = None
 
     @property
     def records(self) -> int:
@@ -52,15 +59,13 @@ class Verdict:
     low: float | None = None  # the gain lies between these with a probability of 80 %
     high: float | None = None
     better: float = 0.5  # probability that it is better than what serves
+    witness: float | None = None  # probability that the right tokens have become more probable
+    static: float | None = None  # the gain over the draft base without any adapter
+    reason: str | None = None  # why, where the figures alone do not say it
 
-
-@dataclass(frozen=True)
-class Options:
-    """A domain under a new shared adapter: what serves now, its expert as trained, its expert as it was."""
-
-    before: Measured
-    new: Measured | None  # None: its expert has not learned, or is pinned
-    old: Measured
+    @property
+    def is_published(self) -> bool:
+        return self.decision in ("promote", "along")
 
 
 def expected_tokens(sums: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -70,60 +75,49 @@ def expected_tokens(sums: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.asarray(1 + rates.cumprod(-1).sum(-1))
 
 
-def compare(before: Measured, after: Measured) -> Verdict:
-    """The gain and how sure it is; the decision is that of `decide` with nothing kept before."""
+def compare(before: Measured, after: Measured, shares: Shares | None = None) -> Verdict:
+    """The gain and how sure it is; the decision is that of `decide` with nothing kept before.
+
+    shares [records]: how much of the traffic each record stands for; without them, all the same.
+    """
     count = before.records
     if not count:
         return Verdict("keep")
     both = np.stack([before.counts, after.counts], axis=1).astype(float)  # [records, 2, depth, 2]
+    both *= 1.0 if shares is None else shares[:, None, None, None]
     old, new = expected_tokens(both.sum(0))
     gain = float(new - old)
     weights = np.random.default_rng(SEED).standard_exponential((DRAWS, count))
     drawn = expected_tokens(np.tensordot(weights, both, axes=1))  # [draws, 2]
-    gains = gain + _widening(count) * (drawn[:, 1] - drawn[:, 0] - gain)
+    gains = gain + _widening(count if shares is None else counts_as(shares)) * (
+        drawn[:, 1] - drawn[:, 0] - gain
+    )
     better = float((gains > 0).mean() + (gains == 0).mean() / 2)
     low, high = np.quantile(gains, [1 - SURE, SURE])
     found = Verdict("keep", count, gain, float(low), float(high), better)
+    if before.chances is not None and after.chances is not None:
+        found = replace(found, witness=_witness(before.chances, after.chances, shares))
     return replace(found, decision=_decision(found, before.loss, after.loss))
 
 
-def decide(before: Measured, after: Measured, kept: int = 0) -> Verdict:
+def _witness(before: Chances, after: Chances, shares: Shares | None) -> float:
+    """The probability that the right token's own probability has risen, by the bootstrap of `compare`."""
+    both = np.stack([before, after], axis=1) * (1.0 if shares is None else shares[:, None, None])
+    weights = np.random.default_rng(SEED).standard_exponential((DRAWS, len(both)))
+    sums = np.tensordot(weights, both, axes=1)  # [draws, 2, 2]
+    rates = sums[..., 0] / np.maximum(sums[..., 1], 1e-9)
+    risen = rates[:, 1] - rates[:, 0]
+    wider = _widening(len(both) if shares is None else counts_as(shares))
+    risen = risen.mean() + wider * (risen - risen.mean())
+    return float((risen > 0).mean() + (risen == 0).mean() / 2)
+
+
+def decide(before: Measured, after: Measured, kept: int = 0, shares: Shares | None = None) -> Verdict:
     """Publish the candidate, train on from it, or go back to what serves.
 
-    kept: how many candidates before this one were trained on without being published.
+    kept: how many candidates before this one were trained on without being published; shares: of the traffic.
     """
-    return _bounded(compare(before, after), kept)
-
-
-def decide_together(
-    domains: Mapping[str, Options], kept: Mapping[str, int], shared: str
-) -> dict[str, Verdict]:
-    """The verdicts on one joint update, by adapter; `shared` is the name of the shared one.
-
-    The new shared adapter goes with the experts that were trained on it, except those whose domain is better
-    off with the expert that it has. It goes only if all domains together gain, and if none of them is clearly
-    worse off with either of its two experts. Domains with few records are looked at as if they were one.
-    """
-    doubt = max(LEAST_DOUBT, (1 - SURE) / max(len(domains), 1))
-    chosen = {name: _chosen(options, doubt) for name, options in domains.items()}
-    small = [name for name in chosen if domains[name].before.records < FEW]
-    befores = joined([domains[name].before for name in small])
-    harms = None in chosen.values() or _harmed(
-        befores, joined([chosen[n] or domains[n].old for n in small]), doubt
-    )
-    whole = decide(
-        joined([domains[name].before for name in chosen]),
-        joined([one or domains[name].old for name, one in chosen.items()]),
-        kept.get(shared, 0),
-    )
-    if whole.decision == "promote" and harms:
-        worn_out = kept.get(shared, 0) >= MOST_KEPT
-        whole = replace(whole, decision="discard" if worn_out else "keep")
-    verdicts = {shared: whole}
-    for name, options in domains.items():
-        if options.new is not None:
-            verdicts[name] = _of_expert(options, chosen[name] is options.new, whole, kept.get(name, 0))
-    return verdicts
+    return bounded(compare(before, after, shares), kept)
 
 
 def joined(parts: list[Measured]) -> Measured:
@@ -131,12 +125,19 @@ def joined(parts: list[Measured]) -> Measured:
     losses = [one.loss * one.records for one in parts if one.loss is not None]
     counts = np.concatenate([one.counts for one in parts]) if parts else np.zeros((0, 1, 2), np.int64)
     known = sum(one.records for one in parts if one.loss is not None)
-    return Measured(counts, sum(losses) / known if known else None)
+    chances = [one.chances for one in parts if one.chances is not None]
+    together = np.concatenate(chances) if parts and len(chances) == len(parts) else None
+    return Measured(counts, sum(losses) / known if known else None, together)
 
 
-def _widening(count: int) -> float:
+def counts_as(shares: Shares) -> float:
+    """How many records of equal shares tell as much as these (Kish's effective sample size)."""
+    return float(shares.sum() ** 2 / (shares**2).sum())
+
+
+def _widening(count: float) -> float:
     """By how much the bootstrap's spread over so few records falls short of Student's t, at SURE."""
-    free = max(count - 1, 1)
+    free = max(count - 1, 1.0)
     student = 1 + (Z**2 + 1) / (4 * free) + (5 * Z**4 + 16 * Z**2 + 3) / (96 * free**2)
     return float(student * ((count + 1) / free) ** 0.5)
 
@@ -146,40 +147,14 @@ def _decision(found: Verdict, before: float | None, after: float | None) -> Gate
     if found.records < FEW:
         improved = before is not None and after is not None and after < before
         return "promote" if improved and found.gain >= 0 else "keep"
-    if found.better >= SURE and found.gain > 0:
+    confirmed = found.better >= LIKELY and found.witness is not None and found.witness >= CONFIRMED
+    if (found.better >= SURE or confirmed) and found.gain > 0:
         return "promote"
     return "discard" if found.better <= 1 - SURE else "keep"
 
 
-def _bounded(found: Verdict, kept: int) -> Verdict:
+def bounded(found: Verdict, kept: int) -> Verdict:
     """Nothing is trained on for ever."""
     most = LONGEST_KEPT if found.better >= LIKELY else MOST_KEPT
     worn_out = found.decision == "keep" and kept >= most
     return replace(found, decision="discard") if worn_out else found
-
-
-def _chosen(options: Options, doubt: float) -> Measured | None:
-    """Which expert the domain gets under the new shared adapter; None: it is worse off with either."""
-    old = None if _harmed(options.before, options.old, doubt) else options.old
-    new = options.new
-    if new is None or _harmed(options.before, new, doubt):
-        return old
-    return old if old is not None and _harmed(old, new, 1 - SURE) else new
-
-
-def _harmed(before: Measured, after: Measured, doubt: float) -> bool:
-    """Whether these records are almost surely worse off; few of them cannot tell."""
-    found = compare(before, after)
-    return found.records >= FEW and found.better < doubt
-
-
-def _of_expert(options: Options, goes: bool, whole: Verdict, kept: int) -> Verdict:
-    """An expert goes with the shared adapter that it was trained on, or not at all."""
-    assert options.new is not None
-    own = compare(options.before, options.new)
-    if whole.decision != "promote":
-        return replace(own, decision=whole.decision)
-    if goes:
-        return replace(own, decision="promote")
-    left_out: GateDecision = "discard" if own.decision == "discard" else "keep"
-    return _bounded(replace(own, decision=left_out), kept)

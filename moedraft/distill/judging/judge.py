@@ -1,0 +1,127 @@
+"""Puts candidates before the gate: what would serve with them, against what serves now, on the same records.
+
+An expert's candidate is measured over the shared adapter that is live, on its own domain: other domains are
+drafted by other experts. A shared adapter's is measured on every domain, below the expert that each would
+have. All of them are measured against the draft base without any adapter as well. This reads storage and
+writes nothing; it remembers how often an adapter was trained on without being published, and how the draft
+base alone did on the records that were measured last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from moedraft.core import SHARED, ReplayRecord
+from moedraft.distill.judging.gate import Measured, Verdict
+from moedraft.distill.judging.held_out import HeldOut
+from moedraft.distill.judging.measures import Measure, Serving
+from moedraft.distill.judging.together import Options, decide_alone, decide_together, in_doubt
+from moedraft.storage.candidate import Candidate, Weights
+from moedraft.storage.changes import is_pinned
+from moedraft.storage.store import TARGET_ID, Store
+
+OnBatch = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A domain's held-out records, and how to measure what would serve it on them."""
+
+    domain: str
+    records: list[ReplayRecord]
+    measured: Callable[[Serving], Measured]
+
+
+class JudgeLike(Protocol):
+    """Decides on candidates that one update has made."""
+
+    def __call__(self, candidates: Sequence[Candidate], on_batch: OnBatch = ...) -> dict[str, Verdict]: ...
+
+
+class Judge:
+    """The gate of one home."""
+
+    def __init__(self, measure: Measure, store: Store) -> None:
+        self.measure, self.store = measure, store
+        self.held_out = HeldOut(store.replay)
+        self._kept: dict[str, tuple[int, int]] = {}  # version that was begun with, candidates kept since
+        self._static: dict[str, tuple[int, Measured]] = {}  # by domain: hash of the records, their figures
+
+    def __call__(
+        self, candidates: Sequence[Candidate], on_batch: OnBatch = lambda: None
+    ) -> dict[str, Verdict]:
+        """The verdict on each of the candidates, which one update has made, by name.
+
+        Those of pinned adapters are left out. Raises StorageError.
+        """
+        made = {one.expert: one for one in candidates if not is_pinned(self.store.registry, one.expert)}
+        if not made or (len(candidates) > 1 and SHARED not in made):
+            return {}
+        kept = {name: self._kept_before(one) for name, one in made.items()}
+        if SHARED in made:
+            verdicts = decide_together(self._options(made, on_batch), kept, SHARED)
+        else:
+            verdicts = {name: self._alone(one, kept[name], on_batch) for name, one in made.items()}
+        for name, one in made.items():
+            count = kept[name] + 1 if name in verdicts and verdicts[name].decision == "keep" else 0
+            self._kept[name] = one.parent, count
+        return verdicts
+
+    def _kept_before(self, candidate: Candidate) -> int:
+        """Nothing counts from before another version was made live."""
+        parent, count = self._kept.get(candidate.expert, (0, 0))
+        return count if parent == candidate.parent else 0
+
+    def _alone(self, made: Candidate, kept: int, on_batch: OnBatch) -> Verdict:
+        name, case = made.expert, self._case(made.expert, 1, on_batch)
+        shared, live = self._live(SHARED, made), self._live(name, made)
+        before = case.measured({SHARED: shared, name: live})
+        new = case.measured({SHARED: shared, name: made})
+        none = case.measured({SHARED: shared, name: None}) if self._removable(name, made) else None
+        return decide_alone(Options(before, new, before, none, self._static_of(case)), kept)
+
+    def _options(self, made: dict[str, Candidate], on_batch: OnBatch) -> dict[str, Options]:
+        """What each domain with records would have under the new shared adapter."""
+        new_shared, sizes = made[SHARED], self.store.replay.sizes()
+        shared = self._live(SHARED, new_shared)
+        cases = {name: self._case(name, len(sizes), on_batch) for name in sizes}
+        options = {}
+        for name, case in cases.items():
+            own = {} if name == SHARED else {name: self._live(name, new_shared)}
+            before = case.measured({SHARED: shared, **own})
+            old = case.measured({SHARED: new_shared, **own})
+            new = None
+            if name in made and name != SHARED:
+                new = case.measured({SHARED: new_shared, name: made[name]})
+            options[name] = Options(before, new, old, None, self._static_of(case), sizes[name])
+        for name in in_doubt(options):
+            if self._removable(name, new_shared):
+                none = cases[name].measured({SHARED: new_shared, name: None})
+                options[name] = replace(options[name], none=none)
+        return options
+
+    def _case(self, domain: str, domains: int, on_batch: OnBatch) -> Case:
+        target = self.store.registry.get_meta(TARGET_ID)
+        records = self.held_out.records(domain, domains, target, on_batch)
+        return Case(domain, records, lambda serving: self.measure(serving, domain, records, on_batch))
+
+    def _static_of(self, case: Case) -> Measured:
+        """The draft base alone, measured anew only where the records are others."""
+        key = hash(tuple(tuple(record.token_ids) for record in case.records))
+        known = self._static.get(case.domain)
+        if known is None or known[0] != key:
+            serving: Serving = {SHARED: None} if case.domain == SHARED else {SHARED: None, case.domain: None}
+            known = self._static[case.domain] = key, case.measured(serving)
+        return known[1]
+
+    def _removable(self, name: str, made: Candidate) -> bool:
+        """Whether the expert's live version may be taken away: a person has not pinned it."""
+        live = self.store.registry.live(name)
+        own = live is not None and live.base_hash == made.base_hash
+        return own and name != SHARED and not is_pinned(self.store.registry, name)
+
+    def _live(self, name: str, made: Candidate) -> Weights | None:
+        found = self.store.adapters.load_live(name, made.base_hash)
+        return found[1] if found else None

@@ -1,0 +1,138 @@
+"""What each expert of a feature drafter would have guessed where the tokens are known by now.
+
+All experts share the drafter's keys and values, so what it has read of a text serves them all: the states
+that went into its layer at the last positions are kept, and each expert needs only its own queries, MLP and
+output rows on them. Nothing in the cache is written. Only verified tokens are looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from moedraft import core
+from moedraft.core import SHARED
+from moedraft.drafting.adapter import HEAD, Delta
+from moedraft.drafting.feature import FeatureDrafter, ReadStates
+from moedraft.drafting.layer import Multiplies
+from moedraft.drafting.lora import ExpertBank
+from moedraft.evidence import Passage
+
+KEPT = 48  # states of a row that are kept
+
+
+class FeatureJudge:
+    """Compares the experts of `bank` on what `drafter` has read."""
+
+    def __init__(self, drafter: FeatureDrafter, bank: ExpertBank) -> None:
+        self.drafter, self.bank = drafter, bank
+        self.states = drafter.states = ReadStates(KEPT)
+
+    @property
+    def arms(self) -> list[str]:
+        """Whoever can draft otherwise than others: the shared draft and every expert that was trained."""
+        return [SHARED, *self.bank.experts]
+
+    def known(self, row: core.Sequence, since: int, most: int) -> Passage:
+        """The last `most` entries from `since` on that are kept and whose guesses the text can answer.
+
+        Entry i guesses the token at i + 2.
+        """
+        first, end = self.states.span(row)
+        end = min(end, len(row.token_ids) - 2)
+        return Passage(row, max(first, since, end - most), end)
+
+    @torch.inference_mode()
+    def hits(self, passages: Sequence[Passage], arms: Sequence[str]) -> list[dict[str, list[float]]]:
+        """By passage and arm, for each of its entries: 1 where the arm's first guess is the text's token."""
+        draft, device = self.drafter.draft, self.drafter.draft.fc.weight.device
+        states = torch.cat([self.states.of(p.row, p.first, p.end) for p in passages])  # [P, H]
+        texts = [p.row.token_ids[p.first + 1 : p.end + 2] for p in passages]
+        ids = torch.tensor([token for text in texts for token in text[:-1]], device=device)
+        truth = torch.tensor([token for text in texts for token in text[1:]], device=device)
+        with self._every(arms):
+            hidden = self._outputs(passages, states.expand(len(arms), -1, -1), ids)
+        normed = hidden if draft.config.norm_output else draft.norm(hidden)
+        right = torch.stack([guess == truth for guess in self._guesses(normed, arms)]).float().tolist()
+        ends = [sum(len(text) - 1 for text in texts[: i + 1]) for i in range(len(texts))]
+        starts = [0, *ends[:-1]]
+        return [
+            {arm: right[n][start:end] for n, arm in enumerate(arms)}
+            for start, end in zip(starts, ends, strict=True)
+        ]
+
+    def _outputs(self, passages: Sequence[Passage], states: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """The layer's outputs [N, P, H], by arm, from states [N, P, H] and token ids int64 [P]."""
+        draft, count = self.drafter.draft, len(states)
+        places = torch.cat([torch.arange(p.first, p.end) for p in passages]).to(ids.device)
+        embeds = draft.embed(ids, states).expand(count, -1, -1)
+        queries, _, _ = draft.layer.project(embeds, states, places.expand(count, -1))  # [N, heads, P, d]
+        mixed, at = [], 0
+        for passage in passages:
+            size = passage.end - passage.first
+            mixed.append(self._attended(queries[:, :, at : at + size], passage, places[at : at + size]))
+            at += size
+        return draft.fed_back(draft.layer.finish(states, torch.cat(mixed, dim=2)))
+
+    def _attended(self, queries: torch.Tensor, passage: Passage, places: torch.Tensor) -> torch.Tensor:
+        """queries [N, heads, T, d] of one row over what the cache holds of it → the same shape."""
+        config, layer = self.drafter.draft.config, self.drafter.cache.layers[0]
+        slot, end = passage.row.slot, passage.end
+        keys, values = (each[slot : slot + 1, :, :end] for each in (layer.keys, layer.values))
+        arms, heads, size, _ = queries.shape
+        # All arms' queries stand in one row behind each other, since they look at the same keys and values.
+        folded = queries.transpose(0, 1).reshape(1, heads, arms * size, -1)
+        mask = (torch.arange(end, device=places.device) <= places[:, None]).repeat(arms, 1)
+        grouped = config.num_heads != config.num_kv_heads
+        mixed = scaled_dot_product_attention(folded, keys, values, mask, enable_gqa=grouped)
+        return mixed.view(heads, arms, size, -1).transpose(0, 1)
+
+    def _guesses(self, normed: torch.Tensor, arms: Sequence[str]) -> Iterator[torch.Tensor]:
+        """By arm, the likeliest token int64 [P] after each of its states [N, P, H]."""
+        heads, experts, shared = self.bank.heads, self.bank.experts, self.bank.shared
+        assert heads is not None, "the experts of a feature drafter have output rows of their own"
+        for states, arm in zip(normed, arms, strict=True):
+            vocabulary, product = heads.shared
+            if arm in experts:
+                found = heads.kept.needed({arm: experts[arm]}, lambda one: {HEAD: heads.made(shared, one)})
+                vocabulary, product = heads.vocabulary(experts[arm]), found[arm][HEAD]
+            yield vocabulary[product(states[None])[0].argmax(-1)]
+
+    @contextmanager
+    def _every(self, arms: Sequence[str]) -> Iterator[None]:
+        """Inside, the layers take [N, P, in], where part n is multiplied with the weights of arm n.
+
+        Afterwards they are as the bank has set them for the batch.
+        """
+        before = {name: layer.product for name, layer in self.bank.body.items()}
+        plain = self.bank.common
+        try:
+            for name, layer in self.bank.body.items():
+                deltas = [self._delta(arm, name) for arm in arms]
+                layer.product = EachArm(plain.get(name) or layer.base, deltas)
+            yield
+        finally:
+            for name, layer in self.bank.body.items():
+                layer.product = before[name]
+
+    def _delta(self, arm: str, name: str) -> Delta | None:
+        adapter = self.bank.experts.get(arm)
+        return adapter.deltas.get(name) if adapter is not None else None
+
+
+class EachArm:
+    """x [N, …, in] → x Wᵀ + (x Aₙᵀ) Bₙᵀ in part n: the same rows once for every arm."""
+
+    def __init__(self, plain: Multiplies, deltas: Sequence[Delta | None]) -> None:
+        """plain: x → x Wᵀ, what all arms have in common. deltas: by arm; None adds nothing."""
+        self.plain, self.deltas = plain, deltas
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.plain(x)
+        for n, delta in enumerate(self.deltas):
+            if delta is not None:
+                y[n] += x[n] @ delta[0].T @ delta[1].T
+        return y

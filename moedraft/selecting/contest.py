@@ -1,0 +1,93 @@
+"""The contest of the arms for one answer: its standings, how far it was compared, and when again.
+
+Comparing costs time, so it is done where it still changes most: at the end of the prompt and in the first
+tokens of the answer, then seldom, so that a change of domain within the answer is noticed; and only for arms
+that are near the leader, with one more at random, so that none is forgotten.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+from moedraft import core
+from moedraft.core import SHARED
+from moedraft.evidence import Passage
+from moedraft.selecting.standings import Standings
+
+GAPS = (6, 12, 24)  # tokens between two comparisons of an answer; the last one again and again
+PROMPT_DEPTH = 24  # of the prompt's last tokens, how many are compared
+ANSWER_DEPTH = 16  # of an answer's last tokens, how many are compared at once
+PROMPT_STRENGTH = 0.6  # how much a token of the prompt counts beside one of the answer
+FEW_LEFT = 8  # tokens that an answer may still get, for which comparing does not pay any more
+ALL_ARMS = 8  # up to so many are compared at a prompt
+NEAR_ARMS = 4  # as many as that later on
+NEAR = 0.003  # of the leader's weight, what an arm must have to be compared again
+
+
+class Contest:
+    """The arms of one request."""
+
+    def __init__(self, row: core.Sequence, arms: Sequence[str]) -> None:
+        self.row = row
+        self.standings = Standings(arms)
+        self.compared = 0  # entries of the drafter's cache that were compared or passed over
+        self.times = 0
+
+    @property
+    def depth(self) -> int:
+        """The most tokens to compare next."""
+        return ANSWER_DEPTH if self.times else PROMPT_DEPTH
+
+    def wants(self, passage: Passage) -> bool:
+        """Whether to compare the arms now, on this passage, and not when there is more of it."""
+        row = self.row
+        if passage.end <= passage.first or row.target_cached < row.num_prompt_tokens - 1:
+            return False
+        gap = GAPS[min(self.times, len(GAPS)) - 1] if self.times else 0
+        left = row.params.max_tokens - row.num_generated
+        return passage.end - self.compared >= gap and left > FEW_LEFT
+
+    def believe(self, prior: Mapping[str, float]) -> None:
+        """The router has answered, with these probabilities of the domains and of none of them."""
+        shares = dict.fromkeys(self.standings.arms, 0.0)
+        for name, probability in prior.items():  # where no expert was trained the shared draft drafts
+            shares[name if name in shares else SHARED] += probability
+        chosen = self.row.expert
+        if chosen != SHARED and chosen in shares:
+            # To draft with an expert in vain costs little, not to use the right one costs all that it brings.
+            # So a domain above the threshold is tried first, though "none of them" may be likelier.
+            shares[SHARED] = min(shares[SHARED], shares[chosen] / 2)
+        self.standings.believe(shares)
+        self._choose()
+
+    def learn(self, hits: Mapping[str, Sequence[float]], end: int) -> None:
+        """What the arms would have guessed up to entry `end` of the drafter's cache."""
+        self.standings.learn(hits, 1.0 if self.times else PROMPT_STRENGTH)
+        self.compared = end
+        self.times += 1
+        self._choose()
+
+    def _choose(self) -> None:
+        """The leader drafts. A domain without a trained expert is drafted for by the shared draft anyway."""
+        leader, row = self.standings.leader, self.row
+        if leader != SHARED or row.expert in self.standings.arms:
+            row.expert = leader
+
+
+def arms_to_compare(contests: Sequence[Contest], arms: Sequence[str], chance: random.Random) -> list[str]:
+    """Whom to compare in one pass for these rows: the arms that one of them still considers, and one more."""
+    weights = dict.fromkeys(arms, 0.0)
+    for contest in contests:
+        found = contest.standings.weights
+        best = max(found.values())
+        for arm in weights:
+            weights[arm] = max(weights[arm], found.get(arm, 0.0) / best)
+    first = any(not contest.times for contest in contests)
+    order = sorted(arms, key=lambda arm: -weights[arm])
+    if first and len(order) <= ALL_ARMS:
+        return order
+    near = order[: ALL_ARMS - 2 if first else NEAR_ARMS]
+    near = [arm for arm in near if first or weights[arm] >= NEAR]
+    rest = [arm for arm in order if arm not in near]
+    return near + chance.sample(rest, min(len(rest), max(1, 2 - len(near))))

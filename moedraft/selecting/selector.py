@@ -1,0 +1,137 @@
+"""Who drafts, by the router's prior and by what every expert would have guessed of the verified tokens.
+
+The choice depends on the prompt, on tokens that the target has confirmed, and on when they were compared;
+never on a token that is only proposed. So sampled answers keep the target's distribution. A reproducible
+request keeps the expert that the router chose, since its answer may not depend on timing.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from moedraft import core
+from moedraft.evidence import Evidence, Passage
+from moedraft.routing.router import Router
+from moedraft.routing.selector import BackgroundSelector, needs_expert
+from moedraft.selecting.contest import Contest, arms_to_compare
+
+MOST_ROWS = 4  # that are compared at once; the others wait for the next step
+TIME_SHARE = 0.03  # of the time that passes, what comparing may take on average
+SAVED = 0.03  # seconds of it that may be saved up, for the prompts that come after a pause
+
+log = logging.getLogger(__name__)
+
+
+class Judge(Protocol):
+    """What can tell how well each arm would have guessed; `FeatureJudge` is one."""
+
+    @property
+    def arms(self) -> list[str]:
+        """Whoever can draft otherwise than others, the shared draft first."""
+
+    def known(self, row: core.Sequence, since: int, most: int) -> Passage:
+        """The last verified positions that can be compared, `most` at most and none before `since`."""
+
+    def hits(self, passages: Sequence[Passage], arms: Sequence[str]) -> list[dict[str, list[float]]]:
+        """By passage and arm, for each position: 1 where the arm's first guess is the text's token."""
+
+
+class EvidenceSelector(BackgroundSelector):
+    """The router's choice is where an answer begins; the standings of its arms decide from then on.
+
+    judge: None where the experts cannot be compared; then the router alone decides. time_share: see
+    TIME_SHARE; None: comparing may take any time, so that what is chosen does not depend on the clock.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        judge: Judge | None,
+        *,
+        time_share: float | None = TIME_SHARE,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        super().__init__(router)
+        self.judge = judge
+        self.time_share = time_share
+        self.comparisons = 0  # of rows, since the start
+        self._clock = clock
+        self._settled_at = clock()
+        self._balance = SAVED  # seconds that comparing may take now
+        self._contests: dict[str, Contest] = {}  # by request
+        self._random = random.Random(0)
+
+    def assign(self, sequences: list[core.Sequence]) -> None:
+        """Ask the router, and let the arms of those that it may be wrong about compete."""
+        super().assign(sequences)
+        arms = self.judge.arms if self.judge else []
+        if len(arms) > 1:
+            for row in sequences:
+                if needs_expert(row) and row.draft and not row.reproducible:
+                    self._contests[row.request_id] = Contest(row, arms)
+
+    def settle(self, ending: core.Sequence | None = None) -> list[core.Sequence]:
+        """As `ExpertSelector.settle`; between two steps the experts are compared as well."""
+        before = {name: contest.row.expert for name, contest in self._contests.items()}
+        for row in (routed := super().settle(ending)):
+            if contest := self._contests.get(row.request_id):
+                contest.believe(row.prior)
+        if ending is None:
+            self._compare()
+        changed = [
+            contest.row for name, contest in self._contests.items() if contest.row.expert != before[name]
+        ]
+        self._contests = {
+            name: contest
+            for name, contest in self._contests.items()
+            if contest.row is not ending and contest.row.finish_reason is None
+        }
+        known = set(map(id, changed))
+        return changed + [row for row in routed if id(row) not in known]
+
+    def observe(self, evidence: Evidence) -> None:
+        """Nothing yet: what was emitted is compared when it has entered the rows and was read."""
+
+    def _compare(self) -> None:
+        """Compare the arms of the rows that are due, where that may take time now. Never raises."""
+        began = self._clock()
+        self._earn(began - self._settled_at)
+        self._settled_at = began
+        if self._balance <= 0 or not self._contests:
+            return
+        try:
+            self._compare_due()
+        except Exception:
+            log.exception("The experts could not be compared; the router's choice stands.")
+            self._contests.clear()
+        self._balance -= self._clock() - began
+
+    def _earn(self, seconds: float) -> None:
+        """So much time has passed; without a limit nothing is ever spent."""
+        if self.time_share is None:
+            self._balance = SAVED
+        else:
+            self._balance = min(SAVED, self._balance + self.time_share * seconds)
+
+    def _compare_due(self) -> None:
+        judge = self.judge
+        assert judge is not None, "without a judge nobody competes"
+        due = []
+        for contest in self._contests.values():
+            if contest.row.slot >= 0:
+                passage = judge.known(contest.row, contest.compared, contest.depth)
+                if contest.wants(passage):
+                    due.append((contest, passage))
+        # Those that were never compared go first, then those whose leader is least sure.
+        due.sort(key=lambda pair: (pair[0].times > 0, max(pair[0].standings.weights.values())))
+        if chosen := due[:MOST_ROWS]:
+            contests = [contest for contest, _ in chosen]
+            arms = arms_to_compare(contests, judge.arms, self._random)
+            hits = judge.hits([passage for _, passage in chosen], arms)
+            for (contest, passage), found in zip(chosen, hits, strict=True):
+                contest.learn(found, passage.end)
+            self.comparisons += len(chosen)

@@ -1,0 +1,273 @@
+#!/usr/bin/env python3
+"""Measure who should draft: the router alone, or the router corrected by evidence, on a home with experts.
+
+    python scripts/bench_selection.py --home HOME --data ../shared/data --out results/selection.json
+
+All ways of choosing answer the same held-out prompts greedily, as they are and reworded, with a fixed draft
+length, so that tokens per target step follow from the choice alone:
+
+    oracle                 the expert of the prompt's own domain
+    classifier             the router's choice
+    evidence               that, corrected by what each expert would have guessed
+    permuted classifier    a router that takes every domain for another one
+    permuted evidence      the same, corrected
+    shared                 the shared draft for everything
+
+Then the same prompts are answered one by one and in batches, with draft lengths as the budget chooses them,
+to see what comparing costs and what of its gain is left in tokens per second. Intervals are those of a
+bootstrap over prompts, 95 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from feature_answers import prompts_of
+from reworded import KINDS
+
+from moedraft.config import load_settings
+from moedraft.core import SHARED, RequestOutput, SamplingParams
+from moedraft.core import Sequence as Row
+from moedraft.drafting.feature import FeatureDrafter
+from moedraft.drafting.judge import FeatureJudge
+from moedraft.routing.router import Route, Router
+from moedraft.routing.selector import BackgroundSelector
+from moedraft.selecting.selector import EvidenceSelector
+from moedraft.showcase.bench import surroundings
+from moedraft.showcase.estimates import Estimate, quotient, ratio
+from moedraft.showcase.measure import budgeted, drafting_by, fixed_lengths, new_budget, warm_up
+from moedraft.system.build import System, opened
+
+DOMAINS = "sql_en,code_python,math_en,docs_fr,docs_ja,support"
+Counts = list[tuple[float, float]]  # by prompt: what is counted, and out of how much
+
+
+class KnownRouter(Router):
+    """Answers at once what the router has said of each prompt; `names` puts other domains in their place."""
+
+    def __init__(self, router: Router, prompts: Sequence[str], names: dict[str, str]) -> None:
+        self._names = router.domains
+        self.known = {
+            prompt: Route(
+                names.get(route.domain, route.domain),
+                route.confidence,
+                {names.get(name, name): p for name, p in route.probabilities.items()},
+            )
+            for prompt, route in zip(prompts, router.route(prompts), strict=True)
+        }
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        return self._names
+
+    def route(self, texts: Sequence[str]) -> list[Route]:
+        return [self.known[text] for text in texts]
+
+
+class PromptClassifier(BackgroundSelector):
+    """Knows every expert before the first token, so that timing plays no part."""
+
+    def assign(self, sequences: list[Row]) -> None:
+        super().assign(sequences)
+        for routed, _ in self._open:
+            routed.result()
+
+
+class PromptEvidence(EvidenceSelector):
+    """As `PromptClassifier`."""
+
+    def assign(self, sequences: list[Row]) -> None:
+        super().assign(sequences)
+        for routed, _ in self._open:
+            routed.result()
+
+
+def answers(
+    system: System, prompts: Sequence[str], experts: Sequence[str | None], max_tokens: int
+) -> list[RequestOutput]:
+    """Answers to all prompts at once."""
+    engine, params = system.engine, SamplingParams(max_tokens=max_tokens)
+    ids = [
+        engine.add(prompt, params, expert=expert, chat=True, topic=prompt)
+        for prompt, expert in zip(prompts, experts, strict=True)
+    ]
+    done: dict[str, RequestOutput] = {}
+    while engine.has_work:
+        done |= {output.request_id: output for output in engine.step() if output.finish_reason}
+    return [done[name] for name in ids]
+
+
+def choosing(system: System, selector: BackgroundSelector) -> None:
+    """Have the engine's experts chosen by `selector` from now on."""
+    system.engine.selector = selector
+    system.engine.round.learners = [system.engine.chooser, selector]
+
+
+def lengths(outputs: Sequence[RequestOutput]) -> Counts:
+    return [(float(len(o.token_ids)), float(max(1, o.speculation.num_steps))) for o in outputs]
+
+
+def rounded(estimate: Estimate) -> list[float]:
+    """[figure, low, high], as it is stored."""
+    return [round(each, 4) for each in (estimate.value, estimate.low, estimate.high)]
+
+
+def figures(found: dict[str, list[RequestOutput]], labels: list[str]) -> dict[str, Any]:
+    """Tokens per step of every way and beside the oracle's; what is recovered of a wrong prior's loss."""
+    counts = {name: lengths(outputs) for name, outputs in found.items()}
+    means = {name: ratio(each) for name, each in counts.items()}
+    result: dict[str, Any] = {
+        name: {
+            "tokens_per_step": rounded(means[name]),
+            "times_oracle": rounded(quotient(counts[name], counts["oracle"])),
+            "ended_with_the_domains_expert": round(
+                sum(o.expert == label for o, label in zip(outputs, labels, strict=True)) / len(labels), 3
+            ),
+        }
+        for name, outputs in found.items()
+    }
+    lost = means["oracle"].value - means["permuted classifier"].value
+    won = means["permuted evidence"].value - means["permuted classifier"].value
+    return result | {"recovered": round(won / lost, 3), "prompts": len(labels)}
+
+
+def measure(
+    system: System, judge: FeatureJudge, args: argparse.Namespace, report: dict[str, Any]
+) -> Iterator[str]:
+    """Put tokens per step into `report` by kind of prompt, over all and by domain; yields each kind."""
+    names = args.domains.split(",")
+    turned = dict(zip(names, [*names[1:], names[0]], strict=True))
+    for kind in args.kinds.split(","):
+        reworded = KINDS[kind]
+        labels = [name for _ in range(args.heldout) for name in names]
+        raw = {name: prompts_of(args.data, name, "dev", args.heldout) for name in names}
+        prompts = [
+            reworded(raw[name][i], random.Random(f"{name} {i} {kind}"))
+            for i in range(args.heldout)
+            for name in names
+        ]
+        plain, permuted = (KnownRouter(system.router, prompts, other) for other in ({}, turned))
+        ways: dict[str, tuple[BackgroundSelector, list[str | None]]] = {
+            "oracle": (PromptClassifier(plain), list(labels)),
+            "classifier": (PromptClassifier(plain), [None] * len(labels)),
+            "evidence": (PromptEvidence(plain, judge, time_share=None), [None] * len(labels)),
+            "permuted classifier": (PromptClassifier(permuted), [None] * len(labels)),
+            "permuted evidence": (PromptEvidence(permuted, judge, time_share=None), [None] * len(labels)),
+            "shared": (PromptClassifier(plain), [SHARED] * len(labels)),
+        }
+        found = {}
+        for name, (selector, experts) in ways.items():
+            choosing(system, selector)
+            with fixed_lengths(system, args.draft_length), drafting_by(system, "model"):
+                found[name] = answers(system, prompts, experts, args.max_tokens)
+            selector.close()
+        report[kind] = figures(found, labels) | {"same_answers": same(found)}
+        report[kind]["by_domain"] = {
+            name: figures(
+                {way: outputs[i :: len(names)] for way, outputs in found.items()}, labels[i :: len(names)]
+            )
+            for i, name in enumerate(names)
+        }
+        show(kind, report[kind])
+        yield kind
+
+
+def same(found: dict[str, list[RequestOutput]]) -> float:
+    """The share of prompts to which all ways give one answer; in half precision batches may round apart."""
+    rows = zip(*found.values(), strict=True)
+    return round(sum(len({tuple(o.token_ids) for o in row}) == 1 for row in rows) / len(found["oracle"]), 4)
+
+
+def costs(system: System, judge: FeatureJudge, args: argparse.Namespace) -> dict[str, Any]:
+    """What comparing takes and brings, with the budget's draft lengths: one by one, and in batches."""
+    names = args.domains.split(",")
+    raw = {name: prompts_of(args.data, name, "dev", args.heldout) for name in names}
+    prompts = [raw[name][i] for i in range(args.timed) for name in names]
+    report: dict[str, Any] = {}
+    for size in (1, system.settings.max_batch_size):
+        ways = {
+            "classifier": BackgroundSelector(system.router),
+            "evidence": EvidenceSelector(system.router, judge),
+        }
+        budgets = {name: new_budget(system) for name in ways}
+        timer, taken = system.engine.timer, dict.fromkeys(ways, (0.0, 0.0))
+        speeds: dict[str, Counts] = {name: [] for name in ways}
+        for turn, first in enumerate(range(0, len(prompts), size)):
+            batch = prompts[first : first + size]
+            for name in list(ways)[:: 1 if turn % 2 else -1]:
+                choosing(system, ways[name])
+                before = (timer.select_seconds, timer.step_seconds)
+                with budgeted(system, budgets[name]):
+                    began = time.perf_counter()
+                    outputs = answers(system, batch, [None] * len(batch), args.max_tokens)
+                    spent = time.perf_counter() - began
+                if first >= 6 * size // max(1, size // 2):  # the first ones teach the budget
+                    speeds[name].append((float(sum(len(o.token_ids) for o in outputs)), spent))
+                    now = (timer.select_seconds, timer.step_seconds)
+                    taken[name] = tuple(  # type: ignore[assignment]
+                        total + b - a for total, a, b in zip(taken[name], before, now, strict=True)
+                    )
+        report[f"batch {size}"] = {
+            "share_of_time": {name: round(some / all_, 4) for name, (some, all_) in taken.items()},
+            "tokens_per_second": {name: rounded(ratio(each)) for name, each in speeds.items()},
+            "evidence / classifier": rounded(quotient(speeds["evidence"], speeds["classifier"])),
+        }
+        print(f"batch {size}", report[f"batch {size}"], flush=True)
+        for selector in ways.values():
+            selector.close()
+    return report
+
+
+def save(report: dict[str, Any], file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def show(kind: str, part: dict[str, Any]) -> None:
+    print(f"{kind}: recovered {part['recovered']}, same answers {part['same_answers']}")
+    for name, each in part.items():
+        if isinstance(each, dict) and "tokens_per_step" in each:
+            print(f"  {name:20} {each['tokens_per_step']} × oracle {each['times_oracle']}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--home", type=Path, required=True, help="with learned experts; nothing is kept there"
+    )
+    parser.add_argument("--target", default="smollm2")
+    parser.add_argument("--draft", default="auto")
+    parser.add_argument("--data", type=Path, required=True, help="folder with stream/ and dev/")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--domains", default=DOMAINS)
+    parser.add_argument("--kinds", default=",".join(KINDS), help="of rewording")
+    parser.add_argument("--heldout", type=int, default=15, help="prompts of each domain and kind")
+    parser.add_argument("--timed", type=int, default=8, help="prompts of each domain that are timed")
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--draft-length", type=int, default=4)
+    args = parser.parse_args()
+    settings = load_settings(home=args.home, target=args.target, draft=args.draft)
+    shown = {key: str(value) for key, value in vars(args).items() if key not in ("home", "data", "out")}
+    report: dict[str, Any] = {"settings": shown, "date": datetime.now(UTC).date().isoformat()}
+    with opened(settings) as system:
+        drafter = system.engine.chooser.model
+        assert isinstance(drafter, FeatureDrafter), "the experts of a feature drafter alone can be compared"
+        judge = FeatureJudge(drafter, system.bank)
+        warm_up(system)
+        report |= surroundings(system) | {"tokens per step": {}}
+        for _ in measure(system, judge, args, report["tokens per step"]):
+            save(report, args.out)
+        if args.timed:
+            report["cost"] = costs(system, judge, args)
+            save(report, args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""The judge's verdicts are those of a pass over the whole text with each expert alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from random_experts import bank_of, base_of
+from rounds import row
+
+from moedraft.core import SHARED, SamplingParams, Sequence
+from moedraft.drafting.base import FeatureBase, first_guesses
+from moedraft.drafting.feature import FeatureDrafter, ReadStates
+from moedraft.drafting.judge import KEPT, FeatureJudge
+from moedraft.engine.engine import Engine
+from moedraft.models import LanguageModel
+from moedraft.routing.selector import FixedSelector
+
+from random_models import prompts_of, random_model
+from tiny import NumberTokenizer
+
+
+@pytest.fixture(scope="module")
+def target() -> LanguageModel:
+    return random_model("llama", 0)
+
+
+@pytest.fixture(params=[True, False], ids=["output normed", "output bare"])
+def base(target: LanguageModel, tmp_path: Path, request: pytest.FixtureRequest) -> FeatureBase:
+    found = base_of(target, tmp_path / "draft", norm_output=request.param)
+    found.cpu_fast_paths = request.param
+    return found
+
+
+class Looking(FixedSelector):
+    """Compares the experts between two rounds; keeps the verdicts by request and entry."""
+
+    def __init__(self) -> None:
+        self.judge: FeatureJudge | None = None
+        self.rows: list[Sequence] = []
+        self.verdicts: dict[str, dict[int, dict[str, float]]] = {}
+        self.passes = 0
+
+    def assign(self, sequences: list[Sequence]) -> None:
+        self.rows += sequences
+
+    def settle(self, ending: Sequence | None = None) -> list[Sequence]:
+        judge = self.judge
+        assert judge is not None
+        running = [one for one in self.rows if one.slot >= 0 and one.finish_reason is None]
+        passages = [judge.known(one, 0, KEPT) for one in running]
+        passages = [one for one in passages if one.end > one.first]
+        if passages and ending is None:
+            self.passes += 1
+            for passage, hits in zip(passages, judge.hits(passages, judge.arms), strict=True):
+                seen = self.verdicts.setdefault(passage.row.request_id, {})
+                for i in range(passage.end - passage.first):
+                    verdict = {arm: found[i] for arm, found in hits.items()}
+                    assert seen.setdefault(passage.first + i, verdict) == verdict
+        return []
+
+
+@pytest.mark.parametrize("source", ["model", "auto"])
+def test_verdicts_are_those_of_each_expert_alone(
+    target: LanguageModel, base: FeatureBase, source: str
+) -> None:
+    """Rows of several lengths in changing slots, with other experts drafting than those compared."""
+    bank = bank_of(base)
+    drafter = FeatureDrafter(base.hf, bank, 3, target.vocab_size)
+    looking = Looking()
+    looking.judge = FeatureJudge(drafter, bank)
+    engine = Engine(
+        target, NumberTokenizer(), drafter, looking, max_batch_size=3, draft_source=source, prefill_chunk=7
+    )
+    done = {}
+    for i, prompt in enumerate(prompts_of(6, seed=2)):
+        engine.add(prompt, SamplingParams(max_tokens=30), expert=[SHARED, "a", "b"][i % 3], request_id=str(i))
+    while engine.has_work:
+        done |= {o.request_id: o for o in engine.step() if o.finish_reason}
+    assert looking.passes > 10
+    compared = right = 0
+    for one in looking.rows:
+        text = one.token_ids
+        for arm in looking.judge.arms:
+            bank.select([arm])
+            guesses = first_guesses(base, target, text)
+            for entry, verdict in looking.verdicts.get(one.request_id, {}).items():
+                assert verdict[arm] == (guesses[entry + 2] == text[entry + 2])
+                compared, right = compared + 1, right + int(verdict[arm])
+    assert compared > 200
+    assert right > 5
+
+
+def test_what_the_batch_drafts_with_stays_set(target: LanguageModel, base: FeatureBase) -> None:
+    bank = bank_of(base)
+    drafter = FeatureDrafter(base.hf, bank, 2, target.vocab_size)
+    judge = FeatureJudge(drafter, bank)
+    engine = Engine(target, NumberTokenizer(), drafter, FixedSelector(), max_batch_size=2)
+    for name in ("a", "c"):
+        engine.add(prompts_of(1, seed=1)[0], SamplingParams(max_tokens=30), expert=name)
+    for _ in range(3):
+        engine.step()
+    before = {name: layer.product for name, layer in bank.layers.items()}
+    vocabulary, selected = base.hf.vocabulary, bank.selected
+    judge.hits([judge.known(one, 0, KEPT) for one in engine.sequences], judge.arms)
+    assert {name: layer.product for name, layer in bank.layers.items()} == before
+    assert base.hf.vocabulary is vocabulary
+    assert bank.selected == selected
+
+
+def test_the_states_kept_are_the_last_ones() -> None:
+    states, one, other = ReadStates(4), row(0, 1, 2, 3), row(1, 1, 2, 3)
+    fused = torch.arange(40.0).view(1, 40, 1)
+    for start in range(0, 40, 5):
+        states.keep([(one, start, 5)], fused[:, start : start + 5])
+    first, end = states.span(one)
+    assert end == 40
+    assert 4 <= end - first <= 8 + 5
+    assert states.of(one, 37, 39).flatten().tolist() == [37, 38]
+    states.keep([(one, 10, 2)], fused[:, 10:])  # from here on it is read again
+    assert states.span(one) == (10, 12)
+    assert states.span(other) == (0, 0)
+    states.forget(one)
+    assert states.span(one) == (0, 0)
+
+
+def test_nothing_is_kept_where_nobody_compares(target: LanguageModel, base: FeatureBase) -> None:
+    drafter = FeatureDrafter(base.hf, bank_of(base), 1, target.vocab_size)
+    engine = Engine(target, NumberTokenizer(), drafter, FixedSelector(), max_batch_size=1)
+    engine.generate(prompts_of(1, seed=1), SamplingParams(max_tokens=5))
+    assert drafter.states is None
+    judge = FeatureJudge(drafter, drafter.bank)  # type: ignore[arg-type]
+    engine.generate([list(range(1, 90))], SamplingParams(max_tokens=KEPT))
+    assert judge.states.span(row(0, 1)) == (0, 0)
+    assert not judge.states._kept

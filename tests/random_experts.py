@@ -1,0 +1,48 @@
+"""A random feature drafter with experts, for tests of whoever chooses between them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from moedraft.core import SHARED
+from moedraft.drafting.adapter import HEAD, Adapter
+from moedraft.drafting.base import FeatureBase, load_feature_base
+from moedraft.drafting.lora import ExpertBank
+from moedraft.feature.checkpoint import save_draft
+from moedraft.feature.config import config_for
+from moedraft.feature.model import FeatureDraft
+from moedraft.models import LanguageModel
+
+from random_models import VOCAB
+
+GENERAL = torch.arange(1, VOCAB, 2)
+LISTS = {"a": torch.arange(0, VOCAB, 3), "b": None, "c": torch.arange(1, VOCAB, 6)}
+
+
+def base_of(target: LanguageModel, folder: Path, *, norm_output: bool = False) -> FeatureBase:
+    """A drafter for `target` that guesses the tokens of GENERAL; written to `folder` and read again."""
+    torch.manual_seed(5)
+    config = config_for(
+        target.hf.config, draft_vocab_size=len(GENERAL), feature_layers=(0, 1, 2), norm_output=norm_output
+    )
+    layers = target.hf.get_input_embeddings(), target.hf.get_output_embeddings()
+    save_draft(FeatureDraft(config, GENERAL, *(one.weight.detach() for one in layers)), folder)
+    return load_feature_base(folder, target)
+
+
+def bank_of(base: FeatureBase, lists: dict[str, torch.Tensor | None] = LISTS) -> ExpertBank:
+    """A shared adapter and an expert for each list of tokens; the expert "c" leaves one layer alone."""
+    bank = ExpertBank(base)
+    dtype = bank.layers[HEAD].base_weight().dtype
+    for seed, (name, tokens) in enumerate({SHARED: None, **lists}.items()):
+        generator = torch.Generator().manual_seed(seed)
+        deltas = {}
+        for layer in sorted(bank.tail)[1 if name == "c" else 0 :]:
+            out, inner = bank.layers[layer].base_weight().shape
+            rows = len(tokens) if layer == HEAD and tokens is not None else out
+            a, b = (torch.randn(*shape, generator=generator) * 0.3 for shape in ((4, inner), (rows, 4)))
+            deltas[layer] = (a.to(dtype), b.to(dtype))
+        bank.publish(name, Adapter(seed + 1, deltas, tokens))
+    return bank

@@ -1,0 +1,282 @@
+"""When and whom to compare, and what follows from it, with a judge made by hand."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+import pytest
+from rounds import row
+
+from moedraft import core
+from moedraft.core import SHARED
+from moedraft.evidence import Passage
+from moedraft.routing.router import Route
+from moedraft.selecting.contest import ALL_ARMS, NEAR_ARMS, Contest, arms_to_compare
+from moedraft.selecting.selector import SAVED, EvidenceSelector
+
+ARMS = [SHARED, "sql", "python", "french"]
+
+
+class Judged:
+    """Says that one arm would have guessed every token, and the others none."""
+
+    def __init__(self, best: str, arms: list[str] = ARMS) -> None:
+        self.best, self.arms = best, arms
+        self.asked: list[tuple[list[Passage], list[str]]] = []
+
+    def known(self, row: core.Sequence, since: int, most: int) -> Passage:
+        end = len(row.token_ids) - 2
+        return Passage(row, max(0, since, end - most), end)
+
+    def hits(self, passages: Sequence[Passage], arms: Sequence[str]) -> list[dict[str, list[float]]]:
+        self.asked.append((list(passages), list(arms)))
+        return [{arm: [float(arm == self.best)] * (p.end - p.first) for arm in arms} for p in passages]
+
+
+class Answering:
+    """A router that always says the same."""
+
+    def __init__(self, route: Route) -> None:
+        self.answer = route
+        self.domains = tuple(name for name in route.probabilities if name != SHARED)
+
+    def route(self, texts: Sequence[str]) -> list[Route]:
+        return [self.answer] * len(texts)
+
+
+SQL = Route("sql", 0.9, {"sql": 0.9, "python": 0.05, "french": 0.0, SHARED: 0.05})
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def made() -> Iterator[list[EvidenceSelector]]:
+    kept: list[EvidenceSelector] = []
+    yield kept
+    for one in kept:
+        one.close()
+
+
+def selector_of(
+    made: list[EvidenceSelector], judge: Judged | None, route: Route = SQL, **options: object
+) -> EvidenceSelector:
+    made.append(EvidenceSelector(Answering(route), judge, **options))  # type: ignore[arg-type]
+    return made[-1]
+
+
+def begun(selector: EvidenceSelector, *rows: core.Sequence) -> None:
+    """Admit the rows, have their prompts read and the router answer."""
+    for one in rows:
+        one.target_cached = one.num_prompt_tokens - 1
+    selector.assign(list(rows))
+    for routed, _ in selector._open:
+        routed.result()
+
+
+def question(slot: int = 0, tokens: int = 40, **options: object) -> core.Sequence:
+    return row(slot, *range(tokens), prompt="how many", **options)
+
+
+def test_the_prompt_alone_may_overrule_the_router(made: list[EvidenceSelector]) -> None:
+    one, selector = question(), selector_of(made, Judged("french"))
+    begun(selector, one)
+    assert selector.settle() == [one]
+    assert (one.expert, one.routed, one.overruled, one.confidence) == ("french", "sql", True, 0.9)
+    assert one.domain == "french"
+
+
+def test_a_router_that_is_right_is_left_alone(made: list[EvidenceSelector]) -> None:
+    one, selector = question(), selector_of(made, Judged("sql"))
+    begun(selector, one)
+    selector.settle()
+    assert (one.expert, one.overruled) == ("sql", False)
+    for _ in range(10):
+        one.token_ids += [1] * 6
+        assert selector.settle() == []
+
+
+def test_the_answer_is_followed(made: list[EvidenceSelector]) -> None:
+    """The text turns from one domain to another, and back."""
+    judge = Judged("sql")
+    one, selector = question(max_tokens=500), selector_of(made, judge)
+    begun(selector, one)
+    selector.settle()
+    for best in ("python", "sql", "french"):
+        judge.best = best
+        for _ in range(10):
+            one.token_ids += [1] * 6
+            selector.settle()
+        assert one.expert == best
+
+
+def test_a_row_is_compared_often_at_first_and_seldom_later(made: list[EvidenceSelector]) -> None:
+    judge = Judged("sql")
+    one, selector = question(max_tokens=500), selector_of(made, judge)
+    begun(selector, one)
+    at = []
+    for generated in range(200):
+        before = len(judge.asked)
+        selector.settle()
+        at += [generated] * (len(judge.asked) - before)
+        one.token_ids.append(1)
+    assert at[:4] == [0, 6, 18, 42]
+    assert len(at) == 3 + (199 - 18) // 24
+    assert judge.asked[0][0][0].end - judge.asked[0][0][0].first == 24
+    assert all(p.end - p.first <= 16 for passages, _ in judge.asked[1:] for p in passages)
+
+
+def test_who_is_left_alone(made: list[EvidenceSelector]) -> None:
+    """What the user chose, reproducible sampling, plain decoding, and what is not read yet."""
+    judge = Judged("french")
+    selector = selector_of(made, judge)
+    pinned = question(0, expert="python", pinned=True)
+    seeded = question(1, temperature=1.0, seed=3)
+    plain = question(2, draft=False, capture=True)
+    unread = question(3)
+    begun(selector, pinned, seeded, plain, unread)
+    unread.target_cached = 5
+    selector.settle()
+    assert judge.asked == []
+    assert [one.expert for one in (pinned, seeded, plain, unread)] == ["python", "sql", "sql", "sql"]
+    unread.target_cached = unread.num_prompt_tokens - 1
+    selector.settle()
+    assert [one.expert for one in (pinned, seeded, plain, unread)] == ["python", "sql", "sql", "french"]
+
+
+def test_a_greedy_request_with_a_seed_may_switch(made: list[EvidenceSelector]) -> None:
+    one, selector = question(seed=3), selector_of(made, Judged("french"))
+    begun(selector, one)
+    selector.settle()
+    assert one.expert == "french"
+
+
+def test_without_a_judge_or_experts_the_router_decides(made: list[EvidenceSelector]) -> None:
+    for judge in (None, Judged(SHARED, [SHARED])):
+        one, selector = question(), selector_of(made, judge)
+        begun(selector, one)
+        selector.settle()
+        assert one.expert == "sql"
+        assert judge is None or judge.asked == []
+
+
+def test_a_domain_that_never_learned_keeps_its_requests(made: list[EvidenceSelector]) -> None:
+    """Its expert is the shared draft in all but name; a better one may still take over."""
+    route = Route("maths", 0.9, {"maths": 0.9, "sql": 0.05, SHARED: 0.05})
+    for best, expected in ((SHARED, "maths"), ("sql", "sql")):
+        one, selector = question(), selector_of(made, Judged(best), route)
+        begun(selector, one)
+        selector.settle()
+        assert one.expert == expected
+
+
+def test_what_the_shared_draft_takes_over_is_still_learned_by_the_domain(
+    made: list[EvidenceSelector],
+) -> None:
+    one, selector = question(), selector_of(made, Judged(SHARED))
+    begun(selector, one)
+    selector.settle()
+    assert (one.expert, one.domain, one.overruled) == (SHARED, "sql", True)
+
+
+def test_above_the_threshold_the_domain_is_tried_first(made: list[EvidenceSelector]) -> None:
+    route = Route("sql", 0.4, {"sql": 0.4, "python": 0.05, SHARED: 0.55})
+    one, judge = question(tokens=2), Judged("sql")
+    begun(selector := selector_of(made, judge, route), one)
+    selector.settle()
+    assert judge.asked == []  # two tokens tell nothing
+    assert one.expert == "sql"
+
+
+def test_an_answer_of_the_router_that_comes_late_counts(made: list[EvidenceSelector]) -> None:
+    one, judge = question(), Judged("nobody")
+    one.target_cached = one.num_prompt_tokens - 1
+    contest = Contest(one, ARMS)
+    contest.learn({"sql": [0.0] * 8, "french": [1.0] * 8, "python": [0.0] * 8, SHARED: [0.0] * 8}, 8)
+    assert one.expert == "french"
+    one.expert = "sql"  # as the router has set it now
+    contest.believe(SQL.probabilities)
+    assert one.expert == "french"
+    assert judge.asked == []
+
+
+def test_time_is_limited(made: list[EvidenceSelector]) -> None:
+    """A comparison that takes long is paid for before the next one; what is saved up is bounded."""
+    clock = Clock()
+
+    class Slow(Judged):
+        def hits(self, passages: Sequence[Passage], arms: Sequence[str]) -> list[dict[str, list[float]]]:
+            clock.now += 0.05
+            return super().hits(passages, arms)
+
+    judge = Slow("sql")
+    selector = selector_of(made, judge, clock=clock, time_share=0.03)
+    clock.now = 1000.0
+    rows = [question(slot, max_tokens=10_000) for slot in range(4)]
+    begun(selector, *rows)
+    began = clock.now
+    for _ in range(400):
+        clock.now += 0.02
+        for one in rows:
+            one.token_ids += [1, 1]
+        selector.settle()
+    spent = 0.05 * len(judge.asked)
+    assert spent <= 0.03 * (clock.now - began) + SAVED + 0.05
+    assert len(judge.asked) > 3
+
+
+def test_a_judge_that_fails_is_given_up_for_these_rows(
+    made: list[EvidenceSelector], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(Judged):
+        def hits(self, passages: Sequence[Passage], arms: Sequence[str]) -> list[dict[str, list[float]]]:
+            raise RuntimeError("no memory")
+
+    one, selector = question(), selector_of(made, Broken("french"))
+    begun(selector, one)
+    selector.settle()
+    assert one.expert == "sql"
+    assert "could not be compared" in caplog.text
+
+
+def test_nothing_is_kept_of_what_has_ended(made: list[EvidenceSelector]) -> None:
+    selector = selector_of(made, Judged("sql"))
+    one, other = question(0), question(1)
+    begun(selector, one, other)
+    selector.settle(one)
+    other.finish_reason, other.slot = "abort", -1
+    selector.settle()
+    assert not selector._contests
+
+
+def contests_of(count: int) -> tuple[list[str], Contest]:
+    arms = [f"arm {i}" for i in range(count)]
+    return arms, Contest(row(0, *range(9)), arms)
+
+
+def test_whom_to_compare() -> None:
+    chance = random.Random(0)
+    arms, contest = contests_of(ALL_ARMS)
+    assert sorted(arms_to_compare([contest], arms, chance)) == arms  # at the prompt, everybody
+    many, crowd = contests_of(64)
+    crowd.standings.believe({"arm 40": 0.9})
+    chosen = arms_to_compare([crowd], many, chance)
+    assert chosen[0] == "arm 40"
+    assert len(chosen) == len(set(chosen)) == ALL_ARMS - 1
+    contest.learn({arm: [float(arm == "arm 3")] * 6 for arm in arms}, 6)
+    later = arms_to_compare([contest], arms, chance)
+    assert later[0] == "arm 3"
+    assert 2 <= len(later) <= NEAR_ARMS + 1
+
+
+def test_in_time_everybody_is_compared_again() -> None:
+    chance = random.Random(0)
+    arms, contest = contests_of(12)
+    contest.learn({arm: [float(arm == "arm 3")] * 20 for arm in arms}, 20)
+    assert {arm for _ in range(100) for arm in arms_to_compare([contest], arms, chance)} == set(arms)
