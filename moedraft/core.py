@@ -54,7 +54,7 @@ class CorruptAdapter(StorageError):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is decoded. temperature 0 is greedy; top_k 0 and top_p 1 switch the filters off.
+    """How one request is decoded. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch filters off.
 
     `seed` fixes the answer whatever the batch around it; without one the engine draws a seed. `logprobs`
     asks for the target's log-probability of each token and of so many most likely ones (None: none).
@@ -69,6 +69,7 @@ class SamplingParams:
     seed: int | None = None
     ignore_eos: bool = False
     logprobs: int | None = None
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
         if not (_is_number(self.temperature) and 0 <= self.temperature <= HOTTEST):
@@ -76,6 +77,8 @@ class SamplingParams:
             raise InvalidRequest(f"temperature must be a finite number >= 0 and <= {HOTTEST}, not {wrong}.")
         if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
             raise InvalidRequest(f"top_p must lie in (0, 1], not {_shown(self.top_p)}.")
+        if not (_is_number(self.min_p) and 0 <= self.min_p <= 1):
+            raise InvalidRequest(f"min_p must lie in [0, 1], not {_shown(self.min_p)}.")
         if not (_is_int(self.top_k) and 0 <= self.top_k < 2**31):
             wrong = _shown(self.top_k)
             raise InvalidRequest(f"top_k must be >= 0 (0 switches it off) and < 2^31, not {wrong}.")
