@@ -67,7 +67,8 @@ class Chooser:
         found = {b: survival_of(c) for b, c in enumerate(looked.confidences) if c and not fixed[b]}
         least = max((limit for limit, is_fixed in zip(limits, fixed, strict=True) if is_fixed), default=0)
         plan = self.budget.plan(free, found, len(rows), least)
-        looked = looked.cut(plan.looking | {b: looked.lengths[b] for b, f in enumerate(fixed) if f})
+        certain = {b: looked.lengths[b] for b, is_fixed in enumerate(fixed) if is_fixed}
+        looked = looked.cut({**plan.looking, **certain})
         limits = [
             limit if is_fixed or (plan.model and not looked.lengths[b]) else 0
             for b, (limit, is_fixed) in enumerate(zip(limits, fixed, strict=True))

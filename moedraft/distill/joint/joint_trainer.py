@@ -256,7 +256,8 @@ class JointTrainer:
         """One for each adapter, kept from one update to the next: an expert rests while its domain does."""
         if name not in self._optimisers:
             decay = 0.0 if name == SHARED else self.plan.weight_decay
-            self._optimisers[name] = torch.optim.AdamW(self.student.parameters(name), weight_decay=decay)
+            parameters = self.student.parameters(name)
+            self._optimisers[name] = torch.optim.AdamW(parameters, weight_decay=decay, fused=True)
         return self._optimisers[name]
 
     @torch.no_grad()
