@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+
+from moedraft.speculation import SpeculationStats
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +55,7 @@ class CorruptAdapter(StorageError):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is decoded. temperature 0 is greedy; top_k 0 and top_p 1 switch the filters off.
+    """How one request is decoded. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch filters off.
 
     `seed` fixes the answer whatever the batch around it; without one the engine draws a seed. `logprobs`
     asks for the target's log-probability of each token and of so many most likely ones (None: none).
@@ -69,6 +70,7 @@ class SamplingParams:
     seed: int | None = None
     ignore_eos: bool = False
     logprobs: int | None = None
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
         if not (_is_number(self.temperature) and 0 <= self.temperature <= HOTTEST):
@@ -76,6 +78,8 @@ class SamplingParams:
             raise InvalidRequest(f"temperature must be a finite number >= 0 and <= {HOTTEST}, not {wrong}.")
         if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
             raise InvalidRequest(f"top_p must lie in (0, 1], not {_shown(self.top_p)}.")
+        if not (_is_number(self.min_p) and 0 <= self.min_p <= 1):
+            raise InvalidRequest(f"min_p must lie in [0, 1], not {_shown(self.min_p)}.")
         if not (_is_int(self.top_k) and 0 <= self.top_k < 2**31):
             wrong = _shown(self.top_k)
             raise InvalidRequest(f"top_k must be >= 0 (0 switches it off) and < 2^31, not {wrong}.")
@@ -107,49 +111,6 @@ class CapturedTopK(Protocol):
     """The target's most likely tokens at some positions of one row; picked out when they are asked for."""
 
     def top(self) -> TopK: ...
-
-
-@dataclass
-class SpeculationStats:
-    """What speculation did for one answer. All counts but the two of lookup are those of the draft model."""
-
-    num_steps: int = 0  # target forwards spent on the answer, after its prompt was read
-    num_drafts: int = 0  # of these, verifications of at least one token of the draft model
-    num_draft_tokens: int = 0  # drafted by the model
-    num_accepted_tokens: int = 0  # of these, accepted
-    drafted_at: list[int] = field(default_factory=list)  # draft tokens by draft position 0, 1, …
-    accepted_at: list[int] = field(default_factory=list)  # those accepted
-    num_lookup_tokens: int = 0  # draft tokens that were looked up in the text instead
-    num_accepted_lookup_tokens: int = 0
-    # Of `drafted_at` and `accepted_at`, what the shared adapter drafted: for a request without an expert, for
-    # one that is not routed yet, or in place of its expert.
-    shared_drafted_at: list[int] = field(default_factory=list)
-    shared_accepted_at: list[int] = field(default_factory=list)
-
-    @property
-    def draft_acceptance_rate(self) -> float | None:
-        """Accepted draft tokens as a share of those drafted; None until the model drafted."""
-        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
-
-    @property
-    def mean_acceptance_length(self) -> float | None:
-        """Emitted tokens per verification with a draft, the bonus token included; None without a draft."""
-        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
-
-    @property
-    def expert_drafted_at(self) -> list[int]:
-        """Of `drafted_at`, what an expert drafted, not the shared adapter."""
-        return [n - m for n, m in zip_longest(self.drafted_at, self.shared_drafted_at, fillvalue=0)]
-
-    @property
-    def expert_accepted_at(self) -> list[int]:
-        return [n - m for n, m in zip_longest(self.accepted_at, self.shared_accepted_at, fillvalue=0)]
-
-    @property
-    def first_step_share(self) -> float | None:
-        """How often the model's first guess of a round was the target's token; None without a draft."""
-        drafted, accepted = sum(self.drafted_at[:1]), sum(self.accepted_at[:1])
-        return accepted / drafted if drafted else None
 
 
 @dataclass

@@ -59,6 +59,7 @@ LONG_FUNCTIONS = {
 # A module may import from its own floor or from below.
 FLOORS = {
     "moedraft.config": 0,
+    "moedraft.speculation": 0,
     "moedraft.core": 0,
     "moedraft.learning_state": 0,
     "moedraft.kernels": 0,

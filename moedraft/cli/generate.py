@@ -96,8 +96,12 @@ def _loaded(settings: Settings, drafted: int) -> System:
         from moedraft.system.build import build
 
         system = build(settings)
-        if drafted:
-            calibrate(system.engine, {min(drafted, settings.max_batch_size)})
+        try:
+            if drafted:
+                calibrate(system.engine, {min(drafted, settings.max_batch_size)})
+        except BaseException:
+            system.close()
+            raise
         return system
 
 

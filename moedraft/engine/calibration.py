@@ -7,6 +7,7 @@ costs late or never.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 from dataclasses import replace
 from time import monotonic
@@ -14,6 +15,8 @@ from time import monotonic
 from moedraft.core import SHARED, SamplingParams
 from moedraft.drafting.budget import Budget
 from moedraft.engine.engine import Engine
+
+log = logging.getLogger(__name__)
 
 ROUNDS = 7  # timed of each kind
 LENGTHS = (0, 1, 3)  # draft tokens of each row; 0 is plain decoding
@@ -25,7 +28,7 @@ def calibrate(engine: Engine, batches: Collection[int] = (), *, seconds: float =
 
     batches: numbers of rows to time; by itself one row, and as many as the engine has slots. After `seconds`
     no further kind of round is begun. What the guesses were worth says nothing about real requests, so the
-    budget gets the times alone.
+    budget gets the times alone. A fault is logged and changes nothing.
     """
     if engine.chooser.model is None or engine.has_work:
         return
@@ -40,6 +43,9 @@ def calibrate(engine: Engine, batches: Collection[int] = (), *, seconds: float =
                 if monotonic() - began < seconds and length <= known.longest:
                     engine.chooser.limits = replace(limits, num_speculative_tokens=length, adaptive=False)
                     _run(engine, rows, length)
+    except Exception:
+        log.exception("What rounds cost could not be measured; the budget goes by typical costs.")
+        return
     finally:
         engine.budget = engine.chooser.budget = known
         engine.chooser.limits, engine.chooser.source = limits, source

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, Connection, delete, func, insert, select
 
-from moedraft.core import SHARED, RequestStats, SpeculationStats
+from moedraft.core import SHARED, RequestStats
+from moedraft.speculation import SpeculationStats
 from moedraft.storage.db import Home
 from moedraft.storage.tables import request_totals, requests
 

@@ -13,7 +13,8 @@ import pytest
 from candidates import candidate
 from cli_fakes import Pair, Run, write_rows
 
-from moedraft.core import SHARED, Domain, ReplayRecord, RequestStats, SpeculationStats, UpdateRecord
+from moedraft.core import SHARED, Domain, ReplayRecord, RequestStats, UpdateRecord
+from moedraft.speculation import SpeculationStats
 from moedraft.storage import changes
 from moedraft.storage.store import Store
 

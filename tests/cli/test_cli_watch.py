@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from cli_fakes import Run
 
-from moedraft.core import SHARED, RequestStats, SpeculationStats, UpdateRecord
+from moedraft.core import SHARED, RequestStats, UpdateRecord
 from moedraft.distill.governor import Load, write_load
+from moedraft.speculation import SpeculationStats
 from moedraft.storage.store import Store
 
 PNG = b"\x89PNG\r\n"

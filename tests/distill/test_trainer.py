@@ -159,13 +159,13 @@ def test_full_disk_pauses_learning_and_serving_goes_on(rig: Rig, monkeypatch: py
 
     with monkeypatch.context() as broken:
         broken.setattr(rig.store.replay, "add", full)
-        broken.setattr(rig.store.adapters, "publish", full)
+        broken.setattr(rig.store.adapters, "publish_together", full)
         rig.serve("code", 2, seed=1)
         assert rig.recorder.state == paused("The disk of the home is full.")
     rig.serve("code", 20, seed=1)
     assert rig.recorder.state == LEARNING
     with monkeypatch.context() as broken:
-        broken.setattr(rig.store.adapters, "publish", full)
+        broken.setattr(rig.store.adapters, "publish_together", full)
         assert rig.loop.run_once("code") is None
         assert rig.loop.state.is_paused
     assert rig.loop.run_once("code") is not None

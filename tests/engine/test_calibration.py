@@ -75,3 +75,15 @@ def test_a_poor_but_cheap_draft_is_used_where_costs_were_measured() -> None:
                 budget.costs.observe(1, 3, 3, 24.5)
         drafted[measured] = budget.plan({0: "a"}, {}, 1).model
     assert drafted == {False: False, True: True}
+
+
+def test_a_fault_in_it_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = engine()
+    limits, known = one.chooser.limits, one.budget
+    with monkeypatch.context() as broken:
+        broken.setattr(one.runner, "score", lambda *_: 1 / 0)
+        calibrate(one)
+    assert (one.chooser.limits, one.budget, one.chooser.budget) == (limits, known, known)
+    assert not one.has_work
+    [answer] = one.generate([[1, 2, 3]], SamplingParams(max_tokens=5))
+    assert len(answer.token_ids) == 5

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from rounds import chain, evidence_of, row, rows_of
 
-from moedraft.core import SHARED, SpeculationStats
+from moedraft.core import SHARED
 from moedraft.engine.commit import count_round
+from moedraft.speculation import SpeculationStats
 
 
 def test_first_guesses_are_counted_by_who_drafted() -> None:

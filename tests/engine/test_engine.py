@@ -40,6 +40,8 @@ def finish(one: Engine) -> dict[str, RequestOutput]:
         ({"temperature": float("nan")}, "temperature"),
         ({"temperature": float("inf")}, "temperature"),
         ({"top_p": 0.0}, "top_p"),
+        ({"min_p": 1.5}, "min_p"),
+        ({"min_p": float("nan")}, "min_p"),
         ({"top_p": float("nan")}, "top_p"),
         ({"top_k": -1}, "top_k"),
         ({"max_tokens": 0}, "max_tokens"),

@@ -148,10 +148,11 @@ def chi2(counts: Counter[tuple[int, ...]], model: TinyLM) -> float:
             third = model.logits_after([a, b]).softmax(-1)
             for c in range(VOCABULARY):
                 mass[b, c] += float(first[a] * second[b] * third[c])
-    return sum((counts[key] - RUNS * share) ** 2 / (RUNS * share) for key, share in mass.items())
+    runs = counts.total()
+    return sum((counts[key] - runs * share) ** 2 / (runs * share) for key, share in mass.items())
 
 
-def sampled(kind: type[FeatureDrafter]) -> tuple[Counter[tuple[int, ...]], Noted]:
+def sampled(kind: type[FeatureDrafter], runs: int = RUNS) -> tuple[Counter[tuple[int, ...]], Noted]:
     target, base = TinyLM(random_table(VOCABULARY, 1)), TinyBase()
     bank = tiny_bank(base)
     drafter = kind(base.hf, bank, 32, VOCABULARY)
@@ -166,7 +167,7 @@ def sampled(kind: type[FeatureDrafter]) -> tuple[Counter[tuple[int, ...]], Noted
         num_speculative_tokens=2,
         draft_source="model",
     )
-    outputs = engine.generate([[3, 1]] * RUNS, SamplingParams(temperature=1.0, max_tokens=3))
+    outputs = engine.generate([[3, 1]] * runs, SamplingParams(temperature=1.0, max_tokens=3))
     selector.close()
     return Counter(tuple(one.token_ids[1:]) for one in outputs), selector
 
@@ -183,5 +184,5 @@ def test_sampled_answers_follow_the_target() -> None:
 @pytest.mark.usefixtures("often")
 def test_an_expert_chosen_by_what_was_proposed_is_noticed() -> None:
     """Negative control: whoever peeks at the candidates changes the law of the answers."""
-    counts, _ = sampled(Peeking)
+    counts, _ = sampled(Peeking, 3 * RUNS)
     assert chi2(counts, TinyLM(random_table(VOCABULARY, 1))) > 35 + 8 * (2 * 35) ** 0.5

@@ -23,15 +23,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from moedraft.config import load_settings
-from moedraft.core import (
-    SHARED,
-    AdapterVersion,
-    Domain,
-    ReplayRecord,
-    RequestStats,
-    SpeculationStats,
-    UpdateRecord,
-)
+from moedraft.core import SHARED, AdapterVersion, Domain, ReplayRecord, RequestStats, UpdateRecord
 from moedraft.learning_state import LearningKind, LearningState, waiting
 from moedraft.routing.router import Route
 from moedraft.serve.auth.access import Authority, Guard
@@ -40,6 +32,7 @@ from moedraft.serve.auth.login import login_router
 from moedraft.serve.dashboard import mount
 from moedraft.serve.supervisor.supervisor import TrainerState
 from moedraft.serve.worker.worker import Snapshot
+from moedraft.speculation import SpeculationStats
 from moedraft.storage.keys import KeyFile
 from moedraft.storage.store import Store
 

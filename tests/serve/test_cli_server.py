@@ -314,6 +314,7 @@ def test_a_server_whose_engine_has_died_ends_with_an_error(
         monkeypatch.setattr(f"moedraft.serve.run.{name}", lambda: None)
     monkeypatch.setattr(Router, "warm_up", lambda router: None)
     monkeypatch.setattr("moedraft.serve.run.build", lambda settings: system)
+    monkeypatch.setattr("moedraft.serve.run.calibrate", lambda engine: None)
     answers: list[httpx.Response] = []
 
     def fatal() -> list[RequestOutput]:

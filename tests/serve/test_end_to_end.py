@@ -36,10 +36,11 @@ from server import TARGET, Served, check_error, events, served
 from waiting import wait_for
 
 from moedraft.config import load_settings
-from moedraft.core import SHARED, RequestStats, SpeculationStats
+from moedraft.core import SHARED, RequestStats
 from moedraft.distill.messages import TRAINING
 from moedraft.serve.supervisor.supervisor import TrainerSupervisor
 from moedraft.showcase.shipped import examples, traffic
+from moedraft.speculation import SpeculationStats
 from moedraft.storage.candidate import CONFIG, WEIGHTS
 from moedraft.system.build import System, build
 

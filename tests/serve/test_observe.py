@@ -12,20 +12,13 @@ from dataclasses import replace
 import pytest
 from dashboard_fakes import HOSTILE, fill, invented, record
 
-from moedraft.core import (
-    SHARED,
-    Domain,
-    InvalidRequest,
-    RequestStats,
-    SpeculationStats,
-    StorageError,
-    UpdateRecord,
-)
+from moedraft.core import SHARED, Domain, InvalidRequest, RequestStats, StorageError, UpdateRecord
 from moedraft.insight import figures, inventory, observe
 from moedraft.insight.columns import NUMBERS, RequestReader
 from moedraft.insight.observe import Observer
 from moedraft.insight.spans import MOST_STEPS, SPANS, find_span, grid_of
 from moedraft.insight.table import Column, Table
+from moedraft.speculation import SpeculationStats
 from moedraft.storage.store import Store
 
 ALL = SPANS["all"]

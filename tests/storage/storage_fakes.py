@@ -7,7 +7,8 @@ from typing import Any
 
 import candidates
 
-from moedraft.core import AdapterVersion, Domain, ReplayRecord, RequestStats, SpeculationStats
+from moedraft.core import AdapterVersion, Domain, ReplayRecord, RequestStats
+from moedraft.speculation import SpeculationStats
 from moedraft.storage import AdapterStore, Candidate
 
 BASE = "sha256:base"

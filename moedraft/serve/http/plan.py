@@ -97,6 +97,7 @@ def _plan(
             temperature=1.0 if request.temperature is None else request.temperature,
             top_k=request.top_k or 0,
             top_p=1.0 if request.top_p is None else request.top_p,
+            min_p=request.min_p or 0.0,
             max_tokens=max_tokens,
             stop=tuple(stop),
             seed=None if request.seed is None else request.seed % 2**63,

@@ -61,13 +61,14 @@ class StreamOptions(Strict):
 
 
 class Generation(Strict):
-    """What both kinds of requests have. `top_k`, `ignore_eos` and `draft` are ours."""
+    """What both kinds of requests have. `top_k`, `min_p`, `ignore_eos` and `draft` are ours."""
 
     model: str = Field(min_length=1, max_length=512, description="the target, or `target:domain`")
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     temperature: float | None = Field(None, ge=0, le=HOTTEST, description="default 1; 0 is greedy")
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0, lt=2**31, description="0 switches it off")
+    min_p: float | None = Field(None, ge=0, le=1, description="0 switches it off")
     n: int | None = Field(None, ge=1, lt=2**31, description="answers to each prompt")
     seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="answer i of n uses seed + i")
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None

@@ -11,7 +11,8 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from types import TracebackType
 
-from moedraft.core import SHARED, FinishReason, MoedraftError, RequestOutput, SpeculationStats
+from moedraft.core import SHARED, FinishReason, MoedraftError, RequestOutput
+from moedraft.speculation import SpeculationStats
 
 
 class Overloaded(MoedraftError):

@@ -1,0 +1,49 @@
+"""What speculation did for one answer, in counts. Knows nothing of the engine that counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import zip_longest
+
+
+@dataclass
+class SpeculationStats:
+    """What speculation did for one answer. All counts but the two of lookup are those of the draft model."""
+
+    num_steps: int = 0  # target forwards spent on the answer, after its prompt was read
+    num_drafts: int = 0  # of these, verifications of at least one token of the draft model
+    num_draft_tokens: int = 0  # drafted by the model
+    num_accepted_tokens: int = 0  # of these, accepted
+    drafted_at: list[int] = field(default_factory=list)  # draft tokens by draft position 0, 1, …
+    accepted_at: list[int] = field(default_factory=list)  # those accepted
+    num_lookup_tokens: int = 0  # draft tokens that were looked up in the text instead
+    num_accepted_lookup_tokens: int = 0
+    # Of `drafted_at` and `accepted_at`, what the shared adapter drafted: for a request without an expert, for
+    # one that is not routed yet, or in place of its expert.
+    shared_drafted_at: list[int] = field(default_factory=list)
+    shared_accepted_at: list[int] = field(default_factory=list)
+
+    @property
+    def draft_acceptance_rate(self) -> float | None:
+        """Accepted draft tokens as a share of those drafted; None until the model drafted."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """Emitted tokens per verification with a draft, the bonus token included; None without a draft."""
+        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
+
+    @property
+    def expert_drafted_at(self) -> list[int]:
+        """Of `drafted_at`, what an expert drafted, not the shared adapter."""
+        return [n - m for n, m in zip_longest(self.drafted_at, self.shared_drafted_at, fillvalue=0)]
+
+    @property
+    def expert_accepted_at(self) -> list[int]:
+        return [n - m for n, m in zip_longest(self.accepted_at, self.shared_accepted_at, fillvalue=0)]
+
+    @property
+    def first_step_share(self) -> float | None:
+        """How often the model's first guess of a round was the target's token; None without a draft."""
+        drafted, accepted = sum(self.drafted_at[:1]), sum(self.accepted_at[:1])
+        return accepted / drafted if drafted else None

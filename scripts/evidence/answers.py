@@ -1,0 +1,94 @@
+"""The target's greedy answers and states, each computed once and kept in a folder, a file for each prompt."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from feature_answers import answered
+from safetensors.torch import load_file, save_file
+
+from evidence.prompts import Query
+from moedraft.core import ReplayRecord
+from moedraft.distill.joint.states import RecordStates
+from moedraft.feature.corpus import asked
+from moedraft.models import LanguageModel
+
+TARGET = "target"  # its id in the records
+TOGETHER = 48  # prompts that are answered in one batch
+
+
+class Answers:
+    """Records of queries by their prompt, and the states that a feature drafter reads of them.
+
+    It stands in for `RecordStates` in a trainer: the target runs only for what no file holds.
+    """
+
+    def __init__(self, target: LanguageModel, states: RecordStates, folder: Path, max_tokens: int) -> None:
+        self.target, self.states, self.folder, self.max_tokens = target, states, folder, max_tokens
+        self.on_forward: Callable[[], None] = lambda: None
+        self._known: dict[tuple[int, ...], torch.Tensor] = {}  # states by token ids
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def records(self, queries: Sequence[Query]) -> list[ReplayRecord]:
+        """The records in the queries' order; `domain` and `expert` are the true domain."""
+        prompts = [asked(self.target.tokenizer, query.prompt) for query in queries]
+        missing = list({tuple(p): p for p in prompts if not self._file(p).exists()}.values())
+        for first in range(0, len(missing), TOGETHER):
+            self._answer(missing[first : first + TOGETHER])
+        found = [self._load(prompt) for prompt in prompts]
+        return [replace(one, domain=q.domain, expert=q.domain) for one, q in zip(found, queries, strict=True)]
+
+    def of(self, records: Sequence[ReplayRecord]) -> list[torch.Tensor]:
+        """As `RecordStates.of`."""
+        unknown = [one for one in records if tuple(one.token_ids) not in self._known]
+        for one, states in zip(unknown, self.states.of(unknown), strict=True):
+            self._known[tuple(one.token_ids)] = states
+        return [self._known[tuple(one.token_ids)] for one in records]
+
+    def keep(self, record: ReplayRecord) -> None:
+        """Write the file of this answer, with its states."""
+        begin = record.num_prompt_tokens
+        tensors = {
+            "prompt": torch.tensor(record.token_ids[:begin]),
+            "answer": torch.tensor(record.token_ids[begin:]),
+            "ids": torch.tensor(record.topk_ids),
+            "logprobs": torch.tensor(record.topk_logprobs),
+            "states": self.states.of([record])[0],
+        }
+        file = self._file(record.token_ids[:begin])
+        scratch = file.with_suffix(f".{os.getpid()}.tmp")
+        save_file(tensors, scratch)
+        scratch.rename(file)
+
+    def _answer(self, prompts: list[list[int]]) -> None:
+        print(f"the target answers {len(prompts)} prompts", flush=True)
+        for record in answered(self.target, prompts, "", self.max_tokens):
+            self.keep(record)
+
+    def _load(self, prompt: list[int]) -> ReplayRecord:
+        tensors = load_file(self._file(prompt))
+        ids = [*tensors["prompt"].tolist(), *tensors["answer"].tolist()]
+        self._known[tuple(ids)] = tensors["states"]
+        return ReplayRecord(
+            domain="",
+            expert="",
+            adapter_version=0,
+            target_id=TARGET,
+            token_ids=ids,
+            num_prompt_tokens=len(prompt),
+            topk_ids=tensors["ids"].tolist(),
+            topk_logprobs=tensors["logprobs"].tolist(),
+            rejected=[],
+            drafted=0,
+            accepted=0,
+            created_at=0.0,
+        )
+
+    def _file(self, prompt: Sequence[int]) -> Path:
+        name = hashlib.sha256(",".join(map(str, prompt)).encode()).hexdigest()[:24]
+        return self.folder / f"{name}-{self.max_tokens}.safetensors"

@@ -1,0 +1,88 @@
+"""Who learns from what: the arrangements that are compared, each a variation of moedraft's joint trainer.
+
+All of them learn in the same steps from as many records, and as many adapter weights take part in each guess:
+where one adapter stands alone it has twice the rank of those that stand on each other. All of them draft the
+same tokens, own lists of the experts included, so that no one wins by its vocabulary alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from moedraft.core import SHARED, ReplayRecord
+from moedraft.distill.joint.joint_trainer import Drawn, JointTrainer
+
+
+class OneTrainer(JointTrainer):
+    """One adapter learns from everybody's records; the domains only even out which are drawn again."""
+
+    labelled: Drawn
+
+    def draw(self, *args: Any, **keywords: Any) -> Drawn:
+        self.labelled = super().draw(*args, **keywords)
+        parts = (self.labelled.fresh, self.labelled.replayed, self.labelled.held_out)
+        return Drawn(*([replace(record, domain=SHARED) for record in part] for part in parts))
+
+    def _choose_vocabularies(self, records: Sequence[ReplayRecord]) -> None:
+        """The one adapter drafts what the experts would; see `Vocabularies.choose`."""
+        super()._choose_vocabularies(self.labelled.train)
+
+
+class SeparateTrainer(JointTrainer):
+    """Experts without a shared adapter: that one stays as it was, zero."""
+
+    def _step(self, names: list[str], records: list[ReplayRecord], rate: float) -> float | None:
+        return super()._step([name for name in names if name != SHARED], records, rate)
+
+
+class TurnsTrainer(JointTrainer):
+    """Every second update teaches the shared adapter, the others teach the experts on top of it."""
+
+    def _step(self, names: list[str], records: list[ReplayRecord], rate: float) -> float | None:
+        shared = self.seed % 2 == 1  # `draw` counts the updates
+        return super()._step([name for name in names if (name == SHARED) == shared], records, rate)
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """One way to learn."""
+
+    name: str
+    title: str
+    trainer: type[JointTrainer] | None = JointTrainer  # None: nothing learns
+    experts: bool = True  # whether a domain's own expert drafts; else the shared adapter alone
+    alone: bool = False  # whether one adapter stands alone, with twice the rank
+    true_labels: bool = False  # else the classifier's
+    gate: bool = False
+    beforehand: float = 0.0  # share of the requests that are known before the first one is served
+    plan: Mapping[str, Any] = field(default_factory=dict)  # changes of the trainer's plan
+    every: float = 1.0  # requests and steps of an update, as a multiple of the usual
+
+
+STATIC, JOINT, GATED, LATEST = "static", "joint", "joint+gate", "latest-window"
+_ALL = (
+    Arrangement(STATIC, "static", trainer=None, experts=False),
+    Arrangement(LATEST, "one adapter, latest window", OneTrainer, False, True, plan={"replayed": 0.0}),
+    Arrangement("mixed-replay", "one adapter, mixed replay", OneTrainer, False, True),
+    Arrangement("separate-true", "separate experts, true labels", SeparateTrainer, True, True, True),
+    Arrangement("separate", "separate experts, classifier", SeparateTrainer, True, True),
+    Arrangement("turns", "shared and experts in turns", TurnsTrainer),
+    Arrangement(JOINT, "joint (default), no gate"),
+    Arrangement(GATED, "joint (default), with gate", gate=True),
+    Arrangement("offline", "offline bound", beforehand=1.0),
+    Arrangement("one-offline", "one adapter, offline", OneTrainer, False, True, beforehand=1.0),
+    Arrangement("one-both", "one adapter, offline then online", OneTrainer, False, True, beforehand=0.5),
+    *(Arrangement(f"joint:{kind}", f"joint, {kind}", plan={"kind": kind}) for kind in ("rkl", "jsd", "tvd")),
+    Arrangement("joint:half", "joint, updates twice as often", every=0.5),
+    Arrangement("joint:double", "joint, updates half as often", every=2.0),
+)
+ARRANGEMENTS = {one.name: one for one in _ALL}
+MAIN = (STATIC, LATEST, "mixed-replay", "separate-true", "separate", "turns", JOINT, GATED, "offline")
+ONLINE = (
+    LATEST,
+    "mixed-replay",
+    "separate",
+    "turns",
+)  # what the default stands beside: hidden labels, online

@@ -1,0 +1,203 @@
+"""The command line: which runs there are, in which order, and where each one's file lies."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import platform
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from evidence import document, plots
+from evidence.answers import Answers
+from evidence.arrangements import ARRANGEMENTS, GATED, JOINT, LATEST, MAIN, STATIC
+from evidence.figures import Runs
+from evidence.prompts import Query, load_domain, reworded
+from evidence.running import Bench, Plan, Served, run
+from evidence.streams import ONLY, ORDERS, Traffic, traffic
+from moedraft.distill.joint.states import RecordStates
+from moedraft.drafting.base import SHIPPED, load_feature_base, shipped
+from moedraft.models import load_model
+from moedraft.routing.embedder import Embedder
+from moedraft.routing.router import Router
+
+DOMAINS = "sql_en,code_python,math_en,docs_fr,docs_ja"
+QUICK = {"requests": 128, "heldout": 12, "seeds": 1, "steps": 8, "rank": 32}
+PAPER = ("sql_en", "math_en", "code_python")  # as its Spider, GSM8K and CodeSearchNet
+OBJECTIVES = (JOINT, "joint:rkl", "joint:jsd", "joint:tvd")
+INTERVALS = (JOINT, "joint:half", "joint:double")
+ONE = (STATIC, LATEST, "one-offline", "one-both")
+Job = tuple[str, str]  # pattern, arrangement
+PARTS: dict[str, list[Job]] = {
+    "quick": [(p, a) for p in ("steady", "one-by-one") for a in (STATIC, LATEST, JOINT, GATED)],
+    "main": [(pattern, name) for pattern in ORDERS for name in MAIN],
+    "objectives": [("steady", name) for name in OBJECTIVES],
+    "interval": [("steady", name) for name in INTERVALS],
+    "paper": [(ONLY + domain, name) for domain in PAPER for name in ONE],
+}
+
+
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="evidence.py", description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True, help="folder with stream/ and dev/")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder of the results, such as results/evidence"
+    )
+    parser.add_argument("--doc", type=Path, default=Path("docs/evidence.md"), help="written from the results")
+    parser.add_argument("--cache", type=Path, default=Path("~/.cache/moedraft-evidence").expanduser())
+    parser.add_argument("--quick", action="store_true", help="the main contrasts in a quarter of an hour")
+    parser.add_argument("--parts", default="main,objectives,interval,paper", help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--patterns", help="only these, separated by commas")
+    parser.add_argument("--arrangements", help="only these, separated by commas")
+    parser.add_argument(
+        "--only-write", action="store_true", help="run nothing; write plots and document anew"
+    )
+    parser.add_argument("--target", default="smollm2")
+    parser.add_argument("--draft", type=Path, help="folder of a feature drafter; default: the shipped one")
+    parser.add_argument("--domains", default=DOMAINS)
+    parser.add_argument("--requests", type=int, default=480, help="of a run")
+    parser.add_argument("--heldout", type=int, default=40, help="prompts a domain to measure with")
+    parser.add_argument("--max-tokens", type=int, default=56)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=2)
+    for name, value in dataclasses.asdict(Plan()).items():
+        parser.add_argument(f"--{name}", type=int, default=value, help="see Plan")
+    args = parser.parse_args(given)
+    if args.quick:
+        args.parts = "quick"
+        vars(args).update(
+            {name: v for name, v in QUICK.items() if getattr(args, name) == parser.get_default(name)}
+        )
+    return args
+
+
+def jobs(args: argparse.Namespace) -> list[tuple[int, str, str]]:
+    """Seed, pattern and arrangement of each run; all of one seed before the next."""
+    unknown = sorted(set(args.parts.split(",")) - PARTS.keys())
+    if unknown:
+        raise SystemExit(f"evidence.py: there is no part {unknown[0]}; there are {', '.join(PARTS)}.")
+    wanted = list(dict.fromkeys(job for part in args.parts.split(",") for job in PARTS[part]))
+    for index, given in enumerate((args.patterns, args.arrangements)):
+        if given:
+            order = given.split(",")
+            wanted = sorted((j for j in wanted if j[index] in order), key=lambda j: order.index(j[index]))
+    seeds = range(args.first_seed, args.first_seed + args.seeds)
+    if args.patterns:
+        wanted.sort(key=lambda job: args.patterns.split(",").index(job[0]))
+    # The static draft does not depend on the seed of anything but the order of the stream.
+    return [(seed, *job) for seed in seeds for job in wanted]
+
+
+class Workplace:
+    """Models, prompts and router, loaded once for all runs."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.plan = Plan(**{name: getattr(args, name) for name in dataclasses.asdict(Plan())})
+        self.bench = _bench(args, self.plan)
+        self.domains = [load_domain(args.data, name, args.heldout) for name in args.domains.split(",")]
+        self.embedder = Embedder()
+        self._routed: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = {}
+
+    def run(self, pattern: str, arrangement: str, seed: int) -> dict[str, Any]:
+        stream = traffic(pattern, self.domains, self.args.requests, seed)
+        held = self.held_out(pattern, stream)
+        routed = self.route(stream.registered, [query.prompt for query in stream.queries])
+        found = run(self.bench, ARRANGEMENTS[arrangement], stream, routed, held, seed)
+        words = {
+            "pattern": pattern,
+            "arrangement": arrangement,
+            "seed": seed,
+            "settings": settings(self.args),
+        }
+        marks = {"absent": stream.absent, "turns": stream.turns, "newcomer": stream.newcomer}
+        return words | marks | found
+
+    def held_out(self, pattern: str, stream: Traffic) -> list[Served]:
+        queries = [
+            Query(domain.name, prompt)
+            for domain in self.domains
+            for prompt in (reworded(domain.held_out) if pattern == "reworded" else domain.held_out)
+            if not pattern.startswith(ONLY) or domain.name == pattern.removeprefix(ONLY)
+        ]
+        routed = self.route(stream.registered, [query.prompt for query in queries])
+        return [Served(r, name) for r, name in zip(self.bench.answers.records(queries), routed, strict=True)]
+
+    def route(self, registered: tuple[str, ...], prompts: Sequence[str]) -> list[str]:
+        """The domain that the router sends each prompt to."""
+        key = registered, tuple(prompts)
+        if key not in self._routed:
+            router = Router(self.embedder, self.args.cache / "router" / "+".join(registered))
+            examples = {d.name: d.examples for d in self.domains if d.name in registered}
+            if not router.matches(examples):
+                router.fit(examples)
+            self._routed[key] = [route.domain for route in router.route(prompts)]
+        return self._routed[key]
+
+
+def _bench(args: argparse.Namespace, plan: Plan) -> Bench:
+    target = load_model(args.target, "target")
+    folder = args.draft or Path(shipped(SHIPPED[args.target]))
+    base = load_feature_base(folder, target, torch.float32)
+    states = RecordStates(target, base.hf, 2**28)
+    # What is cached depends on both models.
+    cache = args.cache / f"{Path(args.target).name}-{base.weights_hash()[:12]}"
+    return Bench(target, base.hf, Answers(target, states, cache, args.max_tokens), plan)
+
+
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What the figures of a run depend on. Runs of other settings are not to be mixed with it."""
+    names = ("target", "domains", "requests", "heldout", "max_tokens", *dataclasses.asdict(Plan()))
+    return {name: getattr(args, name) for name in names}
+
+
+def outstanding(args: argparse.Namespace) -> Iterator[tuple[int, str, str, Path]]:
+    """The runs that have no file yet. Exits where a file was made with other settings."""
+    for seed, pattern, arrangement in jobs(args):
+        file = args.out / "runs" / f"{pattern.replace(':', '-')}.{arrangement.replace(':', '-')}.{seed}.json"
+        if not file.exists():
+            yield seed, pattern, arrangement, file
+        elif (before := json.loads(file.read_text(encoding="utf-8"))["settings"]) != settings(args):
+            other = sorted(key for key in before if before[key] != settings(args).get(key))
+            raise SystemExit(
+                f"evidence.py: {file} was made with another {', '.join(other)}; name another --out."
+            )
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    args = arguments(given)
+    torch.set_num_threads(args.threads)
+    if not args.only_write and not (args.data / "stream").is_dir():
+        raise SystemExit(f"evidence.py: no stream/ folder in {args.data}; name the data with --data.")
+    if not args.only_write:
+        run_all(args)
+    runs = Runs.read(args.out / "runs")
+    if not runs.by_name:
+        raise SystemExit(f"evidence.py: no run has finished yet in {args.out}.")
+    pictures = plots.draw_all(runs, args.out)
+    document.write(runs, args.out, args.doc, pictures)
+
+
+def run_all(args: argparse.Namespace) -> None:
+    """Every run that has no file yet; each writes its own as soon as it is done."""
+    (args.out / "runs").mkdir(parents=True, exist_ok=True)
+    workplace = None
+    for seed, pattern, arrangement, file in outstanding(args):
+        workplace = workplace or Workplace(args)
+        began = time.monotonic()
+        found = workplace.run(pattern, arrangement, seed)
+        made = {
+            "machine": platform.machine(),
+            "torch": torch.__version__,
+            "seconds": round(time.monotonic() - began),
+        }
+        scratch = file.with_suffix(".tmp")
+        scratch.write_text(json.dumps(found | made, separators=(",", ":")) + "\n", encoding="utf-8")
+        scratch.rename(file)
+        print(f"{pattern}, {arrangement}, seed {seed}: {made['seconds']} s", flush=True)

@@ -1,0 +1,177 @@
+"""From the files of single runs to figures with intervals. Knows no model.
+
+A prompt's counts are added up over the seeds, and the bootstrap of `moedraft.showcase.estimates` draws
+prompts. So an interval says how far other prompts might lead; how far other seeds might, the seeds' own
+figures beside it say. A difference is called sure only where the interval excludes zero and no seed
+contradicts it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moedraft.showcase.estimates import Change, Estimate, change, ratio
+
+Found = Mapping[str, Any]  # one run's file
+Rows = np.ndarray  # int [prompts, 4]: tried first guesses, drafts with a right token number 1, 2, 3
+Part = Callable[[Rows], list[tuple[float, float]]]
+
+
+def first_guesses(rows: Rows) -> list[tuple[float, float]]:
+    """Right first guesses out of all, by prompt."""
+    return [(float(row[1]), float(row[0])) for row in rows]
+
+
+def tokens_per_step(rows: Rows) -> list[tuple[float, float]]:
+    """Tokens of a target step that verifies three drafted tokens, begun at every token; by prompt."""
+    return [(float(row.sum()), float(row[0])) for row in rows]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Two arrangements on the same prompts, and each seed's own difference."""
+
+    change: Change
+    seeds: tuple[float, ...]
+
+    @property
+    def verdict(self) -> str:
+        """`better` or `worse` where the interval and every seed say so, else `open`."""
+        said = self.change.verdict
+        sign = {"better": 1, "worse": -1}.get(said, 0)
+        return said if all(sign * one > 0 for one in self.seeds) else "open"
+
+
+class Runs:
+    """All runs that were found, by pattern and arrangement."""
+
+    def __init__(self, found: Iterable[Found]) -> None:
+        self.by_name: dict[tuple[str, str], dict[int, Found]] = defaultdict(dict)
+        for one in found:
+            self.by_name[one["pattern"], one["arrangement"]][one["seed"]] = one
+
+    @classmethod
+    def read(cls, folder: Path) -> Runs:
+        return cls(json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.json")))
+
+    def seeds(self, pattern: str, *arrangements: str) -> list[int]:
+        """The seeds that all of these were run with."""
+        sets = [set(self.by_name.get((pattern, name), {})) for name in arrangements]
+        return sorted(set.intersection(*sets)) if sets else []
+
+    def of(self, pattern: str, arrangement: str, seeds: Sequence[int] | None = None) -> list[Found]:
+        runs = self.by_name.get((pattern, arrangement), {})
+        return [runs[seed] for seed in (sorted(runs) if seeds is None else seeds)]
+
+    def patterns(self) -> list[str]:
+        return list(dict.fromkeys(pattern for pattern, _ in self.by_name))
+
+
+def rows_at(run: Found, point: int = -1, domains: Iterable[str] | None = None) -> Rows:
+    """Counts at a point of the curve, of the held-out prompts of these domains."""
+    wanted = set(run["held_out"] if domains is None else domains)
+    pairs = zip(run["held_out"], run["curve"][point]["counts"], strict=True)
+    return np.array([counts for name, counts in pairs if name in wanted]).reshape(-1, 4)
+
+
+def level(runs: Sequence[Found], part: Part = first_guesses, **where: Any) -> Estimate:
+    return ratio(part(sum(rows_at(run, **where) for run in runs)))
+
+
+def compared(before: Sequence[Rows], after: Sequence[Rows], part: Part = first_guesses) -> Compared:
+    """By seed: counts of the same prompts, without and with."""
+    whole = change(part(sum(before)), part(sum(after)))
+    seeds = tuple(_value(part(b)) for b in after), tuple(_value(part(b)) for b in before)
+    return Compared(whole, tuple(a - b for a, b in zip(*seeds, strict=True)))
+
+
+def against(
+    runs: Runs, pattern: str, one: str, other: str, part: Part = first_guesses, **where: Any
+) -> Compared | None:
+    """What `other` has more than `one` at the end, on the seeds of both; None where there are none."""
+    seeds = runs.seeds(pattern, one, other)
+    if not seeds:
+        return None
+    pair = [[rows_at(run, **where) for run in runs.of(pattern, name, seeds)] for name in (one, other)]
+    return compared(pair[0], pair[1], part)
+
+
+def point_before(run: Found, requests: int) -> int:
+    """The last point of the curve that had not more requests."""
+    return max(i for i, point in enumerate(run["curve"]) if point["requests"] <= requests or i == 0)
+
+
+def forgotten(runs: Sequence[Found]) -> Compared | None:
+    """What domains lost while they were silent: from when they were last served to the last measurement.
+
+    After a return: to the moment before it. None for traffic without turns.
+    """
+    pairs = [pair for run in runs for pair in [_silence(run)] if pair is not None]
+    return compared([b for b, _ in pairs], [a for _, a in pairs]) if pairs else None
+
+
+def _silence(run: Found) -> tuple[Rows, Rows] | None:
+    if run["pattern"] == "shift":
+        points = [point_before(run, turn) for turn in run["turns"]]
+        return rows_at(run, points[0], run["absent"]), rows_at(run, points[1], run["absent"])
+    if run["pattern"] != "one-by-one":
+        return None
+    before, after = [], []
+    for name in sorted(set(run["domains"])):
+        end = len(run["domains"]) - run["domains"][::-1].index(name)
+        # The measurement may be a little early; what came of the domain afterwards only hides forgetting.
+        before.append(rows_at(run, point_before(run, end), [name]))
+        after.append(rows_at(run, -1, [name]))
+    return np.concatenate(before), np.concatenate(after)
+
+
+def recovery(run: Found, within: float = 0.02) -> int | None:
+    """Requests after the return until what returned is within `within` of what it had; None: never."""
+    first, back = run["turns"]
+    wanted = _value(first_guesses(rows_at(run, point_before(run, first), run["absent"]))) - within
+    return _requests_until(run, back, run["absent"], wanted)
+
+
+def arrival(run: Found, bound: Found, share: float = 0.8) -> int | None:
+    """Requests after a new domain came until it has `share` of its offline gain; None: never."""
+    names = [run["newcomer"]]
+    begin = _value(first_guesses(rows_at(run, 0, names)))
+    most = _value(first_guesses(rows_at(bound, -1, names)))
+    return _requests_until(run, run["turns"][0], names, begin + share * (most - begin))
+
+
+def _requests_until(run: Found, turn: int, names: Sequence[str], wanted: float) -> int | None:
+    for point in range(point_before(run, turn), len(run["curve"])):
+        if _value(first_guesses(rows_at(run, point, names))) >= wanted:
+            return max(0, int(run["curve"][point]["requests"]) - turn)
+    return None
+
+
+def stream_part(runs: Sequence[Found], first: float, last: float) -> Estimate:
+    """First guesses on the requests themselves, each before it was learned from; a part of the stream."""
+    rows = [
+        np.array(run["stream"][int(first * len(run["stream"])) : int(last * len(run["stream"]))])
+        for run in runs
+    ]
+    return ratio(first_guesses(np.concatenate(rows)))
+
+
+def cost(run: Found) -> float:
+    """Operations of all updates out of those of the target for the requests that fed them."""
+    return float(run["operations"] * len(run["updates"]) / run["target_operations"])
+
+
+def cpu_seconds(run: Found) -> float:
+    return float(sum(update["cpu_seconds"] for update in run["updates"]))
+
+
+def _value(counts: list[tuple[float, float]]) -> float:
+    table = np.array(counts).sum(0)
+    return float(table[0] / max(table[1], 1e-9))

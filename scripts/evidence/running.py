@@ -1,0 +1,228 @@
+"""One run: a pattern of traffic is served in windows, and an arrangement learns from what was answered."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from evidence.answers import TARGET, Answers
+from evidence.arrangements import Arrangement
+from evidence.streams import Traffic
+from moedraft.core import SHARED, Domain, ReplayRecord
+from moedraft.distill.joint.joint_loop import JointLoop
+from moedraft.distill.joint.joint_student import JointStudent
+from moedraft.distill.joint.joint_trainer import JointPlan, JointTrainer
+from moedraft.distill.judging.judge import Judge
+from moedraft.distill.judging.measures import JointMeasure
+from moedraft.distill.outlet import HomeOutlet
+from moedraft.feature.model import FeatureDraft
+from moedraft.models import LanguageModel
+from moedraft.storage.store import TARGET_ID, Store
+
+DEPTH = 3  # tokens of a draft
+BASE = "base"  # hash of the draft base, of which there is but one here
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is learned and measured in a run; the same for all arrangements."""
+
+    every: int = 16  # requests of a window, after which an update follows
+    steps: int = 16  # of an update
+    rows: int = 12  # records of a step
+    rank: int = 64  # of an expert and of the shared adapter; twice where one adapter stands alone
+    measured: int = 3  # updates between two measurements on held-out prompts
+    beforehand: int = 3  # times the updates of an online run, where all requests are known beforehand
+
+
+@dataclass(frozen=True)
+class Served:
+    """A record and who would serve its prompt: a domain, or SHARED where the router knows none."""
+
+    record: ReplayRecord
+    routed: str
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all runs have in common."""
+
+    target: LanguageModel
+    draft: FeatureDraft
+    answers: Answers
+    plan: Plan
+    untrained: dict[tuple[int, ...], list[int]] = field(default_factory=dict)  # counts, by token ids
+
+
+class Run:
+    """An arrangement with a home of its own."""
+
+    def __init__(self, bench: Bench, arrangement: Arrangement, store: Store, seed: int) -> None:
+        self.bench, self.arrangement, self.store = bench, arrangement, store
+        kind = arrangement.trainer or JointTrainer
+        plan = bench.plan
+        steps = max(1, round(plan.steps * arrangement.every))
+        given = replace(JointPlan(steps=steps, rows=plan.rows), **arrangement.plan)
+        rank = plan.rank * (2 if arrangement.alone else 1)
+        # In a line of separate experts the shared adapter stays zero and takes as few weights as can be.
+        shared = 1 if arrangement.alone and arrangement.experts else rank
+        student = JointStudent(_copy(bench.draft), BASE, rank=rank, shared_rank=shared)
+        self.trainer = kind(student, bench.answers, store, given, bench.target.eos_token_ids)
+        self.trainer.seed = 1000 * seed
+        self.measure = JointMeasure(self.trainer, DEPTH)
+        self.own_measure = self.trainer.measure  # for its log: no decision rests on it, see `learn`
+        judge = Judge(self.measure, store) if arrangement.gate else None
+        self.loop = JointLoop(self.trainer, store, HomeOutlet(store), 1, judge)
+
+    def owner(self, served: Served) -> str:
+        """Whose expert drafts."""
+        if not self.arrangement.experts:
+            return SHARED
+        return served.record.domain if self.arrangement.true_labels else served.routed
+
+    def feed(self, served: Sequence[Served]) -> None:
+        """Store what was answered, under the domain that the arrangement knows of."""
+        kept = [one.record if self.arrangement.true_labels else _under(one) for one in served]
+        self.store.replay.add(kept)
+
+    def learn(self, whole: bool = False) -> dict[str, Any]:
+        """One update: what it took, and what was decided.
+
+        whole: with what the trainer measures before and after for its log; else that time is saved.
+        """
+        self.trainer.measure = self.own_measure if whole else lambda *_: {}  # type: ignore[method-assign]
+        cpu, began = time.process_time(), time.monotonic()
+        self.loop.run_once(SHARED)
+        if self.loop.failures:
+            raise RuntimeError(f"{self.arrangement.name}: {self.loop.state.reason}")
+        return {
+            "cpu_seconds": round(time.process_time() - cpu, 2),
+            "seconds": round(time.monotonic() - began, 2),
+            "decisions": dict(Counter(one.decision or "publish" for one in self.loop.outcomes)),
+            "shared": next((o.decision or "publish" for o in self.loop.outcomes if o.expert == SHARED), ""),
+        }
+
+    def counts(self, served: Sequence[Served]) -> list[list[int]]:
+        """By prompt: first guesses tried, and how many drafts had a right token number 1, 2 and 3."""
+        found: list[list[int]] = [[] for _ in served]
+        for owner in sorted({self.owner(one) for one in served}):
+            mine = [i for i, one in enumerate(served) if self.owner(one) == owner]
+            for i, row in zip(mine, self._counts(owner, [served[i].record for i in mine]), strict=True):
+                found[i] = row
+        return found
+
+    def _counts(self, owner: str, records: list[ReplayRecord]) -> list[list[int]]:
+        """As `counts`, of one owner. What nothing has changed is measured once for all runs."""
+        loaded = {name: self.store.adapters.load_live(name, BASE) for name in {SHARED, owner}}
+        serving = {name: one[1] if one else None for name, one in loaded.items()}
+        known = {} if any(loaded.values()) else self.bench.untrained
+        missing = [record for record in records if tuple(record.token_ids) not in known]
+        counts = self.measure(serving, owner, missing, lambda: None).counts.tolist() if missing else []
+        rows = ([row[0][1], *(hits for hits, _ in row)] for row in counts)
+        known |= {tuple(record.token_ids): row for record, row in zip(missing, rows, strict=True)}
+        return [known[tuple(record.token_ids)] for record in records]
+
+
+def run(
+    bench: Bench,
+    arrangement: Arrangement,
+    traffic: Traffic,
+    routed: Sequence[str],
+    held: Sequence[Served],
+    seed: int,
+) -> dict[str, Any]:
+    """Serve the traffic; `routed` is the router's answer to each request. What was found, as JSON."""
+    torch.manual_seed(seed)
+    records = bench.answers.records(traffic.queries)
+    served = [Served(record, name) for record, name in zip(records, routed, strict=True)]
+    with _home(traffic.registered) as store:
+        one = Run(bench, arrangement, store, seed)
+        found: dict[str, Any] = {"curve": [], "stream": [], "updates": [], "operations": 0}
+        known = round(len(served) * arrangement.beforehand)
+        _learn_beforehand(one, served[:known], found)
+        _go_online(one, served[known:], known, held, found)
+    words = {"held_out": [h.record.domain for h in held], "domains": [s.record.domain for s in served]}
+    return words | {"routed": list(routed), "target_operations": _target_operations(bench, records)} | found
+
+
+def _learn_beforehand(one: Run, known: Sequence[Served], found: dict[str, Any]) -> None:
+    """Many updates from requests that are known before any is served."""
+    plan = one.bench.plan
+    for start in range(0, len(known), plan.every):
+        one.feed(known[start : start + plan.every])
+    for _ in range(plan.beforehand * (len(known) // plan.every)):
+        found["updates"].append({"requests": 0, **_counted(one, found)})
+
+
+def _go_online(
+    one: Run, served: Sequence[Served], known: int, held: Sequence[Served], found: dict[str, Any]
+) -> None:
+    """Windows of requests, each followed by an update; held-out prompts before, now and then, and after."""
+    plan, arrangement = one.bench.plan, one.arrangement
+    width = max(1, round(plan.every * arrangement.every))
+    learns = arrangement.trainer is not None
+    _note(one, known, held, found)
+    windows = [served[first : first + width] for first in range(0, len(served), width)]
+    for number, window in enumerate(windows, start=1):
+        found["stream"] += one.counts(window)
+        done = known + min(number * width, len(served))
+        if learns:
+            one.feed(window)
+            found["updates"].append({"requests": done, **_counted(one, found)})
+        due = number % max(1, round(plan.measured / arrangement.every)) == 0
+        if number == len(windows) or (due and learns):
+            _note(one, done, held, found)
+
+
+def _note(one: Run, done: int, held: Sequence[Served], found: dict[str, Any]) -> None:
+    found["curve"].append({"requests": done, "updates": len(found["updates"]), "counts": one.counts(held)})
+
+
+def _counted(one: Run, found: dict[str, Any]) -> dict[str, Any]:
+    """An update; of the second one the operations are counted, which all others are taken to be like."""
+    if len(found["updates"]) != 1:
+        return one.learn()
+    with FlopCounterMode(display=False) as counter:
+        update = one.learn(whole=True)
+    found["operations"] = counter.get_total_flops()
+    return update
+
+
+def _target_operations(bench: Bench, records: Sequence[ReplayRecord]) -> int:
+    """Of the target for these requests: two for each weight and token, attention left out."""
+    weights = sum(parameter.numel() for parameter in bench.target.hf.parameters())
+    return 2 * weights * sum(len(record.token_ids) for record in records)
+
+
+def _under(served: Served) -> ReplayRecord:
+    return replace(served.record, domain=served.routed, expert=served.routed)
+
+
+def _copy(draft: FeatureDraft) -> FeatureDraft:
+    """A copy that shares the target's own matrices."""
+    shared = (draft.embeddings, draft.lm_head.weight, draft.output)
+    return copy.deepcopy(draft, {id(tensor): tensor for tensor in shared})
+
+
+@contextmanager
+def _home(domains: Sequence[str]) -> Iterator[Store]:
+    """A new home in a temporary folder, with these domains."""
+    with tempfile.TemporaryDirectory(prefix="evidence-") as folder:
+        store = Store.open(Path(folder))
+        for name in domains:
+            store.registry.add_domain(Domain(name, "", ("example",) * 2, 0.0))
+        store.registry.set_meta(TARGET_ID, TARGET)
+        try:
+            yield store
+        finally:
+            store.close()

@@ -1,0 +1,138 @@
+"""Patterns of traffic: in which order requests of which domain come. Arrangements do not see the domains."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from evidence.prompts import Domain, Query, reworded
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The requests of one run, in order."""
+
+    queries: tuple[Query, ...]
+    registered: tuple[str, ...]  # domains that the router knows
+    absent: tuple[str, ...] = ()  # domains that are in the traffic first, then not, see `turns`
+    turns: tuple[int, ...] = ()  # numbers of requests at which the traffic changes
+    newcomer: str = ""  # a domain that comes only from the first of `turns` on
+
+
+Order = Callable[[list[str], int, random.Random], list[str]]  # domains, number of requests → domain of each
+
+
+def steady(names: list[str], count: int, rng: random.Random) -> list[str]:
+    """All domains in equal shares, mixed."""
+    order = [names[i % len(names)] for i in range(count)]
+    rng.shuffle(order)
+    return order
+
+
+def zipf(names: list[str], count: int, rng: random.Random) -> list[str]:
+    """The k-th domain comes 1/k times as often as the first; which is first changes with the seed."""
+    ranked = rng.sample(names, len(names))
+    return rng.choices(ranked, [1 / (k + 1) for k in range(len(ranked))], k=count)
+
+
+def one_by_one(names: list[str], count: int, rng: random.Random) -> list[str]:
+    """One domain after another, in an order of the seed's."""
+    return sorted_blocks(rng.sample(names, len(names)), count)
+
+
+def sorted_blocks(names: Sequence[str], count: int) -> list[str]:
+    return [names[min(i * len(names) // count, len(names) - 1)] for i in range(count)]
+
+
+def drift(names: list[str], count: int, rng: random.Random) -> list[str]:
+    """The shares move slowly, from mostly the first domains to mostly the last."""
+    ranked, last = rng.sample(names, len(names)), len(names) - 1
+    return [
+        rng.choices(
+            ranked, [max(0.02, 1 - abs(k - i * last / max(count - 1, 1)) / 1.5) for k in range(last + 1)]
+        )[0]
+        for i in range(count)
+    ]
+
+
+def shift_and_return(names: list[str], count: int, rng: random.Random) -> list[str]:
+    """Half of the domains, then the other half, then the first again; a third of the requests each."""
+    first, second = halves(names)
+    third = count // 3
+    return steady(first, third, rng) + steady(second, third, rng) + steady(first, count - 2 * third, rng)
+
+
+def halves(names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Every other domain."""
+    return list(names[::2]), list(names[1::2])
+
+
+def late(names: list[str], count: int, rng: random.Random) -> list[str]:
+    """All but the last domain at first; from the middle on the last is half of the traffic."""
+    *known, new = names
+    begin, rest = count // 2, count - count // 2
+    order = [new] * (rest // 2) + steady(known, rest - rest // 2, rng)
+    rng.shuffle(order)
+    return steady(known, begin, rng) + order
+
+
+ORDERS: Mapping[str, Order] = {
+    "steady": steady,
+    "one-by-one": one_by_one,
+    "new-domain": late,
+    "shift": shift_and_return,
+    "zipf": zipf,
+    "drift": drift,
+    "unregistered": steady,
+    "reworded": steady,
+}
+TITLES = {
+    "steady": "steady mix",
+    "one-by-one": "one domain after another",
+    "new-domain": "a new domain from the middle on",
+    "shift": "sharp shift and return",
+    "zipf": "shares by Zipf's law",
+    "drift": "slow drift",
+    "unregistered": "a domain that nobody registered",
+    "reworded": "reworded prompts",
+}
+ONLY = "only:"  # a pattern of one domain alone: "only:sql_en"
+
+
+def title_of(pattern: str) -> str:
+    return f"{pattern.removeprefix(ONLY)} alone" if pattern.startswith(ONLY) else TITLES[pattern]
+
+
+def traffic(pattern: str, domains: Sequence[Domain], count: int, seed: int) -> Traffic:
+    """`count` requests of this pattern. No prompt comes twice unless a domain has too few."""
+    rng, names = random.Random(f"{pattern}:{seed}"), [domain.name for domain in domains]
+    if pattern.startswith(ONLY):
+        return Traffic(_asked([pattern.removeprefix(ONLY)] * count, domains, seed, False), tuple(names))
+    order = ORDERS[pattern](names, count, rng)
+    queries = _asked(order, domains, seed, pattern == "reworded")
+    registered = tuple(names[:-1] if pattern == "unregistered" else names)
+    if pattern == "shift":
+        return Traffic(queries, registered, tuple(halves(names)[0]), (count // 3, 2 * (count // 3)))
+    if pattern == "new-domain":
+        return Traffic(queries, registered, turns=(count // 2,), newcomer=names[-1])
+    if pattern == "one-by-one":
+        turns = tuple(i for i in range(1, count) if order[i] != order[i - 1])
+        return Traffic(queries, registered, turns=turns)
+    return Traffic(queries, registered)
+
+
+def _asked(order: list[str], domains: Sequence[Domain], seed: int, reword: bool) -> tuple[Query, ...]:
+    prompts = {
+        domain.name: _endless(domain.served, order.count(domain.name), seed, reword) for domain in domains
+    }
+    return tuple(Query(name, next(prompts[name])) for name in order)
+
+
+def _endless(served: Sequence[str], wanted: int, seed: int, reword: bool) -> Iterator[str]:
+    """The first `wanted` prompts in the seed's order: seeds share the prompts, whose answers are dear."""
+    chosen = list(served[: max(wanted, 1)])
+    random.Random(seed).shuffle(chosen)
+    chosen = reworded(chosen) if reword else chosen
+    while True:
+        yield from chosen

@@ -1,0 +1,119 @@
+"""All figures of all runs as one JSON object; the document is written from it and from nothing else."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from evidence.arrangements import GATED, JOINT, STATIC
+from evidence.figures import (
+    Compared,
+    Found,
+    Runs,
+    against,
+    arrival,
+    cost,
+    cpu_seconds,
+    forgotten,
+    level,
+    recovery,
+    stream_part,
+    tokens_per_step,
+)
+from moedraft.showcase.estimates import Estimate
+
+TENTH = 0.1
+
+
+def summary(runs: Runs) -> dict[str, Any]:
+    """By pattern and arrangement, with the settings and what the classifier was worth."""
+    every = [run for found in runs.by_name.values() for run in found.values()]
+    patterns = {
+        pattern: {name: of_runs(runs, pattern, name) for p, name in runs.by_name if p == pattern}
+        for pattern in runs.patterns()
+    }
+    return {
+        "settings": every[0]["settings"],
+        "machine": every[0]["machine"],
+        "torch": every[0]["torch"],
+        "runs": len(every),
+        "router": {pattern: routed_right(runs, pattern) for pattern in patterns},
+        "patterns": patterns,
+    }
+
+
+def of_runs(runs: Runs, pattern: str, name: str) -> dict[str, Any]:
+    """One arrangement under one pattern of traffic; None for what cannot be said."""
+    found, held = runs.of(pattern, name), _held(runs, pattern)
+    gain = _compared(against(runs, pattern, STATIC, name))
+    updates = sum(len(run["updates"]) for run in found)
+    result = {
+        "seeds": len(found),
+        "first_guess": _estimate(level(found)),
+        "tokens": _estimate(level(found, tokens_per_step)),
+        "gain": gain,
+        "tokens_gain": _compared(against(runs, pattern, STATIC, name, tokens_per_step)),
+        "default_more": {
+            default: _compared(against(runs, pattern, name, default))
+            for default in (JOINT, GATED)
+            if default != name
+        },
+        "domains": {d: _compared(against(runs, pattern, STATIC, name, domains=[d])) for d in held},
+        "forgotten": _compared(forgotten(found)),
+        "updates": updates,
+        "cpu_seconds": sum(map(cpu_seconds, found)),
+        "cost": sum(map(cost, found)) / len(found),
+        "decisions": dict(sum((Counter(u["decisions"]) for run in found for u in run["updates"]), Counter())),
+        "shared": dict(Counter(u["shared"] for run in found for u in run["updates"])),
+    }
+    if gain is not None and updates:
+        per_run = gain["value"] / (updates / len(found))
+        result |= {
+            "gain_per_update": per_run,
+            "gain_per_minute": 60 * gain["value"] * len(found) / result["cpu_seconds"],
+        }
+    return result | _moving(runs, pattern, name, found) | _streamed(found)
+
+
+def _moving(runs: Runs, pattern: str, name: str, found: Sequence[Found]) -> dict[str, Any]:
+    """After how many requests it was back, by seed; None stands for never."""
+    if pattern == "shift" and name != "offline":
+        return {"recovery": [recovery(run) for run in found]}
+    if pattern == "new-domain" and name != "offline":
+        seeds = runs.seeds(pattern, name, "offline")
+        pairs = zip(runs.of(pattern, name, seeds), runs.of(pattern, "offline", seeds), strict=True)
+        return {"arrival": [arrival(run, bound) for run, bound in pairs]}
+    return {}
+
+
+def _streamed(found: Sequence[Found]) -> dict[str, Any]:
+    """On the requests as they came: the first and the last tenth."""
+    if any(len(run["stream"]) < 1 / TENTH for run in found):
+        return {}
+    return {
+        "first_tenth": _estimate(stream_part(found, 0, TENTH)),
+        "last_tenth": _estimate(stream_part(found, 1 - TENTH, 1)),
+    }
+
+
+def routed_right(runs: Runs, pattern: str) -> float:
+    """Share of the requests that the classifier sent to their true domain."""
+    found = [run for (p, _), by_seed in runs.by_name.items() if p == pattern for run in by_seed.values()]
+    pairs = [pair for run in found for pair in zip(run["domains"], run["routed"], strict=True)]
+    return sum(a == b for a, b in pairs) / len(pairs)
+
+
+def _held(runs: Runs, pattern: str) -> list[str]:
+    some = next(run for (p, _), found in runs.by_name.items() if p == pattern for run in found.values())
+    return list(dict.fromkeys(some["held_out"]))
+
+
+def _estimate(one: Estimate) -> dict[str, float]:
+    return {"value": one.value, "low": one.low, "high": one.high}
+
+
+def _compared(one: Compared | None) -> dict[str, Any] | None:
+    if one is None:
+        return None
+    return _estimate(one.change.difference) | {"seeds": list(one.seeds), "verdict": one.verdict}

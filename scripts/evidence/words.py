@@ -1,0 +1,89 @@
+"""The document's fixed words, and how figures are written. Nothing here says what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+INTRODUCTION = """# Does learning pay, and does it do harm?
+
+This page is written by `scripts/evidence.py` from the files in `results/evidence`; its sentences are computed
+from the figures. Arrangements of adapters learn from the same requests, in the same order and with as many
+updates, on SmolLM2 with the feature drafter that is shipped. They differ in who learns from what."""
+
+METHOD = """## How it was measured
+
+- **First guesses**: the share of the target's own greedy tokens that the drafter's most likely token hits, on
+  held-out prompts that no arrangement learns from, read along the target's cached answers. **Tokens per
+  step**: what one step of the target gives at a draft length of three, with a draft begun at every token.
+  Neither depends on the speed or the load of the machine.
+- **Intervals** are 95 %, by a paired bootstrap over held-out prompts; a prompt's counts are added up over the
+  seeds. A seed changes the order of the requests, what is drawn from replay, and the adapters' first weights.
+  A difference is called *better* or *worse* only where the interval excludes zero and every seed agrees; all
+  else is *open*. With one seed nothing is known of other seeds. Intervals are not corrected for their number:
+  of twenty that hide no difference, one is expected to exclude zero.
+- **Labels are hidden**: domains are the router's answer, after it was fitted on 40 example prompts a domain
+  that are neither served nor held out. *True labels* is the exception.
+- **Equal weights**: an adapter that stands alone has twice the rank of two that stand on each other, so as
+  many weights take part in each guess. One adapter drafts the tokens of all experts' own lists as well.
+- **Equal updates**: the same number of updates and steps. One record in eight is held back from training in
+  every arrangement, since the gate needs it; arrangements without a gate publish every update.
+- *Offline bound*: all requests are known beforehand and learned from with three times the updates."""
+
+COMMANDS = """## Run it again
+
+Answers of the target are kept in a folder (`--cache`), each run in a file of its own; a command that was
+stopped goes on where it was. All of it takes days of a core.
+
+    python scripts/evidence.py --data ../shared/data --out /tmp/evidence           # all of it
+    python scripts/evidence.py --data ../shared/data --out /tmp/quick --quick      # the main contrasts
+
+With `--parts` only a part is run: `main`, `paper` (offline, online, and both), `objectives` (forward KL and
+others) or `interval` (how often to update); `--patterns` and `--arrangements` choose from it."""
+
+DASH = "—"
+
+
+def number(one: dict[str, Any] | None, digits: int = 3) -> str:
+    """`.412 [.390, .433]`"""
+    if one is None:
+        return DASH
+    return f"{short(one['value'], digits)} [{short(one['low'], digits)}, {short(one['high'], digits)}]"
+
+
+def difference(one: dict[str, Any] | None, digits: int = 3) -> str:
+    """As `number`, with signs and, where it is sure, the verdict."""
+    if one is None:
+        return DASH
+    value, low, high = (
+        f"{'+' if one[key] >= 0 else '−'}{short(abs(one[key]), digits)}" for key in ("value", "low", "high")
+    )
+    mark = {"better": " **better**", "worse": " **worse**"}.get(one["verdict"], "")
+    return f"{value} [{low}, {high}]{mark}"
+
+
+def short(value: float, digits: int = 3) -> str:
+    """`.412`, `−.012`, `1.61`"""
+    text = f"{abs(value):.{digits}f}"
+    sign = "−" if value < 0 and float(text) else ""
+    return sign + (text.removeprefix("0") if digits == 3 else text)
+
+
+def listed(names: Iterable[str]) -> str:
+    """`a, b and c`"""
+    names = list(names)
+    return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else "".join(names)
+
+
+def how_many(count: int, word: str) -> str:
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def waits(found: Sequence[int | None] | None) -> str:
+    """Requests by seed."""
+    return ", ".join("never" if one is None else str(one) for one in found) if found else DASH

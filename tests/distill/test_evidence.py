@@ -1,0 +1,350 @@
+"""scripts/evidence.py on a tiny target: traffic, arrangements, resuming, and what its document claims."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from feature_records import SOME, a_draft, a_record, a_target
+from scripts_loader import load_script
+
+from moedraft.core import SHARED, ReplayRecord
+from moedraft.distill.joint.states import RecordStates
+
+command, figures, running, streams, summary, document, prompts, answers = (
+    load_script(f"evidence.{name}")
+    for name in ("command", "figures", "running", "streams", "summary", "document", "prompts", "answers")
+)
+ARRANGEMENTS = load_script("evidence.arrangements").ARRANGEMENTS
+
+NAMES = ("code", "law", "prose")
+PLAN = running.Plan(every=6, steps=2, rows=4, rank=2, measured=2, beforehand=2)
+
+
+def domain(name: str) -> Any:
+    served, held = (tuple(f"{name} {part} {i}" for i in range(40)) for part in ("served", "held"))
+    return prompts.Domain(name, served, held[:4], held[4:8])
+
+
+DOMAINS = [domain(name) for name in NAMES]
+
+
+class TinyAnswers(RecordStates):
+    """In the place of cached answers: random ones, the same for the same prompt."""
+
+    def records(self, queries: Sequence[Any]) -> list[ReplayRecord]:
+        seeds = [sum((i + 1) * ord(letter) for i, letter in enumerate(query.prompt)) for query in queries]
+        pairs = zip(queries, seeds, strict=True)
+        found = [a_record(self.target, seed, domain=query.domain, topk=8) for query, seed in pairs]
+        return [replace(record, target_id=answers.TARGET) for record in found]
+
+
+@pytest.fixture(scope="module")
+def bench() -> Any:
+    target = a_target()
+    draft = a_draft(target, SOME)
+    return running.Bench(target, draft, TinyAnswers(target, draft), PLAN)
+
+
+def run(bench: Any, pattern: str, name: str, seed: int = 0, requests: int = 24) -> dict[str, Any]:
+    """A run whose router is right about every second request."""
+    stream = streams.traffic(pattern, DOMAINS, requests, seed)
+    routed = [q.domain if i % 2 else SHARED for i, q in enumerate(stream.queries)]
+    held = [prompts.Query(one.name, prompt) for one in DOMAINS for prompt in one.held_out]
+    served = [running.Served(record, record.domain) for record in bench.answers.records(held)]
+    found = running.run(bench, ARRANGEMENTS[name], stream, routed, served, seed)
+    marks = {"absent": stream.absent, "turns": stream.turns, "newcomer": stream.newcomer}
+    words = {"pattern": pattern, "arrangement": name, "seed": seed, "machine": "any", "torch": "any"}
+    settings = {"every": 6, "measured": 2, "steps": 2, "rows": 4, "rank": 2, "requests": requests}
+    settings |= {"domains": ",".join(NAMES), "max_tokens": 5, "heldout": 4}
+    return words | {"settings": settings} | marks | found
+
+
+# -- traffic ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern", [*streams.ORDERS, "only:law"])
+def test_traffic_is_the_same_for_the_same_seed_and_asks_nothing_twice(pattern: str) -> None:
+    found = streams.traffic(pattern, DOMAINS, 24, 1)
+    assert found == streams.traffic(pattern, DOMAINS, 24, 1)
+    assert len(found.queries) == 24
+    assert len({query.prompt for query in found.queries}) == 24
+    assert found.queries != streams.traffic(pattern, DOMAINS, 24, 2).queries
+
+
+def test_traffic_moves_as_its_pattern_says() -> None:
+    def names(pattern: str) -> list[str]:
+        return [query.domain for query in streams.traffic(pattern, DOMAINS, 60, 0).queries]
+
+    assert Counter(names("steady")) == dict.fromkeys(NAMES, 20)
+    one_by_one = names("one-by-one")
+    assert sum(a != b for a, b in pairwise(one_by_one)) == 2
+    shift = names("shift")
+    assert set(shift[:20]) == set(shift[40:]) == {"code", "prose"}
+    assert set(shift[20:40]) == {"law"}
+    late = names("new-domain")
+    assert "prose" not in late[:30]
+    assert late[30:].count("prose") == 15
+    assert Counter(names("zipf")).most_common(1)[0][1] > 25
+    drift = names("drift")
+    assert drift[:20].count(drift[0]) > drift[40:].count(drift[0])
+    assert streams.traffic("unregistered", DOMAINS, 6, 0).registered == NAMES[:-1]
+    assert (
+        streams.traffic("reworded", DOMAINS, 6, 0).queries != streams.traffic("steady", DOMAINS, 6, 0).queries
+    )
+
+
+# -- arrangements ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ARRANGEMENTS)
+def test_every_arrangement_runs_and_says_what_it_did(bench: Any, name: str) -> None:
+    found = run(bench, "steady", name)
+    json.dumps(found)
+    assert all(len(row) == 4 and row[0] >= row[1] >= row[2] >= row[3] for row in found["curve"][-1]["counts"])
+    assert len(found["curve"][-1]["counts"]) == 12
+    expected = {
+        "static": 0,
+        "offline": 8,
+        "one-offline": 8,
+        "one-both": 6,
+        "joint:half": 8,
+        "joint:double": 2,
+    }
+    assert len(found["updates"]) == expected.get(name, 4)
+    assert len(found["stream"]) == {"offline": 0, "one-offline": 0, "one-both": 12}.get(name, 24)
+    assert (found["operations"] > 0) == (name != "static")
+
+
+def live(bench: Any, name: str, updates: int = 1) -> dict[str, bool]:
+    """By adapter that was published after so many updates: whether it changes anything."""
+    stream = streams.traffic("steady", DOMAINS, 30, 0)
+    served = [running.Served(r, r.domain) for r in bench.answers.records(stream.queries)]
+    with running._home(NAMES) as store:
+        one = running.Run(bench, ARRANGEMENTS[name], store, 0)
+        for _ in range(updates):
+            one.feed(served)
+            one.learn()
+        loaded = {who: store.adapters.load_live(who, running.BASE) for who in (SHARED, *NAMES)}
+        return {
+            who: any(bool(t.any()) for key, t in found[1].tensors.items() if "lora_B" in key)
+            for who, found in loaded.items()
+            if found
+        }
+
+
+def test_each_arrangement_teaches_whom_it_says(bench: Any) -> None:
+    everybody = {SHARED: True} | dict.fromkeys(NAMES, True)
+    assert live(bench, "joint") == everybody
+    assert live(bench, "mixed-replay") == {SHARED: True}
+    assert live(bench, "latest-window") == {SHARED: True}
+    assert live(bench, "separate-true") == everybody | {SHARED: False}
+    assert live(bench, "turns", 1) == dict.fromkeys(NAMES, False) | {SHARED: True}
+    assert live(bench, "turns", 2) == everybody
+
+
+def test_the_latest_window_forgets_what_came_before(bench: Any) -> None:
+    stream = bench.answers.records(streams.traffic("steady", DOMAINS, 36, 0).queries)
+    with running._home(NAMES) as store:
+        one = running.Run(bench, ARRANGEMENTS["latest-window"], store, 0)
+        for first in (0, 18):
+            one.feed([running.Served(r, r.domain) for r in stream[first : first + 18]])
+            drawn = one.trainer.draw(2)
+            used = [record.token_ids for batch in one.trainer.batches(drawn, 4) for record in batch]
+            new = [record.token_ids for record in stream[first : first + 18]]
+            assert all(ids in new for ids in used)
+            one.trainer.last_id = store.replay.last_id()
+
+
+def test_a_run_repeats_itself(bench: Any) -> None:
+    first, again = (run(bench, "one-by-one", "joint+gate") for _ in range(2))
+    assert first["curve"] == again["curve"]
+    assert first["stream"] == again["stream"]
+
+
+# -- figures ---------------------------------------------------------------------------------------
+
+
+def made_up(pattern: str, name: str, seed: int, shares: Sequence[float], **more: Any) -> dict[str, Any]:
+    """A run whose first guesses are right in these shares at each of its measurements, on 40 prompts."""
+    rng = np.random.default_rng(7)
+    noise = rng.integers(-5, 6, 40)  # the same prompts are hard for everybody
+    points = [
+        [[100, min(100, int(100 * share) + n), int(40 * share), int(20 * share)] for n in noise.tolist()]
+        for share in shares
+    ]
+    curve = [{"requests": 10 * i, "updates": i, "counts": counts} for i, counts in enumerate(points)]
+    update = {"cpu_seconds": 2.0, "seconds": 2.0, "decisions": {"publish": 1}, "shared": "publish"}
+    settings = {
+        "every": 10,
+        "measured": 1,
+        "steps": 1,
+        "rows": 1,
+        "rank": 1,
+        "requests": 40,
+        "domains": "a,b",
+    }
+    return {
+        "pattern": pattern,
+        "arrangement": name,
+        "seed": seed,
+        "machine": "any",
+        "torch": "any",
+        "settings": settings | {"max_tokens": 5, "heldout": 20},
+        "held_out": ["a"] * 20 + ["b"] * 20,
+        "domains": ["a"] * 20 + ["b"] * 20,
+        "routed": ["a"] * 40,
+        "curve": curve,
+        "stream": [[10, 5, 2, 1]] * 40,
+        "updates": [update] * (0 if name == "static" else len(shares) - 1),
+        "operations": 10,
+        "target_operations": 100,
+        "absent": ["a"],
+        "turns": [10, 30],
+        "newcomer": "b",
+    } | more
+
+
+def test_a_difference_is_sure_only_where_interval_and_every_seed_agree() -> None:
+    def runs(*ends: float) -> Any:
+        static = [made_up("steady", "static", seed, [0.4]) for seed in range(len(ends))]
+        return figures.Runs(
+            [*static, *(made_up("steady", "joint", i, [0.4, end]) for i, end in enumerate(ends))]
+        )
+
+    assert figures.against(runs(0.6, 0.5), "steady", "static", "joint").verdict == "better"
+    assert figures.against(runs(0.3, 0.2), "steady", "static", "joint").verdict == "worse"
+    split = figures.against(runs(0.7, 0.35), "steady", "static", "joint")
+    assert split.change.verdict == "better"
+    assert split.verdict == "open"
+    assert figures.against(runs(0.4), "steady", "static", "joint").verdict == "open"
+    assert figures.against(runs(), "steady", "static", "joint") is None
+
+
+def test_recovery_arrival_and_forgetting_are_read_from_the_curve() -> None:
+    run = made_up("shift", "joint", 0, [0.4, 0.6, 0.5, 0.45, 0.55, 0.59])
+    assert figures.recovery(run) == 20
+    assert figures.recovery(run, within=0.001) is None
+    lost = figures.forgotten([run])
+    assert lost.change.difference.value == pytest.approx(-0.15)
+    assert lost.verdict == "worse"
+    bound = made_up("new-domain", "offline", 0, [0.8])
+    assert figures.arrival(made_up("new-domain", "joint", 0, [0.4, 0.4, 0.6, 0.75]), bound) == 20
+    assert figures.forgotten([made_up("steady", "joint", 0, [0.4, 0.6])]) is None
+
+
+def test_tokens_per_step_count_drafts_as_far_as_they_are_right() -> None:
+    rows = np.array([[10, 5, 4, 1], [10, 0, 0, 0]])
+    assert figures.tokens_per_step(rows) == [(20.0, 10.0), (10.0, 10.0)]
+
+
+# -- the whole -------------------------------------------------------------------------------------
+
+
+class TinyWorkplace:
+    """In the place of models: runs that are made up, counted."""
+
+    made = 0
+
+    def __init__(self, args: Any) -> None:
+        self.args = args
+
+    def run(self, pattern: str, arrangement: str, seed: int) -> dict[str, Any]:
+        type(self).made += 1
+        ends = {"static": [0.4], "latest-window": [0.4, 0.6, 0.6, 0.7], "joint": [0.4, 0.5, 0.6, 0.6]}
+        found = made_up(pattern, arrangement, seed, ends.get(arrangement, [0.4, 0.5, 0.3, 0.3]))
+        return found | {"settings": command.settings(self.args)}
+
+
+@pytest.fixture
+def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    (tmp_path / "data" / "stream").mkdir(parents=True)
+    monkeypatch.setattr(command, "Workplace", TinyWorkplace)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    TinyWorkplace.made = 0
+    places = {"--data": "data", "--out": "out", "--doc": "docs/evidence.md"}
+    return [word for flag, name in places.items() for word in (flag, str(tmp_path / name))]
+
+
+def test_runs_are_resumed_and_the_document_says_what_the_figures_say(
+    given: list[str], tmp_path: Path
+) -> None:
+    command.main([*given, "--quick"])
+    assert TinyWorkplace.made == 8
+    command.main([*given, "--quick"])
+    assert TinyWorkplace.made == 8
+    command.main([*given, "--quick", "--seeds", "2"])
+    assert TinyWorkplace.made == 16
+    text = (tmp_path / "docs" / "evidence.md").read_text()
+    assert "Joint (default), no gate is better than the static draft: +.200" in text
+    assert "It is **below** one adapter, latest window (−.100)." in text
+    assert "Joint (default), with gate is worse than the static draft" in text
+    assert "Below static by its interval: a (−.100) and b (−.100)." in text
+    assert "(../out/curves.png)" in text
+    assert {file.name for file in (tmp_path / "out").glob("*.png")} == {
+        "curves.png",
+        "gains.png",
+        "domains.png",
+    }
+    whole = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert whole["patterns"]["steady"]["joint"]["gain"]["verdict"] == "better"
+
+
+def test_every_part_is_written_about(given: list[str], tmp_path: Path) -> None:
+    command.main([*given, "--seeds", "1"])
+    assert TinyWorkplace.made == len(command.jobs(command.arguments([*given, "--seeds", "1"])))
+    text = (tmp_path / "docs" / "evidence.md").read_text()
+    for part in (
+        "Where traffic moves",
+        "What it costs",
+        "Update interval",
+        "Objectives",
+        "Offline, online, and both",
+    ):
+        assert part in text
+    assert "Spider .59 → .75" in text
+
+
+def test_other_settings_are_not_mixed_in(given: list[str]) -> None:
+    command.main([*given, "--quick"])
+    with pytest.raises(SystemExit, match=r"made with another steps; name another --out\."):
+        command.main([*given, "--quick", "--steps", "5"])
+
+
+def test_what_is_missing_is_said(given: list[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="there is no part magic; there are quick, main"):
+        command.main([*given, "--parts", "magic"])
+    with pytest.raises(SystemExit, match="no stream/ folder"):
+        command.main(["--data", str(tmp_path), "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match="no run has finished yet"):
+        command.main([*given, "--only-write"])
+
+
+def test_answers_are_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = a_target()
+    draft, asked = a_draft(target, SOME), []
+
+    def answered(model: Any, wanted: list[list[int]], name: str, longest: int) -> list[ReplayRecord]:
+        asked.append(len(wanted))
+        return [a_record(target, seed) for seed in range(len(wanted))]
+
+    ids = [a_record(target, seed).token_ids[:6] for seed in range(3)]
+    monkeypatch.setattr(answers, "answered", answered)
+    monkeypatch.setattr(answers, "asked", lambda tokenizer, prompt: ids[int(prompt)])
+    queries = [prompts.Query("law", number) for number in ("0", "1", "2", "1")]
+    first = answers.Answers(target, RecordStates(target, draft), tmp_path, 5)
+    states = first.of(first.records(queries))
+    second = answers.Answers(target, RecordStates(target, draft), tmp_path, 5)
+    monkeypatch.setattr(second.states, "_read", lambda texts: pytest.fail("the target was asked again"))
+    again = second.records(queries)
+    assert asked == [3]
+    assert [record.domain for record in again] == ["law"] * 4
+    assert all(torch.equal(a, b) for a, b in zip(states, second.of(again), strict=True))
