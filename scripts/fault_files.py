@@ -133,7 +133,7 @@ def unfitting(good: Candidate) -> dict[str, Candidate]:
         "another rank": changed(config={**good.config, "r": 8}),
         "another shape": with_tensor(name, torch.zeros(4, 3)),
         "no module": changed(tensors={}),
-        "an unknown module": with_tensor(f"{PREFIX}nowhere.lora_A.weight", tensor),
+        "an unknown module": with_tensor(f"{PREFIX}nowhere.lora_A.weight", tensor.clone()),
         "half a module": changed(tensors={k: v for k, v in good.tensors.items() if k != name}),
         "another base": changed(base_hash="sha256:another"),
         "no adapter at all": changed(config={"peft_type": "IA3"}),

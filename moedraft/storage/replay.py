@@ -16,7 +16,7 @@ from sqlalchemy import ColumnElement, Connection, Row, Select, case, delete, fun
 from moedraft.core import SHARED, InvalidRequest, ReplayRecord
 from moedraft.storage.codec import DamagedPayload, decode, encode
 from moedraft.storage.db import Home
-from moedraft.storage.shares import PINNED_SHARE, SOURCE_SHARE, Held, draw, even_shares
+from moedraft.storage.shares import PINNED_SHARE, SOURCE_SHARE, Held, draw, even_shares, within_shares
 from moedraft.storage.tables import domains, replay
 
 Policy = Literal["fifo", "reservoir", "hardest"]
@@ -91,7 +91,7 @@ class ReplayBuffer:
     def sample(
         self, domain: str | None, n: int, seed: int, target_id: str | None = None
     ) -> Iterator[ReplayRecord]:
-        """`n` different records of `domain` (None: of all), drawn as `shares` says; all where there are fewer.
+        """`n` different records of `domain` (None: of all), drawn as `shares` says; all if there are fewer.
 
         With `target_id` only records of that target are drawn. They are read while the iterator advances.
         """
@@ -106,6 +106,12 @@ class ReplayBuffer:
             chosen += draw(held[domain], share, random)
         random.shuffle(chosen)
         return self._fetched(chosen)
+
+    def newest(self, n: int, min_id: int, target_id: str | None = None) -> Iterator[ReplayRecord]:
+        """The newest `n` records of all domains with an id of at least `min_id`, as far as `shares` allow."""
+        held = [one for some in self._held(None, target_id, min_id).values() for one in some]
+        held.sort(key=lambda one: -one.id)
+        return self._fetched(within_shares(held, n))
 
     def numbered(
         self, domain: str, min_id: int, limit: int, target_id: str | None = None
@@ -154,10 +160,10 @@ class ReplayBuffer:
         self._home.checkpoint()  # until then the journal still holds them
         return count
 
-    def _held(self, domain: str | None, target_id: str | None) -> dict[str, list[Held]]:
+    def _held(self, domain: str | None, target_id: str | None, min_id: int = 0) -> dict[str, list[Held]]:
         """By domain, oldest first."""
         columns = (replay.c.domain, replay.c.id, replay.c.source, replay.c.pinned)
-        query = _of(select(*columns), domain).order_by(replay.c.id)
+        query = _of(select(*columns), domain).where(replay.c.id >= min_id).order_by(replay.c.id)
         if target_id is not None:
             query = query.where(replay.c.target_id == target_id)
         held: dict[str, list[Held]] = {}
@@ -196,7 +202,11 @@ class ReplayBuffer:
         excess = _count(connection, domain) - self._capacity
         if excess <= 0:
             return
-        half, quarter, pinned = self._capacity // SOURCE_SHARE, self._capacity // PINNED_SHARE, replay.c.pinned
+        half, quarter, pinned = (
+            self._capacity // SOURCE_SHARE,
+            self._capacity // PINNED_SHARE,
+            replay.c.pinned,
+        )
         big = [replay.c.source == source for source in _sources_above(connection, domain, half)]
         turns = [
             *((one & pinned, one, half) for one in big),

@@ -7,6 +7,8 @@ chose at most a quarter. Where others leave room, either may fill it. Knows no d
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from random import Random
 from typing import NamedTuple
 
@@ -25,21 +27,28 @@ class Held(NamedTuple):
 def draw(held: list[Held], n: int, random: Random) -> list[int]:
     """Ids of `n` different records in random order; all of them where there are fewer.
 
-    Uniformly, as far as the shares allow; what they leave open is filled with the others, those of a chosen domain last.
+    Uniformly, as far as the shares allow; what they leave open is filled with the others.
     """
-    if len({(one.source, one.pinned) for one in held}) <= 1:  # nobody to protect from anybody
-        return [one.id for one in random.sample(held, min(n, len(held)))]
-    chosen, others, taken, pinned = list[int](), list[Held](), dict[str, int](), 0
-    for one in random.sample(held, len(held)):
-        mine = taken.get(one.source, 0)
-        if mine >= -(-n // SOURCE_SHARE) or (one.pinned and pinned >= -(-n // PINNED_SHARE)):
+    chosen = within_shares(random.sample(held, len(held)), n)
+    return random.sample(chosen, len(chosen))
+
+
+def within_shares(held: Iterable[Held], n: int) -> list[int]:
+    """Ids of the first `n` records, as far as the shares allow.
+
+    What the shares leave open is filled with the first of the others, those of a chosen domain last.
+    """
+    chosen, others, taken, pinned = list[int](), list[Held](), Counter[str](), 0
+    for one in held:
+        too_many = taken[one.source] >= -(-n // SOURCE_SHARE)
+        if too_many or (one.pinned and pinned >= -(-n // PINNED_SHARE)):
             others.append(one)
         else:
             chosen.append(one.id)
-            taken[one.source], pinned = mine + 1, pinned + one.pinned
+            taken[one.source] += 1
+            pinned += one.pinned
     others.sort(key=lambda one: one.pinned)
-    chosen = [*chosen, *(one.id for one in others)][:n]
-    return random.sample(chosen, len(chosen))
+    return [*chosen, *(one.id for one in others)][:n]
 
 
 def even_shares(sizes: dict[str, int], n: int) -> dict[str, int]:

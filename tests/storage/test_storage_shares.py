@@ -57,6 +57,27 @@ def test_what_a_client_pins_is_a_small_part_of_what_is_learned_from(home: Home) 
     assert Counter(one.source for one in replay.sample("sql", 100, 0)) == {"flood": 70, "honest": 30}
 
 
+def test_of_the_newest_a_flood_is_half(home: Home) -> None:
+    """Half of each update of the feature drafter learns from what came last."""
+    replay = ReplayBuffer(home, 1000)
+    replay.add([record(source="before")])
+    first = replay.last_id() + 1
+    replay.add([record(token=i, source="honest") for i in range(30)])
+    replay.add([record(token=100 + i, source="flood", pinned=i % 2 == 0) for i in range(500)])
+    newest = list(replay.newest(32, first))
+    assert Counter(one.source for one in newest) == {"flood": 16, "honest": 16}
+    assert sum(one.pinned for one in newest) == 8
+    assert newest[0].token_ids[0] == 599
+    assert all(one.source != "before" for one in replay.newest(1000, first))
+
+
+def test_the_newest_of_one_client_come_in_their_order(home: Home) -> None:
+    replay = ReplayBuffer(home, 1000)
+    replay.add([record(token=i) for i in range(20)])
+    assert [one.token_ids[0] for one in replay.newest(8, 0)] == list(range(19, 11, -1))
+    assert not list(replay.newest(8, 0, "another target"))
+
+
 def test_draws_are_uniform_where_nobody_dominates() -> None:
     """With a flood beside it, as a control, the only record of another source is always drawn."""
     held = [Held(i, "ab"[i % 2], False) for i in range(20)]
