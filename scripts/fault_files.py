@@ -1,39 +1,24 @@
-"""Damaged adapters, full disks, two processes on a home, and homes of another time."""
+"""Damaged adapters, two processes on a home, and homes of another time."""
 
 from __future__ import annotations
 
 import json
 import random
-import shutil
 import sqlite3
-import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fault_tools import Row, candidate, new_home, record
+import torch
+from fault_tools import Row, candidate, new_home, record, timed
+
 from moedraft.config import load_settings
 from moedraft.core import MoedraftError
 from moedraft.drafting.adapter import PREFIX
-from moedraft.storage.backup import make_backup
 from moedraft.storage.candidate import Candidate
-from moedraft.storage.db import DATABASE, Home, StorageFull
-from moedraft.storage.keys import KeyFile
+from moedraft.storage.db import DATABASE, Home
 from moedraft.storage.store import Store
 from moedraft.system.build import System, build
-
-import torch
-
-DISK = "6m"  # of the small disk
-
-
-def timed(make: Callable[[], Row]) -> Row:
-    began = time.monotonic()
-    row = make()
-    row.seconds = time.monotonic() - began
-    return row
 
 
 def files(folder: Path, cuts: int, flips: int, rng: random.Random) -> list[Row]:
@@ -41,7 +26,6 @@ def files(folder: Path, cuts: int, flips: int, rng: random.Random) -> list[Row]:
     return [
         timed(lambda: damaged(folder / "damaged", cuts, flips, rng)),
         timed(lambda: unfit(folder / "unfit")),
-        timed(lambda: full_disk(folder / "disk")),
         timed(lambda: two_at_once(folder / "two")),
     ]
 
@@ -51,7 +35,7 @@ def files(folder: Path, cuts: int, flips: int, rng: random.Random) -> list[Row]:
 
 def damaged(path: Path, cuts: int, flips: int, rng: random.Random) -> Row:
     """The second of two versions is damaged; each time the first has to serve, and the second is refused."""
-    row = Row("adapter files cut, and bits of them flipped", "refused with a reason; the version before serves")
+    row = Row("an adapter's files cut, or a bit flipped", "refused with a reason; the version before serves")
     store = Store.open(new_home(path))
     first = store.adapters.publish(candidate(1.0))
     second = store.adapters.publish(candidate(2.0, parent=first.version))
@@ -98,7 +82,9 @@ def unfit(path: Path) -> Row:
         for name, bad in unfitting(good).items():
             row.check(not taken(system, bad), f"{name}: it serves")
             row.cases += 1
-        row.check(taken(system, Candidate(**{**vars(good), "parent": 1})), "the sound one does not serve again")
+        row.check(
+            taken(system, Candidate(**{**vars(good), "parent": 1})), "the sound one does not serve again"
+        )
     finally:
         system.close()
     return row
@@ -144,85 +130,6 @@ def unfitting(good: Candidate) -> dict[str, Candidate]:
         "another base": changed(base_hash="sha256:another"),
         "no adapter at all": changed(config={"peft_type": "IA3"}),
     }
-
-
-# -- disks ---------------------------------------------------------------------------------------
-
-
-@contextmanager
-def small_disk(path: Path) -> Iterator[bool]:
-    """A disk of its own at `path`, of DISK bytes; False where this user may not mount one."""
-    path.mkdir(parents=True)
-    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK},mode=700", "moedraft-faults", str(path)]
-    mounted = shutil.which("mount") is not None
-    mounted = mounted and subprocess.run(command, capture_output=True, timeout=10).returncode == 0
-    try:
-        yield mounted
-    finally:
-        if mounted:
-            subprocess.run(["umount", str(path)], check=True, timeout=10)
-
-
-def fill(path: Path, leave: int = 0) -> Path:
-    """A file that takes all the room but `leave` bytes."""
-    file = path / "filler"
-    with file.open("wb", buffering=0) as out:
-        for size in (65536, 4096, 512):
-            try:
-                while True:
-                    out.write(b"x" * size)
-            except OSError:
-                continue
-    if leave:
-        with file.open("r+b") as out:
-            out.truncate(max(0, file.stat().st_size - leave))
-    return file
-
-
-def full_disk(path: Path) -> Row:
-    row = Row(
-        "the disk is full at a record, a domain, an adapter, a key, a backup, a purge, a start",
-        "refused by name; nothing is lost; it goes on when there is room",
-    )
-    with small_disk(path) as mounted:
-        if not mounted:
-            row.figures = "not run: a small disk cannot be mounted here"
-            return row
-        home = new_home(path / "home")
-        file = KeyFile(home)
-        key, _ = file.create(["infer"])
-        store = Store.open(home)
-        store.replay.add([record(i) for i in range(20)])
-        version = store.adapters.publish(candidate(1.0))
-        filler = fill(path)
-        attempts: dict[str, Callable[[], object]] = {
-            "a record": lambda: store.replay.add([record(99, tokens=3000)] * 20),
-            "an adapter": lambda: store.adapters.publish(candidate(2.0, tensors={"lora_A": torch.ones(512, 512)})),
-            "a key": lambda: file.revoke(key.id),
-            "a backup": lambda: make_backup(home, path / "backup.tar"),
-        }
-        for name, attempt in attempts.items():
-            row.cases += 1
-            try:
-                attempt()
-                row.check(False, f"{name} was written to a full disk")
-            except (StorageFull, OSError):
-                continue
-            except MoedraftError as error:
-                row.check("full" in str(error) or "space" in str(error).lower(), f"{name}: {error}")
-        row.check([one.id for one in file.keys()] == [key.id], "the keys have changed")
-        row.check(store.replay.count() == 20, f"{store.replay.count()} records instead of 20")
-        row.check(store.adapters.load(version) is not None, "the version is gone")
-        store.close()
-        again = Store.open(home)  # a start on the full disk
-        row.cases += 1
-        row.check(again.replay.count() == 20, "a start on a full disk loses records")
-        filler.unlink()
-        again.replay.add([record(21)])
-        row.check(again.replay.count() == 21, "nothing is written after there is room again")
-        again.close()
-        file.revoke(key.id)
-    return row
 
 
 # -- two processes, another time -----------------------------------------------------------------

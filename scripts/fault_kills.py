@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from fault_tools import Row, Say, candidate, killed, needle_of, new_home, record
+from fault_tools import Row, Say, candidate, ids_of, killed, needle_of, new_home, record
+
 from moedraft.core import Domain, MoedraftError
 from moedraft.storage.backup import make_backup, restore_backup
 from moedraft.storage.db import DATABASE
@@ -157,7 +158,7 @@ def revoke(home: Path, say: Say) -> None:
 
 
 def check_revoke(home: Path, said: list[str], row: Row) -> None:
-    known = {key.id for key in KeyFile(home).keys()}
+    known = set(ids_of(KeyFile(home)))
     gone = {one[1:] for one in said if one[0] == "-"}
     row.check(not known & gone, f"revoked keys are valid: {known & gone}")
     wanted = {one[1:] for one in said if one[0] == "+"} - gone
@@ -220,6 +221,7 @@ KINDS: dict[str, tuple[Work, Check, float, str]] = {
 
 
 def kills(folder: Path, times: int, rng: random.Random) -> list[Row]:
+    folder.mkdir()
     return [_killed(folder / str(i), name, times, rng) for i, name in enumerate(KINDS)]
 
 

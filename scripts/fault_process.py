@@ -16,6 +16,9 @@ from types import TracebackType
 from typing import Any
 
 import httpx
+from fault_tools import new_home
+
+from moedraft.storage.keys import SCOPES, KeyFile
 
 START_SECONDS = 180.0  # on a machine that does other things too
 MODEL = "mini"
@@ -25,10 +28,22 @@ PROMPT = "SELECT name FROM"
 class Server:
     """`moedraft serve` with the shipped pair. Ended at the end of the block, if it was not killed before."""
 
-    def __init__(self, home: Path, secret: str, *flags: str, **environment: str) -> None:
+    def __init__(
+        self, home: Path, secret: str, *flags: str, log: Path | None = None, **environment: str
+    ) -> None:
         self.home, self.secret = home, secret
-        self.log = home.parent / f"{home.name}.log"
-        self._command = [sys.executable, "-m", "moedraft", "serve", "--port", "0", "--home", str(home), *flags]
+        self.log = log or home.parent / f"{home.name}.log"
+        self._command = [
+            sys.executable,
+            "-m",
+            "moedraft",
+            "serve",
+            "--port",
+            "0",
+            "--home",
+            str(home),
+            *flags,
+        ]
         self._environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
         self.started_in = 0.0
 
@@ -166,3 +181,9 @@ def leave(server: Server, stage: int) -> None:
 
 
 STAGES = 7
+
+
+def keyed_home(path: Path) -> tuple[Path, str]:
+    """A home with two domains and a key for everything."""
+    new_home(path, ("sql", "python"))
+    return path, KeyFile(path).create(SCOPES)[1]

@@ -1,82 +1,82 @@
-"""Faults of a whole server with the shipped pair: killed, crowded, asked nonsense, and searched for secrets."""
+"""A whole server with the shipped pair: killed, left, asked nonsense, and searched for secrets."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
-import os
 import random
-import signal
 import string
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
-from fault_process import MODEL, PROMPT, STAGES, Load, Server, leave, until
-from fault_tools import Row, new_home
-from moedraft.storage.db import DATABASE
-from moedraft.storage.keys import SCOPES, KeyFile
-from moedraft.storage.store import Store
-
+from fault_process import MODEL, PROMPT, STAGES, Load, Server, keyed_home, leave, until
+from fault_tools import Row, ids_of, timed
 from tokenizers import Tokenizer
+
+from moedraft.storage.db import DATABASE
+from moedraft.storage.keys import KeyFile
+from moedraft.storage.store import Store
 
 HOSTILE = '<script>alert("moedraft-needle")</script>'
 SECRET_PROMPT = "moedraft-needle zebra quartz 7319 in the prompt"
-CSV_TABLES = (
-    "throughput sources tokens_per_step experts progress by_position by_language versions shares confidences "
-    "unknown updates updates_by_expert"
-).split()
+CSV_TABLES = [
+    "throughput",
+    "sources",
+    "tokens_per_step",
+    "experts",
+    "progress",
+    "by_position",
+    "by_language",
+    "versions",
+    "shares",
+    "confidences",
+    "unknown",
+    "updates",
+    "updates_by_expert",
+]
 PAGES = ("/dashboard/", "/dashboard/experts", "/dashboard/router", "/dashboard/learning")
 RESTART = 10.0  # s
 TOKENIZER = Path(__file__).resolve().parents[1] / "data" / "models" / "mini-target" / "tokenizer.json"
 
 
-def server_rows(folder: Path, times: int, clients: int, bodies: int, rng: random.Random) -> list[Row]:
+def server_rows(folder: Path, clients: int, bodies: int, rng: random.Random) -> list[Row]:
     folder.mkdir()
-    rows = [_timed(lambda: killed_under_load(folder / "killed", times, rng))]
-    home, secret = _home(folder / "one")
+    rows = []
+    home, secret = keyed_home(folder / "one")
     with Server(home, secret, "--learning") as server:
         for run in (
             lambda: leavers(server, clients),
             lambda: nonsense(server, bodies, rng),
             lambda: hostile(server),
-            lambda: trainer(server, max(1, times // 10)),
         ):
-            rows.append(_timed(run))
+            rows.append(timed(run))
         server.answer(prompt=SECRET_PROMPT)
-        rows.append(_timed(lambda: secrets(server)))
+        rows.append(timed(lambda: secrets(server)))
     _search_files(server, rows[-1])
     return rows
-
-
-def _timed(make: Callable[[], Row]) -> Row:
-    began = time.monotonic()
-    row = make()
-    row.seconds = time.monotonic() - began
-    return row
-
-
-def _home(path: Path) -> tuple[Path, str]:
-    """A home with two domains and a key for everything."""
-    new_home(path, ("sql", "python"))
-    return path, KeyFile(path).create(SCOPES)[1]
 
 
 # -- killed under load ---------------------------------------------------------------------------
 
 
+def killed_rows(folder: Path, times: int, rng: random.Random) -> list[Row]:
+    folder.mkdir()
+    return [timed(lambda: killed_under_load(folder / "home", times, rng))]
+
+
 def killed_under_load(path: Path, times: int, rng: random.Random) -> Row:
     row = Row(
         "kill −9 of a server under load, at a random moment",
-        f"acknowledged records, domains and revocations are there; ready within {RESTART:.0f} s; same answers",
+        f"all that was acknowledged is there; ready within {RESTART:.0f} s; the same answers",
     )
-    home, secret = _home(path)
+    home, secret = keyed_home(path)
     server = Server(home, secret, "--no-learning", MOEDRAFT_REPLAY_CAPACITY="1000000")
     server.start()
     wanted, answered, slowest = server.answer(), 0, 0.0
+    kept = ids_of(KeyFile(home))
     for number in range(times):
         with Load(server, 3) as load:
             records = _acknowledged(server, home, number, rng)
@@ -88,7 +88,7 @@ def killed_under_load(path: Path, times: int, rng: random.Random) -> Row:
         row.check(sum(found.values()) >= records, f"{records} records were acknowledged, {found} are there")
         known = {one["name"] for one in server.client.get("/admin/domains").json()["domains"]}
         row.check(f"d{number}" in known, f"domain d{number} was acknowledged and is not there")
-        row.check([one.name for one in KeyFile(home).keys()] == [""], "a revoked key is back")
+        row.check(ids_of(KeyFile(home)) == kept, "a revoked key is back")
         row.check(server.answer() == wanted, "the answer has changed")
         row.cases += 1
     server.__exit__(None, None, None)
@@ -141,7 +141,9 @@ def nonsense(server: Server, bodies: int, rng: random.Random) -> Row:
     row = Row("bodies that a grammar makes, and bytes that are no JSON", "no 5xx; the engine lives")
     statuses: dict[int, int] = {}
     for _ in range(bodies):
-        path = rng.choice(["/v1/completions", "/v1/chat/completions", "/admin/domains", "/admin/replay/purge"])
+        path = rng.choice(
+            ["/v1/completions", "/v1/chat/completions", "/admin/domains", "/admin/replay/purge"]
+        )
         content = _body(rng)
         try:
             response = server.client.post(
@@ -160,8 +162,28 @@ def nonsense(server: Server, bodies: int, rng: random.Random) -> Row:
 def _body(rng: random.Random) -> bytes:
     if rng.random() < 0.1:
         return rng.randbytes(rng.randrange(200))
-    fields = ("prompt messages max_tokens temperature top_p top_k n stop seed stream logprobs model draft "
-              "stream_options name examples domain echo suffix store").split()
+    fields = [
+        "prompt",
+        "messages",
+        "max_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "n",
+        "stop",
+        "seed",
+        "stream",
+        "logprobs",
+        "model",
+        "draft",
+        "stream_options",
+        "name",
+        "examples",
+        "domain",
+        "echo",
+        "suffix",
+        "store",
+    ]
     body = {name: _value(rng, 0) for name in rng.sample(fields, rng.randrange(1, 9))}
     if rng.random() < 0.7:
         body |= {"model": MODEL, "max_tokens": rng.choice([1, 2, 8])}
@@ -173,8 +195,30 @@ def _body(rng: random.Random) -> bytes:
 
 
 def _value(rng: random.Random, depth: int) -> Any:
-    plain = [None, True, False, 0, 1, -1, 2**31, 2**63, -(2**70), 0.0, 1e308, -0.5, "", "a", HOSTILE, "\x00",
-             "\ud7ff\u2028", "🙂" * 50, "=1+1", "x" * 5000, [], {}]
+    plain = [
+        None,
+        True,
+        False,
+        0,
+        1,
+        -1,
+        2**31,
+        2**63,
+        -(2**70),
+        0.0,
+        1e308,
+        -0.5,
+        "",
+        "a",
+        HOSTILE,
+        "\x00",
+        "\ud7ff\u2028",
+        "🙂" * 50,
+        "=1+1",
+        "x" * 5000,
+        [],
+        {},
+    ]
     if depth < 3 and rng.random() < 0.3:
         size = rng.randrange(4)
         if rng.random() < 0.5:
@@ -185,7 +229,17 @@ def _value(rng: random.Random, depth: int) -> Any:
 
 def hostile(server: Server) -> Row:
     row = Row("hostile names, descriptions and prompts on every page and in every CSV", "nothing executes")
-    names = [HOSTILE, "=cmd|' /C calc'!A0", "../../etc", "a\x00b", "SQL", "x" * 65, "sql\u202elqs", "-1+1", "@a"]
+    names = [
+        HOSTILE,
+        "=cmd|' /C calc'!A0",
+        "../../etc",
+        "a\x00b",
+        "SQL",
+        "x" * 65,
+        "sql\u202elqs",
+        "-1+1",
+        "@a",
+    ]
     examples = [f"{HOSTILE} {i}" for i in range(8)]
     for name in names:
         answer = server.client.post("/admin/domains", json={"name": name, "examples": examples})
@@ -202,7 +256,7 @@ def hostile(server: Server) -> Row:
         row.check(HOSTILE not in page.text, f"{path} shows what a client wrote")
         if "/csv/" in path:
             cells = [cell for line in csv.reader(io.StringIO(page.text)) for cell in line]
-            wrong = [cell for cell in cells if cell[:1] in "=+@\t\r" and cell or _formula(cell)]
+            wrong = [cell for cell in cells if (cell[:1] in "=+@\t\r" and cell) or _formula(cell)]
             row.check(not wrong, f"{path} has cells that a spreadsheet computes: {wrong[:2]}")
     return row
 
@@ -216,42 +270,22 @@ def _formula(cell: str) -> bool:
     return False
 
 
-# -- the trainer, secrets ------------------------------------------------------------------------
-
-
-def trainer(server: Server, times: int) -> Row:
-    row = Row("the trainer killed, and frozen", "no answer differs, none fails; a new trainer comes")
-    wanted = server.answer()
-
-    def pid() -> int:
-        return int(server.client.get("/admin/learning").json()["pid"] or 0)
-
-    for number in range(times):
-        row.check(until(lambda: pid() > 0, 90), "there is no trainer")
-        first, kind = pid(), (signal.SIGKILL, signal.SIGSTOP)[number % 2]
-        if first == 0:
-            break
-        os.kill(first, kind)
-        row.check(all(server.answer() == wanted for _ in range(3)), "an answer differs")
-        if kind == signal.SIGKILL:
-            row.check(until(lambda old=first: pid() not in (0, old), 120), "no new trainer came")
-        else:
-            os.kill(first, signal.SIGCONT)
-        row.cases += 1
-    return row
+# -- secrets -------------------------------------------------------------------------------------
 
 
 def secrets(server: Server) -> Row:
     """What was sent to the server, searched for in all that it shows or logs."""
     row = Row(
-        "key and prompt searched for in log, metrics, pages, errors, and, after a purge, all files of the home",
+        "key and prompt searched for in log, metrics, pages, errors; after a purge in all files",
         "found nowhere",
     )
     wrong = {"authorization": f"Bearer {server.secret}x", "cookie": f"moedraft={server.secret}"}
     texts = {
         "metrics": server.client.get("/metrics").text,
         "a refusal": server.client.get("/admin/domains", headers=wrong).text,
-        "an error": server.client.post("/v1/completions", json={"model": MODEL, "prompt": [SECRET_PROMPT, 1]}).text,
+        "an error": server.client.post(
+            "/v1/completions", json={"model": MODEL, "prompt": [SECRET_PROMPT, 1]}
+        ).text,
         "the status": server.client.get("/admin/learning").text,
         **{path: server.client.get(path).text for path in PAGES},
     }

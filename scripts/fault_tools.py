@@ -12,11 +12,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from moedraft.core import Domain, ReplayRecord
 from moedraft.storage.candidate import Candidate
+from moedraft.storage.keys import KeyFile
 from moedraft.storage.store import Store
-
-import torch
 
 Say = Callable[[str], None]
 NEEDLE = 100_000_000  # token ids from here on are searched for in files
@@ -87,6 +88,12 @@ def candidate(value: float, name: str = "sql", **changes: Any) -> Candidate:
     return Candidate(**{**fields, **changes})
 
 
+def ids_of(file: KeyFile) -> list[str]:
+    """Of all keys that are valid."""
+    found = file.keys()
+    return [key.id for key in found]
+
+
 def new_home(path: Path, names: tuple[str, ...] = ("sql",)) -> Path:
     """A home with domains."""
     store = Store.open(path)
@@ -101,11 +108,7 @@ def killed(work: Callable[[Say], None], rng: random.Random, longest: float) -> l
 
     The moment is random, at most `longest` seconds after its first word.
     """
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        _child(work, reading, writing)
-    os.close(writing)
+    pid, reading = _forked(work)
     with os.fdopen(reading, "rb") as pipe:
         first = pipe.readline()
         time.sleep(rng.random() * longest)
@@ -113,6 +116,33 @@ def killed(work: Callable[[Say], None], rng: random.Random, longest: float) -> l
         os.waitpid(pid, 0)
         text = first + pipe.read()
     return [line.decode() for line in text.split(b"\n")[:-1]]
+
+
+def until_its_end(work: Callable[[Say], None]) -> list[str]:
+    """What `work` says in a process of its own, which may kill itself."""
+    pid, reading = _forked(work)
+    with os.fdopen(reading, "rb") as pipe:
+        text = pipe.read()
+    os.waitpid(pid, 0)
+    return [line.decode() for line in text.split(b"\n")[:-1]]
+
+
+def timed(make: Callable[[], Row]) -> Row:
+    """A row that knows how long it took."""
+    began = time.monotonic()
+    row = make()
+    row.seconds = time.monotonic() - began
+    return row
+
+
+def _forked(work: Callable[[Say], None]) -> tuple[int, int]:
+    """The process, and where its words can be read."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        _child(work, reading, writing)
+    os.close(writing)
+    return pid, reading
 
 
 def _child(work: Callable[[Say], None], reading: int, writing: int) -> None:

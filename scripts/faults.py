@@ -3,10 +3,11 @@
 
     python scripts/faults.py --quick                           # minutes; a part of every fault
     python scripts/faults.py --out results/faults.json         # all of it; python scripts/tables.py shows it
-    python scripts/faults.py --quick --only kills              # kills, files or server
+    python scripts/faults.py --quick --only kills              # one part of it; see --help
 
 Loads this machine's loopback alone. Everything is bounded in number and time. Ends with 1 where something did
-not hold. A small disk is mounted for the full-disk fault where this user may do that; else it is left out.
+not hold. What is in the file already is not run again; with --again it is. Small disks are mounted for the
+faults of disks where this user may do that; else these are left out.
 """
 
 from __future__ import annotations
@@ -21,12 +22,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from fault_crowd import crowds
+from fault_disk import disks
 from fault_files import files
 from fault_kills import kills
-from fault_server import server_rows
+from fault_moments import moments
+from fault_server import killed_rows, server_rows
 from fault_tools import Row
+from fault_trainer import trainers
 
 
 @dataclass(frozen=True)
@@ -39,56 +45,97 @@ class Size:
     servers: int  # kills of a whole server
     clients: int
     bodies: int
+    trainers: int  # of each kind of fault
+    crowd: int  # connections
+    overload: float  # s
 
 
-QUICK = Size(kills=4, cuts=8, flips=50, servers=1, clients=35, bodies=60)
-WHOLE = Size(kills=50, cuts=64, flips=1000, servers=20, clients=1000, bodies=2000)
+QUICK = Size(kills=4, cuts=8, flips=50, servers=1, clients=70, bodies=300, trainers=1, crowd=64, overload=10)
+WHOLE = Size(
+    kills=50,
+    cuts=64,
+    flips=1000,
+    servers=50,
+    clients=10_000,
+    bodies=10_000,
+    trainers=5,
+    crowd=512,
+    overload=600,
+)
 
 
 def parts(size: Size, seed: int) -> dict[str, Callable[[Path], list[Row]]]:
+    """By name; each takes a folder that does not exist yet."""
     rng = random.Random(seed)
     return {
         "kills": lambda folder: kills(folder, size.kills, rng),
+        "moments": moments,
         "files": lambda folder: files(folder, size.cuts, size.flips, rng),
-        "server": lambda folder: server_rows(folder, size.servers, size.clients, size.bodies, rng),
+        "disks": disks,
+        "killed": lambda folder: killed_rows(folder, size.servers, rng),
+        "trainer": lambda folder: trainers(folder, size.trainers),
+        "server": lambda folder: server_rows(folder, size.clients, size.bodies, rng),
+        "crowd": lambda folder: crowds(folder, size.crowd, size.overload),
     }
 
 
 def main() -> None:
+    args = arguments()
+    torch.set_num_threads(1)
+    found = read(args.out, quick=args.quick) if args.out else new(quick=args.quick)
+    for name, run in parts(QUICK if args.quick else WHOLE, args.seed).items():
+        if args.only not in (None, name) or (name in found["parts"] and not args.again):
+            continue
+        with tempfile.TemporaryDirectory(prefix="moedraft-faults-") as folder:
+            rows = run(Path(folder) / name)
+        for row in rows:
+            say(row)
+        found["parts"][name] = [row.data for row in rows]
+        if args.out:
+            write(args.out, found)
+    raise SystemExit(not all(row["kept"] for rows in found["parts"].values() for row in rows))
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--only", choices=["kills", "files", "server"])
+    parser.add_argument("--only", choices=list(parts(QUICK, 0)))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    rows: list[Row] = []
-    with tempfile.TemporaryDirectory(prefix="moedraft-faults-") as folder:
-        for name, run in parts(QUICK if args.quick else WHOLE, args.seed).items():
-            if args.only in (None, name):
-                where = Path(folder) / name
-                where.mkdir()
-                rows += run(where / "work") if name != "kills" else run(where)
-    for row in rows:
-        print(f"{'kept' if not row.broken else 'BROKEN':7}{row.cases:6}  {row.seconds:6.1f} s  {row.fault}")
-        for sentence in (row.broken or [])[:5]:
-            print(f"           {sentence}")
-    if args.out:
-        write(args.out, rows, quick=args.quick)
-    raise SystemExit(any(row.broken for row in rows))
+    parser.add_argument("--again", action="store_true")
+    return parser.parse_args()
 
 
-def write(out: Path, rows: list[Row], *, quick: bool) -> None:
-    found = {
-        "date": time.strftime("%Y-%m-%d"),
-        "quick": quick,
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "rows": [row.data for row in rows],
-    }
-    out.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+def say(row: Row) -> None:
+    print(
+        f"{'kept' if not row.broken else 'BROKEN':7}{row.cases:6}  {row.seconds:6.1f} s  {row.fault}",
+        flush=True,
+    )
+    if row.figures:
+        print(f"           {row.figures}", flush=True)
+    for sentence in (row.broken or [])[:5]:
+        print(f"           {sentence}", flush=True)
+
+
+def new(*, quick: bool) -> dict[str, Any]:
+    return {"quick": quick, "cores": os.cpu_count(), "python": platform.python_version(), "parts": {}}
+
+
+def read(out: Path, *, quick: bool) -> dict[str, Any]:
+    """What was found before; nothing of a campaign of the other size."""
+    found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.exists() else new(quick=quick)
+    return found if found["quick"] == quick else new(quick=quick)
+
+
+def write(out: Path, found: dict[str, Any]) -> None:
+    """In the order of the parts, under another name first, so that a kill leaves a whole file."""
+    found["date"] = time.strftime("%Y-%m-%d")
+    found["parts"] = {name: found["parts"][name] for name in parts(QUICK, 0) if name in found["parts"]}
+    temporary = out.with_suffix(".tmp")
+    temporary.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    temporary.replace(out)
 
 
 if __name__ == "__main__":

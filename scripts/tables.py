@@ -170,7 +170,7 @@ def learning_cost(found: dict[str, Any]) -> str:
 def faults(found: dict[str, Any]) -> str:
     """Each fault of the campaign, what must hold, how often it was tried, and what was found."""
     rows = []
-    for row in found["rows"]:
+    for row in (row for part in found["parts"].values() for row in part):
         kept = "kept" if row["kept"] else "**not kept**: " + "; ".join(row["broken"])
         figures = f": {row['figures']}" if row["figures"] else ""
         rows.append([row["fault"], row["must"], f"{row['cases']:,}", kept + figures])
