@@ -55,7 +55,7 @@ def crowds(folder: Path, connections: int, seconds: float) -> list[Row]:
 def crowd(server: Server, connections: int, kind: str, first: bytes, drip: bytes) -> Row:
     row = Row(
         f"{connections} clients at once that {kind}",
-        f"probes are answered within {READY:.0f} s; soon after {PATIENCE} s the crowd is gone, and all as before",
+        f"probes are answered in {READY:.0f} s; soon after {PATIENCE} s the crowd is gone, all is as before",
     )
     wanted, before = server.answer(), settled(server)
     slowest = 0.0

@@ -21,6 +21,7 @@ from fault_tools import new_home
 from moedraft.storage.keys import SCOPES, KeyFile
 
 START_SECONDS = 180.0  # on a machine that does other things too
+PATIENCE = 200.0  # s for an answer; others may hold this machine up for minutes
 MODEL = "mini"
 PROMPT = "SELECT name FROM"
 
@@ -74,7 +75,7 @@ class Server:
                 self.client = httpx.Client(
                     base_url=url,
                     headers={"authorization": f"Bearer {self.secret}"},
-                    timeout=60,
+                    timeout=PATIENCE,
                     trust_env=False,
                 )
                 if until(lambda: self.client.get("/ready").status_code == 200, 30):

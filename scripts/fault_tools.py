@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -20,6 +21,7 @@ from moedraft.storage.keys import KeyFile
 from moedraft.storage.store import Store
 
 Say = Callable[[str], None]
+STANDSTILL = 5.0  # s; a busy machine does not hold a process up for so long
 NEEDLE = 100_000_000  # token ids from here on are searched for in files
 
 
@@ -128,10 +130,24 @@ def until_its_end(work: Callable[[Say], None]) -> list[str]:
 
 
 def timed(make: Callable[[], Row]) -> Row:
-    """A row that knows how long it took."""
-    began = time.monotonic()
+    """A row that knows how long it took, and whether this process stood still for long meanwhile."""
+    began, gaps, end = time.monotonic(), [0.0], threading.Event()
+
+    def tick() -> None:
+        last = time.monotonic()
+        while not end.wait(0.2):
+            now = time.monotonic()
+            gaps.append(now - last)
+            last = now
+
+    thread = threading.Thread(target=tick, daemon=True)
+    thread.start()
     row = make()
+    end.set()
+    thread.join()
     row.seconds = time.monotonic() - began
+    if max(gaps) > STANDSTILL:
+        row.figures += f" (this machine was stopped for {max(gaps):.0f} s meanwhile)"
     return row
 
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
-from fault_process import Server, keyed_home, until
+from fault_process import MODEL, Server, keyed_home, until
 from fault_tools import Row, timed
 
-SILENCE = 8  # seconds after which a trainer counts as hanging; the default is two minutes
+SILENCE = 20  # seconds after which a trainer counts as hanging; the default is two minutes
 COMES_BACK = 120.0  # s
 QUESTIONS = (
     "SELECT name FROM",
@@ -30,7 +30,7 @@ def trainers(folder: Path, times: int) -> list[Row]:
     home, secret = keyed_home(folder / "home")
     environment = {"MOEDRAFT_TRAINER_TIMEOUT": str(SILENCE), "MOEDRAFT_UPDATE_EVERY": "4"}
     with Server(home, secret, "--learning", **environment) as server:
-        wanted = {question: server.answer(prompt=question) for question in QUESTIONS}
+        wanted = {question: server.answer(prompt=question, model=f"{MODEL}:sql") for question in QUESTIONS}
         return [
             timed(lambda fault=fault: _faulty(server, wanted, times, *FAULTS[fault], fault))  # type: ignore[misc]
             for fault in FAULTS
@@ -42,7 +42,7 @@ def _faulty(
 ) -> Row:
     row, asked = Row(f"the trainer {fault}", must), 0
     for _ in range(times):
-        if not until(lambda: alive(pid_of(server)), COMES_BACK):
+        if not until(lambda: works(server), COMES_BACK):
             row.check(False, "there is no trainer")
             break
         first, ending = pid_of(server), time.monotonic() + COMES_BACK
@@ -50,6 +50,7 @@ def _faulty(
         while pid_of(server) in (0, first) and time.monotonic() < ending:
             check_answers(server, wanted, row)
             asked += len(wanted)
+            time.sleep(1)  # so that it has time to train
         row.check(pid_of(server) not in (0, first), "no new trainer came")
         row.cases += 1
     row.figures = f"{asked} answers meanwhile"
@@ -59,7 +60,10 @@ def _faulty(
 def check_answers(server: Server, wanted: dict[str, str], row: Row) -> None:
     for question, answer in wanted.items():
         try:
-            row.check(server.answer(prompt=question) == answer, f"the answer to {question!r} differs")
+            row.check(
+                server.answer(prompt=question, model=f"{MODEL}:sql") == answer,
+                f"the answer to {question!r} differs",
+            )
         except httpx.HTTPError as error:
             row.check(False, f"a request failed: {type(error).__name__}")
 
@@ -68,9 +72,10 @@ def pid_of(server: Server) -> int:
     return int(server.client.get("/admin/learning").json()["pid"] or 0)
 
 
-def alive(pid: int) -> bool:
-    """It runs and has loaded what it computes with, so that it is a trainer by now."""
-    return pid > 0 and b"libtorch" in Path(f"/proc/{pid}/maps").read_bytes()
+def works(server: Server) -> bool:
+    """There is a trainer that has loaded what it computes with."""
+    found = server.client.get("/admin/learning").json()
+    return bool(found["pid"]) and found["status"].startswith(("waiting", "training", "yielding"))
 
 
 def kill(pid: int) -> None:
@@ -82,7 +87,7 @@ def freeze(pid: int) -> None:
 
 
 def starve(pid: int) -> None:
-    """It gets no more memory than it has. Should it need none, the kernel ends it as it would then."""
+    """It gets no more memory than it has."""
     used = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     hard = resource.prlimit(pid, resource.RLIMIT_AS)[1]
     resource.prlimit(pid, resource.RLIMIT_AS, (used, hard))

@@ -781,3 +781,16 @@ def test_processor_time_is_told(child: Callable[[str], Child]) -> None:
     until(lambda: (busy.processor_seconds() or 0) > 0.1)
     idle = child("sys.stdin.read()")
     assert (idle.processor_seconds() or 0) < 5
+
+
+def test_who_is_suspended_from_outside_is_taken_for_hung_under_load_as_well(
+    child: Callable[[str], Child],
+) -> None:
+    """It uses no processor time, however long one waits."""
+    one = child("while True: pass")
+    conversation = Conversation(one, 0.5)
+    one.process.send_signal(signal.SIGSTOP)
+    until(lambda: one.processor_seconds() is None)
+    with pytest.raises(ChildFailed, match="said nothing"):  # noqa: PT012
+        for _ in range(50):
+            conversation.hear(0.05, starved=True)
