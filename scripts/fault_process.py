@@ -46,7 +46,7 @@ class Server:
             *flags,
         ]
         self._environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-        self.started_in = 0.0
+        self.started_in = self.used = 0.0  # s of time and of processors until it was ready
 
     def __enter__(self) -> Server:
         self.start()
@@ -80,6 +80,7 @@ class Server:
                 )
                 if until(lambda: self.client.get("/ready").status_code == 200, 30):
                     self.started_in = time.monotonic() - began
+                    self.used = processor_seconds(self.process.pid)
                     return
             time.sleep(0.05)
         raise RuntimeError(f"the server did not start: {self.log.read_text()[-500:]}")
@@ -122,6 +123,12 @@ class Server:
             "kilobytes": int(status["VmRSS"].split()[0]),
             "requests": requests,
         }
+
+
+def processor_seconds(pid: int) -> float:
+    """That a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 class Load:

@@ -13,8 +13,8 @@ import httpx
 from fault_process import MODEL, Server, keyed_home, until
 from fault_tools import Row, timed
 
-SILENCE = 20  # seconds after which a trainer counts as hanging; the default is two minutes
-COMES_BACK = 120.0  # s
+SILENCE = 45  # seconds after which a trainer counts as hanging; the default is two minutes
+COMES_BACK = 240.0  # s; it loads at the lowest priority
 QUESTIONS = (
     "SELECT name FROM",
     "def area(r):",

@@ -58,7 +58,7 @@ WHOLE = Size(
     servers=50,
     clients=10_000,
     bodies=10_000,
-    trainers=5,
+    trainers=3,
     crowd=512,
     overload=600,
 )
@@ -72,28 +72,28 @@ def parts(size: Size, seed: int) -> dict[str, Callable[[Path], list[Row]]]:
         "moments": moments,
         "files": lambda folder: files(folder, size.cuts, size.flips, rng),
         "disks": disks,
-        "killed": lambda folder: killed_rows(folder, size.servers, rng),
         "trainer": lambda folder: trainers(folder, size.trainers),
         "server": lambda folder: server_rows(folder, size.clients, size.bodies, rng),
         "crowd": lambda folder: crowds(folder, size.crowd, size.overload),
+        "killed": lambda folder: killed_rows(folder, size.servers, rng),
     }
 
 
 def main() -> None:
     args = arguments()
     torch.set_num_threads(1)
-    found = read(args.out, quick=args.quick) if args.out else new(quick=args.quick)
+    found = read(args.out)
     for name, run in parts(QUICK if args.quick else WHOLE, args.seed).items():
-        if args.only not in (None, name) or (name in found["parts"] and not args.again):
+        if args.only not in (None, name) or (is_done(found, name, args.quick) and not args.again):
             continue
         with tempfile.TemporaryDirectory(prefix="moedraft-faults-") as folder:
             rows = run(Path(folder) / name)
         for row in rows:
             say(row)
-        found["parts"][name] = [row.data for row in rows]
+        found["parts"][name] = {"quick": args.quick, "rows": [row.data for row in rows]}
         if args.out:
             write(args.out, found)
-    raise SystemExit(not all(row["kept"] for rows in found["parts"].values() for row in rows))
+    raise SystemExit(not all(row["kept"] for part in found["parts"].values() for row in part["rows"]))
 
 
 def arguments() -> argparse.Namespace:
@@ -119,14 +119,17 @@ def say(row: Row) -> None:
         print(f"           {sentence}", flush=True)
 
 
-def new(*, quick: bool) -> dict[str, Any]:
-    return {"quick": quick, "cores": os.cpu_count(), "python": platform.python_version(), "parts": {}}
+def read(out: Path | None) -> dict[str, Any]:
+    """What was found before."""
+    if out is None or not out.exists():
+        return {"cores": os.cpu_count(), "python": platform.python_version(), "parts": {}}
+    found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    return found
 
 
-def read(out: Path, *, quick: bool) -> dict[str, Any]:
-    """What was found before; nothing of a campaign of the other size."""
-    found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.exists() else new(quick=quick)
-    return found if found["quick"] == quick else new(quick=quick)
+def is_done(found: dict[str, Any], name: str, quick: bool) -> bool:
+    """A whole part counts for a quick one, too."""
+    return name in found["parts"] and (quick or not found["parts"][name]["quick"])
 
 
 def write(out: Path, found: dict[str, Any]) -> None:

@@ -170,12 +170,12 @@ def learning_cost(found: dict[str, Any]) -> str:
 def faults(found: dict[str, Any]) -> str:
     """Each fault of the campaign, what must hold, how often it was tried, and what was found."""
     rows = []
-    for row in (row for part in found["parts"].values() for row in part):
+    for part, row in [(one, row) for one in found["parts"].values() for row in one["rows"]]:
         kept = "kept" if row["kept"] else "**not kept**: " + "; ".join(row["broken"])
         figures = f": {row['figures']}" if row["figures"] else ""
-        rows.append([row["fault"], row["must"], f"{row['cases']:,}", kept + figures])
-    size = "in part (`--quick`)" if found["quick"] else "whole"
-    note = f"Run on {found['date']} on {found['cores']} cores that others used too, {size}."
+        cases = f"{row['cases']:,}" + (" (quick)" if part["quick"] else "")
+        rows.append([row["fault"], row["must"], cases, kept + figures])
+    note = f"Run on {found['date']} on {found['cores']} cores that other work used too."
     return f"{table(['fault', 'must hold', 'cases', 'found'], rows)}\n\n{note}"
 
 

@@ -44,13 +44,11 @@ def test_a_broken_promise_ends_it_with_1_and_stands_in_the_file(tmp_path: Path) 
     }
     parts = ["kills", "moments", "files", "disks", "killed", "trainer", "server", "crowd"]
     found: dict[str, Any] = {
-        "quick": True,
         "cores": 2,
         "python": "3",
         "date": "today",
-        "parts": {one: [] for one in parts},
+        "parts": {one: {"quick": True, "rows": [row] if one == "kills" else []} for one in parts},
     }
-    found["parts"]["kills"] = [row]
     out.write_text(json.dumps(found), encoding="utf-8")
     command = [sys.executable, str(SCRIPT), "--quick", "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)

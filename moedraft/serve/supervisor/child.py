@@ -82,8 +82,10 @@ class Child:
         return self.silent or self.process.poll() is not None
 
     def processor_seconds(self) -> float | None:
-        """What all its threads have used so far; None where the system does not tell, and while the process is
-        suspended: it would use none for ever."""
+        """What all its threads have used so far.
+
+        None where the system does not tell, and while the process is suspended, because it uses none then.
+        """
         try:
             fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
