@@ -78,7 +78,8 @@ class Settings(BaseSettings):
     max_speculative_tokens: int = Field(8, ge=0, le=32, description="longest draft the budget may choose")
     adaptive_budget: bool = Field(
         True,
-        description="choose draft lengths by measured costs; False: num_speculative_tokens by the model",
+        description="choose draft lengths by measured costs; False: num_speculative_tokens, by the model "
+        "unless draft_source is lookup",
     )
     draft_source: Literal["auto", "model", "lookup"] = Field(
         "auto",

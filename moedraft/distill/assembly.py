@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from moedraft.config import Settings
+from moedraft.core import UnsupportedModel
 from moedraft.distill.joint.joint_loop import JointLoop
-from moedraft.distill.joint.joint_trainer import build_joint
+from moedraft.distill.joint.joint_student import JointStudent
+from moedraft.distill.joint.joint_trainer import JointPlan, JointTrainer
+from moedraft.distill.joint.states import RecordStates
 from moedraft.distill.judging.judge import Judge
 from moedraft.distill.judging.measures import JointMeasure, Measure, TextMeasure
 from moedraft.distill.loop import DistillLoop
 from moedraft.distill.outlet import HomeOutlet, Outlet
 from moedraft.distill.trainer import Trainer
-from moedraft.drafting.base import draft_name, feature_folder
+from moedraft.drafting.base import FeatureBase, draft_name, feature_folder, load_base
 from moedraft.models import load_by
 from moedraft.storage.store import Store
 
@@ -24,7 +27,7 @@ def build_loop(settings: Settings, store: Store, outlet: Outlet | None = None) -
     outlet = outlet or HomeOutlet(store)
     name = draft_name(settings)
     if feature_folder(name) is not None:
-        joint = build_joint(settings, store)
+        joint = _joint_trainer(settings, store)
         return _resumed(JointLoop(joint, store, outlet, settings.update_every), settings)
     trainer = Trainer(
         load_by(settings, "draft", "float32", name),
@@ -38,6 +41,25 @@ def build_loop(settings: Settings, store: Store, outlet: Outlet | None = None) -
         kind=settings.distill_kind,
     )
     return _resumed(DistillLoop(trainer, store, outlet, settings.update_every), settings)
+
+
+def _joint_trainer(settings: Settings, store: Store) -> JointTrainer:
+    """A joint trainer of these settings, with its own copies of the target and of the draft base.
+
+    Raises UnsupportedModel where the draft base is no feature drafter, and what loading a model raises.
+    """
+    target = load_by(settings, "target")
+    base = load_base(settings, target, learns=True)
+    if not isinstance(base, FeatureBase):
+        raise UnsupportedModel(f"{base.name} is no feature drafter; joint updates are for those alone.")
+    ranks = {"rank": settings.adapter_rank, "shared_rank": settings.shared_rank}
+    student = JointStudent(base.hf, base.weights_hash(), name=base.name, **ranks)
+    plan = JointPlan(
+        steps=settings.update_steps,
+        learning_rate=settings.learning_rate or JointPlan.learning_rate,
+        kind=settings.distill_kind,
+    )
+    return JointTrainer(student, RecordStates(target, base.hf), store, plan, target.eos_token_ids)
 
 
 def _resumed(loop: DistillLoop, settings: Settings) -> DistillLoop:

@@ -57,16 +57,18 @@ class Chooser:
         """Guess for every row that wants it; nothing where drafting does not pay."""
         if self.model is None:
             return Proposal.nothing(len(rows), rows.device)
-        # A seeded answer must not depend on timing, so its draft length is fixed, and the model drafts it.
+        # A seeded answer must not depend on timing, so its draft length is fixed, and one source drafts it:
+        # the model, or the lookup where that is the only one.
         fixed = [not self.limits.adaptive or row.reproducible for row in rows.sequences]
         limits = [self._limit(row, f) for row, f in zip(rows.sequences, fixed, strict=True)]
         looked = self._look_up(rows, fixed)
         experts = self.model.experts_of(rows.sequences)
         free = {b: experts[b] for b, limit in enumerate(limits) if limit and not fixed[b]}
-        found = {b: survival_of(chances) for b, chances in enumerate(looked.confidences) if chances}
+        found = {b: survival_of(c) for b, c in enumerate(looked.confidences) if c and not fixed[b]}
         least = max((limit for limit, is_fixed in zip(limits, fixed, strict=True) if is_fixed), default=0)
         plan = self.budget.plan(free, found, len(rows), least)
-        looked = looked.cut(plan.looking)
+        certain = {b: looked.lengths[b] for b, is_fixed in enumerate(fixed) if is_fixed}
+        looked = looked.cut({**plan.looking, **certain})
         limits = [
             limit if is_fixed or (plan.model and not looked.lengths[b]) else 0
             for b, (limit, is_fixed) in enumerate(zip(limits, fixed, strict=True))
@@ -83,10 +85,9 @@ class Chooser:
     def _look_up(self, rows: Rows, fixed: list[bool]) -> Proposal:
         if self.source == "model":
             return Proposal.nothing(len(rows), rows.device)
-        longest = self.budget.longest
-        limits = [
-            0 if f else min(self._room(row), longest) for row, f in zip(rows.sequences, fixed, strict=True)
-        ]
+        certain = self.limits.num_speculative_tokens if self.source == "lookup" else 0
+        longest = {True: certain, False: self.budget.longest}
+        limits = [min(self._room(row), longest[f]) for row, f in zip(rows.sequences, fixed, strict=True)]
         return self.lookup.propose(rows, limits)
 
     def _limit(self, row: Sequence, fixed: bool) -> int:

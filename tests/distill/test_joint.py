@@ -379,7 +379,8 @@ def test_lists_outlive_the_trainer_and_reach_the_engine(tmp_path: Path) -> None:
     tokens = bank.heads.draft.vocabulary if bank.heads else SOME
     assert torch.equal(tokens.int(), next(c.vocabulary for c in update.candidates if c.expert == "code"))
     home.student.routing.parts = [("code", 1)]
-    expected = home.student.layers[HEAD](hidden)
+    with home.trainer.averaged():
+        expected = home.student.layers[HEAD](hidden)
     places = torch.searchsorted(home.student.draft.vocabulary, tokens)
     torch.testing.assert_close(bank.layers[HEAD](hidden), expected[..., places], rtol=1e-4, atol=1e-4)
     other = JointTrainer(a_student(home.draft), home.trainer.states, home.store, PLAN)

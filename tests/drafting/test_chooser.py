@@ -204,6 +204,16 @@ def test_where_the_budget_says_nothing_nothing_is_drafted() -> None:
 # -- rows of a fixed length ----------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("seeded", [False, True])
+def test_fixed_rows_look_up_their_length_where_the_lookup_is_the_only_source(seeded: bool) -> None:
+    model, budget = ScriptedModel(), Planned(Plan(), steps=0)
+    rows = rows_of(row(0, *LOOP, **({"temperature": 1.0, "seed": 3} if seeded else {})), row(1, 5, 6))
+    made = chooser(budget, model, "lookup", adaptive=seeded).propose(rows)
+    assert (made.lengths, made.sources) == ([3, 0], ["lookup", NOBODY])
+    assert budget.asked == [({}, {}, 2, 0)]
+    assert model.proposed == []
+
+
 def test_fixed_rows_get_their_length_from_the_model_whatever_the_budget_says() -> None:
     model, budget = ScriptedModel(), Planned(Plan(), steps=0)
     made = chooser(budget, model, adaptive=False).propose(rows_of(row(0, *LOOP), row(1, 5, 6)))

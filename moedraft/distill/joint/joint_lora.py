@@ -7,6 +7,7 @@ a row in the batch takes no part and gets no gradient, so that no optimiser move
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +15,8 @@ from torch import nn
 from torch.nn.functional import linear
 
 from moedraft.core import SHARED
+
+LISTS_KEPT = 16  # experts whose rows of the output layer are kept apart from it, those that learned last
 
 
 @dataclass
@@ -34,7 +37,50 @@ class LowRank(nn.Module):
         self.b = nn.Parameter(torch.zeros(size_out, rank, device=device))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(linear(x.to(self.a.dtype), self.a), self.b)
+        return self.through(x, self.b)
+
+    def through(self, x: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """The same with `b` [n, rank], some rows of B, in its place."""
+        # Autocast brings both sides of a product to one precision by itself.
+        x = x if torch.is_autocast_enabled(x.device.type) else x.to(self.a.dtype)
+        return linear(linear(x, self.a), b)
+
+
+class FrozenWeight:
+    """A weight that does not learn, in the precision of the products it takes part in.
+
+    Autocast converts such a weight anew at each product; here the converted one is kept, and so are the rows
+    of it that an expert's own vocabulary picks.
+    """
+
+    def __init__(self, layer: nn.Linear) -> None:
+        self.layer = layer
+        self._whole: tuple[torch.Tensor, torch.Tensor] | None = None  # the weight it was made of, and itself
+        self._picked: OrderedDict[str, tuple[torch.Tensor, torch.Tensor]] = OrderedDict()  # numbers, rows
+
+    def whole(self) -> torch.Tensor:
+        weight, dtype = self.layer.weight, self._dtype()
+        if self._whole is None or self._whole[0] is not weight or self._whole[1].dtype != dtype:
+            self._whole = weight, weight.detach().to(dtype)
+            self._picked.clear()
+        return self._whole[1]
+
+    def rows(self, name: str, numbers: torch.Tensor) -> torch.Tensor:
+        """The rows `numbers` of an expert; a list that is asked for again must be the same tensor."""
+        weight = self.whole()
+        kept = self._picked.get(name)
+        if kept is None or kept[0] is not numbers:
+            kept = numbers, weight.index_select(0, numbers)
+        self._picked[name] = kept
+        self._picked.move_to_end(name)
+        if len(self._picked) > LISTS_KEPT:
+            self._picked.popitem(last=False)
+        return kept[1]
+
+    def _dtype(self) -> torch.dtype:
+        device = self.layer.weight.device.type
+        cast = torch.is_autocast_enabled(device)
+        return torch.get_autocast_dtype(device) if cast else self.layer.weight.dtype
 
 
 class JointLinear(nn.Module):
@@ -43,6 +89,7 @@ class JointLinear(nn.Module):
     def __init__(self, base: nn.Linear, routing: Routing) -> None:
         super().__init__()
         self.base = base.requires_grad_(False)
+        self.frozen = FrozenWeight(base)
         self.routing = routing
         self.adapters = nn.ModuleDict()
 
@@ -74,7 +121,7 @@ class JointLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, …, in]; the first dimension is what `routing.parts` counts."""
-        y: torch.Tensor = self.base(x)
+        y = linear(x, self.frozen.whole(), self.base.bias)
         shared = self.adapter(SHARED) if self.routing.shared else None
         if shared is not None:
             y = y + shared(x).to(y.dtype)
@@ -84,11 +131,11 @@ class JointLinear(nn.Module):
 
     def rows(self, x: torch.Tensor, name: str, numbers: torch.Tensor) -> torch.Tensor:
         """The outputs `numbers` (int64, of the layer's) for x [n, in], all of whose rows belong to `name`."""
-        y = linear(x, self.base.weight[numbers])
+        y = linear(x, self.frozen.rows(name, numbers))
         shared = self.adapter(SHARED) if self.routing.shared else None
         for part in (shared, self.adapter(name) if name != SHARED else None):
             if part is not None:
-                y = y + linear(linear(x.to(part.a.dtype), part.a), part.b[numbers]).to(y.dtype)
+                y = y + part.through(x, part.b.index_select(0, numbers)).to(y.dtype)
         return y
 
     def _own(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

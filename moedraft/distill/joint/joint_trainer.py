@@ -14,22 +14,21 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 
-from moedraft.config import Settings
-from moedraft.core import SHARED, AdapterVersion, ReplayRecord, UnsupportedModel
+from moedraft.core import SHARED, AdapterVersion, ReplayRecord
+from moedraft.distill.joint.averages import averaged, follow
 from moedraft.distill.joint.feature_batches import DraftVocabulary, FeatureBatch, collate
 from moedraft.distill.joint.joint_loss import acceptance, loss_of
 from moedraft.distill.joint.joint_student import MODULES, JointStudent
-from moedraft.distill.joint.states import RecordStates, States
+from moedraft.distill.joint.states import States
 from moedraft.distill.trainer import LAST_RATE, MEASURED, OnStep, is_held_out
-from moedraft.drafting.base import FeatureBase, load_base
 from moedraft.feature.expert_vocabularies import Vocabularies
 from moedraft.feature.vocabulary import union
 from moedraft.kernels import Kind
-from moedraft.models import load_by
 from moedraft.storage.candidate import Candidate
 from moedraft.storage.store import TARGET_ID, Store
 
@@ -115,18 +114,25 @@ class JointTrainer:
             for name in (SHARED, *names):
                 self._follow(name)
             self._choose_vocabularies(drawn.train)
-            before = self.measure(drawn.held_out, lambda: say(0, None))
+            with self.averaged():
+                before = self.measure(drawn.held_out, lambda: say(0, None))
             loss, used = self._train(drawn, steps, say)
-            after = self.measure(drawn.held_out, lambda: say(steps, loss))
+            held_out = Counter(record.domain for record in drawn.held_out if record.domain != SHARED)
+            sizes = used, held_out + Counter({SHARED: len(drawn.held_out)})
+            with self.averaged():
+                after = self.measure(drawn.held_out, lambda: say(steps, loss))
+                rates = before, after
+                made = [self._candidate(name, sizes, steps, loss, rates) for name in (SHARED, *names)]
         except BaseException:
             for name in (SHARED, *names):
                 self.forget(name)
             raise
         self.last_id = last_id
-        held_out = Counter(record.domain for record in drawn.held_out if record.domain != SHARED)
-        sizes = used, held_out + Counter({SHARED: len(drawn.held_out)})
-        made = [self._candidate(name, sizes, steps, loss, (before, after)) for name in (SHARED, *names)]
         return JointUpdate(tuple(one for one in made if one.records), last_id, loss)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Within it the student guesses as the candidates of the last update do."""
+        return averaged(self._optimisers.values())
 
     def published(self, version: AdapterVersion) -> None:
         """The candidate of this name is live as `version`; the next update goes on from what is in memory."""
@@ -249,6 +255,7 @@ class JointTrainer:
                 group["lr"] = plan.learning_rate * rate
             if finite:
                 optimiser.step()
+                follow(optimiser)
             optimiser.zero_grad(set_to_none=True)
         return loss.item() if finite else None
 
@@ -256,7 +263,8 @@ class JointTrainer:
         """One for each adapter, kept from one update to the next: an expert rests while its domain does."""
         if name not in self._optimisers:
             decay = 0.0 if name == SHARED else self.plan.weight_decay
-            self._optimisers[name] = torch.optim.AdamW(self.student.parameters(name), weight_decay=decay)
+            parameters = self.student.parameters(name)
+            self._optimisers[name] = torch.optim.AdamW(parameters, weight_decay=decay, fused=True)
         return self._optimisers[name]
 
     @torch.no_grad()
@@ -321,25 +329,6 @@ class JointTrainer:
             tensors=tensors,
             vocabulary=None if vocabulary is None else vocabulary.to(torch.int32),
         )
-
-
-def build_joint(settings: Settings, store: Store) -> JointTrainer:
-    """A joint trainer of these settings, with its own copies of the target and of the draft base.
-
-    Raises UnsupportedModel where the draft base is no feature drafter, and what loading a model raises.
-    """
-    target = load_by(settings, "target")
-    base = load_base(settings, target, learns=True)
-    if not isinstance(base, FeatureBase):
-        raise UnsupportedModel(f"{base.name} is no feature drafter; joint updates are for those alone.")
-    ranks = {"rank": settings.adapter_rank, "shared_rank": settings.shared_rank}
-    student = JointStudent(base.hf, base.weights_hash(), name=base.name, **ranks)
-    plan = JointPlan(
-        steps=settings.update_steps,
-        learning_rate=settings.learning_rate or JointPlan.learning_rate,
-        kind=settings.distill_kind,
-    )
-    return JointTrainer(student, RecordStates(target, base.hf), store, plan, target.eos_token_ids)
 
 
 def _cycled(records: list[ReplayRecord], rng: random.Random) -> Iterator[ReplayRecord]:
