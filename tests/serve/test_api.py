@@ -18,6 +18,7 @@ from server import TARGET, Served, check_error, events, served, slowed
 from waiting import wait_for
 
 from moedraft.core import SamplingParams
+from moedraft.serve.dashboard.panels import VIEWS
 from moedraft.serve.http import plan
 from moedraft.serve.http.prompts import Prompts, plain_chat
 from moedraft.serve.http.replies import Reply
