@@ -48,7 +48,7 @@ def api(tiny: Served) -> Any:
 
 
 BOUNDED = settings(
-    max_examples=int(os.environ.get("MOEDRAFT_EXAMPLES", "12")),  # of each route and kind
+    max_examples=int(os.environ.get("SCHEMA_EXAMPLES", "12")),  # of each route and kind
     deadline=None,
     derandomize=True,
     database=None,
