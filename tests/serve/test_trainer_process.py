@@ -776,6 +776,16 @@ def test_without_a_load_silence_is_silence(used: float | None) -> None:
             conversation.hear(0.02, starved=used is None)
 
 
+def test_who_hangs_is_not_excused_by_being_held_now_and_then() -> None:
+    """While it is held it may be silent for ever; what it was silent before stays counted."""
+    conversation = Conversation(Mute(), 0.3)  # type: ignore[arg-type]
+    for _ in range(30):
+        conversation.hear(0.02, held=True)
+    with pytest.raises(ChildFailed, match="said nothing"):  # noqa: PT012
+        for number in range(80):
+            conversation.hear(0.02, held=number % 2 == 0)
+
+
 def test_processor_time_is_told(child: Callable[[str], Child]) -> None:
     busy = child("while True: pass")
     until(lambda: (busy.processor_seconds() or 0) > 0.1)

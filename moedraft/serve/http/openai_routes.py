@@ -17,7 +17,7 @@ from moedraft.serve.http.schema import ChatRequest, CompletionRequest, ErrorBody
 
 router = APIRouter(prefix="/v1", route_class=StrictRoute, responses={"default": {"model": ErrorBody}})
 ANSWERS: dict[int | str, dict[str, Any]] = {
-    200: {"model": Answer, "content": {"text/event-stream": {"schema": {"type": "string"}}}}
+    200: {"model": Answer, "content": {"text/event-stream": {}}}
 }
 
 
