@@ -192,6 +192,8 @@ class ReplayRecord:
     drafted: int
     accepted: int
     created_at: float = field(default_factory=time.time)
+    source: str = ""  # whose request it was: the id of a key; "" where it is not known
+    pinned: bool = False  # the client chose the domain
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import kernel_tables
 
 ROOT = Path(__file__).resolve().parents[1]
 MISSING = "not yet measured"
-DOCUMENTS = ("README.md", "docs/benchmarks.md", "data/models/README.md")
+DOCUMENTS = ("README.md", "docs/benchmarks.md", "docs/robustness.md", "data/models/README.md")
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -167,6 +167,18 @@ def learning_cost(found: dict[str, Any]) -> str:
     return f"{table(head, rows)}\n\n{note}"
 
 
+def faults(found: dict[str, Any]) -> str:
+    """Each fault of the campaign, what must hold, how often it was tried, and what was found."""
+    rows = []
+    for part, row in [(one, row) for one in found["parts"].values() for row in one["rows"]]:
+        kept = "kept" if row["kept"] else "**not kept**: " + "; ".join(row["broken"])
+        figures = f": {row['figures']}" if row["figures"] else ""
+        cases = f"{row['cases']:,}" + (" (quick)" if part["quick"] else "")
+        rows.append([row["fault"], row["must"], cases, kept + figures])
+    note = f"Run on {found['date']} on {found['cores']} cores that other work used too."
+    return f"{table(['fault', 'must hold', 'cases', 'found'], rows)}\n\n{note}"
+
+
 SUMMARY = ("smollm2/experts.json", expert_tables.summary)  # the README's one table
 SOURCES = {
     "experts": ("smollm2/experts.json", expert_tables.by_domain),
@@ -176,6 +188,7 @@ SOURCES = {
     "bench": ("bench.json", bench),
     "learning": ("learning.json", learning),
     "router": ("router.json", router),
+    "faults": ("faults.json", faults),
 }
 
 

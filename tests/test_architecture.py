@@ -42,8 +42,8 @@ ROOMS = {
     "serve/supervisor": (4, 650),
     "serve/worker": (5, 850),
     "showcase": (11, 1450),
-    "storage": (18, 2750),
-    "storage/migrations": (10, 300),  # one more for each change of the schema
+    "storage": (18, 2800),
+    "storage/migrations": (12, 320),  # one more for each change of the schema
     "system": (5, 700),
 }
 

@@ -41,6 +41,8 @@ def read_adapter(
     vocabulary: the tokens that its rows of the output layer stand for, int64 and ascending, on the device of
     the weights. Raises CorruptAdapter where it does not fit them.
     """
+    if config.get("peft_type", "LORA") != "LORA":
+        raise CorruptAdapter(f"the adapter's kind is {config['peft_type']!r}, not 'LORA'.")
     if vocabulary is not None:
         weights = dict(weights) | {HEAD: weights[HEAD].new_empty(len(vocabulary), weights[HEAD].shape[1])}
     firsts = [key for key in tensors if key.startswith(PREFIX) and key.endswith(LORA_A)]
@@ -68,8 +70,11 @@ def _pair(name: str, tensors: Mapping[str, torch.Tensor], weight: torch.Tensor) 
 
 
 def _scale(config: Mapping[str, object], name: str, rank: int) -> float:
-    """As `scaling`. Raises CorruptAdapter."""
+    """As `scaling`. Raises CorruptAdapter, also where the configuration says another rank."""
     try:
+        said = _of_module(config, "rank_pattern", name, config.get("r", rank))
+        if said != rank:
+            raise ValueError(f"its rank is {rank}, and the configuration says {said}")
         return scaling(config, name, rank)
     except (ValueError, TypeError, OverflowError, ZeroDivisionError, RecursionError, re.error) as error:
         raise CorruptAdapter(f"the adapter's scaling for {name!r} makes no sense: {error}.") from error
@@ -80,13 +85,16 @@ def scaling(config: Mapping[str, object], name: str, rank: int) -> float:
 
     Raises ValueError, TypeError or re.error for a configuration that makes no sense.
     """
-    alpha = float(str(config.get("lora_alpha", rank)))
-    patterns = config.get("alpha_pattern")
-    if isinstance(patterns, Mapping):
-        for pattern, value in patterns.items():
-            if re.fullmatch(rf"(.*\.)?({pattern})", name):
-                alpha = float(value)
-                break
+    alpha = float(str(_of_module(config, "alpha_pattern", name, config.get("lora_alpha", rank))))
     if not math.isfinite(alpha):
         raise ValueError(f"lora_alpha is {alpha}")
     return float(alpha / (rank**0.5 if config.get("use_rslora") else rank))
+
+
+def _of_module(config: Mapping[str, object], patterns: str, name: str, default: object) -> object:
+    """What the first of the patterns that fits the module's name says."""
+    found = config.get(patterns)
+    for pattern, value in found.items() if isinstance(found, Mapping) else ():
+        if re.fullmatch(rf"(.*\.)?({pattern})", name):
+            return value
+    return default

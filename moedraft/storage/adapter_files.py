@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 MANIFEST = "manifest.json"
-MANIFEST_FORMAT = 1
+MANIFEST_FORMAT = 2  # the first had no digest of its own
 ALLOWED = (".safetensors", ".json", ".md")
 
 
@@ -98,7 +98,25 @@ def manifest_of(version: AdapterVersion, summary: CandidateSummary, files: dict[
         "rank": summary.rank,
         "modules": list(summary.modules),
     }
-    return json.dumps(written, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return json.dumps(sealed(written), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def read_manifest(files: dict[str, bytes], title: str) -> dict[str, Any]:
+    """Takes the manifest out of `files`. Raises CorruptAdapter where it is changed or vouches for others."""
+    manifest = json_object(files.pop(MANIFEST, b""), f"{MANIFEST} of {title}")
+    if manifest.get("format") not in (1, MANIFEST_FORMAT):
+        raise CorruptAdapter(f"{title}: its manifest has an unknown format.")
+    if manifest["format"] != 1 and sealed(manifest) != manifest:
+        raise CorruptAdapter(f"{title}: its manifest was changed.")
+    if manifest.get("files") != hashes_of(files):
+        raise CorruptAdapter(f"{title}: its files do not match its manifest.")
+    return manifest
+
+
+def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
+    """The manifest with the digest of all else that it says."""
+    rest = {key: value for key, value in manifest.items() if key != "sha256"}
+    return {**rest, "sha256": hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()}
 
 
 def hashes_of(files: dict[str, bytes]) -> dict[str, str]:

@@ -21,10 +21,9 @@ from moedraft.storage.adapter_files import (
     MANIFEST,
     checked,
     contents,
-    hashes_of,
-    json_object,
     manifest_of,
     parsed,
+    read_manifest,
     sync,
     vocabulary_in,
 )
@@ -122,9 +121,7 @@ class AdapterStore:
             )
         with storage_errors(self._home.path):
             files = contents(folder, title)
-        manifest = json_object(files.pop(MANIFEST, b""), f"{MANIFEST} of {title}")
-        if manifest.get("files") != hashes_of(files):
-            raise CorruptAdapter(f"{title}: its files do not match its manifest.")
+        manifest = read_manifest(files, title)
         same = ("domain", "version", "base_hash")
         if any(manifest.get(key) != getattr(version, key) for key in same):
             raise CorruptAdapter(f"{title}: its manifest belongs to another version.")

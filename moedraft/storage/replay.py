@@ -11,11 +11,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from random import Random
 from typing import Any, Literal
 
-from sqlalchemy import Connection, Row, Select, case, delete, func, insert, select
+from sqlalchemy import ColumnElement, Connection, Row, Select, case, delete, func, insert, select, true
 
 from moedraft.core import SHARED, InvalidRequest, ReplayRecord
 from moedraft.storage.codec import DamagedPayload, decode, encode
 from moedraft.storage.db import Home
+from moedraft.storage.shares import PINNED_SHARE, SOURCE_SHARE, Held, draw, even_shares, within_shares
 from moedraft.storage.tables import domains, replay
 
 Policy = Literal["fifo", "reservoir", "hardest"]
@@ -39,8 +40,9 @@ class ReplayBuffer:
     `policy` says which records of a full domain are kept. "fifo": the newest. "reservoir": a uniform sample
     of all that ever came; each record draws a random number once, and those with the smallest numbers stay
     (Vitter's reservoir by random keys). "hardest": those with the smallest share of accepted draft tokens,
-    the newer of two with the same share; records without any draft are removed first. `seed` makes the
-    reservoir's draws repeatable.
+    the newer of two with the same share; records without any draft are removed first. No client fills a
+    buffer alone where others have records, whatever the policy: see `shares`. `seed` makes the reservoir's
+    draws repeatable.
     """
 
     def __init__(self, home: Home, capacity: int, policy: Policy = "fifo", seed: int | None = None) -> None:
@@ -89,21 +91,27 @@ class ReplayBuffer:
     def sample(
         self, domain: str | None, n: int, seed: int, target_id: str | None = None
     ) -> Iterator[ReplayRecord]:
-        """`n` different records of `domain` (None: of all), uniformly; all of them where there are fewer.
+        """`n` different records of `domain` (None: of all), drawn as `shares` says; all if there are fewer.
 
         With `target_id` only records of that target are drawn. They are read while the iterator advances.
         """
-        ids = [number for numbers in self._ids_by_domain(domain, target_id).values() for number in numbers]
-        return self._fetched(Random(seed).sample(ids, min(n, len(ids))))
+        held = [one for some in self._held(domain, target_id).values() for one in some]
+        return self._fetched(draw(held, n, Random(seed)))
 
     def sample_stratified(self, n: int, seed: int, target_id: str | None = None) -> Iterator[ReplayRecord]:
         """As `sample` of all, with equal shares of the domains. Small domains give all they have."""
         random, chosen = Random(seed), list[int]()
-        ids = self._ids_by_domain(None, target_id)
-        for domain, share in _even_shares({name: len(ids[name]) for name in ids}, n).items():
-            chosen += random.sample(ids[domain], share)
+        held = self._held(None, target_id)
+        for domain, share in even_shares({name: len(held[name]) for name in held}, n).items():
+            chosen += draw(held[domain], share, random)
         random.shuffle(chosen)
         return self._fetched(chosen)
+
+    def newest(self, n: int, min_id: int, target_id: str | None = None) -> Iterator[ReplayRecord]:
+        """The newest `n` records of all domains with an id of at least `min_id`, as far as `shares` allow."""
+        held = [one for some in self._held(None, target_id, min_id).values() for one in some]
+        held.sort(key=lambda one: -one.id)
+        return self._fetched(within_shares(held, n))
 
     def numbered(
         self, domain: str, min_id: int, limit: int, target_id: str | None = None
@@ -152,15 +160,17 @@ class ReplayBuffer:
         self._home.checkpoint()  # until then the journal still holds them
         return count
 
-    def _ids_by_domain(self, domain: str | None, target_id: str | None) -> dict[str, list[int]]:
-        query = _of(select(replay.c.domain, replay.c.id), domain).order_by(replay.c.id)
+    def _held(self, domain: str | None, target_id: str | None, min_id: int = 0) -> dict[str, list[Held]]:
+        """By domain, oldest first."""
+        columns = (replay.c.domain, replay.c.id, replay.c.source, replay.c.pinned)
+        query = _of(select(*columns), domain).where(replay.c.id >= min_id).order_by(replay.c.id)
         if target_id is not None:
             query = query.where(replay.c.target_id == target_id)
-        ids: dict[str, list[int]] = {}
+        held: dict[str, list[Held]] = {}
         with self._home.read() as connection:
-            for name, number in connection.execute(query):
-                ids.setdefault(name, []).append(number)
-        return ids
+            for name, *record in connection.execute(query):
+                held.setdefault(name, []).append(Held(*record))
+        return held
 
     def _fetched(self, ids: list[int]) -> Iterator[ReplayRecord]:
         """The records of `ids`, in that order; one that was evicted meanwhile is left out."""
@@ -183,27 +193,48 @@ class ReplayBuffer:
             "created_at": record.created_at,
             "draw": self._random.random(),
             "payload": encode(record),
+            "source": record.source,
+            "pinned": record.pinned,
         }
 
     def _evict(self, connection: Connection, domain: str) -> None:
-        kept = connection.scalar(_of(select(func.count()).select_from(replay), domain)) or 0
-        if kept > self._capacity:
-            query = _of(select(replay.c.id), domain).order_by(*_EVICTION[self._policy])
-            evicted = query.limit(kept - self._capacity).scalar_subquery()
-            connection.execute(delete(replay).where(replay.c.id.in_(evicted)))
+        """Remove what is too much: first of those that have more than their share, then by the policy."""
+        excess = _count(connection, domain) - self._capacity
+        if excess <= 0:
+            return
+        half, quarter, pinned = (
+            self._capacity // SOURCE_SHARE,
+            self._capacity // PINNED_SHARE,
+            replay.c.pinned,
+        )
+        big = [replay.c.source == source for source in _sources_above(connection, domain, half)]
+        turns = [
+            *((one & pinned, one, half) for one in big),
+            (pinned, pinned, quarter),
+            *((one, one, half) for one in big),
+            (true(), true(), self._capacity),
+        ]
+        for removed, counted, most in turns:
+            too_many = min(excess, _count(connection, domain, counted) - most)
+            if too_many > 0:
+                chosen = select(replay.c.id).where(replay.c.domain == domain, removed)
+                first = chosen.order_by(*_EVICTION[self._policy]).limit(too_many).scalar_subquery()
+                excess -= connection.execute(delete(replay).where(replay.c.id.in_(first))).rowcount
+
+
+def _count(connection: Connection, domain: str, which: ColumnElement[bool] | None = None) -> int:
+    query = _of(select(func.count()).select_from(replay), domain)
+    return connection.scalar(query if which is None else query.where(which)) or 0
+
+
+def _sources_above(connection: Connection, domain: str, most: int) -> list[str]:
+    """Those with more than `most` records of `domain`."""
+    query = _of(select(replay.c.source), domain).group_by(replay.c.source)
+    return list(connection.scalars(query.having(func.count() > most)))
 
 
 def _of(query: Select[Any], domain: str | None) -> Select[Any]:
     return query if domain is None else query.where(replay.c.domain == domain)
-
-
-def _even_shares(sizes: dict[str, int], n: int) -> dict[str, int]:
-    """How many of `n` each domain gives: the same number, or all it has where that is less."""
-    shares, left = dict[str, int](), n
-    for done, (name, size) in enumerate(sorted(sizes.items(), key=lambda item: item[1])):
-        shares[name] = min(size, left // (len(sizes) - done))
-        left -= shares[name]
-    return shares
 
 
 def _decoded(rows: Iterable[Row[Any]]) -> Iterator[ReplayRecord]:
@@ -223,5 +254,7 @@ def _decoded(rows: Iterable[Row[Any]]) -> Iterator[ReplayRecord]:
             drafted=row.drafted,
             accepted=row.accepted,
             created_at=row.created_at,
+            source=row.source,
+            pinned=row.pinned,
             **payload._asdict(),
         )

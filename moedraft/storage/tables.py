@@ -75,7 +75,8 @@ Index(
     postgresql_where=_is_live,
 )
 
-# payload stands last: eviction reads the columns before it without touching its overflow pages.
+# Eviction reads the columns before the payload, and the two behind it from an index, so that it never
+# touches the payload's overflow pages.
 replay = Table(
     "replay",
     metadata,
@@ -90,9 +91,12 @@ replay = Table(
     Column("created_at", Float, nullable=False),
     Column("draw", Float, nullable=False),  # uniform in [0, 1): the reservoir keeps the smallest
     Column("payload", LargeBinary, nullable=False),
+    Column("source", String(64), nullable=False, server_default=""),  # the id of a key, or ""
+    Column("pinned", Boolean, nullable=False, server_default="0"),  # the client chose the domain
     sqlite_autoincrement=True,  # ids are never reused, so "newer than id" stays true after a purge
 )
 Index("replay_by_domain", replay.c.domain, replay.c.id)
+Index("replay_by_source", replay.c.domain, replay.c.source, replay.c.pinned, replay.c.id)
 
 requests = Table(
     "requests",

@@ -209,6 +209,8 @@ def replay_record(sequence: Sequence, target_id: str) -> ReplayRecord:
         drafted=sequence.speculation.num_draft_tokens,
         accepted=sequence.speculation.num_accepted_tokens,
         created_at=ended_at(sequence),
+        source=sequence.source,
+        pinned=sequence.pinned,
     )
 
 

@@ -385,9 +385,24 @@ def test_routed_experts_and_routers_are_left_out() -> None:
         {"lora_alpha": None},
         {"alpha_pattern": {"(": 3}},
         {"alpha_pattern": {"lm_head": [1]}},
+        {"r": 8},
+        {"r": 4, "rank_pattern": {"lm_head": 8}},
+        {"rank_pattern": {"(": 3}},
     ],
 )
 def test_a_scaling_that_makes_no_sense_is_corrupt(config: dict) -> None:
     bank = ExpertBank(random_model("llama", 1))
     with pytest.raises(CorruptAdapter, match="makes no sense"):
         bank.read(1, config, state(bank, ["lm_head"]))
+
+
+def test_another_kind_of_adapter_is_refused() -> None:
+    bank = ExpertBank(random_model("llama", 1))
+    with pytest.raises(CorruptAdapter, match="kind is 'IA3'"):
+        bank.read(1, {"peft_type": "IA3"}, state(bank, ["lm_head"]))
+
+
+def test_a_rank_may_differ_by_module_where_the_configuration_says_so() -> None:
+    bank = ExpertBank(random_model("llama", 1))
+    rank = len(next(iter(state(bank, ["lm_head"]).values())))
+    bank.read(1, {"peft_type": "LORA", "r": 99, "rank_pattern": {"lm_head": rank}}, state(bank, ["lm_head"]))

@@ -21,6 +21,7 @@ from moedraft.core import SHARED, AdapterVersion, Domain, StorageError
 from moedraft.distill.outlet import HomeOutlet
 from moedraft.drafting.adapter import PREFIX
 from moedraft.drafting.lora import ExpertBank, Prepared
+from moedraft.storage.adapter_files import sealed
 from moedraft.storage.store import Store
 from moedraft.system.loader import AdapterLoader
 
@@ -215,7 +216,7 @@ def spoil(store: Store, bank: ExpertBank, name: str, version: int, weights: byte
     (folder / "adapter_model.safetensors").write_bytes(weights)
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["files"]["adapter_model.safetensors"] = hashlib.sha256(weights).hexdigest()
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "manifest.json").write_text(json.dumps(sealed(manifest)))
 
 
 def odd_type() -> bytes:

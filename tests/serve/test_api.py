@@ -18,6 +18,7 @@ from server import TARGET, Served, check_error, events, served, slowed
 from waiting import wait_for
 
 from moedraft.core import SamplingParams
+from moedraft.serve.dashboard.panels import VIEWS
 from moedraft.serve.http import plan
 from moedraft.serve.http.prompts import Prompts, plain_chat
 from moedraft.serve.http.replies import Reply
@@ -698,3 +699,17 @@ def test_a_router_that_fails_costs_a_seeded_request_its_expert_only(
     monkeypatch.setattr(tiny.system.router, "route", lambda texts: 1 / 0)
     found = complete(client, prompt="def function number 3", seed=7, temperature=0.7)
     assert found["metrics"]["speculative_decoding"]["expert"] == "shared"
+
+
+def test_slow_views_and_long_prompts_hold_up_no_short_prompt(tmp_path: Path) -> None:
+    """Each has threads of its own."""
+    gate = threading.Event()
+    with served(tmp_path) as found, found.client() as client:
+        prompts = found.app.state.context.prompts
+        held = [VIEWS.submit(gate.wait, 20) for _ in range(8)] + [prompts._long.submit(gate.wait, 20)]
+        try:
+            row = {"model": TARGET, "messages": [{"role": "user", "content": "1 2"}], "max_tokens": 3}
+            assert client.post("/v1/chat/completions", json=row).status_code == 200
+            assert not any(one.done() for one in held)
+        finally:
+            gate.set()

@@ -489,3 +489,27 @@ def test_an_origin_may_be_allowed(worker: Worker, settings: Settings, keys: KeyF
 
 def test_the_keys_file_is_where_the_manual_says(keys: KeyFile) -> None:
     assert keys.path.name == KEYS_FILE == "keys.json"
+
+
+# -- whose request a record was ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("model", "pinned"), [("mini", False), ("mini:code", True)])
+def test_a_record_says_whose_key_asked_and_whether_the_domain_was_chosen(
+    app: FastAPI, keys: KeyFile, worker: Worker, model: str, pinned: bool
+) -> None:
+    """The shares in the replay rest on it."""
+    key, secret = keys.create(["infer"])
+    row = {"model": model, "prompt": "a b c", "max_tokens": 3}
+    assert ask(app, "POST", "/v1/completions", json=row, headers=bearer(secret)).status_code == 200
+    worker.system.recorder.flush()
+    (record,) = worker.system.store.replay.records()
+    assert (record.source, record.pinned) == (key.id, pinned)
+    assert secret not in repr(record)
+
+
+def test_without_keys_a_record_is_nobodys(app: FastAPI, worker: Worker) -> None:
+    row = {"model": "mini", "prompt": "a b c", "max_tokens": 3}
+    assert ask(app, "POST", "/v1/completions", json=row).status_code == 200
+    worker.system.recorder.flush()
+    assert [one.source for one in worker.system.store.replay.records()] == [""]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,7 +48,7 @@ def api(tiny: Served) -> Any:
 
 
 BOUNDED = settings(
-    max_examples=12,
+    max_examples=int(os.environ.get("SCHEMA_EXAMPLES", "12")),  # of each route and kind
     deadline=None,
     derandomize=True,
     database=None,

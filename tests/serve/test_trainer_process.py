@@ -788,8 +788,31 @@ def test_without_a_load_silence_is_silence(used: float | None) -> None:
             conversation.hear(0.02, starved=used is None)
 
 
+def test_who_hangs_is_not_excused_by_being_held_now_and_then() -> None:
+    """While it is held it may be silent for ever; what it was silent before stays counted."""
+    conversation = Conversation(Mute(), 0.3)  # type: ignore[arg-type]
+    for _ in range(30):
+        conversation.hear(0.02, held=True)
+    with pytest.raises(ChildFailed, match="said nothing"):  # noqa: PT012
+        for number in range(80):
+            conversation.hear(0.02, held=number % 2 == 0)
+
+
 def test_processor_time_is_told(child: Callable[[str], Child]) -> None:
     busy = child("while True: pass")
     until(lambda: (busy.processor_seconds() or 0) > 0.1)
     idle = child("sys.stdin.read()")
     assert (idle.processor_seconds() or 0) < 5
+
+
+def test_who_is_suspended_from_outside_is_taken_for_hung_under_load_as_well(
+    child: Callable[[str], Child],
+) -> None:
+    """It uses no processor time, however long one waits."""
+    one = child("while True: pass")
+    conversation = Conversation(one, 0.5)
+    one.process.send_signal(signal.SIGSTOP)
+    until(lambda: one.processor_seconds() is None)
+    with pytest.raises(ChildFailed, match="said nothing"):  # noqa: PT012
+        for _ in range(50):
+            conversation.hear(0.05, starved=True)

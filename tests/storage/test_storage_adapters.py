@@ -19,6 +19,7 @@ from storage_fakes import BASE, candidate, domain, publish
 
 from moedraft.core import SHARED, AdapterVersion, CorruptAdapter, InvalidRequest, StorageError
 from moedraft.storage import AdapterStore, Home, Registry, StorageFull
+from moedraft.storage.adapter_files import sealed
 from moedraft.storage.adapters import QUARANTINE
 from moedraft.storage.candidate import Candidate, write_files
 from moedraft.storage.db import DATABASE
@@ -59,7 +60,14 @@ def rehash(folder: Path, **changes: object) -> None:
     manifest = json.loads((folder / "manifest.json").read_text()) | changes
     for name in manifest["files"]:
         manifest["files"][name] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "manifest.json").write_text(json.dumps(sealed(manifest)))
+
+
+def reword(folder: Path, old: str, new: str) -> None:
+    """Another word in the manifest, whose digest stays."""
+    text = (folder / "manifest.json").read_text()
+    assert old in text
+    (folder / "manifest.json").write_text(text.replace(old, new))
 
 
 def nan(folder: Path) -> None:
@@ -84,6 +92,9 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], None], str]] = {
     "missing manifest": (lambda folder: (folder / "manifest.json").unlink(), "is missing or no JSON"),
     "no manifest": (lambda folder: (folder / "manifest.json").write_text("{"), "is missing or no JSON"),
     "binary manifest": (lambda folder: (folder / "manifest.json").write_bytes(b"\xff"), "no JSON"),
+    "another rank": (lambda folder: reword(folder, '"rank": 2', '"rank": 6'), "manifest was changed"),
+    "another format": (lambda folder: reword(folder, '"format": 2', '"format": 3'), "unknown format"),
+    "no digest": (lambda folder: reword(folder, '"sha256"', '"sha257"'), "manifest was changed"),
     "a list": (lambda folder: (folder / "manifest.json").write_text("[]"), "is no JSON object"),
     "a stranger": (lambda folder: (folder / "x.bin").write_bytes(b""), "holds 'x.bin'"),
     "one file more": (lambda folder: (folder / "x.json").write_text("{}"), "do not match"),
@@ -94,6 +105,15 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], None], str]] = {
     "another's": (lambda folder: rehash(folder, version=1), "belongs to another version"),
     "gone": (lambda folder: folder.rename(folder.parent / "away"), "its folder is gone"),
 }
+
+
+def test_a_manifest_of_the_first_format_had_no_digest(store: AdapterStore) -> None:
+    version = store.publish(candidate(2.0))
+    path = store.folder("sql", 1) / "manifest.json"
+    manifest = json.loads(path.read_text()) | {"format": 1}
+    del manifest["sha256"]
+    path.write_text(json.dumps(manifest))
+    assert store.load(version).tensors["lora_A"].eq(2.0).all()
 
 
 def test_published_files_come_back(home: Home, store: AdapterStore, registry: Registry) -> None:

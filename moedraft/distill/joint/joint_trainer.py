@@ -159,7 +159,7 @@ class JointTrainer:
         """Records that came since the last update, and as many of all domains in equal shares."""
         self.seed += 1
         target, most = self.registry.get_meta(TARGET_ID), min(SAMPLE, steps * self.plan.rows)
-        newest = self.replay.records(limit=most, min_id=self.last_id + 1)
+        newest = self.replay.newest(most, self.last_id + 1, target)
         groups: list[list[ReplayRecord]] = []
         held_out: list[ReplayRecord] = []
         for found in (newest, self.replay.sample_stratified(most, self.seed, target)):

@@ -16,9 +16,7 @@ from moedraft.serve.http.replies import Answer, ChatReply, Reply
 from moedraft.serve.http.schema import ChatRequest, CompletionRequest, ErrorBody, ModelCard, ModelList
 
 router = APIRouter(prefix="/v1", route_class=StrictRoute, responses={"default": {"model": ErrorBody}})
-ANSWERS: dict[int | str, dict[str, Any]] = {
-    200: {"model": Answer, "content": {"text/event-stream": {"schema": {"type": "string"}}}}
-}
+ANSWERS: dict[int | str, dict[str, Any]] = {200: {"model": Answer, "content": {"text/event-stream": {}}}}
 
 
 @router.get("/models")

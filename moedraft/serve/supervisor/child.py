@@ -82,10 +82,15 @@ class Child:
         return self.silent or self.process.poll() is not None
 
     def processor_seconds(self) -> float | None:
-        """What all its threads have used so far; None where the system does not tell."""
+        """What all its threads have used so far.
+
+        None where the system does not tell, and while the process is suspended, because it uses none then.
+        """
         try:
             fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
+            return None
+        if fields[0] in "Tt":
             return None
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # in user mode, in the kernel
 

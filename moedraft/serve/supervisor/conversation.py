@@ -30,14 +30,16 @@ class Conversation:
         self.excuse()  # the child was perhaps silent only because it waited for this message
 
     def excuse(self) -> None:
-        """Reset the timeout for silence, for example after a deliberate stop."""
+        """Reset the timeout for silence."""
         self._silence = 0.0
         self._looked, self._used = time.monotonic(), self.child.processor_seconds()
 
-    def hear(self, seconds: float, *, starved: bool = False) -> list[FromTrainer]:
+    def hear(self, seconds: float, *, starved: bool = False, held: bool = False) -> list[FromTrainer]:
         """The messages that came, after waiting `seconds` at most. `starved`: requests take the processor.
 
         Silence is counted in the child's own processor time then: at the lowest priority it may be slow.
+        `held`: it is suspended, and its silence does not count; that of before does, or one that hangs would
+        be excused by every request.
         """
         lines = self.child.read(seconds)
         self.heard = len(lines)
@@ -46,6 +48,8 @@ class Conversation:
         self._looked, self._used = time.monotonic(), self.child.processor_seconds()
         if messages:
             self._silence = 0.0
+        elif held:
+            pass
         elif starved and used is not None and self._used is not None:
             self._silence += min(self._looked - looked, self._used - used)
         else:

@@ -221,11 +221,9 @@ class TrainerSupervisor:
         while not self._quit.is_set():
             in_the_way = self._state.trains and not hold.held
             seconds = WATCH_SECONDS if in_the_way else LOOK_SECONDS
-            for message in conversation.hear(seconds, starved=self._busy()):
+            for message in conversation.hear(seconds, starved=self._busy(), held=hold.held):
                 self._answer(conversation, message, hold)
             hold.turn(self._state.trains)
-            if hold.held:
-                conversation.excuse()
             if hold.held != self._state.held:
                 self._set(held=hold.held)
             if paused != self._state.paused:

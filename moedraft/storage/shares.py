@@ -1,0 +1,60 @@
+"""How much of a domain's replay one client may have, and how records are drawn so that none dominates.
+
+A client can choose the domain of its requests, and so put what it likes into any domain's replay. Therefore
+one source (a key) has at most half of a full buffer and of a sample, and records whose domain the client
+chose at most a quarter. Where others leave room, either may fill it. Knows no database.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from random import Random
+from typing import NamedTuple
+
+SOURCE_SHARE = 2  # one source has at most 1 / 2
+PINNED_SHARE = 4  # records whose domain the client chose have at most 1 / 4
+
+
+class Held(NamedTuple):
+    """A record as it matters here."""
+
+    id: int
+    source: str
+    pinned: bool
+
+
+def draw(held: list[Held], n: int, random: Random) -> list[int]:
+    """Ids of `n` different records in random order; all of them where there are fewer.
+
+    Uniformly, as far as the shares allow; what they leave open is filled with the others.
+    """
+    chosen = within_shares(random.sample(held, len(held)), n)
+    return random.sample(chosen, len(chosen))
+
+
+def within_shares(held: Iterable[Held], n: int) -> list[int]:
+    """Ids of the first `n` records, as far as the shares allow.
+
+    What the shares leave open is filled with the first of the others, those of a chosen domain last.
+    """
+    chosen, others, taken, pinned = list[int](), list[Held](), Counter[str](), 0
+    for one in held:
+        too_many = taken[one.source] >= -(-n // SOURCE_SHARE)
+        if too_many or (one.pinned and pinned >= -(-n // PINNED_SHARE)):
+            others.append(one)
+        else:
+            chosen.append(one.id)
+            taken[one.source] += 1
+            pinned += one.pinned
+    others.sort(key=lambda one: one.pinned)
+    return [*chosen, *(one.id for one in others)][:n]
+
+
+def even_shares(sizes: dict[str, int], n: int) -> dict[str, int]:
+    """How many of `n` each domain gives: the same number, or all it has where that is less."""
+    shares, left = dict[str, int](), n
+    for done, (name, size) in enumerate(sorted(sizes.items(), key=lambda item: item[1])):
+        shares[name] = min(size, left // (len(sizes) - done))
+        left -= shares[name]
+    return shares

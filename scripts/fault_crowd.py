@@ -1,0 +1,229 @@
+"""Crowds at a server's door: who reads nothing, sends slowly, asks on before the answer."""
+
+from __future__ import annotations
+
+import json
+import selectors
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import httpx
+from fault_process import MODEL, PROMPT, Server, keyed_home, until
+from fault_tools import Row, timed
+
+PATIENCE = 4  # seconds for headers, bodies and unread answers in this part; the defaults are 10, 30 and 30
+HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+LONG = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n"
+READY = 5.0  # s for a probe
+ENVIRONMENT = {
+    "MOEDRAFT_HEADER_TIMEOUT": str(PATIENCE),
+    "MOEDRAFT_BODY_TIMEOUT": str(PATIENCE),
+    "MOEDRAFT_SEND_TIMEOUT": str(PATIENCE),
+    "MOEDRAFT_MAX_WAITING": "8",
+}
+
+
+def crowds(folder: Path, connections: int, seconds: float) -> list[Row]:
+    """connections: of each crowd; seconds: of overload."""
+    folder.mkdir()
+    home, secret = keyed_home(folder / "home")
+    with Server(home, secret, "--no-learning", **ENVIRONMENT) as server:
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {secret}\r\n"
+            "content-type: application/json\r\ncontent-length: 1000\r\n\r\n"
+        ).encode()
+        kinds = {
+            "pipeline 400 probes and read nothing": (HEALTH * 400, b""),
+            "pipeline long answers and read nothing": (LONG * 40, b""),
+            "send their headers a byte a second": (b"GET /v1/models HTTP/1.1\r\nx: ", b"x"),
+            "send their bodies a byte a second": (head, b" "),
+        }
+        rows = [timed(lambda kind=kind: crowd(server, connections, kind, *kinds[kind])) for kind in kinds]  # type: ignore[misc]
+        rows.append(timed(lambda: pipelined(server, min(connections, 50))))
+        rows.append(timed(lambda: overload(server, seconds)))
+    return rows
+
+
+# -- who holds connections -----------------------------------------------------------------------
+
+
+def crowd(server: Server, connections: int, kind: str, first: bytes, drip: bytes) -> Row:
+    row = Row(
+        f"{connections} clients at once that {kind}",
+        f"probes are answered in {READY:.0f} s; soon after {PATIENCE} s the crowd is gone, all is as before",
+    )
+    wanted, before = server.answer(), settled(server)
+    slowest = 0.0
+    with holding(server, connections, first) as sockets:
+        ending = time.monotonic() + 2 * PATIENCE
+        while time.monotonic() < ending:
+            began = time.monotonic()
+            for path in ("/health", "/ready"):
+                row.check(probe(server, path) == 200, f"{path} gave no 200 in time")
+            slowest = max(slowest, time.monotonic() - began)
+            time.sleep(1)
+            for one in sockets if drip else ():
+                try:
+                    one.send(drip)
+                except OSError:
+                    continue  # it was sent away
+        row.check(until(lambda: server.answer() == wanted, 60), "nobody else is answered after the time")
+    row.cases = connections
+    row.check(until(lambda: held_at_most(server, before, 2), 30), f"files: {before} → {server.held()}")
+    row.figures = f"slowest pair of probes {slowest:.2f} s"
+    return row
+
+
+@contextmanager
+def holding(server: Server, connections: int, data: bytes) -> Iterator[list[socket.socket]]:
+    """So many connections that send as much of `data` as the server takes within two seconds."""
+    with ExitStack() as stack, selectors.DefaultSelector() as selector:
+        sockets = []
+        for _ in range(connections):
+            one = stack.enter_context(socket.socket())
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            one.settimeout(10)
+            one.connect(server.address)
+            one.setblocking(False)
+            selector.register(one, selectors.EVENT_WRITE, memoryview(data))
+            sockets.append(one)
+        ending = time.monotonic() + 2
+        while selector.get_map() and time.monotonic() < ending:
+            for key, _ in selector.select(0.1):
+                _send_some(selector, key)
+        yield sockets
+
+
+def _send_some(selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
+    one = key.fileobj
+    assert isinstance(one, socket.socket)
+    try:
+        rest = key.data[one.send(key.data) :]
+    except BlockingIOError:
+        return
+    except OSError:
+        rest = b""
+    if rest:
+        selector.modify(one, selectors.EVENT_WRITE, rest)
+    else:
+        selector.unregister(one)
+
+
+def probe(server: Server, path: str) -> int:
+    """As an orchestrator asks: over a connection of its own, with little patience. 0: no answer."""
+    try:
+        return httpx.get(f"{server.client.base_url}{path}", timeout=READY, trust_env=False).status_code
+    except httpx.HTTPError:
+        return 0
+
+
+def settled(server: Server) -> dict[str, int]:
+    until(lambda: server.held()["requests"] == 0, 30)
+    time.sleep(0.5)
+    return server.held()
+
+
+def held_at_most(server: Server, before: dict[str, int], more: int) -> bool:
+    now = server.held()
+    return now["requests"] == 0 and all(now[name] <= before[name] + more for name in ("files", "threads"))
+
+
+# -- who asks much -------------------------------------------------------------------------------
+
+
+def pipelined(server: Server, connections: int) -> Row:
+    row = Row("requests sent before the answers to those before were read", "each is answered, in its order")
+    lengths = (1, 3, 2, 4)
+    parts = [request(server, length) for length in lengths]
+    for _ in range(connections):
+        with socket.create_connection(server.address, timeout=60) as one:
+            one.sendall(b"".join(parts) + HEALTH.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"))
+            data = b""
+            while part := one.recv(65536):
+                data += part
+        bodies = [json.loads(text) for text in _bodies(data)]
+        found = [body["usage"]["completion_tokens"] for body in bodies if "usage" in body]
+        row.check(found == list(lengths) and len(bodies) == 5, f"answers of {found} tokens, not {lengths}")
+        row.cases += 1
+    return row
+
+
+def request(server: Server, tokens: int) -> bytes:
+    body = json.dumps({"model": MODEL, "prompt": PROMPT, "max_tokens": tokens, "temperature": 0}).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {server.secret}\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+def _bodies(data: bytes) -> Iterator[bytes]:
+    while data:
+        head, _, data = data.partition(b"\r\n\r\n")
+        lengths = [
+            line.split(b":")[1] for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")
+        ]
+        size = int(lengths[0])
+        yield data[:size]
+        data = data[size:]
+
+
+class Many:
+    """Clients that ask one request after another and note the statuses; those refused ask again at once."""
+
+    def __init__(self, server: Server, clients: int, ask: Callable[[httpx.Client], int]) -> None:
+        self.statuses: Counter[int] = Counter()
+        self._end, self._ask = threading.Event(), ask
+        self._server = server
+        self._threads = [threading.Thread(target=self._run) for _ in range(clients)]
+
+    def _run(self) -> None:
+        options = {"base_url": self._server.client.base_url, "headers": self._server.client.headers}
+        with httpx.Client(**options, timeout=60, trust_env=False) as client:  # type: ignore[arg-type]
+            while not self._end.is_set():
+                try:
+                    status = self._ask(client)
+                except httpx.HTTPError:
+                    status = 0
+                self.statuses[status] += 1
+                if status != 200:
+                    time.sleep(0.25)
+
+    def run(self, seconds: float) -> None:
+        for thread in self._threads:
+            thread.start()
+        self._end.wait(seconds)
+        self._end.set()
+        for thread in self._threads:
+            thread.join(70)
+
+
+def overload(server: Server, seconds: float) -> Row:
+    row = Row(
+        f"for {seconds:.0f} s ten times as many clients as the server has slots, who come again when refused",
+        "200 or 429 only; then files and threads as before, memory within 1 % of what it was after a tenth",
+    )
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 16, "temperature": 0}
+
+    def ask(client: httpx.Client) -> int:
+        return client.post("/v1/completions", json=body).status_code
+
+    statuses: Counter[int] = Counter()
+    figures = []
+    for part in (seconds / 10, seconds * 9 / 10):
+        many = Many(server, 160, ask)
+        many.run(part)
+        statuses += many.statuses
+        figures.append(settled(server))
+    row.cases = statuses.total()
+    row.check(set(statuses) <= {200, 429}, f"other answers than 200 and 429: {dict(statuses)}")
+    row.check(until(lambda: held_at_most(server, figures[0], 4), 45), f"{figures[0]} → {server.held()}")
+    drift = figures[1]["kilobytes"] / figures[0]["kilobytes"] - 1
+    row.check(drift < 0.01 or seconds < 100, f"memory drifted by {drift:.2%}")
+    row.figures = f"{statuses[200]} × 200, {statuses[429]} × 429; memory {drift:+.2%}"
+    return row

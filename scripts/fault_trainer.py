@@ -1,0 +1,109 @@
+"""What may happen to a trainer beside a server that answers: killed, frozen, starved, garbling."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+from fault_process import MODEL, Server, keyed_home, until
+from fault_tools import Row, timed
+
+SILENCE = 45  # seconds after which a trainer counts as hanging; the default is two minutes
+COMES_BACK = 240.0  # s; it loads at the lowest priority
+QUESTIONS = (
+    "SELECT name FROM",
+    "def area(r):",
+    "The sum of 2 and 3",
+    "SELECT count(*)",
+    "import os",
+    "WHERE id =",
+)
+
+
+def trainers(folder: Path, times: int) -> list[Row]:
+    folder.mkdir()
+    home, secret = keyed_home(folder / "home")
+    environment = {"MOEDRAFT_TRAINER_TIMEOUT": str(SILENCE), "MOEDRAFT_UPDATE_EVERY": "4"}
+    with Server(home, secret, "--learning", **environment) as server:
+        wanted = {question: server.answer(prompt=question, model=f"{MODEL}:sql") for question in QUESTIONS}
+        return [
+            timed(lambda fault=fault: _faulty(server, wanted, times, *FAULTS[fault], fault))  # type: ignore[misc]
+            for fault in FAULTS
+        ]
+
+
+def _faulty(
+    server: Server, wanted: dict[str, str], times: int, harm: Callable[[int], None], must: str, fault: str
+) -> Row:
+    row, asked = Row(f"the trainer {fault}", must), 0
+    for _ in range(times):
+        if not until(lambda: works(server), COMES_BACK):
+            row.check(False, "there is no trainer")
+            break
+        first, ending = pid_of(server), time.monotonic() + COMES_BACK
+        harm(first)
+        while pid_of(server) in (0, first) and time.monotonic() < ending:
+            check_answers(server, wanted, row)
+            asked += len(wanted)
+            time.sleep(1)  # so that it has time to train
+        row.check(pid_of(server) not in (0, first), "no new trainer came")
+        row.cases += 1
+    row.figures = f"{asked} answers meanwhile"
+    return row
+
+
+def check_answers(server: Server, wanted: dict[str, str], row: Row) -> None:
+    for question, answer in wanted.items():
+        try:
+            row.check(
+                server.answer(prompt=question, model=f"{MODEL}:sql") == answer,
+                f"the answer to {question!r} differs",
+            )
+        except httpx.HTTPError as error:
+            row.check(False, f"a request failed: {type(error).__name__}")
+
+
+def pid_of(server: Server) -> int:
+    return int(server.client.get("/admin/learning").json()["pid"] or 0)
+
+
+def works(server: Server) -> bool:
+    """There is a trainer that has loaded what it computes with."""
+    found = server.client.get("/admin/learning").json()
+    return bool(found["pid"]) and found["status"].startswith(("waiting", "training", "yielding"))
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def freeze(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+
+
+def starve(pid: int) -> None:
+    """It gets no more memory than it has."""
+    used = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    hard = resource.prlimit(pid, resource.RLIMIT_AS)[1]
+    resource.prlimit(pid, resource.RLIMIT_AS, (used, hard))
+
+
+def garble(pid: int) -> None:
+    """Lines that are no messages, among its own."""
+    with open(f"/proc/{pid}/fd/1", "wb", buffering=0) as pipe:
+        for number in range(150):
+            pipe.write(b'{"kind": "publish", "expert": "\\u0000", "x": %d}\n' % number)
+
+
+_MUST = "no answer differs, none fails; another one comes"
+FAULTS: dict[str, tuple[Callable[[int], None], str]] = {
+    "is killed": (kill, _MUST),
+    "is frozen": (freeze, f"{_MUST} after {SILENCE} s of silence (default 120)"),
+    "gets no more memory": (starve, _MUST),
+    "writes garbage": (garble, _MUST),
+}

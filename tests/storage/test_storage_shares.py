@@ -1,0 +1,95 @@
+"""No client fills a domain's replay alone, whatever it sends."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+import pytest
+from storage_fakes import record
+
+from moedraft.storage import Home, ReplayBuffer
+from moedraft.storage.replay import Policy
+from moedraft.storage.shares import Held, draw
+
+pytestmark = pytest.mark.usefixtures("registry")
+
+
+def sources(replay: ReplayBuffer) -> Counter[str]:
+    return Counter(one.source for one in replay.records("sql"))
+
+
+@pytest.mark.parametrize("policy", ["fifo", "reservoir", "hardest"])
+def test_a_flood_of_pinned_records_takes_no_place_of_others(home: Home, policy: Policy) -> None:
+    replay = ReplayBuffer(home, 40, policy, seed=1)
+    replay.add([record(source="honest", drafted=4, accepted=4) for _ in range(20)])
+    for _ in range(10):
+        replay.add([record(source="flood", pinned=True, drafted=4, accepted=0) for _ in range(20)])
+    assert sources(replay) == {"honest": 20, "flood": 20}
+
+
+def test_alone_a_client_fills_everything(home: Home) -> None:
+    replay = ReplayBuffer(home, 40)
+    replay.add([record(token=i, source="one", pinned=True) for i in range(60)])
+    assert [one.token_ids[0] for one in replay.records("sql")] == list(range(59, 19, -1))
+
+
+def test_pinned_records_leave_first(home: Home) -> None:
+    replay = ReplayBuffer(home, 40)
+    for name in ("a", "b", "c", "d"):
+        replay.add([record(source=name, pinned=name in "ab") for _ in range(10)])
+    replay.add([record(source="e") for _ in range(10)])
+    assert Counter(one.pinned for one in replay.records("sql")) == {True: 10, False: 30}
+
+
+def test_two_that_are_too_large_give_both(home: Home) -> None:
+    replay = ReplayBuffer(home, 40)
+    replay.add([record(source="ab"[i % 2]) for i in range(100)])
+    assert sources(replay) == {"a": 20, "b": 20}
+
+
+def test_what_a_client_pins_is_a_small_part_of_what_is_learned_from(home: Home) -> None:
+    replay = ReplayBuffer(home, 1000)
+    replay.add([record(source="flood", pinned=True) for _ in range(900)])
+    replay.add([record(source="honest") for _ in range(30)])
+    for drawn in (replay.sample("sql", 32, 0), replay.sample_stratified(32, 0)):
+        assert Counter(one.source for one in drawn) == {"flood": 8, "honest": 24}
+    assert Counter(one.source for one in replay.sample("sql", 100, 0)) == {"flood": 70, "honest": 30}
+
+
+def test_of_the_newest_a_flood_is_half(home: Home) -> None:
+    """Half of each update of the feature drafter learns from what came last."""
+    replay = ReplayBuffer(home, 1000)
+    replay.add([record(source="before")])
+    first = replay.last_id() + 1
+    replay.add([record(token=i, source="honest") for i in range(30)])
+    replay.add([record(token=100 + i, source="flood", pinned=i % 2 == 0) for i in range(500)])
+    newest = list(replay.newest(32, first))
+    assert Counter(one.source for one in newest) == {"flood": 16, "honest": 16}
+    assert sum(one.pinned for one in newest) == 8
+    assert newest[0].token_ids[0] == 599
+    assert all(one.source != "before" for one in replay.newest(1000, first))
+
+
+def test_the_newest_of_one_client_come_in_their_order(home: Home) -> None:
+    replay = ReplayBuffer(home, 1000)
+    replay.add([record(token=i) for i in range(20)])
+    assert [one.token_ids[0] for one in replay.newest(8, 0)] == list(range(19, 11, -1))
+    assert not list(replay.newest(8, 0, "another target"))
+
+
+def test_draws_are_uniform_where_nobody_dominates() -> None:
+    """With a flood beside it, as a control, the only record of another source is always drawn."""
+    held = [Held(i, "ab"[i % 2], False) for i in range(20)]
+    counts = Counter(number for seed in range(2000) for number in draw(held, 10, Random(seed)))
+    assert all(900 < counts[i] < 1100 for i in range(20))
+    flooded = [Held(i, "a" if i else "b", False) for i in range(20)]
+    counts = Counter(number for seed in range(200) for number in draw(flooded, 10, Random(seed)))
+    assert counts[0] == 200
+
+
+def test_drawing_repeats_by_its_seed_and_gives_all_there_are() -> None:
+    held = [Held(i, "abc"[i % 3], i % 4 == 0) for i in range(30)]
+    assert draw(held, 12, Random(5)) == draw(held, 12, Random(5)) != draw(held, 12, Random(6))
+    assert sorted(draw(held, 100, Random(1))) == list(range(30))
+    assert draw([], 5, Random(1)) == []
