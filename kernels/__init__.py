@@ -176,7 +176,8 @@ def divergence(
 
     teacher_logits [..., V], or teacher_topk = (ids int64 [..., k], logprobs [..., k]): log-probabilities of k
     distinct tokens. All other tokens then count as one bucket, for teacher and student; padding has id -1 and
-    logprob -inf.
+    logprob -inf. An id outside the vocabulary is refused on a CPU; on a GPU, where the host does not wait to
+    read it, it counts as padding.
     kind, with t = softmax(teacher_logits / temperature) and s = softmax(student_logits / temperature):
       fkl  KL(t ‖ s)            rkl  KL(s ‖ t)            tvd  ½ Σ |t − s|
       jsd  beta·KL(t ‖ m) + (1 − beta)·KL(s ‖ m), m = beta·t + (1 − beta)·s, 0 < beta < 1: the convention of
@@ -195,8 +196,13 @@ def divergence(
     ValueError for shapes, types or a backend that do not fit, RuntimeError for a second backward or a second
     derivative.
     """
-    problem = _problem(student_logits, teacher_logits, teacher_topk, kind, beta, temperature, mask, reduction)
+    # float16 cannot hold small entries divided by the number of rows: they are divided with the backward's factor
+    late = reduction == "mean" and student_logits.dtype == torch.float16
+    summed = "sum" if late else reduction
+    problem = _problem(student_logits, teacher_logits, teacher_topk, kind, beta, temperature, mask, summed)
     loss = evaluate(problem, "triton" if _use_triton(backend, student_logits) else "reference", inplace_grad)
+    if late:
+        return loss / problem.weight.sum().clamp(min=1)
     return loss.reshape(student_logits.shape[:-1]) if reduction == "none" else loss
 
 
@@ -221,6 +227,7 @@ def _problem(
     ids = logprobs = None
     if topk is not None:
         ids, logprobs = (part.detach().reshape(rows, topk[0].shape[-1]) for part in topk)
+        ids = _bounded(ids, flat.shape[1])
         counted = counted & (ids >= 0).any(dim=1)
     weight = counted.to(torch.float64 if student.dtype == torch.float64 else torch.float32)
     if reduction == "mean":
@@ -229,6 +236,16 @@ def _problem(
     return Problem(
         flat, teacher, ids, logprobs, weight, kind, float(beta), float(temperature), reduction != "none"
     )
+
+
+def _bounded(ids: Tensor, vocab: int) -> Tensor:
+    """ids without any outside the vocabulary: refused on a CPU, padding elsewhere, where reading them waits."""
+    outside = ids >= vocab
+    if ids.device.type != "cpu" or torch.compiler.is_compiling():
+        return ids.masked_fill(outside, -1)
+    if bool(outside.any()):
+        raise ValueError(f"teacher_topk holds token {int(ids.max())}; the student's vocabulary has {vocab}.")
+    return ids
 
 
 def _check_choices(kind: str, beta: float, temperature: float, reduction: str) -> None:

@@ -53,6 +53,7 @@ def _compute(problem: Problem, backend: str, grad: Tensor | None) -> Tensor:
 
         with torch.cuda.device_of(problem.student):  # type: ignore[no-untyped-call]
             rows = fused_divergence.divergence_rows(*problem[:8], grad)
+    rows = rows.to(problem.weight.dtype)  # the fused kernels compute in float32 whatever they are given
     return rows.mul_(problem.weight).sum() if problem.reduce else rows
 
 
@@ -104,8 +105,9 @@ def _times(grad: Tensor, upstream: Tensor, fused: bool, inplace: bool) -> Tensor
             return fused_divergence.scale_rows(grad, upstream.expand(grad.shape[0]))
     if upstream.device.type == "cpu" and bool((upstream == 1).all()):
         return grad
-    factor = upstream[..., None].to(grad.dtype)
-    return grad.mul_(factor) if inplace else grad * factor
+    # the factor keeps its own precision: a gradient scaler's 65 536 is more than float16 holds
+    factor = upstream.expand(grad.shape[0])[:, None]
+    return torch.mul(grad, factor, out=grad if inplace else torch.empty_like(grad))
 
 
 @torch.library.custom_op(
@@ -155,7 +157,8 @@ def _(
 )
 def _scale_rows_op(grad: Tensor, upstream: Tensor) -> Tensor:
     """grad [N, V] · upstream. This op has no derivative, so that differentiating twice raises."""
-    return grad * upstream[..., None].to(grad.dtype)
+    factor = upstream.expand(grad.shape[0])[:, None]
+    return torch.mul(grad, factor, out=torch.empty_like(grad))
 
 
 @_scale_rows_op.register_fake

@@ -57,14 +57,27 @@ def load_chunk(row, offsets, stride_v, V):
 
 
 @triton.jit
-def combine(maxima, sums):
-    """(valid, maximum, sum of e^(x − maximum)) of each row from those of its chunks, [rows, chunks].
+def sum_chunks(values, ROWS: tl.constexpr, CHUNKS: tl.constexpr):
+    """Sums of [ROWS, CHUNKS] over the chunks, neighbours first: always in this order.
+
+    The order of tl.sum follows the layout of the block, which depends on the number of rows, and with it on
+    how many tokens were drafted. CHUNKS is a power of two.
+    """
+    if CHUNKS == 1:
+        return tl.reshape(values, [ROWS])
+    even, odd = tl.split(tl.reshape(values, [ROWS, CHUNKS // 2, 2]))
+    return sum_chunks(even + odd, ROWS, CHUNKS // 2)
+
+
+@triton.jit
+def combine(maxima, sums, ROWS: tl.constexpr, CHUNKS: tl.constexpr):
+    """(valid, maximum, sum of e^(x − maximum)) of each row from those of its chunks, [ROWS, CHUNKS].
 
     A row with a NaN or a +inf, or of nothing but -inf, is not valid.
     """
     maximum = tl.max(maxima, axis=1)
     safe = finite_or_zero(maximum)
-    total = tl.sum(sums * tl.exp(maxima - safe[:, None]), axis=1)
+    total = sum_chunks(sums * tl.exp(maxima - safe[:, None]), ROWS, CHUNKS)
     valid = (maximum > -INF) & (maximum < INF) & (total == total)
     return valid, safe, tl.where(valid, total, 1.0)
 

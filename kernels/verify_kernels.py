@@ -78,7 +78,7 @@ def resolve(
     cells = (b * (K + 1) + j)[:, None] * NC + chunks[None, :]
     inside = (j <= count)[:, None] & (chunks < NC)[None, :]
     maxima = tl.load(t_max + cells, mask=inside, other=-INF)
-    valid, top, total = combine(maxima, tl.load(t_sum + cells, mask=inside, other=0.0))
+    valid, top, total = combine(maxima, tl.load(t_sum + cells, mask=inside, other=0.0), KP, NCP)
     lse = top + tl.log(total)
     known = (j < count) & (x < V)
     index = tl.where(known, x, 0)
@@ -100,7 +100,8 @@ def resolve(
                 d_cells = (b * K + j)[:, None] * NC + chunks[None, :]
                 drawn = (j < count)[:, None] & (chunks < NC)[None, :]
                 d_maxima = tl.load(d_max + d_cells, mask=drawn, other=-INF)
-                d_valid, d_top, d_total = combine(d_maxima, tl.load(d_sum + d_cells, mask=drawn, other=0.0))
+                d_sums = tl.load(d_sum + d_cells, mask=drawn, other=0.0)
+                d_valid, d_top, d_total = combine(d_maxima, d_sums, KP, NCP)
                 lse_draft = tl.where(d_valid, d_top + tl.log(d_total), float("nan"))
             d_row = draft + row_offset(draft_starts, b, j, draft_b, draft_k, PACKED)
             d_x = tl.load(d_row + index * draft_v, mask=known, other=-INF).to(tl.float32)
