@@ -21,8 +21,9 @@ KEY_VARIABLE = "MOEDRAFT_API_KEY"  # of the environment: the key that the comman
 DOMAIN_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 FinishReason = Literal["stop", "length", "abort", "error"]
 # Published as better; published without a gain of its own, with the shared adapter or on trial; trained on
-# without being published; thrown away; and the expert put back to none, below which it had fallen.
-GateDecision = Literal["promote", "along", "keep", "discard", "reset"]
+# without being published; thrown away; the expert put back to none, below which it had fallen; and a version
+# taken back that did worse than the one before it on the requests that came since.
+GateDecision = Literal["promote", "along", "keep", "discard", "reset", "withdraw"]
 
 
 class MoedraftError(Exception):

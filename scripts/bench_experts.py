@@ -124,16 +124,20 @@ def learn(system: System, loop: DistillLoop, prompts: Prompts, max_tokens: int) 
             flush=True,
         )
 
+    idle = 0  # updates that a server would go on with in its idle time
     while waiting or engine.has_work:
         while waiting and len(engine.sequences) < system.settings.max_batch_size:
             domain, prompt = waiting.pop(0)
             engine.add(prompt, params, expert=domain, capture=True, chat=True)
         finished = [output for output in engine.step() if output.finish_reason]
         if isinstance(loop, JointLoop):
-            loop.again = 0
+            idle, loop.again = loop.again or idle, 0
         if finished and loop.due() is not None:
+            idle = 0
             train()
     served = time.perf_counter() - began
+    if isinstance(loop, JointLoop):
+        loop.again = loop.again or idle
     while loop.due() is not None:
         train()
     return {

@@ -35,6 +35,7 @@ DECISIONS: dict[GateDecision, str] = {
     "keep": "to be trained on",
     "discard": "thrown away",
     "reset": "put back to no expert",
+    "withdraw": "taken back",
 }
 
 

@@ -10,6 +10,7 @@ from moedraft.distill.joint.joint_trainer import JointPlan, JointTrainer
 from moedraft.distill.joint.states import RecordStates
 from moedraft.distill.judging.judge import Judge
 from moedraft.distill.judging.measures import JointMeasure, Measure, TextMeasure
+from moedraft.distill.judging.watch import Watch
 from moedraft.distill.loop import DistillLoop
 from moedraft.distill.outlet import HomeOutlet, Outlet
 from moedraft.distill.trainer import Trainer
@@ -71,6 +72,6 @@ def _resumed(loop: DistillLoop, settings: Settings) -> DistillLoop:
             measure = JointMeasure(loop.trainer, depth)
         else:
             measure = TextMeasure(loop.trainer, depth)
-        loop.judge = Judge(measure, loop.store)
+        loop.judge, loop.watch = Judge(measure, loop.store), Watch(measure, loop.store)
     loop.resume()
     return loop

@@ -30,6 +30,8 @@ from moedraft.distill.messages import (
     PublishTogether,
     Refused,
     Resume,
+    Withdraw,
+    Withdrawn,
     from_server,
 )
 from moedraft.storage.candidate import Candidate, write_files
@@ -133,6 +135,11 @@ class ServerOutlet:
         finally:
             for folder in folders:
                 shutil.rmtree(folder, ignore_errors=True)
+
+    def withdraw(self, expert: str, version: int) -> int:
+        reply = self.link.ask(Withdraw(expert=expert, version=version))
+        assert isinstance(reply, Withdrawn)
+        return reply.version
 
     def learned(self, expert: str, last_id: int, update: UpdateRecord | None) -> None:
         reply = self.link.ask(Learned(expert=expert, last_id=last_id, update=update))

@@ -23,6 +23,7 @@ from moedraft.core import SHARED, AdapterVersion, StorageError, UpdateRecord
 from moedraft.distill.governor import news
 from moedraft.distill.judging.gate import Verdict
 from moedraft.distill.judging.judge import JudgeLike
+from moedraft.distill.judging.watch import Watch, Withdrawal
 from moedraft.distill.outlet import Outlet
 from moedraft.distill.trainer import OnStep, Trainer
 from moedraft.learning_state import LearningKind, LearningState, paused, waiting
@@ -66,6 +67,7 @@ class DistillLoop:
     outlet: Outlet
     every: int = 16  # new records that make an update due
     judge: JudgeLike | None = None  # None: every candidate is published
+    watch: Watch | None = None  # None: what is published stays, whatever comes after it
     gains: dict[str, float] = field(default_factory=dict)
     failures: dict[str, int] = field(default_factory=dict)  # in a row; gone with a success
     state: LearningState = field(default_factory=waiting)
@@ -76,7 +78,7 @@ class DistillLoop:
     def resume(self) -> None:
         """Take up what a loop before this one knew: the gains, and which draws of records were made."""
         for update in self.store.updates.recent(limit=REMEMBERED):
-            if update.decision in ("keep", "discard", "reset"):
+            if update.decision in ("keep", "discard", "reset", "withdraw"):
                 self._remember_gain(update.expert, 0.0)
             elif update.acceptance_before is not None and update.acceptance_after is not None:
                 self._remember_gain(update.expert, update.acceptance_after - update.acceptance_before)
@@ -113,6 +115,7 @@ class DistillLoop:
             return None
         self.state = LearningState(LearningKind.TRAINING, expert=expert)
         try:
+            self._look_again(on_step)
             update = self._update(expert, steps, on_step)
         except StorageError as error:
             self._failed(expert, str(error))
@@ -124,6 +127,44 @@ class DistillLoop:
         self.failures.pop(expert, None)
         self.state = waiting()
         return update
+
+    def _look_again(self, on_step: OnStep | None) -> None:
+        """Take back what does worse than before on the requests that came since it was published."""
+        if self.watch is None:
+            return
+        say = on_step or (lambda done, loss: None)
+        base_hash = self.trainer.student.base_hash
+        while (found := self.watch(base_hash, lambda: say(0, None))) is not None:
+            now = self.outlet.withdraw(found.version.domain, found.version.version)
+            self.trainer.forget(found.version.domain)
+            self._write_down(*self._taken_back(found, now))
+
+    def _taken_back(self, found: Withdrawal, now: int) -> tuple[UpdateRecord, int]:
+        """What is kept of it in the home, and the records that the adapter has used, which stay used."""
+        name, verdict = found.version.domain, found.verdict
+        log.warning(
+            "Version %d of %s was taken back: on %d requests since then it gave %.3f tokens per step less.",
+            *(found.version.version, name, verdict.records, -(verdict.gain or 0.0)),
+        )
+        record = UpdateRecord(
+            expert=name,
+            version=now,
+            records=0,
+            steps=0,
+            loss=0.0,
+            seconds=0.0,
+            acceptance_before=None,
+            acceptance_after=None,
+            decision="withdraw",
+            gain=verdict.gain,
+            gain_low=verdict.low,
+            gain_high=verdict.high,
+            gate_records=verdict.records,
+            parent=found.version.version,
+            stood_on=found.version.stood_on,
+            reason=verdict.reason,
+        )
+        return record, int(self.store.registry.get_meta(f"trained:{name}") or 0)
 
     def _update(self, expert: str, steps: int | None, on_step: OnStep | None) -> Update | None:
         """Train, publish what passes the gate, and note which records were used."""

@@ -96,6 +96,14 @@ class PublishTogether(Message):
         return ", ".join([*(one.expert for one in self.parts), *self.untrained])
 
 
+class Withdraw(Message):
+    """As `Outlet.withdraw`; answered by Withdrawn or Refused."""
+
+    type: Literal["withdraw"] = "withdraw"
+    expert: Expert
+    version: int = Field(ge=1)
+
+
 class Learned(Message):
     """As `Outlet.learned`; answered by Noted or Refused."""
 
@@ -135,6 +143,13 @@ class PublishedTogether(Message):
     versions: tuple[AdapterVersion, ...]
 
 
+class Withdrawn(Message):
+    """The version that serves now; 0: the untrained expert."""
+
+    type: Literal["withdrawn"] = "withdrawn"
+    version: int
+
+
 class Noted(Message):
     type: Literal["noted"] = "noted"
 
@@ -144,7 +159,7 @@ class Refused(Message):
     reason: str
 
 
-FromTrainer = StateReport | Publish | PublishTogether | Learned
-FromServer = Begin | Pause | Resume | Published | PublishedTogether | Noted | Refused
+FromTrainer = StateReport | Publish | PublishTogether | Withdraw | Learned
+FromServer = Begin | Pause | Resume | Published | PublishedTogether | Withdrawn | Noted | Refused
 from_trainer: TypeAdapter[FromTrainer] = TypeAdapter(Annotated[FromTrainer, Field(discriminator="type")])
 from_server: TypeAdapter[FromServer] = TypeAdapter(Annotated[FromServer, Field(discriminator="type")])

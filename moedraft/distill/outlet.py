@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from moedraft.core import AdapterVersion, UpdateRecord
+from moedraft.core import AdapterVersion, InvalidRequest, UpdateRecord
 from moedraft.storage.candidate import Candidate, CandidateSummary
-from moedraft.storage.changes import check_not_pinned
+from moedraft.storage.changes import check_not_pinned, rollback
 from moedraft.storage.store import Store
 
 KEEP_VERSIONS = 5  # newest versions of an adapter that stay on disk, besides the live one and its parent
@@ -27,6 +27,12 @@ class Outlet(Protocol):
         """Make the candidates the live versions of their experts: all of them at once, or none.
 
         untrained: experts that are put back to no version with them, and the version of each that is live.
+        """
+
+    def withdraw(self, expert: str, version: int) -> int:
+        """Go back from this live version to the one before it, and return which one serves now.
+
+        Experts that were trained on a shared adapter follow it back. Refused where another version is live.
         """
 
     def learned(self, expert: str, last_id: int, update: UpdateRecord | None) -> None:
@@ -54,6 +60,14 @@ class HomeOutlet:
         """As `publish`, for candidates whose files another process has written into these folders."""
         self._check([summary.expert for summary, _ in staged], untrained)
         return self._pruned(self.store.adapters.adopt_together(staged, untrained))
+
+    def withdraw(self, expert: str, version: int) -> int:
+        self._check([expert], None)
+        live = self.store.registry.live(expert)
+        if live is None or live.version != version:
+            raise InvalidRequest(f"the live version of '{expert}' was changed meanwhile.")
+        now = rollback(self.store, expert).live
+        return 0 if now is None else now.version
 
     def learned(self, expert: str, last_id: int, update: UpdateRecord | None) -> None:
         self.store.registry.set_meta(f"trained:{expert}", str(last_id))

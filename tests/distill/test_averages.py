@@ -7,30 +7,45 @@ from contextlib import suppress
 import torch
 from torch import nn
 
-from moedraft.distill.joint.averages import AVERAGE, DECAY, averaged, follow
+from moedraft.distill.joint.averages import AVERAGE, DECAY, FEW, SHORT, AveragingAdamW, averaged
 
 
-def stepped(steps: int, seed: int = 0) -> tuple[nn.Parameter, torch.optim.Optimizer, list[torch.Tensor]]:
-    """A parameter that was pulled to and fro, its optimiser, and where it was after each step."""
+def stepped(
+    steps: int, seed: int = 0, *, settled: bool = False
+) -> tuple[nn.Parameter, AveragingAdamW, list[torch.Tensor]]:
+    """A parameter that was pulled to and fro, its optimiser, and where it was before and after each step."""
     noise = torch.Generator().manual_seed(seed)
     parameter = nn.Parameter(torch.zeros(3, 2))
-    optimiser = torch.optim.AdamW([parameter], lr=0.1, fused=True)
-    seen = []
+    optimiser = AveragingAdamW([parameter], settled=settled, weight_decay=0.0)
+    seen = [parameter.detach().clone()]
     for _ in range(steps):
         parameter.grad = parameter.detach() - 1 + 3 * torch.randn(3, 2, generator=noise)
+        optimiser.param_groups[0]["lr"] = 0.1
         optimiser.step()
-        follow(optimiser)
         seen.append(parameter.detach().clone())
     return parameter, optimiser, seen
 
 
-def test_the_average_is_weighted_as_it_says() -> None:
-    parameter, optimiser, seen = stepped(6)
+def test_the_average_of_a_new_adapter_soon_forgets_its_first_steps() -> None:
+    parameter, optimiser, (_, *seen) = stepped(6)
     expected = seen[0]
     for number, weights in enumerate(seen, start=1):
-        decay = min(DECAY, (1 + number) / (10 + number))
+        decay = min(DECAY, (1 + number) / (FEW + number))
         expected = decay * expected + (1 - decay) * weights
     torch.testing.assert_close(optimiser.state[parameter][AVERAGE], expected)
+
+
+def test_the_average_of_one_that_was_trained_before_begins_where_it_is() -> None:
+    parameter, optimiser, (expected, *seen) = stepped(6, settled=True)
+    for weights in seen:
+        expected = DECAY * expected + (1 - DECAY) * weights
+    torch.testing.assert_close(optimiser.state[parameter][AVERAGE], expected)
+
+
+def test_its_first_steps_are_short() -> None:
+    rates = [stepped(number, settled=True)[1].rate for number in (0, 1, SHORT - 1, 50)]
+    assert rates == [1 / SHORT, 2 / SHORT, 1.0, 1.0]
+    assert stepped(0)[1].rate == 1.0
 
 
 def test_it_is_nearer_to_where_the_weights_belong_than_they_are() -> None:
@@ -55,9 +70,8 @@ def test_afterwards_the_weights_are_what_they_were() -> None:
 
 
 def test_what_has_made_no_step_stays() -> None:
-    parameter = nn.Parameter(torch.ones(2, 2))
-    optimiser = torch.optim.AdamW([parameter])
-    follow(optimiser)
+    parameter, optimiser, _ = stepped(0)
+    optimiser.step()  # without a gradient
     with averaged([optimiser]):
-        assert torch.equal(parameter, torch.ones(2, 2))
+        assert torch.equal(parameter, torch.zeros(3, 2))
     assert not optimiser.state

@@ -25,6 +25,8 @@ from moedraft.distill.messages import (
     PublishedTogether,
     PublishTogether,
     Refused,
+    Withdraw,
+    Withdrawn,
     from_trainer,
 )
 from moedraft.distill.messages import Publish as PublishMessage
@@ -62,6 +64,8 @@ class FakeServer:
             if isinstance(message, PublishTogether):
                 parts = [(one.summary(), home / TRAINING / one.folder) for one in message.parts]
                 return PublishedTogether(versions=tuple(outlet.adopt(parts, message.untrained)))
+            if isinstance(message, Withdraw):
+                return Withdrawn(version=outlet.withdraw(message.expert, message.version))
             assert isinstance(message, Learned)
             outlet.learned(message.expert, message.last_id, message.update)
             return Noted()
@@ -133,6 +137,20 @@ def test_a_joint_update_becomes_live_at_once(outlet: Outlet, store: Store) -> No
     assert store.registry.live("code") is None
     staged = store.home.path / TRAINING
     assert not staged.exists() or not list(staged.iterdir())
+
+
+def test_a_version_is_taken_back_unless_another_is_live(outlet: Outlet, store: Store) -> None:
+    outlet.publish([candidate(SHARED), candidate("code")])
+    outlet.publish([candidate(SHARED, parent=1), candidate("code", parent=1)])
+    assert outlet.withdraw(SHARED, 2) == 1
+    assert [one.version for one in (store.registry.live(SHARED), store.registry.live("code")) if one] == [
+        1,
+        1,
+    ]
+    with pytest.raises(MoedraftError, match="changed meanwhile"):
+        outlet.withdraw(SHARED, 2)
+    assert outlet.withdraw("code", 1) == 0
+    assert store.registry.live("code") is None
 
 
 def test_a_joint_update_is_refused_as_a_whole(outlet: Outlet, store: Store) -> None:

@@ -111,6 +111,14 @@ elif mode == "trains":  # updates of so many steps, of a hundredth of a second e
     hear()
     state("nothing to do")
     hear()
+elif mode == "withdraws":  # its own version, then the same once more
+    answers = [publish(arguments[0], **options) for options in ({}, {"parent": 1})]
+    for _ in range(2):
+        say(type="withdraw", expert="code", version=2)
+        answers.append(hear())
+    (home / "answers.json").write_text(json.dumps(answers))
+    state("done")
+    hear()
 elif mode == "update":
     answers = [publish(arguments[0], **options) for options in map(json.loads, arguments[1:])]
     say(type="learned", expert="code", last_id=7, update=None)

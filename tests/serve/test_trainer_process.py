@@ -37,7 +37,8 @@ from moedraft.distill.governor import Load, write_load
 from moedraft.distill.messages import TRAINING, Begin
 from moedraft.learning_state import LearningKind
 from moedraft.serve.supervisor.child import CHUNK, Child, ChildFailed
-from moedraft.serve.supervisor.supervisor import BREATH, COMMAND, Conversation, TrainerSupervisor
+from moedraft.serve.supervisor.conversation import Conversation
+from moedraft.serve.supervisor.supervisor import BREATH, COMMAND, TrainerSupervisor
 from moedraft.serve.worker.worker import Worker
 from moedraft.showcase.shipped import examples
 from moedraft.storage.store import Store
@@ -562,6 +563,17 @@ def test_an_update_becomes_the_live_version(supervise: Supervise, store: Store, 
     assert store.adapters.load(live).manifest["modules"] == ["m"]
     assert store.registry.get_meta("trained:code") == "7"
     assert sum(path.is_file() for path in (store.home.path / TRAINING).rglob("*")) == 0
+
+
+def test_a_version_is_taken_back_once(supervise: Supervise, store: Store, adapter: Path) -> None:
+    told: list[str] = []
+    one = supervise("withdraws", adapter, base_hash="tiny", published=lambda: told.append("new"))
+    until(lambda: one.state().learning.reason == "done" or one.state().restarts)
+    *_, withdrawn, refused = json.loads((store.home.path / "answers.json").read_text())
+    assert withdrawn == {"type": "withdrawn", "version": 1}
+    assert refused["type"] == "refused"
+    assert len(told) == 3  # two versions, and back: the engine looks for what is live each time
+    assert [version.state for version in store.registry.versions("code")] == ["live", "rolled_back"]
 
 
 @pytest.mark.parametrize(

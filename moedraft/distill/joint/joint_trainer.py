@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from moedraft.core import SHARED, AdapterVersion, ReplayRecord
-from moedraft.distill.joint.averages import averaged, follow
+from moedraft.distill.joint.averages import AveragingAdamW, averaged
 from moedraft.distill.joint.feature_batches import DraftVocabulary, FeatureBatch, collate
 from moedraft.distill.joint.joint_loss import acceptance, loss_of
 from moedraft.distill.joint.joint_student import MODULES, JointStudent
@@ -94,7 +94,7 @@ class JointTrainer:
         self.last_id = 0  # of the records that the last update knew of
         self.seed = 0  # of the next draw of records
         self._done = 0  # steps of the running update
-        self._optimisers: dict[str, torch.optim.Optimizer] = {}
+        self._optimisers: dict[str, AveragingAdamW] = {}
 
     def update(self, *, steps: int | None = None, on_step: OnStep | None = None) -> JointUpdate | None:
         """Train for `steps` optimiser steps; None where there is nothing to learn from.
@@ -252,19 +252,19 @@ class JointTrainer:
         for name in names:
             optimiser = self._optimiser(name)
             for group in optimiser.param_groups:
-                group["lr"] = plan.learning_rate * rate
+                group["lr"] = plan.learning_rate * rate * optimiser.rate
             if finite:
                 optimiser.step()
-                follow(optimiser)
             optimiser.zero_grad(set_to_none=True)
         return loss.item() if finite else None
 
-    def _optimiser(self, name: str) -> torch.optim.Optimizer:
+    def _optimiser(self, name: str) -> AveragingAdamW:
         """One for each adapter, kept from one update to the next: an expert rests while its domain does."""
         if name not in self._optimisers:
             decay = 0.0 if name == SHARED else self.plan.weight_decay
             parameters = self.student.parameters(name)
-            self._optimisers[name] = torch.optim.AdamW(parameters, weight_decay=decay, fused=True)
+            settled = self.versions.get(name, 0) > 0
+            self._optimisers[name] = AveragingAdamW(parameters, settled=settled, weight_decay=decay)
         return self._optimisers[name]
 
     @torch.no_grad()

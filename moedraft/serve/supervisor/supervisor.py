@@ -19,8 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pydantic import ValidationError
-
 from moedraft.config import Settings
 from moedraft.core import InvalidRequest, MoedraftError
 from moedraft.distill.messages import (
@@ -39,11 +37,13 @@ from moedraft.distill.messages import (
     Refused,
     Resume,
     StateReport,
-    from_trainer,
+    Withdraw,
+    Withdrawn,
 )
 from moedraft.distill.outlet import HomeOutlet
 from moedraft.learning_state import LearningKind, LearningState
 from moedraft.serve.supervisor.child import Child, ChildFailed
+from moedraft.serve.supervisor.conversation import Conversation
 from moedraft.serve.supervisor.hold import Hold
 from moedraft.storage.store import Store
 
@@ -51,7 +51,6 @@ COMMAND = (sys.executable, "-m", "moedraft.distill.process")
 # With PYTHONSAFEPATH, `-m` imports no modules from the folder in which the server was started.
 ENVIRONMENT = {"PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 PAUSED = "learning_paused"  # key in the store's metadata that exists while learning is paused
-MAX_RUBBISH = 100  # lines without a valid message, after which a trainer is killed
 # seconds between two reads, so that a trainer that writes a lot does not take a whole core here
 BREATH = 0.01
 LOOK_SECONDS = 0.2
@@ -242,13 +241,19 @@ class TrainerSupervisor:
             self._show(message)
             return
         try:
-            reply = self._note(message, hold) if isinstance(message, Learned) else self._publish(message)
+            reply = self._done(message, hold)
         except MoedraftError as error:
             if str(error) != self._state.last_error:
                 log.warning("An update of %s was refused: %s", message.expert, error)
             self._set(last_error=str(error))
             reply = Refused(reason=str(error))
         conversation.send(reply)
+
+    def _done(self, message: Publish | PublishTogether | Withdraw | Learned, hold: Hold) -> Message:
+        """Do as the message says. Raises MoedraftError if that must not be."""
+        if isinstance(message, Learned):
+            return self._note(message, hold)
+        return self._withdraw(message) if isinstance(message, Withdraw) else self._publish(message)
 
     def _show(self, report: StateReport) -> None:
         self._set(learning=report.state(), last_error=report.error or self._state.last_error)
@@ -266,6 +271,12 @@ class TrainerSupervisor:
         if isinstance(message, PublishTogether):
             return PublishedTogether(versions=tuple(versions))
         return Published(version=versions[0])
+
+    def _withdraw(self, message: Withdraw) -> Message:
+        """Go back to the version before. Raises MoedraftError if another one is live, or it is pinned."""
+        now = self._outlet.withdraw(message.expert, message.version)
+        self._published()
+        return Withdrawn(version=now)
 
     def _check(self, part: Part) -> None:
         """Raises InvalidRequest where the candidate was made for, or from, something that does not serve."""
@@ -289,58 +300,3 @@ class TrainerSupervisor:
             self._set(decisions=Counter(self._state.decisions) + Counter([update.decision]))
         self._deadly.pop(message.expert, None)
         return Noted()
-
-
-class Conversation:
-    """Messages exchanged as lines with a child. All methods raise ChildFailed if the child cannot go on."""
-
-    def __init__(self, child: Child, timeout: float) -> None:
-        self.child = child
-        self.timeout = timeout  # seconds without a message, after which the child counts as hanging
-        self.heard = 0  # how many lines the last `hear` read
-        self._rubbish = 0
-        self.excuse()
-
-    def send(self, message: Message) -> None:
-        self.child.send(message.line())
-        self.excuse()  # the child was perhaps silent only because it waited for this message
-
-    def excuse(self) -> None:
-        """Reset the timeout for silence."""
-        self._silence = 0.0
-        self._looked, self._used = time.monotonic(), self.child.processor_seconds()
-
-    def hear(self, seconds: float, *, starved: bool = False, held: bool = False) -> list[FromTrainer]:
-        """The messages that came, after waiting `seconds` at most. `starved`: requests take the processor.
-
-        Silence is counted in the child's own processor time then: at the lowest priority it may be slow.
-        `held`: it is suspended, and its silence does not count; that of before does, or one that hangs would
-        be excused by every request.
-        """
-        lines = self.child.read(seconds)
-        self.heard = len(lines)
-        messages = [message for line in lines if (message := self._understood(line)) is not None]
-        looked, used = self._looked, self._used
-        self._looked, self._used = time.monotonic(), self.child.processor_seconds()
-        if messages:
-            self._silence = 0.0
-        elif held:
-            pass
-        elif starved and used is not None and self._used is not None:
-            self._silence += min(self._looked - looked, self._used - used)
-        else:
-            self._silence += self._looked - looked
-        if self._silence > self.timeout:
-            raise ChildFailed(f"it said nothing for {self.timeout:.0f} s")
-        return messages
-
-    def _understood(self, line: bytes) -> FromTrainer | None:
-        try:
-            return from_trainer.validate_json(line)
-        except ValidationError:
-            self._rubbish += 1
-            if self._rubbish == 1:
-                log.warning("The trainer wrote a line of %d bytes that is no message.", len(line))
-            if self._rubbish >= MAX_RUBBISH:
-                raise ChildFailed("it talks rubbish") from None
-            return None

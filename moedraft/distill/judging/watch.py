@@ -1,0 +1,125 @@
+"""Looks again at what was published, on the requests that came since.
+
+The gate judges by few records, all from before. Requests that came after a publication are new to what serves
+now and to what served before it, so both can be measured on each of them. That needs fewer requests for the
+same certainty than sending a share of the traffic to the earlier version, and none of them is answered
+slower for it. What does worse than before by more than chance is taken back.
+
+Only the newest version of an adapter is looked at: an earlier one that is live was chosen by a person. So was
+one that was taken back and is live again. Nothing is taken back that is pinned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from moedraft.core import SHARED, AdapterVersion, CorruptAdapter, GateDecision, ReplayRecord
+from moedraft.distill.judging.gate import Measured, Verdict, compare, joined
+from moedraft.distill.judging.held_out import USABLE
+from moedraft.distill.judging.measures import Measure, Serving
+from moedraft.storage.candidate import Weights
+from moedraft.storage.changes import is_pinned
+from moedraft.storage.store import TARGET_ID, Store
+
+ENOUGH, MOST = 16, 64  # records that came since: with fewer nothing is decided, more are not looked at
+SURE = (
+    0.98  # probability that a version is worse, from which it is taken back, or better, from which it is left
+)
+
+OnBatch = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Withdrawal:
+    """A version that does worse than the one before it."""
+
+    version: AdapterVersion
+    verdict: Verdict
+
+
+class Watch:
+    """Watches the live versions of one home. It reads storage and writes nothing."""
+
+    def __init__(self, measure: Measure, store: Store) -> None:
+        self.measure, self.store = measure, store
+        self._settled: set[tuple[str, int]] = set()  # versions that have proved better, by name and number
+
+    def __call__(self, base_hash: str, on_batch: OnBatch = lambda: None) -> Withdrawal | None:
+        """The first version of this draft base that is to be taken back: the shared one's, or an expert's."""
+        for name in (SHARED, *(domain.name for domain in self.store.registry.domains())):
+            live = self._watched(name, base_hash)
+            if live is None:
+                continue
+            verdict = self._compared(live, on_batch)
+            if verdict.records >= ENOUGH and verdict.better >= SURE:
+                self._settled.add((name, live.version))
+            if verdict.decision == "withdraw":
+                return Withdrawal(live, verdict)
+        return None
+
+    def _watched(self, name: str, base_hash: str) -> AdapterVersion | None:
+        """The live version of `name`, where it is the newest and nobody has decided otherwise."""
+        registry = self.store.registry
+        line = registry.lineage(name, base_hash)
+        newest = max((one.version for one in registry.versions(name)), default=0)
+        if not line or line[0].state != "live" or line[0].version != newest or is_pinned(registry, name):
+            return None
+        taken_back = [
+            update
+            for update in self.store.updates.recent(name, limit=100)
+            if update.decision == "withdraw" and update.parent == newest
+        ]
+        settled = (name, newest) in self._settled
+        return None if taken_back or settled else line[0]
+
+    def _compared(self, live: AdapterVersion, on_batch: OnBatch) -> Verdict:
+        """What serves now against what would serve without `live`, on the records that came since."""
+        by_domain = self._since(live)
+        count = sum(map(len, by_domain.values()))
+        if count < ENOUGH:
+            return Verdict("keep", count)
+        befores, afters = list[Measured](), list[Measured]()
+        try:
+            for domain, records in by_domain.items():
+                befores.append(self.measure(self._without(live, domain), domain, records, on_batch))
+                afters.append(self.measure(self._serving(live, domain), domain, records, on_batch))
+        except CorruptAdapter:  # whoever serves finds that as well, and goes on with an older version
+            return Verdict("keep")
+        found = compare(joined(befores), joined(afters))
+        decision: GateDecision = "withdraw" if found.better <= 1 - SURE else "keep"
+        reason = "On the requests that came since, what served before it did better."
+        return replace(found, decision=decision, reason=reason if decision == "withdraw" else None)
+
+    def _since(self, live: AdapterVersion) -> dict[str, list[ReplayRecord]]:
+        """Records that came after `live` was made, by domain; of one prompt only the newest."""
+        target = self.store.registry.get_meta(TARGET_ID)
+        found: dict[str, dict[tuple[int, ...], ReplayRecord]] = {}
+        own = None if live.domain == SHARED else live.domain
+        for record in self.store.replay.records(own, limit=2 * MOST):
+            if record.created_at <= live.created_at or len(record.topk_ids) < USABLE:
+                continue
+            if target is None or record.target_id == target:
+                prompt = tuple(record.token_ids[: record.num_prompt_tokens])
+                found.setdefault(record.domain, {}).setdefault(prompt, record)
+        chosen = [record for prompts in found.values() for record in prompts.values()]
+        chosen = sorted(chosen, key=lambda record: record.created_at)[-MOST:]
+        return {domain: [one for one in chosen if one.domain == domain] for domain in found}
+
+    def _serving(self, live: AdapterVersion, domain: str) -> Serving:
+        """What drafts for this domain now."""
+        names = {SHARED, domain}
+        return {name: self._weights(self.store.registry.lineage(name, live.base_hash)) for name in names}
+
+    def _without(self, live: AdapterVersion, domain: str) -> Serving:
+        """What would draft for it after a rollback of `live`: experts follow the shared adapter back."""
+        lines = {name: self.store.registry.lineage(name, live.base_hash) for name in {SHARED, domain}}
+        lines[live.domain] = lines[live.domain][1:]
+        if live.domain == SHARED and domain != SHARED:
+            left = lines[SHARED][0].version if lines[SHARED] else 0
+            lines[domain] = [one for one in lines[domain] if (one.stood_on or 0) <= left]
+        return {name: self._weights(line) for name, line in lines.items()}
+
+    def _weights(self, line: Iterable[AdapterVersion]) -> Weights | None:
+        first = next(iter(line), None)
+        return None if first is None else self.store.adapters.load(first, first.base_hash)

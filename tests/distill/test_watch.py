@@ -1,0 +1,164 @@
+"""What was published is looked at again on later requests, and taken back where it does worse."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from candidates import candidate
+from distill_rig import record
+
+from moedraft.core import SHARED, Domain, InvalidRequest, ReplayRecord
+from moedraft.distill.judging.gate import Measured
+from moedraft.distill.judging.measures import Serving
+from moedraft.distill.judging.watch import ENOUGH, Watch
+from moedraft.distill.loop import DistillLoop
+from moedraft.distill.outlet import HomeOutlet
+from moedraft.storage import changes
+from moedraft.storage.store import Store
+
+TRIES = 100
+
+
+@pytest.fixture
+def store(store: Store) -> Store:
+    for name in ("code", "prose"):
+        store.registry.add_domain(Domain(name, "", ("x",) * 8, 0.0))
+    return store
+
+
+def value_of(serving: Serving, name: str) -> float:
+    weights = serving.get(name)
+    return 0.0 if weights is None else float(next(iter(weights.tensors.values())).mean())
+
+
+@dataclass
+class Values:
+    """Half of all guesses are right, and as many more as the values of what serves say."""
+
+    asked: list[tuple[str, int]] = field(default_factory=list)  # domain, records
+
+    def __call__(
+        self, serving: Serving, domain: str, records: Sequence[ReplayRecord], on_batch: Callable[[], None]
+    ) -> Measured:
+        self.asked.append((domain, len(records)))
+        share = 0.5 + sum(value_of(serving, name) for name in {SHARED, domain})
+        right = [round(TRIES * share) + index % 5 for index in range(len(records))]
+        return Measured(np.array([[[one, TRIES]] for one in right], np.int64).reshape(-1, 1, 2))
+
+
+def published(store: Store, **values: float) -> None:
+    """One update: a version of each of these adapters, each on the one before it."""
+    parents = {name: store.registry.lineage(name, "base") for name in values}
+    made = [
+        candidate(name, value, parent=parents[name][0].version if parents[name] else 0)
+        for name, value in values.items()
+    ]
+    store.adapters.publish_together(made)
+
+
+def came(store: Store, count: int = ENOUGH, domain: str = "code", first: int = 0) -> None:
+    """As many requests, after everything that was published before."""
+    later = time.time() + 1
+    numbers = range(first, first + count)
+    store.replay.add([replace(record(number, domain), created_at=later) for number in numbers])
+
+
+def test_a_version_that_does_worse_on_later_requests_is_taken_back(store: Store) -> None:
+    published(store, shared=0.1, code=0.1)
+    published(store, shared=0.1, code=-0.2)
+    watch = Watch(Values(), store)
+    assert watch("base") is None  # nobody has asked for anything since
+    came(store)
+    found = watch("base")
+    assert found is not None
+    # Experts follow the shared adapter back, so the update is judged as a whole first.
+    assert (found.version.domain, found.version.version) == (SHARED, 2)
+    assert found.verdict.gain == pytest.approx(-0.3)
+    assert found.verdict.records == ENOUGH
+
+
+def test_an_expert_alone_is_taken_back_where_only_its_domain_loses(store: Store) -> None:
+    published(store, shared=0.0, code=0.0, prose=0.0)
+    published(store, shared=0.0, code=-0.2, prose=0.3)
+    came(store, domain="code")
+    came(store, 2 * ENOUGH, domain="prose", first=100)
+    found = Watch(Values(), store)("base")
+    assert found is not None
+    assert (found.version.domain, found.version.version) == ("code", 2)
+
+
+def test_what_does_better_is_left_and_not_looked_at_again(store: Store) -> None:
+    published(store, shared=0.1)
+    came(store)
+    values = Values()
+    watch = Watch(values, store)
+    assert watch("base") is None
+    assert values.asked == [("code", ENOUGH)] * 2
+    assert watch("base") is None
+    assert len(values.asked) == 2
+
+
+def test_few_requests_and_old_ones_decide_nothing(store: Store) -> None:
+    store.replay.add([replace(record(number), created_at=1.0) for number in range(50)])
+    published(store, shared=-0.3)
+    came(store, ENOUGH - 1, first=100)
+    came(store, 1, first=100)  # one prompt again
+    values = Values()
+    assert Watch(values, store)("base") is None
+    assert not values.asked
+
+
+def test_a_version_that_a_person_chose_stays(store: Store) -> None:
+    published(store, shared=0.3)
+    published(store, shared=-0.3)
+    came(store)
+    watch = Watch(Values(), store)
+    changes.pin(store, SHARED)
+    assert watch("base") is None
+    changes.pin(store, SHARED, False)
+    changes.promote(store, SHARED, 1)  # an earlier one
+    assert watch("base") is None
+    changes.promote(store, SHARED, 2)
+    assert watch("base") is not None
+    assert watch("another base") is None
+
+
+def a_loop(store: Store) -> DistillLoop:
+    forgotten: list[str] = []
+    trainer: Any = SimpleNamespace(student=SimpleNamespace(base_hash="base"), forget=forgotten.append, seed=0)
+    trainer.forgotten, trainer.update = forgotten, lambda *_, **__: None
+    return DistillLoop(trainer, store, HomeOutlet(store), every=1, watch=Watch(Values(), store))
+
+
+def test_the_loop_takes_it_back_and_says_so_once(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    published(store, shared=0.1, code=0.1)
+    published(store, shared=0.1, code=-0.2)
+    came(store)
+    loop = a_loop(store)
+    loop.run_once("code")
+    assert [one.version for one in store.registry.lineage(SHARED, "base")] == [1]
+    live = store.registry.live("code")
+    assert live is not None
+    assert live.version == 1
+    assert loop.trainer.forgotten == [SHARED]  # type: ignore[attr-defined]
+    [update] = [one for one in store.updates.recent() if one.decision == "withdraw"]
+    assert (update.expert, update.version, update.parent, update.gate_records) == (SHARED, 1, 2, ENOUGH)
+    assert "Version 2 of shared was taken back" in caplog.text
+    changes.promote(store, SHARED, 2)  # a person wants it all the same
+    loop.run_once("code")
+    assert len([one for one in store.updates.recent() if one.decision == "withdraw"]) == 1
+
+
+def test_what_has_changed_meanwhile_is_not_taken_back(store: Store) -> None:
+    published(store, shared=0.1)
+    with pytest.raises(InvalidRequest, match="changed meanwhile"):
+        HomeOutlet(store).withdraw(SHARED, 2)
+    changes.pin(store, SHARED)
+    with pytest.raises(InvalidRequest, match="pinned"):
+        HomeOutlet(store).withdraw(SHARED, 1)
