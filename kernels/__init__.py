@@ -196,7 +196,7 @@ def divergence(
     ValueError for shapes, types or a backend that do not fit, RuntimeError for a second backward or a second
     derivative.
     """
-    # float16 cannot hold small entries divided by the number of rows: they are divided with the backward's factor
+    # float16 cannot hold small entries divided by the number of rows: they are divided in the backward
     late = reduction == "mean" and student_logits.dtype == torch.float16
     summed = "sum" if late else reduction
     problem = _problem(student_logits, teacher_logits, teacher_topk, kind, beta, temperature, mask, summed)
@@ -239,7 +239,7 @@ def _problem(
 
 
 def _bounded(ids: Tensor, vocab: int) -> Tensor:
-    """ids without any outside the vocabulary: refused on a CPU, padding elsewhere, where reading them waits."""
+    """ids without any outside the vocabulary: refused on a CPU, padding elsewhere, as reading them waits."""
     outside = ids >= vocab
     if ids.device.type != "cpu" or torch.compiler.is_compiling():
         return ids.masked_fill(outside, -1)
