@@ -13,6 +13,7 @@ import torch
 from moedraft import core
 from moedraft.core import SHARED, AdapterVersion, CorruptAdapter, StorageError
 from moedraft.cpu.memory import return_free_memory
+from moedraft.cpu.threads import compute_alone
 from moedraft.drafting.adapter import Adapter
 from moedraft.drafting.lora import ExpertBank, Prepared
 from moedraft.storage.store import Store
@@ -47,7 +48,7 @@ class AdapterLoader:
 
     def load_beside(self) -> None:
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "moedraft-adapters", initializer=torch.get_num_threads)
+            self._thread = ThreadPoolExecutor(1, "moedraft-adapters", initializer=compute_alone)
 
     def close(self) -> None:
         if self._thread is not None:
