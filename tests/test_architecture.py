@@ -31,7 +31,7 @@ ROOMS = {
     "engine": (13, 1500),
     "feature": (12, 1500),
     "insight": (10, 1450),
-    "kernels": (11, 2100),
+    "kernels": (19, 3300),
     "moedraft": (17, 2500),  # the files that lie in no folder
     "routing": (6, 1050),
     "selecting": (4, 600),
@@ -52,7 +52,7 @@ LONG_FUNCTIONS = {
     # one launch on the device is one function of Triton
     "moedraft.kernels.fused_divergence._kl": 50,
     "moedraft.kernels.fused_divergence._topk": 66,
-    "moedraft.kernels.verify_kernels.resolve": 81,
+    "moedraft.kernels.verify_kernels.resolve": 80,
     "moedraft.kernels.verify_kernels.draw": 52,
 }
 
@@ -111,7 +111,10 @@ FLOORS_INSIDE = {
         "moedraft.kernels.verify": 2,
         "moedraft.kernels.fused_divergence": 2,
         "moedraft.kernels.autograd": 3,
-        "moedraft.kernels": 4,
+        "moedraft.kernels.chain_inputs": 0,
+        "moedraft.kernels.divergence_inputs": 4,
+        "moedraft.kernels.linear": 4,
+        "moedraft.kernels": 5,
     },
 }
 HOUSES = {"moedraft": FLOORS, **FLOORS_INSIDE}
