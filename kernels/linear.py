@@ -59,20 +59,20 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, problem: Problem, backend: str, rows: int, hidden: Tensor, *layer: Any) -> Tensor:
         needs = ctx.needs_input_grad[3:]
-        ctx.arguments = problem, backend, rows, hidden, Layer(*layer)
-        ctx.dtype = _computed_type(hidden)
-        ctx.sums = _sums(hidden, Layer(*layer), needs) if problem.reduce and any(needs) else None
-        return _blocks(*ctx.arguments, ctx.dtype, ctx.sums)
+        whole, dtype = Layer(*layer), _computed_type(hidden)
+        ctx.arguments = problem, backend, rows, hidden, whole, dtype
+        ctx.sums = _sums(hidden, whole, needs) if problem.reduce and any(needs) else None
+        return _blocks(problem, backend, rows, hidden, whole, dtype, ctx.sums)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        problem, backend, rows, hidden, layer = ctx.arguments
+        problem, backend, rows, hidden, layer, dtype = ctx.arguments
         sums, factor = ctx.sums, upstream
         if sums is None:  # rows' losses, or a second backward
             sums = _sums(hidden, layer, ctx.needs_input_grad[3:])
             weighed = problem._replace(weight=problem.weight * upstream.to(problem.weight.dtype))
-            _blocks(weighed, backend, rows, hidden, layer, ctx.dtype, sums)
+            _blocks(weighed, backend, rows, hidden, layer, dtype, sums)
             factor = torch.ones((), device=upstream.device)
         ctx.sums = None  # what it holds is changed now
         found = (
@@ -84,8 +84,11 @@ class _Linear(torch.autograd.Function):
 
 def _sums(hidden: Tensor, layer: Layer, needs: tuple[bool, ...]) -> Sums:
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    parts = zip((hidden, *layer), needs, strict=True)
-    return Sums(*(torch.zeros_like(part, dtype=dtype) if need else None for part, need in parts))
+
+    def zeros(part: Tensor | None, need: bool) -> Tensor | None:
+        return None if part is None or not need else torch.zeros_like(part, dtype=dtype)
+
+    return Sums(*(zeros(part, need) for part, need in zip((hidden, *layer), needs, strict=True)))
 
 
 def _computed_type(hidden: Tensor) -> torch.dtype:
@@ -105,7 +108,7 @@ def _blocks(
 ) -> Tensor:
     """The loss of all blocks, with products in `dtype`; adds their gradients to `sums`."""
     hidden = hidden.to(dtype)
-    layer = Layer(*(None if part is None else part.to(dtype) for part in layer))
+    layer = Layer(layer.weight.to(dtype), *(None if part is None else part.to(dtype) for part in layer[1:]))
     losses = torch.zeros(hidden.shape[0], dtype=problem.weight.dtype, device=hidden.device)
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         buffer = hidden.new_empty(min(rows, hidden.shape[0]), layer.weight.shape[0])
