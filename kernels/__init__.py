@@ -4,6 +4,8 @@
                    is kept exactly (Leviathan et al., arXiv 2211.17192)
     verify_block   the same with a rule that judges a draft as a whole and keeps more of it on average (Sun et
                    al., arXiv 2403.10444)
+    verify_coupled, sample_coupled  draft and target choose with the same random numbers, so that a seed fixes
+                   the answer whatever the draft (Daliri et al., arXiv 2408.07978)
     round_seeds    random numbers of their own for each round, which verify_block needs
     sample_draft   draw a draft token; returns the log-sum-exp, too, which verification needs
     divergence     forward and reverse KL, JSD, TVD between teacher and student; loss and gradient in one call
@@ -22,9 +24,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from . import reference, reference_block
+from . import reference, reference_block, reference_coupled
 from .autograd import evaluate
-from .chain_inputs import check_chain, padded
+from .chain_inputs import check_chain, check_draft, padded
 from .divergence_inputs import check_layer, problem_of
 from .linear import Layer, evaluate_linear
 from .philox import round_seeds
@@ -38,9 +40,11 @@ __all__ = [
     "divergence",
     "linear_divergence",
     "round_seeds",
+    "sample_coupled",
     "sample_draft",
     "verify_block",
     "verify_chain",
+    "verify_coupled",
 ]
 
 Backend = Literal["auto", "reference", "triton"]
@@ -143,6 +147,48 @@ def verify_block(
     )
 
 
+def verify_coupled(
+    target_logits: Tensor,
+    draft_tokens: Tensor,
+    draft_logits: Tensor | None = None,
+    *,
+    draft_lse: Tensor | None = None,
+    num_draft: Tensor | None = None,
+    temperature: Tensor | float,
+    seed: Tensor,
+    position: Tensor,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `verify_chain`, for drafts of `sample_coupled`: a seed fixes the answer, whatever the draft.
+
+    Each position's token is the one that `sample_coupled` draws from the target's row with the row's seed at
+    that position, distributed as the target's own (Daliri et al., arXiv 2408.07978). Drafted tokens are kept
+    as long as they are these, so that neither the draft's tokens nor its distribution, length or version can
+    change what is emitted; draft_logits and draft_lse are checked and not read. Greedy rows and
+    TARGET_INVALID are `verify_chain`'s. PyTorch on every device: there is no Triton kernel. Raises ValueError
+    as `verify_chain` does, and for backend="triton".
+    """
+    packed = target_logits.dim() == 2
+    check_chain(target_logits, draft_tokens, draft_logits, draft_lse, num_draft, packed)
+    _refuse_triton(backend, "Coupled sampling")
+    if packed:
+        target_logits, _ = padded(target_logits, draft_tokens, None, num_draft)
+    return reference_coupled.verify_coupled(
+        target_logits, draft_tokens, num_draft, temperature, seed, position
+    )
+
+
+def sample_coupled(
+    logits: Tensor, temperature: Tensor | float, seed: Tensor, position: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As `sample_draft`, for `verify_coupled`: argmax of logits/temperature + Gumbel(seed, position, token).
+
+    Two rows with the same seed and position tend to give the same token, the more alike they are.
+    """
+    check_draft(logits)
+    return reference_coupled.sample_coupled(logits, temperature, seed, position)
+
+
 def sample_draft(
     logits: Tensor, temperature: Tensor | float, seed: Tensor, position: Tensor, backend: Backend = "auto"
 ) -> tuple[Tensor, Tensor]:
@@ -155,8 +201,7 @@ def sample_draft(
     +inf or nothing but -inf gives token 0 and an lse of NaN. Raises ValueError for shapes or a backend
     that do not fit.
     """
-    if logits.dim() != 2 or logits.shape[1] == 0 or not logits.is_floating_point():
-        raise ValueError(f"logits must be floating [B, V], not {logits.dtype} {list(logits.shape)}.")
+    check_draft(logits)
     if _use_triton(backend, logits):
         from . import verify
 
@@ -259,3 +304,8 @@ def _use_triton(backend: str, logits: Tensor) -> bool:
     if backend == "triton" and not logits.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError('backend="triton" needs tensors on a CUDA device.')
     return backend == "triton" or (backend == "auto" and logits.is_cuda and _HAS_TRITON)
+
+
+def _refuse_triton(backend: str, what: str) -> None:
+    if backend not in ("auto", "reference"):
+        raise ValueError(f'{what} has no backend but "auto" and "reference", not {backend!r}.')

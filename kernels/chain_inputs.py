@@ -36,6 +36,11 @@ def check_chain(
         raise ValueError(f"num_draft must be [{batch}], not {list(num_draft.shape)}.")
 
 
+def check_draft(logits: Tensor) -> None:
+    if logits.dim() != 2 or logits.shape[1] == 0 or not logits.is_floating_point():
+        raise ValueError(f"logits must be floating [B, V], not {logits.dtype} {list(logits.shape)}.")
+
+
 def padded(
     target: Tensor, tokens: Tensor, draft: Tensor | None, num_draft: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:

@@ -107,6 +107,8 @@ FLOORS_INSIDE = {
         "moedraft.kernels.reference": 1,
         "moedraft.kernels.reference_divergence": 1,
         "moedraft.kernels.reference_block": 2,
+        "moedraft.kernels.reference_coupled": 2,
+        "moedraft.kernels.reference_several": 2,
         "moedraft.kernels.verify_kernels": 1,
         "moedraft.kernels.verify": 2,
         "moedraft.kernels.fused_divergence": 2,
