@@ -246,7 +246,7 @@ def divergence(
     ValueError for shapes, types or a backend that do not fit, RuntimeError for a second backward or a second
     derivative.
     """
-    # float16 cannot hold small entries divided by the number of rows: divide with the backward's factor
+    # float16 cannot hold small entries divided by the number of rows: they are divided in the backward
     late = reduction == "mean" and student_logits.dtype == torch.float16
     summed = "sum" if late else reduction
     problem = problem_of(student_logits, teacher_logits, teacher_topk, kind, beta, temperature, mask, summed)

@@ -64,9 +64,11 @@ def sum_chunks(values, ROWS: tl.constexpr, CHUNKS: tl.constexpr):
     how many tokens were drafted. CHUNKS is a power of two.
     """
     if CHUNKS == 1:
-        return tl.reshape(values, [ROWS])
-    even, odd = tl.split(tl.reshape(values, [ROWS, CHUNKS // 2, 2]))
-    return sum_chunks(even + odd, ROWS, CHUNKS // 2)
+        total = tl.reshape(values, [ROWS])
+    else:  # the compiler goes on behind a `return`
+        even, odd = tl.split(tl.reshape(values, [ROWS, CHUNKS // 2, 2]))
+        total = sum_chunks(even + odd, ROWS, CHUNKS // 2)
+    return total
 
 
 @triton.jit

@@ -35,7 +35,9 @@ def test_the_reference_names_all_three(reference: ModuleType) -> None:
         assert name in text
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/benchmarks.md", "data/models/README.md"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "docs/benchmarks.md", "docs/robustness.md", "data/models/README.md"]
+)
 def test_tables_are_up_to_date(tables: ModuleType, name: str) -> None:
     assert name in tables.DOCUMENTS
     text = (ROOT / name).read_text(encoding="utf-8")
@@ -43,9 +45,10 @@ def test_tables_are_up_to_date(tables: ModuleType, name: str) -> None:
 
 
 def test_every_table_has_its_place(tables: ModuleType) -> None:
-    benchmarks = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    names = ("benchmarks.md", "robustness.md")
+    pages = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in names)
     for name in (*tables.SOURCES, "kernels"):
-        assert benchmarks.count(f"<!-- table:{name} -->") == 1
+        assert pages.count(f"<!-- table:{name} -->") == 1
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert re.findall(r"<!-- table:(\w+) -->", readme) == ["summary"]
 

@@ -11,7 +11,7 @@ rounding; each module's docstring names that plainer code. The setting `cpu_fast
 | `steady` | runs a larger Llama-like model, in bfloat16 where that is exact |
 | `huge_pages` | puts weights into large memory pages, which are read faster |
 | `groups` | drafts a batch of several experts expert by expert |
-| `threads` | runs a small model on one thread |
+| `threads` | runs a small model on one thread, and what works beside the engine as well |
 | `memory` | keeps the C library and Python's garbage collector from slowing down a server |
 """
 

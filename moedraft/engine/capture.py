@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moedraft.cpu.threads import compute_alone
+
 if TYPE_CHECKING:
     from moedraft.core import Sequence, TopK
 
@@ -139,7 +141,7 @@ class Capture:
     def work_beside(self) -> None:
         """Search full stacks in a thread from now on."""
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "moedraft-capture", initializer=torch.get_num_threads)
+            self._thread = ThreadPoolExecutor(1, "moedraft-capture", initializer=compute_alone)
 
     def close(self) -> None:
         """End the thread. A second call does nothing."""

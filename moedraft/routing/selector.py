@@ -7,9 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
-import torch
-
 from moedraft.core import SHARED, Sequence
+from moedraft.cpu.threads import compute_alone
 from moedraft.evidence import Evidence
 from moedraft.routing.router import Route, Router
 
@@ -91,7 +90,7 @@ class BackgroundSelector(Selector):
 
     def __init__(self, router: Router) -> None:
         super().__init__(router)
-        self._pool = ThreadPoolExecutor(1, "moedraft-router", initializer=torch.get_num_threads)
+        self._pool = ThreadPoolExecutor(1, "moedraft-router", initializer=compute_alone)
         self._open: list[tuple[Future[list[Route]], list[Sequence]]] = []
 
     def assign(self, sequences: list[Sequence]) -> None:

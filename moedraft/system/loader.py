@@ -13,6 +13,7 @@ import torch
 from moedraft import core
 from moedraft.core import SHARED, AdapterVersion, CorruptAdapter, StorageError
 from moedraft.cpu.memory import return_free_memory
+from moedraft.cpu.threads import compute_alone
 from moedraft.drafting.adapter import Adapter
 from moedraft.drafting.lora import ExpertBank, Prepared
 from moedraft.storage.store import Store
@@ -47,7 +48,7 @@ class AdapterLoader:
 
     def load_beside(self) -> None:
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "moedraft-adapters", initializer=torch.get_num_threads)
+            self._thread = ThreadPoolExecutor(1, "moedraft-adapters", initializer=compute_alone)
 
     def close(self) -> None:
         if self._thread is not None:
@@ -112,9 +113,10 @@ class AdapterLoader:
             generation = self.store.registry.generation()
             changes: dict[str, Adapter | None] = {}
             found = [self._find(name, changes) for name in self._names()]
+            unadapted = self.store.registry.unadapted()
             if self.store.registry.generation() == generation:
                 break
-        return generation if all(found) else None, self.bank.prepare(changes, recent)
+        return generation if all(found) else None, self.bank.prepare(changes, recent, unadapted)
 
     def _use(self, loaded: Loaded, running: Iterable[core.Sequence]) -> None:
         generation, prepared = loaded
@@ -136,7 +138,7 @@ class AdapterLoader:
 
     def _names(self) -> list[str]:
         registered = [name for name, _ in self.store.registry.domain_names()]
-        return [SHARED, *registered, *(set(self.bank.experts) - set(registered))]
+        return [SHARED, *registered, *(set(self.bank.names) - set(registered))]
 
     def _find(self, name: str, changes: dict[str, Adapter | None]) -> bool:
         """Put the live version of `name` into `changes` if the bank has another one.
@@ -149,7 +151,7 @@ class AdapterLoader:
         for version in self.store.registry.lineage(name, self.bank.base_hash):
             if (name, version.version) in self.refused:
                 continue
-            if version.version == self.bank.version(name):
+            if version.version == self.bank.held(name):
                 return readable
             try:
                 changes[name] = self._read(version)
@@ -162,7 +164,7 @@ class AdapterLoader:
                 readable = False
             else:
                 return readable
-        if self.bank.version(name) > 0:
+        if self.bank.held(name) > 0:
             changes[name] = None
         return readable
 

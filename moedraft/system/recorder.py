@@ -18,6 +18,7 @@ from functools import lru_cache
 import torch
 
 from moedraft.core import ReplayRecord, RequestStats, Sequence, StorageError
+from moedraft.cpu.threads import compute_alone
 from moedraft.learning_state import LearningKind, LearningState, paused
 from moedraft.storage.store import Store
 
@@ -100,7 +101,7 @@ class Recorder:
 
     def record_beside(self) -> None:
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "moedraft-recorder", initializer=torch.get_num_threads)
+            self._thread = ThreadPoolExecutor(1, "moedraft-recorder", initializer=compute_alone)
 
     def flush(self) -> None:
         """Wait until all requests that have ended are written, or could not be written.

@@ -112,7 +112,7 @@ def test_at_least_one_example_is_held_out(total: int, count: int, held_out: int)
 def brief(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small steps and short answers."""
     home.mkdir()
-    (home / "config.toml").write_text("update_tokens = 128\nadapter_rank = 8\nlearning_rate = 0.02\n")
+    (home / "config.toml").write_text("update_tokens = 256\nadapter_rank = 8\nlearning_rate = 0.02\n")
     monkeypatch.setattr("moedraft.distill.warmstart.PARAMS", SamplingParams(max_tokens=12))
 
 

@@ -13,7 +13,7 @@ ROWS, VOCAB, FACTOR = 4096, 64, 65536.0  # the factor that torch.amp.GradScaler 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_small_gradients_survive_in_float16_with_a_scaler(kind: str, device: str) -> None:
-    """Most entries, divided by the number of rows, are below what float16 holds; times the factor not."""
+    """Most entries, divided by the number of rows, are below what float16 holds; scaled they are not."""
     gen = torch.Generator().manual_seed(0)
     student = (torch.randn(ROWS, VOCAB, generator=gen) * 2).half().to(device).requires_grad_()
     teacher = (student.detach().cpu() + 0.1 * torch.randn(ROWS, VOCAB, generator=gen)).half().to(device)

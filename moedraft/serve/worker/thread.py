@@ -16,6 +16,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
+import torch
+
 from moedraft.core import FinishReason, RequestOutput, SamplingParams
 from moedraft.cpu.memory import return_free_memory
 from moedraft.cpu.products import generate_ahead
@@ -170,6 +172,7 @@ class EngineThread(threading.Thread):
 
     def run(self) -> None:
         try:
+            torch.get_num_threads()  # from now on this thread keeps its number, whatever other threads set
             generate_ahead()
             while not self._ending:
                 self._do_jobs()

@@ -14,10 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
-
 from moedraft.core import SamplingParams, StorageError
 from moedraft.cpu.memory import return_large_blocks
+from moedraft.cpu.threads import compute_alone
 from moedraft.distill.governor import Load, write_load
 from moedraft.learning_state import LearningState
 from moedraft.routing.router import Route
@@ -68,7 +67,7 @@ class Worker:
         self._work_comes: Callable[[], None] = lambda: None
         self._clock = clock
         self._engine = EngineThread(system.engine, clock, tend_memory=system.settings.cpu_fast_paths)
-        self._routing = ThreadPoolExecutor(1, "moedraft-routes", initializer=torch.get_num_threads)
+        self._routing = ThreadPoolExecutor(1, "moedraft-routes", initializer=compute_alone)
         self._quit = threading.Event()
         self._publisher = threading.Thread(target=self._publish_loads, name="moedraft-load", daemon=True)
 
