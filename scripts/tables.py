@@ -218,6 +218,8 @@ def filled(text: str, results: Path) -> str:
             body = models(ROOT / "data" / "models")
         elif match[1] == "kernels":
             body = kernel_tables.tables(results)
+        elif match[1] == "kernel_facts":
+            body = kernel_tables.facts()
         else:
             file, render = {**SOURCES, "summary": SUMMARY}[match[1]]
             path = results / file
