@@ -126,11 +126,9 @@ def facts() -> str:
         launches, replaces, called_by = ABOUT[name]
         shape = ", ".join(f"{key} {value}" for key, value in case.shape.items())
         least = microseconds(case.floor_bytes / BANDWIDTH * 1e6)
-        size = f"{case.floor_bytes / 1e6:,.0f} MB"
+        size, launched = f"{case.floor_bytes / 1e6:,.1f} MB", launches or "PyTorch"
         path = f"`{called_by.split(':')[0]}`" if "/" in called_by.split(",")[0] else called_by
-        lines.append(
-            f"| {name} | {shape} | {size} | {least} | {launches or 'PyTorch'} | {replaces} | {path} |"
-        )
+        lines.append(f"| {name} | {shape} | {size} | {least} | {launched} | {replaces} | {path} |")
     return "\n".join(lines)
 
 
