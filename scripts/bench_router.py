@@ -3,8 +3,8 @@
 
     python scripts/bench_router.py --data ../shared/data --out results/router.json
 
-The data folder holds `dev/` (40 prompts a domain to fit on), `stream/` (to test on) and `external/`
-(prompts of no particular domain), each with `<domain>.jsonl` or `.jsonl.xz`, one {"prompt": …} a line.
+The data folder holds `dev/` (40 prompts a domain to fit on), `stream/` (to test on), `train/` (to fit on where
+refusals are counted) and `external/` (prompts of no particular domain), each with `<domain>.jsonl` or `.jsonl.xz`, one {"prompt": …} a line.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from router_refusals import PER_DOMAIN, example_sets, refusals
 
 import moedraft
 from moedraft.core import SHARED
-from moedraft.routing.classifier import new_regression
+from moedraft.routing.fitting import new_regression
 from moedraft.routing.embedder import Embedder, Floats, TextEmbedder, char_ngrams, features
 from moedraft.routing.router import Router
 
@@ -324,6 +325,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     result["leave_one_domain_out"] = strangers(memory, fit, tests, args.threshold)
     result["few_domains"] = few_domains(memory, fit, tests, args.threshold)
     special = fitted(memory, {d: t for d, t in fit.items() if d not in GENERAL}, args.threshold)
+    result["refusals"] = refusals(
+        lambda examples: fitted(memory, examples, args.threshold).router,
+        example_sets(read_prompts(args.data / "train"), args.refusal_fit, args.seed),
+        {d: texts[:PER_DOMAIN] for d, texts in tests.items()},
+        external,
+    )
     result["external_to_shared"] = {
         name: {
             "all_domains": _shared(router, texts),
@@ -348,6 +355,7 @@ def main() -> None:
     parser.add_argument("--fit", type=int, default=40, help="examples per domain")
     parser.add_argument("--test", type=int, default=100, help="test prompts per domain")
     parser.add_argument("--reworded", type=int, default=30, help="test prompts per domain and rewording")
+    parser.add_argument("--refusal-fit", type=int, default=60, help="examples per domain for refusals")
     parser.add_argument("--threshold", type=float, default=0.35)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

@@ -95,6 +95,26 @@ def router(found: dict[str, Any]) -> str:
     return table(["unseen real prompts", ""], rows)
 
 
+EXAMPLES = {"random": "drawn from all", "first": "of few origins", "one_wording": "of one wording"}
+
+
+def refusals(found: dict[str, Any]) -> str:
+    """Of unseen prompts, as they are and reworded, how many the router sends where they belong."""
+    rows = []
+    for key, name in EXAMPLES.items():
+        sets = found["refusals"][key]
+        for kind, counts in sets.items():
+            if isinstance(counts, dict) and "right" in counts:
+                rows.append([name, kind, *(str(counts[column]) for column in REFUSAL_COLUMNS)])
+        rows.append([name, "their domain not registered", *[""] * 3, f"{sets['strangers_refused']:.0%}", ""])
+    total = found["refusals"]["random"]["as is"]["prompts"]
+    head = ["examples", f"{total} prompts", "right", "wrong", "likeliest right", "refused", "of these right"]
+    return table(head, rows)
+
+
+REFUSAL_COLUMNS = ("right", "wrong", "best_domain_right", "refused", "refused_though_right")
+
+
 def serving(found: dict[str, Any]) -> str:
     rows = []
     for load, systems in found["loads"].items():
@@ -188,6 +208,7 @@ SOURCES = {
     "bench": ("bench.json", bench),
     "learning": ("learning.json", learning),
     "router": ("router.json", router),
+    "refusals": ("router.json", refusals),
     "faults": ("faults.json", faults),
 }
 

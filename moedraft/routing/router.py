@@ -27,12 +27,17 @@ from moedraft.routing.embedder import (
     read_tensors,
     write_tensors,
 )
+from moedraft.routing.fitting import Copies
+from moedraft.routing.rewording import copies
 from moedraft.routing.stages import TwoStage
 
-ROUTER_VERSION = 2  # 1 had no first stage
+ROUTER_VERSION = 3  # 1 had no first stage, 2 no reworded copies
 ROUTER_FILE = "router.safetensors"
 CACHE_FILE = "embeddings.safetensors"
 MAX_EXAMPLES = 128  # per domain; more make every refit slower and the router hardly better
+MAX_COPIES = (
+    32  # of a domain's examples, reworded; with 64 more strangers are taken, and a refit takes longer
+)
 
 
 @dataclass(frozen=True)
@@ -139,14 +144,23 @@ class Router:
     def _deciding(self, model: TwoStage | None) -> TwoStage | None:
         return model.deciding(self.threshold) if model and self.first_stage else model
 
-    def _features_of(self, examples: Mapping[str, Sequence[str]]) -> tuple[dict[str, Floats], int]:
-        """Features {name: [n, d + number of n-grams]} in the order of names, and d, the embedding's width."""
+    def _features_of(
+        self, examples: Mapping[str, Sequence[str]]
+    ) -> tuple[dict[str, Floats], int, dict[str, Copies]]:
+        """Features of examples {name: [n, d + n-grams]} in the order of names; d, the embedding's width; and
+        the features of their reworded copies."""
         names = sorted(examples)
-        texts = [text for name in names for text in examples[name]]
+        made = {name: copies(examples[name], MAX_COPIES) for name in names}
+        groups = [list(examples[name]) for name in names] + [
+            [text for _, text in made[name]] for name in names
+        ]
+        texts = [text for group in groups for text in group]
         embeddings = self._cache.embed(texts)
-        ends = np.cumsum([len(examples[name]) for name in names])
-        rows = np.split(features(embeddings, texts), ends[:-1])
-        return dict(zip(names, rows, strict=True)), embeddings.shape[1]
+        rows = np.split(features(embeddings, texts), np.cumsum([len(group) for group in groups])[:-1])
+        places = [np.array([place for place, _ in made[name]], dtype=np.int64) for name in names]
+        copied = map(Copies, rows[len(names) :], places)
+        own = dict(zip(names, rows[: len(names)], strict=True))
+        return own, embeddings.shape[1], dict(zip(names, copied, strict=True))
 
     def _save(self, model: TwoStage | None, digest: str) -> None:
         origin = {"version": str(ROUTER_VERSION), "embedder": self.embedder.id, "examples": digest}

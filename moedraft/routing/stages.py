@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from moedraft.routing.classifier import DomainClassifier
 from moedraft.routing.embedder import Floats, join, unit
+from moedraft.routing.fitting import Copies
 
 AGREEMENT = 0.99  # expected share of the first stage's decisions that the full model would make too
 CAUTION = 2.0  # the doubt that is allowed is divided by this: real prompts of no domain may be odder still
@@ -36,11 +37,15 @@ class TwoStage:
     sure: float = NEVER  # the first stage decides from this confidence on
 
     @classmethod
-    def fit(cls, rows: Mapping[str, Floats], split: int) -> TwoStage:
-        """From {name: features [n, F] with n >= 2}, at least one domain. Deterministic."""
-        full, opinions = DomainClassifier.fit_and_try(rows, split)
+    def fit(
+        cls, rows: Mapping[str, Floats], split: int, copies: Mapping[str, Copies] | None = None
+    ) -> TwoStage:
+        """From {name: features [n, F] with n >= 2}, one domain or more, and copies. Deterministic."""
+        full, opinions = DomainClassifier.fit_and_try(rows, split, copies)
         ngrams, first = DomainClassifier.fit_and_try(
-            {name: unit(x[:, split:]) for name, x in rows.items()}, 0
+            {name: unit(x[:, split:]) for name, x in rows.items()},
+            0,
+            {name: replace(made, x=unit(made.x[:, split:])) for name, made in (copies or {}).items()},
         )
         return cls(full, ngrams, _compare(first, opinions))
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from routing_fakes import WordEmbedder, prompts
 
-from moedraft.routing.classifier import TEMPERATURES, DomainClassifier, new_regression
+from moedraft.routing.classifier import TEMPERATURES, DomainClassifier
 from moedraft.routing.embedder import Floats, features
+from moedraft.routing.fitting import new_regression
 
 EMBEDDER = WordEmbedder()
 

@@ -195,13 +195,23 @@ def test_threads_wait_for_one_ready_model(loading: Loading) -> None:
     assert len(loading.models) == 2, "the one that failed, and one for all"
 
 
-def test_excerpt_keeps_both_ends() -> None:
+def test_excerpt_keeps_both_ends_and_the_middle() -> None:
     assert excerpt("short") == "short"
-    cut = excerpt("HEAD" + "x" * 10_000 + "TAIL")
+    cut = excerpt("HEAD" + "x" * 10_000 + "MIDDLE" + "x" * 10_032 + "TAIL")
     assert cut.startswith("HEAD")
+    assert "MIDDLE" in cut
     assert cut.endswith("TAIL")
-    assert len(cut.encode()) <= module.HEAD_BYTES + module.TAIL_BYTES + 5
+    assert len(cut.encode()) <= module.HEAD_BYTES + module.MIDDLE_BYTES + module.TAIL_BYTES + 10
     assert set(excerpt("語" * 500)) == {"語", " ", "…"}, "no letter is cut in two"
+
+
+def test_ngrams_read_the_middle_of_a_long_text() -> None:
+    around = "lorem ipsum " * 100
+    first, second = char_ngrams([around + word + around for word in ("schema(name, age)", "die Zwiebel")])
+    assert np.abs(first - second).max() > 0
+    off = "x" * 1200  # a tenth of the way it is not read
+    same = char_ngrams([f"{'a' * 900}{word}{off * 9}" for word in ("schema(name, age)", "schema<name; age>")])
+    np.testing.assert_array_equal(same[0], same[1])
 
 
 def test_ngrams_tell_languages_apart() -> None:

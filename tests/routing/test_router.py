@@ -12,7 +12,15 @@ from routing_fakes import WordEmbedder, prompts
 from threadpoolctl import threadpool_limits
 
 from moedraft.core import SHARED, InvalidRequest, StorageError
-from moedraft.routing.router import CACHE_FILE, MAX_EXAMPLES, ROUTER_FILE, ROUTER_VERSION, Router
+from moedraft.routing.rewording import copies
+from moedraft.routing.router import (
+    CACHE_FILE,
+    MAX_COPIES,
+    MAX_EXAMPLES,
+    ROUTER_FILE,
+    ROUTER_VERSION,
+    Router,
+)
 
 STRANGE = "quasar nebula telescope xylophone 1234567"
 
@@ -86,7 +94,8 @@ def test_refit_embeds_only_new_examples(
     router.fit(examples)
     embedder.embedded.clear()
     router.fit(examples | {"weather": prompts("weather", 12)})
-    assert set(embedder.embedded) == set(prompts("weather", 12))
+    new = prompts("weather", 12)
+    assert set(embedder.embedded) == {*new, *(text for _, text in copies(new, MAX_COPIES))}
     embedder.embedded.clear()
     del examples["sql"]
     router.fit(examples)
@@ -188,8 +197,8 @@ def test_many_examples_are_thinned_evenly(tmp_path: Path, embedder: WordEmbedder
     many = {name: [f"{text} {i}" for i, text in enumerate(prompts(name, 300))] for name in ("sql", "maths")}
     router = Router(embedder, tmp_path)
     router.fit(many)
-    assert len(embedder.embedded) == 2 * MAX_EXAMPLES
-    taken = sorted(many["sql"].index(text) for text in embedder.embedded if text in many["sql"])
+    assert len(embedder.embedded) == 2 * (MAX_EXAMPLES + MAX_COPIES)
+    taken = sorted({many["sql"].index(text) for text in embedder.embedded if text in many["sql"]})
     assert max(np.diff(taken)) <= 3
     assert (taken[0], taken[-1] >= 297) == (0, True)
     assert router.matches(many)
