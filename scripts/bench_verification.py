@@ -4,11 +4,11 @@
     python scripts/bench_verification.py --out results
 
 Two engines, one with chain verification and one with block verification, answer the same prompts with the
-same seeds, with drafts of a fixed length by the draft model alone. Reported are tokens per step of the target
-and tokens per second of decoding, with the difference by prompt and its 95 % interval (a bootstrap over
-prompts). In the chain's rounds both rules are also asked for the tokens that they keep of the same draft on
-average: without chance in it, and never fewer for the block. In some of the rounds it is computed as well how
-likely the first position keeps a token by coupled sampling, and by the two rules for several drafts.
+same seeds, with drafts of a fixed length by the draft model alone. Reported are tokens per step of the
+target, with the difference by prompt and its 95 % interval (a bootstrap over prompts). In the chain's rounds
+both rules are also asked for the tokens that they keep of the same draft on average: without chance in it,
+and never fewer for the block. In some of the rounds it is computed as well how likely the first position
+keeps a token by coupled sampling, and by the two rules for several drafts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import argparse
 import json
 import statistics
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -104,12 +103,11 @@ def engine(rule: str, tokens: int, home: str) -> Engine:
     )  # fmt: skip
 
 
-def answer(engine: Engine, prompt: str, seed: int, length: int) -> tuple[int, int, float]:
-    """Tokens, steps of the target, seconds."""
+def answer(engine: Engine, prompt: str, seed: int, length: int) -> tuple[int, int]:
+    """Tokens, and steps of the target."""
     params = SamplingParams(temperature=1.0, max_tokens=length, seed=seed, ignore_eos=True)
-    began = time.perf_counter()
     output = engine.generate([prompt], params)[0]
-    return len(output.token_ids), output.speculation.num_steps, time.perf_counter() - began
+    return len(output.token_ids), output.speculation.num_steps
 
 
 def interval(values: list[float]) -> list[float]:
@@ -120,7 +118,7 @@ def interval(values: list[float]) -> list[float]:
 
 
 def compare(tokens: int, prompts: list[str], seeds: int, length: int) -> dict[str, Any]:
-    found: dict[str, list[list[tuple[int, int, float]]]] = {}
+    found: dict[str, list[list[tuple[int, int]]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         engines = {rule: engine(rule, tokens, f"{folder}/{rule}") for rule in RULES}
         watched = Watched(engines["chain"])
@@ -140,9 +138,6 @@ def compare(tokens: int, prompts: list[str], seeds: int, length: int) -> dict[st
     per_step = {
         rule: [sum(r[0] for r in runs) / sum(r[1] for r in runs) for runs in found[rule]] for rule in RULES
     }
-    speed = {
-        rule: [sum(r[0] for r in runs) / sum(r[2] for r in runs) for runs in found[rule]] for rule in RULES
-    }
     return {
         "num_speculative_tokens": tokens,
         "tokens_per_step": {rule: interval(per_step[rule]) for rule in RULES},
@@ -153,8 +148,6 @@ def compare(tokens: int, prompts: list[str], seeds: int, length: int) -> dict[st
         },
         "kept_gain": interval([block - chain for chain, block in kept]),
         "least_kept_gain_of_a_prompt": round(min(block - chain for chain, block in kept), 6),
-        "tokens_per_second": {rule: interval(speed[rule]) for rule in RULES},
-        "speed_ratio": interval([b / a for a, b in zip(*speed.values(), strict=True)]),
     }
 
 
