@@ -1,10 +1,11 @@
-"""From a prompt to token ids: through the chat template that an instruct model comes with, or as it is.
+"""From a prompt to token ids and back: through the chat template of an instruct model, or as it is.
 
 An instruct model that is asked without its template does not know that it is asked: it goes on with the text.
 """
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import Any
 
 from moedraft.core import InvalidRequest
@@ -31,3 +32,28 @@ def message_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
         )
     except Exception as error:  # the template's own: it may refuse what it likes, in Jinja
         raise InvalidRequest("the chat template of the model refuses these messages.") from error
+
+
+def asked_text(tokenizer: Any, ids: list[int]) -> str:
+    """What the user wrote last in a prompt of these tokens, as far as the template lets that be told."""
+    opening, closing = _marks(tokenizer) if has_template(tokenizer) else ("", "")
+    if not opening:
+        return str(tokenizer.decode(ids, skip_special_tokens=True)).strip()
+    return str(tokenizer.decode(ids)).removesuffix(closing).rpartition(opening)[2].strip()
+
+
+def _marks(tokenizer: Any) -> tuple[str, str]:
+    """What stands before every message of a user, and behind the last one; "" where that cannot be told."""
+    said = [f"{word}{word}" for word in ("alpha", "beta", "gamma")]
+    roles = ("user", "assistant", "user")
+    messages = [{"role": role, "content": text} for role, text in zip(roles, said, strict=True)]
+    try:
+        whole = str(tokenizer.decode(message_ids(tokenizer, messages)))
+    except InvalidRequest:
+        return "", ""
+    if not all(text in whole for text in said):
+        return "", ""
+    first, second = whole.partition(said[0])[0], whole.partition(said[1])[2].partition(said[2])[0]
+    alike = takewhile(lambda pair: pair[0] == pair[1], zip(reversed(first), reversed(second), strict=False))
+    opening = "".join(letter for letter, _ in alike)[::-1]
+    return opening, whole.rpartition(said[2])[2]

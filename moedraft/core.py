@@ -180,8 +180,8 @@ class ReplayRecord:
     Tail mass is 1 − Σ exp(topk_logprobs).
     """
 
-    domain: str
-    expert: str
+    domain: str  # whose text it is; its expert learns from it
+    expert: str  # who drafted at the end: evidence may have put the shared draft in the domain's place
     adapter_version: int
     target_id: str
     token_ids: list[int]  # prompt and answer

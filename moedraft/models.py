@@ -230,6 +230,19 @@ def load_by(
     )
 
 
+def load_tokenizer(settings: Settings) -> Any:
+    """The target's tokenizer without the target. Raises InvalidRequest as `load_model` does."""
+    where = resolve(settings.target, "target")
+    try:
+        if where.endswith(".gguf"):
+            where = str(converted(Path(where).expanduser(), settings.cache_dir))
+        return AutoTokenizer.from_pretrained(where, trust_remote_code=False)
+    except MoedraftError:
+        raise
+    except Exception as error:  # whatever a broken file makes the libraries below raise
+        raise InvalidRequest(f"the tokenizer of {settings.target!r} cannot be loaded.") from error
+
+
 def gains_by_bfloat16(config: Any) -> bool:
     """Whether a target on this CPU is faster in bfloat16; whether it may be is known when it is loaded."""
     with torch.device("meta"):

@@ -3,8 +3,9 @@
 
     python scripts/bench_router.py --data ../shared/data --out results/router.json
 
-The data folder holds `dev/` (40 prompts a domain to fit on), `stream/` (to test on), `train/` (to fit on where
-refusals are counted) and `external/` (prompts of no particular domain), each with `<domain>.jsonl` or `.jsonl.xz`, one {"prompt": …} a line.
+The data folder holds `dev/` (40 prompts a domain to fit on), `stream/` (to test on), `train/` (to fit on
+where refusals are counted) and `external/` (prompts of no particular domain), each with `<domain>.jsonl` or
+`.jsonl.xz`, one {"prompt": …} a line.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from router_refusals import PER_DOMAIN, example_sets, refusals
 
 import moedraft
 from moedraft.core import SHARED
-from moedraft.routing.fitting import new_regression
 from moedraft.routing.embedder import Embedder, Floats, TextEmbedder, char_ngrams, features
+from moedraft.routing.fitting import new_regression
 from moedraft.routing.router import Router
 
 GENERAL = {"general_en", "textbook_en"}  # most external prompts that belong to any domain belong to these

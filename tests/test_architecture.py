@@ -22,7 +22,7 @@ MAX_FUNCTION = 40  # lines of a function, its docstring and its decorators not c
 # The most files and lines that a room may have; a room is a folder, or a folder in a folder. The bounds leave
 # a little room to grow. Before you raise one, see whether the room has become two.
 ROOMS = {
-    "cli": (22, 3000),
+    "cli": (23, 3250),
     "cpu": (10, 1200),
     "distill": (17, 2050),
     "distill/joint": (10, 1350),
@@ -40,7 +40,7 @@ ROOMS = {
     "serve/dashboard": (14, 2350),
     "serve/http": (21, 2400),
     "serve/supervisor": (4, 650),
-    "serve/worker": (5, 850),
+    "serve/worker": (6, 900),
     "showcase": (11, 1450),
     "storage": (18, 2800),
     "storage/migrations": (12, 320),  # one more for each change of the schema

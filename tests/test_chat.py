@@ -9,9 +9,11 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from moedraft.chat import has_template, message_ids, prompt_ids
+from moedraft.chat import asked_text, has_template, message_ids, prompt_ids
+from moedraft.config import load_settings
 from moedraft.core import InvalidRequest, SamplingParams
 from moedraft.engine.engine import Engine
+from moedraft.models import load_tokenizer
 
 from gguf_files import TEMPLATE
 from tiny import FixedSelector, TinyLM, random_table
@@ -79,3 +81,40 @@ def test_whole_answers_take_the_same_way() -> None:
     assert asked.token_ids == given.token_ids
     assert asked.num_prompt_tokens == given.num_prompt_tokens != raw.num_prompt_tokens
     assert [*engine.stream("blue", params, chat=True)][-1].token_ids == asked.token_ids
+
+
+LLAMA = (
+    "{% for m in messages %}{% if m.role == 'user' %}<s>[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content }} </s>{% endif %}{% endfor %}"
+)
+SYSTEM = "<|im_start|>system\nBe brief.<|im_end|>\n" + TEMPLATE
+
+
+@pytest.fixture(scope="module")
+def letters() -> Any:
+    """The embedded pair's tokenizer, which can write any text."""
+    return load_tokenizer(load_settings(target="mini"))
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, SYSTEM, LLAMA])
+@pytest.mark.parametrize("asked", ["Größe?", "two\nlines, user: really", "[INST] inside"])
+def test_what_was_asked_is_read_back_from_tokens(letters: Any, template: str, asked: str) -> None:
+    letters.chat_template = template
+    if asked in template or (template == LLAMA and "[INST]" in asked):
+        asked = "anything else"  # what imitates the template cannot be told from it
+    talk = [{"role": "user", "content": "first"}, {"role": "assistant", "content": "yes"}]
+    for before in ([], talk):
+        ids = message_ids(letters, [*before, {"role": "user", "content": asked}])
+        assert asked_text(letters, ids) == asked
+
+
+def test_without_marks_the_whole_text_was_asked(letters: Any) -> None:
+    letters.chat_template = None
+    assert asked_text(letters, letters("plain text ")["input_ids"]) == "plain text"
+    letters.chat_template = "{{ raise_exception('never') }}"
+    assert asked_text(letters, letters("plain text")["input_ids"]) == "plain text"
+
+
+def test_a_missing_tokenizer_is_named(tmp_path: Any) -> None:
+    with pytest.raises(InvalidRequest, match="tokenizer of"):
+        load_tokenizer(load_settings(target=str(tmp_path)))

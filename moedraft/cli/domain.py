@@ -31,6 +31,7 @@ from moedraft.cli.common import (
 )
 from moedraft.cli.files import check_text, read_examples
 from moedraft.cli.remote import ServerOption, given_server, owner_of
+from moedraft.cli.suggest import show_overlaps, suggest
 from moedraft.config import Settings
 from moedraft.core import InvalidRequest, MoedraftError
 
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
 
 SERVER_LEARNS = "A server that runs learns by itself; leave out --warm-start, or stop it first."
 
-app = typer.Typer(help="Domains: register, list, show, remove.")
+app = typer.Typer(help="Domains: register, list, show, suggest, remove.")
+app.command()(suggest)
 NameArgument = Annotated[str, typer.Argument(metavar="NAME")]
 
 
@@ -142,12 +144,21 @@ def _show_registered(domain: dict[str, Any], warm: WarmStart | None, as_json: bo
 
 @app.command("list")
 def list_(
-    ctx: typer.Context, home: HomeOption = None, server: ServerOption = None, as_json: JsonOption = False
+    ctx: typer.Context,
+    overlap: Annotated[
+        bool, typer.Option("--overlap", help="Show which domains lie into one another, and which to merge.")
+    ] = False,
+    home: HomeOption = None,
+    server: ServerOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """List the registered domains."""
     from moedraft.insight import inventory
 
     settings, remote = settings_for(ctx, home=home), given_server(server)
+    if overlap:
+        show_overlaps(settings, remote, as_json)
+        return
     if remote is not None:
         found = remote.get("admin", "domains")["domains"]
     else:

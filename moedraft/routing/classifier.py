@@ -142,8 +142,9 @@ class DomainClassifier:
         try:
             scalars = json.loads(metadata["model"])
             arrays = {name: np.asarray(tensors[name], dtype=np.float32) for name in _TENSORS}
-            numbers = {name: float(scalars[name]) for name in ("temperature", "clamp")}
-            model = cls(names=tuple(scalars["names"]), split=int(scalars["split"]), **numbers, **arrays)
+            names, split = tuple(scalars["names"]), int(scalars["split"])
+            temperature, clamp = float(scalars["temperature"]), float(scalars["clamp"])
+            model = cls(names=names, temperature=temperature, clamp=clamp, split=split, **arrays)
         except (KeyError, TypeError, ValueError, RecursionError):  # the last: nested too deeply
             return None
         d, f = len(model.names), model.weight.shape[-1]

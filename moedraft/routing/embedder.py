@@ -136,14 +136,14 @@ class EmbeddingCache:
         self.embedder = embedder
         self.path = path
 
-    def embed(self, texts: Sequence[str]) -> Floats:
-        """As `Embedder.embed`, with known vectors from the file. The file keeps these texts only."""
+    def embed(self, texts: Sequence[str], *, keep: bool = True) -> Floats:
+        """As `Embedder.embed`, with known vectors from the file. With `keep` it holds only these then."""
         known = self._read()
         keys = [hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest() for text in texts]
         missing = {key: text for key, text in zip(keys, texts, strict=True) if key not in known}
         if missing:
             known.update(zip(missing, self.embedder.embed(list(missing.values())), strict=True))
-        if missing or len(known) > len(set(keys)):
+        if keep and (missing or len(known) > len(set(keys))):
             self._write({key: known[key] for key in dict.fromkeys(keys)})
         return np.stack([known[key] for key in keys])
 

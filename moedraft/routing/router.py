@@ -133,6 +133,10 @@ class Router:
             char_ngrams(texts), lambda rows: embed([texts[row] for row in rows])
         )
 
+    def features(self, texts: Sequence[str]) -> Floats:
+        """What the classifier sees of texts, unit vectors [n, F] with n >= 1. The folder stays as it is."""
+        return features(self._cache.embed(texts, keep=False), texts)
+
     def load_or_empty(self) -> None:
         """Use what the folder holds. The router becomes empty where that is nothing usable."""
         tensors, metadata = read_tensors(self.folder / ROUTER_FILE) or ({}, {})

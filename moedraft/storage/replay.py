@@ -88,6 +88,13 @@ class ReplayBuffer:
             rows = connection.execute(query.limit(limit)).all()
         return list(_decoded(rows))
 
+    def unclaimed(self, limit: int) -> list[ReplayRecord]:
+        """The newest records for which no expert drafted at the end, and no client wished that."""
+        query = select(replay).where(replay.c.expert == SHARED, replay.c.pinned.is_(False))
+        with self._home.read() as connection:
+            rows = connection.execute(query.order_by(replay.c.id.desc()).limit(limit)).all()
+        return list(_decoded(rows))
+
     def sample(
         self, domain: str | None, n: int, seed: int, target_id: str | None = None
     ) -> Iterator[ReplayRecord]:

@@ -199,7 +199,7 @@ def replay_record(sequence: Sequence, target_id: str) -> ReplayRecord:
     logprobs = torch.cat([logprobs for _, logprobs in captured])[:count]
     return ReplayRecord(
         domain=sequence.domain,
-        expert=sequence.domain,
+        expert=sequence.expert,
         adapter_version=sequence.adapter_version,
         target_id=target_id,
         token_ids=list(sequence.token_ids),

@@ -55,6 +55,30 @@ def expert(response: httpx.Response) -> Any:
     return response.json()["metrics"]["speculative_decoding"]["expert"]
 
 
+# -- what to register, and what to merge ------------------------------------------------------------
+
+
+def test_prompts_of_no_domain_are_suggested(client: httpx.Client, found: Served) -> None:
+    stars = [f"quasar nebula {i} {word}" for i in range(3) for word in ("near", "far", "old", "new")]
+    assert {expert(complete(client, text)) for text in stars} == {"shared"}
+    answer = client.get("/admin/suggestions").json()
+    assert (answer["looked_at"], answer["capture"]) == (12, True)
+    (group,) = answer["suggestions"]
+    assert group["requests"] == 12
+    assert group["share"] == pytest.approx(1)
+    assert "prompts" not in group
+    assert len(client.get("/admin/suggestions?prompts=true").json()["suggestions"][0]["prompts"]) > 8
+    client.post("/admin/replay/purge", json={"domain": None})
+    assert client.get("/admin/suggestions").json()["suggestions"] == []
+
+
+def test_domains_that_overlap_are_told(client: httpx.Client) -> None:
+    rows = {"name": "twin", "examples": list(DOMAINS["code"])}
+    assert client.post("/admin/domains", json=rows).status_code == 201
+    pair = client.get("/admin/overlaps").json()["overlaps"][0]
+    assert (pair["first"], pair["second"], pair["should_merge"]) == ("code", "twin", True)
+
+
 # -- domains -------------------------------------------------------------------------------------
 
 

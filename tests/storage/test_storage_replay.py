@@ -30,6 +30,12 @@ def mixed(home: Home, registry: Registry) -> ReplayBuffer:
     return replay
 
 
+def test_records_without_an_expert_are_found(mixed: ReplayBuffer) -> None:
+    mixed.add([record(token=300, expert=SHARED), record(SHARED, token=301, pinned=True)])
+    assert first_tokens(mixed.unclaimed(9)) == [300, 203, 202, 201, 200]
+    assert first_tokens(mixed.unclaimed(2)) == [300, 203]
+
+
 def test_records_come_back_as_they_were(home: Home) -> None:
     replay = ReplayBuffer(home, 10)
     replay.add([])

@@ -23,6 +23,7 @@ from moedraft.serve.supervisor.supervisor import TrainerSupervisor
 from moedraft.storage import changes
 from moedraft.system.build import System, open_router
 from moedraft.system.domains import check_examples, register_domain, remove_domain
+from moedraft.system.suggest import suggestions_data
 
 MOST_EXAMPLES = 10_000
 MOST_TEXTS = 16  # texts in one request at most, since seeded requests wait while they are routed
@@ -88,6 +89,19 @@ async def delete_domain(request: Request, name: Name) -> Data:
         return {"removed": name}
 
     return await _change(context, work)
+
+
+@router.get("/suggestions")
+async def list_suggestions(request: Request, prompts: bool = False) -> Data:
+    """Groups of prompts that no expert serves; with `prompts` all of each group, for a file of examples."""
+    found = await context_of(request).worker.search.suggestions()
+    return suggestions_data(found, texts=found.capture, every_prompt=prompts)
+
+
+@router.get("/overlaps")
+async def list_overlaps(request: Request) -> Data:
+    """Pairs of domains whose examples lie into one another."""
+    return {"overlaps": await context_of(request).worker.search.overlaps()}
 
 
 @router.get("/adapters")

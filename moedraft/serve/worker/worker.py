@@ -20,6 +20,7 @@ from moedraft.cpu.threads import compute_alone
 from moedraft.distill.governor import Load, write_load
 from moedraft.learning_state import LearningState
 from moedraft.routing.router import Route
+from moedraft.serve.worker.search import Search
 from moedraft.serve.worker.thread import EngineThread
 from moedraft.serve.worker.ticket import Channel, Draining, EngineFailed, Overloaded, Ticket
 from moedraft.system.build import System
@@ -68,6 +69,7 @@ class Worker:
         self._clock = clock
         self._engine = EngineThread(system.engine, clock, tend_memory=system.settings.cpu_fast_paths)
         self._routing = ThreadPoolExecutor(1, "moedraft-routes", initializer=compute_alone)
+        self.search = Search(system)
         self._quit = threading.Event()
         self._publisher = threading.Thread(target=self._publish_loads, name="moedraft-load", daemon=True)
 
@@ -94,6 +96,7 @@ class Worker:
         """
         self._quit.set()
         self._routing.shutdown(wait=False, cancel_futures=True)
+        self.search.close()
         self._engine.end(timeout)
         if self._publisher.ident is not None:
             self._publisher.join(timeout)

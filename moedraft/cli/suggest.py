@@ -1,0 +1,148 @@
+"""`moedraft domain suggest` and `domain list --overlap`: what to register next, and what to merge."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from moedraft.cli.common import (
+    HomeOption,
+    JsonOption,
+    TargetOption,
+    busy,
+    emit,
+    note,
+    note_missing,
+    print_table,
+    rate,
+    reading,
+    say,
+    settings_for,
+)
+from moedraft.cli.remote import Remote, ServerOption, owner_of
+from moedraft.cli.replay import private
+from moedraft.config import Settings
+from moedraft.core import InvalidRequest
+
+NO_TEXT = "Capture is off, so no prompt is shown or written; the setting `capture` switches it on."
+NOTHING: dict[str, Any] = {"looked_at": 0, "unknown_share": None, "capture": True, "suggestions": []}
+
+
+def suggest(
+    ctx: typer.Context,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Write the prompts of each group into a file there."),
+    ] = None,
+    home: HomeOption = None,
+    server: ServerOption = None,
+    target: TargetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show groups of prompts that no expert serves, each with the command that makes it a domain."""
+    settings = settings_for(ctx, home=home, target=target)
+    with busy("Comparing prompts"):
+        found = _found(settings, owner_of(settings, server), every_prompt=out is not None)
+    if out is not None:
+        _write(out, found)
+    for one in found["suggestions"]:
+        one.pop("prompts", None)
+    if as_json:
+        emit(found)
+    else:
+        _show(found, written=out is not None)
+
+
+def _found(settings: Settings, remote: Remote | None, *, every_prompt: bool) -> dict[str, Any]:
+    if remote is not None:
+        return remote.get("admin", "suggestions", prompts="true" if every_prompt else None)
+    with reading(settings) as store:
+        if store is None:
+            note_missing(settings)
+            return dict(NOTHING)
+        from moedraft.models import load_tokenizer
+        from moedraft.system.build import open_router
+        from moedraft.system.suggest import suggest, suggestions_data
+
+        router, tokenizer = open_router(settings, store), load_tokenizer(settings)
+        groups = suggest(store, router, tokenizer, capture=settings.capture)
+        return suggestions_data(groups, texts=settings.capture, every_prompt=every_prompt)
+
+
+def _write(folder: Path, found: dict[str, Any]) -> None:
+    """One new file for each group, with one prompt a line. The commands then name these files."""
+    if not found["capture"]:
+        raise InvalidRequest(NO_TEXT)
+    files = {one["name"]: folder / f"{one['name']}.jsonl" for one in found["suggestions"]}
+    for path in files.values():
+        if path.exists():
+            raise InvalidRequest(f"{path} exists already; name another folder.")
+    folder.mkdir(parents=True, exist_ok=True)
+    for one in found["suggestions"]:
+        path = files[one["name"]]
+        with open(path, "x", encoding="utf-8", opener=private) as file:
+            file.writelines(
+                json.dumps({"prompt": text}, ensure_ascii=False) + "\n" for text in one["prompts"]
+            )
+        one["command"] = f"moedraft domain register {one['name']} --examples {path}"
+
+
+def _show(found: dict[str, Any], *, written: bool) -> None:
+    groups = found["suggestions"]
+    if not groups:
+        say(f"No group of prompts is large enough; {found['looked_at']} prompts without an expert were read.")
+        return
+    rows = [
+        (one["name"], one["size"], rate(one["share"]), rate(one["acceptance"]), _line(one["examples"]))
+        for one in groups
+    ]
+    title = f"What could be a domain, of the last {found['looked_at']} prompts without an expert"
+    print_table(title, ["name", "prompts", "share of traffic", "accepted now", "example"], rows)
+    for one in groups:
+        say(one["command"])
+    if not found["capture"]:
+        note(NO_TEXT)
+    elif not written:
+        note("--out FOLDER writes the files that these commands name.")
+
+
+def _line(examples: list[str], width: int = 60) -> str:
+    text = " ".join(examples[0].split()) if examples else ""
+    return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
+def show_overlaps(settings: Settings, remote: Remote | None, as_json: bool) -> None:
+    """Print the pairs of registered domains that lie into one another, and which to merge."""
+    with busy("Comparing examples"):
+        pairs = _overlaps(settings, remote)
+    if as_json:
+        emit({"overlaps": pairs})
+        return
+    rows = [
+        (
+            *(one["first"], one["second"], rate(one["first_in_second"]), rate(one["second_in_first"])),
+            *(one["duplicates"], "merge them" if one["should_merge"] else ""),
+        )
+        for one in pairs
+    ]
+    columns = ["domain", "and", "of the first in the second", "of the second in the first", "the same", ""]
+    print_table("Overlaps", columns, rows)
+    if any(one["should_merge"] for one in pairs):
+        note("To merge two, remove both and register one with the examples of both.")
+
+
+def _overlaps(settings: Settings, remote: Remote | None) -> list[dict[str, Any]]:
+    if remote is not None:
+        found: list[dict[str, Any]] = remote.get("admin", "overlaps")["overlaps"]
+        return found
+    with reading(settings) as store:
+        if store is None:
+            note_missing(settings)
+            return []
+        from moedraft.system.build import open_router
+        from moedraft.system.suggest import overlaps_data
+
+        return overlaps_data(store, open_router(settings, store))

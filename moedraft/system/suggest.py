@@ -1,0 +1,150 @@
+"""Which domains could be registered, from prompts that no expert served, and which ones could be merged.
+
+Such prompts are read from the replay: those that fitted no domain, and those that evidence gave to the shared
+draft in the end. So only requests that may be learned from are looked at, and a purge reaches them. What a
+domain would gain is not told, because that would take a trial of learning; what is told is how much of the
+shared draft's guesses is accepted on these prompts now.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from moedraft.chat import asked_text
+from moedraft.core import SHARED, ReplayRecord
+from moedraft.routing.clusters import clusters, overlaps
+from moedraft.routing.router import Router
+from moedraft.storage.store import Store
+from moedraft.system.domains import MIN_EXAMPLES
+
+LOOKED_AT = 400  # the newest prompts without an expert; embedding them takes some seconds
+SHOWN = 3  # examples of a group
+SHOWN_CHARACTERS = 300
+MOST_EXAMPLES = 200  # of a group, for the file to register it with
+WORD = re.compile(r"[a-z][a-z0-9]{2,19}")
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A group of prompts that could be a domain."""
+
+    name: str  # for the domain: the words that tell the group from the others
+    prompts: tuple[str, ...]  # all of them, the most typical first; without texts where capture is off
+    size: int  # different prompts
+    requests: int
+    share: float | None  # of the requests that the router decided in that time; None where there was none
+    acceptance: float | None  # of the tokens that were drafted for them, how many were accepted
+
+    @property
+    def command(self) -> str:
+        return f"moedraft domain register {self.name} --examples {self.name}.jsonl"
+
+
+@dataclass(frozen=True)
+class Suggestions:
+    """What was found among the newest `looked_at` records without an expert."""
+
+    looked_at: int
+    unknown: float | None  # `looked_at` by the requests that the router decided in that time
+    capture: bool  # whether texts may be shown
+    groups: tuple[Suggestion, ...]
+
+
+def suggest(
+    store: Store, router: Router, tokenizer: Any, *, capture: bool, least: int = MIN_EXAMPLES
+) -> Suggestions:
+    """Groups of at least `least` different prompts, the largest first. capture: texts may be shown."""
+    records = store.replay.unclaimed(LOOKED_AT)
+    asked = [asked_text(tokenizer, one.token_ids[: one.num_prompt_tokens]) for one in records]
+    by_text: dict[str, list[ReplayRecord]] = {}
+    for text, record in zip(asked, records, strict=True):
+        if text:
+            by_text.setdefault(text, []).append(record)
+    routed = _routed_since(store, records)
+    groups = _grouped(router, list(by_text), least)
+    taken = {SHARED, *(name for name, _ in store.registry.domain_names())}
+    found: list[Suggestion] = []
+    for name, texts in zip(names_of(groups, taken), groups, strict=True):
+        own = [record for text in texts for record in by_text[text]]
+        drafted = sum(one.drafted for one in own)
+        found.append(
+            Suggestion(
+                name=name if capture else f"new-{len(found) + 1}",
+                prompts=tuple(texts[:MOST_EXAMPLES]) if capture else (),
+                size=len(texts),
+                requests=len(own),
+                share=_part(len(own), routed),
+                acceptance=sum(one.accepted for one in own) / drafted if drafted else None,
+            )
+        )
+    return Suggestions(len(records), _part(len(records), routed), capture, tuple(found))
+
+
+def _grouped(router: Router, texts: list[str], least: int) -> list[list[str]]:
+    if not texts:
+        return []
+    return [[texts[i] for i in group] for group in clusters(router.features(texts), least)]
+
+
+def _routed_since(store: Store, records: list[ReplayRecord]) -> int:
+    """How many requests the router decided since the oldest of `records`."""
+    if not records:
+        return 0
+    since = min(one.created_at for one in records)
+    return sum(one.confidence is not None for one in store.requests.rows(since))
+
+
+def _part(count: int, of: int) -> float | None:
+    return min(1.0, count / of) if of else None
+
+
+def names_of(groups: list[list[str]], taken: Collection[str]) -> list[str]:
+    """A name for each group, different from all others: its two most telling words, or a number."""
+    counts = [Counter(word for text in group for word in set(WORD.findall(text.lower()))) for group in groups]
+    names: list[str] = []
+    for group, own in zip(groups, counts, strict=True):
+
+        def telling(word: str, own: Counter[str] = own, size: int = len(group)) -> float:
+            others = sum(other[word] for other in counts if other is not own)
+            return own[word] / size - others / max(1, sum(map(len, groups)) - size)
+
+        best = sorted(own, key=lambda word: (-telling(word), word))[:2]
+        name = "-".join(word for word in best if telling(word) >= 0.2) or "new"
+        number, used = 1, {*taken, *names}
+        while (made := name if number == 1 else f"{name}-{number}") in used:
+            number += 1
+        names.append(made)
+    return names
+
+
+def suggestions_data(found: Suggestions, *, texts: bool, every_prompt: bool = False) -> dict[str, Any]:
+    """As plain data. texts: whether the reader may see prompts; every_prompt: all of them, not cut."""
+    return {
+        "looked_at": found.looked_at,
+        "unknown_share": found.unknown,
+        "capture": found.capture,
+        "suggestions": [_group_data(one, texts=texts, every_prompt=every_prompt) for one in found.groups],
+    }
+
+
+def _group_data(one: Suggestion, *, texts: bool, every_prompt: bool) -> dict[str, Any]:
+    data = {
+        "name": one.name,
+        "size": one.size,
+        "requests": one.requests,
+        "share": one.share,
+        "acceptance": one.acceptance,
+        "command": one.command,
+        "examples": [text[:SHOWN_CHARACTERS] for text in one.prompts[:SHOWN]] if texts else [],
+    }
+    return data | ({"prompts": list(one.prompts)} if every_prompt else {})
+
+
+def overlaps_data(store: Store, router: Router) -> list[dict[str, Any]]:
+    """Pairs of registered domains whose examples lie into one another, those that share most first."""
+    rows = {one.name: router.features(one.examples) for one in store.registry.domains()}
+    return [{**asdict(one), "should_merge": one.should_merge} for one in overlaps(rows)]

@@ -1,0 +1,132 @@
+"""`domain suggest` and `domain list --overlap` on a home of this machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_fakes import Pair, Run, numbers, write_rows
+
+from moedraft.core import SHARED, ReplayRecord, RequestStats
+from moedraft.speculation import SpeculationStats
+from moedraft.storage.store import Store
+from moedraft.system.suggest import names_of
+
+HIGH = [[60 + (i + step * k) % 8 for k in range(6)] for step in (1, 3) for i in range(6)]
+
+
+def record(prompt: list[int], at: float, **changes: Any) -> ReplayRecord:
+    fields: dict[str, Any] = {
+        "domain": SHARED,
+        "expert": SHARED,
+        "adapter_version": 0,
+        "target_id": "t",
+        "token_ids": [*prompt, 1],
+        "num_prompt_tokens": len(prompt),
+        "topk_ids": [[1, 2]],
+        "topk_logprobs": [[-0.1, -3.0]],
+        "rejected": [],
+        "drafted": 4,
+        "accepted": 1,
+        "created_at": at,
+    }
+    return ReplayRecord(**{**fields, **changes})
+
+
+def request(expert: str, at: float) -> RequestStats:
+    return RequestStats("r", expert, 0, "en", 6, 1, SpeculationStats(), 0.1, "stop", at, confidence=0.2)
+
+
+@pytest.fixture
+def traffic(store: Store) -> None:
+    """Twelve prompts of no domain, one of them twice; one that was pinned; two that evidence gave up."""
+    asked = [record(prompt, 10.0 + i) for i, prompt in enumerate([*HIGH, HIGH[0]])]
+    pinned = record([1, 2, 3], 40.0, pinned=True)
+    kept = record([5, 6, 7], 41.0, domain="sql", expert="sql")
+    lost = [record([*range(60, 66), 66 + i], 42.0 + i, domain="sql") for i in range(2)]
+    store.replay.add([*asked, pinned, kept, *lost])
+    store.requests.add([request(SHARED, 10.0 + i) for i in range(13)] + [request("sql", 50.0)] * 17)
+    store.close()
+
+
+@pytest.mark.usefixtures("traffic")
+def test_prompts_without_an_expert_are_suggested(run: Run, home: Path, pair: Pair, tmp_path: Path) -> None:
+    found = run("domain", "suggest", "--home", home, *pair[:2], "--json")
+    assert found.code == 0, found.err
+    assert found.data["looked_at"] == 15, "neither the pinned one nor the one that its expert served"
+    assert found.data["unknown_share"] == pytest.approx(15 / 30)
+    (group,) = found.data["suggestions"]
+    assert (group["size"], group["requests"]) == (14, 15)
+    assert group["share"] == pytest.approx(15 / 30)
+    assert group["acceptance"] == pytest.approx(1 / 4)
+    assert len(group["examples"]) == 3
+    assert group["command"] == "moedraft domain register new --examples new.jsonl"
+    shown = run("domain", "suggest", "--home", home, *pair[:2])
+    assert "moedraft domain register new" in shown.out
+    assert "--out" in shown.err
+
+
+@pytest.mark.usefixtures("traffic")
+def test_its_command_registers_the_domain(run: Run, home: Path, pair: Pair, tmp_path: Path) -> None:
+    out = tmp_path / "groups"
+    (group,) = run("domain", "suggest", "--out", out, "--home", home, *pair[:2], "--json").data["suggestions"]
+    assert "prompts" not in group
+    texts = [json.loads(line)["prompt"] for line in (out / "new.jsonl").read_text().splitlines()]
+    assert len(texts) == 14
+    assert " ".join(map(str, HIGH[3])) in texts
+    assert (out / "new.jsonl").stat().st_mode & 0o777 == 0o600
+    again = run("domain", "suggest", "--out", out, "--home", home, *pair[:2])
+    assert again.code == 2
+    assert "exists already" in again.err
+    command = group["command"].split()
+    assert run(*command[1:], "--home", home).code == 0
+    assert "new" in run("domain", "list", "--home", home).out
+
+
+@pytest.mark.usefixtures("traffic")
+def test_without_capture_no_text_is_shown(run: Run, home: Path, pair: Pair, tmp_path: Path) -> None:
+    (home / "config.toml").write_text("capture = false\n")
+    found = run("domain", "suggest", "--home", home, *pair[:2], "--json").data
+    (group,) = found["suggestions"]
+    assert (found["capture"], group["examples"], group["size"]) == (False, [], 14)
+    assert "Capture is off" in run("domain", "suggest", "--home", home, *pair[:2]).err
+    refused = run("domain", "suggest", "--out", tmp_path / "x", "--home", home, *pair[:2])
+    assert refused.code == 2
+    assert "Capture is off" in refused.err
+    assert not (tmp_path / "x").exists()
+
+
+def test_nothing_to_suggest(run: Run, home: Path, pair: Pair, store: Store) -> None:
+    store.close()
+    found = run("domain", "suggest", "--home", home, *pair[:2], "--json").data
+    assert found == {"looked_at": 0, "unknown_share": None, "capture": True, "suggestions": []}
+    assert "No group" in run("domain", "suggest", "--home", home, *pair[:2]).out
+    elsewhere = home.parent / "nowhere"
+    assert run("domain", "suggest", "--home", elsewhere, *pair[:2], "--json").data["looked_at"] == 0
+    assert not elsewhere.exists()
+
+
+def test_overlapping_domains_are_told(run: Run, home: Path, low: Path, high: Path, tmp_path: Path) -> None:
+    twin = write_rows(tmp_path / "twin.jsonl", numbers(0, 16)[4:])
+    for name, path in (("low", low), ("high", high), ("twin", twin)):
+        assert run("domain", "register", name, "--examples", path, "--home", home).code == 0
+    before = {path: path.read_bytes() for path in (home / "router").iterdir()}
+    first = run("domain", "list", "--overlap", "--home", home, "--json").data["overlaps"][0]
+    assert (first["first"], first["second"], first["should_merge"]) == ("low", "twin", True)
+    assert first["duplicates"] >= 8
+    shown = run("domain", "list", "--overlap", "--home", home)
+    assert "merge them" in shown.out
+    assert "register one with the examples of both" in shown.err
+    assert before == {path: path.read_bytes() for path in (home / "router").iterdir()}
+
+
+def test_names_tell_groups_apart() -> None:
+    law = [f"The court of appeal held clause {i}" for i in range(5)]
+    cooking = [f"The oven and the pan, {i} times" for i in range(5)]
+    names = names_of([law, cooking, law, ["語"] * 5], {"shared", "court-clause"})
+    assert len(set(names)) == 4
+    assert names[1] == "and-oven" or "oven" in names[1]
+    assert names[3] == "new"
+    assert "court-clause" not in names
