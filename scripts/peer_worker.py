@@ -99,9 +99,10 @@ def llama_cpp(model: str, dtype: str, threads: int, ngram: bool = False) -> Answ
     server = xllamacpp.Server(params)
 
     def one(ids: list[int], tokens: int) -> list[int]:
-        asked = {"prompt": ids, "n_predict": tokens, "temperature": 0.0, "ignore_eos": True}
-        found = server.handle_completions(asked | {"return_tokens": True, "cache_prompt": False})
-        return list(found["tokens"])
+        """The server answers with text, so that only the number of tokens is known."""
+        asked = {"prompt": ids, "max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
+        found = server.handle_completions(asked | {"cache_prompt": False})
+        return [-1] * int(found["usage"]["completion_tokens"])
 
     def answer(prompts: list[list[int]], tokens: int) -> list[list[int]]:
         with ThreadPoolExecutor(len(prompts)) as pool:
@@ -129,9 +130,7 @@ def openvino(model: str, dtype: str, threads: int, **options: Any) -> Answer:
 
     def answer(prompts: list[list[int]], tokens: int) -> list[list[int]]:
         ids = numpy.array(prompts, dtype=numpy.int64)
-        inputs = openvino_genai.TokenizedInputs(
-            openvino.Tensor(ids), openvino.Tensor(numpy.ones_like(ids))
-        )
+        inputs = openvino_genai.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(numpy.ones_like(ids)))
         config = openvino_genai.GenerationConfig()
         config.max_new_tokens, config.ignore_eos, config.do_sample = tokens, True, False
         if options:
