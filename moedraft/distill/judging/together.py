@@ -187,15 +187,18 @@ def _prospects(domains: Mapping[str, Options]) -> dict[str, dict[Kind, Prospect]
 
 
 def _choice(options: Options, prospects: Mapping[Kind, Prospect]) -> Choice:
-    """The first that will do; otherwise that with the greatest gain."""
-    first = next(iter(prospects))
-    wanted = [kind for kind, prospect in prospects.items() if not _will_not_do(prospect)]
+    """The first that will do; otherwise that with the greatest gain, or the base where that surely harms."""
+    first, adapted = next(iter(prospects)), [kind for kind in prospects if kind != "base"]
+    wanted = [kind for kind in adapted if not _will_not_do(prospects[kind])]
     if wanted and wanted[0] == "new" and _old_is_better(options):
         wanted = [kind for kind in wanted if kind != "new"] or wanted
-    best = wanted[0] if wanted else max(prospects, key=lambda kind: prospects[kind].gain.gain)
+    best = wanted[0] if wanted else max(adapted, key=lambda kind: prospects[kind].gain.gain)
+    if "base" in prospects and not wanted and (prospects[best].surely_harms or prospects[best].below_static):
+        best = "base"
     counted = best if prospects[first].surely_harms else first
     falls = prospects[best].below_static and not _stands_below(options)
-    return Choice(best, counted, stops=not wanted and (prospects[best].surely_harms or falls))
+    stops = best != "base" and not wanted and (prospects[best].surely_harms or falls)
+    return Choice(best, counted, stops)
 
 
 def _will_not_do(prospect: Prospect) -> bool:
