@@ -4,9 +4,12 @@
                    is kept exactly (Leviathan et al., arXiv 2211.17192)
     verify_block   the same with a rule that judges a draft as a whole and keeps more of it on average (Sun et
                    al., arXiv 2403.10444)
+    verify_coupled, sample_coupled  draft and target choose with the same random numbers, so that a seed fixes
+                   the answer whatever the draft (Daliri et al., arXiv 2408.07978)
     round_seeds    random numbers of their own for each round, which verify_block needs
     sample_draft   draw a draft token; returns the log-sum-exp, too, which verification needs
     divergence     forward and reverse KL, JSD, TVD between teacher and student; loss and gradient in one call
+    linear_divergence  the same from hidden states and the output layer, without the logits of all rows
 
 `backend`: "reference" (any device), "triton" (CUDA, or TRITON_INTERPRET=1), "auto" (Triton for CUDA
 tensors if it is installed, else the reference). Knows nothing of models, requests or training loops.
@@ -21,8 +24,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from . import reference, reference_block
-from .autograd import Problem, evaluate
+from . import reference, reference_block, reference_coupled
+from .autograd import evaluate
+from .chain_inputs import check_chain, check_draft, padded
+from .divergence_inputs import check_layer, problem_of
+from .linear import Layer, evaluate_linear
 from .philox import round_seeds
 from .reference import DRAFT_INVALID, GREEDY_BELOW, TARGET_INVALID
 
@@ -32,10 +38,13 @@ __all__ = [
     "TARGET_INVALID",
     "Kind",
     "divergence",
+    "linear_divergence",
     "round_seeds",
+    "sample_coupled",
     "sample_draft",
     "verify_block",
     "verify_chain",
+    "verify_coupled",
 ]
 
 Backend = Literal["auto", "reference", "triton"]
@@ -85,7 +94,7 @@ def verify_chain(
     fit.
     """
     packed = target_logits.dim() == 2
-    _check_chain(target_logits, draft_tokens, draft_logits, draft_lse, num_draft, packed)
+    check_chain(target_logits, draft_tokens, draft_logits, draft_lse, num_draft, packed)
     if _use_triton(backend, target_logits):
         from . import verify  # imported on first use: Triton is optional, and slow to import
 
@@ -93,7 +102,7 @@ def verify_chain(
             target_logits, draft_tokens, draft_logits, draft_lse, num_draft, temperature, seed, position
         )
     if packed:
-        target_logits, draft_logits = _padded(target_logits, draft_tokens, draft_logits, num_draft)
+        target_logits, draft_logits = padded(target_logits, draft_tokens, draft_logits, num_draft)
     return reference.verify_chain(
         target_logits, draft_tokens, draft_logits, draft_lse, num_draft, temperature, seed, position
     )
@@ -128,14 +137,56 @@ def verify_block(
     Raises ValueError as `verify_chain` does, and for backend="triton".
     """
     packed = target_logits.dim() == 2
-    _check_chain(target_logits, draft_tokens, draft_logits, draft_lse, num_draft, packed)
+    check_chain(target_logits, draft_tokens, draft_logits, draft_lse, num_draft, packed)
     if backend not in ("auto", "reference"):
         raise ValueError(f'Block verification has no backend but "auto" and "reference", not {backend!r}.')
     if packed:
-        target_logits, draft_logits = _padded(target_logits, draft_tokens, draft_logits, num_draft)
+        target_logits, draft_logits = padded(target_logits, draft_tokens, draft_logits, num_draft)
     return reference_block.verify_block(
         target_logits, draft_tokens, draft_logits, draft_lse, num_draft, temperature, seed, position
     )
+
+
+def verify_coupled(
+    target_logits: Tensor,
+    draft_tokens: Tensor,
+    draft_logits: Tensor | None = None,
+    *,
+    draft_lse: Tensor | None = None,
+    num_draft: Tensor | None = None,
+    temperature: Tensor | float,
+    seed: Tensor,
+    position: Tensor,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `verify_chain`, for drafts of `sample_coupled`: a seed fixes the answer, whatever the draft.
+
+    Each position's token is the one that `sample_coupled` draws from the target's row with the row's seed at
+    that position, distributed as the target's own (Daliri et al., arXiv 2408.07978). Drafted tokens are kept
+    as long as they are these, so that neither the draft's tokens nor its distribution, length or version can
+    change what is emitted; draft_logits and draft_lse are checked and not read. Greedy rows and
+    TARGET_INVALID are `verify_chain`'s. PyTorch on every device: there is no Triton kernel. Raises ValueError
+    as `verify_chain` does, and for backend="triton".
+    """
+    packed = target_logits.dim() == 2
+    check_chain(target_logits, draft_tokens, draft_logits, draft_lse, num_draft, packed)
+    _refuse_triton(backend, "Coupled sampling")
+    if packed:
+        target_logits, _ = padded(target_logits, draft_tokens, None, num_draft)
+    return reference_coupled.verify_coupled(
+        target_logits, draft_tokens, num_draft, temperature, seed, position
+    )
+
+
+def sample_coupled(
+    logits: Tensor, temperature: Tensor | float, seed: Tensor, position: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As `sample_draft`, for `verify_coupled`: argmax of logits/temperature + Gumbel(seed, position, token).
+
+    Two rows with the same seed and position tend to give the same token, the more alike they are.
+    """
+    check_draft(logits)
+    return reference_coupled.sample_coupled(logits, temperature, seed, position)
 
 
 def sample_draft(
@@ -150,8 +201,7 @@ def sample_draft(
     +inf or nothing but -inf gives token 0 and an lse of NaN. Raises ValueError for shapes or a backend
     that do not fit.
     """
-    if logits.dim() != 2 or logits.shape[1] == 0 or not logits.is_floating_point():
-        raise ValueError(f"logits must be floating [B, V], not {logits.dtype} {list(logits.shape)}.")
+    check_draft(logits)
     if _use_triton(backend, logits):
         from . import verify
 
@@ -199,132 +249,51 @@ def divergence(
     # float16 cannot hold small entries divided by the number of rows: they are divided in the backward
     late = reduction == "mean" and student_logits.dtype == torch.float16
     summed = "sum" if late else reduction
-    problem = _problem(student_logits, teacher_logits, teacher_topk, kind, beta, temperature, mask, summed)
+    problem = problem_of(student_logits, teacher_logits, teacher_topk, kind, beta, temperature, mask, summed)
     loss = evaluate(problem, "triton" if _use_triton(backend, student_logits) else "reference", inplace_grad)
     if late:
         return loss / problem.weight.sum().clamp(min=1)
     return loss.reshape(student_logits.shape[:-1]) if reduction == "none" else loss
 
 
-def _problem(
-    student: Tensor,
-    teacher: Tensor | None,
-    topk: tuple[Tensor, Tensor] | None,
-    kind: str,
-    beta: float,
-    temperature: float,
-    mask: Tensor | None,
-    reduction: str,
-) -> Problem:
-    """Checked arguments, flattened to rows."""
-    _check_choices(kind, beta, temperature, reduction)
-    _check_divergence(student, teacher, topk, mask)
-    flat = student.reshape(-1, student.shape[-1])
-    rows = flat.shape[0]
-    counted = torch.ones(rows, dtype=torch.bool, device=student.device)
-    if mask is not None:
-        counted = mask.detach().reshape(rows) != 0
-    ids = logprobs = None
-    if topk is not None:
-        ids, logprobs = (part.detach().reshape(rows, topk[0].shape[-1]) for part in topk)
-        ids = _bounded(ids, flat.shape[1])
-        counted = counted & (ids >= 0).any(dim=1)
-    weight = counted.to(torch.float64 if student.dtype == torch.float64 else torch.float32)
-    if reduction == "mean":
-        weight = weight / weight.sum().clamp(min=1)
-    teacher = None if teacher is None else teacher.detach().reshape(flat.shape)
-    return Problem(
-        flat, teacher, ids, logprobs, weight, kind, float(beta), float(temperature), reduction != "none"
-    )
+def linear_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    lora: tuple[Tensor, Tensor] | None = None,
+    teacher_logits: Tensor | None = None,
+    teacher_topk: tuple[Tensor, Tensor] | None = None,
+    kind: Kind = "fkl",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    mask: Tensor | None = None,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    block_rows: int | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """`divergence` of the logits hidden · weightᵀ + bias, which never exist for all rows at once.
 
+    hidden [..., H], weight [V, H], bias [V]; lora = (a [r, H], b [V, r]) adds hidden · aᵀ · bᵀ: an adapter's
+    factor belongs into a or b already. All are of one floating type, or autocast is on, whose type then is
+    computed in. The loss is differentiable once in all of them; gradients are summed in float32. Everything
+    else is as for `divergence`. block_rows: rows of the logits that exist at a time; None: as many as fill
+    32 MiB on a CPU and 256 MiB (bfloat16) on a GPU. Beside these it needs the gradients of what learns.
 
-def _bounded(ids: Tensor, vocab: int) -> Tensor:
-    """ids without any outside the vocabulary: refused on a CPU, padding elsewhere, as reading them waits."""
-    outside = ids >= vocab
-    if ids.device.type != "cpu" or torch.compiler.is_compiling():
-        return ids.masked_fill(outside, -1)
-    if bool(outside.any()):
-        raise ValueError(f"teacher_topk holds token {int(ids.max())}; the student's vocabulary has {vocab}.")
-    return ids
-
-
-def _check_choices(kind: str, beta: float, temperature: float, reduction: str) -> None:
-    if kind not in ("fkl", "rkl", "jsd", "tvd") or reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"Unknown kind {kind!r} or reduction {reduction!r}.")
-    if not 0 < beta < 1:
-        raise ValueError(f"beta must lie strictly between 0 and 1, not {beta}; for the ends take fkl or rkl.")
-    if not temperature > 0:
-        raise ValueError(f"temperature must be positive, not {temperature}.")
-
-
-def _check_divergence(
-    student: Tensor, teacher: Tensor | None, topk: tuple[Tensor, Tensor] | None, mask: Tensor | None
-) -> None:
-    """Check shapes and types of a divergence's tensors."""
-    if (teacher is None) == (topk is None):
-        raise ValueError("Give either teacher_logits or teacher_topk.")
-    if student.dim() < 1 or not student.is_floating_point() or student.shape[-1] == 0:
-        raise ValueError(
-            f"student_logits must be floating [..., V], not {student.dtype} {list(student.shape)}."
-        )
-    lead = student.shape[:-1]
-    if teacher is not None and teacher.shape != student.shape:
-        raise ValueError(f"teacher_logits {list(teacher.shape)} must be shaped as {list(student.shape)}.")
-    if topk is not None and (
-        topk[0].shape != topk[1].shape or topk[0].shape[:-1] != lead or topk[0].shape[-1] == 0
-    ):
-        raise ValueError(f"teacher_topk must be two tensors [{', '.join(map(str, lead))}, k] with k > 0.")
-    if mask is not None and mask.shape != lead:
-        raise ValueError(f"mask {list(mask.shape)} must be shaped as the rows, {list(lead)}.")
-
-
-def _check_chain(
-    target: Tensor,
-    tokens: Tensor,
-    draft: Tensor | None,
-    lse: Tensor | None,
-    num_draft: Tensor | None,
-    packed: bool,
-) -> None:
-    """Check shapes and types. Values are not read, because the host would have to wait for the device."""
-    if tokens.dim() != 2 or tokens.dtype != torch.int64:
-        raise ValueError(f"draft_tokens must be int64 [B, K], not {tokens.dtype} {list(tokens.shape)}.")
-    batch, length = tokens.shape
-    if target.dim() not in (2, 3) or not target.is_floating_point() or target.shape[-1] == 0:
-        raise ValueError(
-            f"target_logits must be floating [B, K+1, V], not {target.dtype} {list(target.shape)}."
-        )
-    if packed and num_draft is None:
-        raise ValueError("Packed target_logits [rows, V] need num_draft.")
-    if not packed and target.shape[:2] != (batch, length + 1):
-        raise ValueError(f"target_logits {list(target.shape)} must be [{batch}, {length + 1}, V] here.")
-    if draft is not None and (draft.dim() != target.dim() or draft.shape[-1] != target.shape[-1]):
-        raise ValueError(f"draft_logits {list(draft.shape)} do not fit target_logits {list(target.shape)}.")
-    if draft is not None and not packed and draft.shape[:2] != (batch, length):
-        raise ValueError(f"draft_logits {list(draft.shape)} must be [{batch}, {length}, V] here.")
-    if lse is not None and (draft is None or lse.shape != tokens.shape):
-        raise ValueError("draft_lse must be [B, K], and comes with draft_logits.")
-    if num_draft is not None and num_draft.shape != (batch,):
-        raise ValueError(f"num_draft must be [{batch}], not {list(num_draft.shape)}.")
-
-
-def _padded(
-    target: Tensor, tokens: Tensor, draft: Tensor | None, num_draft: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Packed logits as [B, K+1, V] and [B, K, V]."""
-    assert num_draft is not None
-    length = tokens.shape[1]
-    padded = None if draft is None else _unpack(draft, num_draft, length)
-    return _unpack(target, num_draft + 1, length + 1), padded
-
-
-def _unpack(rows: Tensor, counts: Tensor, width: int) -> Tensor:
-    """[Σ counts, V] → [B, width, V]. Positions behind a count hold other rows and are never used."""
-    starts = counts.cumsum(0) - counts
-    index = starts[:, None] + torch.arange(width, device=rows.device)
-    if rows.shape[0] == 0:
-        return rows.new_zeros(*index.shape, rows.shape[1])
-    return rows[index.clamp(max=rows.shape[0] - 1)]
+    With reduction "none", and in a second backward, the logits are computed once more. torch.compile does not
+    look inside. Raises as `divergence` does.
+    """
+    check_layer(hidden, weight, bias, lora)
+    fused = "triton" if _use_triton(backend, hidden) else "reference"
+    late = reduction == "mean" and hidden.dtype == torch.float16  # as in `divergence`
+    shape = hidden.new_zeros(()).expand(*hidden.shape[:-1], weight.shape[0])  # holds one number
+    summed = "sum" if late else reduction
+    problem = problem_of(shape, teacher_logits, teacher_topk, kind, beta, temperature, mask, summed)
+    layer = Layer(weight, bias, *(lora or (None, None)))
+    loss = evaluate_linear(hidden.reshape(-1, hidden.shape[-1]), layer, problem, fused, block_rows)
+    if late:
+        return loss / problem.weight.sum().clamp(min=1)
+    return loss.reshape(hidden.shape[:-1]) if reduction == "none" else loss
 
 
 def _use_triton(backend: str, logits: Tensor) -> bool:
@@ -335,3 +304,8 @@ def _use_triton(backend: str, logits: Tensor) -> bool:
     if backend == "triton" and not logits.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError('backend="triton" needs tensors on a CUDA device.')
     return backend == "triton" or (backend == "auto" and logits.is_cuda and _HAS_TRITON)
+
+
+def _refuse_triton(backend: str, what: str) -> None:
+    if backend not in ("auto", "reference"):
+        raise ValueError(f'{what} has no backend but "auto" and "reference", not {backend!r}.')

@@ -46,6 +46,12 @@ def evaluate(problem: Problem, backend: str, inplace_grad: bool) -> Tensor:
 
 def _compute(problem: Problem, backend: str, grad: Tensor | None) -> Tensor:
     """The loss; the gradient goes into `grad` unless that is None."""
+    rows = block_rows(problem, backend, grad)
+    return rows.mul_(problem.weight).sum() if problem.reduce else rows
+
+
+def block_rows(problem: Problem, backend: str, grad: Tensor | None) -> Tensor:
+    """The rows' losses [N], not weighed; the gradient, weighed, goes into `grad` unless that is None."""
     if backend == "reference":
         rows = reference_divergence.divergence_rows(*problem[:8], grad)
     else:
@@ -53,8 +59,7 @@ def _compute(problem: Problem, backend: str, grad: Tensor | None) -> Tensor:
 
         with torch.cuda.device_of(problem.student):  # type: ignore[no-untyped-call]
             rows = fused_divergence.divergence_rows(*problem[:8], grad)
-    rows = rows.to(problem.weight.dtype)  # the fused kernels compute in float32 whatever they are given
-    return rows.mul_(problem.weight).sum() if problem.reduce else rows
+    return rows.to(problem.weight.dtype)  # the fused kernels compute in float32 whatever they are given
 
 
 class FusedDivergence(torch.autograd.Function):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 # the counter's third word: each purpose has random numbers of its own
-PROPOSE, ACCEPT, RESAMPLE, ROUND = 1, 2, 3, 4
+PROPOSE, ACCEPT, RESAMPLE, ROUND, COUPLED, CANDIDATE = 1, 2, 3, 4, 5, 6
 ROUNDS = 10
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -118,14 +118,29 @@ def _constants(count: int) -> tuple[np.ndarray, ...]:
     )
 
 
+def gumbel(seed: Tensor, position: Tensor, vocab: int) -> Tensor:
+    """Standard Gumbel noise, float64 [..., V], of seed and position [...]: a function of them and the token.
+
+    −log(−log u) with u = (word + ½)·2^-32. Token t has word t mod 4 of the counter
+    (position, COUPLED, t div 4).
+    """
+    quarter = torch.arange((vocab + 3) // 4, device=seed.device)
+    words = philox_torch(seed[..., None], position[..., None], COUPLED, quarter)
+    u = torch.stack(words, dim=-1).flatten(-2)[..., :vocab].double().add_(0.5).mul_(2.0**-32)
+    return u.log_().neg_().log_().neg_()
+
+
 def philox_torch(
-    seed: Tensor, position: Tensor, purpose: Tensor | int
+    seed: Tensor, position: Tensor, purpose: Tensor | int, last: Tensor | int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The four output words as int64 tensors in [0, 2^32), on any device and without synchronising."""
+    """The four output words as int64 tensors in [0, 2^32), on any device and without synchronising.
+
+    last: the counter's fourth word.
+    """
     key0, key1 = seed & _LOW, (seed >> 32) & _LOW
     c0, c1 = position & _LOW, (position >> 32) & _LOW
-    zero = (seed + position) * 0
-    c2, c3 = zero + purpose, zero
+    zero = (seed + position) * 0 + last * 0
+    c0, c1, c2, c3 = zero + c0, zero + c1, zero + purpose, zero + last
     for _ in range(ROUNDS):
         # 32 x 32 -> 64 bits; int64 wraps, which leaves the low and the (masked) high word right
         even, odd = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]

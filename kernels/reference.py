@@ -53,23 +53,29 @@ def verify_rows(
     position: Tensor,
 ) -> Verdict:
     """Greedy rows by comparison with the target's argmax, the others by `rule`."""
+    drafted = drafted_rows(draft_tokens, num_draft)
+    greedy = greedy_rows(temperature)
+    if greedy is True:
+        return verify_greedy(target_logits, drafted)
+    inverse = _inverse_temperature(temperature, greedy, target_logits)
+    uniforms = chain_uniforms(seed, position, draft_tokens.shape[1])
+    sampled = rule(target_logits, drafted, draft_logits, draft_lse, inverse, uniforms)
+    if isinstance(greedy, bool):
+        return sampled
+    exact = verify_greedy(target_logits, drafted)
+    tokens = torch.where(greedy[:, None], exact[0], sampled[0])
+    return tokens, torch.where(greedy, exact[1], sampled[1]), torch.where(greedy, exact[2], sampled[2])
+
+
+def drafted_rows(draft_tokens: Tensor, num_draft: Tensor | None) -> Tensor:
+    """The drafted tokens of each row, then −1: int64 [B, K+1]. The last column ends every row."""
     batch, length = draft_tokens.shape
-    drafted = draft_tokens.new_full((batch, length + 1), -1)  # the last column stays -1 and ends every row
+    drafted = draft_tokens.new_full((batch, length + 1), -1)
     drafted[:, :length] = draft_tokens
     if num_draft is not None:
         steps = torch.arange(length + 1, device=drafted.device)
         drafted.masked_fill_(steps >= num_draft[:, None], -1)
-    greedy = greedy_rows(temperature)
-    if greedy is True:
-        return _verify_greedy(target_logits, drafted)
-    inverse = _inverse_temperature(temperature, greedy, target_logits)
-    uniforms = chain_uniforms(seed, position, length)
-    sampled = rule(target_logits, drafted, draft_logits, draft_lse, inverse, uniforms)
-    if isinstance(greedy, bool):
-        return sampled
-    exact = _verify_greedy(target_logits, drafted)
-    tokens = torch.where(greedy[:, None], exact[0], sampled[0])
-    return tokens, torch.where(greedy, exact[1], sampled[1]), torch.where(greedy, exact[2], sampled[2])
+    return drafted
 
 
 def sample_draft(
@@ -126,7 +132,7 @@ def inverse_cdf(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     return ((running > threshold) & (weights > 0)).to(torch.int8).argmax(dim=-1), total
 
 
-def _verify_greedy(target_logits: Tensor, drafted: Tensor) -> Verdict:
+def verify_greedy(target_logits: Tensor, drafted: Tensor) -> Verdict:
     """drafted [B, K+1]: the draft tokens, followed by -1."""
     best, value = argmax_rows(target_logits)  # [B, K+1]
     invalid = ~value.isfinite()

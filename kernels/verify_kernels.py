@@ -111,9 +111,7 @@ def resolve(
     n = tl.min(tl.where(accepted, KP, j), axis=0)
     end = j == n
     rejected = n < count
-    sound = (
-        at(end, (known & (lse_draft == lse_draft) & (lse_draft > -INF) & (lse_draft < INF)).to(tl.int32)) > 0
-    )
+    sound = at(end, (known & (lse_draft > -INF) & (lse_draft < INF)).to(tl.int32)) > 0
     target_valid = at(end, valid.to(tl.int32)) > 0
     sampled = target_valid & (greedy == 0)
     mode = tl.where(sampled, tl.where(rejected & sound, RESIDUAL if HAS_DRAFT else ONE_HOT, TARGET), DONE)

@@ -85,10 +85,11 @@ class Settings(BaseSettings):
         "auto",
         description="who guesses: the draft model or lookup in the text; auto: the better one for each row",
     )
-    verification: Literal["chain", "block"] = Field(
+    verification: Literal["chain", "block", "coupled"] = Field(
         "chain",
         description="the rule of sampled rows: chain judges token by token, block a whole draft, which keeps "
-        "more of it; answers follow the same distribution, but a seed gives another one",
+        "more of it; with coupled a seed fixes the answer whatever is drafted; answers follow the same "
+        "distribution, but a seed gives another one by each rule",
     )
 
     adapter_scope: Literal["tail", "full"] = Field(

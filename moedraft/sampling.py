@@ -30,6 +30,7 @@ class SamplingBatch:
     greedy: bool  # every row has temperature 0
     min_p: torch.Tensor | None = None  # float32 [B]; None when no row filters by likelihood
     largest_top_k: int = 0  # of the rows that sample
+    coupled: bool = False  # draft and target choose with the same random numbers
 
     @classmethod
     def of(cls, params: list[SamplingParams], seeds: list[int], device: torch.device) -> SamplingBatch:

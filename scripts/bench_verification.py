@@ -4,10 +4,11 @@
     python scripts/bench_verification.py --out results
 
 Two engines, one with chain verification and one with block verification, answer the same prompts with the
-same seeds, with drafts of a fixed length by the draft model alone. Reported are tokens per step of the target
-and tokens per second of decoding, with the difference by prompt and its 95 % interval (a bootstrap over
-prompts). In the chain's rounds both rules are also asked for the tokens that they keep of the same draft on
-average: without chance in it, and never fewer for the block.
+same seeds, with drafts of a fixed length by the draft model alone. Reported are tokens per step of the
+target, with the difference by prompt and its 95 % interval (a bootstrap over prompts). In the chain's rounds
+both rules are also asked for the tokens that they keep of the same draft on average: without chance in it,
+and never fewer for the block. In some of the rounds it is computed as well how likely the first position
+keeps a token by coupled sampling, and by the two rules for several drafts.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import argparse
 import json
 import statistics
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ import torch
 from moedraft.core import SamplingParams
 from moedraft.engine.engine import Engine
 from moedraft.evidence import Proposal, Rows
+from moedraft.kernels import reference_several as several
 from moedraft.sampling import filter_logits
 from moedraft.system.build import load
 
@@ -52,17 +53,46 @@ def kept_on_average(rows: Rows, proposal: Proposal, logits: torch.Tensor) -> tup
     return float((chain * drafted).sum()), float((block * drafted).sum())
 
 
+def first_accepted(rows: Rows, proposal: Proposal, logits: torch.Tensor) -> dict[str, float]:
+    """The probability that the first position of the first row keeps a drafted token, by rule, exactly."""
+    assert proposal.logits is not None
+    temperature = rows.sampling.temperature[0].double()
+    target = (filter_logits(logits, rows.sampling)[0, 0].double() / temperature).softmax(-1)
+    draft = (proposal.logits[0, 0].double() / temperature).softmax(-1)
+    found = {"chain": several.accepted_share(target, draft, 1, "kseq"), "coupled": coupled(target, draft)}
+    for drafts in (2, 4, 8):
+        found[f"k-SEQ, {drafts} drafts"] = several.accepted_share(target, draft, drafts, "kseq")
+        found[f"multi-round, {drafts} drafts"] = several.accepted_share(target, draft, drafts, "multi_round")
+    return found
+
+
+def coupled(target: torch.Tensor, draft: torch.Tensor, chunk: int = 256) -> float:
+    """How likely both choose the same token: Σ over x of 1 / Σ over y of max(t_y / t_x, d_y / d_x)."""
+    found = 0.0
+    for tokens in torch.split(((target > 0) & (draft > 0)).nonzero()[:, 0], chunk):
+        ratio = torch.maximum(target / target[tokens, None], draft / draft[tokens, None])
+        found += float((1 / ratio.sum(1)).sum())
+    return found
+
+
 class Watched:
-    """An engine's verification, asked for both rules' averages in every round that drafts."""
+    """An engine's verification, asked for the rules' averages in rounds that draft."""
+
+    EVERY = 24  # rounds of which one is asked for what the rules for several drafts would keep
 
     def __init__(self, engine: Engine) -> None:
         self.rounds: list[tuple[float, float]] = []
+        self.first: list[dict[str, float]] = []
+        self._count = 0
         self._verify = engine.round.verify
         engine.round.verify = self
 
     def __call__(self, rows: Rows, proposal: Proposal, logits: torch.Tensor) -> Any:
         if proposal.logits is not None and proposal.drafted:
             self.rounds.append(kept_on_average(rows, proposal, logits))
+            self._count += 1
+            if self._count % self.EVERY == 0:
+                self.first.append(first_accepted(rows, proposal, logits))
         return self._verify(rows, proposal, logits)
 
 
@@ -73,12 +103,11 @@ def engine(rule: str, tokens: int, home: str) -> Engine:
     )  # fmt: skip
 
 
-def answer(engine: Engine, prompt: str, seed: int, length: int) -> tuple[int, int, float]:
-    """Tokens, steps of the target, seconds."""
+def answer(engine: Engine, prompt: str, seed: int, length: int) -> tuple[int, int]:
+    """Tokens, and steps of the target."""
     params = SamplingParams(temperature=1.0, max_tokens=length, seed=seed, ignore_eos=True)
-    began = time.perf_counter()
     output = engine.generate([prompt], params)[0]
-    return len(output.token_ids), output.speculation.num_steps, time.perf_counter() - began
+    return len(output.token_ids), output.speculation.num_steps
 
 
 def interval(values: list[float]) -> list[float]:
@@ -89,13 +118,14 @@ def interval(values: list[float]) -> list[float]:
 
 
 def compare(tokens: int, prompts: list[str], seeds: int, length: int) -> dict[str, Any]:
-    found: dict[str, list[list[tuple[int, int, float]]]] = {}
+    found: dict[str, list[list[tuple[int, int]]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         engines = {rule: engine(rule, tokens, f"{folder}/{rule}") for rule in RULES}
         watched = Watched(engines["chain"])
         for rule in RULES:
             answer(engines[rule], prompts[0], 0, length)
         watched.rounds.clear()
+        watched.first.clear()
         kept: list[list[float]] = []
         for number, prompt in enumerate(prompts):
             for rule in RULES if number % 2 else RULES[::-1]:
@@ -108,18 +138,16 @@ def compare(tokens: int, prompts: list[str], seeds: int, length: int) -> dict[st
     per_step = {
         rule: [sum(r[0] for r in runs) / sum(r[1] for r in runs) for runs in found[rule]] for rule in RULES
     }
-    speed = {
-        rule: [sum(r[0] for r in runs) / sum(r[2] for r in runs) for runs in found[rule]] for rule in RULES
-    }
     return {
         "num_speculative_tokens": tokens,
         "tokens_per_step": {rule: interval(per_step[rule]) for rule in RULES},
         "tokens_per_step_gain": interval([b - a for a, b in zip(*per_step.values(), strict=True)]),
         "kept_of_the_same_draft": {rule: interval([k[i] for k in kept]) for i, rule in enumerate(RULES)},
+        "first_position_accepted": {
+            name: interval([one[name] for one in watched.first]) for name in watched.first[0]
+        },
         "kept_gain": interval([block - chain for chain, block in kept]),
         "least_kept_gain_of_a_prompt": round(min(block - chain for chain, block in kept), 6),
-        "tokens_per_second": {rule: interval(speed[rule]) for rule in RULES},
-        "speed_ratio": interval([b / a for a, b in zip(*speed.values(), strict=True)]),
     }
 
 

@@ -18,7 +18,11 @@ ABOUT = {
     "filter_logits": (0, "a full sort", "engine/round.py, drafting/drawing.py: steps with top-k or top-p"),
     "sample_draft": (3, "softmax, a draw", "drafting/drawing.py: every drafted token"),
     "divergence": (1, "two log_softmaxes, products and their backward", "feature/unroll.py: base training"),
-    "linear and divergence": (1, "the output layer and the loss after it", "nobody yet"),
+    "linear and divergence": (
+        1,
+        "the output layer and the loss after it",
+        "distill/student.py: every update",
+    ),
 }
 
 

@@ -126,7 +126,10 @@ def dense_case(bench: Bench, kind: Kind) -> Case:
 
 
 def linear_case(bench: Bench, width: int = 2048) -> Case:
-    """From hidden states: the output layer and the divergence. Ours writes all logits, Liger's does not."""
+    """From hidden states: the output layer and the divergence.
+
+    Fused, the logits of a few rows exist at a time; launches and products are per block of rows.
+    """
     rows, vocab = bench.rows // 4, bench.vocab
     floor = 2 * vocab * width * bench.dtype.itemsize  # the weights, read for the product and its gradient
 
@@ -137,7 +140,17 @@ def linear_case(bench: Bench, width: int = 2048) -> Case:
         def ours(s: Tensor, t: Tensor) -> Tensor:
             return kernels.divergence(s @ weight.T, t @ weight.T, kind="jsd", inplace_grad=True)
 
+        ids, logprobs = topk_of(torch.randn(rows, vocab, device=bench.device).to(bench.dtype), bench.top_k)
+
+        def fused(s: Tensor, _: Tensor) -> Tensor:
+            return kernels.linear_divergence(s, weight, teacher_topk=(ids, logprobs))
+
+        def apart(s: Tensor, _: Tensor) -> Tensor:
+            return kernels.divergence(s @ weight.T, teacher_topk=(ids, logprobs), inplace_grad=True)
+
         return {
+            "moedraft": Contender(lambda: [step(fused, hidden, teacher)]),
+            "moedraft, top-k after the product": Contender(lambda: [step(apart, hidden, teacher)]),
             "moedraft after the product": Contender(lambda: [step(ours, hidden, teacher)]),
             "Liger, fused": Contender(lambda: [peers.liger_linear_jsd(hidden, weight, teacher)]),
         }

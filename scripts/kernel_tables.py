@@ -9,7 +9,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from kernel_case import ABOUT, Case
+from kernel_cases import cases
+from kernel_timing import cuda_bench
+
 V = 151_936
+BANDWIDTH, H200_CACHE = 4.8e12, 60 * 2**20  # of an H200: bytes per second of its memory, bytes of its cache
 VERIFY = {"operation": "verify_chain", "vocab": V, "draft_lse": True}
 LOSS = {"vocab": V, "rows": 8192}
 GRAPH, EVENTS = ("graph", "us"), ("us",)
@@ -106,6 +111,25 @@ def contender_table(report: dict[str, Any]) -> list[str]:
             cells = " | ".join(timings(entry))
             lines.append(f"| {case['operation']} | {shape} | {name} | {cells} |")
     return lines
+
+
+def facts() -> str:
+    """Of each operation, at the size of its first case on a GPU: what must move, and who calls it."""
+    first: dict[str, Case] = {}
+    for case in cases(cuda_bench(quick=False, cache=H200_CACHE)):
+        first.setdefault(case.operation, case)
+    lines = [
+        "| operation | shape | fewest bytes | floor | launches | replaces | called by |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, case in first.items():
+        launches, replaces, called_by = ABOUT[name]
+        shape = ", ".join(f"{key} {value}" for key, value in case.shape.items())
+        least = microseconds(case.floor_bytes / BANDWIDTH * 1e6)
+        size, launched = f"{case.floor_bytes / 1e6:,.1f} MB", launches or "PyTorch"
+        path = f"`{called_by.split(':')[0]}`" if "/" in called_by.split(",")[0] else called_by
+        lines.append(f"| {name} | {shape} | {size} | {least} | {launched} | {replaces} | {path} |")
+    return "\n".join(lines)
 
 
 def tables(folder: Path) -> str:

@@ -41,8 +41,10 @@ class Bench:
         return max(2, -(-self.cold_bytes // max(bytes_read, 1))) if self.cuda else 1
 
 
-def cuda_bench(quick: bool) -> Bench:
-    cache = int(torch.cuda.get_device_properties(0).L2_cache_size)
+def cuda_bench(quick: bool, cache: int | None = None) -> Bench:
+    """cache: bytes of the second-level cache; None: those of the first device."""
+    if cache is None:
+        cache = int(torch.cuda.get_device_properties(0).L2_cache_size)
     return Bench(
         device="cuda",
         cuda=True,

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 Answer = Callable[[list[list[int]], int], list[list[int]]]
@@ -85,22 +86,62 @@ def vllm_ngram(model: str, dtype: str, threads: int) -> Answer:
     return vllm(model, dtype, threads, speculative_config=ngram)
 
 
-def llama_cpp(model: str, dtype: str, threads: int) -> Answer:
-    """The GGUF file as it is; one answer after another."""
-    from llama_cpp import Llama
+def llama_cpp(model: str, dtype: str, threads: int, ngram: bool = False) -> Answer:
+    """The GGUF file as it is, by llama.cpp's own server with eight slots."""
+    import xllamacpp
 
-    llm = Llama(model, n_ctx=1024, n_threads=threads, n_threads_batch=threads, verbose=False)
+    params = xllamacpp.CommonParams()
+    params.model.path = model
+    params.n_parallel, params.n_ctx = 8, 8 * 1024
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+    if ngram:
+        params.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
+    server = xllamacpp.Server(params)
 
     def one(ids: list[int], tokens: int) -> list[int]:
-        llm.reset()
-        found: list[int] = []
-        for token in llm.generate(ids, temp=0.0, repeat_penalty=1.0):
-            found.append(token)
-            if len(found) == tokens:
-                break
-        return found
+        """The server answers with text, so that only the number of tokens is known."""
+        asked = {"prompt": ids, "max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
+        found = server.handle_completions(asked | {"cache_prompt": False})
+        return [-1] * int(found["usage"]["completion_tokens"])
 
-    return lambda prompts, tokens: [one(ids, tokens) for ids in prompts]
+    def answer(prompts: list[list[int]], tokens: int) -> list[list[int]]:
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            return list(pool.map(lambda ids: one(ids, tokens), prompts))
+
+    return answer
+
+
+def llama_cpp_ngram(model: str, dtype: str, threads: int) -> Answer:
+    return llama_cpp(model, dtype, threads, ngram=True)
+
+
+def openvino(model: str, dtype: str, threads: int, **options: Any) -> Answer:
+    """The GGUF file, by OpenVINO GenAI; batches by its continuous batching."""
+    import numpy
+    import openvino
+    import openvino_genai
+
+    scheduler = openvino_genai.SchedulerConfig()
+    scheduler.max_num_seqs = 8
+    scheduler.cache_size = 1
+    pipe = openvino_genai.LLMPipeline(
+        model, "CPU", scheduler_config=scheduler, INFERENCE_NUM_THREADS=threads, **options
+    )
+
+    def answer(prompts: list[list[int]], tokens: int) -> list[list[int]]:
+        ids = numpy.array(prompts, dtype=numpy.int64)
+        inputs = openvino_genai.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(numpy.ones_like(ids)))
+        config = openvino_genai.GenerationConfig()
+        config.max_new_tokens, config.ignore_eos, config.do_sample = tokens, True, False
+        if options:
+            config.num_assistant_tokens, config.max_ngram_size = 4, 4
+        return [list(found) for found in pipe.generate(inputs, config).tokens]
+
+    return answer
+
+
+def openvino_lookup(model: str, dtype: str, threads: int) -> Answer:
+    return openvino(model, dtype, threads, prompt_lookup=True)
 
 
 SYSTEMS = {
@@ -109,6 +150,9 @@ SYSTEMS = {
     "vllm": vllm,
     "vllm-ngram": vllm_ngram,
     "llama.cpp": llama_cpp,
+    "llama.cpp-ngram": llama_cpp_ngram,
+    "openvino": openvino,
+    "openvino-lookup": openvino_lookup,
 }
 
 

@@ -200,6 +200,26 @@ def faults(found: dict[str, Any]) -> str:
 
 
 SUMMARY = ("smollm2/experts.json", expert_tables.summary)  # the README's one table
+
+
+def verification(data: Any) -> str:
+    """Tokens per step by rule, and how likely the first drafted token is kept, with 95 % intervals."""
+    lengths = [case["num_speculative_tokens"] for case in data["cases"]]
+    found: dict[str, list[list[float]]] = {}
+    for case in data["cases"]:
+        for rule, values in case["tokens_per_step"].items():
+            found.setdefault(f"tokens per step, {rule}", []).append(values)
+        found.setdefault("block more than chain on the same drafts", []).append(case["kept_gain"])
+        for rule, values in case["first_position_accepted"].items():
+            found.setdefault(f"first position keeps a token, {rule}", []).append(values)
+    rows = [
+        [name, *(f"{mean:.2f} ({low:.2f}–{high:.2f})" for mean, low, high in values)]
+        for name, values in found.items()
+    ]
+    note = f"{data['prompts']} prompts, {data['seeds']} seeds each, {data['tokens']} tokens, temperature 1."
+    return table(["", *[f"{length} drafted" for length in lengths]], rows) + f"\n\n{note}"
+
+
 SOURCES = {
     "experts": ("smollm2/experts.json", expert_tables.by_domain),
     "serving": ("serve.json", serving),
@@ -209,6 +229,7 @@ SOURCES = {
     "learning": ("learning.json", learning),
     "router": ("router.json", router),
     "refusals": ("router.json", refusals),
+    "verification": ("verification.json", verification),
     "faults": ("faults.json", faults),
 }
 
@@ -239,6 +260,8 @@ def filled(text: str, results: Path) -> str:
             body = models(ROOT / "data" / "models")
         elif match[1] == "kernels":
             body = kernel_tables.tables(results)
+        elif match[1] == "kernel_facts":
+            body = kernel_tables.facts()
         else:
             file, render = {**SOURCES, "summary": SUMMARY}[match[1]]
             path = results / file

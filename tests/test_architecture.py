@@ -31,7 +31,7 @@ ROOMS = {
     "engine": (13, 1500),
     "feature": (12, 1500),
     "insight": (10, 1450),
-    "kernels": (11, 2100),
+    "kernels": (19, 3300),
     "moedraft": (17, 2500),  # the files that lie in no folder
     "routing": (8, 1300),
     "selecting": (4, 600),
@@ -107,11 +107,16 @@ FLOORS_INSIDE = {
         "moedraft.kernels.reference": 1,
         "moedraft.kernels.reference_divergence": 1,
         "moedraft.kernels.reference_block": 2,
+        "moedraft.kernels.reference_coupled": 2,
+        "moedraft.kernels.reference_several": 2,
         "moedraft.kernels.verify_kernels": 1,
         "moedraft.kernels.verify": 2,
         "moedraft.kernels.fused_divergence": 2,
         "moedraft.kernels.autograd": 3,
-        "moedraft.kernels": 4,
+        "moedraft.kernels.chain_inputs": 0,
+        "moedraft.kernels.divergence_inputs": 4,
+        "moedraft.kernels.linear": 4,
+        "moedraft.kernels": 5,
     },
 }
 HOUSES = {"moedraft": FLOORS, **FLOORS_INSIDE}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -55,15 +55,21 @@ def restore(
 
     path = settings_for(ctx, home=home).home
     with busy("Restoring"):
-        made = restore_backup(file, path, () if keys else (KEYS_FILE,))
-    if (made["note"] or {}).get("closed") and not (path / KEYS_FILE).exists():
-        KeyFile(path).close()
+        made = restore_backup(file, path, () if keys else (KEYS_FILE,), _keep_closed)
     if as_json:
         emit({"home": str(path), "keys": len(KeyFile(path).keys()), **_told(made)})
         return
     say(f"{made['versions']} adapter versions and the database → {path}")
     if (path / KEYS_FILE).exists() and not KeyFile(path).keys():
         note("It has no keys and lets nobody in; make one with `moedraft key create`.")
+
+
+def _keep_closed(folder: Path, made: dict[str, Any]) -> None:
+    """Where the old home had keys, no moment may come in which the new one would be open to everybody."""
+    from moedraft.storage.keys import KEYS_FILE, KeyFile
+
+    if (made["note"] or {}).get("closed") and not (folder / KEYS_FILE).exists():
+        KeyFile(folder).close()
 
 
 def _told(made: dict[str, object]) -> dict[str, object]:

@@ -199,6 +199,8 @@ def show(
     examples = found["examples"]
     say(f"{found['name']}: {found['description'] or 'no description'}")
     say(f"registered {moment(found['created_at'])}, version {found['version']}, {found['updates']} updates")
+    if found["unadapted"]:
+        say("The draft without any adapter serves it now, since that does better than what was learned.")
     print_table(f"{len(examples)} examples", ["prompt"], [[example] for example in examples])
 
 

@@ -194,7 +194,8 @@ def _row(name: str, data: dict[str, Any]) -> list[object]:
         for key in FIGURES
         for cell in (rate(data[key]), rate(data[f"recent_{key}"]), _change(data[f"{key}_change"]))
     ]
-    return [name, data["requests"], *figures, data["replay_size"], data["updates"], data["version"]]
+    serving = "base" if data.get("unadapted") else data["version"]
+    return [name, data["requests"], *figures, data["replay_size"], data["updates"], serving]
 
 
 def _change(change: dict[str, float] | None) -> str:

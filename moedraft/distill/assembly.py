@@ -72,6 +72,7 @@ def _resumed(loop: DistillLoop, settings: Settings) -> DistillLoop:
             measure = JointMeasure(loop.trainer, depth)
         else:
             measure = TextMeasure(loop.trainer, depth)
-        loop.judge, loop.watch = Judge(measure, loop.store), Watch(measure, loop.store)
+        loop.judge = Judge(measure, loop.store, base_serves=isinstance(loop, JointLoop))
+        loop.watch = Watch(measure, loop.store)
     loop.resume()
     return loop

@@ -7,7 +7,7 @@ import queue
 import shutil
 import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -30,6 +30,7 @@ from moedraft.distill.messages import (
     PublishTogether,
     Refused,
     Resume,
+    StandAside,
     Withdraw,
     Withdrawn,
     from_server,
@@ -140,6 +141,10 @@ class ServerOutlet:
         reply = self.link.ask(Withdraw(expert=expert, version=version))
         assert isinstance(reply, Withdrawn)
         return reply.version
+
+    def stand_aside(self, names: Collection[str]) -> None:
+        reply = self.link.ask(StandAside(names=tuple(sorted(names))))
+        assert isinstance(reply, Noted)
 
     def learned(self, expert: str, last_id: int, update: UpdateRecord | None) -> None:
         reply = self.link.ask(Learned(expert=expert, last_id=last_id, update=update))

@@ -188,6 +188,7 @@ class DistillLoop:
             verdicts = self._verdicts(candidates, on_step)
             seconds = (time.monotonic() - began - self.waited) / len(candidates)
             versions = self._publish(candidates, verdicts)
+            self._stand_aside(verdicts)
         except BaseException:
             for one in candidates:
                 self.trainer.forget(one.expert)
@@ -238,6 +239,15 @@ class DistillLoop:
             elif one.expert not in untrained:
                 self.trainer.forget(one.expert)
         return versions
+
+    def _stand_aside(self, verdicts: Mapping[str, Verdict]) -> None:
+        """Have the draft base alone serve the domains for which the gate says so; nobody, without a gate."""
+        before = self.store.registry.unadapted()
+        said = {name: one.unadapted for name, one in verdicts.items() if one.unadapted is not None}
+        now = {name for name in before if self.judge and name not in said}
+        now |= {name for name, aside in said.items() if aside}
+        if now != before:
+            self.outlet.stand_aside(now)
 
     def _untrained(self, verdicts: Mapping[str, Verdict], base_hash: str) -> dict[str, int]:
         """The experts that are put back to none, and the version of each that is live."""

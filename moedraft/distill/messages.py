@@ -104,6 +104,18 @@ class Withdraw(Message):
     version: int = Field(ge=1)
 
 
+class StandAside(Message):
+    """As `Outlet.stand_aside`; answered by Noted or Refused."""
+
+    type: Literal["stand aside"] = "stand aside"
+    names: tuple[Expert, ...]
+
+    @property
+    def expert(self) -> str:
+        """Whom it concerns, in a few words."""
+        return ", ".join(self.names) or "nobody"
+
+
 class Learned(Message):
     """As `Outlet.learned`; answered by Noted or Refused."""
 
@@ -159,7 +171,8 @@ class Refused(Message):
     reason: str
 
 
-FromTrainer = StateReport | Publish | PublishTogether | Withdraw | Learned
+Asked = Publish | PublishTogether | Withdraw | StandAside | Learned
+FromTrainer = StateReport | Asked
 FromServer = Begin | Pause | Resume | Published | PublishedTogether | Withdrawn | Noted | Refused
 from_trainer: TypeAdapter[FromTrainer] = TypeAdapter(Annotated[FromTrainer, Field(discriminator="type")])
 from_server: TypeAdapter[FromServer] = TypeAdapter(Annotated[FromServer, Field(discriminator="type")])

@@ -6,7 +6,7 @@ by `ServerOutlet` in `link`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -34,6 +34,9 @@ class Outlet(Protocol):
 
         Experts that were trained on a shared adapter follow it back. Refused where another version is live.
         """
+
+    def stand_aside(self, names: Collection[str]) -> None:
+        """Have the draft base alone draft for these domains from now on, and for no others."""
 
     def learned(self, expert: str, last_id: int, update: UpdateRecord | None) -> None:
         """`expert` has used its records up to `last_id`. `update`: what it did; None: it learned nothing."""
@@ -68,6 +71,9 @@ class HomeOutlet:
             raise InvalidRequest(f"the live version of '{expert}' was changed meanwhile.")
         now = rollback(self.store, expert).live
         return 0 if now is None else now.version
+
+    def stand_aside(self, names: Collection[str]) -> None:
+        self.store.registry.set_unadapted(names)
 
     def learned(self, expert: str, last_id: int, update: UpdateRecord | None) -> None:
         self.store.registry.set_meta(f"trained:{expert}", str(last_id))

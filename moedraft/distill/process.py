@@ -19,6 +19,7 @@ import torch
 
 from moedraft.config import Settings, load_settings
 from moedraft.core import MoedraftError, StorageError
+from moedraft.cpu.memory import write_no_core_file
 from moedraft.distill.assembly import build_loop
 from moedraft.distill.background import step_back
 from moedraft.distill.governor import read_load, why_wait
@@ -138,6 +139,7 @@ def work(link: ServerLink) -> None:
 def main() -> int:
     link = ServerLink(*_take_pipes())
     step_back()
+    write_no_core_file()  # after it: no more files of /proc/self may be written then
     torch.set_num_threads(1)
     threading.Thread(target=_end_with, args=(link,), daemon=True).start()
     try:

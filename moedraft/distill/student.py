@@ -9,9 +9,9 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
@@ -28,6 +28,14 @@ from moedraft.storage.candidate import Candidate, Weights
 KEPT = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora")
 
 
+class OutputLayer(NamedTuple):
+    """Arguments of `moedraft.kernels.linear_divergence`."""
+
+    weight: torch.Tensor  # [V, H]
+    bias: torch.Tensor | None  # [V]
+    lora: tuple[torch.Tensor, torch.Tensor] | None  # [r, H] and [V, r], all adapters together, scaled
+
+
 class Student:
     """Owns its copy of the draft base, in float32, and the optimiser of each adapter on it."""
 
@@ -38,6 +46,7 @@ class Student:
         self.base_hash = draft.weights_hash()
         self.model: Any = None  # the PEFT model, once there is an adapter
         self.versions: dict[str, int] = {}  # which version an adapter's weights were taken from
+        self._plain_logits: bool | None = None  # not known before the first look
         self._kept: Candidate | None = None  # of the shared adapter, not published, to be trained on
         self._adapters = adapters
         self._scope, self._rank, self._shared_rank = scope, rank, shared_rank
@@ -80,14 +89,56 @@ class Student:
         The output layer, the largest of all, is given only those positions.
         """
 
+        return self._forward(batch, lambda chosen: chosen)
+
+    def hidden(self, batch: RecordBatch) -> torch.Tensor:
+        """What the output layer reads at the positions of `batch.mask`, [N, H]; it computes nothing."""
+        read: list[torch.Tensor] = []
+
+        def keep(chosen: torch.Tensor) -> torch.Tensor:
+            read.append(chosen)
+            return chosen[:0]
+
+        self._forward(batch, keep)
+        return read[0]
+
+    def _forward(self, batch: RecordBatch, given: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """The logits of what `given` makes of the hidden states at the positions of `batch.mask`."""
+
         def choose(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
             hidden, *rest = inputs
-            return (hidden[:, -batch.keep :][batch.mask], *rest)
+            return (given(hidden[:, -batch.keep :][batch.mask]), *rest)
 
         with self.model.get_output_embeddings().register_forward_pre_hook(choose):
             out = self.model(input_ids=batch.token_ids, use_cache=False, logits_to_keep=batch.keep)
         logits: torch.Tensor = out.logits
         return logits
+
+    def output_layer(self) -> OutputLayer | None:
+        """The output layer with its active adapters; None where a model does more to its logits than that."""
+        layer = self.model.get_output_embeddings()
+        base = getattr(layer, "base_layer", layer)
+        if type(base) is not torch.nn.Linear or not self._ends_there(layer):
+            return None
+        names = [
+            name for name in self.model.base_model.active_adapters if name in getattr(layer, "lora_A", ())
+        ]
+        lora = None
+        if names:
+            below = torch.cat([layer.lora_A[name].weight for name in names])
+            scaled = [layer.lora_B[name].weight * layer.scaling[name] for name in names]
+            lora = below, torch.cat(scaled, dim=1)
+        return OutputLayer(base.weight, base.bias, lora)
+
+    def _ends_there(self, layer: torch.nn.Module) -> bool:
+        """Whether the logits are what `layer` gives, neither scaled nor capped; one token shows it, once."""
+        if self._plain_logits is None:
+            seen: list[torch.Tensor] = []
+            token = torch.zeros(1, 1, dtype=torch.int64, device=self.draft.device)
+            with torch.no_grad(), layer.register_forward_hook(lambda *call: seen.append(call[2])):
+                logits = self.model(input_ids=token, use_cache=False).logits
+            self._plain_logits = torch.equal(seen[0], logits)
+        return self._plain_logits
 
     def export(self, expert: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """The adapter of `expert` as it is now: its PEFT configuration and copies of its tensors."""

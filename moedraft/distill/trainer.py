@@ -15,7 +15,7 @@ import torch
 from moedraft.core import SHARED, AdapterVersion, ReplayRecord
 from moedraft.distill.batches import RecordBatch, collate, grouped, length_of, shuffled_groups
 from moedraft.distill.student import Student, modules_of
-from moedraft.kernels import Kind, divergence
+from moedraft.kernels import Kind, divergence, linear_divergence
 from moedraft.models import LanguageModel
 from moedraft.storage.candidate import Candidate
 from moedraft.storage.store import TARGET_ID, Store
@@ -160,7 +160,12 @@ class Trainer:
     def loss(self, batch: RecordBatch) -> torch.Tensor:
         """What an update lowers: the divergence `kind` between target and draft, nats per answer token."""
         teacher = (batch.topk_ids, batch.topk_logprobs)
-        return divergence(self.student.logits(batch), teacher_topk=teacher, kind=self.kind)
+        layer = self.student.output_layer()
+        if layer is None:
+            return divergence(self.student.logits(batch), teacher_topk=teacher, kind=self.kind)
+        weight, bias, lora = layer
+        hidden = self.student.hidden(batch)
+        return linear_divergence(hidden, weight, bias=bias, lora=lora, teacher_topk=teacher, kind=self.kind)
 
     @torch.no_grad()
     def measure(self, records: list[ReplayRecord], on_batch: Callable[[], None]) -> float | None:

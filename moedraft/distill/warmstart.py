@@ -145,7 +145,7 @@ class OnTrial:
         own = verdicts.get(self.name)
         if own is not None and not own.is_published:
             reason = "On trial: too few records are held out to judge it by."
-            verdicts[self.name] = replace(own, decision="along", reason=reason)
+            verdicts[self.name] = replace(own, decision="along", reason=reason, unadapted=False)
         return verdicts
 
 

@@ -11,6 +11,11 @@ from moedraft.drafting.costs import Floats
 
 REFIT_EVERY = 100  # verified tokens between two fits of the curve
 RIDGE = 5.0  # how many tokens' worth of belief holds the curve at the draft's own confidence
+BELIEF = 10.0  # how many of its own tokens a row needs to count as much as its expert's mean
+FADE = (
+    0.98  # what is left of a row's tokens after each round: texts change, and so nobody is given up for good
+)
+SLOWEST = 0.005  # weight of one more token in an expert's mean
 
 
 class AcceptanceModel:
@@ -18,9 +23,9 @@ class AcceptanceModel:
 
     def __init__(self) -> None:
         self.w, self.b = 1.0, 0.0
-        self.mean = 0.6  # running acceptance rate, for the token not drafted yet
+        self.mean = 0.6  # running acceptance rate over its requests, for the token not drafted yet
         self.seen: deque[tuple[float, float]] = deque(maxlen=1000)  # (logit(confidence), accepted)
-        self._pending = 0
+        self._counted, self._pending = 10, 0  # the first mean counts for so many tokens
 
     def predict(self, confidence: float) -> float:
         return _sigmoid(self.w * _logit(confidence) + self.b)
@@ -33,8 +38,8 @@ class AcceptanceModel:
         for index, confidence in enumerate(confidences[: accepted + 1]):
             hit = float(index < accepted)
             self.seen.append((_logit(confidence), hit))
-            self.mean += 0.02 * (hit - self.mean)
-            self._pending += 1
+            self._counted, self._pending = self._counted + 1, self._pending + 1
+            self.mean += max(SLOWEST, 1 / self._counted) * (hit - self.mean)
         if self._pending >= REFIT_EVERY:
             self._pending = 0
             self._refit()
@@ -53,6 +58,25 @@ class AcceptanceModel:
         curves = [now, np.array([0.0, _logit(hit.mean())]), *(now - step / 2**i for i in range(8))]
         rising = (np.maximum(one, (0.0, -np.inf)) for one in curves)
         self.w, self.b = min(rising, key=lambda one: _misfit(x, hit, *one)).tolist()
+
+
+class RowAcceptance:
+    """How often the draft model's tokens were accepted in one row lately.
+
+    Requests of the same expert differ: some texts are easy to guess, others are not.
+    """
+
+    def __init__(self) -> None:
+        self._hits = self._tokens = 0.0
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """One round, in which the model drafted so many tokens for this row, or none."""
+        self._hits = FADE * self._hits + accepted
+        self._tokens = FADE * self._tokens + min(drafted, accepted + 1)
+
+    def mean(self, prior: float) -> float:
+        """prior: the acceptance rate of the row's expert, which it is while nothing else is known."""
+        return (BELIEF * prior + self._hits) / (BELIEF + self._tokens)
 
 
 def _sigmoid(x: float) -> float:

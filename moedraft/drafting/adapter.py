@@ -29,6 +29,12 @@ class Adapter:
     )
 
 
+def opposite(adapter: Adapter) -> Adapter:
+    """What takes away again what `adapter` adds to all layers but the output layer."""
+    deltas = {name: (a, -b) for name, (a, b) in adapter.deltas.items() if name != HEAD}
+    return Adapter(0, deltas)
+
+
 def read_adapter(
     version: int,
     config: Mapping[str, object],

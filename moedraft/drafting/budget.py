@@ -85,23 +85,20 @@ class Budget:
         return plainly / spent if spent else None
 
     def plan(
-        self, experts: dict[int, str], found: Mapping[int, list[float]], rows: int, least: int = 0
+        self, means: Mapping[int, float], found: Mapping[int, list[float]], rows: int, least: int = 0
     ) -> Plan:
         """What a round of `rows` drafts: the way to the most tokens per time.
 
-        experts: of the rows for which the model could draft. found: of those that have something looked up,
-        the chances that its tokens up to each are accepted. least: tokens that the model drafts in any case.
+        means: of the rows for which the model could draft, how likely a token of it is accepted. found: of
+        those that have something looked up, the chances that its tokens up to each are accepted. least:
+        tokens that the model drafts in any case.
         """
-        if not self.longest or not (experts or found) or (not least and self._compares(rows)):
+        if not self.longest or not (means or found) or (not least and self._compares(rows)):
             return Plan()
         least = min(least, self.longest)  # the steps after that bring nothing to rows that need not draft
         # A row takes what it looked up where that is the better guess; all do where the model is silent.
-        better = {
-            b: chances
-            for b, chances in found.items()
-            if b not in experts or chances[0] >= self.model(experts[b]).mean
-        }
-        others = [expert for b, expert in experts.items() if b not in better]
+        better = {b: chances for b, chances in found.items() if b not in means or chances[0] >= means[b]}
+        others = [mean for b, mean in means.items() if b not in better]
         mixed, steps, far = self._best(others, better, rows, least)
         alone, _, alone_far = self._best([], found, rows, least)
         if alone > mixed:
@@ -109,10 +106,10 @@ class Budget:
         if steps:
             self._idle, self._patience = 0, self.EXPLORE
             return Plan(True, far)
-        if experts and self._tired():
-            _, _, far = self._best(others or list(experts.values()), better if others else {}, rows, 1)
+        if means and self._tired():
+            _, _, far = self._best(others or list(means.values()), better if others else {}, rows, 1)
             return Plan(True, far)
-        if not experts and not far and self._tired():
+        if not means and not far and self._tired():
             return Plan(False, {b: len(chances) for b, chances in found.items()})
         return Plan(False, far)
 
@@ -126,17 +123,17 @@ class Budget:
         return due
 
     def _best(
-        self, experts: list[str], found: Mapping[int, list[float]], rows: int, least: int
+        self, means: list[float], found: Mapping[int, list[float]], rows: int, least: int
     ) -> tuple[float, int, dict[int, int]]:
         """The most tokens per plain round's time, with so many steps, and so much of what was looked up."""
-        most = self.longest if experts else least
+        most = self.longest if means else least
         steps = np.arange(least, most + 1)[:, None]
-        guessed = self._guessed(experts)[least : most + 1, None]
+        guessed = self._guessed(means)[least : most + 1, None]
         # By how many looked-up tokens are verified: the surest first, or as many of each row.
         chances = sorted((chance for each in found.values() for chance in each), reverse=True)
         if self.ragged:
             brought = np.concatenate([[0.0], np.cumsum(chances)])
-            verified = len(experts) * steps + np.arange(len(brought))
+            verified = len(means) * steps + np.arange(len(brought))
         else:
             widths = np.arange(max((len(each) for each in found.values()), default=0) + 1)
             brought = np.array([sum(sum(each[:width]) for each in found.values()) for width in widths])
@@ -151,10 +148,9 @@ class Budget:
             far = {b: min(last, len(each)) for b, each in found.items()}
         return float(rates.max()), least + at, {b: count for b, count in far.items() if count}
 
-    def _guessed(self, experts: list[str]) -> Floats:
-        """Tokens that the model's 0 … longest steps bring, by the experts' mean acceptance alone."""
-        means = np.array([min(self.model(expert).mean, 0.99) for expert in experts])
-        powers = means[:, None] ** np.arange(1.0, self.longest + 1)
+    def _guessed(self, means: list[float]) -> Floats:
+        """Tokens that the model's 0 … longest steps bring, by the rows' mean acceptance alone."""
+        powers = np.minimum(np.array(means), 0.99)[:, None] ** np.arange(1.0, self.longest + 1)
         return np.concatenate([[0.0], np.cumsum(powers.sum(axis=0))])
 
     def _tired(self) -> bool:
@@ -170,23 +166,24 @@ class Budget:
 
     def another(
         self,
-        experts: list[str],
+        means: list[float],
         survival: list[float],
         expected: float,
         steps: int,
         rows: int,
         verified: tuple[int, int],
     ) -> bool:
-        """Whether to take step `steps + 1` for `experts`, in a batch of `rows`.
+        """Whether to take step `steps + 1`, in a batch of `rows`, for some of them.
 
-        survival: per expert's row, the chance that all its tokens so far are accepted. expected: tokens the
-        round emits as it stands, Σ over rows of 1 + Σ survival. verified: draft tokens verified without and
-        with that step. Goes on while the step's gain per time is at least the round's own average.
+        means: how likely a token not drafted yet is accepted in each of these. survival: the chance that all
+        tokens of each so far are accepted. expected: tokens the round emits as it stands, Σ over rows of
+        1 + Σ survival. verified: draft tokens verified without and with that step. Goes on while the step's
+        gain per time is at least the round's own average.
         """
         if steps >= self.longest:
             return False
         now, then = self.costs.relative(rows, [steps, steps + 1], verified).tolist()
-        gain = sum(s * self.model(e).mean for s, e in zip(survival, experts, strict=True))
+        gain = sum(s * mean for s, mean in zip(survival, means, strict=True))
         return bool(gain * now >= expected * (then - now))
 
 
@@ -197,10 +194,17 @@ class StopRule:
     """
 
     def __init__(
-        self, budget: Budget, experts: list[str], limits: list[int], fixed: list[bool], looked: Proposal
+        self,
+        budget: Budget,
+        experts: list[str],
+        means: Mapping[int, float],
+        limits: list[int],
+        fixed: list[bool],
+        looked: Proposal,
     ) -> None:
-        """fixed: rows that get exactly their limit. looked: what other rows draft without the model."""
-        self.budget, self.experts, self.limits, self.looked = budget, experts, limits, looked
+        """means: as in `Budget.plan`. fixed: rows that get exactly their limit. looked: what is looked up."""
+        self.budget, self.experts, self.means = budget, experts, means
+        self.limits, self.looked = limits, looked
         self.free = [b for b, limit in enumerate(limits) if limit and not fixed[b]]
         self.least = max(
             (limit for limit, is_fixed in zip(limits, fixed, strict=True) if is_fixed), default=0
@@ -215,7 +219,7 @@ class StopRule:
         if self.steps < self.least:
             return True
         return bool(open_rows) and self.budget.another(
-            [self.experts[b] for b in open_rows],
+            [self.means[b] for b in open_rows],
             [self.survival[b] for b in open_rows],
             self.expected,
             self.steps,

@@ -10,6 +10,7 @@ from typing import Literal, TypeVar
 import torch
 
 from moedraft.core import Sequence
+from moedraft.drafting.acceptance import RowAcceptance
 from moedraft.drafting.budget import Budget, StopRule, survival_of
 from moedraft.drafting.drafter import ExpertDrafter
 from moedraft.drafting.lookup import LookupDrafter
@@ -47,6 +48,7 @@ class Chooser:
         self.budget, self.timer = budget, timer
         self.limits = limits
         self.source: DraftSource = source
+        self._rows: dict[str, RowAcceptance] = {}  # by request
 
     @property
     def longest(self) -> int:
@@ -58,15 +60,17 @@ class Chooser:
         if self.model is None:
             return Proposal.nothing(len(rows), rows.device)
         # A seeded answer must not depend on timing, so its draft length is fixed, and one source drafts it:
-        # the model, or the lookup where that is the only one.
-        fixed = [not self.limits.adaptive or row.reproducible for row in rows.sequences]
+        # the model, or the lookup where that is the only one. Coupled sampling gives it whatever is drafted.
+        steady = not rows.sampling.coupled
+        fixed = [not self.limits.adaptive or (steady and row.reproducible) for row in rows.sequences]
         limits = [self._limit(row, f) for row, f in zip(rows.sequences, fixed, strict=True)]
         looked = self._look_up(rows, fixed)
         experts = self.model.experts_of(rows.sequences)
         free = {b: experts[b] for b, limit in enumerate(limits) if limit and not fixed[b]}
+        means = {b: self._mean(rows.sequences[b], expert) for b, expert in free.items()}
         found = {b: survival_of(c) for b, c in enumerate(looked.confidences) if c and not fixed[b]}
         least = max((limit for limit, is_fixed in zip(limits, fixed, strict=True) if is_fixed), default=0)
-        plan = self.budget.plan(free, found, len(rows), least)
+        plan = self.budget.plan(means, found, len(rows), least)
         certain = {b: looked.lengths[b] for b, is_fixed in enumerate(fixed) if is_fixed}
         looked = looked.cut({**plan.looking, **certain})
         limits = [
@@ -79,8 +83,13 @@ class Chooser:
             limits = self.model.catch_up(rows, limits)
         if not any(limits):
             return looked
-        rule = StopRule(self.budget, experts, limits, fixed, looked)
+        rule = StopRule(self.budget, experts, means, limits, fixed, looked)
         return merged(self.model.propose(rows, limits, rule.another), looked)
+
+    def _mean(self, row: Sequence, expert: str) -> float:
+        """How likely the next token that this expert drafts for this row is accepted."""
+        prior = self.budget.model(expert).mean
+        return self._rows[row.request_id].mean(prior) if row.request_id in self._rows else prior
 
     def _look_up(self, rows: Rows, fixed: list[bool]) -> Proposal:
         if self.source == "model":
@@ -112,11 +121,14 @@ class Chooser:
         self.lookup.observe(evidence)
         if self.model is None:
             return
-        proposal = evidence.proposal
-        for b in evidence.drafted_by(self.model.source):
+        proposal, drafted = evidence.proposal, dict.fromkeys(evidence.drafted_by(self.model.source))
+        for b in drafted:
             # A draft that gives NaN is refused by verification; its confidence is none.
             chances = [0.0 if math.isnan(chance) else chance for chance in proposal.confidences[b]]
             self.budget.model(proposal.experts[b]).observe(chances, evidence.accepted[b])
+        for b, row in enumerate(evidence.rows):
+            lately = self._rows.setdefault(row.request_id, RowAcceptance())
+            lately.observe(*((proposal.lengths[b], evidence.accepted[b]) if b in drafted else (0, 0)))
         self.model.observe(evidence)
 
     def read_prompt(self, pieces: list[tuple[Sequence, int]], hidden: Mapping[int, torch.Tensor]) -> None:
@@ -126,6 +138,7 @@ class Chooser:
 
     def forget(self, row: Sequence) -> None:
         self.lookup.forget(row)
+        self._rows.pop(row.request_id, None)
         if self.model is not None:
             self.model.forget(row)
 

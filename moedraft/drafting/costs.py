@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from collections.abc import Mapping
 from statistics import median_low as median  # of few: noise only ever adds
 
 import numpy as np
@@ -31,7 +33,12 @@ class RoundCosts:
     seen once counts for nothing, for the first time of anything is slow.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, usual: Mapping[int, Floats] | None = None) -> None:
+        """usual: by number of rows, slopes that were measured before the first request.
+
+        They count until rounds of real requests are timed, which have longer texts and other experts.
+        """
+        self.usual = dict(usual or {})
         self.samples: dict[int, dict[Shape, deque[float]]] = {}
         self._slopes: dict[int, Floats] = {}
         self._rounds: dict[int, int] = {}  # by rows
@@ -68,9 +75,14 @@ class RoundCosts:
     def slopes(self, rows: int) -> Floats:
         """What drafting at all, a step and a token per row cost; of other numbers of rows if need be."""
         if rows not in self._slopes:
-            pooled = _fit([point for each in self.samples.values() for point in _points(each)], PRIOR)
-            self._slopes[rows] = _fit(_points(self.samples.get(rows, {})), pooled)
+            every = [point for each in self.samples.values() for point in _points(each)]
+            self._slopes[rows] = _fit(_points(self.samples.get(rows, {})), _fit(every, self._prior(rows)))
         return self._slopes[rows]
+
+    def _prior(self, rows: int) -> Floats:
+        """The slopes that are known for the nearest number of rows, else the typical ones."""
+        nearest = min(self.usual, key=lambda known: abs(math.log(known / rows)), default=None)
+        return PRIOR if nearest is None else self.usual[nearest]
 
 
 def shape_of(rows: int, steps: int, verified: int) -> Shape:

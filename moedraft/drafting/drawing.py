@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from moedraft.evidence import NOBODY, Proposal, Rows
-from moedraft.kernels import sample_draft
+from moedraft.kernels import sample_coupled, sample_draft
 from moedraft.sampling import SamplingBatch, filter_logits
 
 
@@ -95,7 +95,8 @@ def draw(
     """
     where = torch.tensor(positions, device=logits.device)
     temperature = 0.0 if sampling.greedy else sampling.temperature
-    drawn, lse = sample_draft(logits, temperature, sampling.seed, where)
+    choose = sample_coupled if sampling.coupled else sample_draft
+    drawn, lse = choose(logits, temperature, sampling.seed, where)
     top = logits.amax(-1).float()
     if not sampling.greedy:
         top = top / torch.where(sampling.temperature > 0, sampling.temperature, 1.0)

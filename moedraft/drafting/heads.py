@@ -8,7 +8,7 @@ a list for each row of the batch then.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -78,12 +78,20 @@ class ExpertHeads:
         return list(self.kept)
 
     def select(
-        self, rows: Sequence[str], present: Mapping[str, Adapter], shared: Adapter | None, *, bare: bool
+        self,
+        rows: Sequence[str],
+        present: Mapping[str, Adapter],
+        shared: Adapter | None,
+        unadapted: Collection[str] = (),
     ) -> None:
-        """Each row of the next forward guesses with its own expert's vocabulary and rows."""
+        """Each row of the next forward guesses with its own expert's vocabulary and rows.
+
+        unadapted: rows of these names guess with those of the base.
+        """
         found = self.kept.needed(present, lambda adapter: {HEAD: self.made(shared, adapter)})
         heads = {name: (self.vocabulary(present[name]), products[HEAD]) for name, products in found.items()}
-        heads[SHARED] = self.base if bare else self.shared
+        heads[SHARED] = self.shared
+        heads |= dict.fromkeys(unadapted, self.base)
         owners = [row if row in heads else SHARED for row in rows]
         if len(set(owners)) == 1:
             self.draft.vocabulary, self.layer.product = heads[owners[0]]

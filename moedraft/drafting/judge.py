@@ -95,8 +95,8 @@ class FeatureJudge:
         heads, experts, shared = self.bank.heads, self.bank.experts, self.bank.shared
         assert heads is not None, "the experts of a feature drafter have output rows of their own"
         for states, arm in zip(normed, arms, strict=True):
-            vocabulary, product = heads.shared
-            if arm in experts:
+            vocabulary, product = heads.base if arm in self.bank.unadapted else heads.shared
+            if arm in experts and arm not in self.bank.unadapted:
                 found = heads.kept.needed({arm: experts[arm]}, lambda one: {HEAD: heads.made(shared, one)})
                 vocabulary, product = heads.vocabulary(experts[arm]), found[arm][HEAD]
             yield vocabulary[product(states[None])[0].argmax(-1)]

@@ -8,7 +8,7 @@ draft on a CPU, one product for each expert (`moedraft.cpu.groups`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from moedraft import cpu
 from moedraft.core import SHARED, CorruptAdapter
 from moedraft.cpu import groups
 from moedraft.cpu.products import Product
-from moedraft.drafting.adapter import HEAD, Adapter, read_adapter
+from moedraft.drafting.adapter import HEAD, Adapter, opposite, read_adapter
 from moedraft.drafting.heads import ExpertHeads
 from moedraft.drafting.joined import JoinedExperts
 from moedraft.drafting.layer import LoRALinear, Multiplies
@@ -35,6 +35,7 @@ class Prepared:
     products: Products  # base with the shared adapter merged in
     merged: dict[str, tuple[Adapter, Products]]  # by expert: the version, and its merged weights
     heads: Mapping[str, Product]  # their output rows, and the shared adapter's, of a feature drafter
+    unadapted: frozenset[str] | None = None  # whom the base alone drafts for; None: as before
 
 
 class ExpertBank:
@@ -42,8 +43,10 @@ class ExpertBank:
 
     def __init__(self, draft: AdaptableBase, merged_cache_mb: int = 512) -> None:
         self.base_hash = draft.weights_hash()  # before the layers below are wrapped
-        self.experts: dict[str, Adapter] = {}
+        self.experts: dict[str, Adapter] = {}  # what the rows of each add to base and shared adapter
         self.shared: Adapter | None = None
+        self.unadapted: frozenset[str] = frozenset()  # experts whose rows the base alone drafts
+        self._held: dict[str, Adapter] = {}  # the newest versions, those of `unadapted` too
         small = cpu.suits(draft)
         self.layers = _wrapped(draft, small)
         self.tail = frozenset(name for name in self.layers if keeps_cache(name, draft.num_layers))
@@ -76,35 +79,42 @@ class ExpertBank:
         """
         return expert in self.take(self.prepare({expert: adapter}))
 
-    def prepare(self, changes: Mapping[str, Adapter | None], recent: Sequence[str] = ()) -> Prepared:
+    def prepare(
+        self,
+        changes: Mapping[str, Adapter | None],
+        recent: Sequence[str] = (),
+        unadapted: Collection[str] | None = None,
+    ) -> Prepared:
         """Compute what takes long before new versions can be used, for `take`.
 
         Any thread may call this while the engine drafts, but only one thread at a time. Weights of the
-        experts in `recent` are merged, so that a batch of one of them alone can use them at once.
+        experts in `recent` are merged, so that a batch of one of them alone can use them at once. unadapted:
+        the experts whose rows the base alone drafts from then on; None: as it is.
         """
+        alone = self.unadapted if unadapted is None else frozenset(unadapted)
         shared, products = self.shared, self._shared_products
         if SHARED in changes:
             shared = changes[SHARED]
             products = self._merged(shared) if shared else {}
-        again = [name for name in recent if SHARED in changes or name in changes]
+        again = [name for name in recent if (SHARED in changes or name in changes) and name not in alone]
         heads_of = dict.fromkeys([*again, *(self.heads.recent if self.heads and recent else ())])
-        adapters = {name: changes.get(name, self.experts.get(name)) for name in again}
+        adapters = {name: changes.get(name, self._held.get(name)) for name in again}
         merged = {name: (a, self._merged(shared, a)) for name, a in adapters.items() if a is not None}
         heads: dict[str, Product] = {}
         if self.heads is not None:
             for name in heads_of:
-                adapter = changes.get(name, self.experts.get(name))
-                if adapter is not None and (SHARED in changes or name in changes):
+                adapter = changes.get(name, self._held.get(name))
+                if adapter is not None and name not in alone and (SHARED in changes or name in changes):
                     heads[name] = self.heads.made(shared, adapter)
             if shared is not None and SHARED in changes:
                 heads[SHARED] = self.heads.made(shared)
-        return Prepared(changes, shared, products, merged, heads)
+        return Prepared(changes, shared, products, merged, heads, alone)
 
     def take(self, prepared: Prepared) -> set[str]:
         """Use these versions from the next forward on. Returns the experts whose keys and values change."""
         stale = set()
         for expert, adapter in prepared.changes.items():
-            before = self.shared if expert == SHARED else self.experts.get(expert)
+            before = self.shared if expert == SHARED else self._held.get(expert)
             touched = {name for a in (before, adapter) if a for name in a.deltas}
             if not touched <= self.tail:
                 stale.add(expert)
@@ -113,10 +123,11 @@ class ExpertBank:
                 self._shared_products = prepared.products
                 self.merged.clear()
             elif adapter is None:
-                self.experts.pop(expert, None)
+                self._held.pop(expert, None)
             else:
-                self.experts[expert] = adapter
+                self._held[expert] = adapter
             self.merged.drop(expert)
+        stale |= self._stand_aside(self.unadapted if prepared.unadapted is None else prepared.unadapted)
         for expert, (merged_of, products) in prepared.merged.items():
             if self.experts.get(expert) is merged_of and prepared.shared is self.shared:
                 self.merged.keep(expert, merged_of, products)
@@ -125,6 +136,21 @@ class ExpertBank:
             self.heads.take(prepared.changes, prepared.heads, self.experts)
         self.selected = None
         return stale
+
+    def _stand_aside(self, unadapted: frozenset[str]) -> set[str]:
+        """Have the base alone draft for these. Returns the experts whose keys and values change."""
+        moved, self.unadapted = unadapted ^ self.unadapted, unadapted
+        self.experts = {name: held for name, held in self._held.items() if name not in unadapted}
+        if self.shared is not None:
+            self.experts |= dict.fromkeys(unadapted, opposite(self.shared))
+        self.joined.drop(unadapted | moved)
+        for name in unadapted | moved:
+            self.merged.drop(name)
+            if self.heads is not None:
+                self.heads.kept.drop(name)
+        adapters = [self.shared, *(self._held.get(name) for name in moved)]
+        touched = {name for adapter in adapters if adapter for name in adapter.deltas}
+        return set() if touched <= self.tail else set(moved)
 
     @property
     def recent(self) -> list[str]:
@@ -159,9 +185,18 @@ class ExpertBank:
     # -- running ---------------------------------------------------------------------------------
 
     def version(self, expert: str) -> int:
-        """The number of the version in use; 0: the expert was never trained, its adapter is zero."""
-        adapter = self.shared if expert == SHARED else self.experts.get(expert)
+        """The number of the version that drafts; 0: none, the expert is untrained or stands aside."""
+        return 0 if expert in self.unadapted else self.held(expert)
+
+    def held(self, expert: str) -> int:
+        """The number of the newest version that was taken, though it may stand aside; 0: there is none."""
+        adapter = self.shared if expert == SHARED else self._held.get(expert)
         return adapter.version if adapter else 0
+
+    @property
+    def names(self) -> list[str]:
+        """The experts that have a version."""
+        return list(self._held)
 
     @property
     def common(self) -> Products:
@@ -188,8 +223,9 @@ class ExpertBank:
         if (tuple(rows), exact) == (self.selected, self._exact):
             return
         self.selected, self._exact = tuple(rows), exact
-        plain = self.common
-        names = [] if self._bare else sorted({name for name in rows if name in self.experts})
+        bare = self._bare or {*rows} <= self.unadapted
+        plain = self._bases if bare else self.common
+        names = [] if bare else sorted({name for name in rows if name in self.experts})
         present = {name: self.experts[name] for name in names}
         merge = exact or self.grouped or ({*rows} == {*present} and len(present) == 1)
         merged = self.merged.of(present, self._merge) if present and merge else None
@@ -201,7 +237,8 @@ class ExpertBank:
         if present and merged is None:
             self.joined.select(present, rows)
         if self.heads is not None:
-            self.heads.select(rows, present, self.shared, bare=self._bare)
+            own = {name: adapter for name, adapter in present.items() if name not in self.unadapted}
+            self.heads.select(rows, own, self.shared, {*rows} if bare else self.unadapted)
 
     def _grouped(self, name: str, rows: list[str], own: Mapping[str, Product]) -> Multiplies:
         """The layer's product for a batch with these experts: each one's own weight for its rows."""

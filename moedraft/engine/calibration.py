@@ -14,6 +14,7 @@ from time import monotonic
 
 from moedraft.core import SHARED, SamplingParams
 from moedraft.drafting.budget import Budget
+from moedraft.drafting.costs import RoundCosts
 from moedraft.engine.engine import Engine
 
 log = logging.getLogger(__name__)
@@ -49,7 +50,8 @@ def calibrate(engine: Engine, batches: Collection[int] = (), *, seconds: float =
     finally:
         engine.budget = engine.chooser.budget = known
         engine.chooser.limits, engine.chooser.source = limits, source
-    known.costs = measured.costs
+    costs = measured.costs
+    known.costs = RoundCosts({rows: costs.slopes(rows) for rows in costs.samples})
 
 
 def _run(engine: Engine, rows: int, length: int) -> None:

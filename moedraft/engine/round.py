@@ -13,12 +13,12 @@ from moedraft.core import Sequence
 from moedraft.engine.capture import Capture
 from moedraft.engine.target import TargetRunner
 from moedraft.evidence import Evidence, Proposal, Rows
-from moedraft.kernels import TARGET_INVALID, round_seeds, verify_block, verify_chain
+from moedraft.kernels import TARGET_INVALID, round_seeds, verify_block, verify_chain, verify_coupled
 from moedraft.sampling import SamplingBatch, filter_logits
 
 Commit = Callable[[Evidence, int], None]  # takes one row's verified tokens into its sequence
 Verify = Callable[[Rows, Proposal, torch.Tensor], tuple[list[list[int]], list[int], list[bool]]]
-Verification = Literal["chain", "block"]  # the rule by which sampled rows are verified
+Verification = Literal["chain", "block", "coupled"]  # the rule by which sampled rows are verified
 
 
 class Proposer(Protocol):
@@ -52,6 +52,8 @@ class Round:
             # What a round throws away has a say in where it ends: nothing random of it may return later.
             fresh = round_seeds(sampling.seed, positions(sequences, sampling.seed.device))
             sampling = replace(sampling, seed=fresh)
+        if self.verification == "coupled":
+            sampling = replace(sampling, coupled=True)
         rows = Rows(sequences, sampling, self._last)
         # Propose: a drafter guesses up to K tokens for each row.
         proposal = self.proposer.propose(rows)
@@ -93,7 +95,7 @@ def verify(
     rule for blocks it does so if the rows' seeds are this round's alone.
     """
     device, sampling = logits.device, rows.sampling
-    check = verify_block if rule == "block" else verify_chain
+    check = {"chain": verify_chain, "block": verify_block, "coupled": verify_coupled}[rule]
     emitted, accepted, status = check(
         filter_logits(logits, sampling),
         proposal.token_ids,

@@ -100,6 +100,8 @@ def replay(store: Store) -> dict[str, int]:
 def experts(store: Store) -> dict[str, Data]:
     """Figures since the beginning for `shared`, the registered domains, and removed ones that once served.
 
+    unadapted: the draft base alone serves the domain now, since it does better than any adapter.
+
     The replay size of `shared` counts all records, because the shared adapter learns from all traffic.
     """
     served, sizes = store.requests.summary(), store.replay.sizes()
@@ -121,6 +123,7 @@ def _expert(store: Store, name: str, served: ExpertStats | None, replay_size: in
         "replay_size": replay_size,
         "updates": store.registry.updates(name),
         "version": live.version if live else 0,
+        "unadapted": name in store.registry.unadapted(),
     }
 
 
@@ -149,6 +152,7 @@ def _state(store: Store, name: str) -> Data:
     live = store.registry.live(name)
     return {
         "version": live.version if live else 0,
+        "unadapted": name in store.registry.unadapted(),
         "updates": store.registry.updates(name),
         "replay_size": store.replay.count(name),
     }

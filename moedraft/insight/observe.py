@@ -139,6 +139,7 @@ class Observer:
             replay_oldest=oldest,
             replay_newest=newest,
             version=live.version if live else 0,
+            unadapted=name in self._store.registry.unadapted(),
             updates=self._store.registry.updates(name),
         )
 

@@ -54,7 +54,15 @@ class Expert:
     replay_oldest: float | None  # epoch seconds
     replay_newest: float | None
     version: int  # live; 0 is the untrained expert
+    unadapted: bool  # whether the draft base alone serves it now, since it does better than any adapter
     updates: int
+
+    @property
+    def serving(self) -> str:
+        """What drafts for it: a version, the untrained adapter, or the base."""
+        if self.unadapted:
+            return "base"
+        return f"v{self.version}" if self.version else "untrained"
 
     @property
     def recent_tokens_per_step(self) -> float | None:

@@ -17,7 +17,7 @@ from sse_starlette.sse import AppStatus
 
 from moedraft.config import Settings
 from moedraft.core import InvalidRequest, MoedraftError
-from moedraft.cpu.memory import keep_what_is_loaded
+from moedraft.cpu.memory import keep_what_is_loaded, write_no_core_file
 from moedraft.engine.calibration import calibrate
 from moedraft.serve.app import create_app
 from moedraft.serve.auth.access import is_loopback
@@ -48,6 +48,7 @@ def serve(settings: Settings, announce: Callable[[str], None] = lambda url: None
     """
     check_address(settings)
     log.configure()
+    write_no_core_file()
     with ExitStack() as stack:
         listener = stack.enter_context(_bound(settings))
         system = build(settings)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from moedraft.core import SHARED, RequestOutput, SamplingParams
 from moedraft.drafting.base import DraftBase, FeatureBase, first_guesses
 from moedraft.drafting.budget import Budget
 from moedraft.drafting.chooser import DraftSource
+from moedraft.drafting.costs import RoundCosts
 from moedraft.engine.calibration import calibrate
 from moedraft.showcase.shipped import Query
 from moedraft.system.build import System
@@ -76,8 +76,7 @@ def fixed_lengths(system: System, tokens: int) -> Iterator[None]:
 def new_budget(system: System) -> Budget:
     """One that knows what rounds cost by measurement before the first request, and nothing else yet."""
     budget = Budget(system.engine.budget.longest, system.engine.budget.ragged)
-    if system.engine.budget.costs.samples:
-        budget.costs = copy.deepcopy(system.engine.budget.costs)
+    budget.costs = RoundCosts(system.engine.budget.costs.usual)
     return budget
 
 

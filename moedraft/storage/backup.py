@@ -16,7 +16,7 @@ import sqlite3
 import tarfile
 import tempfile
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -63,10 +63,16 @@ def make_backup(home: Path, file: Path, extras: Collection[str] = (), note: Any 
     return contents
 
 
-def restore_backup(file: Path, home: Path, leave_out: Collection[str] = ()) -> dict[str, Any]:
+def restore_backup(
+    file: Path,
+    home: Path,
+    leave_out: Collection[str] = (),
+    finish: Callable[[Path, dict[str, Any]], None] = lambda folder, contents: None,
+) -> dict[str, Any]:
     """Make `home` of a backup, without the files named in `leave_out`; returns what the backup holds.
 
-    Raises InvalidRequest where `home` is there and not empty, StorageError for a file that is no whole
+    `finish` gets the folder and what the backup holds before the folder becomes the home, so that what it
+    adds is there from the home's first moment on. Raises InvalidRequest where `home` is there and not empty, StorageError for a file that is no whole
     backup, and OSError; there is no home then that was not there before.
     """
     if home.exists() and (not home.is_dir() or any(home.iterdir())):
@@ -78,6 +84,7 @@ def restore_backup(file: Path, home: Path, leave_out: Collection[str] = ()) -> d
         try:
             contents = _unpacked(file, new, leave_out)
             _check_database(new / DATABASE)
+            finish(new, contents)
         except (tarfile.TarError, ValueError, KeyError, EOFError, sqlite3.DatabaseError) as error:
             raise StorageError(f"{file} is no whole backup of moedraft: {error}.") from error
         for path in (*new.rglob("*"), new):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from moedraft.storage.db import Home
 from moedraft.storage.tables import adapter_versions, counters, domains, experts, meta, replay
 from moedraft.storage.version_rows import (
     PIN,
+    UNADAPTED,
     Follower,
     ancestors_of,
     domain_exists,
@@ -20,11 +21,13 @@ from moedraft.storage.version_rows import (
     insert_version,
     last_version,
     live_version,
+    names_under,
     put_back,
     raise_generation,
     reject_version,
     retire_live,
     set_live,
+    set_unadapted,
     take_experts_back,
     unknown_domain,
 )
@@ -119,7 +122,7 @@ class Registry:
             for table in (replay, adapter_versions):
                 connection.execute(delete(table).where(table.c.domain == name))
             connection.execute(delete(domains).where(domains.c.name == name))
-            connection.execute(delete(meta).where(meta.c.key == PIN + name))
+            connection.execute(delete(meta).where(meta.c.key.in_([PIN + name, UNADAPTED + name])))
             connection.execute(update(experts).where(experts.c.name == name).values(updates=0))
             raise_generation(connection)
         self._home.checkpoint()  # until then the journal holds its records still
@@ -208,10 +211,13 @@ class Registry:
         """`promote` where a version is given, `rollback` otherwise; experts follow the shared adapter back.
 
         An expert that was trained on a later shared adapter than the one that serves now goes back to its
-        newest version that was not, in the same transaction. One that is pinned stays.
+        newest version that was not, in the same transaction. One that is pinned stays. What is chosen here
+        drafts, also where the draft base alone did before.
         """
         with self._home.write(durable=True) as connection:
             last_version(connection, domain)
+            others = names_under(connection, UNADAPTED) - {domain}
+            set_unadapted(connection, () if domain == SHARED else others)
             before = live_version(connection, domain)
             if version is not None:
                 found = find_version(connection, domain, version)
@@ -244,6 +250,16 @@ class Registry:
             if connection.scalar(select(_version).where(chosen, _state == "live")) is not None:
                 raise_generation(connection)
             connection.execute(delete(adapter_versions).where(chosen))
+
+    def unadapted(self) -> frozenset[str]:
+        """The domains for which the draft base alone drafts, since adapters would do worse."""
+        with self._home.read() as connection:
+            return names_under(connection, UNADAPTED)
+
+    def set_unadapted(self, names: Collection[str]) -> None:
+        """Have the draft base alone draft for these domains, and for no others; unknown ones are left out."""
+        with self._home.write(durable=True) as connection:
+            set_unadapted(connection, [name for name in names if domain_exists(connection, name)])
 
     # --- counters and notes
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from sqlalchemy import Connection, insert, select, update
+from sqlalchemy import Connection, delete, insert, select, update
 
 from moedraft.core import SHARED, AdapterVersion, InvalidRequest, UnknownName
 from moedraft.storage.tables import adapter_versions, counters, domains, experts, meta
 
 PIN = "pinned:"  # and a name: the meta key that exists while it gets no new version
+UNADAPTED = "unadapted:"  # and a name: the one that exists while the draft base alone drafts for it
 
 _domain, _version, _state = adapter_versions.c.domain, adapter_versions.c.version, adapter_versions.c.state
 
@@ -94,6 +96,21 @@ def retire_live(connection: Connection, domain: str) -> None:
         set_state(connection, live, "retired")
 
 
+def names_under(connection: Connection, prefix: str) -> frozenset[str]:
+    """The names for which a meta key of this kind exists."""
+    keys = connection.scalars(select(meta.c.key).where(meta.c.key.startswith(prefix)))
+    return frozenset(key.removeprefix(prefix) for key in keys)
+
+
+def set_unadapted(connection: Connection, names: Collection[str]) -> None:
+    """Have the draft base alone draft for these, and for no others."""
+    if names_under(connection, UNADAPTED) != frozenset(names):
+        connection.execute(delete(meta).where(meta.c.key.startswith(UNADAPTED)))
+        for name in sorted(names):
+            connection.execute(insert(meta).values(key=UNADAPTED + name, value="1"))
+        raise_generation(connection)
+
+
 def raise_generation(connection: Connection) -> None:
     query = update(counters).where(counters.c.name == "generation")
     connection.execute(query.values(value=counters.c.value + 1))
@@ -138,10 +155,10 @@ def take_experts_back(
     number = 0 if now is None else now.version
     later = (adapter_versions.c.base_hash == before.base_hash) & (adapter_versions.c.stood_on > number)
     query = select(_domain, _version).where(_domain != SHARED, _state == "live", later).order_by(_domain)
-    pins = set(connection.scalars(select(meta.c.key).where(meta.c.key.startswith(PIN))))
+    pins = names_under(connection, PIN)
     moved = []
     for domain, version in connection.execute(query).all():
-        pinned = PIN + domain in pins
+        pinned = domain in pins
         to = version if pinned else _step_back(connection, domain, version, number)
         moved.append(Follower(domain, version, to, pinned))
     if any(one.version != one.before for one in moved):

@@ -113,9 +113,10 @@ class AdapterLoader:
             generation = self.store.registry.generation()
             changes: dict[str, Adapter | None] = {}
             found = [self._find(name, changes) for name in self._names()]
+            unadapted = self.store.registry.unadapted()
             if self.store.registry.generation() == generation:
                 break
-        return generation if all(found) else None, self.bank.prepare(changes, recent)
+        return generation if all(found) else None, self.bank.prepare(changes, recent, unadapted)
 
     def _use(self, loaded: Loaded, running: Iterable[core.Sequence]) -> None:
         generation, prepared = loaded
@@ -137,7 +138,7 @@ class AdapterLoader:
 
     def _names(self) -> list[str]:
         registered = [name for name, _ in self.store.registry.domain_names()]
-        return [SHARED, *registered, *(set(self.bank.experts) - set(registered))]
+        return [SHARED, *registered, *(set(self.bank.names) - set(registered))]
 
     def _find(self, name: str, changes: dict[str, Adapter | None]) -> bool:
         """Put the live version of `name` into `changes` if the bank has another one.
@@ -150,7 +151,7 @@ class AdapterLoader:
         for version in self.store.registry.lineage(name, self.bank.base_hash):
             if (name, version.version) in self.refused:
                 continue
-            if version.version == self.bank.version(name):
+            if version.version == self.bank.held(name):
                 return readable
             try:
                 changes[name] = self._read(version)
@@ -163,7 +164,7 @@ class AdapterLoader:
                 readable = False
             else:
                 return readable
-        if self.bank.version(name) > 0:
+        if self.bank.held(name) > 0:
             changes[name] = None
         return readable
 

@@ -97,6 +97,25 @@ def test_revoked_keys_do_not_come_back(run: Run, home: Path, store: Store, tmp_p
     assert old.digest.encode() not in (tmp_path / "without").read_bytes()
 
 
+def test_a_restored_home_is_closed_before_it_has_its_name(
+    run: Run, home: Path, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that is killed right after the last rename must not leave a home without its key file."""
+    KeyFile(home).create(["admin"])
+    assert run("backup", tmp_path / "file", "--home", home).code == 0
+    new, seen = tmp_path / "new", list[bool]()
+    rename = Path.rename
+
+    def noting(self: Path, target: Path) -> Path:
+        found = rename(self, target)
+        seen.extend([(new / KEYS_FILE).exists()] if target == new else [])
+        return found
+
+    monkeypatch.setattr(Path, "rename", noting)
+    assert run("restore", tmp_path / "file", "--home", new).code == 0
+    assert seen == [True]
+
+
 def test_a_version_that_is_not_whole_is_left_out_by_name(
     run: Run, home: Path, store: Store, tmp_path: Path
 ) -> None:

@@ -87,6 +87,7 @@ def test_stats_show_every_expert(run: Run, served: Path) -> None:
         "replay_size": 20,
         "updates": 2,
         "version": 2,
+        "unadapted": False,
     }
     untouched = data["experts"][SHARED]
     assert (untouched["requests"], untouched["acceptance_rate"], untouched["replay_size"]) == (0, None, 20)

@@ -537,3 +537,47 @@ def test_a_pinned_shared_adapter_says_why_nothing_is_due(store: Store) -> None:
     changes.pin(store, SHARED)
     assert "adapter unpin shared" in joint.held_up()
     assert alone.held_up() is None
+
+
+# -- the base alone --------------------------------------------------------------------------------
+
+
+def harmed(serving: Serving, domain: str) -> float:
+    """Adapters help everybody but "code", which they harm."""
+    return 0.5 if all(one is None for one in serving.values()) else {"code": 0.3, "prose": 0.8}[domain]
+
+
+def test_a_domain_that_adapters_harm_is_left_to_the_base_until_they_help(store: Store) -> None:
+    loop, trainer = loop_of(store, Together, shared=0.1, code=0.1)
+    loop.judge.base_serves, loop.judge.measure.share = True, harmed
+    loop.run_once()
+    assert store.registry.live(SHARED) is not None
+    assert store.registry.live("code") is None
+    assert store.registry.unadapted() == {"code"}
+    assert trainer.outcomes == ["shared v1", "code kept"]
+    [own] = [one for one in store.updates.recent() if one.expert == "code"]
+    assert own.decision == "keep"
+    assert "without any adapter" in (own.reason or "")
+    loop.run_once()  # it is measured against the base, which serves it: nothing is lost, nothing is gained
+    assert store.registry.unadapted() == {"code"}
+    loop.judge.measure.share = lambda serving, domain: 0.5 + 0.3 * any(serving.values())
+    trainer.value["shared"] = 0.2
+    loop.run_once()
+    assert store.registry.unadapted() == frozenset()
+    assert store.registry.live("code") is not None
+
+
+def test_a_pinned_expert_serves_whatever_the_base_would_do(store: Store) -> None:
+    loop, _ = loop_of(store, Together, shared=0.1, code=0.1)
+    loop.judge.base_serves, loop.judge.measure.share = True, harmed
+    changes.pin(store, "code")
+    loop.run_once()
+    assert store.registry.unadapted() == frozenset()
+
+
+def test_without_a_gate_every_adapter_serves(store: Store) -> None:
+    loop, _ = loop_of(store, Together, shared=0.1, code=0.1)
+    store.registry.set_unadapted(["code"])
+    loop.judge = None
+    loop.run_once()
+    assert store.registry.unadapted() == frozenset()

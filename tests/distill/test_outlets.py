@@ -25,6 +25,7 @@ from moedraft.distill.messages import (
     PublishedTogether,
     PublishTogether,
     Refused,
+    StandAside,
     Withdraw,
     Withdrawn,
     from_trainer,
@@ -66,6 +67,9 @@ class FakeServer:
                 return PublishedTogether(versions=tuple(outlet.adopt(parts, message.untrained)))
             if isinstance(message, Withdraw):
                 return Withdrawn(version=outlet.withdraw(message.expert, message.version))
+            if isinstance(message, StandAside):
+                outlet.stand_aside(message.names)
+                return Noted()
             assert isinstance(message, Learned)
             outlet.learned(message.expert, message.last_id, message.update)
             return Noted()
@@ -260,3 +264,10 @@ def test_files_that_are_damaged_on_their_way_are_refused(
     with pytest.raises(StorageError):
         ServerOutlet(link, store.home.path).publish([candidate("code")])
     assert nothing_is_half_done(store, [])
+
+
+def test_the_base_alone_serves_whom_the_trainer_says(outlet: Outlet, store: Store) -> None:
+    outlet.stand_aside({"code"})
+    assert store.registry.unadapted() == {"code"}
+    outlet.stand_aside(())
+    assert store.registry.unadapted() == frozenset()

@@ -69,11 +69,13 @@ def options(
     none: float | None = None,
     static: float | None = None,
     share: float = 1.0,
+    base: bool = False,
 ) -> Options:
     """The gains over what serves now."""
     found = Records(rng, records)
     rest = [None if gain is None else found.draft(gain) for gain in (new, none, static)]
-    return Options(found.draft(0.0), rest[0], found.draft(old), rest[1], rest[2], share)
+    alone = rest[2] if base else None
+    return Options(found.draft(0.0), rest[0], found.draft(old), rest[1], rest[2], share, alone)
 
 
 def eight(rng: np.random.Generator, gain: float, old: float = 0.0, records: int = 5) -> Domains:
@@ -254,6 +256,50 @@ def test_a_domain_that_an_update_pushes_below_the_untrained_draft_stops_it() -> 
     domains = {f"d{n}": options(rng, 0.2, 0.1, 16, static=-0.05) for n in range(5)}
     domains["low"] = options(rng, -0.3, -0.3, 32, none=-0.3, static=0.0)
     assert decisions(**domains)["shared"] == "keep"
+
+
+def test_a_domain_that_the_shared_adapter_harms_is_left_to_the_base_and_stops_nobody() -> None:
+    rng = np.random.default_rng(2)
+    domains = {f"d{n}": options(rng, 0.2, 0.1, 16, static=-0.05, base=True) for n in range(5)}
+    domains["low"] = options(rng, -0.3, -0.3, 32, none=-0.3, static=0.0, base=True)
+    found = decide_together(domains, {}, "shared")
+    assert found["shared"].decision == "promote"
+    assert (found["low"].decision, found["low"].unadapted) == ("keep", True)
+    assert "without any adapter" in (found["low"].reason or "")
+    assert {found[name].unadapted for name in domains if name != "low"} == {False}
+
+
+def test_without_a_better_update_a_domain_that_stands_below_the_base_is_left_to_it() -> None:
+    rng = np.random.default_rng(2)
+    domains = {f"d{n}": options(rng, -0.2, -0.2, 16, static=-0.3, base=True) for n in range(5)}
+    domains["low"] = options(rng, 0.0, 0.0, 32, static=0.4, base=True)
+    found = decide_together(domains, {}, "shared")
+    assert found["shared"].decision != "promote"
+    assert found["low"].unadapted
+    assert "without any adapter" in (found["low"].reason or "")
+    assert {found[name].unadapted for name in domains if name != "low"} == {None}
+
+
+def test_an_update_that_is_better_than_the_base_brings_the_adapters_back() -> None:
+    """What serves now is the base."""
+    rng = np.random.default_rng(2)
+    domains = {f"d{n}": options(rng, 0.2, 0.1, 16, static=-0.05, base=True) for n in range(5)}
+    domains["back"] = options(rng, 0.3, -0.2, 32, static=0.0, base=True)
+    found = decide_together(domains, {}, "shared")
+    assert (found["back"].decision, found["back"].unadapted) == ("promote", False)
+
+
+def test_with_the_base_to_fall_back_on_no_domain_ends_far_below_it() -> None:
+    rng = np.random.default_rng(5)
+    left, went = 0, 0
+    for _ in range(40):
+        domains = {f"d{n}": options(rng, 0.15, 0.1, 12, static=-0.05, base=True) for n in range(6)}
+        domains["low"] = options(rng, -0.2, -0.2, 24, none=-0.2, static=0.0, base=True)
+        found = decide_together(domains, {}, "shared")
+        went += found["shared"].decision == "promote"
+        left += bool(found["shared"].decision == "promote" and found["low"].unadapted)
+    assert went >= 30
+    assert left >= 0.85 * went
 
 
 @pytest.mark.parametrize(

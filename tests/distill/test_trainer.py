@@ -17,7 +17,7 @@ from moedraft.distill.loop import DistillLoop
 from moedraft.distill.outlet import HomeOutlet
 from moedraft.distill.trainer import Trainer
 from moedraft.drafting.lora import ExpertBank
-from moedraft.kernels import divergence
+from moedraft.kernels import divergence, linear_divergence
 from moedraft.learning_state import paused
 from moedraft.models import LanguageModel
 from moedraft.system.loader import AdapterLoader
@@ -298,14 +298,14 @@ def test_a_step_that_is_not_finite_is_skipped(rig: Rig, monkeypatch: pytest.Monk
     def sometimes(*args: Any, **options: Any) -> torch.Tensor:
         nonlocal calls
         calls += 1
-        return divergence(*args, **options) * (float("nan") if calls == 2 else 1.0)
+        return linear_divergence(*args, **options) * (float("nan") if calls == 2 else 1.0)
 
-    monkeypatch.setattr("moedraft.distill.trainer.divergence", sometimes)
+    monkeypatch.setattr("moedraft.distill.trainer.linear_divergence", sometimes)
     update = rig.loop.run_once("code", steps=3)
     assert update is not None
     assert update.summary.loss == update.summary.loss
-    nothing = "moedraft.distill.trainer.divergence"
-    monkeypatch.setattr(nothing, lambda *a, **o: divergence(*a, **o) * float("nan"))
+    nothing = "moedraft.distill.trainer.linear_divergence"
+    monkeypatch.setattr(nothing, lambda *a, **o: linear_divergence(*a, **o) * float("nan"))
     assert rig.loop.run_once("code", steps=2) is None
     assert "finite" in rig.loop.state.reason
 

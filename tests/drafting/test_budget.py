@@ -9,7 +9,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from moedraft.drafting.budget import AcceptanceModel, Budget, Plan
+from moedraft.drafting.acceptance import BELIEF, AcceptanceModel, RowAcceptance
+from moedraft.drafting.budget import Budget, Plan
 
 
 def test_acceptance_model_learns_the_true_curve() -> None:
@@ -63,6 +64,39 @@ def test_a_draft_that_is_wrong_about_itself_is_seen_through(
     assert [model.predict(confidence) for confidence in confidences] == pytest.approx(expected, abs=0.12)
 
 
+def test_the_mean_learns_fast_at_first_and_slowly_then() -> None:
+    """A request or two tell most; later no single request moves it by much."""
+    model = AcceptanceModel()
+    for _ in range(40):
+        model.observe([0.5], 0)
+    assert model.mean < 0.15
+    for _ in range(1000):
+        model.observe([0.5], 0)
+    for _ in range(20):
+        model.observe([0.5], 1)
+    assert model.mean < 0.11
+
+
+def test_a_row_is_what_its_expert_is_until_its_own_tokens_say_more() -> None:
+    row = RowAcceptance()
+    assert row.mean(0.3) == 0.3
+    for _ in range(int(BELIEF)):
+        row.observe(drafted=1, accepted=1)
+    assert 0.6 < row.mean(0.3) < 0.7
+    for _ in range(60):
+        row.observe(drafted=3, accepted=0)
+    assert row.mean(0.3) < 0.15
+    for _ in range(100):  # it is not drafted for: there is nothing new to say, so it is given another chance
+        row.observe(drafted=0, accepted=0)
+    assert row.mean(0.3) == pytest.approx(0.3, abs=0.15)
+
+
+def test_of_a_rows_tokens_only_those_that_were_judged_count() -> None:
+    row = RowAcceptance()
+    row.observe(drafted=4, accepted=1)  # one right, one wrong, two never looked at
+    assert row.mean(0.5) == 0.5
+
+
 def plain_first(budget: Budget, begin: float, step: float, wide: float, rows: int = 1) -> None:
     """Rounds that were measured: a plain one of 10 ms, and what each thing more costs in plain rounds."""
     budget.costs.observe(rows, 0, 0, 10.0)
@@ -74,9 +108,8 @@ def plain_first(budget: Budget, begin: float, step: float, wide: float, rows: in
 
 
 def drafted(budget: Budget, acceptance: float) -> int:
-    budget.model("x").mean = acceptance
     survival, expected, count = acceptance, 1 + acceptance, 1
-    while budget.another(["x"], [survival], expected, count, 1, (count, count + 1)):
+    while budget.another([acceptance], [survival], expected, count, 1, (count, count + 1)):
         count += 1
         survival *= acceptance
         expected += survival
@@ -111,31 +144,29 @@ def test_the_choice_is_close_to_the_best_length() -> None:
 def test_no_draft_when_it_does_not_pay_but_now_and_then_one() -> None:
     budget = Budget(8)
     plain_first(budget, 1.0, 3.0, 0.5)
-    budget.model("x").mean = 0.2
-    decisions = [budget.plan({0: "x"}, {}, 1).model for _ in range(200)]
+    decisions = [budget.plan({0: 0.2}, {}, 1).model for _ in range(200)]
     assert 2 <= sum(decisions) <= 4
-    later = sum(budget.plan({0: "x"}, {}, 1).model for _ in range(2000))
+    later = sum(budget.plan({0: 0.2}, {}, 1).model for _ in range(2000))
     assert later <= 27  # in vain again and again: rarer
     assert budget.plan({}, {}, 1) == Plan()
-    assert Budget(0).plan({0: "x"}, {0: [0.9]}, 1) == Plan()
+    assert Budget(0).plan({0: 0.2}, {0: [0.9]}, 1) == Plan()
 
 
 def test_first_steps_draft_before_anything_is_measured() -> None:
     budget = Budget(8)
-    assert budget.plan({0: "x"}, {}, 1).model
-    assert budget.another(["x"], [0.6], 1.6, 1, 1, (1, 2))
-    assert not budget.another(["x"], [0.05], 2.0, 2, 1, (2, 3))
-    assert not budget.another(["x"], [1.0], 9.0, 8, 1, (8, 9))
+    assert budget.plan({0: 0.6}, {}, 1).model
+    assert budget.another([0.6], [0.6], 1.6, 1, 1, (1, 2))
+    assert not budget.another([0.6], [0.05], 2.0, 2, 1, (2, 3))
+    assert not budget.another([0.6], [1.0], 9.0, 8, 1, (8, 9))
 
 
 def test_now_and_then_a_plain_round_tells_what_drafting_is_worth() -> None:
     """Rounds of 5 ms plain and 8 ms drafted with 2 tokens: 1.25 times as fast."""
     budget = Budget(8)
-    budget.model("x").mean = 0.6
     assert budget.speedup is None
     plain = 0
     for _ in range(400):
-        if budget.plan({0: "x"}, {}, 1).model:
+        if budget.plan({0: 0.6}, {}, 1).model:
             budget.observe(1, 3, 3, 2, 8.0)
         else:
             plain += 1
@@ -147,11 +178,10 @@ def test_now_and_then_a_plain_round_tells_what_drafting_is_worth() -> None:
 def test_a_comparison_is_not_drawn_out_by_rows_that_come_and_go() -> None:
     """Seven and eight rows by turns: three plain rounds when the one is due, and not half of all."""
     budget = Budget(8)
-    budget.model("x").mean = 0.8
     plain = 0
     for number in range(600):
         rows = 7 + number % 2
-        drafts = budget.plan(dict.fromkeys(range(rows), "x"), {}, rows).model
+        drafts = budget.plan(dict.fromkeys(range(rows), 0.8), {}, rows).model
         budget.observe(rows, int(drafts), rows * drafts, rows + rows * drafts, 10.0 + 3 * drafts)
         plain += not drafts
     assert 6 <= plain <= 40
@@ -160,11 +190,10 @@ def test_a_comparison_is_not_drawn_out_by_rows_that_come_and_go() -> None:
 def test_never_slower_than_plain_for_long() -> None:
     """Whole rounds are what counts: drafting that brings 1.5 tokens for twice the time is given up."""
     budget = Budget(8)
-    budget.model("x").mean = 0.34
     spent = 0.0
     tokens = 0
     for _ in range(2000):
-        drafts = budget.plan({0: "x"}, {}, 1).model
+        drafts = budget.plan({0: 0.34}, {}, 1).model
         budget.observe(1, 3 if drafts else 0, 3 if drafts else 0, 2 if drafts else 1, 12.0 if drafts else 5.0)
         spent, tokens = spent + (12.0 if drafts else 5.0), tokens + (2 if drafts else 1)
     assert spent / tokens < 1.03 * 5.0
@@ -175,9 +204,8 @@ def test_never_slower_than_plain_for_long() -> None:
 def test_one_batch_may_mix_rows_that_draft_with_rows_that_do_not() -> None:
     budget = Budget(8)
     plain_first(budget, 0.0, 0.2, 0.0, rows=8)
-    budget.model("x").mean = 0.7
-    assert budget.plan(dict.fromkeys(range(8), "x"), {}, 8).model
-    assert not budget.plan({0: "x"}, {}, 8).model  # one row's tokens do not pay for eight rows' draft
+    assert budget.plan(dict.fromkeys(range(8), 0.7), {}, 8).model
+    assert not budget.plan({0: 0.7}, {}, 8).model  # one row's tokens do not pay for eight rows' draft
 
 
 # -- what was looked up -----------------------------------------------------------------------------
@@ -187,18 +215,16 @@ def test_the_model_is_tried_now_and_then_where_looking_up_suffices() -> None:
     """Else nobody would notice that it has learned."""
     budget = Budget(4, ragged=True)
     plain_first(budget, 0.3, 0.2, 0.02, rows=2)
-    budget.model("x").mean = 0.2
     found = {0: [0.9, 0.8], 1: [0.9, 0.8]}
     plans = []
     for _ in range(2000):
-        plan = budget.plan({0: "x", 1: "x"}, found, 2)
+        plan = budget.plan({0: 0.2, 1: 0.2}, found, 2)
         ms = 15.2 if plan.model else 10.2 if plan.looking else 10.0
         budget.observe(2, int(plan.model), 2 if plan.looking or plan.model else 0, 3, ms)
         plans.append(plan)
     tried = [plan for plan in plans if plan.model]
     assert 8 <= len(tried) <= 60
-    budget.model("x").mean = 0.99
-    assert budget.plan({0: "x", 1: "x"}, {0: [0.3], 1: [0.3]}, 2).model
+    assert budget.plan({0: 0.99, 1: 0.99}, {0: [0.3], 1: [0.3]}, 2).model
 
 
 ragged = pytest.mark.parametrize("ragged", [False, True], ids=["padded", "ragged"])
@@ -208,9 +234,8 @@ ragged = pytest.mark.parametrize("ragged", [False, True], ids=["padded", "ragged
 def test_a_row_takes_the_better_guess(ragged: bool) -> None:
     budget = Budget(4, ragged)
     plain_first(budget, 0.0, 0.05, 0.02, rows=2)
-    budget.model("x").mean = 0.6
     sure, doubtful = [0.9, 0.8, 0.7, 0.6], [0.1, 0.01]
-    plan = budget.plan({0: "x", 1: "x"}, {0: sure, 1: doubtful}, 2)
+    plan = budget.plan({0: 0.6, 1: 0.6}, {0: sure, 1: doubtful}, 2)
     assert plan == Plan(True, {0: 4})
 
 
@@ -218,8 +243,7 @@ def test_a_row_takes_the_better_guess(ragged: bool) -> None:
 def test_where_the_model_does_not_pay_a_doubtful_guess_still_does(ragged: bool) -> None:
     budget = Budget(4, ragged)
     plain_first(budget, 2.0, 1.0, 0.02, rows=2)
-    budget.model("x").mean = 0.6
-    plan = budget.plan({0: "x", 1: "x"}, {1: [0.3, 0.1]}, 2)
+    plan = budget.plan({0: 0.6, 1: 0.6}, {1: [0.3, 0.1]}, 2)
     assert not plan.model
     assert plan.looking in ({1: 1}, {1: 2})
 
@@ -243,16 +267,16 @@ def test_a_round_that_must_draft_takes_the_others_along(ragged: bool) -> None:
     """A seeded row drafts four tokens in any case; the rest pays nothing for the model any more."""
     budget = Budget(8, ragged)
     plain_first(budget, 2.0, 1.0, 0.1, rows=2)
-    assert not budget.plan({1: "x"}, {}, 2).model
-    assert budget.plan({1: "x"}, {}, 2, least=4).model
+    assert not budget.plan({1: 0.6}, {}, 2).model
+    assert budget.plan({1: 0.6}, {}, 2, least=4).model
 
 
 @ragged
-@pytest.mark.parametrize("experts", [{}, {1: "x"}])
-def test_a_seeded_row_may_draft_further_than_the_others(ragged: bool, experts: dict[int, str]) -> None:
+@pytest.mark.parametrize("means", [{}, {1: 0.6}])
+def test_a_seeded_row_may_draft_further_than_the_others(ragged: bool, means: dict[int, float]) -> None:
     """Its length is `num_speculative_tokens`, which may be more than `max_speculative_tokens`."""
     for found in ({}, {1: [0.9, 0.8]}):
-        plan = Budget(4, ragged).plan(experts, found, 2, least=9)
+        plan = Budget(4, ragged).plan(means, found, 2, least=9)
         assert set(plan.looking) <= set(found)
 
 
@@ -264,7 +288,7 @@ def test_the_plan_is_close_to_the_best_of_all(ragged: bool) -> None:
         budget = Budget(4, ragged)
         slopes = rng.uniform(0, 0.3), rng.uniform(0.02, 0.2), rng.uniform(0.01, 0.15)
         plain_first(budget, *slopes, rows=3)
-        budget.model("x").mean = a = rng.uniform(0.3, 0.9)
+        a = rng.uniform(0.3, 0.9)
         found = {b: _chances(rng) for b in range(3) if rng.random() < 0.7}
         args = (slopes, a, found, ragged)
         choices = [range(len(found.get(b, ())) + 1) for b in range(3)]
@@ -273,7 +297,7 @@ def test_the_plan_is_close_to_the_best_of_all(ragged: bool) -> None:
             for far in itertools.product(*choices)
             for steps in range(5)
         )
-        plan = budget.plan(dict.fromkeys(range(3), "x"), found, 3)
+        plan = budget.plan(dict.fromkeys(range(3), a), found, 3)
         reached = max(_rate(*args, plan.looking, k) for k in (range(1, 5) if plan.model else range(1)))
         assert reached > 0.93 * best
 

@@ -86,18 +86,20 @@ class Planned(Budget):
     def __init__(self, plan: Plan, steps: int = 1, longest: int = 8) -> None:
         super().__init__(longest)
         self.planned, self.steps = plan, steps
-        self.asked: list[tuple[dict[int, str], dict[int, int], int, int]] = []  # of `plan`; how far is found
+        self.asked: list[
+            tuple[dict[int, float], dict[int, int], int, int]
+        ] = []  # of `plan`; how far is found
         self.continued = 0  # questions for one more step
 
     def plan(
-        self, experts: dict[int, str], found: Mapping[int, list[float]], rows: int, least: int = 0
+        self, means: Mapping[int, float], found: Mapping[int, list[float]], rows: int, least: int = 0
     ) -> Plan:
-        self.asked.append((experts, {b: len(chances) for b, chances in found.items()}, rows, least))
+        self.asked.append((dict(means), {b: len(chances) for b, chances in found.items()}, rows, least))
         return self.planned
 
     def another(
         self,
-        experts: list[str],
+        means: list[float],
         survival: list[float],
         expected: float,
         steps: int,
@@ -122,6 +124,7 @@ def chooser(
 
 def test_some_rows_look_up_and_the_model_drafts_for_others() -> None:
     model, budget = ScriptedModel(), Planned(Plan(True, {0: 4}), steps=2)
+    budget.model("code").mean = 0.9
     repeats = row(0, *LOOP, expert="sql")
     made = chooser(budget, model).propose(rows_of(repeats, row(1, 5, 6, expert="code")))
     assert made.token_ids.tolist() == [[1, 2, 3, 1], [GUESS, GUESS, -1, -1]]
@@ -129,7 +132,7 @@ def test_some_rows_look_up_and_the_model_drafts_for_others() -> None:
     assert (made.experts, made.versions, made.steps) == (["sql", "code"], [4, 4], 2)
     assert (made.logits, made.lse) == (None, None)
     assert [len(chances) for chances in made.confidences] == [4, 2]
-    assert budget.asked == [({0: "sql", 1: "code"}, {0: 8}, 2, 0)]
+    assert budget.asked == [({0: 0.6, 1: 0.9}, {0: 8}, 2, 0)]
     assert model.caught_up == model.proposed == [[0, 8]]  # no step is spent on a row that looks up
 
 
@@ -231,7 +234,7 @@ def test_a_reproducible_row_is_fixed_beside_rows_that_are_not() -> None:
     assert made.sources == ["lookup", "model", "model"]
     assert (made.lengths[0], made.lengths[1]) == (8, 3)
     assert model.proposed == [[0, 3, 8]]
-    assert budget.asked == [({0: SHARED, 2: SHARED}, {0: 8}, 3, 3)]
+    assert budget.asked == [({0: 0.6, 2: 0.6}, {0: 8}, 3, 3)]
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5])
@@ -277,7 +280,7 @@ def test_past_the_models_own_context_it_drafts_nothing(length: int, limit: int) 
 
 
 def test_the_source_that_is_set_is_the_only_one() -> None:
-    for source, asked in (("model", ({0: SHARED}, {})), ("lookup", ({}, {0: 8}))):
+    for source, asked in (("model", ({0: 0.6}, {})), ("lookup", ({}, {0: 8}))):
         budget = Planned(Plan())
         chooser(budget, ScriptedModel(), source).propose(rows_of(row(0, *LOOP)))  # type: ignore[arg-type]
         assert budget.asked == [(*asked, 1, 0)]
@@ -310,6 +313,20 @@ def test_each_drafter_learns_from_its_own_rows() -> None:
     assert [hit for _, hit in budget.model("code").seen] == [1.0, 0.0]
     assert not budget.model("sql").seen
     assert model.observed == [evidence]
+
+
+def test_a_row_is_planned_for_by_its_own_acceptance() -> None:
+    """One text is easy to guess and the other is not, though the same expert drafts for both."""
+    model, budget = ScriptedModel(0.8), Planned(Plan(True), steps=1)
+    one, rows = chooser(budget, model), rows_of(row(0, 5, 6), row(1, 7, 8))
+    for _ in range(30):
+        one.observe(evidence_of(rows, one.propose(rows), [1, 0]))
+    one.propose(rows)
+    means, *_ = budget.asked[-1]
+    assert means[0] > 0.8 > 0.3 > means[1]
+    one.forget(rows.sequences[1])
+    one.propose(rows)
+    assert budget.asked[-1][0][1] == budget.model(SHARED).mean  # as any new request
 
 
 def test_a_confidence_that_is_no_number_counts_as_none() -> None:

@@ -23,6 +23,20 @@ def test_before_anything_is_measured_there_is_a_guess() -> None:
     assert RoundCosts().relative(4, 0, 0) == 1.0
 
 
+def test_what_was_measured_before_holds_until_real_rounds_are_timed() -> None:
+    cheap, dear = np.array([0.0, 0.1, 0.0]), np.array([0.1, 0.2, 0.1])
+    costs = RoundCosts({1: cheap, 8: dear})
+    assert costs.relative(1, 2, 2) == pytest.approx(1.2)
+    assert costs.relative(6, 1, 6) == pytest.approx(1.4)  # as eight rows, which are nearer
+    assert costs.measured(8, 0, 0) is None
+    for _ in range(9):
+        costs.observe(8, 0, 0, 10.0)
+        costs.observe(8, 1, 8, 18.0)
+        costs.observe(8, 2, 16, 24.0)
+    assert costs.relative(8, 1, 8) == pytest.approx(1.8, rel=0.05)
+    assert costs.relative(8, 3, 24) > 2.6
+
+
 def test_the_line_follows_what_is_measured() -> None:
     costs = RoundCosts()
     costs.observe(4, 0, 0, 10.0)

@@ -244,3 +244,52 @@ def test_an_independent_draft_takes_no_list() -> None:
     bank = ExpertBank(random_model("llama", 1))
     with pytest.raises(CorruptAdapter, match="no feature drafter"):
         bank.read(1, {}, {}, OUTSIDE)
+
+
+@pytest.mark.parametrize(
+    "rows", [["outside"], ["outside", "inside"], ["inside", "outside", SHARED, "nobody"]]
+)
+@pytest.mark.parametrize("exact", [False, True])
+def test_where_the_base_alone_serves_a_row_drafts_as_without_adapters(
+    base: FeatureBase, rows: list[str], exact: bool
+) -> None:
+    """In any batch, also after the shared adapter has moved on, and until the expert serves again."""
+    bank = bank_of(base, OUTSIDE)
+    hidden = torch.randn(1, 1, base.hf.config.hidden_size, generator=torch.Generator().manual_seed(0))
+
+    def found(names: list[str]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """What the layer gives for the row of each, and its logits."""
+        logits = logits_of(base, bank, names)
+        bank.select(names, exact=exact)
+        states = base.hf.layers[0].mlp(hidden.expand(len(names), 1, -1))[:, 0]
+        return dict(zip(names, zip(states, logits, strict=True), strict=True))
+
+    adapted = found(rows)
+    bank.bare(True)
+    plain = found(rows)["outside"]
+    bank.bare(False)
+    bank.take(bank.prepare({}, unadapted={"outside", "never seen"}))
+    for _ in range(2):
+        now = found(rows)
+        torch.testing.assert_close(now["outside"], plain, rtol=1e-4, atol=1e-4)
+        bank.publish(SHARED, adapter_of(bank, 7, OUTSIDE))  # the others stay as they were
+        for name in set(rows) - {"outside"}:
+            torch.testing.assert_close(now[name], adapted[name], rtol=1e-4, atol=1e-4)
+    bank.publish(SHARED, adapter_of(bank, 30, None))
+    torch.testing.assert_close(found(rows)["outside"], plain, rtol=1e-4, atol=1e-4)
+    assert (bank.version("outside"), bank.held("outside")) == (0, 2)
+    bank.publish(SHARED, adapter_of(bank, 7, OUTSIDE))
+    bank.take(bank.prepare({}, unadapted=()))
+    torch.testing.assert_close(found(rows)["outside"], adapted["outside"], rtol=1e-4, atol=1e-4)
+
+
+def test_an_expert_that_stands_aside_still_gets_its_new_versions(base: FeatureBase) -> None:
+    bank = bank_of(base)
+    bank.take(bank.prepare({}, unadapted={"outside"}))
+    bank.publish("outside", adapter_of(bank, 9, OUTSIDE))
+    assert (bank.version("outside"), bank.held("outside")) == (0, 9)
+    assert "outside" in bank.names
+    bank.publish(SHARED, None)  # then there is nothing to take away
+    assert "outside" not in bank.experts
+    bank.take(bank.prepare({}, unadapted=()))
+    assert bank.version("outside") == 9

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from moedraft.core import SamplingParams, Sequence
 from moedraft.drafting.budget import Budget
+from moedraft.drafting.costs import RoundCosts
 from moedraft.drafting.drafter import NoExperts
 from moedraft.drafting.model import ModelDrafter
-from moedraft.engine.calibration import LENGTHS, calibrate
+from moedraft.engine.calibration import calibrate
 from moedraft.engine.engine import Engine
 
 from tiny import FixedSelector, NumberTokenizer, TinyLM, random_table
@@ -28,8 +30,8 @@ def test_the_costs_of_one_row_and_of_a_full_batch_are_known_and_nothing_else() -
     budget, limits, source = one.budget, one.chooser.limits, one.chooser.source
     calibrate(one)
     for rows in (1, 4):
-        for length in LENGTHS:
-            assert one.budget.costs.measured(rows, length, rows * length), (rows, length)
+        assert (budget.costs.usual[rows] >= 0).all()
+        assert budget.costs.slopes(rows) == pytest.approx(budget.costs.usual[rows])
     assert one.budget is budget is one.chooser.budget
     assert (one.chooser.limits, one.chooser.source) == (limits, source)
     assert not budget.acceptance
@@ -51,14 +53,14 @@ def test_answers_are_the_same_after_it() -> None:
 @pytest.mark.parametrize("one", [engine(drafts=False), engine(max_len=24)], ids=["no draft", "no room"])
 def test_an_engine_that_cannot_be_measured_is_left_alone(one: Engine) -> None:
     calibrate(one)
-    assert not one.budget.costs.samples
+    assert not one.budget.costs.usual
 
 
 def test_an_engine_with_work_is_left_alone() -> None:
     one = engine()
     one.add([1, 2, 3])
     calibrate(one)
-    assert not one.budget.costs.samples
+    assert not one.budget.costs.usual
     assert one.has_work
 
 
@@ -67,13 +69,9 @@ def test_a_poor_but_cheap_draft_is_used_where_costs_were_measured() -> None:
     drafted = {}
     for measured in (False, True):
         budget = Budget(8, ragged=True)
-        budget.model("a").mean = 0.3
         if measured:
-            for _ in range(7):
-                budget.costs.observe(1, 0, 0, 20.0)
-                budget.costs.observe(1, 1, 1, 21.6)
-                budget.costs.observe(1, 3, 3, 24.5)
-        drafted[measured] = budget.plan({0: "a"}, {}, 1).model
+            budget.costs = RoundCosts({1: np.array([0.02, 0.04, 0.03])})
+        drafted[measured] = budget.plan({0: 0.3}, {}, 1).model
     assert drafted == {False: False, True: True}
 
 

@@ -436,3 +436,19 @@ def test_adapters_that_are_published_together_are_taken_together(
     loader.refresh([], now=True)
     assert [bank.version(SHARED), bank.version("code")] == published
     assert swaps == [{SHARED, "code"}]
+
+
+def test_whom_the_base_alone_serves_is_known_to_the_bank(
+    loader: AdapterLoader, store: Store, bank: ExpertBank
+) -> None:
+    publish(store, bank, SHARED)
+    made = publish(store, bank, "code")
+    loader.refresh([], now=True)
+    assert (bank.version("code"), bank.unadapted) == (made, frozenset())
+    store.registry.set_unadapted(["code"])
+    loader.refresh([], now=True)
+    assert (bank.version("code"), bank.held("code"), bank.unadapted) == (0, made, {"code"})
+    newer = publish(store, bank, "code")  # as the gate does with an update that is better than the base
+    store.registry.set_unadapted([])
+    loader.refresh([], now=True)
+    assert (bank.version("code"), bank.unadapted) == (newer, frozenset())

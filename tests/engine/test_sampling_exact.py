@@ -262,6 +262,48 @@ def test_same_seed_same_answer_alone_or_in_a_batch(models: tuple[TinyLM, TinyLM]
     assert len({tuple(a[:8]) for a in alone}) > 6
 
 
+@pytest.mark.parametrize("params", [SamplingParams(1.0), SamplingParams(1.3, top_k=5, top_p=0.8)], ids=str)
+def test_coupled_sampling(models: tuple[TinyLM, TinyLM], params: SamplingParams) -> None:
+    for draft in (models[1], TinyLM(-models[0].table)):
+        answers = sample(models[0], draft, params, verification="coupled")
+        assert min(p_values(answers, exact(models[0], params))) > 1e-4
+
+
+def test_negative_control_coupled_sampling(
+    models: tuple[TinyLM, TinyLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        round_module, "verify_coupled", _wrong_target_distribution(round_module.verify_coupled)
+    )
+    params = SamplingParams(1.0)
+    answers = sample(*models, params, verification="coupled")
+    assert min(p_values(answers, exact(models[0], params))) < 1e-6
+
+
+def test_coupled_a_seed_fixes_the_answer_whatever_drafts_and_however_much(
+    models: tuple[TinyLM, TinyLM],
+) -> None:
+    """Another draft, another length, a chosen length, lookups, and no draft; a chain's answers differ."""
+
+    def run(draft: TinyLM, length: int, rule: str = "coupled", **how: object) -> list[list[int]]:
+        drafter = ModelDrafter(draft, NoExperts(), 8, VOCAB)
+        engine = Engine(
+            models[0], NumberTokenizer(), drafter, FixedSelector(), max_batch_size=8,
+            num_speculative_tokens=length, verification=rule, **how,  # type: ignore[arg-type]
+        )  # fmt: skip
+        each = [SamplingParams(1.0, top_p=0.9, max_tokens=12, seed=i) for i in range(40)]
+        return [o.token_ids for o in engine.generate([PROMPT] * 40, each)]
+
+    wanted = run(models[1], 3, adaptive_budget=False)
+    for draft, length in ((models[1], 1), (STRANGER, 4), (models[0], 6), (STRANGER, 0)):
+        assert run(draft, length, adaptive_budget=False) == wanted
+    assert run(models[1], 3, adaptive_budget=True) == wanted
+    assert run(models[1], 3, adaptive_budget=True, draft_source="lookup") == wanted
+    assert len({tuple(answer) for answer in wanted}) > 30
+    chain = run(models[1], 3, "chain", adaptive_budget=False)
+    assert chain != run(STRANGER, 3, "chain", adaptive_budget=False)
+
+
 def test_filters_match_transformers() -> None:
     """top-k, top-p and both, against transformers' own warpers."""
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper

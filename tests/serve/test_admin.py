@@ -285,6 +285,22 @@ def test_what_was_answered_before_a_purge_or_a_removal_is_not_kept_after(
     assert found.system.store.replay.count() == 0
 
 
+def test_texts_are_routed_beside_the_engine(
+    client: httpx.Client, found: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sixteen long texts take seconds, in which every answer would stand still."""
+    route, threads = found.system.router.route, list[str]()
+
+    def noting(texts: list[str]) -> Any:
+        threads.append(threading.current_thread().name)
+        return route(texts)
+
+    monkeypatch.setattr(found.system.router, "route", noting)
+    assert client.post("/admin/route", json={"texts": ["zzz"]}).status_code == 200
+    assert threads
+    assert "moedraft-engine" not in threads
+
+
 def test_a_text_is_routed(client: httpx.Client, found: Served) -> None:
     slowed(found.system, 0.0)
     texts = [DOMAINS["code"][0], DOMAINS["prose"][0], "zzz"]

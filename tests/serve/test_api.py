@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import BaseModel, ValidationError
 from serve_fakes import tiny_system
 from server import TARGET, Served, check_error, events, served, slowed
 from waiting import wait_for
@@ -20,9 +21,10 @@ from waiting import wait_for
 from moedraft.core import SamplingParams
 from moedraft.serve.dashboard.panels import VIEWS
 from moedraft.serve.http import plan
+from moedraft.serve.http.admin_routes import Registration
 from moedraft.serve.http.prompts import Prompts, plain_chat
 from moedraft.serve.http.replies import Reply
-from moedraft.serve.http.schema import ChatMessage
+from moedraft.serve.http.schema import ChatMessage, CompletionRequest, StreamOptions, TextPart
 
 PROMPT = "1 2 3"
 
@@ -235,6 +237,7 @@ def test_a_stream_of_chat(client: httpx.Client) -> None:
 
 # -- refusals ------------------------------------------------------------------------------------
 
+MANY = {f"field{i}": 1 for i in range(50_000)}
 LONE = b'{"model": "mini", "max_tokens": 1, "prompt": "a\\ud800"}'
 HOSTILE: list[tuple[str, dict[str, Any], int, str | None]] = [
     ("n of a billion", {"n": 10**9}, 400, "n"),
@@ -278,7 +281,9 @@ HOSTILE: list[tuple[str, dict[str, Any], int, str | None]] = [
     ("bias", {"logit_bias": {"5": 100}}, 400, "logit_bias"),
     ("options without a stream", {"stream_options": {"include_usage": True}}, 400, "stream_options"),
     ("markup as a field", {"<script>alert(1)</script>": 1}, 400, None),
-    ("many fields", {f"field{i}": 1 for i in range(50_000)}, 400, None),
+    ("many fields", MANY, 400, None),
+    ("many prompts", {"prompt": [[7]] * 5000}, 400, "prompt"),
+    ("many fields of an option", {"stream": True, "stream_options": MANY}, 400, "stream_options"),
 ]
 
 
@@ -289,6 +294,14 @@ def test_a_hostile_field_is_refused(
     client: httpx.Client, fields: dict[str, Any], status: int, param: str | None
 ) -> None:
     check_error(client.post("/v1/completions", json=body(**fields)), status, param)
+
+
+@pytest.mark.parametrize("kind", [CompletionRequest, StreamOptions, ChatMessage, TextPart, Registration])
+def test_an_object_of_too_many_fields_is_one_error(kind: type[BaseModel]) -> None:
+    """An error for each of them would hold up everybody else for seconds."""
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(MANY)
+    assert caught.value.error_count() == 1
 
 
 @pytest.mark.parametrize("prompt", ["7 " * 5000, [7] * 5000])

@@ -15,10 +15,10 @@ from typing import Any
 
 import httpx
 import pytest
-from server import Served, check_error, read_all, served
+from server import TARGET, Served, check_error, read_all, served, slowed
 from waiting import wait_for
 
-from moedraft.serve.http import rest_of_body
+from moedraft.serve.http import protocol, rest_of_body
 from moedraft.storage.keys import KeyFile
 
 LARGE = 20_000_000  # bytes, far more than all buffers between the two ends hold
@@ -197,9 +197,81 @@ def test_a_slow_reader_that_reads_is_served(tmp_path: Path) -> None:
     assert size > LARGE
 
 
+# -- who does nothing makes room for others ------------------------------------------------------
+
+
+def idle_of(found: Served) -> dict[protocol.PatientProtocol, float]:
+    """The connections whose client is waited for, and since when."""
+    kind: Any = found.server.config.http_protocol_class
+    idle: dict[protocol.PatientProtocol, float] = kind.idle
+    return idle
+
+
+IDLERS = {
+    "no request": b"",
+    "half the headers": b"GET /v1/mod",
+    "half the body": POST + b"content-length: 1000\r\n\r\n{",
+    "a request now and then": b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n",
+    "unread answers": LONG * 200,
+}
+
+
+@pytest.mark.parametrize("first", list(IDLERS.values()), ids=list(IDLERS))
+def test_a_crowd_that_does_nothing_keeps_nobody_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bytes
+) -> None:
+    """Long before its own deadlines pass, others take the places of those who were waited for longest."""
+    monkeypatch.setattr(protocol, "LEAST_WAIT", 0.5)
+    with served(tmp_path, max_connections=12, header_timeout=60, body_timeout=60, send_timeout=60) as found:
+        connections, idle = found.server.server_state.connections, idle_of(found)
+        with unread(found, 12, first):
+            wait_for(lambda: len(idle) == 12 and time.monotonic() - max([*idle.values()]) > 0.6, 30)
+            for _ in range(3):
+                with found.client() as client:
+                    response = client.get("/v1/models")
+                    assert response.status_code == 200
+                    assert response.headers.get("connection") != "close"
+                    assert len(connections) <= 13
+
+
+def test_who_drips_is_waited_for_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte now and then makes nobody young again."""
+    monkeypatch.setattr(protocol, "LEAST_WAIT", 0.5)
+    with served(tmp_path, max_connections=1, header_timeout=60) as found:
+        with socket.create_connection(found.address, timeout=30) as slow, suppress(OSError):
+            for letter in b"GET /v1/mod":
+                slow.sendall(bytes([letter]))
+                time.sleep(0.1)
+            with found.client() as client:
+                assert client.get("/v1/models").status_code == 200
+
+
+def test_who_is_served_keeps_his_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer takes its time; a newcomer gets 429 meanwhile, and not the place of the one who waits."""
+    monkeypatch.setattr(protocol, "LEAST_WAIT", 0.2)
+    with served(tmp_path, max_connections=1) as found:
+        slowed(found.system, 0.1)
+        row = {"model": TARGET, "prompt": "7", "max_tokens": 20, "temperature": 0, "draft": False}
+        content = json.dumps(row).encode()
+        with socket.create_connection(found.address, timeout=30) as asking:
+            asking.sendall(POST + f"content-length: {len(content)}\r\n\r\n".encode() + content)
+            wait_for(lambda: found.requests == 1)
+            time.sleep(0.4)
+            with found.client() as client:
+                check_error(client.get("/v1/models"), 429)
+            assert status_of(asking.recv(65536)) == 200
+
+
 # -- probes have connections of their own --------------------------------------------------------
 
 
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No client is waited for so long that another may have its place."""
+    monkeypatch.setattr(protocol, "LEAST_WAIT", 1000)
+
+
+@pytest.mark.usefixtures("full")
 def test_a_crowd_keeps_no_probe_out(tmp_path: Path) -> None:
     with served(tmp_path, max_connections=12, header_timeout=30) as found:
         connections = found.server.server_state.connections
@@ -216,6 +288,7 @@ def test_a_crowd_keeps_no_probe_out(tmp_path: Path) -> None:
             check_error(large, 429)
 
 
+@pytest.mark.usefixtures("full")
 def test_a_crowd_at_the_probes_door_keeps_no_probe_out(tmp_path: Path) -> None:
     """Beside those who fill the server, five hundred who wait at the door and say nothing."""
     with served(tmp_path, max_connections=12, header_timeout=30) as found:
@@ -226,6 +299,7 @@ def test_a_crowd_at_the_probes_door_keeps_no_probe_out(tmp_path: Path) -> None:
             assert len(connections) <= 12 + 17
 
 
+@pytest.mark.usefixtures("full")
 def test_a_silent_connection_too_many_is_sent_away_after_a_second(tmp_path: Path) -> None:
     with (
         served(tmp_path, max_connections=12, header_timeout=30) as found,
@@ -235,6 +309,7 @@ def test_a_silent_connection_too_many_is_sent_away_after_a_second(tmp_path: Path
         assert status_of(read_all(connection)) == 429
 
 
+@pytest.mark.usefixtures("full")
 def test_the_dashboards_websocket_is_no_way_in(tmp_path: Path) -> None:
     upgrade = (
         b"GET /dashboard/live HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: upgrade\r\nupgrade: websocket\r\n"

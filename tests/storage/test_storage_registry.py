@@ -6,8 +6,9 @@ import pytest
 from sqlalchemy import text, update
 from storage_fakes import BASE, domain, record, stats
 
-from moedraft.core import SHARED, AdapterVersion, InvalidRequest, StorageError
+from moedraft.core import SHARED, AdapterVersion, Domain, InvalidRequest, StorageError
 from moedraft.storage import Home, Registry, ReplayBuffer, RequestLog
+from moedraft.storage.store import Store
 from moedraft.storage.tables import adapter_versions
 
 
@@ -248,3 +249,35 @@ def test_a_failure_in_the_middle_takes_nothing_back(
     with pytest.raises(StorageError):
         stacked.change(SHARED, None)
     assert live_numbers(stacked) == before
+
+
+def test_whom_the_base_alone_serves_is_kept_and_noticed(store: Store) -> None:
+    registry = store.registry
+    for name in ("sql", "code"):
+        registry.add_domain(Domain(name, "", ("x",), 0.0))
+    before = registry.generation()
+    registry.set_unadapted(["code", "sql", "unknown"])
+    assert registry.unadapted() == {"code", "sql"}
+    assert registry.generation() == before + 1
+    registry.set_unadapted(["sql", "code"])
+    assert registry.generation() == before + 1  # nothing is new
+    registry.set_unadapted(["sql"])
+    assert registry.unadapted() == {"sql"}
+    registry.remove_domain("sql")
+    registry.add_domain(Domain("sql", "", ("x",), 0.0))
+    assert registry.unadapted() == frozenset()
+
+
+def test_what_a_person_makes_live_serves_also_where_the_base_did(store: Store) -> None:
+    registry = store.registry
+    for name in ("sql", "code"):
+        registry.add_domain(Domain(name, "", ("x",), 0.0))
+    registry.set_unadapted(["code", "sql"])
+    registry.promote("code", 0)
+    assert registry.unadapted() == {"sql"}
+    registry.promote(SHARED, 0)
+    assert registry.unadapted() == frozenset()
+    registry.set_unadapted(["sql"])
+    with pytest.raises(InvalidRequest):
+        registry.rollback("sql")  # nothing is live
+    assert registry.unadapted() == {"sql"}

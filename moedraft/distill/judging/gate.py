@@ -28,9 +28,7 @@ FEW = 4  # with fewer records the training objective decides
 MOST_KEPT = 3  # candidates in a row that may be trained on without being published …
 LONGEST_KEPT = 9  # … and where a gain is at least LIKELY, so that only records are missing
 LIKELY = 0.75
-CONFIRMED = (
-    0.95  # probability that the right tokens have become more probable; a gain that is LIKELY goes then
-)
+CONFIRMED = 0.95  # probability that right tokens became more probable; a gain that is LIKELY goes then
 DRAWS = 1000
 SEED = 0  # of the bootstrap, so that the same figures always get the same answer
 Z = 1.2816  # of the normal distribution at SURE
@@ -62,6 +60,7 @@ class Verdict:
     witness: float | None = None  # probability that the right tokens have become more probable
     static: float | None = None  # the gain over the draft base without any adapter
     reason: str | None = None  # why, where the figures alone do not say it
+    unadapted: bool | None = None  # whether the draft base alone serves the domain now; None: as before
 
     @property
     def is_published(self) -> bool:

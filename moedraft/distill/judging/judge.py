@@ -43,10 +43,12 @@ class JudgeLike(Protocol):
 class Judge:
     """The gate of one home."""
 
-    def __init__(self, measure: Measure, store: Store) -> None:
+    def __init__(self, measure: Measure, store: Store, *, base_serves: bool = False) -> None:
+        """base_serves: whether rows of single domains can be drafted for by the base alone."""
         self.measure, self.store = measure, store
         self.held_out = HeldOut(store.replay)
         self._kept: dict[str, tuple[int, int]] = {}  # version that was begun with, candidates kept since
+        self.base_serves = base_serves
         self._static: dict[str, tuple[int, Measured]] = {}  # by domain: hash of the records, their figures
 
     def __call__(
@@ -87,15 +89,17 @@ class Judge:
         new_shared, sizes = made[SHARED], self.store.replay.sizes()
         shared = self._live(SHARED, new_shared)
         cases = {name: self._case(name, len(sizes), on_batch) for name in sizes}
-        options = {}
+        unadapted, options = self.store.registry.unadapted(), {}
         for name, case in cases.items():
             own = {} if name == SHARED else {name: self._live(name, new_shared)}
-            before = case.measured({SHARED: shared, **own})
+            static = self._static_of(case)
+            before = static if name in unadapted else case.measured({SHARED: shared, **own})
+            base = static if self.base_serves and self._may_stand_aside(name) else None
             old = case.measured({SHARED: new_shared, **own})
             new = None
             if name in made and name != SHARED:
                 new = case.measured({SHARED: new_shared, name: made[name]})
-            options[name] = Options(before, new, old, None, self._static_of(case), sizes[name])
+            options[name] = Options(before, new, old, None, static, sizes[name], base)
         for name in in_doubt(options):
             if self._removable(name, new_shared):
                 none = cases[name].measured({SHARED: new_shared, name: None})
@@ -121,6 +125,9 @@ class Judge:
         live = self.store.registry.live(name)
         own = live is not None and live.base_hash == made.base_hash
         return own and name != SHARED and not is_pinned(self.store.registry, name)
+
+    def _may_stand_aside(self, name: str) -> bool:
+        return name != SHARED and not is_pinned(self.store.registry, name)
 
     def _live(self, name: str, made: Candidate) -> Weights | None:
         found = self.store.adapters.load_live(name, made.base_hash)

@@ -8,7 +8,8 @@ shared adapter. If a domain would almost surely be worse off with any of these, 
 
 Losses too small to be seen in one update add up over many. So each domain is also measured against the draft
 base without any adapter. A domain that stands below that gets no new version, and its expert is taken from it
-where it is better off without one.
+where it is better off without one. Where the shared adapter alone still harms it, the base alone drafts for
+it, if the drafter can do so, until an update does better than that.
 
 Simulated with five records for each of eight domains that vary as those of small homes do
 (tests/distill/test_together.py): without a gain 9 to 12 % of updates pass, with a loss of .1 tokens per step
@@ -43,7 +44,9 @@ HARMFUL = 0.5  # probability of a loss from which a domain is left out …
 SURE_HARM = 0.95  # … and from which a domain without a better choice keeps everybody from the update
 LARGEST_SHARE = 4.0  # of the traffic that a record may stand for, in those of an average record
 
-Kind = Literal["new", "old", "none"]  # the domain's expert as trained, as it was, or no expert
+BELOW = "The domain stands below the draft without any adapter"
+# The domain's expert as trained, as it was, no expert above the shared adapter, or no adapter at all.
+Kind = Literal["new", "old", "none", "base"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class Options:
     none: Measured | None = None  # without an expert; None: it has none, it is pinned, or it was not measured
     static: Measured | None = None  # the draft base without any adapter
     share: float = 1.0  # of the traffic, in any unit
+    base: Measured | None = None  # as `static`, where the base alone may draft for the domain
 
     def kinds(self) -> list[Kind]:
         """What the domain can have, in the order in which it is wanted."""
@@ -63,12 +67,14 @@ class Options:
             ("new", self.new),
             ("old", self.old),
             ("none", self.none),
+            ("base", self.base),
         ]
         return [kind for kind, measured in found if measured is not None]
 
     def of(self, kind: Kind) -> Measured:
         """The figures of `kind` or, where there is no such expert, of what the domain would have instead."""
-        return {"new": self.new, "old": None, "none": self.none}[kind] or self.old
+        found = {"new": self.new, "old": None, "none": self.none, "base": self.base}[kind]
+        return found or self.old
 
 
 @dataclass(frozen=True)
@@ -111,16 +117,24 @@ def decide_together(
     whole = _whole(domains, choices, kept.get(shared, 0), stopped)
     verdicts = {shared: whole}
     for name, options in domains.items():
-        if options.new is not None or (choices[name].kind == "none" and whole.decision == "promote"):
-            found = _of_expert(options, choices[name], prospects[name], whole)
-            verdicts[name] = bounded(found, kept.get(name, 0))
+        choice, goes = choices[name], whole.decision == "promote"
+        aside = choice.kind == "base" if goes else options.base is not None and _stands_below(options)
+        if options.new is not None or aside or (choice.kind == "none" and goes):
+            found = bounded(_of_expert(options, choice, prospects[name], whole), kept.get(name, 0))
+            if aside and not goes:
+                found = replace(found, reason=found.reason or f"{BELOW}, which serves it from now on.")
+            verdicts[name] = replace(found, unadapted=aside if goes else aside or None)
     return verdicts
 
 
 def in_doubt(domains: Mapping[str, Options]) -> list[str]:
     """Domains for which neither expert will do, so that it has to be known how they fare without one."""
     prospects = _prospects(domains)
-    return [name for name in domains if all(map(_will_not_do, prospects[name].values()))]
+    return [
+        name
+        for name in domains
+        if all(_will_not_do(prospect) for kind, prospect in prospects[name].items() if kind != "base")
+    ]
 
 
 def is_below(static: Estimate | None) -> bool:
@@ -161,7 +175,7 @@ def _whole(
 def _prospects(domains: Mapping[str, Options]) -> dict[str, dict[Kind, Prospect]]:
     """By domain and kind of expert, in the order in which they are wanted."""
     found: dict[str, dict[Kind, Prospect]] = {name: {} for name in domains}
-    kinds: tuple[Kind, ...] = ("new", "old", "none")
+    kinds: tuple[Kind, ...] = ("new", "old", "none", "base")
     for kind in kinds:
         afters = [options.of(kind) for options in domains.values()]
         gains = estimates([options.before for options in domains.values()], afters)
@@ -205,8 +219,8 @@ def _of_expert(
 ) -> Verdict:
     """An expert goes with the shared adapter that it was trained on, or not at all."""
     first = next(iter(prospects))  # the expert as trained or, where it did not learn, as it is
-    trained, taken = prospects[first], choice.kind == "none" and whole.decision == "promote"
-    gain = prospects["none" if taken else first].gain
+    trained, taken = prospects[first], choice.kind in ("none", "base") and whole.decision == "promote"
+    gain = prospects[choice.kind if taken else first].gain
     found = Verdict(
         whole.decision,
         records=options.before.records,
@@ -233,6 +247,8 @@ def _left_out(found: Verdict, choice: Choice, prospect: Prospect) -> Verdict:
         why = "The expert as it was does better above the new shared adapter"
     if choice.kind == "none":
         return replace(found, decision="reset", reason=f"{why}; it gets no expert.")
+    if choice.kind == "base":
+        return replace(found, decision="keep", reason=f"{why}; the draft without any adapter serves it.")
     decision: GateDecision = "discard" if found.better <= 1 - SURE else "keep"
     return replace(found, decision=decision, reason=f"{why}; it keeps the expert that it had.")
 

@@ -23,9 +23,7 @@ from moedraft.storage.changes import is_pinned
 from moedraft.storage.store import TARGET_ID, Store
 
 ENOUGH, MOST = 16, 64  # records that came since: with fewer nothing is decided, more are not looked at
-SURE = (
-    0.98  # probability that a version is worse, from which it is taken back, or better, from which it is left
-)
+SURE = 0.98  # probability that a version is worse, so that it is taken back, or better, so that it is left
 
 OnBatch = Callable[[], None]
 

@@ -54,7 +54,6 @@ def _cells(expert: Expert, paint: str) -> list[Cell]:
     width = f"width:{100 * (expert.share or 0):.1f}%;background:{paint}"
     meter = join([tag("span", tag("i", style=width), class_="meter"), tag("span", share(expert.share))])
     speed, guesses = expert.recent_tokens_per_step, expert.recent_first_step_share
-    live = f"v{expert.version}" if expert.version else "untrained"
     return [
         ("share", expert.share, meter, "num wide-cell"),
         ("recent_tokens_per_step", speed, number(speed), "num"),
@@ -62,7 +61,7 @@ def _cells(expert: Expert, paint: str) -> list[Cell]:
         ("recent_first_step_share", guesses, share(guesses, 1), "num"),
         _change("first_step_share_change", expert.change_of_first_step_share, shares=True),
         ("replay_size", expert.replay_size, count(expert.replay_size), "num"),
-        ("version", expert.version, live, "num"),
+        ("version", expert.version, expert.serving, "num"),
     ]
 
 

@@ -176,7 +176,9 @@ def _choice(look: Look, view: ExpertsPageData) -> Markup:
 
 def _strip(look: Look, expert: Expert) -> Markup:
     speed, guesses = expert.recent_tokens_per_step, expert.recent_first_step_share
-    live = f"v{expert.version}" if expert.version else "untrained"
+    updates = f"{count(expert.updates)} updates so far."
+    if expert.unadapted:
+        updates = f"The draft without any adapter serves it, since that does better. {updates}"
     replay = f"Newest {ago(expert.replay_newest)}, oldest {ago(expert.replay_oldest)}."
     return figures(
         figure(
@@ -207,7 +209,7 @@ def _strip(look: Look, expert: Expert) -> Markup:
             count(expert.replay_size),
             replay if expert.replay_size else "No record is kept.",
         ),
-        figure("version", "Version", expert.version, live, f"{count(expert.updates)} updates so far."),
+        figure("version", "Version", expert.version, expert.serving, updates),
     )
 
 

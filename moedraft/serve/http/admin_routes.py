@@ -26,7 +26,7 @@ from moedraft.system.domains import check_examples, register_domain, remove_doma
 from moedraft.system.suggest import suggestions_data
 
 MOST_EXAMPLES = 10_000
-MOST_TEXTS = 16  # texts in one request at most, since the engine waits while they are routed
+MOST_TEXTS = 16  # texts in one request at most, since seeded requests wait while they are routed
 T = TypeVar("T")
 Name = Annotated[str, Path(max_length=256)]
 Data = dict[str, Any]
@@ -188,7 +188,7 @@ def purge(request: Request, body: Purge) -> Data:
 @router.post("/route")
 async def route(request: Request, body: Texts) -> Data:
     """Which domain each text belongs to, and how sure the router is."""
-    found = await context_of(request).worker.call(lambda system: system.router.route(body.texts))
+    found = await context_of(request).worker.routes(body.texts)
     return {"routes": [asdict(one) for one in found]}
 
 

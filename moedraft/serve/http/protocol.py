@@ -1,9 +1,12 @@
 """uvicorn's HTTP/1.1 protocol with deadlines in the places where it would wait for ever.
 
 The headers must arrive within `header_timeout`. A client must read some of a waiting answer (at least
-LEAST_TAKEN bytes of a long one) in every `send_timeout` seconds, even while the connection is closing. When
-`max_connections` are open, PLACES more are accepted, on which only health probes are answered: otherwise an
-orchestrator would restart a server just because it is full.
+LEAST_TAKEN bytes of a long one) in every `send_timeout` seconds, even while the connection is closing.
+
+When `max_connections` are open, a new one takes the place of the one for whose client the server has waited
+longest: for a request, for the rest of one, or for a reader. So a crowd that does nothing keeps nobody out.
+While no client has been waited for so long, PLACES more are accepted, on which only health probes are
+answered: otherwise an orchestrator would restart a server just because it is full.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from moedraft.serve.http.rest_of_body import RestOfBody
 LARGEST_HEAD = 32 * 1024  # bytes that a request's headers may have
 LEAST_TAKEN = 16 * 1024  # bytes of an answer that a client must read in `send_timeout` seconds
 PLACES = 16  # connections beyond `max_connections` that are kept open for probes
+LEAST_WAIT = 2.0  # seconds that the server waits for a client before another may take its place
 AT_THE_DOOR = 1.0  # seconds that such a connection gets for its headers, and for the rest of its body
 PROBES = ("/health", "/ready")
 FULL = "Too many connections are open; try again in 1 s."
@@ -42,17 +46,20 @@ class PatientProtocol(H11Protocol):
     send_timeout: float
     max_connections: int
     door: dict[PatientProtocol, None]  # connections beyond `max_connections`, oldest first
+    idle: dict[PatientProtocol, float]  # those whose client is waited for, and since when, longest first
     _headers: asyncio.TimerHandle | None = None  # runs while headers are awaited
     _reader: asyncio.TimerHandle | None = None  # runs while the client does not read the answer
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self.max_connections:
+        if len(self.connections) > self.max_connections and not self._take_a_place():
             self._stand_at_the_door()
         self._await_headers()
+        self._note_idle()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        self._note_idle()
         if self.transport.get_protocol() is self and self.conn.their_state is h11.IDLE:
             self._await_headers()
             return
@@ -72,13 +79,16 @@ class PatientProtocol(H11Protocol):
         if self.conn.their_state is h11.SEND_BODY and self.cycle.response_complete:
             self.transport.abort()  # `RestOfBody` has already dropped as many bytes as it accepts
         self._end_in_time()
+        self._note_idle()
 
     def pause_writing(self) -> None:
         super().pause_writing()
         self._await_reader()
+        self._note_idle()
 
     def resume_writing(self) -> None:
         super().resume_writing()
+        self._note_idle()
         if not self.transport.is_closing():
             self._stop_reader()
 
@@ -95,6 +105,7 @@ class PatientProtocol(H11Protocol):
         self._stop_reader()
         self.door.pop(self, None)
         super().connection_lost(exc)
+        self.idle.pop(self, None)
 
     def send_400_response(self, msg: str) -> None:
         self.refuse(400, msg, "invalid_http")
@@ -116,6 +127,23 @@ class PatientProtocol(H11Protocol):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
         self._end_in_time()
+
+    def _note_idle(self) -> None:
+        """Note whether the server waits for this client now, and since when it has done so."""
+        waits = self.flow.write_paused or self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+        if not waits or self in self.door:
+            self.idle.pop(self, None)
+        else:
+            self.idle.setdefault(self, self.loop.time())
+
+    def _take_a_place(self) -> bool:
+        """Cut off the client that was waited for longest. False: none was waited for long."""
+        longest = next(iter(self.idle), None)
+        if longest is None or self.loop.time() - self.idle[longest] < LEAST_WAIT:
+            return False
+        del self.idle[longest]
+        longest.transport.abort()
+        return True
 
     def _stand_at_the_door(self) -> None:
         """Answer only a probe on this connection. If there are too many of these, close the oldest."""
@@ -204,5 +232,6 @@ def protocol_of(settings: Settings) -> type[asyncio.Protocol]:
         "send_timeout": settings.send_timeout,
         "max_connections": settings.max_connections,
         "door": {},
+        "idle": {},
     }
     return type("Protocol", (PatientProtocol,), limits)

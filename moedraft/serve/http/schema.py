@@ -45,14 +45,24 @@ NEUTRAL_OF_MESSAGE: dict[str, tuple[object, ...]] = {
     "tool_calls": (None, []),
 }
 
-Texts = Annotated[list[str], Field(min_length=1, fail_fast=True)]
+MOST_PARTS = 4096  # prompts of a request, messages of a conversation
+
+Texts = Annotated[list[str], Field(min_length=1, max_length=MOST_PARTS, fail_fast=True)]
 TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
+SeveralIds = Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_PARTS, fail_fast=True)]
 
 
 class Strict(BaseModel):
     """No coercion, no unknown field, no NaN."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, data: Any) -> Any:
+        if isinstance(data, dict) and len(data) > MOST_FIELDS:
+            raise ValueError(f"an object has at most {MOST_FIELDS} fields")
+        return data
 
 
 class StreamOptions(Strict):
@@ -88,7 +98,7 @@ class Generation(Strict):
 
 
 class CompletionRequest(Generation):
-    prompt: str | TokenIds | Texts | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
+    prompt: str | TokenIds | Texts | SeveralIds
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="alternatives at each token")
 
 
@@ -114,7 +124,7 @@ class ChatMessage(Strict):
 
 
 class ChatRequest(Generation):
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096, fail_fast=True)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_PARTS, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31, description="the newer max_tokens")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -152,10 +162,8 @@ class ErrorBody(Card):
 
 def without(data: Any, neutral: dict[str, tuple[object, ...]]) -> Any:
     """`data` without the fields whose value has no effect."""
-    if not isinstance(data, dict):
-        return data
-    if len(data) > MOST_FIELDS:
-        raise ValueError(f"an object has at most {MOST_FIELDS} fields")
+    if not isinstance(data, dict) or len(data) > MOST_FIELDS:
+        return data  # refused by `Strict`, or by its type
 
     def changes(name: object, value: object) -> bool:
         return not (isinstance(name, str) and name in neutral and value in neutral[name])

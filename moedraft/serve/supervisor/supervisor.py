@@ -23,6 +23,7 @@ from moedraft.config import Settings
 from moedraft.core import InvalidRequest, MoedraftError
 from moedraft.distill.messages import (
     TRAINING,
+    Asked,
     Begin,
     FromTrainer,
     Learned,
@@ -36,6 +37,7 @@ from moedraft.distill.messages import (
     PublishTogether,
     Refused,
     Resume,
+    StandAside,
     StateReport,
     Withdraw,
     Withdrawn,
@@ -249,10 +251,14 @@ class TrainerSupervisor:
             reply = Refused(reason=str(error))
         conversation.send(reply)
 
-    def _done(self, message: Publish | PublishTogether | Withdraw | Learned, hold: Hold) -> Message:
+    def _done(self, message: Asked, hold: Hold) -> Message:
         """Do as the message says. Raises MoedraftError if that must not be."""
         if isinstance(message, Learned):
             return self._note(message, hold)
+        if isinstance(message, StandAside):
+            self._outlet.stand_aside(message.names)
+            self._published()
+            return Noted()
         return self._withdraw(message) if isinstance(message, Withdraw) else self._publish(message)
 
     def _show(self, report: StateReport) -> None:

@@ -67,7 +67,7 @@ class EngineThread(threading.Thread):
         self.last_step_at: float | None = None
         self.occupied_since: float | None = None  # when the job or step that goes on began
         self.speedup: float | None = None
-        self.failed: str | None = None
+        self.failed: str | None = None  # never an exception's message, which may quote what a client sent
         self.draining = False
         self.closed = False  # no job is taken any more
         self._engine = engine
@@ -180,7 +180,7 @@ class EngineThread(threading.Thread):
                     self._occupied(self._step)
         except BaseException as error:  # nothing but a fault of ours comes here
             log.exception("The engine's thread has ended.")
-            self.failed = f"the engine's thread has ended: {type(error).__name__}: {error}"
+            self.failed = f"the engine's thread has ended ({type(error).__name__}; see the log)"
         finally:
             self._close()
 
@@ -295,7 +295,7 @@ class EngineThread(threading.Thread):
         log.error("A step failed.", exc_info=error)
         self._failures += 1
         if self._failures >= MAX_FAILURES:
-            self.failed = f"{self._failures} steps in a row failed: {type(error).__name__}: {error}"
+            self.failed = f"{self._failures} steps in a row failed ({type(error).__name__}; see the log)"
         self._engine.recover()
         self._end_lost()
 

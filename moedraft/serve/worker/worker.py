@@ -152,10 +152,13 @@ class Worker:
         None where the router fails; the engine then asks it once more, and says so in the log.
         """
         try:
-            routing = self._routing.submit(self.system.router.route, [text])
-            return (await asyncio.wrap_future(routing))[0]
+            return (await self.routes([text]))[0]
         except Exception:
             return None
+
+    async def routes(self, texts: list[str]) -> list[Route]:
+        """What the router says of each text; the engine goes on meanwhile. Raises what the router raises."""
+        return await asyncio.wrap_future(self._routing.submit(self.system.router.route, texts))
 
     def load_new(self) -> None:
         """Load newly published versions now, while the engine is idle, instead of with the next request."""
