@@ -32,8 +32,10 @@ from moedraft.learning_state import LearningKind, LearningState, paused, waiting
 from moedraft.serve.dashboard import markup
 from moedraft.serve.dashboard.overview import MOST_CHARTS
 from moedraft.serve.dashboard.pages import SCRIPT
+from moedraft.serve.dashboard.suggestions import groups_of
 from moedraft.storage.keys import KeyFile
 from moedraft.storage.store import Store
+from moedraft.system.suggest import Suggestion, Suggestions
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 FLAGS = ["--no-sandbox", "--disable-background-networking", "--disable-gpu", "--disable-dev-shm-usage"]
@@ -572,3 +574,27 @@ def test_only_rows_that_are_shown_are_written(monkeypatch: pytest.MonkeyPatch) -
     text = markup.numbers(Table("t", (Column("at", "at", "time"),), rows))
     assert written == [float(at) for at in range(999, 999 - markup.MANY_ROWS, -1)]
     assert "800 more rows are in the CSV." in text
+
+
+# -- what could be a domain ----------------------------------------------------------------------
+
+GROUP = Suggestion("court-clause", ("the <b>court", "a clause"), 12, 14, 0.25, 0.5)
+
+
+def test_groups_are_shown_with_their_command() -> None:
+    found = groups_of(Suggestions(40, 0.5, True, (GROUP,)), texts=True)
+    assert "12 prompts" in found
+    assert "25" in found
+    assert "moedraft domain register court-clause" in found
+    assert "the &lt;b&gt;court" in found
+
+
+def test_a_reader_who_is_no_operator_sees_no_prompt() -> None:
+    """Nor the words of the group's name, which come from prompts."""
+    found = groups_of(Suggestions(40, 0.5, True, (GROUP,)), texts=False)
+    assert "court" not in found
+    assert "12 prompts" in found
+
+
+def test_no_group_is_said() -> None:
+    assert "40 prompts" in groups_of(Suggestions(40, 0.5, True, ()), texts=True)

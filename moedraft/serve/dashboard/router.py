@@ -17,6 +17,7 @@ from moedraft.serve.dashboard import charts
 from moedraft.serve.dashboard.looking import Look
 from moedraft.serve.dashboard.markup import Markup, figure, figures, join, notice, share, short, tag
 from moedraft.serve.dashboard.panels import Live, Panel, Text, join_title, last_figures, show_out
+from moedraft.serve.dashboard.suggestions import SuggestBox
 
 MUCH = 0.25  # the share of unknown requests from which the page advises to register a domain
 LEAST = 20  # no advice is given before that many requests
@@ -101,6 +102,9 @@ def _build(look: Look) -> Callable[[RouterView], None]:
                 join_title("Try a prompt", "Which expert would draft for it, and how sure is the router?")
             )
             TryBox(look)
+        with ui.element("section").classes("card").props("data-panel=suggestions"):
+            ui.html(join_title("What could be a domain", "Groups of prompts that no expert serves."))
+            SuggestBox(look)
         panels = RouterPanels.lay_out(look)
 
     def update(view: RouterView) -> None:
