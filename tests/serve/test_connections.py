@@ -240,7 +240,6 @@ def test_who_drips_is_waited_for_all_the_same(tmp_path: Path, monkeypatch: pytes
     with (
         served(tmp_path, max_connections=1, header_timeout=60) as found,
         socket.create_connection(found.address, timeout=30) as slow,
-<<<<<<< HEAD
     ):
         with suppress(OSError):
             for letter in b"GET /v1/mod":
@@ -248,14 +247,6 @@ def test_who_drips_is_waited_for_all_the_same(tmp_path: Path, monkeypatch: pytes
                 time.sleep(0.1)
         with found.client() as client:
             assert client.get("/v1/models").status_code == 200
-=======
-        found.client() as client,
-    ):
-        for letter in b"GET /v1/mod":
-            slow.sendall(bytes([letter]))
-            time.sleep(0.1)
-        assert client.get("/v1/models").status_code == 200
->>>>>>> trust
 
 
 def test_who_is_served_keeps_his_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
