@@ -22,7 +22,7 @@ from moedraft.distill.joint.joint_trainer import JointPlan, JointTrainer, JointU
 from moedraft.distill.joint.states import RecordStates
 from moedraft.distill.judging.gate import FEW, MOST_KEPT, Measured
 from moedraft.distill.judging.held_out import LEAST, MOST, TOGETHER, HeldOut
-from moedraft.distill.judging.judge import Judge
+from moedraft.distill.judging.judge import ENOUGH, Judge
 from moedraft.distill.judging.measures import JointMeasure, Serving, TextMeasure, instead, runs
 from moedraft.distill.loop import LEAST_GAIN, DistillLoop
 from moedraft.distill.outlet import HomeOutlet
@@ -549,6 +549,7 @@ def harmed(serving: Serving, domain: str) -> float:
 
 def test_a_domain_that_adapters_harm_is_left_to_the_base_until_they_help(store: Store) -> None:
     loop, trainer = loop_of(store, Together, shared=0.1, code=0.1)
+    store.replay.add([*held_out(ENOUGH, "code", first=9000), *held_out(ENOUGH, "prose", first=14000)])
     loop.judge.base_serves, loop.judge.measure.share = True, harmed
     loop.run_once()
     assert store.registry.live(SHARED) is not None
@@ -567,8 +568,16 @@ def test_a_domain_that_adapters_harm_is_left_to_the_base_until_they_help(store: 
     assert store.registry.live("code") is not None
 
 
+def test_a_few_records_leave_no_domain_to_the_base(store: Store) -> None:
+    loop, _ = loop_of(store, Together, shared=0.1, code=0.1)
+    loop.judge.base_serves, loop.judge.measure.share = True, harmed
+    loop.run_once()
+    assert store.registry.unadapted() == frozenset()
+
+
 def test_a_pinned_expert_serves_whatever_the_base_would_do(store: Store) -> None:
     loop, _ = loop_of(store, Together, shared=0.1, code=0.1)
+    store.replay.add([*held_out(ENOUGH, "code", first=9000), *held_out(ENOUGH, "prose", first=14000)])
     loop.judge.base_serves, loop.judge.measure.share = True, harmed
     changes.pin(store, "code")
     loop.run_once()

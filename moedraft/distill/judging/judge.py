@@ -23,6 +23,7 @@ from moedraft.storage.changes import is_pinned
 from moedraft.storage.store import TARGET_ID, Store
 
 OnBatch = Callable[[], None]
+ENOUGH = 12  # held-out records of a domain that may be left to the base alone
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Judge:
             own = {} if name == SHARED else {name: self._live(name, new_shared)}
             static = self._static_of(case)
             before = static if name in unadapted else case.measured({SHARED: shared, **own})
-            base = static if self.base_serves and self._may_stand_aside(name) else None
+            base = static if self._may_stand_aside(case) else None
             old = case.measured({SHARED: new_shared, **own})
             new = None
             if name in made and name != SHARED:
@@ -126,8 +127,10 @@ class Judge:
         own = live is not None and live.base_hash == made.base_hash
         return own and name != SHARED and not is_pinned(self.store.registry, name)
 
-    def _may_stand_aside(self, name: str) -> bool:
-        return name != SHARED and not is_pinned(self.store.registry, name)
+    def _may_stand_aside(self, case: Case) -> bool:
+        """Whether the base alone may serve the domain. A few records show a loss too often by chance."""
+        open_to_it = case.domain != SHARED and not is_pinned(self.store.registry, case.domain)
+        return self.base_serves and open_to_it and len(case.records) >= ENOUGH
 
     def _live(self, name: str, made: Candidate) -> Weights | None:
         found = self.store.adapters.load_live(name, made.base_hash)
