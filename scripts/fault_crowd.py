@@ -11,15 +11,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from statistics import median
 
 import httpx
 from fault_process import MODEL, PROMPT, Server, keyed_home, until
 from fault_tools import Row, timed
 
+from moedraft.serve.http.protocol import LEAST_WAIT
+
 PATIENCE = 4  # seconds for headers, bodies and unread answers in this part; the defaults are 10, 30 and 30
 HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 LONG = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n"
 READY = 5.0  # s for a probe
+REFUSED = 1000.0
 ENVIRONMENT = {
     "MOEDRAFT_HEADER_TIMEOUT": str(PATIENCE),
     "MOEDRAFT_BODY_TIMEOUT": str(PATIENCE),
@@ -55,13 +59,17 @@ def crowds(folder: Path, connections: int, seconds: float) -> list[Row]:
 def crowd(server: Server, connections: int, kind: str, first: bytes, drip: bytes) -> Row:
     row = Row(
         f"{connections} clients at once that {kind}",
-        f"probes are answered in {READY:.0f} s; soon after {PATIENCE} s the crowd is gone, all is as before",
+        f"probes are answered in {READY:.0f} s; others are served after {LEAST_WAIT:.0f} s; soon after "
+        f"{PATIENCE} s the crowd is gone, all is as before",
     )
     wanted, before = server.answer(), settled(server)
-    slowest = 0.0
+    calm = [answered_in(server, wanted) for _ in range(10)]
+    slowest, others = 0.0, list[float]()
     with holding(server, connections, first) as sockets:
-        ending = time.monotonic() + 2 * PATIENCE
-        while time.monotonic() < ending:
+        start = time.monotonic()
+        while time.monotonic() < start + 2 * PATIENCE:
+            if time.monotonic() > start + LEAST_WAIT:
+                others.append(answered_in(server, wanted))
             began = time.monotonic()
             for path in ("/health", "/ready"):
                 row.check(probe(server, path) == 200, f"{path} gave no 200 in time")
@@ -75,8 +83,26 @@ def crowd(server: Server, connections: int, kind: str, first: bytes, drip: bytes
         row.check(until(lambda: server.answer() == wanted, 60), "nobody else is answered after the time")
     row.cases = connections
     row.check(until(lambda: held_at_most(server, before, 2), 30), f"files: {before} → {server.held()}")
-    row.figures = f"slowest pair of probes {slowest:.2f} s"
+    row.check(max(others, default=REFUSED) < REFUSED, "others were refused, or got another answer")
+    row.figures = (
+        f"slowest pair of probes {slowest:.2f} s; answers of others {median(calm):.2f} s in the median"
+    )
+    row.figures += f" before, {median(others):.2f} s meanwhile"
     return row
+
+
+def answered_in(server: Server, wanted: str) -> float:
+    """Seconds until another client has its answer, over a connection of its own; REFUSED if it gets none."""
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
+    began = time.monotonic()
+    try:
+        options = {"headers": dict(server.client.headers), "timeout": 60, "trust_env": False}
+        url = f"{server.client.base_url}/v1/completions"
+        response = httpx.post(url, json=body, **options)  # type: ignore[arg-type]
+        same = response.status_code == 200 and response.json()["choices"][0]["text"] == wanted
+    except httpx.HTTPError:
+        same = False
+    return time.monotonic() - began if same else REFUSED
 
 
 @contextmanager

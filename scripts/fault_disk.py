@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import torch
 from fault_process import Server, until
-from fault_tools import Row, candidate, ids_of, new_home, record, timed
+from fault_tools import Row, candidate, ids_of, new_home, record, timed, void
 
 from moedraft.core import Domain, MoedraftError
 from moedraft.storage.backup import make_backup
@@ -23,6 +23,7 @@ DISK = "6m"  # of the small disk
 LARGER = "24m"  # of that of a server
 ANSWERS = 100  # of a server whose disk is full
 NO_DISK = "not run: a small disk cannot be mounted here"
+NO_FAILING_DISK = "not run: a disk that fails cannot be had here"
 
 
 def disks(folder: Path) -> list[Row]:
@@ -31,6 +32,7 @@ def disks(folder: Path) -> list[Row]:
         timed(lambda: full_disk(folder / "disk")),
         timed(lambda: read_only(folder / "read-only")),
         timed(lambda: served_on_a_full_disk(folder / "served")),
+        timed(lambda: served_on_a_failing_disk(folder / "failing")),
     ]
 
 
@@ -46,6 +48,46 @@ def small_disk(path: Path, size: str = DISK) -> Iterator[bool]:
     finally:
         if mounted:
             subprocess.run(["umount", str(path)], check=True, timeout=10)
+
+
+@contextmanager
+def failing_disk(path: Path) -> Iterator[Callable[[], None] | None]:
+    """A disk of its own at `path` and what makes it read-only under those who have files open on it.
+
+    Linux does that to a file system in which it finds an error. None where it cannot be had.
+    """
+    path.mkdir(parents=True)
+    image = path.with_suffix(".image")
+    with image.open("wb") as file:
+        file.truncate(64 * 2**20)
+    made = shutil.which("mkfs.ext4") is not None and _done("mkfs.ext4", "-q", "-F", str(image))
+    mounted = made and _done("mount", "-o", "loop,errors=remount-ro", str(image), str(path))
+    try:
+        trigger = _trigger(path) if mounted else None
+        yield None if trigger is None else lambda: void(trigger.write_text("1"))
+    finally:
+        if mounted:
+            subprocess.run(["umount", str(path)], check=True, timeout=30)
+
+
+def repaired(path: Path) -> bool:
+    """Check the disk that `failing_disk` made and mount it again, as an operator would."""
+    image = path.with_suffix(".image")
+    _done("umount", str(path))
+    subprocess.run(["e2fsck", "-fp", str(image)], capture_output=True, timeout=60)
+    return _done("mount", "-o", "loop,errors=remount-ro", str(image), str(path))
+
+
+def _done(*command: str) -> bool:
+    return subprocess.run(command, capture_output=True, timeout=60).returncode == 0
+
+
+def _trigger(path: Path) -> Path | None:
+    """The file of the kernel by which an error in the file system mounted at `path` is feigned."""
+    mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+    device = next(line[0] for line in mounts if line[1] == str(path.resolve()))
+    trigger = Path("/sys/fs/ext4") / Path(device).name / "trigger_fs_error"
+    return trigger if trigger.exists() else None
 
 
 def fill(path: Path) -> Path:
@@ -170,6 +212,55 @@ def served_on_a_full_disk(path: Path) -> Row:
             row.cases = ANSWERS
             row.figures = f"{before} records when it was full, {records_of(server)} after"
     return row
+
+
+def served_on_a_failing_disk(path: Path) -> Row:
+    row = Row(
+        "the disk of a server becomes read-only under it",
+        "answers go on unchanged; learning says that it is paused; changes are refused; a start on it is "
+        "refused in a sentence; on the repaired disk all that was acknowledged is there",
+    )
+    with failing_disk(path) as fail:
+        if fail is None:
+            row.figures = NO_FAILING_DISK
+            return row
+        home = new_home(path / "home", ("sql", "python"))
+        secret = KeyFile(home).create(SCOPES)[1]
+        log = path.with_suffix(".log")
+        server = Server(home, secret, "--no-learning", log=log)
+        with server:
+            wanted = server.answer()
+            row.check(until(lambda: records_of(server) > 0, 10), "nothing is recorded")
+            before = records_of(server)
+            fail()
+            failed = [number for number in range(ANSWERS) if not same(server, wanted)]
+            row.check(not failed, f"answers failed or differ: {failed[:3]}")
+            row.check(until(lambda: "Learning is paused" in log.read_text(), 10), "it does not say so")
+            row.check(server.client.get("/ready").status_code == 200, "it is not ready")
+            change = {"name": "new", "examples": [f"example {i}" for i in range(8)]}
+            status = server.client.post("/admin/domains", json=change).status_code
+            row.check(status == 503, f"a change got {status}")
+            server.kill()
+            _refused_start(server, row)
+            row.check(repaired(path), "the disk cannot be mounted again")
+            server.start()
+            row.check(same(server, wanted), "on the repaired disk an answer differs")
+            row.check(records_of(server) >= before, f"{records_of(server)} records instead of {before}")
+            names = {one["name"] for one in server.client.get("/admin/domains").json()["domains"]}
+            row.check(names == {"sql", "python"}, f"the domains are {sorted(names)}")
+        row.cases = ANSWERS
+    return row
+
+
+def _refused_start(server: Server, row: Row) -> None:
+    size = server.log.stat().st_size
+    try:
+        server.start()
+        row.check(False, "it was started on a read-only disk")
+        server.kill()
+    except RuntimeError:
+        said = server.log.read_text()[size:]
+        row.check("Traceback" not in said and "Error: " in said, f"it said {said[-200:]!r}")
 
 
 def same(server: Server, wanted: str) -> bool:

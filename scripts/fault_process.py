@@ -68,7 +68,9 @@ class Server:
         """Raises RuntimeError where it does not become ready."""
         began = time.monotonic()
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(self._command, stdout=log, stderr=log, env=self._environment)
+            self.process = subprocess.Popen(
+                self._command, stdout=log, stderr=log, env=self._environment, cwd=self.log.parent
+            )
         while time.monotonic() - began < START_SECONDS and self.process.poll() is None:
             url = self._url()
             if url is not None:

@@ -72,8 +72,9 @@ def restore_backup(
     """Make `home` of a backup, without the files named in `leave_out`; returns what the backup holds.
 
     `finish` gets the folder and what the backup holds before the folder becomes the home, so that what it
-    adds is there from the home's first moment on. Raises InvalidRequest where `home` is there and not empty, StorageError for a file that is no whole
-    backup, and OSError; there is no home then that was not there before.
+    adds is there from the home's first moment on. Raises InvalidRequest where `home` is there and not empty,
+    StorageError for a file that is no whole backup, and OSError; there is no home then that was not there
+    before.
     """
     if home.exists() and (not home.is_dir() or any(home.iterdir())):
         raise InvalidRequest(f"{home} is not empty; restore into a new folder.")

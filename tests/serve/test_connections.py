@@ -237,13 +237,16 @@ def test_a_crowd_that_does_nothing_keeps_nobody_out(
 def test_who_drips_is_waited_for_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A byte now and then makes nobody young again."""
     monkeypatch.setattr(protocol, "LEAST_WAIT", 0.5)
-    with served(tmp_path, max_connections=1, header_timeout=60) as found:
-        with socket.create_connection(found.address, timeout=30) as slow, suppress(OSError):
+    with (
+        served(tmp_path, max_connections=1, header_timeout=60) as found,
+        socket.create_connection(found.address, timeout=30) as slow,
+    ):
+        with suppress(OSError):
             for letter in b"GET /v1/mod":
                 slow.sendall(bytes([letter]))
                 time.sleep(0.1)
-            with found.client() as client:
-                assert client.get("/v1/models").status_code == 200
+        with found.client() as client:
+            assert client.get("/v1/models").status_code == 200
 
 
 def test_who_is_served_keeps_his_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

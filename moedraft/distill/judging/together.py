@@ -47,6 +47,7 @@ LARGEST_SHARE = 4.0  # of the traffic that a record may stand for, in those of a
 BELOW = "The domain stands below the draft without any adapter"
 # The domain's expert as trained, as it was, no expert above the shared adapter, or no adapter at all.
 Kind = Literal["new", "old", "none", "base"]
+KINDS: tuple[Kind, ...] = ("new", "old", "none", "base")  # in the order in which they are wanted
 
 
 @dataclass(frozen=True)
@@ -63,18 +64,11 @@ class Options:
 
     def kinds(self) -> list[Kind]:
         """What the domain can have, in the order in which it is wanted."""
-        found: list[tuple[Kind, Measured | None]] = [
-            ("new", self.new),
-            ("old", self.old),
-            ("none", self.none),
-            ("base", self.base),
-        ]
-        return [kind for kind, measured in found if measured is not None]
+        return [kind for kind in KINDS if getattr(self, kind) is not None]
 
     def of(self, kind: Kind) -> Measured:
         """The figures of `kind` or, where there is no such expert, of what the domain would have instead."""
-        found = {"new": self.new, "old": None, "none": self.none, "base": self.base}[kind]
-        return found or self.old
+        return {"new": self.new, "old": None, "none": self.none, "base": self.base}[kind] or self.old
 
 
 @dataclass(frozen=True)
@@ -175,8 +169,7 @@ def _whole(
 def _prospects(domains: Mapping[str, Options]) -> dict[str, dict[Kind, Prospect]]:
     """By domain and kind of expert, in the order in which they are wanted."""
     found: dict[str, dict[Kind, Prospect]] = {name: {} for name in domains}
-    kinds: tuple[Kind, ...] = ("new", "old", "none", "base")
-    for kind in kinds:
+    for kind in KINDS:
         afters = [options.of(kind) for options in domains.values()]
         gains = estimates([options.before for options in domains.values()], afters)
         statics = estimates([options.static or options.before for options in domains.values()], afters)
@@ -187,15 +180,19 @@ def _prospects(domains: Mapping[str, Options]) -> dict[str, dict[Kind, Prospect]
 
 
 def _choice(options: Options, prospects: Mapping[Kind, Prospect]) -> Choice:
-    """The first that will do; otherwise that with the greatest gain."""
+    """The first that will do; otherwise that with the greatest gain, or the base where that surely harms."""
     first = next(iter(prospects))
-    wanted = [kind for kind, prospect in prospects.items() if not _will_not_do(prospect)]
+    adapted: list[Kind] = [kind for kind in prospects if kind != "base"]
+    wanted = [kind for kind in adapted if not _will_not_do(prospects[kind])]
     if wanted and wanted[0] == "new" and _old_is_better(options):
         wanted = [kind for kind in wanted if kind != "new"] or wanted
-    best = wanted[0] if wanted else max(prospects, key=lambda kind: prospects[kind].gain.gain)
+    best: Kind = wanted[0] if wanted else max(adapted, key=lambda kind: prospects[kind].gain.gain)
+    if "base" in prospects and not wanted and (prospects[best].surely_harms or prospects[best].below_static):
+        best = "base"
     counted = best if prospects[first].surely_harms else first
     falls = prospects[best].below_static and not _stands_below(options)
-    return Choice(best, counted, stops=not wanted and (prospects[best].surely_harms or falls))
+    stops = best != "base" and not wanted and (prospects[best].surely_harms or falls)
+    return Choice(best, counted, stops)
 
 
 def _will_not_do(prospect: Prospect) -> bool:
