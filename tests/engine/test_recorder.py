@@ -17,7 +17,7 @@ from moedraft.drafting.lora import ExpertBank
 from moedraft.learning_state import paused
 from moedraft.storage.store import Store
 from moedraft.system.loader import AdapterLoader
-from moedraft.system.recorder import LEARNING, Recorder, script_of, size_of
+from moedraft.system.recorder import LEARNING, Recorder, replay_record, script_of, size_of
 
 from random_models import random_model
 
@@ -51,6 +51,15 @@ def test_aborted_and_empty_requests_leave_nothing(store: Store) -> None:
     assert store.requests.summary() == {}
     recorder(sequence("length", 3))
     assert store.requests.summary()[SHARED].tokens == 3
+
+
+def test_a_record_tells_whose_text_it_is_and_who_drafted(store: Store) -> None:
+    """Evidence may have given a request of a domain to the shared draft; the domain still learns from it."""
+    made = sequence("stop", 1)
+    made.routed, made.expert = "sql", SHARED
+    made.captured = [SimpleNamespace(top=lambda: (torch.zeros(1, 2).long(), torch.zeros(1, 2)))]
+    record = replay_record(made, "t")
+    assert (record.domain, record.expert) == ("sql", SHARED)
 
 
 # -- beside the engine ---------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from moedraft.serve.worker.worker import Snapshot
 from moedraft.speculation import SpeculationStats
 from moedraft.storage.keys import KeyFile
 from moedraft.storage.store import Store
+from moedraft.system.suggest import Suggestion, Suggestions
 
 HOSTILE = '<img src=x onerror="window.hacked=1">{{7*7}}${window.hacked=2}`'
 SERVING = Snapshot(
@@ -75,6 +76,14 @@ WAITING = TrainerState(
 class FakeWorker:
     now: Snapshot = SERVING
     asked: list[str] = field(default_factory=list)
+
+    @property
+    def search(self) -> FakeWorker:
+        return self
+
+    async def suggestions(self) -> Suggestions:
+        found = Suggestion("court-clause", (f"{HOSTILE} court", "a clause"), 12, 14, 0.25, 0.5)
+        return Suggestions(40, 0.5, True, (found,))
 
     def snapshot(self) -> Snapshot:
         return self.now

@@ -325,6 +325,13 @@ def test_a_prompt_to_try(served: Site, visit: Visit) -> None:
     assert served.worker.asked[-2:] == ["SELECT 1", "what is love?"]
 
 
+def test_a_button_looks_for_domains(served: Site, visit: Visit) -> None:
+    page = visit(served, "router")
+    page.get_by_text("Look for domains").click()
+    expect(page.locator('[data-figure="suggestion"]')).to_have_text("court-clause")
+    expect(page.get_by_text("moedraft domain register court-clause")).to_be_visible()
+
+
 def test_light_and_dark(served: Site, visit: Visit) -> None:
     def paper(page: Page) -> str:
         return str(page.evaluate("getComputedStyle(document.body).backgroundColor"))
