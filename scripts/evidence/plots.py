@@ -35,12 +35,11 @@ Draw = Callable[[Any, Runs, str], None]
 def draw_all(runs: Runs, folder: Path) -> list[str]:
     """The names of the pictures that there were runs for."""
     patterns = [name for name in runs.patterns() if not name.startswith(ONLY)]
-    made = []
-    for name, draw in (("curves", curves), ("gains", gains), ("domains", domains)):
-        if patterns:
-            panels(runs, patterns, draw, folder / f"{name}.png")
-            made.append(name)
-    return made
+    learned = any(name != STATIC for _, name in runs.by_name)
+    drawn = {"curves": curves, "gains": gains, "domains": domains} if learned else {}
+    for name, draw in drawn.items() if patterns else ():
+        panels(runs, patterns, draw, folder / f"{name}.png")
+    return list(drawn) if patterns else []
 
 
 def panels(runs: Runs, patterns: Sequence[str], draw: Draw, path: Path) -> None:

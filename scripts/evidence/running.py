@@ -81,7 +81,7 @@ class Run:
         self.trainer.seed = 1000 * seed
         self.measure = JointMeasure(self.trainer, DEPTH)
         self.own_measure = self.trainer.measure  # for its log: no decision rests on it, see `learn`
-        judge = Judge(self.measure, store) if arrangement.gate else None
+        judge = Judge(self.measure, store, base_serves=True) if arrangement.gate else None
         self.loop = JointLoop(self.trainer, store, HomeOutlet(store), 1, judge)
 
     def owner(self, served: Served) -> str:
@@ -124,6 +124,8 @@ class Run:
     def _counts(self, owner: str, records: list[ReplayRecord]) -> list[list[int]]:
         """As `counts`, of one owner. What nothing has changed is measured once for all runs."""
         loaded = {name: self.store.adapters.load_live(name, BASE) for name in {SHARED, owner}}
+        if owner in self.store.registry.unadapted():  # the base alone drafts for it
+            loaded = dict.fromkeys(loaded)
         serving = {name: one[1] if one else None for name, one in loaded.items()}
         known = {} if any(loaded.values()) else self.bench.untrained
         missing = [record for record in records if tuple(record.token_ids) not in known]
