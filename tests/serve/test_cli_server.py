@@ -326,7 +326,7 @@ def test_a_server_whose_engine_has_died_ends_with_an_error(
 
     monkeypatch.setattr(system.engine, "step", fatal)
     settings = load_settings(home=home, port=0, learning=False, dashboard=False)
-    with pytest.raises(EngineEnded, match="thread has ended: SystemExit"):
+    with pytest.raises(EngineEnded, match=r"thread has ended \(SystemExit"):
         serve(settings, lambda url: threading.Thread(target=ask, args=(url,)).start())
     wait_for(lambda: answers)
     check_error(answers[0], 503)

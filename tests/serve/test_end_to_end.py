@@ -789,7 +789,8 @@ def test_the_router_says_the_same_again(stage: Stage, client: httpx.Client) -> N
     routes = client.post("/admin/route", json={"texts": texts}).json()["routes"]
     assert [route["domain"] for route in routes] == [one.expert for one in asked]
     kept = sorted(row.confidence or 0 for row in stage.routed)
-    assert kept == pytest.approx(sorted(route["confidence"] for route in routes), rel=1e-3)
+    # Embedded with other texts beside it, a text comes out a little different (rounding of the matrix products).
+    assert kept == pytest.approx(sorted(route["confidence"] for route in routes), abs=5e-3)
 
 
 def test_a_hostile_prompt_tried(stage: Stage, tabs: Tabs, client: httpx.Client) -> None:
@@ -866,7 +867,7 @@ def _cell(key: str, text: str) -> Any:
 @pytest.mark.parametrize("name", PAGES)
 def test_files_say_the_same(stage: Stage, tabs: Tabs, name: str) -> None:
     page, shown = tabs.page(PAGES[name]), tabs.see(PAGES[name]).panels
-    assert set(shown) - {"state", "try"} == set(FILES[name])
+    assert set(shown) - {"state", "try", "suggestions"} == set(FILES[name])
     for panel in FILES[name]:
         written = download(page, panel)
         assert written

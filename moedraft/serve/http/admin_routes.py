@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Path, Query, Request
 from pydantic import Field
 
+from moedraft.cpu.threads import compute_alone
 from moedraft.insight import inventory
 from moedraft.serve.http.body import StrictRoute
 from moedraft.serve.http.context import ServerContext, context_of
@@ -27,6 +29,8 @@ from moedraft.system.suggest import suggestions_data
 
 MOST_EXAMPLES = 10_000
 MOST_TEXTS = 16  # texts in one request at most, since seeded requests wait while they are routed
+# Registering embeds the examples; a thread that has computed with a team of its own would slow down the engine.
+CHANGES = ThreadPoolExecutor(1, "admin-changes", initializer=compute_alone)
 T = TypeVar("T")
 Name = Annotated[str, Path(max_length=256)]
 Data = dict[str, Any]
@@ -204,7 +208,7 @@ async def _change(context: ServerContext, work: Callable[[], T]) -> T:
     """Do `work` in a thread, one change at a time, and have the engine load the result."""
     async with context.changes:
         try:
-            return await asyncio.to_thread(work)
+            return await asyncio.get_running_loop().run_in_executor(CHANGES, work)
         finally:
             await context.worker.call(_take_in)
 
