@@ -87,7 +87,7 @@ def crowd(server: Server, connections: int, kind: str, first: bytes, drip: bytes
     row.figures = (
         f"slowest pair of probes {slowest:.2f} s; answers of others {median(calm):.2f} s in the median"
     )
-    row.figures += f" before, {median(others):.2f} s meanwhile"
+    row.figures += f" before, {median(others or [REFUSED]):.2f} s meanwhile"
     return row
 
 

@@ -3,7 +3,7 @@
 
     python scripts/licences.py
 
-Reads what packages say of themselves. Fetches nothing, and knows of no holes; `pip-audit` does.
+Reads what packages say of themselves. Fetches nothing, and knows of no holes; `scripts/audit` asks for them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,13 @@ HEAD = (
     "What moedraft needs to run (`moedraft[serve,triton]`), directly and through others, in the versions "
     "that its tests last ran with, and under which licences. Written by `scripts/licences.py` from what each "
     "package says of itself; the ranges that are allowed are in `pyproject.toml`.\n\n"
-    "No list of known holes is kept here: it would be old on the day it is written. To ask for the holes of "
-    "what you have installed:\n\n"
-    "    pip install pip-audit\n    pip-audit\n\n"
+    "No list of known holes is kept here: it would be old on the day it is written. It has to be fetched, so "
+    "this needs the network:\n\n"
+    "    ./scripts/audit\n\n"
+    "asks pip-audit about every package in `.venv` by name and version. Where the list cannot be fetched, "
+    "pip-audit by itself leaves packages out and then says that no holes are known; the command counts what "
+    "was left out, and ends with 2 where that is more than half. On the machine on which this table was "
+    "written the list could not be fetched, so no version below was checked for known holes.\n\n"
     "| package | version | licence | needed by |\n|---|---|---|---|\n"
 )
 

@@ -32,9 +32,15 @@ from moedraft.storage.store import Store
 LOOK_SECONDS = 0.5  # between two looks for something to do
 HEARTBEAT = 1.0  # s between two messages at least, while this process is awake
 LONGEST_REST = 60.0  # s after updates that failed
+# In the reason for which an update failed: memory was refused, by Python, PyTorch, CUDA, or the C++ library.
+NO_MEMORY = ("MemoryError", "OutOfMemoryError", "can't allocate memory", "bad_alloc")
 GRACE = 2.0  # s to end by itself once the server is gone
 
 log = logging.getLogger(__name__)
+
+
+class OutOfMemory(MoedraftError):
+    """This process can get no more memory; a new one begins with little."""
 
 
 @dataclass
@@ -66,6 +72,7 @@ class Process:
         self.loop.run_once(expert, on_step=lambda step, loss: self._between(expert, step, loss))
         self.failures = self.failures + 1 if self.loop.state.is_paused else 0
         if self.failures:
+            _check_memory(self.loop.last_fault)
             self._rest(min(LONGEST_REST, 2.0**self.failures))
 
     def _between(self, expert: str, step: int, loss: float | None) -> None:
@@ -120,6 +127,12 @@ class Process:
         if report != self.said or now - self.said_at >= HEARTBEAT:
             self.link.send(report)
             self.said, self.said_at = report, now
+
+
+def _check_memory(fault: str) -> None:
+    """Raises OutOfMemory where that is why an update failed."""
+    if any(words in fault for words in NO_MEMORY):
+        raise OutOfMemory("An update found no memory; a new process will try again.")
 
 
 def work(link: ServerLink) -> None:

@@ -33,7 +33,7 @@ from moedraft.distill.messages import (
     from_trainer,
 )
 from moedraft.distill.outlet import HomeOutlet
-from moedraft.distill.process import Process
+from moedraft.distill.process import OutOfMemory, Process
 from moedraft.distill.trainer import Trainer
 from moedraft.learning_state import NO_RECORDS, LearningKind
 from moedraft.storage.store import Store
@@ -50,6 +50,7 @@ class Parent:
     from_process: Any
     thread: threading.Thread | None = None
     refuse: str = ""
+    ended_by: str = ""
 
     def __post_init__(self) -> None:
         self.heard: list[Message] = []
@@ -121,6 +122,8 @@ def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Parent]:
             Process(settings, store, loop, link).run()
         except SystemExit:
             pass
+        except OutOfMemory as error:
+            one.ended_by = str(error)
         finally:
             store.close()
             ends[1].close()
@@ -342,3 +345,24 @@ def test_a_home_that_fails_is_waited_for(parent: Parent, monkeypatch: pytest.Mon
         patch.setattr("moedraft.distill.loop.news", broken)
         parent.hear_until(is_state(error="The home is gone."))
     parent.hear_until(is_learned)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 8 bytes")],
+)
+def test_a_process_that_finds_no_memory_ends_for_a_new_one(
+    parent: Parent, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """By itself it would try again for ever with the memory that it has lost or may not have."""
+
+    def train(*arguments: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Trainer, "update", train)
+    parent.load()
+    begin(parent)
+    assert parent.thread is not None
+    parent.thread.join(20)
+    assert not parent.thread.is_alive()
+    assert "no memory" in parent.ended_by

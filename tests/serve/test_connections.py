@@ -213,6 +213,7 @@ IDLERS = {
     "half the body": POST + b"content-length: 1000\r\n\r\n{",
     "a request now and then": b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n",
     "unread answers": LONG * 200,
+    "thousands of requests at once": b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n" * 5000,
 }
 
 
@@ -247,6 +248,25 @@ def test_who_drips_is_waited_for_all_the_same(tmp_path: Path, monkeypatch: pytes
                 time.sleep(0.1)
         with found.client() as client:
             assert client.get("/v1/models").status_code == 200
+
+
+def test_requests_sent_too_early_leave_time_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each waits longer the more connections there are; all are answered in their order."""
+    monkeypatch.setattr(protocol, "PIPELINE_PAUSE", 0.05)
+    paths = ("/health", "/version", "/nowhere", "/ready")
+    requests = [f"GET {path} HTTP/1.1\r\nhost: 127.0.0.1\r\n" for path in paths]
+    with (
+        served(tmp_path) as found,
+        socket.create_connection(found.address, timeout=30),
+        socket.create_connection(found.address, timeout=30) as asking,
+    ):
+        began = time.monotonic()
+        asking.sendall(("\r\n".join(requests) + "connection: close\r\n\r\n").encode())
+        said = read_all(asking)
+        assert time.monotonic() - began >= 3 * 2 * 0.05
+        assert [status_of(b"HTTP" + one) for one in said.split(b"HTTP")[1:]] == [200, 200, 404, 200]
 
 
 def test_who_is_served_keeps_his_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

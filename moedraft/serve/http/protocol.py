@@ -7,6 +7,9 @@ When `max_connections` are open, a new one takes the place of the one for whose 
 longest: for a request, for the rest of one, or for a reader. So a crowd that does nothing keeps nobody out.
 While no client has been waited for so long, PLACES more are accepted, on which only health probes are
 answered: otherwise an orchestrator would restart a server just because it is full.
+
+A request that was sent before the answer to the one before it waits PIPELINE_PAUSE for each open connection,
+so that those who send hundreds at once leave most of the event loop to others.
 """
 
 from __future__ import annotations
@@ -33,6 +36,8 @@ LARGEST_HEAD = 32 * 1024  # bytes that a request's headers may have
 LEAST_TAKEN = 16 * 1024  # bytes of an answer that a client must read in `send_timeout` seconds
 PLACES = 16  # connections beyond `max_connections` that are kept open for probes
 LEAST_WAIT = 2.0  # seconds that the server waits for a client before another may take its place
+PIPELINE_PAUSE = 0.002  # seconds, times open connections: 500 such requests a second at most, all together
+LONGEST_PAUSE = 2.0  # seconds
 AT_THE_DOOR = 1.0  # seconds that such a connection gets for its headers, and for the rest of its body
 PROBES = ("/health", "/ready")
 FULL = "Too many connections are open; try again in 1 s."
@@ -49,6 +54,8 @@ class PatientProtocol(H11Protocol):
     idle: dict[PatientProtocol, float]  # those whose client is waited for, and since when, longest first
     _headers: asyncio.TimerHandle | None = None  # runs while headers are awaited
     _reader: asyncio.TimerHandle | None = None  # runs while the client does not read the answer
+    _pause: asyncio.TimerHandle | None = None  # runs before a request that was sent too early
+    _hurries = False  # the last request was there before the answer to the one before it was complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -74,12 +81,30 @@ class PatientProtocol(H11Protocol):
         else:
             super().handle_websocket_upgrade(event)
 
+    def handle_events(self) -> None:
+        if self._pause is None:
+            super().handle_events()
+
     def on_response_complete(self) -> None:
+        self._hurries = bool(self.conn.trailing_data[0])
+        if self._hurries:
+            seconds = min(LONGEST_PAUSE, PIPELINE_PAUSE * len(self.connections))
+            self._pause = self.loop.call_later(seconds, self._go_on)
         super().on_response_complete()
+        if self._pause is not None:
+            self.flow.pause_reading()
         if self.conn.their_state is h11.SEND_BODY and self.cycle.response_complete:
             self.transport.abort()  # `RestOfBody` has already dropped as many bytes as it accepts
         self._end_in_time()
         self._note_idle()
+
+    def _go_on(self) -> None:
+        """Handle what has waited for PIPELINE_PAUSE."""
+        self._pause = None
+        if not self.transport.is_closing():
+            self._stop_headers()
+            self.flow.resume_reading()
+            self.handle_events()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -103,6 +128,8 @@ class PatientProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_headers()
         self._stop_reader()
+        if self._pause is not None:
+            self._pause.cancel()
         self.door.pop(self, None)
         super().connection_lost(exc)
         self.idle.pop(self, None)
@@ -129,8 +156,11 @@ class PatientProtocol(H11Protocol):
         self._end_in_time()
 
     def _note_idle(self) -> None:
-        """Note whether the server waits for this client now, and since when it has done so."""
-        waits = self.flow.write_paused or self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+        """Note whether the server waits for this client now, and since when it has done so.
+
+        Who sends requests before the answers has no right to a place either.
+        """
+        waits = self.flow.write_paused or self._hurries or self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
         if not waits or self in self.door:
             self.idle.pop(self, None)
         else:
