@@ -789,7 +789,7 @@ def test_the_router_says_the_same_again(stage: Stage, client: httpx.Client) -> N
     routes = client.post("/admin/route", json={"texts": texts}).json()["routes"]
     assert [route["domain"] for route in routes] == [one.expert for one in asked]
     kept = sorted(row.confidence or 0 for row in stage.routed)
-    # Embedded with other texts beside it, a text comes out a little different (rounding of the matrix products).
+    # Embedded with other texts beside it, a text comes out a little different: matrix products round.
     assert kept == pytest.approx(sorted(route["confidence"] for route in routes), abs=5e-3)
 
 
