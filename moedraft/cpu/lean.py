@@ -48,24 +48,29 @@ class Packing:
     shape: tuple[int, int]
     real: torch.Tensor | None  # int64 [N]: the places of the real tokens among all B · T
 
+    tokens: torch.Tensor | None = None  # int64 [B · T]: the real token in each place
+
     @classmethod
     def of(cls, token_ids: torch.Tensor, lengths: list[int] | None) -> Packing:
         batch, width = token_ids.shape
         if lengths is None or sum(lengths) > FULL * batch * width:
             return cls((batch, width), None)
-        places = [row * width + i for row, length in enumerate(lengths) for i in range(length)]
-        return cls((batch, width), torch.tensor(places, device=token_ids.device))
+        places: list[int] = []
+        tokens: list[int] = []
+        for row, wanted in enumerate(lengths):
+            length = max(wanted, 1)
+            tokens += range(len(places), len(places) + length)
+            tokens += tokens[-1:] * (width - length)  # no other row's numbers, which may be none
+            places += range(row * width, row * width + length)
+        device = token_ids.device
+        return cls((batch, width), torch.tensor(places, device=device), torch.tensor(tokens, device=device))
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self.real is None else x.flatten(0, 1)[self.real]
+        return x if self.real is None else x.flatten(0, 1).index_select(0, self.real)
 
     def pad(self, x: torch.Tensor) -> torch.Tensor:
-        """The inverse of `pack`; padding becomes 0."""
-        if self.real is None:
-            return x
-        batch, width = self.shape
-        flat = x.new_zeros(batch * width, *x.shape[1:]).index_copy_(0, self.real, x)
-        return flat.view(batch, width, *x.shape[1:])
+        """The inverse of `pack`; padding becomes a copy of the row's last token."""
+        return x if self.tokens is None else x.index_select(0, self.tokens).view(*self.shape, *x.shape[1:])
 
 
 @dataclass(frozen=True)
