@@ -133,6 +133,7 @@ class Sequence:
     capture: bool = False  # may be learned from
     counted: bool = True  # its statistics are kept when it ends
     draft: bool = True  # False: plain decoding
+    asked: bool = False  # the selector was asked for its expert, and has answered or will
     slot: int = -1  # row in both caches; -1 while waiting
     target_cached: int = 0  # leading tokens whose keys and values the target's cache holds
     draft_cached: int = 0  # the same for the draft's cache

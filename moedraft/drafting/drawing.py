@@ -97,7 +97,8 @@ def draw(
     temperature = 0.0 if sampling.greedy else sampling.temperature
     choose = sample_coupled if sampling.coupled else sample_draft
     drawn, lse = choose(logits, temperature, sampling.seed, where)
-    top = logits.amax(-1).float()
-    if not sampling.greedy:
-        top = top / torch.where(sampling.temperature > 0, sampling.temperature, 1.0)
+    if sampling.greedy:
+        top = logits.gather(1, drawn[:, None])[:, 0].float()
+    else:
+        top = logits.amax(-1).float() / torch.where(sampling.temperature > 0, sampling.temperature, 1.0)
     return drawn, lse, (top - lse).exp().tolist()

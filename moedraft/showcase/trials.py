@@ -63,11 +63,11 @@ class Contest:
         self.budgets: dict[str, Budget] = {}
 
     def run_batches(self, warm_up: list[Query], on_prompt: OnPrompt = lambda done: None) -> Trials:
-        """Full batches, twice as many prompts at a time as the engine decodes at once; then first guesses.
+        """Full batches, of three times as many prompts as the engine decodes at once; then first guesses.
 
         `warm_up`: prompts that are answered first and not measured.
         """
-        size = 2 * self.system.settings.max_batch_size
+        size = 3 * self.system.settings.max_batch_size
         self._warm_up(warm_up, len(warm_up))
         for number, first in enumerate(range(0, len(self.trials.queries), size)):
             queries = self.trials.queries[first : first + size]

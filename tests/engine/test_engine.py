@@ -399,3 +399,22 @@ def test_who_listened_is_forgotten(aborted: bool) -> None:
     del box
     gc.collect()
     assert listener() is None
+
+
+class Asked(FixedSelector):
+    """Remembers for which prompts it was asked at once, and gives all of them the same expert."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[list[int]]] = []
+
+    def assign(self, sequences: list[Sequence]) -> None:
+        self.calls.append([row.token_ids[: row.num_prompt_tokens] for row in sequences])
+
+
+def test_the_prompts_of_a_queue_are_routed_together_and_each_once() -> None:
+    asked = Asked()
+    one = Engine(TinyLM(random_table(VOCAB, 1)), NumberTokenizer(), None, asked, max_batch_size=3)
+    prompts = [[5, i % VOCAB] for i in range(11)]
+    one.generate(prompts, [SamplingParams(max_tokens=2 + i % 4) for i in range(11)])
+    assert [prompt for call in asked.calls for prompt in call] == prompts  # in their order, none twice
+    assert [len(call) for call in asked.calls] == [6, 4, 1]
