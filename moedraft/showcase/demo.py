@@ -97,7 +97,7 @@ class Demo:
 
     def _measure(self) -> Trials:
         contest = Contest(self.system, self.prompts.heldout)
-        self._begin("held-out prompts in full batches, three systems in turns")
+        self._begin("held-out prompts in a queue, eight at a time, three systems in turns")
         contest.run_batches(self.prompts.stream[-16:])
         self._begin("held-out prompts one at a time, three systems in turns")
         return contest.run(self.prompts.stream[-3:], ALONE_SECONDS)

@@ -37,8 +37,8 @@ class Trials:
 
     queries: list[Query]
     alone: dict[str, list[Trial]] = field(default_factory=dict)  # by system, one prompt at a time
-    together: dict[str, list[list[int]]] = field(default_factory=dict)  # answers of a full batch
-    seconds: dict[str, float] = field(default_factory=dict)  # that the full batches took together
+    together: dict[str, list[list[int]]] = field(default_factory=dict)  # answers of the queue, twice
+    seconds: dict[str, float] = field(default_factory=dict)  # that this took
     guessed: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # first guesses: right, all
 
     @property
@@ -63,24 +63,25 @@ class Contest:
         self.budgets: dict[str, Budget] = {}
 
     def run_batches(self, warm_up: list[Query], on_prompt: OnPrompt = lambda done: None) -> Trials:
-        """Full batches, of three times as many prompts as the engine decodes at once; then first guesses.
+        """All prompts in one queue, so that batches are full until its end; then first guesses.
 
-        `warm_up`: prompts that are answered first and not measured.
+        Each system answers the queue twice, the second time in the opposite order of systems, so that a
+        machine that becomes slower or faster meanwhile favours none. `warm_up`: prompts that are answered
+        first and not measured.
         """
-        size = 3 * self.system.settings.max_batch_size
+        trials, queries = self.trials, self.trials.queries
         self._warm_up(warm_up, len(warm_up))
-        for number, first in enumerate(range(0, len(self.trials.queries), size)):
-            queries = self.trials.queries[first : first + size]
-            for name in in_rotation(number):
+        trials.seconds = dict.fromkeys(SYSTEMS, 0.0)
+        for order in (SYSTEMS, SYSTEMS[::-1]):
+            for name in order:
                 began = time.perf_counter()
                 outputs = self._answer(name, queries)
-                seconds = time.perf_counter() - began
-                self.trials.seconds[name] = self.trials.seconds.get(name, 0.0) + seconds
-                self.trials.together.setdefault(name, []).extend(o.token_ids for o in outputs)
-            for query, answer in zip(queries, self.trials.together[PLAIN][first:], strict=True):
-                self._guess(query, answer)
-            on_prompt(first + len(queries))
-        return self.trials
+                trials.seconds[name] += time.perf_counter() - began
+                trials.together.setdefault(name, []).extend(output.token_ids for output in outputs)
+        for done, (query, answer) in enumerate(zip(queries, trials.together[PLAIN], strict=False), 1):
+            self._guess(query, answer)
+            on_prompt(done)
+        return trials
 
     def run(self, warm_up: list[Query], seconds: float, on_prompt: OnPrompt = lambda done: None) -> Trials:
         """One prompt at a time. `warm_up`: prompts that are answered first and not measured.
