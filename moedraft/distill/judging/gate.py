@@ -26,8 +26,8 @@ Shares = NDArray[np.float64]
 SURE = 0.9  # probability of a gain that a promotion needs; with 1 − SURE or less a candidate is thrown away
 FEW = 4  # with fewer records the training objective decides
 MOST_KEPT = 3  # candidates in a row that may be trained on without being published …
-LONGEST_KEPT = 9  # … and where a gain is at least LIKELY, so that only records are missing
-LIKELY = 0.75
+LONGEST_KEPT = 9  # … and where a gain is LIKELY, so that only records are missing
+LIKELY = 0.5  # beyond it a gain is likelier than a loss
 CONFIRMED = 0.95  # probability that right tokens became more probable; a gain that is LIKELY goes then
 DRAWS = 1000
 SEED = 0  # of the bootstrap, so that the same figures always get the same answer
@@ -146,7 +146,7 @@ def _decision(found: Verdict, before: float | None, after: float | None) -> Gate
     if found.records < FEW:
         improved = before is not None and after is not None and after < before
         return "promote" if improved and found.gain >= 0 else "keep"
-    confirmed = found.better >= LIKELY and found.witness is not None and found.witness >= CONFIRMED
+    confirmed = found.better > LIKELY and found.witness is not None and found.witness >= CONFIRMED
     if (found.better >= SURE or confirmed) and found.gain > 0:
         return "promote"
     return "discard" if found.better <= 1 - SURE else "keep"
@@ -154,6 +154,6 @@ def _decision(found: Verdict, before: float | None, after: float | None) -> Gate
 
 def bounded(found: Verdict, kept: int) -> Verdict:
     """Nothing is trained on for ever."""
-    most = LONGEST_KEPT if found.better >= LIKELY else MOST_KEPT
+    most = LONGEST_KEPT if found.better > LIKELY else MOST_KEPT
     worn_out = found.decision == "keep" and kept >= most
     return replace(found, decision="discard") if worn_out else found
