@@ -25,7 +25,7 @@ Shares = NDArray[np.float64]
 
 SURE = 0.9  # probability of a gain that a promotion needs; with 1 − SURE or less a candidate is thrown away
 FEW = 4  # with fewer records the training objective decides
-MOST_KEPT = 3  # candidates in a row that may be trained on without being published …
+MOST_KEPT = 6  # candidates in a row that may be trained on without being published …
 LONGEST_KEPT = 9  # … and where a gain is LIKELY, so that only records are missing
 LIKELY = 0.5  # beyond it a gain is likelier than a loss
 CONFIRMED = 0.95  # probability that right tokens became more probable; a gain that is LIKELY goes then
