@@ -2,7 +2,7 @@
 
 Such an update is one candidate for everybody. All held-out records are looked at together, each standing for
 a part of the traffic (`gate.decide`). If the whole is better, all of it is published, except for domains with
-evidence of harm. What one domain gains is estimated with a look at all domains (`shrinkage`): three records of
+evidence of harm. What one domain gains is estimated with a look at all (`shrinkage`): three records of
 its own prove little. A domain that is left out keeps its expert, or gets none, above the new shared adapter.
 If a domain would almost surely be worse off with any of these, nothing is published.
 
