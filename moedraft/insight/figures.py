@@ -78,7 +78,7 @@ def sources(requests: Requests, grid: Grid) -> Table:
 
 
 def progress(requests: Requests, expert: str, grid: Grid) -> Table:
-    """One expert in each step, with a mark where its adapter version changed.
+    """One expert's figures in each step, with a mark where its adapter version changed.
 
     Tokens and steps are those of its own traffic, guesses and drafts those that it made itself.
     """

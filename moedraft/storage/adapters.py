@@ -89,7 +89,7 @@ class AdapterStore:
     def publish_together(
         self, candidates: Sequence[Candidate], untrained: Mapping[str, int] | None = None
     ) -> list[AdapterVersion]:
-        """As `publish`, of all these candidates or of none: they become live in one transaction.
+        """As `publish`, for all these candidates or for none: they become live in one transaction.
 
         untrained: experts that are reset to no version in the same step, with the live version of each.
         """

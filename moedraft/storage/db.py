@@ -94,7 +94,7 @@ class Home:
 
     @contextmanager
     def write(self, *, durable: bool = False) -> Iterator[Connection]:
-        """One transaction; others wait. It survives the end of this process, `durable` ones a power cut too.
+        """One transaction; others wait. It outlives the end of this process, and a `durable` one a power cut.
 
         Without `durable` a power cut may lose the last transactions, but never damages the file. Raises
         StorageFull or StorageError; nothing was changed then.

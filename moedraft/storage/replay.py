@@ -106,7 +106,7 @@ class ReplayBuffer:
         return self._fetched(draw(held, n, Random(seed)))
 
     def sample_stratified(self, n: int, seed: int, target_id: str | None = None) -> Iterator[ReplayRecord]:
-        """As `sample` of all, with equal shares of the domains. Small domains give all they have."""
+        """As `sample` of all domains, with equal shares. Small domains give all they have."""
         random, chosen = Random(seed), list[int]()
         held = self._held(None, target_id)
         for domain, share in even_shares({name: len(held[name]) for name in held}, n).items():

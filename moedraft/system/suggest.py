@@ -122,7 +122,7 @@ def names_of(groups: list[list[str]], taken: Collection[str]) -> list[str]:
 
 
 def suggestions_data(found: Suggestions, *, texts: bool, every_prompt: bool = False) -> dict[str, Any]:
-    """As plain data. texts: whether the reader may see prompts; every_prompt: all of them, not cut."""
+    """The suggestions as plain data. texts: whether prompts may be seen; every_prompt: all, not cut."""
     return {
         "looked_at": found.looked_at,
         "unknown_share": found.unknown,

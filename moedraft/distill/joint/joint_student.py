@@ -177,7 +177,7 @@ class JointStudent:
         return self.draft.logits(hidden)
 
     def guesses(self, hidden: torch.Tensor, owners: list[str], counts: list[int]) -> Iterator[Guesses]:
-        """As `logits`, expert by expert, each over its own list alone."""
+        """As `logits`, but one result for each expert, over the tokens of its own list alone."""
         first = 0
         for name, group in groupby(zip(owners, counts, strict=True), key=lambda pair: pair[0]):
             count = sum(number for _, number in group)

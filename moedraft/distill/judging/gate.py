@@ -120,7 +120,7 @@ def decide(before: Measured, after: Measured, kept: int = 0, shares: Shares | No
 
 
 def joined(parts: list[Measured]) -> Measured:
-    """All their records together; the loss is the mean over them."""
+    """Join the figures of several sets of records; the loss is the mean over all records."""
     losses = [one.loss * one.records for one in parts if one.loss is not None]
     counts = np.concatenate([one.counts for one in parts]) if parts else np.zeros((0, 1, 2), np.int64)
     known = sum(one.records for one in parts if one.loss is not None)

@@ -167,7 +167,7 @@ def _whole(
 
 
 def _prospects(domains: Mapping[str, Options]) -> dict[str, dict[Kind, Prospect]]:
-    """By domain and kind of expert, in the order in which they are wanted."""
+    """The prospects by domain and kind of expert, in the order in which these are wanted."""
     found: dict[str, dict[Kind, Prospect]] = {name: {} for name in domains}
     for kind in KINDS:
         afters = [options.of(kind) for options in domains.values()]

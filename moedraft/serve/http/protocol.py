@@ -55,7 +55,7 @@ class PatientProtocol(H11Protocol):
     _headers: asyncio.TimerHandle | None = None  # runs while headers are awaited
     _reader: asyncio.TimerHandle | None = None  # runs while the client does not read the answer
     _pause: asyncio.TimerHandle | None = None  # runs before a request that was sent too early
-    _hurries = False  # the last request was there before the answer to the one before it was complete
+    _hurries = False  # the client sent a request before the answer to the one before it was complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
