@@ -220,7 +220,7 @@ def _show_live(live: dict[str, Any], as_json: bool) -> None:
 
 
 def _followed(expert: dict[str, Any]) -> str:
-    """What became of an expert that had been trained on a later shared adapter."""
+    """A sentence on what an expert that was trained on a later shared adapter does now."""
     name, before, now = expert["domain"], expert["before"], expert["version"]
     if expert["pinned"]:
         return f"{name}: stays at version {before}, which was trained on a later shared adapter: it is pinned"

@@ -65,7 +65,7 @@ def restore(
 
 
 def _keep_closed(folder: Path, made: dict[str, Any]) -> None:
-    """Where the old home had keys, no moment may come in which the new one would be open to everybody."""
+    """Make sure that the new home of one that had keys is never open to everybody, not for a moment."""
     from moedraft.storage.keys import KEYS_FILE, KeyFile
 
     if (made["note"] or {}).get("closed") and not (folder / KEYS_FILE).exists():

@@ -88,7 +88,7 @@ def _run(settings: Settings, requests: int | None, held_out: int | None, seconds
 
 
 def _checked(settings: Settings, out: Path | None) -> Settings:
-    """Raises InvalidRequest or OSError now, not after minutes, where home or `out` cannot be used."""
+    """The settings. Raises InvalidRequest if the home is there already, OSError if `out` cannot be made."""
     if not is_missing(settings):
         raise InvalidRequest(
             f"The demo needs a fresh home, and {settings.home} has one; name another folder."
@@ -99,7 +99,7 @@ def _checked(settings: Settings, out: Path | None) -> Settings:
 
 
 def on_real_model(settings: Settings) -> Settings:
-    """With SmolLM2 as the target, unless one was named or its package is not installed."""
+    """The settings with SmolLM2 as the target, unless one was named or its package is not installed."""
     from moedraft.gguf import INSTALL, SMOLLM2, find_smollm2
 
     if "target" in settings.model_fields_set:

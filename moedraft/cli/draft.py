@@ -1,4 +1,4 @@
-"""`moedraft draft`: bases that guess. `train` makes a feature drafter for a target, from prompts alone."""
+"""`moedraft draft`: draft bases. `train` makes a feature drafter for a target, from prompts alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(name="draft", help="Draft bases: train one for a target.", no_args_is_help=True)
 
-TRAINED = "draft-base"  # the folder of the home that a target's own drafter is looked for in
+TRAINED = "draft-base"  # folder of the home in which a target's own drafter is looked for
 LONGEST = 256  # tokens of a prompt with its answer that are read
 
 

@@ -90,7 +90,7 @@ def generate(
 
 
 def _loaded(settings: Settings, drafted: int) -> System:
-    """The models, and what rounds of them cost where so many prompts are drafted for."""
+    """Load the system; with `drafted` prompts to draft for, also measure what rounds for so many cost."""
     with busy("Loading the models"):
         from moedraft.engine.calibration import calibrate
         from moedraft.system.build import build

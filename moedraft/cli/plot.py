@@ -81,7 +81,7 @@ def _lines(
     *,
     close: bool = False,
 ) -> None:
-    """close: the axis covers the values only, and need not begin at 0."""
+    """Draw lines over time. close: the axis covers the values only, and need not begin at 0."""
     for column in columns:
         points = [
             (at, v)

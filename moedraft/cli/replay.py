@@ -92,7 +92,7 @@ def purge(
 
 
 def private(path: str, flags: int) -> int:
-    """An opener of files that only their owner may read: token ids are text in other numbers."""
+    """An opener of files that only their owner may read: token ids can be turned back into text."""
     return os.open(path, flags, 0o600)
 
 

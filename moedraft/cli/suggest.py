@@ -73,7 +73,7 @@ def _found(settings: Settings, remote: Remote | None, *, every_prompt: bool) -> 
 
 
 def _write(folder: Path, found: dict[str, Any]) -> None:
-    """One new file for each group, with one prompt a line. The commands then name these files."""
+    """Write one new file for each group, with one prompt a line. The commands then name these files."""
     if not found["capture"]:
         raise InvalidRequest(NO_TEXT)
     files = {one["name"]: folder / f"{one['name']}.jsonl" for one in found["suggestions"]}
@@ -115,7 +115,7 @@ def _line(examples: list[str], width: int = 60) -> str:
 
 
 def show_overlaps(settings: Settings, remote: Remote | None, as_json: bool) -> None:
-    """Print the pairs of registered domains that lie into one another, and which to merge."""
+    """Print the pairs of registered domains that overlap, and which to merge."""
     with busy("Comparing examples"):
         pairs = _overlaps(settings, remote)
     if as_json:

@@ -20,7 +20,7 @@ from moedraft.storage.store import Store
 
 
 def build_loop(settings: Settings, store: Store, outlet: Outlet | None = None) -> DistillLoop:
-    """A loop with its own copy of the draft base, in float32. Without an outlet it writes the home itself.
+    """Build a loop with its own float32 copy of the draft base. Without an outlet it writes the home itself.
 
     A feature drafter learns jointly, and its loop has a copy of the target as well: it reads the target's
     states anew for each record. Raises what loading a model raises.
@@ -64,7 +64,7 @@ def _joint_trainer(settings: Settings, store: Store) -> JointTrainer:
 
 
 def _resumed(loop: DistillLoop, settings: Settings) -> DistillLoop:
-    """With the gate, unless it is off, and with what loops before this one learned."""
+    """Attach the gate, unless it is off, and restore what earlier loops have recorded."""
     if settings.gate == "on":
         depth = max(1, settings.num_speculative_tokens)
         measure: Measure

@@ -9,7 +9,7 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
-FIRST_TO_DIE = b"800"  # of 1000, when memory runs out
+FIRST_TO_DIE = b"800"  # oom_score_adj, of 1000: killed among the first when memory runs out
 PR_SET_PDEATHSIG = 1
 
 log = logging.getLogger(__name__)

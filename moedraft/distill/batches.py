@@ -47,7 +47,7 @@ def grouped(records: Sequence[ReplayRecord], max_tokens: int) -> list[list[Repla
 def shuffled_groups(
     records: Sequence[ReplayRecord], count: int, max_tokens: int, seed: int
 ) -> list[list[ReplayRecord]]:
-    """`count` groups as of `grouped`: all records again and again, each time in a new random order."""
+    """Make `count` groups as `grouped` does, from all records in a new random order on each pass."""
     generator = torch.Generator().manual_seed(seed)
     groups: list[list[ReplayRecord]] = []
     while len(groups) < count:
@@ -103,7 +103,7 @@ def _padded(
 def _teacher(
     records: list[ReplayRecord], counts: list[int], vocab: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The target's top-k at all answer tokens of all records, one below the other: ids, log-probabilities."""
+    """The target's top-k ids and log-probabilities [N, k] at all answer tokens, record after record."""
     width = max(len(record.topk_ids[0]) for record in records)
     chosen = [
         (pad_to(top, width, -1), pad_to(logprobs, width, -torch.inf))

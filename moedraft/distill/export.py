@@ -76,7 +76,7 @@ def combine(adapters: Sequence[LoadedAdapter]) -> tuple[LoraConfig, dict[str, to
 
 
 def _rows(b: torch.Tensor, own: torch.Tensor | None, wanted: torch.Tensor | None) -> torch.Tensor:
-    """B of an output layer for the tokens `own`, as one for the tokens `wanted`; None: the draft base's."""
+    """Convert B of an output layer from the vocabulary `own` to `wanted`; None means the draft base's."""
     if own is None and wanted is None:
         return b
     if own is None or wanted is None:

@@ -15,7 +15,7 @@ from moedraft.storage.registry import Registry
 from moedraft.storage.store import Store
 
 LOAD = "load"  # meta key
-STALE = 15.0  # s after which a load says nothing any more
+STALE = 15.0  # s after which a stored load is too old to be used
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class Load:
 
 
 def write_load(registry: Registry, load: Load) -> None:
-    """Raises StorageError."""
+    """Store the current load in the home. Raises StorageError."""
     registry.set_meta(LOAD, json.dumps(asdict(load)), durable=False)
 
 
 def read_load(registry: Registry) -> Load | None:
-    """What was last written, None without any. Raises StorageError."""
+    """The load that was stored last, or None where none can be read. Raises StorageError."""
     text = registry.get_meta(LOAD)
     try:
         return Load(**json.loads(text)) if text else None

@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 class ServerLink:
     """Messages to and from the server. Every call raises SystemExit once the server is gone.
 
-    A thread reads what comes: pauses are kept in `paused`, and all else answers the one who asked.
+    A thread reads incoming messages: pauses are kept in `paused`, and everything else is a reply to `ask`.
     """
 
     def __init__(self, incoming: IO[bytes], outgoing: IO[bytes]) -> None:
@@ -100,7 +100,7 @@ class ServerLink:
         self._replies.put(None)
 
     def _read(self) -> FromServer | None:
-        """The next message; None at the end, and for a line that is no message."""
+        """The next message; None at the end of the stream and for a line that is no valid message."""
         try:
             line = self._incoming.readline()
             return from_server.validate_json(line) if line else None

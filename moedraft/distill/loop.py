@@ -1,15 +1,15 @@
 """Runs updates one at a time: chooses the adapter, trains it, asks the gate, publishes, notes what was used.
 
-The adapter that is trained next promises most, out of those that have enough new records. The promise is
-the gain measured in its recent updates × its share of the traffic × the number of its new records. The
-shared adapter counts all traffic, so it goes first in a new home; as its gains shrink the experts take over,
-and an expert whose domain is new starts with the same expected gain as everybody else. Each failure in a row
-halves the promise, so that an adapter whose updates always fail does not keep the others from learning.
+Of the adapters that have enough new records, the one that promises most is trained next. The promise is the
+gain measured in its recent updates × its share of the traffic × the number of its new records. The shared
+adapter counts all traffic, so it goes first in a new home; as its gains shrink the experts take over, and an
+expert whose domain is new starts with the same expected gain as everybody else. Each failure in a row halves
+the promise, so that an adapter whose updates always fail does not keep the others from learning.
 
-The gate publishes a candidate, has the next update train on from it, or sends that back to the version that
-serves. What one update publishes becomes live at once, or nothing of it. An adapter whose candidates do not
-pass still promises LEAST_GAIN, so that its new records get their turn. Without a judge every candidate is
-published.
+The gate has a candidate published, kept in memory for the next update to continue, or discarded, so that the
+next update starts from the live version. The candidates of one update are published all at once or not at
+all. An adapter whose candidates do not pass still promises LEAST_GAIN, so that its new records get their
+turn. Without a judge every candidate is published.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from moedraft.storage.store import Store
 
 log = logging.getLogger(__name__)
 
-EXPECTED_GAIN = 0.05  # of acceptance, by the first update of an adapter
-LEAST_GAIN = EXPECTED_GAIN / 5  # what an adapter is expected to gain at least: new records may teach more
+EXPECTED_GAIN = 0.05  # rise of the acceptance rate that is expected of an adapter's first update
+LEAST_GAIN = EXPECTED_GAIN / 5  # what every adapter is expected to gain at least: new records may teach more
 REMEMBERED = 200  # updates of the home's log that a new loop learns from
-NEWEST_WEIGHT = 0.5  # of the last measured gain in the running mean
+NEWEST_WEIGHT = 0.5  # weight of the newest measured gain in the running mean
 
 
 @dataclass(frozen=True)
@@ -67,16 +67,16 @@ class DistillLoop:
     outlet: Outlet
     every: int = 16  # new records that make an update due
     judge: JudgeLike | None = None  # None: every candidate is published
-    watch: Watch | None = None  # None: what is published stays, whatever comes after it
+    watch: Watch | None = None  # None: no published version is ever withdrawn
     gains: dict[str, float] = field(default_factory=dict)
-    failures: dict[str, int] = field(default_factory=dict)  # in a row; gone with a success
+    failures: dict[str, int] = field(default_factory=dict)  # in a row, by adapter; a success resets them
     state: LearningState = field(default_factory=waiting)
     waited: float = 0.0  # s of the running update in which `on_step` only waited; `on_step` adds to it
-    last_fault: str = ""  # the unexpected error that is in the log already
+    last_fault: str = ""  # the unexpected error that was logged last
     outcomes: list[UpdateRecord] = field(default_factory=list)  # of the last run, published or not
 
     def resume(self) -> None:
-        """Take up what a loop before this one knew: the gains, and which draws of records were made."""
+        """Restore what earlier loops have recorded: the gains, and the seed of the next draw of records."""
         for update in self.store.updates.recent(limit=REMEMBERED):
             if update.decision in ("keep", "discard", "reset", "withdraw"):
                 self._remember_gain(update.expert, 0.0)
@@ -85,7 +85,7 @@ class DistillLoop:
         self.trainer.seed = self.store.updates.count()
 
     def due(self) -> str | None:
-        """The adapter to train now, None when nobody has enough new records."""
+        """The adapter to train now; None when none has enough new records."""
         sizes = self.store.replay.sizes()
         total = sum(sizes.values())
         promises = {}
@@ -97,16 +97,16 @@ class DistillLoop:
         return max(promises, key=lambda name: promises[name]) if promises else None
 
     def held_up(self) -> str | None:
-        """What a person has to change before anybody is due; None: nothing, new records are awaited."""
+        """What a person must change before an update can run; None where it only waits for new records."""
         return None
 
     def run_once(
         self, expert: str | None = None, *, steps: int | None = None, on_step: OnStep | None = None
     ) -> Update | None:
-        """Update `expert`, or whoever is due; None where nothing of it was published.
+        """Update `expert`, or the adapter that is due; None where no new version was published.
 
-        `state` tells whether it failed, `outcomes` what was learned. Only what is no Exception, such as
-        SystemExit, is raised.
+        Afterwards `state` tells whether it failed, and `outcomes` what was learned. Errors are caught; only
+        a BaseException that is no Exception, such as SystemExit, is raised.
         """
         self.outcomes = []
         expert = expert or self.due()
@@ -129,7 +129,7 @@ class DistillLoop:
         return update
 
     def _look_again(self, on_step: OnStep | None) -> None:
-        """Take back what does worse than before on the requests that came since it was published."""
+        """Withdraw versions that do worse than their predecessors on requests since their publication."""
         if self.watch is None:
             return
         say = on_step or (lambda done, loss: None)
@@ -140,7 +140,7 @@ class DistillLoop:
             self._write_down(*self._taken_back(found, now))
 
     def _taken_back(self, found: Withdrawal, now: int) -> tuple[UpdateRecord, int]:
-        """What is kept of it in the home, and the records that the adapter has used, which stay used."""
+        """The log entry of a withdrawal, and the last record that the adapter has used, which stays used."""
         name, verdict = found.version.domain, found.verdict
         log.warning(
             "Version %d of %s was taken back: on %d requests since then it gave %.3f tokens per step less.",
@@ -179,10 +179,10 @@ class DistillLoop:
     def _settle(
         self, candidates: Sequence[Candidate], last_id: int, began: float, on_step: OnStep | None
     ) -> dict[str, Update]:
-        """Ask the gate, do as it says with each candidate of an update, and write it down.
+        """Ask the gate, publish or drop each candidate of an update as it says, and log the outcome.
 
-        Returns what was published, by name. Whatever is raised, the next update of those that are not live
-        by then starts from the live versions.
+        Returns what was published, by name. If anything is raised, all candidates are forgotten, and the
+        next update starts from the live versions.
         """
         try:
             verdicts = self._verdicts(candidates, on_step)
@@ -210,7 +210,7 @@ class DistillLoop:
         self.outcomes.append(record)
 
     def _verdicts(self, candidates: Sequence[Candidate], on_step: OnStep | None) -> dict[str, Verdict]:
-        """By name; a candidate without a verdict is that of a pinned adapter."""
+        """The gate's verdicts by name; candidates of pinned adapters get none."""
         if self.judge is None:
             open_ones = [one for one in candidates if not is_pinned(self.store.registry, one.expert)]
             return {one.expert: Verdict("promote") for one in open_ones}
@@ -222,7 +222,7 @@ class DistillLoop:
     ) -> dict[str, AdapterVersion]:
         """Do as the gate says: publish candidates, leave them in memory to be trained on, or forget them.
 
-        All that is published goes at once, with the experts that are put back to none.
+        Everything is published in one step, together with the experts that are reset to untrained.
         """
         going = [one for one in candidates if one.expert in verdicts and verdicts[one.expert].is_published]
         untrained = self._untrained(verdicts, candidates[0].base_hash)
@@ -241,7 +241,7 @@ class DistillLoop:
         return versions
 
     def _stand_aside(self, verdicts: Mapping[str, Verdict]) -> None:
-        """Have the draft base alone serve the domains for which the gate says so; nobody, without a gate."""
+        """Set for which domains the draft base drafts alone, as the gate says; for none without a gate."""
         before = self.store.registry.unadapted()
         said = {name: one.unadapted for name, one in verdicts.items() if one.unadapted is not None}
         now = {name for name in before if self.judge and name not in said}
@@ -250,13 +250,13 @@ class DistillLoop:
             self.outlet.stand_aside(now)
 
     def _untrained(self, verdicts: Mapping[str, Verdict], base_hash: str) -> dict[str, int]:
-        """The experts that are put back to none, and the version of each that is live."""
+        """The experts that the gate resets to untrained, with the live version of each."""
         names = [name for name, verdict in verdicts.items() if verdict.decision == "reset"]
         lines = {name: self.store.registry.lineage(name, base_hash) for name in names}
         return {name: line[0].version for name, line in lines.items() if line}
 
     def _taken_away(self, name: str, made: Candidate, verdict: Verdict) -> UpdateRecord:
-        """What is kept of an expert that was put back to none by the update of others."""
+        """The log entry of an expert that an update of other adapters has reset to untrained."""
         versions = [one.version for one in self.store.registry.versions(name)]
         none = replace(made, expert=name, parent=max(versions, default=0), records=0, steps=0)
         return self._record(replace(none, acceptance_before=None, acceptance_after=None), None, verdict, 0.0)
@@ -264,7 +264,7 @@ class DistillLoop:
     def _record(
         self, made: Candidate, version: AdapterVersion | None, verdict: Verdict | None, seconds: float
     ) -> UpdateRecord:
-        """What is kept of an update in the home."""
+        """The log entry of an update, for the home."""
         judged = self.judge is not None and verdict is not None
         shared = self.store.registry.lineage(SHARED, made.base_hash) if made.expert != SHARED else []
         record = UpdateRecord(
@@ -293,7 +293,7 @@ class DistillLoop:
         )
 
     def _serves(self, made: Candidate, version: AdapterVersion | None, verdict: Verdict | None) -> int:
-        """The version that serves after the update."""
+        """The version that is live after the update; 0 for an untrained adapter."""
         if version is not None:
             return version.version
         return 0 if verdict is not None and verdict.decision == "reset" else made.parent

@@ -30,7 +30,7 @@ class Message(BaseModel):
 
 
 class StateReport(Message):
-    """What the trainer does now (a LearningState); also its sign of life."""
+    """What the trainer does now (a LearningState); it also serves as a heartbeat."""
 
     type: Literal["state"] = "state"
     kind: LearningKind
@@ -83,7 +83,7 @@ class Publish(Part):
 class PublishTogether(Message):
     """Make these candidates live in one transaction; answered by PublishedTogether or Refused.
 
-    untrained: experts that are put back to no version with them, and the version of each that is live.
+    untrained: experts that are reset to no version in the same step, with the live version of each.
     """
 
     type: Literal["publish together"] = "publish together"
@@ -92,7 +92,7 @@ class PublishTogether(Message):
 
     @property
     def expert(self) -> str:
-        """Whose update it is, in a few words."""
+        """The names of the adapters that are concerned, for a message to people."""
         return ", ".join([*(one.expert for one in self.parts), *self.untrained])
 
 
@@ -112,7 +112,7 @@ class StandAside(Message):
 
     @property
     def expert(self) -> str:
-        """Whom it concerns, in a few words."""
+        """The names of the domains that are concerned, for a message to people."""
         return ", ".join(self.names) or "nobody"
 
 
@@ -129,12 +129,12 @@ class Learned(Message):
 
 
 class Begin(Message):
-    """The first line: all settings, whether learning is paused, and in whose updates a trainer has died."""
+    """The first message: all settings, whether learning is paused, and how often trainers have died."""
 
     type: Literal["begin"] = "begin"
     settings: dict[str, Any]
     paused: bool = False
-    failures: dict[str, int] = {}  # by expert, in a row
+    failures: dict[str, int] = {}  # consecutive updates in which a trainer has died, by expert
 
 
 class Pause(Message):
@@ -156,7 +156,7 @@ class PublishedTogether(Message):
 
 
 class Withdrawn(Message):
-    """The version that serves now; 0: the untrained expert."""
+    """The answer to Withdraw: the version that is live now, 0 for an untrained adapter."""
 
     type: Literal["withdrawn"] = "withdrawn"
     version: int

@@ -19,31 +19,31 @@ KEEP_VERSIONS = 5  # newest versions of an adapter that stay on disk, besides th
 
 
 class Outlet(Protocol):
-    """Its methods raise StorageError, or another MoedraftError, where the result cannot be taken."""
+    """Takes the results of updates. Its methods raise a MoedraftError, such as StorageError, on failure."""
 
     def publish(
         self, candidates: Sequence[Candidate], untrained: Mapping[str, int] | None = None
     ) -> list[AdapterVersion]:
         """Make the candidates the live versions of their experts: all of them at once, or none.
 
-        untrained: experts that are put back to no version with them, and the version of each that is live.
+        untrained: experts that are reset to no version in the same step, with the live version of each.
         """
 
     def withdraw(self, expert: str, version: int) -> int:
         """Go back from this live version to the one before it, and return which one serves now.
 
-        Experts that were trained on a shared adapter follow it back. Refused where another version is live.
+        Experts trained on a shared adapter are rolled back with it. Fails where another version is live.
         """
 
     def stand_aside(self, names: Collection[str]) -> None:
         """Have the draft base alone draft for these domains from now on, and for no others."""
 
     def learned(self, expert: str, last_id: int, update: UpdateRecord | None) -> None:
-        """`expert` has used its records up to `last_id`. `update`: what it did; None: it learned nothing."""
+        """Note that `expert` has used its records up to `last_id`, and log `update` where there was one."""
 
 
 class HomeOutlet:
-    """Straight into a home that is open for writing; old versions are removed.
+    """Writes straight into a home that is open for writing, and removes old versions.
 
     An adapter that a person has pinned is refused, whatever the gate said.
     """

@@ -10,7 +10,7 @@ from peft import LoraConfig
 
 
 def peft_config(ranks: Mapping[str, int], base: str | None, task: str | None = None) -> LoraConfig:
-    """ranks: by module name. The scaling is 1: `lora_alpha` is the rank. base: name of the draft base."""
+    """Build the configuration. ranks: by module name; the scaling is 1. base: name of the draft base."""
     usual = Counter(ranks.values()).most_common(1)[0][0]
     pattern = {re.escape(module): rank for module, rank in ranks.items() if rank != usual}
     return LoraConfig(

@@ -30,8 +30,8 @@ from moedraft.learning_state import LearningKind, LearningState, paused, waiting
 from moedraft.storage.store import Store
 
 LOOK_SECONDS = 0.5  # between two looks for something to do
-HEARTBEAT = 1.0  # s between two messages at least, while this process is awake
-LONGEST_REST = 60.0  # s after updates that failed
+HEARTBEAT = 1.0  # s after which an unchanged report is sent again, while this process is awake
+LONGEST_REST = 60.0  # s, the longest pause after failed updates
 # In the reason for which an update failed: memory was refused, by Python, PyTorch, CUDA, or the C++ library.
 NO_MEMORY = ("MemoryError", "OutOfMemoryError", "can't allocate memory", "bad_alloc")
 GRACE = 2.0  # s to end by itself once the server is gone
@@ -56,12 +56,12 @@ class Process:
     failures: int = 0  # in a row
 
     def run(self) -> None:
-        """Until the server is gone, which is a SystemExit."""
+        """Take turns until the server is gone, which raises SystemExit."""
         while True:
             self.turn()
 
     def turn(self) -> None:
-        """One update, or one rest."""
+        """Run one update if one is due and the engine leaves room for it; otherwise wait for a moment."""
         reason = self._why_wait()
         expert = self._due() if reason is None else None
         if expert is None:
@@ -91,14 +91,14 @@ class Process:
         return LearningState(LearningKind.TRAINING, expert=expert, step=step, steps=steps, loss=loss)
 
     def _rest(self, seconds: float) -> None:
-        """After a failure, longer each time."""
+        """Wait for so long after a failed update, and send heartbeats meanwhile."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             self._say(waiting("the last update failed"), self._error())
             self.link.wait(min(left, LOOK_SECONDS))
 
     def _due(self) -> str | None:
-        """Whom to train now; where it is nobody, `loop.state` says why."""
+        """The adapter to train now; where it is None, `loop.state` says why."""
         try:
             expert = self.loop.due()
         except StorageError as error:
@@ -118,7 +118,7 @@ class Process:
             return str(error)
 
     def _error(self) -> str | None:
-        """What went wrong in the last update, where something did."""
+        """The error of the last update, or None."""
         return self.loop.state.reason if self.loop.state.is_paused else None
 
     def _say(self, state: LearningState, error: str | None = None) -> None:
@@ -136,7 +136,7 @@ def _check_memory(fault: str) -> None:
 
 
 def work(link: ServerLink) -> None:
-    """Everything between the first line and the end of stdin. Raises MoedraftError, SystemExit."""
+    """Begin with the server's first message, and learn until stdin ends. Raises MoedraftError, SystemExit."""
     begin = link.begin()
     settings = load_settings(**begin.settings)
     link.send(StateReport.of(LearningState(LearningKind.LOADING)))
@@ -152,7 +152,7 @@ def work(link: ServerLink) -> None:
 def main() -> int:
     link = ServerLink(*_take_pipes())
     step_back()
-    write_no_core_file()  # after it: no more files of /proc/self may be written then
+    write_no_core_file()  # after step_back: once this is called, no file of /proc/self may be written
     torch.set_num_threads(1)
     threading.Thread(target=_end_with, args=(link,), daemon=True).start()
     try:

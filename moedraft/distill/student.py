@@ -1,7 +1,7 @@
 """The draft base that learns: the trainer's own copy of it, with PEFT adapters that follow the live versions.
 
-Drafts are made by base + shared adapter + expert. While an expert learns, the shared adapter is switched on
-below it and frozen; the shared adapter learns alone.
+Drafts are made by base + shared adapter + expert. While an expert learns, the shared adapter is active and
+frozen; while the shared adapter learns, no expert is active.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Student:
         self.base_hash = draft.weights_hash()
         self.model: Any = None  # the PEFT model, once there is an adapter
         self.versions: dict[str, int] = {}  # which version an adapter's weights were taken from
-        self._plain_logits: bool | None = None  # not known before the first look
-        self._kept: Candidate | None = None  # of the shared adapter, not published, to be trained on
+        self._plain_logits: bool | None = None  # what `_ends_there` has found; None before its first call
+        self._kept: Candidate | None = None  # unpublished shared adapter, which its next update continues
         self._adapters = adapters
         self._scope, self._rank, self._shared_rank = scope, rank, shared_rank
         self._modules = {name: adaptable(draft, name) for name in ("tail", "full")}
@@ -62,7 +62,7 @@ class Student:
         wanted = [SHARED] if expert == SHARED else [SHARED, expert]
         kept = self._kept
         if expert != SHARED and kept is not None:
-            self.forget(SHARED)  # an expert stands on the shared adapter that serves
+            self.forget(SHARED)  # an expert is trained on the shared adapter that is live
         for name in wanted:
             self._follow(name)
         if kept is not None and kept.parent == self.versions[SHARED]:
@@ -74,7 +74,7 @@ class Student:
             parameter.requires_grad_(f".{_key(expert)}." in name)
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """Those that learn."""
+        """The parameters that learn."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def optimiser(self, expert: str) -> torch.optim.Optimizer:
@@ -92,7 +92,7 @@ class Student:
         return self._forward(batch, lambda chosen: chosen)
 
     def hidden(self, batch: RecordBatch) -> torch.Tensor:
-        """What the output layer reads at the positions of `batch.mask`, [N, H]; it computes nothing."""
+        """The output layer's inputs [N, H] at the positions of `batch.mask`; that layer computes nothing."""
         read: list[torch.Tensor] = []
 
         def keep(chosen: torch.Tensor) -> torch.Tensor:
@@ -103,7 +103,7 @@ class Student:
         return read[0]
 
     def _forward(self, batch: RecordBatch, given: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """The logits of what `given` makes of the hidden states at the positions of `batch.mask`."""
+        """Run the model with `given` applied to the hidden states at `batch.mask` before the output layer."""
 
         def choose(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
             hidden, *rest = inputs
@@ -115,7 +115,7 @@ class Student:
         return logits
 
     def output_layer(self) -> OutputLayer | None:
-        """The output layer with its active adapters; None where a model does more to its logits than that."""
+        """The output layer with its active adapters; None where the logits are not simply its output."""
         layer = self.model.get_output_embeddings()
         base = getattr(layer, "base_layer", layer)
         if type(base) is not torch.nn.Linear or not self._ends_there(layer):
@@ -131,7 +131,7 @@ class Student:
         return OutputLayer(base.weight, base.bias, lora)
 
     def _ends_there(self, layer: torch.nn.Module) -> bool:
-        """Whether the logits are what `layer` gives, neither scaled nor capped; one token shows it, once."""
+        """Whether the logits are the output of `layer`, neither scaled nor capped, by trying one token."""
         if self._plain_logits is None:
             seen: list[torch.Tensor] = []
             token = torch.zeros(1, 1, dtype=torch.int64, device=self.draft.device)
@@ -156,7 +156,7 @@ class Student:
 
     @contextmanager
     def standing(self, parts: Sequence[Weights]) -> Iterator[None]:
-        """Draft by base + these stored or exported adapters for a while, whatever learns.
+        """Draft by base + these stored or exported adapters for a while, instead of those that learn.
 
         Call `activate` before learning goes on.
         """
@@ -184,12 +184,12 @@ class Student:
             set_peft_model_state_dict(self.model, dict(tensors), adapter_name=key)
 
     def published(self, version: AdapterVersion) -> None:
-        """What was exported last is now this version, so that the next update may go on from it."""
+        """Note that the last export was published as `version`; the next update may continue from memory."""
         self.versions[version.domain] = version.version
         self._kept = None if version.domain == SHARED else self._kept
 
     def kept(self, candidate: Candidate) -> None:
-        """What was exported last is not live, but its adapter's next update goes on from it.
+        """Note that the last export was not published, but that its adapter's next update continues from it.
 
         An expert's weights stay in memory; those of the shared adapter have to make way for the live ones
         while experts learn.
@@ -198,7 +198,7 @@ class Student:
             self._kept = candidate
 
     def forget(self, name: str) -> None:
-        """Nothing of `name` stays in memory; the next update takes it from storage."""
+        """Drop `name` from memory; the next update loads its live version from storage."""
         for known in (self.versions, self._configs, self._optimisers):
             known.pop(name, None)
         self._kept = None if name == SHARED else self._kept
@@ -256,5 +256,5 @@ def modules_of(tensors: Mapping[str, torch.Tensor]) -> set[str]:
 
 
 def _key(name: str) -> str:
-    """What PEFT calls the adapter of `name`; never the name of an attribute of PyTorch's ModuleDict."""
+    """The key of `name` in PEFT; with the prefix it is never an attribute of PyTorch's ModuleDict."""
     return f"adapter_{name}"

@@ -1,8 +1,8 @@
 """One update: replay records in, a candidate for the next adapter version out.
 
-The trainer reads storage but writes nothing, and does not know what becomes of the candidate. What it lowers
-is a divergence from the target's stored top-k (the rest of its vocabulary counts as one more token) to the
-draft, at every position of the answer.
+The trainer reads storage but writes nothing, and does not know what becomes of the candidate. It minimises a
+divergence from the target's stored top-k (the rest of its vocabulary counts as one more token) to the draft,
+at every position of the answer.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from moedraft.models import LanguageModel
 from moedraft.storage.candidate import Candidate
 from moedraft.storage.store import TARGET_ID, Store
 
-HELD_OUT_EVERY = 8  # one record in so many is never trained on and measures the update
+HELD_OUT_EVERY = 8  # one record of this many is never trained on; it only measures updates
 MEASURED = 32  # held-out records that one update is measured by, at most
 SAMPLE = 512  # records that one update looks at, at most
-LAST_RATE = 0.2  # of the learning rate, to which it falls within each update, so that the result is settled
+LAST_RATE = 0.2  # share of the learning rate that is left at the end of an update, so that the result settles
 
 OnStep = Callable[[int, float | None], None]  # optimiser steps done, their mean loss (None before the first)
 
 
 def is_held_out(record: ReplayRecord) -> bool:
-    """Whether this record only measures updates; the same prompt always gets the same answer."""
+    """Whether this record only measures updates; that depends on its prompt alone."""
     ids = ",".join(map(str, record.token_ids[: record.num_prompt_tokens]))
     return zlib.crc32(ids.encode()) % HELD_OUT_EVERY == 0
 
 
 def _say_nothing(done: int, loss: float | None) -> None:
-    """Where nobody wants to know how far an update is."""
+    """The default `on_step`: nobody wants to know how far an update is."""
 
 
 class Trainer:
@@ -66,7 +66,7 @@ class Trainer:
         """Train `expert` (or SHARED) for `steps` optimiser steps; None where there is nothing to learn from.
 
         Call `published` or `forget` with the outcome before the next update. `on_step` is called after every
-        batch, also one that only measures, and for every record read: the sign that the trainer is alive.
+        batch, also one that only measures, and for every record read: it serves as the heartbeat.
         Raises StorageError, UnsupportedModel where PEFT covers other modules than the engine does, and
         FloatingPointError where no step was finite; the next update starts from the live version then.
         """
@@ -86,15 +86,15 @@ class Trainer:
             raise
 
     def published(self, version: AdapterVersion) -> None:
-        """The last candidate is live as `version`; the next update goes on from what is in memory."""
+        """Note that the last candidate is live as `version`; the next update continues from memory."""
         self.student.published(version)
 
     def kept(self, candidate: Candidate) -> None:
-        """The last candidate was not published, but the next update of its adapter goes on from it."""
+        """Note that the last candidate was not published, but that its adapter's next update continues it."""
         self.student.kept(candidate)
 
     def forget(self, expert: str) -> None:
-        """The last candidate was not published; the next update starts from the live version."""
+        """Drop the last candidate, which was not published; the next update starts from the live version."""
         self.student.forget(expert)
 
     # -- the records -----------------------------------------------------------------------------
@@ -133,7 +133,7 @@ class Trainer:
     # -- the steps -------------------------------------------------------------------------------
 
     def _train(self, expert: str, records: list[ReplayRecord], steps: int, on_step: OnStep) -> float:
-        """The mean loss of the steps made. Raises FloatingPointError where there was none."""
+        """Make the optimiser steps; returns their mean loss. Raises FloatingPointError if none was finite."""
         optimiser, total, done = self.student.optimiser(expert), 0.0, 0
         for number, chosen in enumerate(shuffled_groups(records, steps, self.tokens_per_step, self.seed)):
             for group in optimiser.param_groups:
@@ -158,7 +158,7 @@ class Trainer:
         return loss.item() if finite else None
 
     def loss(self, batch: RecordBatch) -> torch.Tensor:
-        """What an update lowers: the divergence `kind` between target and draft, nats per answer token."""
+        """The training loss: the divergence `kind` between target and draft, nats per answer token."""
         teacher = (batch.topk_ids, batch.topk_logprobs)
         layer = self.student.output_layer()
         if layer is None:

@@ -26,7 +26,7 @@ UPDATES = 3
 MIN_HELD_OUT, MAX_HELD_OUT = 4, 24
 PARAMS = SamplingParams(max_tokens=64)
 
-Progress = Callable[[int, str, int], None]  # done, what is being done, how many there are
+Progress = Callable[[int, str, int], None]  # how many are done, what is being done, how many there are
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def _measure(
 
 
 def _cannot_tell(loop: DistillLoop) -> bool:
-    """Whether the gate had next to nothing to judge the last update by."""
+    """Whether the gate had too few held-out records to judge the last update by."""
     return any(one.decision == "keep" and (one.gate_records or 0) < FEW for one in loop.outcomes)
 
 
@@ -133,7 +133,7 @@ def _take_back(system: System, loop: DistillLoop, name: str) -> None:
 
 @dataclass(frozen=True)
 class OnTrial:
-    """Asks the gate, and lets the expert `name` pass whatever that says."""
+    """Asks the gate, but publishes the expert `name` whatever the gate says of it."""
 
     judge: JudgeLike
     name: str

@@ -61,7 +61,7 @@ def first_step_share(window: Window) -> float | None:
 
 
 def change_of_tokens_per_step(stats: ExpertStats) -> Change | None:
-    """From the expert's first requests to its last; None while there are too few of either."""
+    """The change from the expert's first requests to its last; None while there are too few of either."""
     return _change(
         [(one.tokens, one.steps) for one in stats.first_window or ()],
         [(one.tokens, one.steps) for one in stats.recent_window],
@@ -69,7 +69,7 @@ def change_of_tokens_per_step(stats: ExpertStats) -> Change | None:
 
 
 def change_of_first_step_share(stats: ExpertStats) -> Change | None:
-    """From the expert's first requests to its last; None while there are too few of either."""
+    """The change from the expert's first requests to its last; None while there are too few of either."""
     return _change(
         [(one.accepted_first_guesses, one.first_guesses) for one in stats.first_window or ()],
         [(one.accepted_first_guesses, one.first_guesses) for one in stats.recent_window],

@@ -41,7 +41,7 @@ def experts_table(experts: tuple[Expert, ...]) -> Table:
 
 
 def _change_columns(key: str, kind: Kind) -> tuple[Column, ...]:
-    """Of a difference and the two ends of its 95 % interval."""
+    """Columns for a difference and the two ends of its 95 % interval."""
     return (
         Column(f"{key}_change", "change", kind),
         Column(f"{key}_change_low", "at least", kind),

@@ -36,7 +36,7 @@ _SPEED = ("num_tokens", "num_steps")
 
 
 def _steps(key: str, grid: Grid, columns: Sequence[Column], rows: Sequence[Row], *marks: Mark) -> Table:
-    """A table with one row for each step of the grid; the first column is the step's begin."""
+    """A table with one row for each step of the grid; the first column is its starting time."""
     dated = tuple((at, *row) for at, row in zip(grid.starts, rows, strict=True))
     return Table(key, (AT, *columns), dated, marks, grid.start, grid.now)
 
@@ -78,7 +78,7 @@ def sources(requests: Requests, grid: Grid) -> Table:
 
 
 def progress(requests: Requests, expert: str, grid: Grid) -> Table:
-    """One expert in each step, with a mark where its adapter version changed.
+    """One expert's figures in each step, with a mark where its adapter version changed.
 
     Tokens and steps are those of its own traffic, guesses and drafts those that it made itself.
     """

@@ -142,7 +142,7 @@ def _windows(served: ExpertStats | None) -> Data:
 
 
 def _change(change: Change | None) -> Data | None:
-    """low, high: the 95 % interval of the difference."""
+    """The change as plain data; low and high are the 95 % interval of the difference."""
     if change is None:
         return None
     return {"difference": change.difference, "low": change.low, "high": change.high}
@@ -174,7 +174,7 @@ def _version(version: AdapterVersion) -> Data:
 def changed(name: str, change: Changed) -> Data:
     """The version of expert `name` that serves now; 0 is the untrained expert.
 
-    "experts" is there where some had been trained on a later shared adapter: what each serves now.
+    "experts" lists those that had been trained on a later shared adapter, with what each serves now.
     """
     data: Data = {"domain": name, "version": change.live.version if change.live else 0}
     if change.experts:

@@ -38,7 +38,7 @@ class Overview:
 class Expert:
     """One expert's figures: `stats` since the beginning, `share` and the figures after it in the span.
 
-    What it guessed is its own, and for `shared` also what it drafted for requests of other experts.
+    Guesses are those that it made itself; `shared` also made some for requests of other experts.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Expert:
 
     @property
     def recent_tokens_per_step(self) -> float | None:
-        """Of the last requests, whenever they were."""
+        """Tokens per target step in its last requests, whenever they were."""
         return tokens_per_step(newest(self.stats))
 
     @property
@@ -75,7 +75,7 @@ class Expert:
 
     @property
     def change_of_tokens_per_step(self) -> Change | None:
-        """Since its first requests."""
+        """The change of tokens per target step since its first requests."""
         return change_of_tokens_per_step(self.stats) if self.stats else None
 
     @property

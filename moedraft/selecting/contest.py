@@ -1,8 +1,8 @@
-"""The contest of the arms for one answer: its standings, how far it was compared, and when again.
+"""The contest between the arms for one answer: their standings, and when they are compared next.
 
-Comparing costs time, so it is done where it still changes most: at the end of the prompt and in the first
-tokens of the answer, then seldom, so that a change of domain within the answer is noticed; and only for arms
-that are near the leader, with one more at random, so that none is forgotten.
+Comparing costs time, so it is done where it changes most: at the end of the prompt and in the first tokens of
+the answer, then rarely, so that a change of domain within the answer is noticed. Only arms near the leader
+are compared, and one more at random, so that none is forgotten.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from moedraft.core import SHARED
 from moedraft.evidence import Passage
 from moedraft.selecting.standings import Standings
 
-GAPS = (6, 12, 24)  # tokens between two comparisons of an answer; the last one again and again
+GAPS = (6, 12, 24)  # tokens between two comparisons of an answer; the last gap repeats
 PROMPT_DEPTH = 24  # of the prompt's last tokens, how many are compared
 ANSWER_DEPTH = 16  # of an answer's last tokens, how many are compared at once
 PROMPT_STRENGTH = 0.6  # how much a token of the prompt counts beside one of the answer
-FEW_LEFT = 8  # tokens that an answer may still get, for which comparing does not pay any more
-ALL_ARMS = 8  # up to so many are compared at a prompt
-NEAR_ARMS = 4  # as many as that later on
-NEAR = 0.003  # of the leader's weight, what an arm must have to be compared again
+FEW_LEFT = 8  # with at most so many tokens left in an answer, comparing no longer pays
+ALL_ARMS = 8  # up to so many arms are all compared at a prompt
+NEAR_ARMS = 4  # most arms that are compared later on, besides those drawn at random
+NEAR = 0.003  # part of the leader's weight that an arm needs to be compared again
 
 
 class Contest:
@@ -49,34 +49,34 @@ class Contest:
         return passage.end - self.compared >= gap and left > FEW_LEFT
 
     def believe(self, prior: Mapping[str, float]) -> None:
-        """The router has answered, with these probabilities of the domains and of none of them."""
+        """Take in the router's answer: the probability of each domain, and of none of them."""
         shares = dict.fromkeys(self.standings.arms, 0.0)
-        for name, probability in prior.items():  # where no expert was trained the shared draft drafts
+        for name, probability in prior.items():  # the shared draft drafts where no expert was trained
             shares[name if name in shares else SHARED] += probability
         chosen = self.row.expert
         if chosen != SHARED and chosen in shares:
-            # To draft with an expert in vain costs little, not to use the right one costs all that it brings.
-            # So a domain above the threshold is tried first, though "none of them" may be likelier.
+            # Drafting with a wrong expert costs little, missing the right one costs all that it would gain.
+            # So a domain above the threshold is tried first, even where "none of them" is likelier.
             shares[SHARED] = min(shares[SHARED], shares[chosen] / 2)
         self.standings.believe(shares)
         self._choose()
 
     def learn(self, hits: Mapping[str, Sequence[float]], end: int) -> None:
-        """What the arms would have guessed up to entry `end` of the drafter's cache."""
+        """Take in which tokens the arms would have guessed, up to entry `end` of the drafter's cache."""
         self.standings.learn(hits, 1.0 if self.times else PROMPT_STRENGTH)
         self.compared = end
         self.times += 1
         self._choose()
 
     def _choose(self) -> None:
-        """The leader drafts. A domain without a trained expert is drafted for by the shared draft anyway."""
+        """Let the leader draft; while SHARED leads, a row of an untrained expert keeps it: SHARED drafts."""
         leader, row = self.standings.leader, self.row
         if leader != SHARED or row.expert in self.standings.arms:
             row.expert = leader
 
 
 def arms_to_compare(contests: Sequence[Contest], arms: Sequence[str], chance: random.Random) -> list[str]:
-    """Whom to compare in one pass for these rows: the arms that one of them still considers, and one more."""
+    """The arms to compare in one pass for these rows: those near the leader of any row, and one more."""
     weights = dict.fromkeys(arms, 0.0)
     for contest in contests:
         found = contest.standings.weights

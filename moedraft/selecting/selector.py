@@ -1,4 +1,4 @@
-"""Who drafts, by the router's prior and by what every expert would have guessed of the verified tokens.
+"""Chooses who drafts, by the router's prior and by which verified tokens every expert would have guessed.
 
 The choice depends on the prompt, on tokens that the target has confirmed, and on when they were compared;
 never on a token that is only proposed. So sampled answers keep the target's distribution. A reproducible
@@ -19,15 +19,15 @@ from moedraft.routing.router import Router
 from moedraft.routing.selector import BackgroundSelector, needs_expert
 from moedraft.selecting.contest import Contest, arms_to_compare
 
-MOST_ROWS = 4  # that are compared at once; the others wait for the next step
-TIME_SHARE = 0.03  # of the time that passes, what comparing may take on average
-SAVED = 0.03  # seconds of it that may be saved up, for the prompts that come after a pause
+MOST_ROWS = 4  # rows that are compared at once; the others wait for the next step
+TIME_SHARE = 0.03  # share of the time that comparing may take on average
+SAVED = 0.03  # seconds that may be saved up while nothing is compared, for the prompts after a pause
 
 log = logging.getLogger(__name__)
 
 
 class Judge(Protocol):
-    """What can tell how well each arm would have guessed; `FeatureJudge` is one."""
+    """Tells how well each arm would have guessed; `FeatureJudge` is one."""
 
     @property
     def arms(self) -> list[str]:
@@ -94,10 +94,10 @@ class EvidenceSelector(BackgroundSelector):
         return changed + [row for row in routed if id(row) not in known]
 
     def observe(self, evidence: Evidence) -> None:
-        """Nothing yet: what was emitted is compared when it has entered the rows and was read."""
+        """Do nothing: emitted tokens are compared later, when they have entered the rows and were read."""
 
     def _compare(self) -> None:
-        """Compare the arms of the rows that are due, where that may take time now. Never raises."""
+        """Compare the arms of the rows that are due, if the time balance allows it. Never raises."""
         began = self._clock()
         self._earn(began - self._settled_at)
         self._settled_at = began
@@ -111,7 +111,7 @@ class EvidenceSelector(BackgroundSelector):
         self._balance -= self._clock() - began
 
     def _earn(self, seconds: float) -> None:
-        """So much time has passed; without a limit nothing is ever spent."""
+        """Add to the time balance for the `seconds` that have passed; without a limit it is always full."""
         if self.time_share is None:
             self._balance = SAVED
         else:

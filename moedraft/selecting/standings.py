@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-RATE = 2.0  # a token that one arm guesses and another does not moves their odds by e to this
-SHARE = 0.005  # of its weight, what an arm hands to all arms together after each token
-DOUBT = 0.02  # of the prior, what is spread evenly: the router may be sure and wrong
+RATE = 2.0  # a token that one arm guesses and another does not changes their odds by a factor of e ** RATE
+SHARE = 0.005  # part of each arm's weight that is spread over all arms after each token
+DOUBT = 0.02  # part of the prior that is spread evenly: the router may be sure and wrong
 
 
 class Standings:
@@ -42,7 +42,7 @@ class Standings:
         return self.arms[int(self._logs.argmax())]
 
     def believe(self, prior: Mapping[str, float]) -> None:
-        """Take the router's probabilities in, whenever they come. Arms that it does not name have none."""
+        """Take in the router's probabilities, whenever they come. Arms that it does not name have none."""
         believed = np.array([max(0.0, prior.get(arm, 0.0)) for arm in self.arms])
         total = believed.sum()
         if total > 0:
@@ -50,7 +50,7 @@ class Standings:
             self._set(self._logs + np.log(mixed))
 
     def learn(self, gains: Mapping[str, Sequence[float]], strength: float = 1.0) -> None:
-        """What arms would have gained at some tokens: a number of 0 to 1 for each token, in the text's order.
+        """Take in what arms would have gained at some tokens: 0 to 1 for each token, in the text's order.
 
         Arms that are not among them keep their weight, but for what is shared. strength: how much these
         tokens count beside others.

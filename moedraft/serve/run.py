@@ -108,7 +108,7 @@ class GracefulServer(uvicorn.Server):
         self._on_start()
 
     async def on_tick(self, counter: int) -> bool:
-        """uvicorn's, ten times a second; True ends the server."""
+        """Called by uvicorn ten times a second; True ends the server."""
         self.should_exit = self.should_exit or self._worker.dead
         return await super().on_tick(counter)
 

@@ -1,4 +1,4 @@
-"""What an adapter's folder holds: PEFT's files, never pickled, and the manifest that vouches for them.
+"""What an adapter's folder holds: PEFT's files, never pickled, and the manifest with their checksums.
 
 This module does not know what the tensors mean.
 """
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     import torch
 
 MANIFEST = "manifest.json"
-MANIFEST_FORMAT = 2  # the first had no digest of its own
+MANIFEST_FORMAT = 2  # in format 1 the manifest had no checksum of its own
 ALLOWED = (".safetensors", ".json", ".md")
 
 
 def checked(folder: Path) -> dict[str, bytes]:
-    """The files of a new adapter. Raises CorruptAdapter where they are not an intact one."""
+    """Read the files of a new adapter. Raises CorruptAdapter where they are not an intact one."""
     title = "The new adapter"
     files = contents(folder, title)
     parsed(files, title)
@@ -65,7 +65,7 @@ def parsed(files: dict[str, bytes], title: str) -> tuple[dict[str, Any], dict[st
 
 
 def vocabulary_in(files: dict[str, bytes], title: str) -> torch.Tensor | None:
-    """The token ids of an adapter's own output rows; what they may be is for the draft base to say."""
+    """The token ids of an adapter's own output rows; the draft base checks whether they are valid."""
     if VOCABULARY not in files:
         return None
     try:
@@ -102,7 +102,7 @@ def manifest_of(version: AdapterVersion, summary: CandidateSummary, files: dict[
 
 
 def read_manifest(files: dict[str, bytes], title: str) -> dict[str, Any]:
-    """Takes the manifest out of `files`. Raises CorruptAdapter where it is changed or vouches for others."""
+    """Take the manifest out of `files`. Raises CorruptAdapter where it or one of the files was changed."""
     manifest = json_object(files.pop(MANIFEST, b""), f"{MANIFEST} of {title}")
     if manifest.get("format") not in (1, MANIFEST_FORMAT):
         raise CorruptAdapter(f"{title}: its manifest has an unknown format.")
@@ -114,7 +114,7 @@ def read_manifest(files: dict[str, bytes], title: str) -> dict[str, Any]:
 
 
 def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
-    """The manifest with the digest of all else that it says."""
+    """The manifest with the SHA-256 of its other entries."""
     rest = {key: value for key, value in manifest.items() if key != "sha256"}
     return {**rest, "sha256": hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()}
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import torch
 
 FOLDER = "adapters"
-QUARANTINE = "quarantine"  # beside it: versions that the database does not know
+QUARANTINE = "quarantine"  # folder beside FOLDER: versions that the database does not know
 TEMPORARY = ".tmp-"
 VERSION_FOLDER = re.compile(r"v([0-9]+)")
 
@@ -52,7 +52,7 @@ class LoadedAdapter(NamedTuple):
 
 
 def check_database_is_there(home: Path) -> None:
-    """Raises StorageError for a home of adapters without a database: a new one would know none of them."""
+    """Raises StorageError for a home with adapters but no database: a new one would know none of them."""
     if not (home / DATABASE).exists() and any(home.glob(f"{FOLDER}/*/v[0-9]*")):
         raise StorageError(
             f"The home {home} has adapters and no database; put {DATABASE} back, or move the folder "
@@ -63,8 +63,8 @@ def check_database_is_there(home: Path) -> None:
 class AdapterStore:
     """The adapters of a home. Safe to share between threads. Changes nothing in a read-only home.
 
-    Making one removes temporary folders that a crash left behind. A version that the database does not know
-    may be all that is left of it (an older database was put back): it is set aside, never deleted.
+    Creating this object removes temporary folders that a crash left behind. Versions that the database does
+    not know, for example since an older database was put back, are set aside and never deleted.
     """
 
     def __init__(self, home: Home, registry: Registry) -> None:
@@ -89,9 +89,9 @@ class AdapterStore:
     def publish_together(
         self, candidates: Sequence[Candidate], untrained: Mapping[str, int] | None = None
     ) -> list[AdapterVersion]:
-        """As `publish`, of all these candidates or of none: they become live in one transaction.
+        """As `publish`, for all these candidates or for none: they become live in one transaction.
 
-        untrained: experts that are put back to no version with them, and the version of each that is live.
+        untrained: experts that are reset to no version in the same step, with the live version of each.
         """
         parts: list[Part] = [(one, partial(write_files, one)) for one in candidates]
         return self._publish(parts, untrained or {})
@@ -181,7 +181,7 @@ class AdapterStore:
         return gone
 
     def _publish(self, parts: Sequence[Part], untrained: Mapping[str, int]) -> list[AdapterVersion]:
-        """Folders, then rows: a crash between them leaves folders without rows, which `_clean` sets aside."""
+        """Write folders, then rows: a crash leaves folders without rows, for `_clean` to set aside."""
         self._home.require_writable()
         for summary, _ in parts:
             self._registry.next_version(summary.expert)  # an unknown name changes nothing
@@ -204,7 +204,7 @@ class AdapterStore:
         return versions
 
     def _temporary_folder(self, domain: str) -> Path:
-        """An empty one, beside the versions of `domain`."""
+        """Make an empty temporary folder, beside the versions of `domain`."""
         parent = self.folder(domain, 0).parent
         parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=parent))
@@ -238,7 +238,7 @@ class AdapterStore:
         )
 
     def _place(self, temporary: Path, folder: Path) -> None:
-        """Give the finished folder its name; all of it is on the disk then."""
+        """Rename the finished folder; when this returns, all of it is on the disk."""
         for path in (*temporary.iterdir(), temporary):
             sync(path)
         temporary.rename(folder)
@@ -268,12 +268,12 @@ class AdapterStore:
                     self._set_aside(folder)
 
     def _set_aside(self, folder: Path) -> None:
-        """Move a version that the database does not know out of the way of the next of its number."""
+        """Move the folder of a version that the database does not know, so that its number is free."""
         parent = self._home.path / QUARANTINE / folder.parent.name
         try:
             parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             place = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=parent))
-            folder.rename(place)  # over an empty folder of its own, so over nothing
+            folder.rename(place)  # replaces the empty folder that was just made, and nothing else
         except OSError as error:
             log.warning("%s is not in the database and cannot be moved: %s.", folder, error.strerror)
         else:

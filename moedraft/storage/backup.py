@@ -1,7 +1,7 @@
-"""A home as one file and back: a copy of the database made in one step, and the adapters that it knows.
+"""Writes a home into one file and restores it: a copy of the database made in one step, and its adapters.
 
-Safe beside a server that writes. What a backup holds is listed in it with SHA-256, and is looked at when it
-is made and when it is restored. Knows no keys: which other files of the home go along is the caller's choice.
+Safe while a server writes to the home. A backup lists its files with SHA-256, which is checked when it is
+made and restored. Which other files of the home are included, such as its keys, is the caller's choice.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def restore_backup(
     leave_out: Collection[str] = (),
     finish: Callable[[Path, dict[str, Any]], None] = lambda folder, contents: None,
 ) -> dict[str, Any]:
-    """Make `home` of a backup, without the files named in `leave_out`; returns what the backup holds.
+    """Restore a backup to `home`, without the files named in `leave_out`; returns what the backup holds.
 
     `finish` gets the folder and what the backup holds before the folder becomes the home, so that what it
     adds is there from the home's first moment on. Raises InvalidRequest where `home` is there and not empty,
@@ -106,7 +106,7 @@ def _folder_beside(path: Path) -> Iterator[Path]:
 
 
 def _copied_database(source: Path, copy: Path) -> list[tuple[str, int]]:
-    """Copy in one step, which no commit can make begin anew; (domain, version) of the adapters it knows."""
+    """Copy the database, as of one moment; returns (domain, version) of the adapters that it knows."""
     if not source.is_file():
         raise StorageError(f"There is no moedraft home at {source.parent}.")
     copy.touch(mode=0o600)
@@ -116,7 +116,7 @@ def _copied_database(source: Path, copy: Path) -> list[tuple[str, int]]:
     ):
         try:
             reading.backup(writing, pages=-1)
-            writing.execute("PRAGMA journal_mode = DELETE")  # one file, whole by itself
+            writing.execute("PRAGMA journal_mode = DELETE")  # the copy is one file, without a journal
         except sqlite3.DatabaseError as error:
             raise StorageError(
                 f"The database of the home {source.parent} cannot be copied: {error}."
@@ -135,7 +135,7 @@ def _check_database(path: Path) -> None:
 
 
 def _add_version(home: Path, version: tuple[str, int], files: dict[str, Path]) -> bool:
-    """Add the files of an adapter. False: it is not there, or not whole, and is passed over when served."""
+    """Add the files of an adapter. False: it is missing or damaged; a server does not load it either."""
     name = f"{FOLDER}/{version[0]}/v{version[1]}"
     found = {f"{name}/{path.name}": path for path in sorted((home / name).glob("*")) if path.is_file()}
     try:
@@ -170,7 +170,7 @@ def _pack(packed: Path, contents: dict[str, Any], files: dict[str, Path]) -> Non
 
 
 def _unpacked(file: Path, folder: Path, leave_out: Collection[str]) -> dict[str, Any]:
-    """Every member is a file that the contents name, of a name that a home has, with the bytes they tell."""
+    """Unpack the files; each must be listed in the contents, be one that a home has, and fit its hash."""
     with tarfile.open(file, mode="r:") as archive:
         contents: dict[str, Any] = json.loads(_opened(archive, archive.next()).read())
         if contents["format"] != FORMAT:
@@ -198,7 +198,7 @@ def _opened(archive: tarfile.TarFile, member: tarfile.TarInfo | None) -> IO[byte
 
 
 def _write(path: Path, content: IO[bytes]) -> str:
-    """The SHA-256 of what was written."""
+    """Write a new file; returns its SHA-256."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     digest = hashlib.sha256()
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:

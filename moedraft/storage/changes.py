@@ -15,8 +15,8 @@ from moedraft.storage.version_rows import PIN
 def promote(store: Store, name: str, version: int) -> Changed:
     """Check the files of `version` and make it the one that serves; 0 is the untrained expert.
 
-    Where that is an earlier shared adapter, experts that were trained on a later one follow it back. Raises
-    InvalidRequest.
+    Where that is an earlier shared adapter, experts that were trained on a later one go back to versions that
+    were not. Raises InvalidRequest.
     """
     check_expert(store, name)
     found = [one for one in store.registry.versions(name) if one.version == version]
@@ -28,8 +28,8 @@ def promote(store: Store, name: str, version: int) -> Changed:
 def rollback(store: Store, name: str) -> Changed:
     """Go back to the version that the live one was made from.
 
-    Experts that were trained on the shared adapter follow it back. Raises InvalidRequest where no version is
-    live.
+    Experts that were trained on a shared adapter are rolled back with it. Raises InvalidRequest where no
+    version is live.
     """
     check_expert(store, name)
     return store.registry.change(name, None)

@@ -33,7 +33,7 @@ class DamagedPayload(Exception):
 
 
 def encode(record: ReplayRecord) -> bytes:
-    """Raises InvalidRequest where the shapes do not fit together or a log-probability is no number."""
+    """The record's payload. Raises InvalidRequest for shapes that do not fit and log-probabilities of NaN."""
     if record.num_prompt_tokens < 1:
         raise InvalidRequest("a replay record needs a prompt of at least one token.")
     answer = len(record.token_ids) - record.num_prompt_tokens

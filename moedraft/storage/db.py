@@ -32,7 +32,7 @@ from moedraft.core import StorageError
 
 DATABASE = "moedraft.db"
 LOCK = "moedraft.lock"
-RESERVE = "reserve"  # bytes that are given up on a full disk, where SQLite cannot open its journal otherwise
+RESERVE = "reserve"  # a file that is deleted on a full disk, so that SQLite can still open its journal
 RESERVE_BYTES = 256 * 1024
 MIGRATIONS = Path(__file__).parent / "migrations"
 BUSY_SECONDS = 10.0
@@ -94,7 +94,7 @@ class Home:
 
     @contextmanager
     def write(self, *, durable: bool = False) -> Iterator[Connection]:
-        """One transaction; others wait. It survives the end of this process, `durable` ones a power cut too.
+        """One transaction; others wait. It outlives the end of this process, and a `durable` one a power cut.
 
         Without `durable` a power cut may lose the last transactions, but never damages the file. Raises
         StorageFull or StorageError; nothing was changed then.
@@ -187,7 +187,7 @@ class Home:
             _pragma(connection, "foreign_keys = ON")
 
     def _keep_copy(self, revision: str) -> None:
-        """The database as it is, beside it: a migration has no way back. Raises what leaves it as it is."""
+        """Copy the database before a migration, which cannot be undone. Raises StorageError."""
         copy, temporary = self.path / f"{DATABASE}.{revision}", self.path / f".{DATABASE}.{revision}.tmp"
         assert self._writer is not None
         temporary.unlink(missing_ok=True)
@@ -270,7 +270,7 @@ def _claim(path: Path) -> int:
 
 
 def _tighten(home: Path) -> None:
-    """Take from others what they may do in a home that an earlier moedraft, or a copy, has left open."""
+    """Take away other users' access to a home that an earlier moedraft, or a copy, has left open."""
     found = home.stat()
     ours = (home / DATABASE).exists() and found.st_uid == os.geteuid() and not found.st_mode & stat.S_ISVTX
     if ours and found.st_mode & 0o077:
@@ -278,7 +278,7 @@ def _tighten(home: Path) -> None:
 
 
 def _keep_reserve(home: Path) -> None:
-    """A file that can be given up, where there is room; of random bytes, which no disk can compress."""
+    """Make the reserve file where there is room; of random bytes, which no disk can compress."""
     reserve = home / RESERVE
     try:
         if not reserve.exists():
@@ -290,7 +290,7 @@ def _keep_reserve(home: Path) -> None:
 
 
 def _give_up_reserve(home: Path) -> bool:
-    """False: there was none."""
+    """Delete the reserve file to free its space; False if there is none."""
     try:
         (home / RESERVE).unlink()
     except OSError:
@@ -333,7 +333,7 @@ def _engine(database: Path, *, write: bool) -> Engine:
 
 
 def _pragma(connection: Connection, pragma: str) -> Any:
-    """Its answer, a row or None."""
+    """Run a PRAGMA; returns its answer, a row or None."""
     driver: Any = connection.connection.driver_connection
     return driver.execute(f"PRAGMA {pragma}").fetchone()
 

@@ -41,7 +41,7 @@ class Key:
 
 
 def new_key(scopes: Sequence[str], name: str = "") -> tuple[Key, str]:
-    """A key and its secret. Raises InvalidRequest for scopes that are none."""
+    """A key and its secret. Raises InvalidRequest for unknown scopes, or none, and for a bad name."""
     for scope in scopes:
         if scope not in SCOPES:
             raise InvalidRequest(f"there is no scope {scope!r}; scopes are {', '.join(SCOPES)}.")
@@ -90,13 +90,13 @@ class KeyFile:
         return found[0]
 
     def close(self) -> None:
-        """Leave a file, be it one of no keys: a server of this home lets nobody in without a key."""
+        """Make sure that there is a key file, even an empty one: from then on a server asks for keys."""
         with self._changing():
             pass
 
     @contextmanager
     def _changing(self) -> Iterator[list[Key]]:
-        """The keys, to be changed by one process at a time; written where the block ends well."""
+        """The keys, for one process at a time to change; they are written unless the block raises."""
         folder = self.path.parent
         with storage_errors(folder):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)

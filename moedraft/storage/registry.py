@@ -37,7 +37,7 @@ _domain, _version, _state = adapter_versions.c.domain, adapter_versions.c.versio
 
 @dataclass(frozen=True)
 class Changed:
-    """What a person's change of a live version did."""
+    """The result of a promotion or a rollback."""
 
     live: AdapterVersion | None  # what serves now; None: the untrained adapter
     experts: tuple[Follower, ...] = ()  # that had been trained on a later shared adapter than this one
@@ -112,7 +112,7 @@ class Registry:
         return _domain_of(row)
 
     def remove_domain(self, name: str) -> None:
-        """Removes the domain, its replay and the rows of its versions; `AdapterStore.remove` their folders.
+        """Removes the domain, its replay and its versions' rows; `AdapterStore.remove` removes the folders.
 
         Statistics of its requests stay, and its version numbers are never given again.
         """
@@ -130,7 +130,7 @@ class Registry:
     # --- adapter versions (`domain` is a domain's name or SHARED)
 
     def add_version(self, version: AdapterVersion) -> None:
-        """As `add_versions`, of one."""
+        """As `add_versions`, for one version."""
         self.add_versions([version])
 
     def add_versions(
@@ -138,7 +138,7 @@ class Registry:
     ) -> None:
         """Add the rows, all of them or none. A live version replaces the former live one.
 
-        untrained: experts that are put back to no version in the same transaction, with the version of each
+        untrained: experts that are reset to no version in the same transaction, with the version of each
         that has to be live until then. Raises InvalidRequest for a number that was given before, and where
         another version is live.
         """
@@ -208,11 +208,11 @@ class Registry:
         return self.change(domain, None).live
 
     def change(self, domain: str, version: int | None) -> Changed:
-        """`promote` where a version is given, `rollback` otherwise; experts follow the shared adapter back.
+        """`promote` where a version is given, `rollback` otherwise; experts go back with the shared adapter.
 
         An expert that was trained on a later shared adapter than the one that serves now goes back to its
-        newest version that was not, in the same transaction. One that is pinned stays. What is chosen here
-        drafts, also where the draft base alone did before.
+        newest version that was not, in the same transaction. One that is pinned stays. The version chosen
+        here drafts, even where the draft base alone drafted before.
         """
         with self._home.write(durable=True) as connection:
             last_version(connection, domain)

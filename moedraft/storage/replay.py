@@ -89,7 +89,7 @@ class ReplayBuffer:
         return list(_decoded(rows))
 
     def unclaimed(self, limit: int) -> list[ReplayRecord]:
-        """The newest records for which no expert drafted at the end, and no client wished that."""
+        """The newest records that the shared adapter drafted for, unless the client had asked for it."""
         query = select(replay).where(replay.c.expert == SHARED, replay.c.pinned.is_(False))
         with self._home.read() as connection:
             rows = connection.execute(query.order_by(replay.c.id.desc()).limit(limit)).all()
@@ -106,7 +106,7 @@ class ReplayBuffer:
         return self._fetched(draw(held, n, Random(seed)))
 
     def sample_stratified(self, n: int, seed: int, target_id: str | None = None) -> Iterator[ReplayRecord]:
-        """As `sample` of all, with equal shares of the domains. Small domains give all they have."""
+        """As `sample` of all domains, with equal shares. Small domains give all they have."""
         random, chosen = Random(seed), list[int]()
         held = self._held(None, target_id)
         for domain, share in even_shares({name: len(held[name]) for name in held}, n).items():
@@ -168,7 +168,7 @@ class ReplayBuffer:
         return count
 
     def _held(self, domain: str | None, target_id: str | None, min_id: int = 0) -> dict[str, list[Held]]:
-        """By domain, oldest first."""
+        """Id, source and pin of the records, by domain, oldest first."""
         columns = (replay.c.domain, replay.c.id, replay.c.source, replay.c.pinned)
         query = _of(select(*columns), domain).where(replay.c.id >= min_id).order_by(replay.c.id)
         if target_id is not None:
@@ -205,7 +205,7 @@ class ReplayBuffer:
         }
 
     def _evict(self, connection: Connection, domain: str) -> None:
-        """Remove what is too much: first of those that have more than their share, then by the policy."""
+        """Remove records above the capacity: first those of clients above their share, then by the policy."""
         excess = _count(connection, domain) - self._capacity
         if excess <= 0:
             return
@@ -235,7 +235,7 @@ def _count(connection: Connection, domain: str, which: ColumnElement[bool] | Non
 
 
 def _sources_above(connection: Connection, domain: str, most: int) -> list[str]:
-    """Those with more than `most` records of `domain`."""
+    """The sources with more than `most` records of `domain`."""
     query = _of(select(replay.c.source), domain).group_by(replay.c.source)
     return list(connection.scalars(query.having(func.count() > most)))
 

@@ -15,11 +15,11 @@ from moedraft.storage.tables import request_totals, requests
 
 FIRST = 20
 RECENT = 50
-NO_SUMS = ("expert", "first_window")  # columns of the totals that no sums are
+NO_SUMS = ("expert", "first_window")  # columns of the totals that are not sums
 
 
 class Outcome(NamedTuple):
-    """What is compared of a request: its tokens and the target's steps, and its expert's first guesses."""
+    """The figures of a request that are compared: tokens, target steps, and its expert's first guesses."""
 
     tokens: int
     steps: int
@@ -161,7 +161,7 @@ class RequestLog:
         return [_stats(dict(row)) for row in reversed(rows)]
 
     def routing(self) -> tuple[int, int]:
-        """Of the kept requests, those that the router decided, and those that evidence overruled then."""
+        """Of the kept requests, how many the router decided, and how many of these evidence overruled."""
         query = select(func.count(), func.sum(requests.c.overruled)).where(requests.c.confidence.is_not(None))
         with self._home.read() as connection:
             routed, overruled = connection.execute(query).one()
@@ -282,7 +282,7 @@ def _window(rows: list[list[int]] | None) -> Window | None:
 
 
 def _recent_window(newest: list[RequestStats], requests: int) -> Window:
-    """The newest requests, oldest first. A request is in one window only, or the two were no comparison."""
+    """The newest requests, oldest first, without those of the first window, so that the two compare."""
     later = max(0, requests - FIRST)
     return tuple(outcome_of(one) for one in reversed(newest[:later]))
 

@@ -2,7 +2,7 @@
 
 A client can choose the domain of its requests, and so put what it likes into any domain's replay. Therefore
 one source (a key) has at most half of a full buffer and of a sample, and records whose domain the client
-chose at most a quarter. Where others leave room, either may fill it. Knows no database.
+chose at most a quarter. Either may have more where others leave room. Knows no database.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PINNED_SHARE = 4  # records whose domain the client chose have at most 1 / 4
 
 
 class Held(NamedTuple):
-    """A record as it matters here."""
+    """What the shares depend on in a record."""
 
     id: int
     source: str

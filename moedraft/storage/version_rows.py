@@ -10,8 +10,8 @@ from sqlalchemy import Connection, delete, insert, select, update
 from moedraft.core import SHARED, AdapterVersion, InvalidRequest, UnknownName
 from moedraft.storage.tables import adapter_versions, counters, domains, experts, meta
 
-PIN = "pinned:"  # and a name: the meta key that exists while it gets no new version
-UNADAPTED = "unadapted:"  # and a name: the one that exists while the draft base alone drafts for it
+PIN = "pinned:"  # with a name: the meta key that exists while this adapter is pinned
+UNADAPTED = "unadapted:"  # with a name: the one that exists while the draft base alone drafts for it
 
 _domain, _version, _state = adapter_versions.c.domain, adapter_versions.c.version, adapter_versions.c.state
 
@@ -35,7 +35,7 @@ def domain_exists(connection: Connection, name: str) -> bool:
 
 
 def last_version(connection: Connection, domain: str) -> int:
-    """Raises InvalidRequest where `domain` is neither registered nor SHARED."""
+    """The number given to a version of `domain` last. Raises InvalidRequest for an unknown name."""
     if domain != SHARED and not domain_exists(connection, domain):
         raise unknown_domain(domain)
     return int(
@@ -147,8 +147,8 @@ def take_experts_back(
 ) -> tuple[Follower, ...]:
     """Experts that were trained on a later shared adapter than `now` go back to a version that was not.
 
-    before: the shared adapter that served until now; experts of another draft base do not stand on it. Those
-    of which nobody knows what they stood on stay.
+    before: the shared adapter that served until now; only experts of its draft base go back. Those stay of
+    which it is not known on which shared adapter they were trained.
     """
     if before is None:
         return ()
@@ -167,7 +167,7 @@ def take_experts_back(
 
 
 def _step_back(connection: Connection, domain: str, version: int, shared: int) -> int:
-    """Make live the newest version before this one that stood on `shared` or an earlier one; its number.
+    """Make live the newest earlier version that was trained on `shared` or an older one; its number.
 
     `version` becomes rolled_back. 0: there is no such version, and the untrained expert serves.
     """

@@ -1,4 +1,4 @@
-"""The only place where the parts are put together."""
+"""Builds a System: the only place where models, home, router, experts and engine are put together."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROUTER_FOLDER = "router"
 
 @dataclass(frozen=True)
 class System:
-    """A running engine with everything around it. `close` lets go of the home."""
+    """A running engine with everything around it. `close` releases the home."""
 
     settings: Settings
     store: Store
@@ -52,7 +52,7 @@ class System:
 
 
 def open_store(settings: Settings, *, write: bool = True) -> Store:
-    """Raises StorageError as `Home.open` does, and for a file in the home's place."""
+    """Open the store of the home. Raises StorageError as `Home.open` does, and for a file in its place."""
     check_home(settings.home)
     return Store.open(
         settings.home,
@@ -128,7 +128,7 @@ def assemble(settings: Settings, store: Store, target: LanguageModel, draft: Dra
 
 
 def selector_of(settings: Settings, router: Router, drafter: ExpertDrafter, bank: ExpertBank) -> Selector:
-    """Who decides who drafts. The experts of a feature drafter alone can be compared."""
+    """The selector, which decides who drafts. Only the experts of a feature drafter can be compared."""
     if settings.selector == "fixed":
         return UnaskedSelector(router)
     if settings.selector == "evidence":

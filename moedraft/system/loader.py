@@ -19,7 +19,7 @@ from moedraft.drafting.lora import ExpertBank, Prepared
 from moedraft.storage.store import Store
 
 POLL_SECONDS = 0.5  # between two looks at the registry; doubled with every failure in a row
-READS = 5  # of versions that change while they are read, at most
+READS = 5  # most times that versions are read anew since they changed meanwhile
 DOUBLINGS = 6  # the most doublings: half a minute
 
 log = logging.getLogger(__name__)
@@ -169,6 +169,6 @@ class AdapterLoader:
         return readable
 
     def _read(self, version: AdapterVersion) -> Adapter:
-        """Raises CorruptAdapter where it does not fit, and StorageError."""
+        """Read and check a version. Raises CorruptAdapter where it does not fit, and StorageError."""
         found = self.store.adapters.load(version, self.bank.base_hash)
         return self.bank.read(version.version, found.config, found.tensors, found.vocabulary)

@@ -24,10 +24,10 @@ from moedraft.storage.store import Store
 
 GATHER_SECONDS = 0.1  # how long a write waits for more requests to share its transaction
 MOST = 1000  # requests that may wait to be written, usually about 30 MB; further ones are not recorded
-MOST_BYTES = 100_000_000  # of those that wait, unless it is only one; being written takes six times as much
-NUMBER_BYTES = 36  # of a token id in a list
-TOPK_BYTES = 12  # of each of a token's k alternatives, as tensors
-LOGPROB_BYTES = 120  # of each alternative that was asked for with the answer
+MOST_BYTES = 100_000_000  # of waiting requests, unless there is only one; writing takes six times as much
+NUMBER_BYTES = 36  # bytes of a token id in a list
+TOPK_BYTES = 12  # bytes of each of a token's k alternatives, as tensors
+LOGPROB_BYTES = 120  # bytes of each alternative that was asked for with the answer
 USUAL_TOPK = 16  # the assumed k until the first record shows it
 FLUSH_SECONDS = 10.0
 

@@ -33,7 +33,7 @@ class Suggestion:
     """A group of prompts that could be a domain."""
 
     name: str  # for the domain: the words that tell the group from the others
-    prompts: tuple[str, ...]  # all of them, the most typical first; without texts where capture is off
+    prompts: tuple[str, ...]  # the most typical first, MOST_EXAMPLES at most; none where capture is off
     size: int  # different prompts
     requests: int
     share: float | None  # of the requests that the router decided in that time; None where there was none
@@ -122,7 +122,7 @@ def names_of(groups: list[list[str]], taken: Collection[str]) -> list[str]:
 
 
 def suggestions_data(found: Suggestions, *, texts: bool, every_prompt: bool = False) -> dict[str, Any]:
-    """As plain data. texts: whether the reader may see prompts; every_prompt: all of them, not cut."""
+    """The suggestions as plain data. texts: whether prompts may be seen; every_prompt: all, not cut."""
     return {
         "looked_at": found.looked_at,
         "unknown_share": found.unknown,
@@ -145,6 +145,6 @@ def _group_data(one: Suggestion, *, texts: bool, every_prompt: bool) -> dict[str
 
 
 def overlaps_data(store: Store, router: Router) -> list[dict[str, Any]]:
-    """Pairs of registered domains whose examples lie into one another, those that share most first."""
+    """Pairs of registered domains whose examples overlap, those that share most first."""
     rows = {one.name: router.features(one.examples) for one in store.registry.domains()}
     return [{**asdict(one), "should_merge": one.should_merge} for one in overlaps(rows)]

@@ -1,8 +1,8 @@
 """An optimiser that keeps, beside the weights of an adapter, their average over its last steps.
 
-Steps on a dozen records each move a small adapter to and fro; the average over some dozens of them guesses
+Steps on a dozen records each move a small adapter to and fro; the average over some dozens of steps guesses
 better than the weights at any one step (Polyak and Juditsky 1992). Training goes on from the weights
-themselves. The averages are kept in the optimiser's state: whatever becomes of that becomes of them.
+themselves. The averages are part of the optimiser's state, and are kept and dropped with it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 AVERAGE = "average"  # in the optimiser's state of each parameter
-DECAY = 0.97  # of what the average was, at each step
-FEW = 10  # steps that a new adapter's average soon forgets, since the first ones tell nothing
-SHORT = 8  # first steps of an adapter that was trained before: what Adam knows of it is not much yet
+DECAY = 0.97  # weight of the old average at each step
+FEW = 10  # a new adapter's average forgets its first steps, about this many, which tell little
+SHORT = 8  # warm-up steps of an adapter that was trained before, until Adam's statistics are of use
 
 
 class AveragingAdamW(torch.optim.AdamW):
@@ -35,7 +35,7 @@ class AveragingAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One step, and the weights as they are then go into their averages."""
+        """Make one step, and then update the averages with the new weights."""
         assert closure is None, "a step has its gradients already"
         parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         before = [p.detach().clone() if self.settled and not self.state.get(p) else p for p in parameters]
@@ -49,19 +49,19 @@ class AveragingAdamW(torch.optim.AdamW):
             state[AVERAGE].lerp_(parameter, 1 - decay)
 
     def exchange(self) -> None:
-        """Put the averages in the place of the weights, and these where the averages were."""
+        """Swap the weights with their averages."""
         for parameter, state in self._moved():
             parameter.data, state[AVERAGE] = state[AVERAGE], parameter.data
 
     def _moved(self) -> list[tuple[nn.Parameter, dict[str, torch.Tensor]]]:
-        """The parameters that have made a step, and what is known of them."""
+        """The parameters that have made a step, with their optimiser states."""
         parameters = [p for group in self.param_groups for p in group["params"]]
         return [(p, self.state[p]) for p in parameters if self.state.get(p)]
 
 
 @contextmanager
 def averaged(optimisers: Iterable[AveragingAdamW]) -> Iterator[None]:
-    """Within it the weights are their averages, and nothing may learn; afterwards they are what they were."""
+    """Use the averages as weights within the block, where nothing may learn; then restore the weights."""
     chosen = list(optimisers)
     for optimiser in chosen:
         optimiser.exchange()

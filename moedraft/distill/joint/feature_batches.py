@@ -4,8 +4,8 @@ An entry i of the drafter is made of the target's features at position i and the
 an unrolled batch, entry i has also read the tokens up to i + j and guesses the token at i + j + 1, so what
 teaches it is the target's distribution of that token.
 
-With P tokens before the answer, entries 0 … P−2 are context: they are read, and no adapter changes what they
-give. Row r is entry P − 1 + r: at step j it guesses the answer's token number r + j, counted from 0. So an
+With P tokens before the answer, entries 0 … P−2 are context: they are only read, and no adapter changes their
+keys and values. Row r is entry P − 1 + r: at step j it guesses answer token r + j, counted from 0. So an
 answer's first token is never guessed; the target gives it when it has read the prompt.
 """
 
@@ -26,7 +26,7 @@ OUTSIDE = -1  # a token that cannot be drafted
 
 @dataclass(frozen=True)
 class FeatureBatch:
-    """Records, those of one expert side by side.
+    """A padded batch of records, sorted so that those of one expert are side by side.
 
     Tokens that cannot be drafted are padding in a top-k, see `within`.
     """
@@ -44,13 +44,13 @@ class FeatureBatch:
 
 @dataclass(frozen=True)
 class Taught:
-    """What teaches the rows of one unrolled step."""
+    """What the rows of one unrolled step are to guess."""
 
     rows: torch.Tensor  # bool [B, A]: the rows that are taught, N of them
     counts: list[int]  # of these, how many belong to each row of the batch
     topk_ids: torch.Tensor  # int64 [N, k]
     topk_logprobs: torch.Tensor  # float32 [N, k]
-    tokens: torch.Tensor  # int64 [N]: what stands where the guess belongs, the target's ids
+    tokens: torch.Tensor  # int64 [N]: the token that stands where the guess belongs, as the target's id
 
 
 class DraftVocabulary:
@@ -127,9 +127,9 @@ def collate(
 
 
 def within(ids: torch.Tensor, logprobs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The target's most likely tokens, given that none of those comes which cannot be drafted.
+    """The target's top-k probabilities, renormalised as if tokens that cannot be drafted never came.
 
-    ids int64 [..., k], OUTSIDE for those; logprobs [..., k]. Were their probability counted as the tail's,
+    ids int64 [..., k], OUTSIDE for such tokens; logprobs [..., k]. If their probability counted as tail,
     the drafter would learn to spread it over all other tokens, which are no better guesses for it.
     """
     outside = ids == OUTSIDE
@@ -146,7 +146,7 @@ def _cut(record: ReplayRecord, max_tokens: int) -> _Row:
 
 
 def taught_at(batch: FeatureBatch, step: int) -> Taught:
-    """What teaches the rows of unrolled step `step`, 1 or more: row r, the answer's token r + step."""
+    """What is to be guessed at unrolled step `step`, 1 or more: for row r, the answer's token r + step."""
     length = batch.answer_ids.shape[1]
     numbers = torch.arange(length, device=batch.lengths.device)[None]
     real = (numbers >= step) & (numbers < batch.lengths[:, None])

@@ -13,20 +13,20 @@ from moedraft.distill.trainer import OnStep
 from moedraft.storage.changes import is_pinned
 
 MOST_DOUBLINGS = 5  # of the records that an update waits for, after updates that failed
-MOST_AGAIN = 8  # updates without new records, one after the other
+MOST_AGAIN = 8  # consecutive updates without new records, at most
 
 
 @dataclass
 class JointLoop(DistillLoop):
-    """As `DistillLoop`, but an update belongs to nobody: the gate judges all that learned together.
+    """As `DistillLoop`, but each update trains all adapters, and the gate judges them together.
 
-    Requests are scarce, spare time often is not. So another update follows on the records that are there,
-    unless the gate has thrown the last one away: that happens at once where it did harm, and after a few
-    updates in a row without a gain that can be seen. The gate's held-out records are never trained on, so
-    this ends when nothing more is to be learned from the others.
+    Requests are scarce, spare time often is not. So further updates are made from the records that are there,
+    until the gate discards one: at once where it did harm, otherwise after a few updates in a row without a
+    visible gain. The gate's held-out records are never trained on, so this ends when nothing more is to be
+    learned from the others.
     """
 
-    trainer: JointTrainer  # type: ignore[assignment]  # published and forgotten alike, updated jointly
+    trainer: JointTrainer  # type: ignore[assignment]  # same outcome methods, but joint updates
     again: int = 0  # updates without new records that may still follow
 
     def resume(self) -> None:
@@ -35,11 +35,11 @@ class JointLoop(DistillLoop):
         self.trainer.last_id = int(self.store.registry.get_meta(f"trained:{SHARED}") or 0)
 
     def due(self) -> str | None:
-        """The shared adapter, which every update teaches, when there are enough new records of any domain.
+        """SHARED, which stands for an update of all, when there are enough new records of any domain.
 
-        Without new records as well, while the records that are there still teach. Nobody while it is pinned:
-        experts are trained on the shared adapter as the same update leaves it. Each failure in a row doubles
-        the records that it takes.
+        It is due without new records as well, while `again` allows more updates, and never while the shared
+        adapter is pinned, since experts are trained on it as the same update leaves it. Each failure in a row
+        doubles the new records that are needed.
         """
         if is_pinned(self.store.registry, SHARED):
             return None
@@ -60,9 +60,9 @@ class JointLoop(DistillLoop):
         )
 
     def _update(self, expert: str, steps: int | None, on_step: OnStep | None) -> Update | None:
-        """Train, publish what passes the gate, and note which records were used; the update of `expert`.
+        """Train, publish what passes the gate, and note which records were used.
 
-        Where that one's was not published, the shared adapter's.
+        Returns the update of `expert` or, where that was not published, the shared adapter's.
         """
         if is_pinned(self.store.registry, SHARED):
             return None

@@ -1,4 +1,4 @@
-"""Low-rank terms of several adapters over one linear layer, each for the rows of a batch that are its own.
+"""Low-rank terms of several adapters over one linear layer; each row of a batch uses those of its own expert.
 
 A row is computed as base + shared adapter + its own expert, and a backward gives a gradient to both. Rows of
 one expert stand side by side, so that its factors are applied to one slice of the batch. An adapter without
@@ -16,19 +16,19 @@ from torch.nn.functional import linear
 
 from moedraft.core import SHARED
 
-LISTS_KEPT = 16  # experts whose rows of the output layer are kept apart from it, those that learned last
+LISTS_KEPT = 16  # experts whose picked rows of the output layer are cached: those used last
 
 
 @dataclass
 class Routing:
-    """Who is on in the next forward; one for all layers of a student."""
+    """Which adapters are on in the next forward; one object for all layers of a student."""
 
     parts: list[tuple[str, int]] = field(default_factory=list)  # expert and number of rows, in their order
     shared: bool = True  # whether the shared adapter is on
 
 
 class LowRank(nn.Module):
-    """B·A, zero at first. The scaling is 1, so that what is learned does not depend on the rank's name."""
+    """One adapter's term B·A, which is zero at first. The scaling is 1, whatever the rank."""
 
     def __init__(self, size_in: int, size_out: int, rank: int, device: torch.device) -> None:
         super().__init__()
@@ -40,14 +40,14 @@ class LowRank(nn.Module):
         return self.through(x, self.b)
 
     def through(self, x: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """The same with `b` [n, rank], some rows of B, in its place."""
+        """As `forward`, with `b` [n, rank], some of the rows of B, in the place of B."""
         # Autocast brings both sides of a product to one precision by itself.
         x = x if torch.is_autocast_enabled(x.device.type) else x.to(self.a.dtype)
         return linear(linear(x, self.a), b)
 
 
 class FrozenWeight:
-    """A weight that does not learn, in the precision of the products it takes part in.
+    """A weight that does not learn, kept in the precision that its products are computed in.
 
     Autocast converts such a weight anew at each product; here the converted one is kept, and so are the rows
     of it that an expert's own vocabulary picks.
@@ -55,7 +55,7 @@ class FrozenWeight:
 
     def __init__(self, layer: nn.Linear) -> None:
         self.layer = layer
-        self._whole: tuple[torch.Tensor, torch.Tensor] | None = None  # the weight it was made of, and itself
+        self._whole: tuple[torch.Tensor, torch.Tensor] | None = None  # the original weight, the converted one
         self._picked: OrderedDict[str, tuple[torch.Tensor, torch.Tensor]] = OrderedDict()  # numbers, rows
 
     def whole(self) -> torch.Tensor:
@@ -66,7 +66,7 @@ class FrozenWeight:
         return self._whole[1]
 
     def rows(self, name: str, numbers: torch.Tensor) -> torch.Tensor:
-        """The rows `numbers` of an expert; a list that is asked for again must be the same tensor."""
+        """The weight's rows `numbers` for expert `name`; they are cached for this very tensor `numbers`."""
         weight = self.whole()
         kept = self._picked.get(name)
         if kept is None or kept[0] is not numbers:
@@ -99,7 +99,7 @@ class JointLinear(nn.Module):
         return self.base.weight
 
     def add(self, name: str, rank: int) -> None:
-        """An adapter that changes nothing yet."""
+        """Add an adapter that changes nothing yet."""
         out, inner = self.base.weight.shape
         self.adapters[_key(name)] = LowRank(inner, out, rank, self.base.weight.device)
 
@@ -120,7 +120,7 @@ class JointLinear(nn.Module):
         return dict(self.adapters.items()).get(_key(name))  # type: ignore[return-value]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [rows, …, in]; the first dimension is what `routing.parts` counts."""
+        """x [rows, …, in] → [rows, …, out]; `routing.parts` says which rows belong to which expert."""
         y = linear(x, self.frozen.whole(), self.base.bias)
         shared = self.adapter(SHARED) if self.routing.shared else None
         if shared is not None:
@@ -150,5 +150,5 @@ class JointLinear(nn.Module):
 
 
 def _key(name: str) -> str:
-    """Never the name of an attribute of PyTorch's ModuleDict, and without dots."""
+    """A valid key of PyTorch's ModuleDict: the prefix keeps it from being the name of an attribute."""
     return f"adapter_{name}"

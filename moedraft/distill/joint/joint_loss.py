@@ -1,4 +1,4 @@
-"""What a joint update lowers, and the share of guesses that it is measured by."""
+"""The loss of a joint update, and the share of right guesses that the update is measured by."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def loss_of(
 ) -> torch.Tensor:
     """Divergence of the guesses from the target's distributions, nats; step j weighs `decay` ** (j − 1).
 
-    `emitted` is the weight of a cross-entropy on the token that the target went on with, where it can be
-    drafted: a greedy answer is accepted by the most likely token alone.
+    `emitted` is the weight of a cross-entropy on the token that the target emitted, where it can be drafted:
+    in greedy decoding only the most likely token is accepted.
     """
     total, weight = torch.zeros((), device=batch.states.device), 1.0
     for step, hidden in enumerate(student.outputs(batch, steps, shared=shared), start=1):
@@ -65,7 +65,7 @@ def _loss(
 
 @dataclass(frozen=True)
 class Guessed:
-    """How the drafts of a batch's rows fared."""
+    """How many guesses were right in each row of a batch."""
 
     counts: torch.Tensor  # int64 [B, depth, 2]: guesses that were the target's next token, and all of them
     chances: torch.Tensor  # float64 [B, 2]: the probability that first guesses gave it, summed; how many

@@ -1,6 +1,6 @@
 """The feature drafter that learns: the trainer's own copy, with an adapter for each expert and a shared one.
 
-What adapters change are queries, the layer's output projection, its MLP and the output rows. `fc`, keys,
+Adapters change the queries, the layer's output projection, its MLP and the output rows. `fc`, keys,
 values and norms stay as they are, so that the drafter's cache is the same whichever expert drafts. Adapters
 are exported in PEFT's format and are read from it.
 """
@@ -41,7 +41,7 @@ class Guesses:
     rows: slice
     numbers: (
         torch.Tensor | None
-    )  # int64 [n], in the draft vocabulary, of what the logits stand for; None: all
+    )  # int64 [n]: the tokens of the columns of `logits`, as numbers in the draft vocabulary; None: all
     logits: torch.Tensor  # [rows, n]
 
 
@@ -70,7 +70,7 @@ class JointStudent:
     # -- adapters --------------------------------------------------------------------------------
 
     def add(self, name: str) -> None:
-        """An adapter of `name` that changes nothing yet, unless there is one."""
+        """Add an adapter of `name` that changes nothing yet, unless there is one."""
         if name not in self.names:
             self.names.add(name)
             for layer in self.layers.values():
@@ -153,7 +153,7 @@ class JointStudent:
         self.lists = {name: numbers[numbers >= 0] for name, numbers in found.items()}
 
     def parameters(self, name: str) -> list[nn.Parameter]:
-        """Those of the adapter of `name`."""
+        """The parameters of the adapter of `name`."""
         return [p for part in self._parts(name).values() for p in part.parameters()]
 
     def _parts(self, name: str) -> dict[str, LowRank]:
@@ -169,7 +169,7 @@ class JointStudent:
         self._route(batch.owners, counts)
         for hidden in unroll(self.draft, batch, steps):
             yield hidden
-            self._route(batch.owners, counts)  # `logits` was asked for other rows meanwhile
+            self._route(batch.owners, counts)  # a call of `logits` in between has changed the routing
 
     def logits(self, hidden: torch.Tensor, owners: list[str], counts: list[int]) -> torch.Tensor:
         """hidden [N, H]: counts[b] rows of the batch's row b after another → logits [N, draft vocabulary]."""
@@ -177,7 +177,7 @@ class JointStudent:
         return self.draft.logits(hidden)
 
     def guesses(self, hidden: torch.Tensor, owners: list[str], counts: list[int]) -> Iterator[Guesses]:
-        """As `logits`, expert by expert, each over its own list alone."""
+        """As `logits`, but one result for each expert, over the tokens of its own list alone."""
         first = 0
         for name, group in groupby(zip(owners, counts, strict=True), key=lambda pair: pair[0]):
             count = sum(number for _, number in group)
@@ -196,7 +196,7 @@ class JointStudent:
         self.routing.parts = [(name, sum(count for _, count in group)) for name, group in pairs]
 
     def precision(self) -> Any:
-        """bfloat16 where the processor multiplies it."""
+        """A context that computes in bfloat16 where the processor multiplies it, and changes nothing else."""
         device = self.draft.fc.weight.device.type
         fast = device != "cpu" or multiplies_bfloat16()
         return torch.autocast(device, torch.bfloat16) if fast else nullcontext()
@@ -208,7 +208,7 @@ def _exchange(
     new: nn.Parameter,
     change: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
-    """Have `optimiser` move `new` where it moved `old`; `change` turns what it knows of a row likewise."""
+    """Replace `old` by `new` in `optimiser`; `change` turns the rows of its state into those of `new`."""
     for group in optimiser.param_groups:
         group["params"] = [new if parameter is old else parameter for parameter in group["params"]]
     if old in optimiser.state:

@@ -45,7 +45,7 @@ class JointPlan:
     learning_rate: float = 4e-3
     weight_decay: float = 0.0  # of the experts, towards the shared draft
     unrolled: int = 3  # steps of the drafter
-    decay: float = 0.8  # weight of each further one
+    decay: float = 0.8  # factor of the loss at each further step
     replayed: float = 0.5  # share of a batch that is replay of all domains
     emitted: float = 0.0  # weight of the emitted token's own loss
     kind: Kind = "fkl"
@@ -131,18 +131,18 @@ class JointTrainer:
         return JointUpdate(tuple(one for one in made if one.records), last_id, loss)
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Within it the student guesses as the candidates of the last update do."""
+        """A context in which the student drafts with the averaged weights, as the last candidates do."""
         return averaged(self._optimisers.values())
 
     def published(self, version: AdapterVersion) -> None:
-        """The candidate of this name is live as `version`; the next update goes on from what is in memory."""
+        """Note that the candidate of this name is live as `version`; the next update starts from memory."""
         self.versions[version.domain] = version.version
 
     def kept(self, candidate: Candidate) -> None:
-        """The candidate was not published; the next update goes on from what is in memory."""
+        """Note that the candidate was not published; the next update still continues from memory."""
 
     def forget(self, name: str) -> None:
-        """The candidate of `name` was not published; the next update starts from the live version.
+        """Drop the candidate of `name`, unpublished; the next update starts from the live version.
 
         Without the shared adapter that they were trained on, the experts' weights go as well.
         """
@@ -259,7 +259,7 @@ class JointTrainer:
         return loss.item() if finite else None
 
     def _optimiser(self, name: str) -> AveragingAdamW:
-        """One for each adapter, kept from one update to the next: an expert rests while its domain does."""
+        """The optimiser of an adapter, kept between updates; an expert without records makes no steps."""
         if name not in self._optimisers:
             decay = 0.0 if name == SHARED else self.plan.weight_decay
             parameters = self.student.parameters(name)
@@ -271,7 +271,7 @@ class JointTrainer:
     def measure(
         self, records: Sequence[ReplayRecord], on_batch: Callable[[], None] = lambda: None
     ) -> dict[str, tuple[int, int]]:
-        """First guesses that are the target's token, and all of them, by domain; SHARED: of all domains."""
+        """By domain, how many first guesses were the target's token and how many were made; SHARED: all."""
         found: dict[str, tuple[int, int]] = {}
         for first in range(0, len(records), self.plan.rows):
             batch = self._batch(records[first : first + self.plan.rows])
@@ -308,7 +308,7 @@ class JointTrainer:
         loss: float,
         rates: tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]]],
     ) -> Candidate:
-        """sizes: records used, and held out, by adapter; rates: as `measure` gives them, before and after."""
+        """Export `name`. sizes: records used and held out, by adapter; rates: `measure` before and after."""
         used, held_out = sizes
         vocabulary = self.vocabularies.of(name)
         config, tensors = self.student.export(name, vocabulary)
@@ -332,6 +332,6 @@ class JointTrainer:
 
 
 def _cycled(records: list[ReplayRecord], rng: random.Random) -> Iterator[ReplayRecord]:
-    """All of them again and again, each time in a new random order."""
+    """Yield all records again and again, each time in a new random order."""
     while records:
         yield from rng.sample(records, len(records))

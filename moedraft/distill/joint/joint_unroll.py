@@ -1,8 +1,8 @@
 """The unrolled steps of a feature drafter over the answers of replay records.
 
-As `moedraft.feature.unroll`, which runs over whole texts and is this module's plain twin. Here only answers
-are taught. Of a prompt no more is needed than its keys and values, which no adapter changes: they are
-computed without a gradient, and the rest of the layer runs over the answers alone.
+`moedraft.feature.unroll` does the same over whole texts and is the reference; here only answers are taught.
+Of a prompt only the keys and values are needed, which no adapter changes: they are computed without a
+gradient, and the rest of the layer runs over the answers alone.
 """
 
 from __future__ import annotations

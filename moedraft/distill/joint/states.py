@@ -30,7 +30,7 @@ Key = tuple[int, ...]
 class States(Protocol):
     """Where a batch gets the states of its records from."""
 
-    on_forward: Callable[[], None]  # is called after each forward of the target, the sign of life
+    on_forward: Callable[[], None]  # is called after each forward of the target, as a heartbeat
 
     def of(self, records: Sequence[ReplayRecord]) -> list[torch.Tensor]: ...
 
@@ -63,7 +63,7 @@ class RecordStates:
         return [found[key] for key in keys]
 
     def forget(self) -> None:
-        """Keep nothing: after the draft base was exchanged."""
+        """Drop all states; to be called after the draft base was exchanged."""
         self._kept.clear()
         self.bytes = 0
 
@@ -91,7 +91,7 @@ class RecordStates:
             return [row[:length].clone() for row, length in zip(fused, lengths, strict=True)]
 
     def _features(self, ids: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-        """int64 [B, L] → [B, L, n·H]; through the forward that serves, where this gives all layers."""
+        """int64 [B, L] → features [B, L, n·H]; by the serving forward where that captures all layers."""
         layers = self.draft.config.feature_layers
         if not self._through_cache:
             with FeatureCapture(self.target.hf, layers) as capture:

@@ -6,8 +6,8 @@ it were. The candidate and what serves now are measured on the same records. How
 Bayesian bootstrap over the records (Rubin 1981), made wider where there are few of them, as Student's t is
 wider than the normal distribution.
 
-Which guesses are right changes by chance more than how probable the draft finds the right token. So a gain
-that is only likely is published too where the right tokens have certainly become more probable.
+Whether a guess is right varies more by chance than the probability that the draft gives the right token. So a
+gain that is only likely is published too where the right tokens have certainly become more probable.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Shares = NDArray[np.float64]
 SURE = 0.9  # probability of a gain that a promotion needs; with 1 − SURE or less a candidate is thrown away
 FEW = 4  # with fewer records the training objective decides
 MOST_KEPT = 6  # candidates in a row that may be trained on without being published …
-LONGEST_KEPT = 9  # … and where a gain is LIKELY, so that only records are missing
+LONGEST_KEPT = 9  # … or so many where a gain is LIKELY, so that only records are missing
 LIKELY = 0.5  # beyond it a gain is likelier than a loss
-CONFIRMED = 0.95  # probability that right tokens became more probable; a gain that is LIKELY goes then
+CONFIRMED = 0.95  # probability that right tokens became more probable, with which a LIKELY gain is published
 DRAWS = 1000
 SEED = 0  # of the bootstrap, so that the same figures always get the same answer
 Z = 1.2816  # of the normal distribution at SURE
@@ -36,7 +36,7 @@ Z = 1.2816  # of the normal distribution at SURE
 
 @dataclass(frozen=True)
 class Measured:
-    """One set of adapters on some records."""
+    """Figures of one set of adapters on some records."""
 
     counts: Counts
     loss: float | None = None  # the training objective on them, nats; None: not measured
@@ -120,7 +120,7 @@ def decide(before: Measured, after: Measured, kept: int = 0, shares: Shares | No
 
 
 def joined(parts: list[Measured]) -> Measured:
-    """All their records together; the loss is the mean over them."""
+    """Join the figures of several sets of records; the loss is the mean over all records."""
     losses = [one.loss * one.records for one in parts if one.loss is not None]
     counts = np.concatenate([one.counts for one in parts]) if parts else np.zeros((0, 1, 2), np.int64)
     known = sum(one.records for one in parts if one.loss is not None)
@@ -135,7 +135,7 @@ def counts_as(shares: Shares) -> float:
 
 
 def _widening(count: float) -> float:
-    """By how much the bootstrap's spread over so few records falls short of Student's t, at SURE."""
+    """The factor that widens the bootstrap's spread over few records to that of Student's t, at SURE."""
     free = max(count - 1, 1.0)
     student = 1 + (Z**2 + 1) / (4 * free) + (5 * Z**4 + 16 * Z**2 + 3) / (96 * free**2)
     return float(student * ((count + 1) / free) ** 0.5)
@@ -153,7 +153,7 @@ def _decision(found: Verdict, before: float | None, after: float | None) -> Gate
 
 
 def bounded(found: Verdict, kept: int) -> Verdict:
-    """Nothing is trained on for ever."""
+    """Discard a candidate where too many before it, in a row, were trained on without being published."""
     most = LONGEST_KEPT if found.better > LIKELY else MOST_KEPT
     worn_out = found.decision == "keep" and kept >= most
     return replace(found, decision="discard") if worn_out else found

@@ -1,7 +1,7 @@
 """The records that the gate judges by: of each domain the newest that no update is ever trained on.
 
-Only their ids are remembered. So what is purged or evicted is gone from here as well, and traffic that moves
-renews them. Of one prompt only the newest record counts: a flood of one prompt is not much evidence.
+Only their ids are remembered. So records that are purged or evicted are gone from here as well, and new
+traffic replaces old records. Of one prompt only the newest record counts: many copies are not much evidence.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class HeldOut:
     def records(
         self, domain: str, domains: int, target: str | None, on_record: Callable[[], None] = lambda: None
     ) -> list[ReplayRecord]:
-        """The newest held-out records of `domain`, newest first, where `domains` are judged together."""
+        """The newest held-out records of `domain`, newest first; fewer where many `domains` are judged."""
         if target != self._target:
             self._ids, self._seen, self._target = {}, {}, target
         self._look(domain, on_record)
@@ -38,7 +38,7 @@ class HeldOut:
         return list(self.replay.by_ids(numbers[-wanted:][::-1]))
 
     def _look(self, domain: str, on_record: Callable[[], None]) -> None:
-        """Take up what came since the last look."""
+        """Take in the held-out records that came since the last call."""
         first = self._seen.get(domain, 0) + 1
         found = self.replay.numbered(domain, first, MOST * HELD_OUT_EVERY, self._target)
         ids = self._ids.setdefault(domain, {})

@@ -1,4 +1,4 @@
-"""Puts candidates before the gate: what would serve with them, against what serves now, on the same records.
+"""Has the gate judge candidates: what would serve with them against what serves now, on the same records.
 
 An expert's candidate is measured over the shared adapter that is live, on its own domain: other domains are
 drafted by other experts. A shared adapter's is measured on every domain, below the expert that each would
@@ -48,7 +48,7 @@ class Judge:
         """base_serves: whether rows of single domains can be drafted for by the base alone."""
         self.measure, self.store = measure, store
         self.held_out = HeldOut(store.replay)
-        self._kept: dict[str, tuple[int, int]] = {}  # version that was begun with, candidates kept since
+        self._kept: dict[str, tuple[int, int]] = {}  # the live version, and candidates kept since
         self.base_serves = base_serves
         self._static: dict[str, tuple[int, Measured]] = {}  # by domain: hash of the records, their figures
 
@@ -73,7 +73,7 @@ class Judge:
         return verdicts
 
     def _kept_before(self, candidate: Candidate) -> int:
-        """Nothing counts from before another version was made live."""
+        """How many candidates were kept since the live version was published."""
         parent, count = self._kept.get(candidate.expert, (0, 0))
         return count if parent == candidate.parent else 0
 
@@ -86,7 +86,7 @@ class Judge:
         return decide_alone(Options(before, new, before, none, self._static_of(case)), kept)
 
     def _options(self, made: dict[str, Candidate], on_batch: OnBatch) -> dict[str, Options]:
-        """What each domain with records would have under the new shared adapter."""
+        """Measure for each domain with records what it could have under the new shared adapter."""
         new_shared, sizes = made[SHARED], self.store.replay.sizes()
         shared = self._live(SHARED, new_shared)
         cases = {name: self._case(name, len(sizes), on_batch) for name in sizes}
@@ -113,7 +113,7 @@ class Judge:
         return Case(domain, records, lambda serving: self.measure(serving, domain, records, on_batch))
 
     def _static_of(self, case: Case) -> Measured:
-        """The draft base alone, measured anew only where the records are others."""
+        """The figures of the draft base alone; they are measured again only when the records change."""
         key = hash(tuple(tuple(record.token_ids) for record in case.records))
         known = self._static.get(case.domain)
         if known is None or known[0] != key:
@@ -122,7 +122,7 @@ class Judge:
         return known[1]
 
     def _removable(self, name: str, made: Candidate) -> bool:
-        """Whether the expert's live version may be taken away: a person has not pinned it."""
+        """Whether the expert has a live version of this draft base that is not pinned, and may be removed."""
         live = self.store.registry.live(name)
         own = live is not None and live.base_hash == made.base_hash
         return own and name != SHARED and not is_pinned(self.store.registry, name)

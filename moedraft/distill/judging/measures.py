@@ -1,7 +1,7 @@
 """Measures adapters as they would serve, on held-out records: one class for each kind of draft base.
 
-What is measured are stored or exported weights, put in the place of those that learn and taken away again:
-the trainer's own are not touched, whether or not they were published.
+Stored or exported weights are measured. They take the place of the weights that learn only for so long: the
+trainer's own are not changed, whether or not they were published.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class TextMeasure:
 
 
 def runs(right: np.ndarray[tuple[int], np.dtype[np.bool_]], depth: int) -> Counts:
-    """bool [tokens]: which are guessed → hits and tries [depth, 2] of drafts from every token on."""
+    """bool [tokens], which are guessed right → hits and tries [depth, 2] of the drafts from every token."""
     counts = np.zeros((depth, 2), np.int64)
     alive = np.ones(len(right), bool)
     for step in range(min(depth, len(right))):
@@ -127,7 +127,7 @@ def runs(right: np.ndarray[tuple[int], np.dtype[np.bool_]], depth: int) -> Count
 
 @contextmanager
 def instead(student: JointStudent, serving: Serving) -> Iterator[None]:
-    """Put these adapters in the place of the student's own for a while."""
+    """A context in which these adapters replace the student's own."""
     own = {name: {module: layer.take(name) for module, layer in student.layers.items()} for name in serving}
     known, lists = student.names & serving.keys(), student.lists
     student.names -= known

@@ -1,4 +1,4 @@
-"""What a change brought to each of several domains of which few records are known, with a look at all.
+"""Estimates the gain of each of several domains with few records, by partial pooling over all of them.
 
 The normal model of Gelman et al., Bayesian Data Analysis, section 5.4: the true gain of a domain is drawn
 from a normal distribution around the common gain, and what its records show from one around its true gain. So
@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from moedraft.distill.judging.gate import Measured, Z, expected_tokens
 
 TYPICAL = 0.04  # variance of the gain by a single record, (tokens per step)², as found on small homes
-WEIGHT = 4  # records that this is worth, and that all domains' variance is worth for one domain's
+WEIGHT = 4  # records that TYPICAL counts as in the pooled variance, and this one in each domain's
 SCALE = 0.05  # tokens per step by which domains are expected to differ; by far more is possible
-SPREADS = np.geomspace(0.002, 2.0, 40)  # the possibilities looked at
+SPREADS = np.geomspace(0.002, 2.0, 40)  # standard deviations between domains, averaged over
 
 Values = NDArray[np.float64]
 
@@ -37,7 +37,7 @@ class Estimate:
 
 
 def estimates(befores: Sequence[Measured], afters: Sequence[Measured]) -> list[Estimate]:
-    """By domain; a domain without records gets what all get. Without any record the gain is 0, unknown."""
+    """One per domain; without records it is the common gain. Without any record at all it is 0, unknown."""
     counts = np.array([one.records for one in befores])
     known = np.flatnonzero(counts)
     if not len(known):
@@ -59,7 +59,7 @@ def _gain(before: Measured, after: Measured) -> float:
 
 
 def _variances(befores: Sequence[Measured], afters: Sequence[Measured], counts: NDArray[np.int64]) -> Values:
-    """Of each domain's gain. Its records' own variance leans on that of all, as theirs does on TYPICAL."""
+    """The variance of each domain's gain: its own, drawn towards the pooled one, and that towards TYPICAL."""
     own = np.array([_record_variance(before, after) for before, after in zip(befores, afters, strict=True)])
     free = np.maximum(counts - 1, 0)
     pooled = (free @ own + WEIGHT * TYPICAL) / (free.sum() + WEIGHT)
@@ -67,7 +67,7 @@ def _variances(befores: Sequence[Measured], afters: Sequence[Measured], counts: 
 
 
 def _record_variance(before: Measured, after: Measured) -> float:
-    """Of the gain by a single record: the jackknife's, times the number of records."""
+    """The variance of the gain of a single record: the jackknife's, times the number of records."""
     count = before.records
     if count < 2:
         return 0.0
@@ -78,7 +78,7 @@ def _record_variance(before: Measured, after: Measured) -> float:
 
 
 def _possibilities(gains: Values, errors: Values) -> tuple[Values, Values, Values]:
-    """For each of SPREADS its probability, the common gain, and the variance of that."""
+    """For each of SPREADS: its probability, the common gain, and the variance of the common gain."""
     total = errors + SPREADS[:, None] ** 2  # [spreads, domains]
     doubt = 1 / (1 / total).sum(1)
     common = doubt * (gains / total).sum(1)
@@ -93,7 +93,7 @@ def _posterior(gain: float, error: float, common: Values, doubt: Values) -> tupl
     """Mean and variance of a domain's gain for each of SPREADS."""
     if np.isinf(error):
         return common, doubt + SPREADS**2
-    lean = error / (error + SPREADS**2)  # on the common gain
+    lean = error / (error + SPREADS**2)  # weight of the common gain
     return lean * common + (1 - lean) * gain, (1 - lean) * error + lean**2 * doubt
 
 

@@ -1,10 +1,10 @@
 """The gate for an update that several domains share: a joint update's, or a new shared adapter's.
 
 Such an update is one candidate for everybody. All held-out records are looked at together, each standing for
-a part of the traffic (`gate.decide`). Where the whole is better, every part goes, except those of domains for
-which there is evidence of harm. What one domain gains is estimated with a look at all (`shrinkage`): three
-records of its own prove little. A domain that is left out keeps its expert, or gets none, above the new
-shared adapter. If a domain would almost surely be worse off with any of these, nothing goes.
+a part of the traffic (`gate.decide`). If the whole is better, all of it is published, except for domains with
+evidence of harm. What one domain gains is estimated with a look at all (`shrinkage`): three records of
+its own prove little. A domain that is left out keeps its expert, or gets none, above the new shared adapter.
+If a domain would almost surely be worse off with any of these, nothing is published.
 
 Losses too small to be seen in one update add up over many. So each domain is also measured against the draft
 base without any adapter. A domain that stands below that gets no new version, and its expert is taken from it
@@ -41,8 +41,8 @@ from moedraft.distill.judging.shrinkage import Estimate, estimates
 
 NEGLIGIBLE = 0.01  # tokens per step that a domain may lose
 HARMFUL = 0.5  # probability of a loss from which a domain is left out …
-SURE_HARM = 0.95  # … and from which a domain without a better choice keeps everybody from the update
-LARGEST_SHARE = 4.0  # of the traffic that a record may stand for, in those of an average record
+SURE_HARM = 0.95  # … and from which a domain without a better choice stops the whole update
+LARGEST_SHARE = 4.0  # most traffic that a record may stand for, as a multiple of an average record's
 
 BELOW = "The domain stands below the draft without any adapter"
 # The domain's expert as trained, as it was, no expert above the shared adapter, or no adapter at all.
@@ -94,7 +94,7 @@ class Prospect:
 @dataclass(frozen=True)
 class Choice:
     kind: Kind
-    counted: Kind  # as which it counts where the whole is judged
+    counted: Kind  # the kind it counts as where the whole is judged
     stops: bool  # the domain is worse off whatever it gets, so nobody gets the update
 
 
@@ -122,7 +122,7 @@ def decide_together(
 
 
 def in_doubt(domains: Mapping[str, Options]) -> list[str]:
-    """Domains for which neither expert will do, so that it has to be known how they fare without one."""
+    """Domains for which neither expert is good enough, so that doing without one has to be measured too."""
     prospects = _prospects(domains)
     return [
         name
@@ -150,8 +150,8 @@ def _whole(
 ) -> Verdict:
     """All records together, with every domain's expert as trained, except those that surely harm theirs.
 
-    What is left out by weaker evidence is not left out here: with the best of several figures for each domain
-    the whole would look better than it is.
+    Experts left out on weaker evidence still count as trained here: with the best of several figures for each
+    domain the whole would look better than it is.
     """
     befores = joined([options.before for options in domains.values()])
     afters = joined([options.of(choices[name].counted) for name, options in domains.items()])
@@ -167,7 +167,7 @@ def _whole(
 
 
 def _prospects(domains: Mapping[str, Options]) -> dict[str, dict[Kind, Prospect]]:
-    """By domain and kind of expert, in the order in which they are wanted."""
+    """The prospects by domain and kind of expert, in the order in which these are wanted."""
     found: dict[str, dict[Kind, Prospect]] = {name: {} for name in domains}
     for kind in KINDS:
         afters = [options.of(kind) for options in domains.values()]
@@ -180,7 +180,7 @@ def _prospects(domains: Mapping[str, Options]) -> dict[str, dict[Kind, Prospect]
 
 
 def _choice(options: Options, prospects: Mapping[Kind, Prospect]) -> Choice:
-    """The first that will do; otherwise that with the greatest gain, or the base where that surely harms."""
+    """The first kind that is good enough; else that with the greatest gain, or the base if that harms."""
     first = next(iter(prospects))
     adapted: list[Kind] = [kind for kind in prospects if kind != "base"]
     wanted = [kind for kind in adapted if not _will_not_do(prospects[kind])]
@@ -214,7 +214,7 @@ def _old_is_better(options: Options) -> bool:
 def _of_expert(
     options: Options, choice: Choice, prospects: Mapping[Kind, Prospect], whole: Verdict
 ) -> Verdict:
-    """An expert goes with the shared adapter that it was trained on, or not at all."""
+    """The verdict on one expert, which is published only with the shared adapter it was trained on."""
     first = next(iter(prospects))  # the expert as trained or, where it did not learn, as it is
     trained, taken = prospects[first], choice.kind in ("none", "base") and whole.decision == "promote"
     gain = prospects[choice.kind if taken else first].gain
@@ -236,7 +236,7 @@ def _of_expert(
 
 
 def _left_out(found: Verdict, choice: Choice, prospect: Prospect) -> Verdict:
-    """The verdict on an expert that does not go."""
+    """The verdict on an expert that is not published, though the shared adapter is."""
     why = "It is likely to harm this domain"
     if prospect.below_static:
         why = "The domain would stand below the draft without any adapter"

@@ -1,9 +1,9 @@
-"""Looks again at what was published, on the requests that came since.
+"""Checks published versions again, on the requests that came since they were published.
 
 The gate judges by few records, all from before. Requests that came after a publication are new to what serves
 now and to what served before it, so both can be measured on each of them. That needs fewer requests for the
-same certainty than sending a share of the traffic to the earlier version, and none of them is answered
-slower for it. What does worse than before by more than chance is taken back.
+same certainty than sending a share of the traffic to the earlier version, and slows none of them down. A
+version that does clearly worse than the one before it is withdrawn.
 
 Only the newest version of an adapter is looked at: an earlier one that is live was chosen by a person. So was
 one that was taken back and is live again. Nothing is taken back that is pinned.
@@ -57,7 +57,7 @@ class Watch:
         return None
 
     def _watched(self, name: str, base_hash: str) -> AdapterVersion | None:
-        """The live version of `name`, where it is the newest and nobody has decided otherwise."""
+        """The live version of `name`; None if pinned, not the newest, proved better or withdrawn once."""
         registry = self.store.registry
         line = registry.lineage(name, base_hash)
         newest = max((one.version for one in registry.versions(name)), default=0)

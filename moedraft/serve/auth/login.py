@@ -61,7 +61,7 @@ def login_router(authority: Authority) -> APIRouter:
             authority.sessions.issue(key.id),
             max_age=SESSION_SECONDS,
             httponly=True,
-            samesite="lax",  # links from other sites may open a page; what changes anything needs our origin
+            samesite="lax",  # links from other sites may open a page; any change needs our origin
             secure=request.url.scheme == "https",
         )
         return answer

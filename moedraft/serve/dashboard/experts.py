@@ -1,4 +1,4 @@
-"""The page about one expert: its two main figures over time, and its guesses by place and by writing."""
+"""The page about one expert: its two main figures, and its guesses by position and by script."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def trainer_state(now: TrainerState | None) -> StatusText:
 
 
 def sentence(text: str) -> str:
-    """With a capital letter and a full stop."""
+    """The text as a sentence, with a capital letter and a full stop."""
     return f"{text[:1].upper()}{text[1:].rstrip('.')}."
 
 

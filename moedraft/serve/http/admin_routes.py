@@ -29,7 +29,7 @@ from moedraft.system.suggest import suggestions_data
 
 MOST_EXAMPLES = 10_000
 MOST_TEXTS = 16  # texts in one request at most, since seeded requests wait while they are routed
-# Registering embeds examples. A thread that has computed with a team of its own would slow down the engine.
+# Registering embeds examples; in a thread with compute threads of its own that would slow down the engine.
 CHANGES = ThreadPoolExecutor(1, "admin-changes", initializer=compute_alone)
 T = TypeVar("T")
 Name = Annotated[str, Path(max_length=256)]

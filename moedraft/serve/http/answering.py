@@ -26,7 +26,7 @@ from moedraft.serve.http.replies import Reply
 from moedraft.serve.worker.ticket import Ticket
 
 PING_SECONDS = 15
-FEW_LOGPROBS = 1000  # objects of which a piece may hold so many are made in the event loop
+FEW_LOGPROBS = 1000  # a piece with more log-probabilities is built in a thread, not in the event loop
 T = TypeVar("T")
 
 
@@ -48,7 +48,7 @@ async def answer(request: Request, context: ServerContext, reply: Reply) -> Resp
         return Response(status_code=CLIENT_GONE)
     if reply.plan.params.logprobs is None:
         return JSONResponse(reply.whole(outputs))
-    # Thousands of small objects: beside the event loop, where others wait for their pieces.
+    # Thousands of small objects are built in a thread, since other answers wait for the event loop.
     return await run_in_threadpool(lambda: JSONResponse(reply.whole(outputs)))
 
 

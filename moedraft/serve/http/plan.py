@@ -124,7 +124,7 @@ def _check_limits(settings: Settings, max_tokens: int, choices: int, stop: list[
 
 
 def _check_logprobs(max_tokens: int, choices: int, logprobs: int | None) -> None:
-    """Each limit for itself allows more than a million objects, which would hold up everybody else."""
+    """Refuse too many log-probabilities: the limits of the request alone would allow millions of objects."""
     most = 0 if logprobs is None else choices * max_tokens * (logprobs + 1)
     if most > MOST_LOGPROBS:
         raise _bad(

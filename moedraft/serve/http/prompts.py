@@ -19,7 +19,7 @@ from moedraft.core import PromptTooLong
 from moedraft.engine.tokenise import tokenise
 from moedraft.serve.http.schema import ChatMessage
 
-LONG = 20_000  # characters or tokens: from here on a prompt waits for other long ones only
+LONG = 20_000  # characters or tokens: a longer prompt waits for other long ones only
 T = TypeVar("T")
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 # bytes that GPT-2's vocabulary writes as the character itself
@@ -37,7 +37,7 @@ class Piece(NamedTuple):
 
     @property
     def text(self) -> str:
-        """As OpenAI spells it: what is no whole text byte by byte, "bytes:\\xe6\\x97"."""
+        """As OpenAI spells it; bytes that are no whole text are spelt one by one, "bytes:\\xe6\\x97"."""
         try:
             return self.data.decode()
         except UnicodeDecodeError:
@@ -65,7 +65,7 @@ class Prompts:
         self._fit: Callable[..., list[int]] = partial(
             tokenise, self._tokenizer, chat=False, vocab_size=vocab_size, room=room, truncate=truncate
         )
-        # Threads of its own, for views and changes are slow; long prompts never stand before short ones.
+        # Threads of their own, since views and changes are slow; short prompts never wait for long ones.
         self._short, self._long = (ThreadPoolExecutor(1, f"prompts-{kind}") for kind in ("short", "long"))
         self._added = getattr(tokenizer, "added_tokens_decoder", {})
         self._spelt = spelling_of(tokenizer)

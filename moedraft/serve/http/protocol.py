@@ -38,7 +38,7 @@ PLACES = 16  # connections beyond `max_connections` that are kept open for probe
 LEAST_WAIT = 2.0  # seconds that the server waits for a client before another may take its place
 PIPELINE_PAUSE = 0.002  # seconds, times open connections: 500 such requests a second at most, all together
 LONGEST_PAUSE = 2.0  # seconds
-AT_THE_DOOR = 1.0  # seconds that such a connection gets for its headers, and for the rest of its body
+AT_THE_DOOR = 1.0  # seconds that a connection for probes gets for its headers, and for the rest of its body
 PROBES = ("/health", "/ready")
 FULL = "Too many connections are open; try again in 1 s."
 REASONS = {400: b"Bad Request", 408: b"Request Timeout", 429: b"Too Many Requests"}
@@ -55,7 +55,7 @@ class PatientProtocol(H11Protocol):
     _headers: asyncio.TimerHandle | None = None  # runs while headers are awaited
     _reader: asyncio.TimerHandle | None = None  # runs while the client does not read the answer
     _pause: asyncio.TimerHandle | None = None  # runs before a request that was sent too early
-    _hurries = False  # the last request was there before the answer to the one before it was complete
+    _hurries = False  # the client sent a request before the answer to the one before it was complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -99,7 +99,7 @@ class PatientProtocol(H11Protocol):
         self._note_idle()
 
     def _go_on(self) -> None:
-        """Handle what has waited for PIPELINE_PAUSE."""
+        """Handle the requests that were held back for PIPELINE_PAUSE."""
         self._pause = None
         if not self.transport.is_closing():
             self._stop_headers()
@@ -158,7 +158,7 @@ class PatientProtocol(H11Protocol):
     def _note_idle(self) -> None:
         """Note whether the server waits for this client now, and since when it has done so.
 
-        Who sends requests before the answers has no right to a place either.
+        A client that sends requests before it has the answers counts as one that is waited for.
         """
         waits = self.flow.write_paused or self._hurries or self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
         if not waits or self in self.door:
@@ -167,7 +167,7 @@ class PatientProtocol(H11Protocol):
             self.idle.setdefault(self, self.loop.time())
 
     def _take_a_place(self) -> bool:
-        """Cut off the client that was waited for longest. False: none was waited for long."""
+        """Cut off the client that was waited for longest; False if none was waited for LEAST_WAIT."""
         longest = next(iter(self.idle), None)
         if longest is None or self.loop.time() - self.idle[longest] < LEAST_WAIT:
             return False

@@ -53,7 +53,7 @@ SeveralIds = Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_PARTS
 
 
 class Strict(BaseModel):
-    """No coercion, no unknown field, no NaN."""
+    """Base of request bodies: no type coercion, no unknown fields, no NaN."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 

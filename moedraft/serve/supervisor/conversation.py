@@ -1,4 +1,4 @@
-"""The server's end of the pipes to the trainer process: messages as lines, rubbish, and silence."""
+"""The server's end of the pipes to the trainer process: reads messages, and notices rubbish and silence."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Conversation:
         self._looked, self._used = time.monotonic(), self.child.processor_seconds()
 
     def hear(self, seconds: float, *, starved: bool = False, held: bool = False) -> list[FromTrainer]:
-        """The messages that came, after waiting `seconds` at most. `starved`: requests take the processor.
+        """The messages that came, after waiting `seconds` at most.
 
-        Silence is counted in the child's own processor time then: at the lowest priority it may be slow.
-        `held`: it is suspended, and its silence does not count; that of before does, or one that hangs would
-        be excused by every request.
+        `starved`: requests take the processor, so silence is counted in the child's own processor time.
+        `held`: the child is suspended, and this time does not count as silence. Silence from before still
+        counts, or else every request would excuse a child that hangs.
         """
         lines = self.child.read(seconds)
         self.heard = len(lines)

@@ -252,7 +252,7 @@ class TrainerSupervisor:
         conversation.send(reply)
 
     def _done(self, message: Asked, hold: Hold) -> Message:
-        """Do as the message says. Raises MoedraftError if that must not be."""
+        """Carry out what the trainer asks for and return the reply. Raises MoedraftError if it is refused."""
         if isinstance(message, Learned):
             return self._note(message, hold)
         if isinstance(message, StandAside):
@@ -265,7 +265,7 @@ class TrainerSupervisor:
         self._set(learning=report.state(), last_error=report.error or self._state.last_error)
 
     def _publish(self, message: Publish | PublishTogether) -> Message:
-        """Make trained versions live, all of them or none. Raises MoedraftError if they must not be."""
+        """Make trained versions live, all of them or none. Raises MoedraftError if they are refused."""
         parts = message.parts if isinstance(message, PublishTogether) else (message,)
         for part in parts:
             self._check(part)
@@ -285,7 +285,7 @@ class TrainerSupervisor:
         return Withdrawn(version=now)
 
     def _check(self, part: Part) -> None:
-        """Raises InvalidRequest where the candidate was made for, or from, something that does not serve."""
+        """Raises InvalidRequest if the candidate's draft base or parent is not the one that serves."""
         if self._base_hash not in (None, part.base_hash):
             raise InvalidRequest(
                 "the trainer's draft base is not the one that serves: its files have changed; "

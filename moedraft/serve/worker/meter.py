@@ -32,7 +32,7 @@ class Meter:
             while start < end:
                 number = int(start / SLICE)
                 stop = min(end, (number + 1) * SLICE)
-                if stop <= start:  # the clock is so far on that a slice is below its precision
+                if stop <= start:  # the clock is too large a number to express so short a time
                     break
                 self._at(number).busy += stop - start
                 start = stop

@@ -24,11 +24,11 @@ class Search:
         self._thread = ThreadPoolExecutor(1, "moedraft-search", initializer=compute_alone)
 
     async def suggestions(self) -> Suggestions:
-        """What could be registered, of the newest prompts that no expert served; takes some seconds."""
+        """Groups of the newest prompts without an expert that could be domains; takes some seconds."""
         return await self._beside(self._suggestions)
 
     async def overlaps(self) -> list[dict[str, Any]]:
-        """Which registered domains lie into one another."""
+        """Pairs of registered domains that overlap."""
         return await self._beside(lambda: overlaps_data(self._system.store, self._system.router))
 
     def close(self) -> None:

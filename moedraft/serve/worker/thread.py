@@ -65,7 +65,7 @@ class EngineThread(threading.Thread):
         self.steps = 0
         self.tokens = 0
         self.last_step_at: float | None = None
-        self.occupied_since: float | None = None  # when the job or step that goes on began
+        self.occupied_since: float | None = None  # when the current job or step began; None: there is none
         self.speedup: float | None = None
         self.failed: str | None = None  # never an exception's message, which may quote what a client sent
         self.draining = False
@@ -73,10 +73,10 @@ class EngineThread(threading.Thread):
         self._engine = engine
         self._clock = clock
         self._tend_memory = tend_memory
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # `put` suits destructors
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # safe in destructors
         self._lock = threading.Lock()  # of `open`, `draining` and `closed`
         self._channels: dict[str, Channel] = {}  # of the requests that the engine has
-        self._box: deque[RequestOutput] = deque()  # their outputs, whoever steps
+        self._box: deque[RequestOutput] = deque()  # outputs that were not delivered yet
         self._failures = 0  # in a row
         self._request_seconds = 1.0  # running mean
         self._trimmed_at = 0  # steps done when free memory was last given back
@@ -172,13 +172,13 @@ class EngineThread(threading.Thread):
 
     def run(self) -> None:
         try:
-            torch.get_num_threads()  # from now on this thread keeps its number, whatever other threads set
+            torch.get_num_threads()  # fixes how many threads this one computes with, whatever others set
             generate_ahead()
             while not self._ending:
                 self._do_jobs()
                 if self._engine.has_work:
                     self._occupied(self._step)
-        except BaseException as error:  # nothing but a fault of ours comes here
+        except BaseException as error:  # only a fault of ours comes here
             log.exception("The engine's thread has ended.")
             self.failed = f"the engine's thread has ended ({type(error).__name__}; see the log)"
         finally:
@@ -262,7 +262,7 @@ class EngineThread(threading.Thread):
                 continue
             self.tokens += len(output.token_ids) - channel.tokens
             channel.tokens = len(output.token_ids)
-            if output.finish_reason is not None:  # room first: the reader may ask again at once
+            if output.finish_reason is not None:  # free its place first: the reader may ask again
                 self._request_seconds += 0.1 * (output.seconds - self._request_seconds)
                 self._forget(channel)
             if channel.put(output):

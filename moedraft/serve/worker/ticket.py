@@ -51,7 +51,7 @@ class Channel:
         self.ended = False  # nothing more will be put
         self.last: RequestOutput | None = None
         self._pending: RequestOutput | None = None
-        self._called = False  # the loop knows already that there is something
+        self._called = False  # `wake` has been scheduled in the loop already
         self._news = asyncio.Event()
         self._lock = threading.Lock()
 

@@ -28,7 +28,7 @@ from moedraft.system.build import System
 __all__ = ["Draining", "EngineFailed", "Overloaded", "Snapshot", "Ticket", "Worker"]
 
 LOAD_SECONDS = 1.0  # between two looks at the load
-LOAD_STALE = 3.0  # s after which an unchanged load is written again, as a sign of life
+LOAD_STALE = 3.0  # s after which an unchanged load is written again, as a heartbeat
 IDLE_WINDOW = 5.0  # s over which the idle share is taken
 
 log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class Worker:
     def stop(self, timeout: float = 5.0) -> None:
         """Abort everything and end the threads; a second call does nothing.
 
-        A step that hangs for `timeout` seconds is left to itself. Close the system afterwards.
+        A step that hangs for `timeout` seconds is abandoned. Close the system afterwards.
         """
         self._quit.set()
         self._routing.shutdown(wait=False, cancel_futures=True)
@@ -186,7 +186,7 @@ class Worker:
 
     @property
     def dead(self) -> bool:
-        """The engine's thread has ended by a fault: only a new process serves again."""
+        """Whether the engine's thread has ended by a fault, so that only a new process serves again."""
         return self._engine.closed and self._engine.failed is not None
 
     def abort_all(self) -> None:
@@ -215,7 +215,7 @@ class Worker:
 
         A long queue or a long answer does not count as stalled, since every step shows progress.
         """
-        now = self._clock()  # before what it is compared with: this thread may be held up in between
+        now = self._clock()  # read before `occupied_since`: this thread may be held up in between
         since = self._engine.occupied_since
         alive = self._engine.is_alive() and not self._engine.closed
         return not alive or (since is not None and now - since > threshold)
@@ -231,7 +231,7 @@ class Worker:
             await asyncio.sleep(0.01)
 
     def _erase(self) -> None:
-        """What was purged while something read on is overwritten as soon as that has ended."""
+        """Overwrite purged records on the disk, if a reader kept that from being done at the purge."""
         home = self.system.store.home
         if home.erasing:
             with suppress(StorageError):

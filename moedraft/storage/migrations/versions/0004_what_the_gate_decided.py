@@ -1,4 +1,4 @@
-"""Of each update: what the gate decided and by which figures, and what it began with and stood on."""
+"""Of updates: what the gate decided and its figures, the parent version, and the shared adapter used."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""Of each version the shared adapter that it stood on; of each update its gain over no adapter, and why."""
+"""The shared adapter that a version was trained on; the gain of updates over no adapter, and the reason."""
 
 import sqlalchemy as sa
 from alembic import op

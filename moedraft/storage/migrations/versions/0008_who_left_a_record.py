@@ -1,4 +1,4 @@
-"""Of each replay record, whose request left it and whether the client chose its domain."""
+"""Of replay records: the client whose request left it, and whether that client chose the domain."""
 
 import sqlalchemy as sa
 from alembic import op
