@@ -12,7 +12,6 @@ import secrets
 import uuid
 from collections.abc import Callable, Iterable, KeysView
 from contextlib import suppress
-from itertools import islice
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -238,18 +237,10 @@ class Engine(WholeAnswers):
         self.adapters.refresh(self._sequences.values(), now=now)
 
     def _admit(self) -> None:
-        """Give free slots to waiting sequences; the router finds their experts now or in a later step.
-
-        Those that wait next are asked for as well: prompts that are routed together cost less than half as
-        much as one by one, and these have their expert from their first token on.
-        """
+        """Give free slots to waiting sequences; the router finds their experts now or in a later step."""
         new = self.scheduler.admit()
-        if any(not row.asked for row in new):
-            next_ones = islice(self.scheduler.waiting, self.scheduler.slots)
-            unknown = [row for row in (*new, *next_ones) if not row.asked]
+        if unknown := self.scheduler.to_ask_for(new):
             self.selector.assign(unknown)
-            for row in unknown:
-                row.asked = True
         if new or self.scheduler.reading:
             self.timer.interrupted()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from itertools import islice
 
 from moedraft.core import Sequence
 
@@ -39,6 +40,19 @@ class Scheduler:
             self.running.append(sequence)
             new.append(sequence)
         return new
+
+    def to_ask_for(self, new: list[Sequence]) -> list[Sequence]:
+        """Sequences for whose expert the selector should be asked now; each is returned once.
+
+        Where one that was just admitted is among them, so are those that wait next: prompts that are routed
+        together cost less than half as much as one by one, and these have their expert from the first token.
+        """
+        if all(row.asked for row in new):
+            return []
+        unknown = [row for row in (*new, *islice(self.waiting, self.slots)) if not row.asked]
+        for row in unknown:
+            row.asked = True
+        return unknown
 
     def pieces(self, most: int) -> list[tuple[Sequence, int]]:
         """How many tokens of each prompt to read in this step, about `most` in all.
