@@ -18,7 +18,7 @@ GROWTH = 256  # positions that are added at least when the cache grows
 
 @dataclass
 class Cursor:
-    """Where the current forward writes and how far it reads. `SlotCache.at` sets it."""
+    """Where a forward writes and how far it reads."""
 
     first: int = 0  # the forward uses the slots first … last − 1
     last: int = 0
@@ -51,12 +51,18 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store [B, heads, T, head_dim] at the cursor; return all keys and values that are read."""
+        return self.write(self.cursor, key_states, value_states)
+
+    def write(
+        self, at: Cursor, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `update`, at a cursor of the caller's own."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        return self._put(self.keys, key_states), self._put(self.values, value_states)
+        return self._put(at, self.keys, key_states), self._put(at, self.values, value_states)
 
-    def _put(self, store: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        at = self.cursor
+    @staticmethod
+    def _put(at: Cursor, store: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         rows = store[at.first : at.last]
         if at.start is not None:
             rows[:, :, at.start : at.start + states.shape[2]] = states
@@ -103,27 +109,27 @@ class SlotCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[SlotLayer(self.cursor, slots, capacity) for _ in range(num_layers)])
 
     def at(self, first: int, starts: list[int], width: int, device: torch.device) -> torch.Tensor:
-        """Set the cursor for the next forward: `width` tokens in each of the slots first, first + 1 …
+        """Set the cursor for the next forward, as `cursor_at` makes it. Returns the positions."""
+        vars(self.cursor).update(vars(self.cursor_at(first, starts, width, device)))
+        assert self.cursor.positions is not None
+        return self.cursor.positions
 
-        starts: the position of each slot's first token. Returns the positions, int64 [B, width]. Grows the
-        cache where it is too short.
+    def cursor_at(self, first: int, starts: list[int], width: int, device: torch.device) -> Cursor:
+        """A cursor for `width` tokens in each of the slots first, first + 1 …
+
+        starts: the position of each slot's first token. Grows the cache where it is too short.
         """
-        cursor, count = self.cursor, len(starts)
-        length = max(starts) + width
+        count, length = len(starts), max(starts) + width
         if length > self.capacity:
             wanted = max(length, self.capacity + GROWTH, self.capacity * 3 // 2)
             self._grow(wanted + -wanted % GROWTH)  # some readers look at whole blocks of positions
         steps = torch.arange(width, device=device)
-        same = all(start == starts[0] for start in starts)
-        cursor.first, cursor.last, cursor.length = first, first + count, length
-        if same:
-            cursor.start, cursor.rows = starts[0], None
-            cursor.positions = (steps + starts[0]).expand(count, width)
-        else:
-            cursor.start = None
-            cursor.rows = torch.arange(count, device=device)[:, None]
-            cursor.positions = torch.tensor(starts, device=device)[:, None] + steps
-        return cursor.positions
+        if all(start == starts[0] for start in starts):
+            positions = (steps + starts[0]).expand(count, width)
+            return Cursor(first, first + count, starts[0], None, positions, length)
+        positions = torch.tensor(starts, device=device)[:, None] + steps
+        rows = torch.arange(count, device=device)[:, None]
+        return Cursor(first, first + count, None, rows, positions, length)
 
     def swap(self, a: int, b: int, length: int) -> None:
         """Exchange the first `length` positions of two slots."""

@@ -24,6 +24,33 @@ class HiddenStates:
     states: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
+@dataclass
+class Reading:
+    """Prompt tokens to be read: so many more of each of these rows, whose slots are neighbours.
+
+    The target's forward fills in `states`: what drafters read of its hidden states, [B, T, H] by layer.
+    """
+
+    pieces: list[tuple[Sequence, int]]
+    states: Mapping[int, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is a token to read: all but a prompt's last one are."""
+        return any(count for _, count in self.pieces)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Tokens [P, T] of other slots that a forward reads along with its own; nobody wants their logits."""
+
+    first: int
+    token_ids: torch.Tensor
+    starts: list[int]
+    lengths: list[int]
+    hidden: HiddenStates | None = None
+
+
 @dataclass(frozen=True)
 class Rows:
     """The rows of one round, in the slots 0 … B−1, and what the round before left behind."""

@@ -21,7 +21,7 @@ from moedraft.cache import SlotCache
 from moedraft.config import Settings
 from moedraft.core import InvalidRequest, MoedraftError, UnsupportedModel
 from moedraft.cpu import lean, steady
-from moedraft.evidence import HiddenStates
+from moedraft.evidence import Beside, HiddenStates
 from moedraft.gguf import HUB_ID, INSTALL, SMOLLM2, converted, find_smollm2
 from moedraft.model_checks import (
     in_one_line,
@@ -83,6 +83,11 @@ class LanguageModel:
         """Whether `forward` makes use of `lengths`: padding then costs nothing."""
         return self.lean is not None and self.lean.ragged
 
+    @property
+    def mixes(self) -> bool:
+        """Whether tokens that `forward` reads beside others cost less than in a forward of their own."""
+        return isinstance(self.lean, steady.SteadyForward)
+
     def forward(
         self,
         cache: SlotCache,
@@ -92,14 +97,21 @@ class LanguageModel:
         keep: int = 0,
         lengths: list[int] | None = None,
         hidden: HiddenStates | None = None,
+        beside: Beside | None = None,
     ) -> torch.Tensor:
         """Logits of the last `keep` positions (0: all), [B, keep or T, V].
 
         token_ids int64 [B, T]; row b is slot `first + b` and its first token stands at `starts[b]`.
         Positions past the model's context (padding only) are clamped for the embedding. lengths: how many
         tokens of each row count; logits of the others mean nothing. hidden: collects the input of the layers
-        that it names, at all positions.
+        that it names, at all positions. beside: tokens of other slots, which are read as well.
         """
+        if isinstance(self.lean, steady.SteadyForward):
+            part = steady.Part.at(cache, first, token_ids, starts, lengths, hidden, keep)
+            return self.lean(cache, part, steady.Part.beside(cache, beside) if beside else None)
+        if beside is not None:
+            at, ids, real = beside.first, beside.token_ids, beside.lengths
+            self.forward(cache, at, ids, beside.starts, keep=1, lengths=real, hidden=beside.hidden)
         positions = cache.at(first, starts, token_ids.shape[1], token_ids.device)
         mask = torch.arange(cache.cursor.length, device=token_ids.device) <= positions[:, None, :, None]
         if self.additive_mask:

@@ -88,7 +88,8 @@ class Scripted:
 
     def __init__(self, model: LanguageModel, accuracy: float = 1.0) -> None:
         self.model, self.accuracy = model, accuracy
-        self.vocab_size, self.max_len, self.ragged = model.vocab_size, model.max_len, model.ragged
+        self.vocab_size, self.max_len = model.vocab_size, model.max_len
+        self.ragged, self.mixes = model.ragged, model.mixes
         self.device, self.new_cache = model.device, model.new_cache
 
     def forward(

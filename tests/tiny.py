@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from moedraft.cache import SlotCache
-from moedraft.evidence import Evidence, HiddenStates
+from moedraft.evidence import Beside, Evidence, HiddenStates
 from moedraft.routing import selector
 
 
@@ -20,6 +20,7 @@ class TinyLM:
         self.table = table
         self.vocab_size = table.shape[1]
         self.ragged = False
+        self.mixes = False
         self.max_len = max_len
         self.forwards: list[tuple[int, int]] = []  # (rows, width)
 
@@ -39,7 +40,11 @@ class TinyLM:
         keep: int = 0,
         lengths: list[int] | None = None,
         hidden: HiddenStates | None = None,
+        beside: Beside | None = None,
     ) -> torch.Tensor:
+        if beside is not None:
+            its = {"lengths": beside.lengths, "hidden": beside.hidden}
+            self.forward(cache, beside.first, beside.token_ids, beside.starts, **its)
         self.forwards.append(tuple(token_ids.shape))
         positions = cache.at(first, starts, token_ids.shape[1], token_ids.device)
         states = token_ids[:, None, :, None].double()

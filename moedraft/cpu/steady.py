@@ -18,17 +18,19 @@ together with it, to the last bit:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.nn.functional import pad, scaled_dot_product_attention, silu
 
-from moedraft.cache import SlotCache, SlotLayer
+from moedraft.cache import Cursor, SlotCache, SlotLayer
 from moedraft.cpu import SMALL
 from moedraft.cpu.huge_pages import use_huge_pages
-from moedraft.cpu.lean import KNOWN, Call, Packing
+from moedraft.cpu.lean import KNOWN, Packing
 from moedraft.cpu.products import bound_caches, packs
+from moedraft.evidence import Beside, HiddenStates
 
 PIECE = 128  # rows of one product
 BLOCK = 32  # positions that attention reads at a time
@@ -99,13 +101,80 @@ class SteadyNorm:
         return torch.mul(x * factor, self.weight, out=torch.empty_like(x, dtype=self.dtype))
 
 
+@dataclass(frozen=True)
+class Part:
+    """Tokens int64 [B, T] of neighbouring slots, of which those of one part are equally many or nearly so."""
+
+    token_ids: torch.Tensor
+    cursor: Cursor
+    lengths: list[int] | None = None  # the real tokens of each row; None: all
+    hidden: HiddenStates | None = None  # layers whose input is asked for
+    keep: int = 0  # logits of so many last positions; 0: of all
+
+    @classmethod
+    def at(
+        cls,
+        cache: SlotCache,
+        first: int,
+        token_ids: torch.Tensor,
+        starts: list[int],
+        lengths: list[int] | None,
+        hidden: HiddenStates | None,
+        keep: int = 0,
+    ) -> Part:
+        """What `LanguageModel.forward` is called with, as a part."""
+        cursor = cache.cursor_at(first, starts, token_ids.shape[1], token_ids.device)
+        return cls(token_ids, cursor, lengths, hidden, keep)
+
+    @classmethod
+    def beside(cls, cache: SlotCache, other: Beside) -> Part:
+        return cls.at(cache, other.first, other.token_ids, other.starts, other.lengths, other.hidden)
+
+
+class Span:
+    """A part within a forward: its real tokens are rows `first` to `end − 1` of the hidden states [N, H]."""
+
+    def __init__(self, part: Part, first: int, bias: torch.Tensor) -> None:
+        """bias [B, 1, T · group, read]: what attention adds to the scores."""
+        self.cursor, self.hidden, self.bias = part.cursor, part.hidden, bias
+        self.packing = Packing.of(part.token_ids, part.lengths)
+        self.token_ids = self.flat(part.token_ids)
+        assert part.cursor.positions is not None
+        self.positions = self.flat(part.cursor.positions)
+        self.first, self.end = first, first + len(self.token_ids)
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """Its rows of x [N, …]."""
+        return x[self.first : self.end]
+
+    def flat(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, T, …] → its real tokens, [n, …]"""
+        return x.flatten(0, 1) if self.packing.real is None else self.packing.pack(x)
+
+    def padded(self, x: torch.Tensor) -> torch.Tensor:
+        """The inverse of `flat`."""
+        if self.packing.real is None:
+            return x.view(*self.packing.shape, *x.shape[1:])
+        return self.packing.pad(x)
+
+    def collect(self, layer: int, hidden: torch.Tensor) -> None:
+        """Hand over the input [N, H] of a layer where it is asked for."""
+        if self.hidden is not None and layer in self.hidden.layers:
+            self.hidden.states[layer] = self.padded(self.of(hidden))
+
+
 class SteadyForward:
-    """Runs one model; called like `LanguageModel.forward`. Its weights are copied into another layout."""
+    """Runs one model. Its weights are copied into another layout.
+
+    A forward reads all weights whatever it computes. So it takes two parts, rows that are decoded and pieces
+    of prompts for instance, and each token's numbers are those of a forward by itself.
+    """
 
     ragged = True  # padding costs as much as tokens do
 
     def __init__(self, hf: Any) -> None:
         self.dtype = hf.dtype
+        self.max_len = hf.config.max_position_embeddings or 2**20
         self.embed = hf.model.embed_tokens
         self.rotary = hf.model.rotary_emb
         self.layers = [SteadyLayer(layer, hf.config, hf.dtype) for layer in hf.model.layers]
@@ -115,51 +184,38 @@ class SteadyForward:
         products = [product for layer in self.layers for product in layer.products]
         use_huge_pages(product.blocked for product in (*products, self.head))
 
-    def __call__(self, call: Call) -> torch.Tensor:
-        """Logits [B, keep or T, V]. The mask of the call is not read."""
-        packing = call.packing()
-        hidden = self.embed(call.token_ids).float()
-        turns = self._turns(hidden, call.positions, packing)
-        bias = self._bias(call.cache)
-        hidden = self._flat(hidden, packing)
-        for number, (layer, store) in enumerate(zip(self.layers, call.cache.layers, strict=True)):
-            if call.wants(number):
-                call.collect(number, self._padded(hidden, packing))
-            hidden = layer(hidden, turns, bias, store, packing)
-        if call.keep:
-            hidden = self._padded(hidden, packing)[:, -call.keep :].flatten(0, 1)
+    def __call__(self, cache: SlotCache, part: Part, beside: Part | None = None) -> torch.Tensor:
+        """Logits [B, keep or T, V] of `part`; `beside` is only read into the cache."""
+        spans = [Span(part, 0, self._bias(cache, part.cursor))]
+        if beside is not None:
+            spans.append(Span(beside, spans[0].end, self._bias(cache, beside.cursor)))
+        hidden = self.embed(torch.cat([span.token_ids for span in spans])).float()
+        turns = self._turns(hidden, torch.cat([span.positions for span in spans]))
+        for number, (layer, store) in enumerate(zip(self.layers, cache.layers, strict=True)):
+            for span in spans:
+                span.collect(number, hidden)
+            hidden = layer(hidden, turns, spans, store)
+        hidden, wanted = spans[0].of(hidden), spans[0]
+        if part.keep:
+            hidden = wanted.padded(hidden)[:, -part.keep :].flatten(0, 1)
         logits = self.head(self.norm(hidden))
-        if call.keep:
-            return logits.view(len(call.token_ids), -1, logits.shape[-1])
-        return self._padded(logits, packing)
+        return logits.view(len(part.token_ids), -1, logits.shape[-1]) if part.keep else wanted.padded(logits)
 
-    def _turns(
-        self, hidden: torch.Tensor, positions: torch.Tensor, packing: Packing
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _turns(self, hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines, and sines with the sign that the exchanged halves get; [N, 1, 2, head_dim / 2]."""
-        batch, width = hidden.shape[:2]
-        turns = (turn.expand(batch, width, -1) for turn in self.rotary(hidden, positions))
-        flat = (self._flat(turn, packing) for turn in turns)
-        cos, sin = (turn.view(len(turn), 1, 2, -1) for turn in flat)
+        within = positions.clamp(max=self.max_len - 1)  # only padding stands behind the model's context
+        turns = self.rotary(hidden, within[None])
+        cos, sin = (turn[0].view(len(positions), 1, 2, -1) for turn in turns)
         signs = torch.tensor([[-1.0], [1.0]])
         return cos.to(self.dtype), (sin * signs).to(self.dtype)
 
-    def _bias(self, cache: SlotCache) -> torch.Tensor:
+    def _bias(self, cache: SlotCache, cursor: Cursor) -> torch.Tensor:
         """What attention adds to the scores: 0 up to a token itself, −∞ after it. [B, 1, T · group, read]"""
-        cursor = cache.cursor
         assert cursor.positions is not None
         read = min(cursor.length + -cursor.length % BLOCK, cache.capacity)
         later = torch.arange(read) > cursor.positions[:, :, None]
         bias = torch.zeros(later.shape, dtype=self.dtype).masked_fill_(later, -torch.inf)
         return bias.repeat_interleave(self.group, dim=1)[:, None]
-
-    @staticmethod
-    def _flat(x: torch.Tensor, packing: Packing) -> torch.Tensor:
-        return x.flatten(0, 1) if packing.real is None else packing.pack(x)
-
-    @staticmethod
-    def _padded(x: torch.Tensor, packing: Packing) -> torch.Tensor:
-        return x.view(*packing.shape, *x.shape[1:]) if packing.real is None else packing.pad(x)
 
 
 class SteadyLayer:
@@ -181,11 +237,10 @@ class SteadyLayer:
         self,
         hidden: torch.Tensor,
         turns: tuple[torch.Tensor, torch.Tensor],
-        bias: torch.Tensor,
+        spans: list[Span],
         store: SlotLayer,
-        packing: Packing,
     ) -> torch.Tensor:
-        mixed = self._attend(self.qkv(self.before(hidden)), turns, bias, store, packing)
+        mixed = self._attend(self.qkv(self.before(hidden)), turns, spans, store)
         hidden = hidden + self.out(mixed)
         gate, up = self.gate_up(self.between(hidden)).chunk(2, dim=-1)
         return hidden + self.down(silu(gate).mul_(up))
@@ -194,28 +249,29 @@ class SteadyLayer:
         self,
         joined: torch.Tensor,
         turns: tuple[torch.Tensor, torch.Tensor],
-        bias: torch.Tensor,
+        spans: list[Span],
         store: SlotLayer,
-        packing: Packing,
     ) -> torch.Tensor:
         """From queries, keys and values [N, (heads + 2 kv_heads) · head_dim] to [N, heads · head_dim]."""
-        (batch, width), (cos, sin) = packing.shape, turns
+        cos, sin = turns
         halves = joined.view(joined.shape[0], -1, 2, cos.shape[-1])
         turned = halves[:, : -self.kv_heads]
         turned = (turned * cos).addcmul_(turned.flip(-2), sin).flatten(2)
-        turned = SteadyForward._padded(turned, packing)
-        fresh = SteadyForward._padded(halves[:, -self.kv_heads :].flatten(2), packing)
-        store.update(turned[:, :, self.heads :].transpose(1, 2), fresh.transpose(1, 2))
-        rows, read = slice(store.cursor.first, store.cursor.last), bias.shape[-1]
+        fresh = halves[:, -self.kv_heads :].flatten(2)
+        mixed = [self._mix(span, span.of(turned), span.of(fresh), store) for span in spans]
+        return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+
+    def _mix(self, span: Span, turned: torch.Tensor, fresh: torch.Tensor, store: SlotLayer) -> torch.Tensor:
+        """What the heads of one part find. turned [n, heads + kv_heads, head_dim], fresh [n, kv_heads, …]."""
+        at, read, turned = span.cursor, span.bias.shape[-1], span.padded(turned)
+        store.write(at, turned[:, :, self.heads :].transpose(1, 2), span.padded(fresh).transpose(1, 2))
         # Queries that share a key stand side by side, all of one token before all of the next.
-        group = self.heads // self.kv_heads
+        batch, width, group = *span.packing.shape, self.heads // self.kv_heads
         queries = turned[:, :, : self.heads].view(batch, width, self.kv_heads, group, -1)
         queries = queries.transpose(1, 2).flatten(2, 3)
-        mixed = scaled_dot_product_attention(
-            queries, store.keys[rows, :, :read], store.values[rows, :, :read], bias
-        )
-        mixed = mixed.view(batch, self.kv_heads, width, group, -1).transpose(1, 2).flatten(2)
-        return SteadyForward._flat(mixed, packing)
+        keys, values = (stored[at.first : at.last, :, :read] for stored in (store.keys, store.values))
+        mixed = scaled_dot_product_attention(queries, keys, values, span.bias)
+        return span.flat(mixed.view(batch, self.kv_heads, width, group, -1).transpose(1, 2).flatten(2))
 
 
 class SlotModel(Protocol):
@@ -226,7 +282,13 @@ class SlotModel(Protocol):
     def new_cache(self, slots: int) -> SlotCache: ...
 
     def forward(
-        self, cache: SlotCache, first: int, token_ids: torch.Tensor, starts: list[int]
+        self,
+        cache: SlotCache,
+        first: int,
+        token_ids: torch.Tensor,
+        starts: list[int],
+        *,
+        beside: Beside | None = None,
     ) -> torch.Tensor: ...
 
 
@@ -245,4 +307,12 @@ def independent(model: SlotModel) -> bool:
             return False
     whole = model.new_cache(6)
     together = model.forward(whole, 0, ids, [0] * 6)
-    return all(torch.equal(together[2, 30 + at], singly[at]) for at in range(15))
+    if not all(torch.equal(together[2, 30 + at], singly[at]) for at in range(15)):
+        return False
+    # The prompt of row 2 is read beside row 1, which is decoded, and then the other way round.
+    model.forward(whole, 1, ids[1:2, :30], [0])
+    prompt = Beside(2, ids[2:3, :30], [0], [30])
+    model.forward(whole, 1, ids[1:2, 30:33], [30], beside=prompt)
+    other = Beside(1, ids[1:2, 33:45], [33], [12])
+    mixed = model.forward(whole, 2, ids[2:3, 30:35], [30], beside=other)
+    return all(torch.equal(mixed[0, at], singly[at]) for at in range(5))

@@ -14,7 +14,7 @@ import torch
 
 from moedraft.cache import SlotCache
 from moedraft.core import Sequence
-from moedraft.evidence import Evidence, HiddenStates, Proposal, Rows
+from moedraft.evidence import Beside, Evidence, HiddenStates, Proposal, Rows
 
 Another = Callable[[list[float]], bool]  # the chances of the tokens just drawn, by row → draw one more?
 
@@ -29,6 +29,8 @@ class CausalModel(Protocol):
     def device(self) -> torch.device: ...
     @property
     def ragged(self) -> bool: ...
+    @property
+    def mixes(self) -> bool: ...
     def new_cache(self, slots: int) -> SlotCache: ...
     def forward(
         self,
@@ -39,6 +41,7 @@ class CausalModel(Protocol):
         keep: int = 0,
         lengths: list[int] | None = None,
         hidden: HiddenStates | None = None,
+        beside: Beside | None = None,
     ) -> torch.Tensor: ...
 
 

@@ -35,11 +35,12 @@ from moedraft.engine.capture import Capture
 from moedraft.engine.commit import commit, output_of
 from moedraft.engine.detokenizer import Detokenizer
 from moedraft.engine.port import AdapterSource, EngineFigures, NoAdapters, OnOutput, Sink
+from moedraft.engine.prompts import Prompts
 from moedraft.engine.round import Round, Verification
 from moedraft.engine.scheduler import Scheduler
 from moedraft.engine.target import TargetRunner
 from moedraft.engine.tokenise import check_request, tokenise
-from moedraft.evidence import Evidence
+from moedraft.evidence import Evidence, Reading
 
 if TYPE_CHECKING:
     from moedraft.routing.router import Route
@@ -80,8 +81,7 @@ class Engine(WholeAnswers):
         self.target, self.tokenizer, self.selector = target, tokenizer, selector
         self.adapters = adapters or NoAdapters()
         self.max_model_len = min(target.max_len, max_model_len or target.max_len)
-        self.prefill_chunk, self.truncate_prompts = prefill_chunk, truncate_prompts
-        self.eos_token_ids = eos_token_ids
+        self.truncate_prompts, self.eos_token_ids = truncate_prompts, eos_token_ids
         self.timer, self.budget = RoundTimer(), Budget(max_speculative_tokens, target.ragged)
         limits = DraftLimits(self.max_model_len, num_speculative_tokens, adaptive_budget)
         self.chooser = Chooser(drafter, self.budget, self.timer, limits, draft_source)
@@ -90,6 +90,7 @@ class Engine(WholeAnswers):
         self.round = Round(self.runner, self.chooser, [self.chooser, selector], self.capture, verification)
         self.round.verify = self.timer.verifying(self.round.verify)
         self.scheduler = Scheduler(max_batch_size, self._swap)
+        self.prompts = Prompts(self.scheduler, self.runner, self.chooser, prefill_chunk)
         self._sequences: dict[str, Sequence] = {}
         self._texts: dict[str, Detokenizer] = {}
         self._listeners: dict[str, OnOutput] = {}
@@ -226,9 +227,9 @@ class Engine(WholeAnswers):
         with self.timer.step():
             self.refresh()
             self._admit()
-            self._read_prompts()
+            reading = self.prompts.begin()
             self._settle()
-            outputs = self._decode() if self.scheduler.num_ready else []
+            outputs = self._decode(reading) if self.scheduler.num_ready else []
             self._deliver(outputs)
         return outputs
 
@@ -251,28 +252,25 @@ class Engine(WholeAnswers):
         if changed and self.chooser.model is not None:
             self.chooser.model.experts_changed(changed)
 
-    def _read_prompts(self) -> None:
-        """Read the next piece of each prompt that is not in the cache yet."""
-        pieces = self.scheduler.pieces(self.prefill_chunk)
-        if any(count for _, count in pieces):
-            self.chooser.read_prompt(pieces, self.runner.read(pieces))
-        for sequence, count in pieces:
-            sequence.target_cached += count
-            if sequence.target_cached == sequence.num_prompt_tokens - 1:
-                self.scheduler.mark_ready(sequence)
+    def _decode(self, reading: Reading | None) -> list[RequestOutput]:
+        """One round for all rows that are ready; the budget learns what it cost and brought.
 
-    def _decode(self) -> list[RequestOutput]:
-        """One round for all rows that are ready; the budget learns what it cost and brought."""
+        reading: prompts to be read on the way. The time of such a round says nothing about others.
+        """
         rows, outputs = self.scheduler.ready, []
         before = sum(len(row.token_ids) for row in rows)
         with self.timer.round():
             reasons: list[FinishReason | None] = []
-            evidence = self.round(rows, lambda evidence, b: reasons.append(self._commit(evidence, b)))
+            take = lambda evidence, b: reasons.append(self._commit(evidence, b))  # noqa: E731
+            evidence = self.round(rows, take, reading)
+            if reading:
+                self.prompts.end(reading)  # before a row leaves, since then the slots of others change
             for row, reason in zip(rows, reasons, strict=True):
                 outputs.append(self._finish(row, reason) if reason else self._output(row))
         tokens = sum(len(row.token_ids) for row in rows) - before
         verified = evidence.proposal.verified(self.budget.ragged)
-        self.budget.observe(len(rows), evidence.proposal.steps, verified, tokens, self.timer.ms)
+        if not reading:
+            self.budget.observe(len(rows), evidence.proposal.steps, verified, tokens, self.timer.ms)
         return outputs
 
     def _commit(self, evidence: Evidence, b: int) -> FinishReason | None:

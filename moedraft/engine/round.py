@@ -12,7 +12,7 @@ import torch
 from moedraft.core import Sequence
 from moedraft.engine.capture import Capture
 from moedraft.engine.target import TargetRunner
-from moedraft.evidence import Evidence, Proposal, Rows
+from moedraft.evidence import Evidence, Proposal, Reading, Rows
 from moedraft.kernels import TARGET_INVALID, round_seeds, verify_block, verify_chain, verify_coupled
 from moedraft.sampling import SamplingBatch, filter_logits
 
@@ -46,7 +46,8 @@ class Round:
         self._last: Evidence | None = None
         self._sampling: tuple[list[Sequence], SamplingBatch] | None = None
 
-    def __call__(self, sequences: list[Sequence], commit: Commit) -> Evidence:
+    def __call__(self, sequences: list[Sequence], commit: Commit, reading: Reading | None = None) -> Evidence:
+        """reading: prompts of other sequences, to be read in the same forward."""
         sampling = self._sampling_of(sequences)
         if self.verification == "block" and not sampling.greedy:
             # What a round throws away has a say in where it ends: nothing random of it may return later.
@@ -58,7 +59,7 @@ class Round:
         # Propose: a drafter guesses up to K tokens for each row.
         proposal = self.proposer.propose(rows)
         # Verify: one forward of the target scores them all; each row keeps those that the target agrees with.
-        logits, hidden = self.target.score(sequences, proposal)
+        logits, hidden = self.target.score(sequences, proposal, reading)
         tokens, accepted, broken = self.verify(rows, proposal, logits)
         topk = self.capture.keep(sequences, logits, accepted)
         evidence = Evidence(sequences, proposal, tokens, accepted, broken, logits, hidden, topk)

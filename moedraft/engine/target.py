@@ -8,7 +8,7 @@ import torch
 
 from moedraft.core import Sequence
 from moedraft.drafting.drafter import CausalModel
-from moedraft.evidence import HiddenStates, Proposal
+from moedraft.evidence import Beside, HiddenStates, Proposal, Reading
 
 
 class TargetRunner:
@@ -19,27 +19,33 @@ class TargetRunner:
         self.hidden = hidden
         self.cache = model.new_cache(slots)
 
-    def read(self, pieces: list[tuple[Sequence, int]]) -> Mapping[int, torch.Tensor]:
-        """Read so many more prompt tokens of each row into the cache; their slots are neighbours.
+    @property
+    def mixes(self) -> bool:
+        """Whether `score` reads prompts in the same forward."""
+        return self.model.mixes
 
-        Returns the hidden states [B, T, H] by layer, as drafters read them.
-        """
-        lengths = [count for _, count in pieces]
-        width = max(lengths)
-        texts = [row.token_ids[row.target_cached :][:count] for row, count in pieces]
-        ids = torch.tensor([text + [0] * (width - len(text)) for text in texts], device=self.model.device)
-        starts = [row.target_cached for row, _ in pieces]
-        wanted = self._wanted()
-        self.model.forward(self.cache, pieces[0][0].slot, ids, starts, keep=1, lengths=lengths, hidden=wanted)
-        return wanted.states if wanted else {}
+    def read(self, reading: Reading) -> None:
+        """Read pieces of prompts into the cache, in a forward of their own."""
+        piece = self._beside(reading)
+        self.model.forward(
+            self.cache,
+            piece.first,
+            piece.token_ids,
+            piece.starts,
+            keep=1,
+            lengths=piece.lengths,
+            hidden=piece.hidden,
+        )
+        reading.states = states_of(piece.hidden)
 
     def score(
-        self, rows: list[Sequence], proposal: Proposal
+        self, rows: list[Sequence], proposal: Proposal, reading: Reading | None = None
     ) -> tuple[torch.Tensor, Mapping[int, torch.Tensor]]:
         """Logits [B, K+1, V] after the last token and after each proposed one; the hidden states by layer.
 
-        This is the one place that knows how a proposal lies in the cache and the mask. Raises ValueError for
-        a token tree: only chains are verified.
+        This is the one place that knows how a proposal lies in the cache and the mask. reading: pieces of
+        prompts to be read on the way, where the target `mixes`. Raises ValueError for a token tree: only
+        chains are verified.
         """
         if proposal.parents is not None:
             raise ValueError("A token tree cannot be verified: proposals must be chains (parents=None).")
@@ -48,8 +54,19 @@ class TargetRunner:
         starts = [len(row.token_ids) - 1 for row in rows]
         lengths = [1 + length for length in proposal.lengths] if self.model.ragged else None
         wanted = self._wanted()
-        logits = self.model.forward(self.cache, 0, ids, starts, lengths=lengths, hidden=wanted)
-        return logits, wanted.states if wanted else {}
+        beside = self._beside(reading) if reading else None
+        logits = self.model.forward(self.cache, 0, ids, starts, lengths=lengths, hidden=wanted, beside=beside)
+        if reading and beside:
+            reading.states = states_of(beside.hidden)
+        return logits, states_of(wanted)
+
+    def _beside(self, reading: Reading) -> Beside:
+        lengths = [count for _, count in reading.pieces]
+        width = max(lengths)
+        texts = [row.token_ids[row.target_cached :][:count] for row, count in reading.pieces]
+        ids = torch.tensor([text + [0] * (width - len(text)) for text in texts], device=self.model.device)
+        starts = [row.target_cached for row, _ in reading.pieces]
+        return Beside(reading.pieces[0][0].slot, ids, starts, lengths, self._wanted())
 
     def _wanted(self) -> HiddenStates | None:
         return HiddenStates(self.hidden) if self.hidden else None
@@ -59,3 +76,8 @@ class TargetRunner:
 
     def clear(self, slot: int) -> None:
         self.cache.clear(slot)
+
+
+def states_of(wanted: HiddenStates | None) -> Mapping[int, torch.Tensor]:
+    """What a forward has collected."""
+    return wanted.states if wanted else {}

@@ -10,6 +10,7 @@ import torch
 from moedraft.cpu import steady
 from moedraft.cpu.huge_pages import use_huge_pages
 from moedraft.cpu.products import packs
+from moedraft.evidence import Beside, HiddenStates
 from moedraft.model_checks import self_check
 from moedraft.models import LanguageModel, gains_by_bfloat16
 
@@ -54,6 +55,30 @@ def test_padding_is_left_out() -> None:
         torch.testing.assert_close(packed[row, :length], whole[row, :length], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_prompts_are_read_along_with_rows_that_decode(rows: int) -> None:
+    """Keys, values and hidden states, and the logits beside them, are those of forwards of their own."""
+    model = steady_model("llama")
+    ids = torch.randint(model.vocab_size, (4, 60))
+    lengths = [40, 7, 1][:rows]
+    together, apart = model.new_cache(4), model.new_cache(4)
+    for cache in (together, apart):
+        model.forward(cache, 0, ids[:1, :50], [0])
+    states = [HiddenStates((0, 2)) for _ in range(4)]
+    beside = Beside(1, ids[1 : 1 + rows, :40], [0] * rows, lengths, states[1])
+    mixed = model.forward(together, 0, ids[:1, 50:53], [50], hidden=states[0], beside=beside)
+    model.forward(apart, 1, beside.token_ids, beside.starts, lengths=lengths, hidden=states[3])
+    alone = model.forward(apart, 0, ids[:1, 50:53], [50], hidden=states[2])
+    torch.testing.assert_close(mixed, alone, rtol=1e-4, atol=1e-5)
+    for layer in (0, 2):
+        torch.testing.assert_close(states[0].states[layer], states[2].states[layer], rtol=1e-4, atol=1e-5)
+        for row, length in enumerate(lengths):
+            read = [state.states[layer][row, :length] for state in (states[1], states[3])]
+            torch.testing.assert_close(*read, rtol=1e-4, atol=1e-5)
+    then = [model.forward(cache, 1, ids[1 : 1 + rows, 40:42], lengths) for cache in (together, apart)]
+    torch.testing.assert_close(*then, rtol=1e-4, atol=1e-5)
+
+
 def test_a_long_prompt_goes_in_pieces_and_past_the_first_capacity() -> None:
     model = steady_model("llama")
     ids = torch.randint(model.vocab_size, (1, 300))
@@ -76,12 +101,19 @@ def test_in_bfloat16_a_token_is_the_same_whatever_goes_with_it(kind: str) -> Non
 
 @half
 def test_what_depends_on_the_batch_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: attention that reads just as far as it must sums in another order."""
+    """Negative controls: logits that depend on how many tokens there are, or on what is read beside them."""
     model = steady_model("llama", torch.bfloat16)
     forward = model.forward
-    shaken = lambda c, f, ids, s: forward(c, f, ids, s) * (1 + 2**-6 * (ids.shape[1] > 1))  # noqa: E731
-    monkeypatch.setattr(model, "forward", shaken)
-    assert not steady.independent(model)
+
+    def wide(c, f, ids, s, **rest):
+        return forward(c, f, ids, s, **rest) * (1 + 2**-6 * (ids.shape[1] > 1))
+
+    def mixed(c, f, ids, s, beside=None):
+        return forward(c, f, ids, s, beside=beside) * (1 + 2**-6 * (beside is not None))
+
+    for shaken in (wide, mixed):
+        monkeypatch.setattr(model, "forward", shaken)
+        assert not steady.independent(model)
 
 
 def test_for_large_models_of_known_kinds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from moedraft.core import SamplingParams
+from moedraft.cpu.steady import SteadyForward
 from moedraft.drafting.drafter import NoExperts
 from moedraft.drafting.feature import MOST_WAITING, FeatureDrafter
 from moedraft.engine.engine import Engine
@@ -68,7 +69,7 @@ def test_greedy_answers_are_the_targets_own(kind: str, options: dict[str, object
     assert drafted["feature"] > 2  # the budget soon sees that a random drafter is worth little
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("kind", ["llama", "gpt_neox", "steady"])
 @pytest.mark.parametrize("source", ["model", "auto"])
 @pytest.mark.parametrize(
     ("adaptive", "at_least"), [(True, 6), (False, 60)]
@@ -79,9 +80,12 @@ def test_each_guess_is_that_of_one_pass_over_the_whole_text(
     """Whatever was accepted, refused, looked up or decoded plainly before, in whatever slot.
 
     This pins which features and which tokens stand together: entry i holds the features at i and the token
-    at i + 1, and guesses the token at i + 2.
+    at i + 1, and guesses the token at i + 2. The target named "steady" reads prompts along with rounds.
     """
-    target = random_model(kind, 0)
+    target = random_model("llama" if kind == "steady" else kind, 0)
+    if kind == "steady":
+        target.lean = SteadyForward(target.hf)
+        assert target.mixes
     one, noted = engine_of(target, draft_source=source, adaptive_budget=adaptive)
     draft = one.chooser.model.draft  # type: ignore[union-attr]
     one.generate(prompts_of(7, seed=4), SamplingParams(max_tokens=30))

@@ -14,6 +14,7 @@ from moedraft.drafting.drafter import NoExperts
 from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine
 from moedraft.engine.tokenise import tokenise
+from moedraft.evidence import Reading
 
 from tiny import FixedSelector, NumberTokenizer, TinyLM, random_table
 
@@ -228,9 +229,9 @@ def test_prompts_that_come_together_share_a_chunk(
     one = engine(max_len=512, prefill_chunk=chunk)
     read, pieces = one.runner.read, list[list[int]]()
 
-    def noted(rows: list[tuple[Sequence, int]]) -> None:
-        pieces.append(sorted((count for _, count in rows), reverse=True))
-        read(rows)
+    def noted(reading: Reading) -> None:
+        pieces.append(sorted((count for _, count in reading.pieces), reverse=True))
+        read(reading)
 
     monkeypatch.setattr(one.runner, "read", noted)
     for length in lengths:

@@ -12,7 +12,7 @@ from moedraft.core import Sequence
 from moedraft.engine.capture import Capture
 from moedraft.engine.round import Learner, Round
 from moedraft.engine.target import TargetRunner
-from moedraft.evidence import Evidence, Proposal, Rows
+from moedraft.evidence import Evidence, Proposal, Reading, Rows
 
 from tiny import TinyLM, random_table
 
@@ -56,7 +56,7 @@ class Rig:
         runner = TargetRunner(self.target, len(rows), hidden)
         for one in rows:
             if len(one.token_ids) > 1:
-                runner.read([(one, len(one.token_ids) - 1)])
+                runner.read(Reading([(one, len(one.token_ids) - 1)]))
                 one.target_cached = len(one.token_ids) - 1
         self.target.forwards.clear()
         self.script = Script(*guesses)
