@@ -110,8 +110,8 @@ class LanguageModel:
             part = steady.Part.at(cache, first, token_ids, starts, lengths, hidden, keep)
             return self.lean(cache, part, steady.Part.beside(cache, beside) if beside else None)
         if beside is not None:
-            at, ids, real = beside.first, beside.token_ids, beside.lengths
-            self.forward(cache, at, ids, beside.starts, keep=1, lengths=real, hidden=beside.hidden)
+            at, ids, its = beside.first, beside.token_ids, beside.lengths
+            self.forward(cache, at, ids, beside.starts, keep=1, lengths=its, hidden=beside.hidden)
         positions = cache.at(first, starts, token_ids.shape[1], token_ids.device)
         mask = torch.arange(cache.cursor.length, device=token_ids.device) <= positions[:, None, :, None]
         if self.additive_mask:

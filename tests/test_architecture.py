@@ -27,7 +27,7 @@ ROOMS = {
     "distill": (17, 2050),
     "distill/joint": (10, 1350),
     "distill/judging": (8, 1000),
-    "drafting": (20, 2600),
+    "drafting": (20, 2750),
     "engine": (13, 1500),
     "feature": (12, 1500),
     "insight": (10, 1450),

@@ -2,8 +2,10 @@
 
 An expert's rows are those of the target's output matrix for its own tokens, with what shared adapter and
 expert add to them. The list is short, so that the drafter's largest product is small. In a batch of several
-experts, each one's rows multiply the hidden states of its own part of the batch; the drafter's vocabulary has
-a list for each row of the batch then.
+experts, the rows of all their tokens are multiplied at once (`joined_heads`) where these are fewer than those
+of each expert by itself. Otherwise, and where no row's numbers may depend on the others, each expert's rows
+multiply the hidden states of its own part of the batch. The drafter's vocabulary has a list for each row of
+the batch where the lists differ.
 """
 
 from __future__ import annotations
@@ -15,12 +17,14 @@ import torch
 from moedraft.core import SHARED
 from moedraft.cpu.products import Product
 from moedraft.drafting.adapter import HEAD, Adapter
+from moedraft.drafting.joined_heads import CommonRows, JoinedHeads
 from moedraft.drafting.layer import LoRALinear, Multiplies
 from moedraft.drafting.merged import MergedExperts
 from moedraft.feature.model import FeatureDraft
 from moedraft.feature.vocabulary import checked, rows_for
 
-Head = tuple[torch.Tensor, Product]  # a vocabulary, int64 and ascending, and the product with its rows
+Head = tuple[torch.Tensor, Multiplies]  # a vocabulary, int64 and ascending, and the product with its rows
+JOINED = ""  # owns the rows of all experts whose output rows are multiplied at once
 
 
 class ExpertHeads:
@@ -30,9 +34,10 @@ class ExpertHeads:
         """layer: the drafter's output layer. budget, copies: as `MergedExperts`'."""
         self.draft, self.layer = draft, layer
         self.general = draft.vocabulary  # the base's
-        self.base: Head = self.general, layer.with_weight(layer.base_weight())
-        self.shared = self.base  # with the shared adapter
+        self.base: Head = (self.general, layer.with_weight(layer.base_weight()))
+        self.shared: Head = self.base  # with the shared adapter
         self.kept = MergedExperts(budget, copies, (HEAD,))
+        self.joined = JoinedHeads(draft, layer)
 
     def checked(self, vocabulary: torch.Tensor) -> torch.Tensor:
         """A list as it was stored. Raises CorruptAdapter where it is none."""
@@ -58,14 +63,19 @@ class ExpertHeads:
         changes: Mapping[str, Adapter | None],
         ready: Mapping[str, Product],
         experts: Mapping[str, Adapter],
+        common: CommonRows | None,
     ) -> None:
         """Use new versions from the next forward on.
 
-        ready: output rows that were made for some of them. experts: all versions, new ones too.
+        ready: output rows that were made for some of them. experts: all versions, new ones too. common: what
+        `joined.made` has made for them.
         """
+        self.joined.take(common)
         if SHARED in changes:
             shared = changes[SHARED]
-            self.shared = (self.vocabulary(shared), ready[SHARED]) if shared else self.base
+            self.shared = self.base
+            if shared is not None:
+                self.shared = self.vocabulary(shared), ready[SHARED]
             self.kept.clear()
         for expert in changes:
             self.kept.drop(expert)
@@ -83,16 +93,21 @@ class ExpertHeads:
         present: Mapping[str, Adapter],
         shared: Adapter | None,
         unadapted: Collection[str] = (),
+        *,
+        exact: bool = False,
     ) -> None:
         """Each row of the next forward guesses with its own expert's vocabulary and rows.
 
-        unadapted: rows of these names guess with those of the base.
+        unadapted: rows of these names guess with those of the base. exact: as `ExpertBank.select`'s.
         """
-        found = self.kept.needed(present, lambda adapter: {HEAD: self.made(shared, adapter)})
-        heads = {name: (self.vocabulary(present[name]), products[HEAD]) for name, products in found.items()}
-        heads[SHARED] = self.shared
-        heads |= dict.fromkeys(unadapted, self.base)
-        owners = [row if row in heads else SHARED for row in rows]
+        heads: dict[str, Head] = {SHARED: self.shared} | dict.fromkeys(unadapted, self.base)
+        owners = [row if row in present or row in heads else SHARED for row in rows]
+        if not exact and self.joined.pays(present):
+            heads[JOINED] = self.joined.select([row for row in owners if row in present], present)
+            owners = [JOINED if row in present else row for row in owners]
+        else:
+            found = self.kept.needed(present, lambda adapter: {HEAD: self.made(shared, adapter)})
+            heads |= {name: (self.vocabulary(present[name]), own[HEAD]) for name, own in found.items()}
         if len(set(owners)) == 1:
             self.draft.vocabulary, self.layer.product = heads[owners[0]]
             return

@@ -20,6 +20,7 @@ from moedraft.cpu.products import Product
 from moedraft.drafting.adapter import HEAD, Adapter, opposite, read_adapter
 from moedraft.drafting.heads import ExpertHeads
 from moedraft.drafting.joined import JoinedExperts
+from moedraft.drafting.joined_heads import CommonRows
 from moedraft.drafting.layer import LoRALinear, Multiplies
 from moedraft.drafting.merged import MergedExperts, Products
 from moedraft.drafting.modules import AdaptableBase, adaptable, keeps_cache
@@ -36,6 +37,7 @@ class Prepared:
     merged: dict[str, tuple[Adapter, Products]]  # by expert: the version, and its merged weights
     heads: Mapping[str, Product]  # their output rows, and the shared adapter's, of a feature drafter
     unadapted: frozenset[str] | None = None  # whom the base alone drafts for; None: as before
+    common: CommonRows | None = None  # of all experts' output rows
 
 
 class ExpertBank:
@@ -101,6 +103,7 @@ class ExpertBank:
         adapters = {name: changes.get(name, self._held.get(name)) for name in again}
         merged = {name: (a, self._merged(shared, a)) for name, a in adapters.items() if a is not None}
         heads: dict[str, Product] = {}
+        common = None
         if self.heads is not None:
             for name in heads_of:
                 adapter = changes.get(name, self._held.get(name))
@@ -108,7 +111,10 @@ class ExpertBank:
                     heads[name] = self.heads.made(shared, adapter)
             if shared is not None and SHARED in changes:
                 heads[SHARED] = self.heads.made(shared)
-        return Prepared(changes, shared, products, merged, heads, alone)
+            experts = {**self._held, **changes}
+            drawn = [one for name, one in experts.items() if one and name not in {SHARED, *alone}]
+            common = self.heads.joined.made(drawn, shared)
+        return Prepared(changes, shared, products, merged, heads, alone, common)
 
     def take(self, prepared: Prepared) -> set[str]:
         """Use these versions from the next forward on. Returns the experts whose keys and values change."""
@@ -133,7 +139,7 @@ class ExpertBank:
                 self.merged.keep(expert, merged_of, products)
         self.joined.drop(prepared.changes.keys())
         if self.heads is not None:
-            self.heads.take(prepared.changes, prepared.heads, self.experts)
+            self.heads.take(prepared.changes, prepared.heads, self.experts, prepared.common)
         self.selected = None
         return stale
 
@@ -238,7 +244,8 @@ class ExpertBank:
             self.joined.select(present, rows)
         if self.heads is not None:
             own = {name: adapter for name, adapter in present.items() if name not in self.unadapted}
-            self.heads.select(rows, own, self.shared, {*rows} if bare else self.unadapted)
+            aside = {*rows} if bare else self.unadapted
+            self.heads.select(rows, own, self.shared, aside, exact=exact)
 
     def _grouped(self, name: str, rows: list[str], own: Mapping[str, Product]) -> Multiplies:
         """The layer's product for a batch with these experts: each one's own weight for its rows."""

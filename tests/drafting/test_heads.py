@@ -93,6 +93,43 @@ def test_a_row_has_the_logits_of_its_own_list_in_any_batch(
         torch.testing.assert_close(row, alone, rtol=1e-4, atol=1e-4)
 
 
+def test_what_experts_have_in_common_is_multiplied_once(base: FeatureBase) -> None:
+    """Where that is less than the rows of each, and only for the rows of the batch that have an expert."""
+    bank = bank_of(base)
+    assert bank.heads is not None
+    alike = ["inside", "general"]
+    bank.publish("outside", None)
+    for rows in (alike, [*alike, SHARED], [*alike, "nobody", *alike]):
+        together = logits_of(base, bank, rows)
+        assert bank.heads.joined.common is not None
+        assert torch.equal(bank.heads.joined.common.tokens, GENERAL)
+        for row, name in zip(together, rows, strict=True):
+            torch.testing.assert_close(row, logits_of(base, bank, [name])[0], rtol=1e-4, atol=1e-4)
+    bank.select(alike)
+    assert torch.equal(base.hf.vocabulary, GENERAL)
+    far = torch.arange(0, VOCAB, 2)
+    bank.publish("far", adapter_of(bank, 9, far))
+    bank.select(alike)
+    assert base.hf.vocabulary.shape == (2, len(GENERAL))  # a list for each row: all tokens would be too many
+    bank.select([*alike, "far"])
+    assert torch.equal(base.hf.vocabulary, torch.arange(VOCAB))
+
+
+def test_new_versions_are_joined_anew(base: FeatureBase) -> None:
+    bank, rows = bank_of(base), ["inside", "general", "outside"]
+    bank.publish("outside", None)
+    before = logits_of(base, bank, rows)
+    bank.publish("inside", adapter_of(bank, 11, INSIDE))
+    after = logits_of(base, bank, rows)
+    assert not torch.allclose(before[0], after[0])
+    torch.testing.assert_close(before[1:], after[1:])
+    bank.publish(SHARED, adapter_of(bank, 12, None))
+    moved = logits_of(base, bank, rows)
+    assert not any(torch.allclose(a, b) for a, b in zip(after, moved, strict=True))
+    for row, name in zip(moved, rows, strict=True):
+        torch.testing.assert_close(row, logits_of(base, bank, [name])[0], rtol=1e-4, atol=1e-4)
+
+
 def test_exact_batches_do_not_round_differently(base: FeatureBase) -> None:
     """Not even in half precision, where a sum of products and a product of a sum differ in most digits."""
     base.hf.to(torch.bfloat16)
