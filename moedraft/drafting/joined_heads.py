@@ -19,6 +19,7 @@ from moedraft.drafting.layer import LoRALinear, Mixed
 from moedraft.feature.model import FeatureDraft
 from moedraft.feature.vocabulary import places, rows_for, union
 
+WORTH = 0.6  # of the rows of each expert: the most that are worth multiplying with low-rank terms beside them
 STEP = 1024  # lists are filled up to a multiple of this, so that code is generated for few shapes of products
 
 
@@ -73,9 +74,9 @@ class JoinedHeads:
         self._clear()
 
     def pays(self, present: Mapping[str, Adapter]) -> bool:
-        """Whether there are fewer rows in common than in the lists of these experts together."""
+        """Whether there are so much fewer rows in common than in the lists of these experts together."""
         each = sum(len(self.list_of(adapter)) for adapter in present.values())
-        return self.common is not None and len(present) > 1 and len(self.common.tokens) <= each
+        return self.common is not None and len(present) > 1 and len(self.common.tokens) <= WORTH * each
 
     def select(
         self, rows: Sequence[str], present: Mapping[str, Adapter]

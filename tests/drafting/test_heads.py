@@ -97,8 +97,9 @@ def test_what_experts_have_in_common_is_multiplied_once(base: FeatureBase) -> No
     """Where that is less than the rows of each, and only for the rows of the batch that have an expert."""
     bank = bank_of(base)
     assert bank.heads is not None
-    alike = ["inside", "general"]
+    alike = ["inside", "general", "again"]
     bank.publish("outside", None)
+    bank.publish("again", adapter_of(bank, 8, GENERAL))
     for rows in (alike, [*alike, SHARED], [*alike, "nobody", *alike]):
         together = logits_of(base, bank, rows)
         assert bank.heads.joined.common is not None
@@ -110,14 +111,15 @@ def test_what_experts_have_in_common_is_multiplied_once(base: FeatureBase) -> No
     far = torch.arange(0, VOCAB, 2)
     bank.publish("far", adapter_of(bank, 9, far))
     bank.select(alike)
-    assert base.hf.vocabulary.shape == (2, len(GENERAL))  # a list for each row: all tokens would be too many
+    assert base.hf.vocabulary.shape == (3, len(GENERAL))  # a list for each row: all tokens would be too many
     bank.select([*alike, "far"])
     assert torch.equal(base.hf.vocabulary, torch.arange(VOCAB))
 
 
 def test_new_versions_are_joined_anew(base: FeatureBase) -> None:
-    bank, rows = bank_of(base), ["inside", "general", "outside"]
+    bank, rows = bank_of(base), ["inside", "general", "outside", "again"]
     bank.publish("outside", None)
+    bank.publish("again", adapter_of(bank, 8, GENERAL))
     before = logits_of(base, bank, rows)
     bank.publish("inside", adapter_of(bank, 11, INSIDE))
     after = logits_of(base, bank, rows)

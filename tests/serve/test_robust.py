@@ -166,7 +166,7 @@ def test_a_thousand_clients_leave_nothing_behind(tmp_path: Path) -> None:
     assert ends["generating"] > 50
     assert ends["last"] > 10
     assert after == before
-    assert last <= 4  # the decoder keeps the rows of its last round
+    assert last <= 8  # four slots: the rows of the last round, and those whose expert was asked for last
     assert not any(before.requests.values())
     assert before.connections == before.tasks == 0
     assert max(grown) < 0.01
