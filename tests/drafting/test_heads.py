@@ -112,7 +112,8 @@ def test_what_experts_have_in_common_is_multiplied_once(base: FeatureBase) -> No
     bank.publish("far", adapter_of(bank, 9, far))
     bank.select(alike)
     assert base.hf.vocabulary.shape == (3, len(GENERAL))  # a list for each row: all tokens would be too many
-    bank.select([*alike, "far"])
+    bank.publish("as far", adapter_of(bank, 10, far))
+    bank.select([*alike, "far", "as far"])
     assert torch.equal(base.hf.vocabulary, torch.arange(VOCAB))
 
 
