@@ -58,9 +58,11 @@ class Budget:
         """A whole round: rows in the batch, steps of the draft model, draft tokens verified, tokens emitted.
 
         A model's weights that were not used for a while must come from memory first, and a draft cache that
-        fell behind must catch up, so the first round of another kind is not timed.
+        fell behind must catch up, so the first round of another kind is not timed: plain, looked up only, or
+        with the model.
         """
-        same = bool(verified) == (not self._plain) or not self._rounds
+        kind = bool(steps), bool(verified)
+        same = not self._rounds or kind == tuple(map(bool, self._rounds[-1][1:3]))
         self._plain = 0 if verified else self._plain + 1
         if same:
             self.costs.observe(rows, steps, verified, ms)
