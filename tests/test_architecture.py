@@ -52,8 +52,7 @@ LONG_FUNCTIONS = {
     # one launch on the device is one function of Triton
     "moedraft.kernels.fused_divergence._kl": 50,
     "moedraft.kernels.fused_divergence._topk": 66,
-    "moedraft.kernels.verify_kernels.resolve": 82,
-    "moedraft.kernels.verify_kernels.draw": 52,
+    "moedraft.kernels.verify_kernels.resolve": 71,
 }
 
 # A module may import from its own floor or from below.

@@ -17,16 +17,13 @@ from triton.compiler import ASTSource
 from moedraft.kernels import fused_divergence, verify_kernels
 
 TYPES = {
-    **dict.fromkeys(
-        ["tokens", "counts", "seed", "position", "drafted", "out", "num_accepted", "ids"], "*i64"
-    ),
-    **dict.fromkeys(["t_arg", "arguments", "modes", "status"], "*i32"),
-    **dict.fromkeys(["t_max", "t_sum", "d_max", "d_sum", "maxima", "sums", "mass", "scales"], "*fp32"),
+    **dict.fromkeys(["tokens", "counts", "seed", "position", "out", "num_accepted", "ids"], "*i64"),
+    **dict.fromkeys(["t_arg", "arrivals", "status"], "*i32"),
+    **dict.fromkeys(["t_max", "t_sum", "d_max", "d_sum", "mass", "lses"], "*fp32"),
     **dict.fromkeys(["draft_lse", "temperature", "weight", "losses", "logprobs", "upstream"], "*fp32"),
     **dict.fromkeys(["logits", "target", "draft", "student", "teacher", "grad"], "*bf16"),
     **dict.fromkeys(["starts", "target_starts", "draft_starts"], "*i64"),
     **dict.fromkeys(["inverse", "beta"], "fp32"),
-    "uniforms": "*fp64",
 }
 ALIGNED = re.compile(r"V|.*_(n|k|b)$")  # strides and vocabularies of real models divide by 16
 
@@ -62,38 +59,46 @@ def resources(compiled: Any) -> dict[str, int]:
         ).stdout
     found = {name: int(re.search(rf"{name}:(\d+)", report)[1]) for name in ("REG", "STACK", "LOCAL")}  # type: ignore[index]
     wide = len(re.findall(r"ld\.global[^;]*v4", compiled.asm["ptx"]))
-    return {"registers": found["REG"], "spilled": found["STACK"] + found["LOCAL"], "wide_loads": wide}
+    ordered = len(re.findall(r"atom[^;]*acq_rel[^;]*", compiled.asm["ptx"]))
+    return {
+        "registers": found["REG"],
+        "spilled": found["STACK"] + found["LOCAL"],
+        "wide_loads": wide,
+        "arrivals": ordered,
+    }
+
+
+def verification(width: int, warps: int) -> list[dict[str, Any]]:
+    """The kernels of verification for one width of chunks, in each of their variants."""
+    results = []
+    flags = {"HAS_COUNTS": False, "PACKED": False, "CHUNK": width}
+    ragged = {"HAS_COUNTS": True, "PACKED": True, "CHUNK": width}
+    rows = ("target_starts", "draft_starts", "counts")
+    swept = ("d_max", "d_sum")
+    sweep = verify_kernels.sweep
+    results.append(
+        compile_kernel(
+            sweep, warps, (*rows, *swept, "draft"), PER=2, BOTH=False, SKIP_GREEDY_SUM=True, **flags
+        )
+    )
+    results.append(compile_kernel(sweep, warps, PER=1, BOTH=True, SKIP_GREEDY_SUM=True, **ragged))
+    drafting = (*rows, *swept, "draft", "arrivals")
+    results.append(
+        compile_kernel(sweep, warps, drafting, PER=1, BOTH=False, K=0, SKIP_GREEDY_SUM=False, **flags)
+    )
+    for has_draft, has_lse in ((True, True), (True, False), (False, False)):
+        absent = rows + (swept if has_lse or not has_draft else ("draft_lse",))
+        absent += () if has_draft else ("draft", "draft_lse", "mass", "arrivals")
+        shape = {"HAS_DRAFT": has_draft, "HAS_LSE": has_lse, "NCP": 64, "KP": 8, "PER": 1, **flags}
+        chain = (*absent, "lses") if has_draft else absent
+        results.append(compile_kernel(verify_kernels.resolve, warps, chain, PURPOSE=3, **shape))
+    return results
 
 
 def main() -> None:
     results = []
-    flags = {
-        "EXTRA": 1,
-        "HAS_COUNTS": False,
-        "PACKED": False,
-        "NEED_ARGUMENTS": True,
-        "SKIP_GREEDY_SUM": True,
-    }
-    rows = ("target_starts", "draft_starts", "counts")
     for width, warps in ((4096, 8), (1024, 4), (256, 4)):
-        plain = {**flags, "CHUNK": width}
-        results.append(compile_kernel(verify_kernels.sweep, warps, ("starts", "counts"), PER=2, **plain))
-        ragged = {**plain, "HAS_COUNTS": True, "PACKED": True, "SKIP_GREEDY_SUM": False, "WIDTH": 1}
-        results.append(compile_kernel(verify_kernels.sweep, warps, PER=1, **ragged))
-        no_arguments = {**plain, "EXTRA": 0, "NEED_ARGUMENTS": False}
-        results.append(
-            compile_kernel(
-                verify_kernels.sweep, warps, ("starts", "counts", "arguments"), PER=1, **no_arguments
-            )
-        )
-        for has_draft, has_lse in ((True, True), (True, False), (False, False)):
-            absent = rows + (("d_max", "d_sum") if has_lse or not has_draft else ("draft_lse",))
-            if not has_draft:
-                absent += ("draft", "draft_lse", "mass")
-            shape = {"HAS_DRAFT": has_draft, "PACKED": False, "NCP": 64, "CHUNK": width}
-            chain = {"HAS_LSE": has_lse, "HAS_COUNTS": False, "PURPOSE": 3, "KP": 8, "PER": 1}
-            results.append(compile_kernel(verify_kernels.resolve, warps, absent, **shape, **chain))
-            results.append(compile_kernel(verify_kernels.draw, warps, absent, **shape))
+        results += verification(width, warps)
     for vocab in (151_936, 1000):
         tile = dict(fused_divergence.tile(vocab))
         warps, shape = tile["num_warps"], {"V": vocab, "BLOCK": tile["BLOCK"]}

@@ -38,6 +38,15 @@ def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture
+def backwards(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """The interpreter runs a launch's programs from the last to the first: another one arrives last."""
+    if device == "cuda":
+        pytest.skip("the order of programs on a GPU is the GPU's")
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    monkeypatch.setattr(interpreter, "range", lambda *bounds: range(*bounds)[::-1], raising=False)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
