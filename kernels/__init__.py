@@ -133,13 +133,16 @@ def verify_block(
     from the target's row at the draft's end. A row whose draft is not valid at some position ends there at
     the latest (DRAFT_INVALID if it does).
 
-    It reads all rows of the draft. There is no Triton kernel yet: "auto" takes the reference on every device.
-    Raises ValueError as `verify_chain` does, and for backend="triton".
+    It reads the rows of target and draft twice. Raises ValueError as `verify_chain` does.
     """
     packed = target_logits.dim() == 2
     check_chain(target_logits, draft_tokens, draft_logits, draft_lse, num_draft, packed)
-    if backend not in ("auto", "reference"):
-        raise ValueError(f'Block verification has no backend but "auto" and "reference", not {backend!r}.')
+    if _use_triton(backend, target_logits):
+        from . import block
+
+        return block.verify_block(
+            target_logits, draft_tokens, draft_logits, draft_lse, num_draft, temperature, seed, position
+        )
     if packed:
         target_logits, draft_logits = padded(target_logits, draft_tokens, draft_logits, num_draft)
     return reference_block.verify_block(

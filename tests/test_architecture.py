@@ -53,6 +53,7 @@ LONG_FUNCTIONS = {
     "moedraft.kernels.fused_divergence._kl": 50,
     "moedraft.kernels.fused_divergence._topk": 66,
     "moedraft.kernels.verify_kernels.resolve": 71,
+    "moedraft.kernels.block_kernels.judge": 80,
 }
 
 # A module may import from its own floor or from below.
@@ -109,7 +110,9 @@ FLOORS_INSIDE = {
         "moedraft.kernels.reference_coupled": 2,
         "moedraft.kernels.reference_several": 2,
         "moedraft.kernels.verify_kernels": 1,
+        "moedraft.kernels.block_kernels": 1,
         "moedraft.kernels.verify": 2,
+        "moedraft.kernels.block": 2,
         "moedraft.kernels.fused_divergence": 2,
         "moedraft.kernels.autograd": 3,
         "moedraft.kernels.chain_inputs": 0,

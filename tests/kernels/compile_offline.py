@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from moedraft.kernels import fused_divergence, verify_kernels
+from moedraft.kernels import block_kernels, fused_divergence, verify_kernels
 
 TYPES = {
     **dict.fromkeys(["tokens", "counts", "seed", "position", "out", "num_accepted", "ids"], "*i64"),
@@ -92,6 +92,7 @@ def verification(width: int, warps: int) -> list[dict[str, Any]]:
         shape = {"HAS_DRAFT": has_draft, "HAS_LSE": has_lse, "NCP": 64, "KP": 8, "PER": 1, **flags}
         chain = (*absent, "lses") if has_draft else absent
         results.append(compile_kernel(verify_kernels.resolve, warps, chain, PURPOSE=3, **shape))
+        results.append(compile_kernel(block_kernels.judge, warps, absent, **shape))
     return results
 
 
@@ -99,6 +100,10 @@ def main() -> None:
     results = []
     for width, warps in ((4096, 8), (1024, 4), (256, 4)):
         results += verification(width, warps)
+    longest = {"HAS_DRAFT": True, "HAS_LSE": False, "NCP": 64, "KP": 16, "PER": 2, "HAS_COUNTS": True}
+    for kernel, more in ((verify_kernels.resolve, {"PURPOSE": 3}), (block_kernels.judge, {})):
+        absent = ("lses", "draft_lse")
+        results.append(compile_kernel(kernel, 8, absent, PACKED=True, CHUNK=4096, **longest, **more))
     for vocab in (151_936, 1000):
         tile = dict(fused_divergence.tile(vocab))
         warps, shape = tile["num_warps"], {"V": vocab, "BLOCK": tile["BLOCK"]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -45,6 +46,27 @@ def backwards(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
         pytest.skip("the order of programs on a GPU is the GPU's")
     interpreter = importlib.import_module("triton.runtime.interpreter")
     monkeypatch.setattr(interpreter, "range", lambda *bounds: range(*bounds)[::-1], raising=False)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the verification kernels that are launched, in order."""
+    names: list[str] = []
+    for module, name in (("verify", "sweep"), ("verify", "resolve"), ("block", "judge")):
+        home = importlib.import_module(f"moedraft.kernels.{module}")
+        monkeypatch.setattr(home, name, Recorder(name, getattr(home, name), names))
+    return names
+
+
+class Recorder:
+    """A kernel that writes its name down when it is launched."""
+
+    def __init__(self, name: str, kernel: Any, names: list[str]) -> None:
+        self._name, self._kernel, self._names = name, kernel, names
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self._names.append(self._name)
+        return self._kernel[grid]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
