@@ -168,12 +168,14 @@ def verify_coupled(
     that position, distributed as the target's own (Daliri et al., arXiv 2408.07978). Drafted tokens are kept
     as long as they are these, so that neither the draft's tokens nor its distribution, length or version can
     change what is emitted; draft_logits and draft_lse are checked and not read. Greedy rows and
-    TARGET_INVALID are `verify_chain`'s. PyTorch on every device: there is no Triton kernel. Raises ValueError
-    as `verify_chain` does, and for backend="triton".
+    TARGET_INVALID are `verify_chain`'s. Raises ValueError as `verify_chain` does.
     """
     packed = target_logits.dim() == 2
     check_chain(target_logits, draft_tokens, draft_logits, draft_lse, num_draft, packed)
-    _refuse_triton(backend, "Coupled sampling")
+    if _use_triton(backend, target_logits):
+        from . import coupled
+
+        return coupled.verify_coupled(target_logits, draft_tokens, num_draft, temperature, seed, position)
     if packed:
         target_logits, _ = padded(target_logits, draft_tokens, None, num_draft)
     return reference_coupled.verify_coupled(
@@ -182,13 +184,17 @@ def verify_coupled(
 
 
 def sample_coupled(
-    logits: Tensor, temperature: Tensor | float, seed: Tensor, position: Tensor
+    logits: Tensor, temperature: Tensor | float, seed: Tensor, position: Tensor, backend: Backend = "auto"
 ) -> tuple[Tensor, Tensor]:
     """As `sample_draft`, for `verify_coupled`: argmax of logits/temperature + Gumbel(seed, position, token).
 
     Two rows with the same seed and position tend to give the same token, the more alike they are.
     """
     check_draft(logits)
+    if _use_triton(backend, logits):
+        from . import coupled
+
+        return coupled.sample_coupled(logits, temperature, seed, position)
     return reference_coupled.sample_coupled(logits, temperature, seed, position)
 
 
@@ -307,8 +313,3 @@ def _use_triton(backend: str, logits: Tensor) -> bool:
     if backend == "triton" and not logits.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError('backend="triton" needs tensors on a CUDA device.')
     return backend == "triton" or (backend == "auto" and logits.is_cuda and _HAS_TRITON)
-
-
-def _refuse_triton(backend: str, what: str) -> None:
-    if backend not in ("auto", "reference"):
-        raise ValueError(f'{what} has no backend but "auto" and "reference", not {backend!r}.')

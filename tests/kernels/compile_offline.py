@@ -14,15 +14,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from moedraft.kernels import block_kernels, fused_divergence, verify_kernels
+from moedraft.kernels import block_kernels, coupled_kernels, fused_divergence, verify_kernels
 
 TYPES = {
     **dict.fromkeys(["tokens", "counts", "seed", "position", "out", "num_accepted", "ids"], "*i64"),
-    **dict.fromkeys(["t_arg", "arrivals", "status"], "*i32"),
-    **dict.fromkeys(["t_max", "t_sum", "d_max", "d_sum", "mass", "lses"], "*fp32"),
+    **dict.fromkeys(["t_arg", "arguments", "arrivals", "status"], "*i32"),
+    **dict.fromkeys(["t_max", "t_sum", "d_max", "d_sum", "mass", "lses", "scaled", "sums"], "*fp32"),
     **dict.fromkeys(["draft_lse", "temperature", "weight", "losses", "logprobs", "upstream"], "*fp32"),
     **dict.fromkeys(["logits", "target", "draft", "student", "teacher", "grad"], "*bf16"),
     **dict.fromkeys(["starts", "target_starts", "draft_starts"], "*i64"),
+    "maxima": "*fp64",
     **dict.fromkeys(["inverse", "beta"], "fp32"),
 }
 ALIGNED = re.compile(r"V|.*_(n|k|b)$")  # strides and vocabularies of real models divide by 16
@@ -93,6 +94,12 @@ def verification(width: int, warps: int) -> list[dict[str, Any]]:
         chain = (*absent, "lses") if has_draft else absent
         results.append(compile_kernel(verify_kernels.resolve, warps, chain, PURPOSE=3, **shape))
         results.append(compile_kernel(block_kernels.judge, warps, absent, **shape))
+    coupled = coupled_kernels.sweep_coupled
+    results.append(compile_kernel(coupled, warps, (), PER=1, WANT_LSE=True, **ragged))
+    unasked = ("starts", "counts", "scaled", "sums")
+    results.append(compile_kernel(coupled, warps, unasked, PER=4, WANT_LSE=False, **flags))
+    choices = {"HAS_COUNTS": True, "WANT_LSE": True, "KP": 16, "NCP": 64}
+    results.append(compile_kernel(coupled_kernels.choose, 4, (), **choices))
     return results
 
 

@@ -52,9 +52,11 @@ def backwards(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the verification kernels that are launched, in order."""
     names: list[str] = []
-    for module, name in (("verify", "sweep"), ("verify", "resolve"), ("block", "judge")):
+    found = {"verify": ("sweep", "resolve"), "block": ("judge",), "coupled": ("sweep_coupled", "choose")}
+    for module, kernels in found.items():
         home = importlib.import_module(f"moedraft.kernels.{module}")
-        monkeypatch.setattr(home, name, Recorder(name, getattr(home, name), names))
+        for name in kernels:
+            monkeypatch.setattr(home, name, Recorder(name, getattr(home, name), names))
     return names
 
 
