@@ -66,7 +66,7 @@ def sweep_coupled(
                 x = tl.load(source + offsets.to(tl.int64) * stride_v, mask=offsets < V, other=-INF)
                 wide = x.to(tl.float64) / divisor
                 score = wide
-                if greedy == 0:
+                if (greedy == 0) & (tl.max(wide, axis=0) > -INF):  # a filter leaves whole chunks empty
                     score += gumbel(tl.load(seed + b), tl.load(position + b) + j, chunk * CHUNK, CHUNK)
                 best = tl.max(score, axis=0)
                 whole = tl.max(tl.where(score == score, 0, 1), axis=0) == 0
