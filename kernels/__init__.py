@@ -133,7 +133,8 @@ def verify_block(
     from the target's row at the draft's end. A row whose draft is not valid at some position ends there at
     the latest (DRAFT_INVALID if it does).
 
-    It reads the rows of target and draft twice. Raises ValueError as `verify_chain` does.
+    Unlike `verify_chain` it reads all of the draft's rows, and the target's twice. Raises ValueError as that
+    does.
     """
     packed = target_logits.dim() == 2
     check_chain(target_logits, draft_tokens, draft_logits, draft_lse, num_draft, packed)
