@@ -133,13 +133,17 @@ def verify_block(
     from the target's row at the draft's end. A row whose draft is not valid at some position ends there at
     the latest (DRAFT_INVALID if it does).
 
-    It reads all rows of the draft. There is no Triton kernel yet: "auto" takes the reference on every device.
-    Raises ValueError as `verify_chain` does, and for backend="triton".
+    Unlike `verify_chain` it reads all of the draft's rows, and the target's twice. Raises ValueError as that
+    does.
     """
     packed = target_logits.dim() == 2
     check_chain(target_logits, draft_tokens, draft_logits, draft_lse, num_draft, packed)
-    if backend not in ("auto", "reference"):
-        raise ValueError(f'Block verification has no backend but "auto" and "reference", not {backend!r}.')
+    if _use_triton(backend, target_logits):
+        from . import block
+
+        return block.verify_block(
+            target_logits, draft_tokens, draft_logits, draft_lse, num_draft, temperature, seed, position
+        )
     if packed:
         target_logits, draft_logits = padded(target_logits, draft_tokens, draft_logits, num_draft)
     return reference_block.verify_block(
@@ -165,12 +169,14 @@ def verify_coupled(
     that position, distributed as the target's own (Daliri et al., arXiv 2408.07978). Drafted tokens are kept
     as long as they are these, so that neither the draft's tokens nor its distribution, length or version can
     change what is emitted; draft_logits and draft_lse are checked and not read. Greedy rows and
-    TARGET_INVALID are `verify_chain`'s. PyTorch on every device: there is no Triton kernel. Raises ValueError
-    as `verify_chain` does, and for backend="triton".
+    TARGET_INVALID are `verify_chain`'s. Raises ValueError as `verify_chain` does.
     """
     packed = target_logits.dim() == 2
     check_chain(target_logits, draft_tokens, draft_logits, draft_lse, num_draft, packed)
-    _refuse_triton(backend, "Coupled sampling")
+    if _use_triton(backend, target_logits):
+        from . import coupled
+
+        return coupled.verify_coupled(target_logits, draft_tokens, num_draft, temperature, seed, position)
     if packed:
         target_logits, _ = padded(target_logits, draft_tokens, None, num_draft)
     return reference_coupled.verify_coupled(
@@ -179,13 +185,17 @@ def verify_coupled(
 
 
 def sample_coupled(
-    logits: Tensor, temperature: Tensor | float, seed: Tensor, position: Tensor
+    logits: Tensor, temperature: Tensor | float, seed: Tensor, position: Tensor, backend: Backend = "auto"
 ) -> tuple[Tensor, Tensor]:
     """As `sample_draft`, for `verify_coupled`: argmax of logits/temperature + Gumbel(seed, position, token).
 
     Two rows with the same seed and position tend to give the same token, the more alike they are.
     """
     check_draft(logits)
+    if _use_triton(backend, logits):
+        from . import coupled
+
+        return coupled.sample_coupled(logits, temperature, seed, position)
     return reference_coupled.sample_coupled(logits, temperature, seed, position)
 
 
@@ -304,8 +314,3 @@ def _use_triton(backend: str, logits: Tensor) -> bool:
     if backend == "triton" and not logits.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError('backend="triton" needs tensors on a CUDA device.')
     return backend == "triton" or (backend == "auto" and logits.is_cuda and _HAS_TRITON)
-
-
-def _refuse_triton(backend: str, what: str) -> None:
-    if backend not in ("auto", "reference"):
-        raise ValueError(f'{what} has no backend but "auto" and "reference", not {backend!r}.')

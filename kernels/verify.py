@@ -1,25 +1,27 @@
-"""Verification and the drawing of draft tokens in Triton: three kernels, and no waiting for the host.
+"""Verification and the drawing of draft tokens in Triton: two kernels, and no waiting for the host.
 
     sweep    reads the logits once: maximum and sum of every chunk (in greedy rows the argmax)
     resolve  per sequence: log-sum-exps, which tokens are accepted, where the row ends; if it ends with a
-             rejection, the residual's mass in each chunk of that one position
-    draw     per sequence: one random number chooses a chunk by its mass and then, after the chunk was read
-             again, the token in it
+             rejection, the residual's mass in each chunk of that one position. The program that is the last
+             to have stored its part of that mass draws: one random number chooses a chunk by its mass and
+             then, after the chunk was read again, the token in it
 
-No probabilities and no float32 copy of the logits are written to memory. Drawing a draft token is verifying a
-chain of length 0. `reference.py` is the specification, and the results must be the same.
+Who is last differs from run to run, what comes out does not: every program of a sequence knows the same, each
+chunk's mass has a place of its own, and they are added in one order. No probabilities and no float32 copy of
+the logits are written to memory. Drawing a draft token is verifying a chain of length 0. `reference.py` is
+the specification, and the results must be the same.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from .philox import PROPOSE, RESAMPLE
-from .verify_kernels import draw, resolve, sweep
+from .verify_kernels import resolve, sweep
 
 
 def verify_chain(
@@ -33,9 +35,9 @@ def verify_chain(
     position: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `moedraft.kernels.verify_chain`; target_logits [B, K+1, V] or packed [rows, V]."""
-    chain = (draft_tokens, draft_logits, draft_lse, num_draft, temperature, seed, position)
+    drafts = (draft_tokens, draft_logits, draft_lse, num_draft)
     with torch.cuda.device_of(target_logits):  # type: ignore[no-untyped-call]
-        return _run(target_logits, *chain, drafting=False)[:3]
+        return _run(Rows(target_logits, *drafts, temperature, seed, position), None)
 
 
 def sample_draft(
@@ -43,10 +45,10 @@ def sample_draft(
 ) -> tuple[Tensor, Tensor]:
     """See `moedraft.kernels.sample_draft`. A chain of length 0, with the random numbers for proposals."""
     nothing = torch.empty((logits.shape[0], 0), dtype=torch.int64, device=logits.device)
-    chain = (nothing, None, None, None, temperature, seed, position)
+    lse = torch.empty(logits.shape[0], device=logits.device)
     with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
-        tokens, _, _, scales = _run(logits[:, None], *chain, drafting=True)
-    return tokens[:, 0], scales[:, 1]
+        rows = Rows(logits[:, None], nothing, None, None, None, temperature, seed, position)
+        return _run(rows, lse)[0][:, 0], lse
 
 
 def chunk_width(vocab: int) -> int:
@@ -60,126 +62,124 @@ def chunks_per_program(rows: int, chunks: int) -> int:
     return 1 if total <= 4096 else 2 if total <= 16384 else 4
 
 
-def _run(
-    target: Tensor,
-    tokens: Tensor,
-    draft: Tensor | None,
-    draft_lse: Tensor | None,
-    num_draft: Tensor | None,
-    temperature: Tensor | float,
-    seed: Tensor,
-    position: Tensor,
-    *,
-    drafting: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launch the kernels. Returns tokens, num_accepted, status, scales [B, 3] (maximum, lse, draft's lse)."""
-    batch, length = tokens.shape
-    results = out, num_accepted, status, scales = _results(batch, length, target.device)
-    if batch == 0:
-        return results
-    if not isinstance(temperature, Tensor):
-        temperature = torch.full((batch,), temperature, device=target.device)
-    if length == 0:
-        draft = draft_lse = None
-    tokens, temperature, seed, position = (t.contiguous() for t in (tokens, temperature, seed, position))
-    counts = None if num_draft is None else num_draft.contiguous()
-    draft_lse = None if draft_lse is None else draft_lse.contiguous()
-    rows = _Rows(target, draft, counts, temperature, batch, length)
-    t_max, t_sum, t_arg = rows.sweep(target, rows.target_starts, 1, need_arguments=True, drafting=drafting)
-    d_max, d_sum = None, None
-    if draft is not None and draft_lse is None:
-        d_max, d_sum, _ = rows.sweep(draft, rows.draft_starts, 0, need_arguments=False, drafting=drafting)
-    per, programs, mass = rows.residual()
-    modes, drafted, uniforms = _decisions(batch, target.device)
-    found = (mass, modes, drafted, scales, uniforms, out, num_accepted, status, *rows.sizes)
-    resolve[(batch, programs)](
-        *rows.logits, tokens, counts, draft_lse, temperature, seed, position, t_max, t_sum, t_arg, d_max,
-        d_sum, *found, PER=per, HAS_LSE=draft_lse is not None, HAS_COUNTS=counts is not None,
-        PURPOSE=PROPOSE if drafting else RESAMPLE,
-        KP=max(2, triton.next_power_of_2(length + 1)), **rows.constants,
-    )  # fmt: skip
-    draw[(batch,)](*rows.logits, temperature, t_max, t_sum, *found, **rows.constants)
-    return results
+class Swept(NamedTuple):
+    """What `sweep` stores: for each chunk of the target's rows its maximum, sum and, greedy, argmax
+    [rows, chunks], the same of the draft's rows, if they were swept, and the counters of arrivals [B]."""
+
+    t_max: Tensor
+    t_sum: Tensor
+    t_arg: Tensor
+    d_max: Tensor | None
+    d_sum: Tensor | None
+    arrivals: Tensor | None
 
 
-def _results(batch: int, length: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Room for what `_run` returns."""
-    out = torch.empty((batch, length + 1), dtype=torch.int64, device=device)
-    num_accepted = torch.empty(batch, dtype=torch.int64, device=device)
-    status = torch.empty(batch, dtype=torch.int32, device=device)
-    return out, num_accepted, status, torch.empty((batch, 3), device=device)
-
-
-def _decisions(batch: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for what `resolve` tells `draw`: mode, rejected token and random number of each sequence."""
-    modes = torch.empty(batch, dtype=torch.int32, device=device)
-    drafted = torch.empty(batch, dtype=torch.int64, device=device)
-    return modes, drafted, torch.empty(batch, dtype=torch.float64, device=device)
-
-
-class _Rows:
-    """The logits of one launch: where their rows begin, and the chunks into which they are divided."""
+class Rows:
+    """The arguments of one verification, where its rows begin, and the chunks into which they are divided."""
 
     def __init__(
         self,
         target: Tensor,
+        tokens: Tensor,
         draft: Tensor | None,
-        counts: Tensor | None,
-        temperature: Tensor,
-        batch: int,
-        length: int,
+        draft_lse: Tensor | None,
+        num_draft: Tensor | None,
+        temperature: Tensor | float,
+        seed: Tensor,
+        position: Tensor,
     ) -> None:
-        self._batch, self._length, self._counts, self._temperature = batch, length, counts, temperature
-        self._device, self._has_draft = target.device, draft is not None
-        self._vocab = target.shape[-1]
-        width = chunk_width(self._vocab)
-        self._chunks = triton.cdiv(self._vocab, width)
-        self._shared = {
-            "PACKED": target.dim() == 2,
-            "CHUNK": width,
-            "num_warps": 8 if width == 4096 else 4,
-            "enable_fp_fusion": True,
-        }
-        self.target_starts, self.draft_starts = _starts(target, counts)
-        strides = (0, 0, 0) if draft is None else _strides(draft)
-        self.logits = (target, *_strides(target), self.target_starts, draft, *strides, self.draft_starts)
-        self.sizes = (self._vocab, self._chunks, length)
-        padded = max(2, triton.next_power_of_2(self._chunks))
-        self.constants = {"HAS_DRAFT": self._has_draft, "NCP": padded, **self._shared}
-
-    def sweep(
-        self, logits: Tensor, starts: Tensor | None, extra: int, *, need_arguments: bool, drafting: bool
-    ) -> tuple[Any, ...]:
-        """Maximum, sum and, if needed, argmax of every chunk [rows, chunks]."""
-        rows = self._batch * (self._length + extra)
-        per = chunks_per_program(rows, self._chunks)
-        maxima, sums = torch.empty((2, rows, self._chunks), device=self._device)
-        arguments = None
-        if need_arguments:
-            arguments = torch.empty((rows, self._chunks), dtype=torch.int32, device=self._device)
-        sweep[(rows, triton.cdiv(self._chunks, per))](
-            logits, *_strides(logits), starts, self._counts, self._temperature, maxima, sums, arguments,
-            self._vocab, self._chunks, self._length + extra, PER=per, EXTRA=extra,
-            HAS_COUNTS=self._counts is not None, NEED_ARGUMENTS=need_arguments,
-            SKIP_GREEDY_SUM=not drafting, **self._shared,
+        self.batch, self.length = tokens.shape
+        self.device = target.device
+        if not isinstance(temperature, Tensor):
+            temperature = torch.full((self.batch,), temperature, device=target.device)
+        if self.length == 0:
+            draft = draft_lse = None
+        self.has_draft, self.has_lse = draft is not None, draft_lse is not None
+        self._counts = None if num_draft is None else num_draft.contiguous()
+        self._temperature = temperature.contiguous()
+        lse = None if draft_lse is None else draft_lse.contiguous()
+        self.inputs = (
+            tokens.contiguous(), self._counts, lse, self._temperature, seed.contiguous(),
+            position.contiguous(),
         )  # fmt: skip
-        return maxima, sums, arguments
+        vocab = target.shape[-1]
+        self.chunks = triton.cdiv(vocab, chunk_width(vocab))
+        self.sizes = (vocab, self.chunks, self.length)
+        target_starts, draft_starts = starts(target, self._counts)
+        draft_strides = (0, 0, 0) if draft is None else strides(draft)
+        self.logits = (target, *strides(target), target_starts, draft, *draft_strides, draft_starts)
+        self._shared = shared_constants(vocab, target.dim() == 2, self._counts is not None)
+        self.constants = {
+            "HAS_DRAFT": self.has_draft,
+            "HAS_LSE": self.has_lse,
+            "KP": max(2, triton.next_power_of_2(self.length + 1)),
+            "NCP": max(2, triton.next_power_of_2(self.chunks)),
+            **self._shared,
+        }
 
-    def residual(self) -> tuple[int, int, Tensor | None]:
-        """For the residual at a rejection: chunks per program, programs per row, room for its mass."""
-        if not self._has_draft:
-            return 1, 1, None
-        per = chunks_per_program(self._batch, self._chunks)
-        mass = torch.empty((self._batch, self._chunks), device=self._device)
-        return per, triton.cdiv(self._chunks, per), mass
+    def sweep(self, *, drafting: bool) -> Swept:
+        """One launch for the target's rows and, unless their log-sum-exps were given, the draft's."""
+        both = self.has_draft and not self.has_lse
+        rows, more = self.batch * (self.length + 1), self.batch * self.length if both else 0
+        t_max, t_sum = self.new(rows), self.new(rows)
+        d_max, d_sum = (self.new(more), self.new(more)) if both else (None, None)
+        t_arg = self.new(rows, torch.int32)
+        arrivals = None
+        if self.has_draft:
+            arrivals = torch.empty(self.batch, dtype=torch.int32, device=self.device)
+        per = chunks_per_program(rows + more, self.chunks)
+        found = Swept(t_max, t_sum, t_arg, d_max, d_sum, arrivals)
+        sweep[(rows + more, triton.cdiv(self.chunks, per))](
+            *self.logits, self._counts, self._temperature, *found, *self.sizes, rows,
+            PER=per, BOTH=both, SKIP_GREEDY_SUM=not drafting, **self._shared,
+        )  # fmt: skip
+        return found
+
+    def new(self, rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Room for a number of every chunk of so many rows."""
+        return torch.empty((rows, self.chunks), dtype=dtype, device=self.device)
+
+    def results(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Room for tokens, num_accepted and status."""
+        out = torch.empty((self.batch, self.length + 1), dtype=torch.int64, device=self.device)
+        num_accepted = torch.empty(self.batch, dtype=torch.int64, device=self.device)
+        return out, num_accepted, torch.empty(self.batch, dtype=torch.int32, device=self.device)
 
 
-def _strides(logits: Tensor) -> tuple[int, ...]:
+def _run(rows: Rows, lse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Two launches. lse [B]: room for the log-sum-exps of what is drawn from, when tokens are drafted."""
+    results = rows.results()
+    if rows.batch == 0:
+        return results
+    swept = rows.sweep(drafting=lse is not None)
+    per = chunks_per_program(rows.batch, rows.chunks) if rows.has_draft else 1
+    programs = triton.cdiv(rows.chunks, per) if rows.has_draft else 1
+    mass = rows.new(rows.batch) if rows.has_draft else None
+    resolve[(rows.batch, programs)](
+        *rows.logits, *rows.inputs, *swept, mass, lse, *results, *rows.sizes, PER=per,
+        PURPOSE=RESAMPLE if lse is None else PROPOSE, **rows.constants,
+    )  # fmt: skip
+    return results
+
+
+def shared_constants(vocab: int, packed: bool, has_counts: bool) -> dict[str, int]:
+    """What every kernel of a verification is compiled for."""
+    width = chunk_width(vocab)
+    return {
+        "HAS_COUNTS": has_counts,
+        "PACKED": packed,
+        "CHUNK": width,
+        "num_warps": 8 if width == 4096 else 4,
+        "enable_fp_fusion": True,
+    }
+
+
+def strides(logits: Tensor) -> tuple[int, ...]:
     """Strides from sequence to sequence (0 where rows are packed), row to row, and entry to entry."""
     return (0, *logits.stride()) if logits.dim() == 2 else logits.stride()
 
 
-def _starts(target: Tensor, counts: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+def starts(target: Tensor, counts: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """Where rows are packed: each sequence's first row in the target's and in the draft's logits."""
     if target.dim() == 3 or counts is None:
         return None, None

@@ -14,7 +14,16 @@ from kernel_case import Case
 from kernel_loss_cases import dense_case, linear_case, step, topk_case, topk_of
 from kernel_peers import Loss
 from kernel_timing import Bench, measured
-from kernel_verify_cases import TOP_K, filter_case, filtered_case, greedy_case, sample_case, verify_case
+from kernel_verify_cases import (
+    TOP_K,
+    filter_case,
+    filtered_case,
+    greedy_case,
+    rule_case,
+    sample_case,
+    sample_coupled_case,
+    verify_case,
+)
 
 from moedraft import kernels
 from moedraft.kernels import Kind
@@ -34,6 +43,9 @@ def cases(bench: Bench) -> list[Case]:
         dense_case(bench, "fkl"),
         *(sample_case(bench, batch) for batch in ends),
         *(verify_case(bench, batch, bench.vocab) for batch in bench.batches[1:-1]),
+        *(rule_case(bench, kernels.verify_block, batch) for batch in ends),
+        *(rule_case(bench, kernels.verify_coupled, batch) for batch in ends),
+        *(sample_coupled_case(bench, batch) for batch in ends),
         *(verify_case(bench, many, vocab, many_peers=False) for vocab in bench.vocabs),
         *(topk_case(bench, "fkl", vocab, bench.rows) for vocab in bench.vocabs),
         *(greedy_case(bench, batch) for batch in ends),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -93,6 +94,24 @@ def verify_case(bench: Bench, batch: int, vocab: int, with_lse: bool = True, man
     return Case("verify_chain", shape, floor, contenders)
 
 
+def rule_case(bench: Bench, rule: Callable[..., object], batch: int) -> Case:
+    """Another rule than chain's, fused and as its PyTorch reference. Both read each row at least once."""
+    drafted = bench.length if rule is kernels.verify_block else 0
+    floor = batch * bench.vocab * bench.dtype.itemsize * (bench.length + 1 + drafted)
+
+    def contenders() -> dict[str, Contender]:
+        sets = [chain_inputs(bench, batch, bench.vocab, seed) for seed in range(bench.sets(floor))]
+        return {
+            "moedraft": Contender(lambda: [partial(rule, **inputs) for inputs in sets]),
+            "PyTorch reference": Contender(
+                lambda: [partial(rule, **inputs, backend="reference") for inputs in sets]
+            ),
+        }
+
+    shape = {"batch": batch, "num_draft": bench.length, "vocab": bench.vocab}
+    return Case(rule.__name__, shape, floor, contenders)
+
+
 def greedy_case(bench: Bench, batch: int) -> Case:
     floor = batch * bench.vocab * bench.dtype.itemsize * (bench.length + 1)
 
@@ -170,3 +189,20 @@ def sample_case(bench: Bench, batch: int) -> Case:
         }
 
     return Case("sample_draft", {"batch": batch, "vocab": bench.vocab}, floor, contenders)
+
+
+def sample_coupled_case(bench: Bench, batch: int) -> Case:
+    floor = batch * bench.vocab * bench.dtype.itemsize
+
+    def contenders() -> dict[str, Contender]:
+        size = (batch, bench.vocab)
+        sets = [torch.randn(size, device=bench.device).to(bench.dtype) for _ in range(bench.sets(floor))]
+        seed, choose = torch.arange(batch, device=bench.device), kernels.sample_coupled
+        return {
+            "moedraft": Contender(lambda: [partial(choose, x, 1.0, seed, seed) for x in sets]),
+            "PyTorch reference": Contender(
+                lambda: [partial(choose, x, 1.0, seed, seed, "reference") for x in sets]
+            ),
+        }
+
+    return Case("sample_coupled", {"batch": batch, "vocab": bench.vocab}, floor, contenders)

@@ -52,8 +52,8 @@ LONG_FUNCTIONS = {
     # one launch on the device is one function of Triton
     "moedraft.kernels.fused_divergence._kl": 50,
     "moedraft.kernels.fused_divergence._topk": 66,
-    "moedraft.kernels.verify_kernels.resolve": 82,
-    "moedraft.kernels.verify_kernels.draw": 52,
+    "moedraft.kernels.verify_kernels.resolve": 71,
+    "moedraft.kernels.block_kernels.judge": 80,
 }
 
 # A module may import from its own floor or from below.
@@ -110,7 +110,11 @@ FLOORS_INSIDE = {
         "moedraft.kernels.reference_coupled": 2,
         "moedraft.kernels.reference_several": 2,
         "moedraft.kernels.verify_kernels": 1,
+        "moedraft.kernels.block_kernels": 1,
+        "moedraft.kernels.coupled_kernels": 1,
         "moedraft.kernels.verify": 2,
+        "moedraft.kernels.block": 2,
+        "moedraft.kernels.coupled": 2,
         "moedraft.kernels.fused_divergence": 2,
         "moedraft.kernels.autograd": 3,
         "moedraft.kernels.chain_inputs": 0,

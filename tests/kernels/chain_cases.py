@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,7 +28,12 @@ class Chain:
     num_draft: Tensor | None = None
     extra: dict[str, Tensor] = field(default_factory=dict)
 
-    def run(self, backend: str, **changes: object) -> tuple[Tensor, Tensor, Tensor]:
+    def run(
+        self,
+        backend: str,
+        verify: Callable[..., tuple[Tensor, Tensor, Tensor]] = kernels.verify_chain,
+        **changes: object,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         arguments = {
             "draft_lse": self.lse,
             "num_draft": self.num_draft,
@@ -39,7 +45,7 @@ class Chain:
         draft = arguments.pop("draft_logits", self.draft)
         target = arguments.pop("target_logits", self.target)
         tokens = arguments.pop("draft_tokens", self.tokens)
-        return kernels.verify_chain(target, tokens, draft, backend=backend, **arguments)  # type: ignore[arg-type]
+        return verify(target, tokens, draft, backend=backend, **arguments)
 
 
 def make_chain(
@@ -71,6 +77,10 @@ def make_chain(
     lse = torch.stack([lse for _, lse in drawn], 1) if drawn else torch.empty(batch, 0)
     values_on = [t.to(device) for t in (target.to(dtype), tokens, draft, temperatures, seeds, position, lse)]
     return Chain(*values_on[:6], extra={"lse": values_on[6]})
+
+
+def same(left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> bool:
+    return all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(left, right, strict=True))
 
 
 def oracle(chain: Chain, row: int) -> tuple[list[int], int]:

@@ -14,19 +14,17 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from moedraft.kernels import fused_divergence, verify_kernels
+from moedraft.kernels import block_kernels, coupled_kernels, fused_divergence, verify_kernels
 
 TYPES = {
-    **dict.fromkeys(
-        ["tokens", "counts", "seed", "position", "drafted", "out", "num_accepted", "ids"], "*i64"
-    ),
-    **dict.fromkeys(["t_arg", "arguments", "modes", "status"], "*i32"),
-    **dict.fromkeys(["t_max", "t_sum", "d_max", "d_sum", "maxima", "sums", "mass", "scales"], "*fp32"),
+    **dict.fromkeys(["tokens", "counts", "seed", "position", "out", "num_accepted", "ids"], "*i64"),
+    **dict.fromkeys(["t_arg", "arguments", "arrivals", "status"], "*i32"),
+    **dict.fromkeys(["t_max", "t_sum", "d_max", "d_sum", "mass", "lses", "scaled", "sums"], "*fp32"),
     **dict.fromkeys(["draft_lse", "temperature", "weight", "losses", "logprobs", "upstream"], "*fp32"),
     **dict.fromkeys(["logits", "target", "draft", "student", "teacher", "grad"], "*bf16"),
     **dict.fromkeys(["starts", "target_starts", "draft_starts"], "*i64"),
+    "maxima": "*fp64",
     **dict.fromkeys(["inverse", "beta"], "fp32"),
-    "uniforms": "*fp64",
 }
 ALIGNED = re.compile(r"V|.*_(n|k|b)$")  # strides and vocabularies of real models divide by 16
 
@@ -62,38 +60,57 @@ def resources(compiled: Any) -> dict[str, int]:
         ).stdout
     found = {name: int(re.search(rf"{name}:(\d+)", report)[1]) for name in ("REG", "STACK", "LOCAL")}  # type: ignore[index]
     wide = len(re.findall(r"ld\.global[^;]*v4", compiled.asm["ptx"]))
-    return {"registers": found["REG"], "spilled": found["STACK"] + found["LOCAL"], "wide_loads": wide}
+    ordered = len(re.findall(r"atom[^;]*acq_rel[^;]*", compiled.asm["ptx"]))
+    return {
+        "registers": found["REG"],
+        "spilled": found["STACK"] + found["LOCAL"],
+        "wide_loads": wide,
+        "arrivals": ordered,
+    }
+
+
+def verification(width: int, warps: int) -> list[dict[str, Any]]:
+    """The kernels of verification for one width of chunks, in each of their variants."""
+    results = []
+    flags = {"HAS_COUNTS": False, "PACKED": False, "CHUNK": width}
+    ragged = {"HAS_COUNTS": True, "PACKED": True, "CHUNK": width}
+    rows = ("target_starts", "draft_starts", "counts")
+    swept = ("d_max", "d_sum")
+    sweep = verify_kernels.sweep
+    results.append(
+        compile_kernel(
+            sweep, warps, (*rows, *swept, "draft"), PER=2, BOTH=False, SKIP_GREEDY_SUM=True, **flags
+        )
+    )
+    results.append(compile_kernel(sweep, warps, PER=1, BOTH=True, SKIP_GREEDY_SUM=True, **ragged))
+    drafting = (*rows, *swept, "draft", "arrivals")
+    results.append(
+        compile_kernel(sweep, warps, drafting, PER=1, BOTH=False, K=0, SKIP_GREEDY_SUM=False, **flags)
+    )
+    for has_draft, has_lse in ((True, True), (True, False), (False, False)):
+        absent = rows + (swept if has_lse or not has_draft else ("draft_lse",))
+        absent += () if has_draft else ("draft", "draft_lse", "mass", "arrivals")
+        shape = {"HAS_DRAFT": has_draft, "HAS_LSE": has_lse, "NCP": 64, "KP": 8, "PER": 1, **flags}
+        chain = (*absent, "lses") if has_draft else absent
+        results.append(compile_kernel(verify_kernels.resolve, warps, chain, PURPOSE=3, **shape))
+        results.append(compile_kernel(block_kernels.judge, warps, absent, **shape))
+    coupled = coupled_kernels.sweep_coupled
+    results.append(compile_kernel(coupled, warps, (), PER=1, WANT_LSE=True, **ragged))
+    unasked = ("starts", "counts", "scaled", "sums")
+    results.append(compile_kernel(coupled, warps, unasked, PER=4, WANT_LSE=False, **flags))
+    choices = {"HAS_COUNTS": True, "WANT_LSE": True, "KP": 16, "NCP": 64}
+    results.append(compile_kernel(coupled_kernels.choose, 4, (), **choices))
+    return results
 
 
 def main() -> None:
     results = []
-    flags = {
-        "EXTRA": 1,
-        "HAS_COUNTS": False,
-        "PACKED": False,
-        "NEED_ARGUMENTS": True,
-        "SKIP_GREEDY_SUM": True,
-    }
-    rows = ("target_starts", "draft_starts", "counts")
     for width, warps in ((4096, 8), (1024, 4), (256, 4)):
-        plain = {**flags, "CHUNK": width}
-        results.append(compile_kernel(verify_kernels.sweep, warps, ("starts", "counts"), PER=2, **plain))
-        ragged = {**plain, "HAS_COUNTS": True, "PACKED": True, "SKIP_GREEDY_SUM": False, "WIDTH": 1}
-        results.append(compile_kernel(verify_kernels.sweep, warps, PER=1, **ragged))
-        no_arguments = {**plain, "EXTRA": 0, "NEED_ARGUMENTS": False}
-        results.append(
-            compile_kernel(
-                verify_kernels.sweep, warps, ("starts", "counts", "arguments"), PER=1, **no_arguments
-            )
-        )
-        for has_draft, has_lse in ((True, True), (True, False), (False, False)):
-            absent = rows + (("d_max", "d_sum") if has_lse or not has_draft else ("draft_lse",))
-            if not has_draft:
-                absent += ("draft", "draft_lse", "mass")
-            shape = {"HAS_DRAFT": has_draft, "PACKED": False, "NCP": 64, "CHUNK": width}
-            chain = {"HAS_LSE": has_lse, "HAS_COUNTS": False, "PURPOSE": 3, "KP": 8, "PER": 1}
-            results.append(compile_kernel(verify_kernels.resolve, warps, absent, **shape, **chain))
-            results.append(compile_kernel(verify_kernels.draw, warps, absent, **shape))
+        results += verification(width, warps)
+    longest = {"HAS_DRAFT": True, "HAS_LSE": False, "NCP": 64, "KP": 16, "PER": 2, "HAS_COUNTS": True}
+    for kernel, more in ((verify_kernels.resolve, {"PURPOSE": 3}), (block_kernels.judge, {})):
+        absent = ("lses", "draft_lse")
+        results.append(compile_kernel(kernel, 8, absent, PACKED=True, CHUNK=4096, **longest, **more))
     for vocab in (151_936, 1000):
         tile = dict(fused_divergence.tile(vocab))
         warps, shape = tile["num_warps"], {"V": vocab, "BLOCK": tile["BLOCK"]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +37,38 @@ def device() -> str:
 @pytest.fixture(params=["reference", "triton"])
 def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
+
+@pytest.fixture
+def backwards(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """The interpreter runs a launch's programs from the last to the first: another one arrives last."""
+    if device == "cuda":
+        pytest.skip("the order of programs on a GPU is the GPU's")
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    monkeypatch.setattr(interpreter, "range", lambda *bounds: range(*bounds)[::-1], raising=False)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the verification kernels that are launched, in order."""
+    names: list[str] = []
+    found = {"verify": ("sweep", "resolve"), "block": ("judge",), "coupled": ("sweep_coupled", "choose")}
+    for module, kernels in found.items():
+        home = importlib.import_module(f"moedraft.kernels.{module}")
+        for name in kernels:
+            monkeypatch.setattr(home, name, Recorder(name, getattr(home, name), names))
+    return names
+
+
+class Recorder:
+    """A kernel that writes its name down when it is launched."""
+
+    def __init__(self, name: str, kernel: Any, names: list[str]) -> None:
+        self._name, self._kernel, self._names = name, kernel, names
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self._names.append(self._name)
+        return self._kernel[grid]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

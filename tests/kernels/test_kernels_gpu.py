@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
-from chain_cases import make_chain
+from chain_cases import make_chain, same
 
 from moedraft import kernels
 
 pytestmark = pytest.mark.gpu
+Verdict = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 KINDS = ["fkl", "rkl", "jsd", "tvd"]
 
 
@@ -36,6 +37,52 @@ def test_real_vocabularies_equal_the_reference(vocab: int, with_lse: bool) -> No
     )  # a border of the inverse CDF, once in many draws
     assert not fused[2].any()
     assert bool((fused[0] < vocab).all())
+
+
+@pytest.mark.parametrize("draft", ["logits", "with lse", "certain"])
+@pytest.mark.parametrize("vocab", [151_936, 262_144])
+def test_block_verification_of_real_vocabularies_equals_the_reference(vocab: int, draft: str) -> None:
+    chain = make_chain(16, 4, vocab, device="cuda", dtype=torch.bfloat16, temperature=[1.0, 0.0, 0.6])
+    chain.lse = chain.extra["lse"] if draft == "with lse" else None
+    chain.draft = None if draft == "certain" else chain.draft
+    fused, plain = (chain.run(backend, kernels.verify_block) for backend in ("triton", "reference"))
+    assert int((fused[0] != plain[0]).any(dim=1).sum()) <= 1
+    assert not fused[2].any()
+
+
+@pytest.mark.parametrize("vocab", [151_936, 262_144])
+def test_coupled_sampling_of_real_vocabularies_equals_the_reference(vocab: int) -> None:
+    """Token for token, and those of a CPU too: a seed's answer does not depend on the machine."""
+    chain = make_chain(16, 2, vocab, device="cuda", dtype=torch.bfloat16, temperature=[1.0, 0.0, 0.6])
+    fused = chain.run("triton", kernels.verify_coupled)
+    assert same(fused, chain.run("reference", kernels.verify_coupled))
+    row = (chain.target[:, 0], chain.temperature, chain.seed, chain.position)
+    tokens, _ = kernels.sample_coupled(*row)
+    assert torch.equal(tokens, fused[0][:, 0])
+    assert torch.equal(tokens.cpu(), kernels.sample_coupled(*(part.cpu() for part in row))[0])
+
+
+@pytest.mark.parametrize("verify", [kernels.verify_chain, kernels.verify_block])
+def test_results_do_not_depend_on_which_program_is_last(verify: Callable[..., Verdict]) -> None:
+    """Many calls, on two streams at once and in a graph: the same bits, whoever arrives last."""
+    chain = make_chain(32, 4, 151_936, device="cuda", dtype=torch.bfloat16, spread=2.0)
+    chain.lse = chain.extra["lse"]
+    expected = chain.run("triton", verify)
+    assert bool((expected[1] < 4).any())
+    torch.cuda.synchronize()
+    streams, found = [torch.cuda.Stream(), torch.cuda.Stream()], []
+    for _ in range(100):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found.append(chain.run("triton", verify))
+    torch.cuda.synchronize()
+    assert all(same(one, expected) for one in found)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain.run("triton", verify)
+    for _ in range(20):
+        graph.replay()
+        assert same(captured, expected)
 
 
 def test_verify_offsets_pass_two_to_the_31() -> None:

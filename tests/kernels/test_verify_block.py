@@ -275,10 +275,10 @@ def test_float64_gives_the_same_tokens(device: str) -> None:
     assert int((run(chain)[0] != run(wide)[0]).any(dim=1).sum()) == 0
 
 
-def test_triton_and_wrong_shapes_are_refused(device: str) -> None:
+def test_backends_and_wrong_shapes_are_refused(device: str) -> None:
     chain = make_chain(2, 2, 10, device=device)
-    with pytest.raises(ValueError, match="Block verification has no backend"):
-        run(chain, backend="triton")
+    with pytest.raises(ValueError, match="backend must be"):
+        run(chain, backend="cuda")
     with pytest.raises(ValueError, match="num_draft must be"):
         run(chain, num_draft=torch.ones(3, dtype=torch.int64))
 

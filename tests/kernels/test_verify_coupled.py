@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from chain_cases import chi_square, chi_square_limit, make_chain
@@ -141,13 +139,11 @@ def test_the_noise_is_gumbels_and_counts_every_token_once() -> None:
     assert abs(float(noise.std()) - 1.2825) < 0.01
 
 
-@pytest.mark.parametrize("call", [verify_coupled])
-def test_what_does_not_fit_is_refused(call: Callable[..., object]) -> None:
+def test_what_does_not_fit_is_refused() -> None:
     chain = make_chain(2, 2, 10)
-    with pytest.raises(ValueError, match="Coupled sampling has no backend"):
-        call(
-            chain.target, chain.tokens, temperature=1.0, seed=chain.seed, position=chain.position,
-            backend="triton",
-        )  # fmt: skip
+    with pytest.raises(ValueError, match="backend must be"):
+        chain.run("cuda", verify_coupled)
+    with pytest.raises(ValueError, match="backend must be"):
+        sample_coupled(chain.target[:, 0], 1.0, chain.seed, chain.position, "cuda")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="must be floating"):
         sample_coupled(chain.target, 1.0, chain.seed, chain.position)

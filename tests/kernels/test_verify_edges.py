@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from chain_cases import Chain, make_chain, oracle, pack
+from chain_cases import Chain, make_chain, oracle, pack, same
 
 from moedraft import kernels
 from moedraft.kernels import DRAFT_INVALID, TARGET_INVALID
 
 NEG = float("-inf")
-
-
-def same(left: tuple[torch.Tensor, ...], right: tuple[torch.Tensor, ...]) -> bool:
-    return all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(left, right, strict=True))
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 127, 1000, 4097])
