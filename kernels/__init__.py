@@ -28,7 +28,7 @@ from . import reference, reference_block, reference_coupled
 from .autograd import evaluate
 from .chain_inputs import check_chain, check_draft, padded
 from .divergence_inputs import check_layer, problem_of
-from .linear import Layer, evaluate_linear
+from .linear import Layer, computed_type, evaluate_linear
 from .philox import round_seeds
 from .reference import DRAFT_INVALID, GREEDY_BELOW, TARGET_INVALID
 
@@ -295,7 +295,7 @@ def linear_divergence(
     """
     check_layer(hidden, weight, bias, lora)
     fused = "triton" if _use_triton(backend, hidden) else "reference"
-    late = reduction == "mean" and hidden.dtype == torch.float16  # as in `divergence`
+    late = reduction == "mean" and computed_type(hidden) == torch.float16  # as in `divergence`
     shape = hidden.new_zeros(()).expand(*hidden.shape[:-1], weight.shape[0])  # holds one number
     summed = "sum" if late else reduction
     problem = problem_of(shape, teacher_logits, teacher_topk, kind, beta, temperature, mask, summed)

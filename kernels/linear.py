@@ -59,7 +59,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, problem: Problem, backend: str, rows: int, hidden: Tensor, *layer: Any) -> Tensor:
         needs = ctx.needs_input_grad[3:]
-        whole, dtype = Layer(*layer), _computed_type(hidden)
+        whole, dtype = Layer(*layer), computed_type(hidden)
         ctx.arguments = problem, backend, rows, hidden, whole, dtype
         ctx.sums = _sums(hidden, whole, needs) if problem.reduce and any(needs) else None
         return _blocks(problem, backend, rows, hidden, whole, dtype, ctx.sums)
@@ -91,7 +91,7 @@ def _sums(hidden: Tensor, layer: Layer, needs: tuple[bool, ...]) -> Sums:
     return Sums(*(zeros(part, need) for part, need in zip((hidden, *layer), needs, strict=True)))
 
 
-def _computed_type(hidden: Tensor) -> torch.dtype:
+def computed_type(hidden: Tensor) -> torch.dtype:
     """Autocast's type where it is on."""
     device = hidden.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype

@@ -5,12 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
 
-from moedraft.storage.store import Store
+if TYPE_CHECKING:
+    from moedraft.storage.store import Store
+
 
 torch.set_num_threads(1)  # the models are tiny: a second thread costs more than it gives
 LONG = ("showcase", "kernels", "engine", "routing", "distill", "serve")  # folders, slowest files first
@@ -31,6 +34,9 @@ def _fixed_seeds() -> None:
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
     """Of a new home, open for writing."""
+    # Imported here, because the kernels' tests also run on machines that have no database library.
+    from moedraft.storage.store import Store
+
     store = Store.open(tmp_path / "home")
     yield store
     store.close()

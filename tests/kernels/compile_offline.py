@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from moedraft.kernels import block_kernels, coupled_kernels, fused_divergence, verify_kernels
+from moedraft.kernels import block_kernels, coupled_kernels, fused_divergence, verify, verify_kernels
+from moedraft.kernels.primitives import combine
 
 TYPES = {
     **dict.fromkeys(["tokens", "counts", "seed", "position", "out", "num_accepted", "ids"], "*i64"),
@@ -26,10 +28,25 @@ TYPES = {
     "maxima": "*fp64",
     **dict.fromkeys(["inverse", "beta"], "fp32"),
 }
+FUSION = bool(verify.shared_constants(1000, False, False)["enable_fp_fusion"])  # in verification
 ALIGNED = re.compile(r"V|.*_(n|k|b)$")  # strides and vocabularies of real models divide by 16
 
 
-def compile_kernel(kernel: Any, warps: int, absent: tuple[str, ...] = (), **constants: Any) -> dict[str, Any]:
+@triton.jit
+def combined(t_max, t_sum, losses, ROWS: tl.constexpr, CHUNKS: tl.constexpr):  # noqa: N803
+    """`combine` and nothing else."""
+    rows, chunks = tl.arange(0, ROWS), tl.arange(0, CHUNKS)
+    cells = rows[:, None] * CHUNKS + chunks[None, :]
+    _, _, total = combine(tl.load(t_max + cells), tl.load(t_sum + cells), ROWS, CHUNKS)
+    tl.store(losses + rows, total)
+
+
+def compile_kernel(
+    kernel: Any, warps: int, absent: tuple[str, ...] = (), fusion: bool | None = None, **constants: Any
+) -> dict[str, Any]:
+    """fusion: whether the compiler may make one operation of a product and a sum; None: as it is launched."""
+    if fusion is None:
+        fusion = FUSION or kernel.__module__ == fused_divergence.__name__
     signature: dict[str, str] = {}
     values: dict[tuple[int], Any] = {}
     hints: dict[tuple[int], Any] = {}
@@ -44,7 +61,7 @@ def compile_kernel(kernel: Any, warps: int, absent: tuple[str, ...] = (), **cons
     compiled = triton.compile(
         ASTSource(kernel, signature, values, hints),
         target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": warps, "enable_fp_fusion": True},
+        options={"num_warps": warps, "enable_fp_fusion": fusion},
     )
     return {"kernel": kernel.__name__, **resources(compiled), "constants": repr(constants)}
 
@@ -66,6 +83,7 @@ def resources(compiled: Any) -> dict[str, int]:
         "spilled": found["STACK"] + found["LOCAL"],
         "wide_loads": wide,
         "arrivals": ordered,
+        "fused": len(re.findall(r"fma\.rn(?:\.ftz)?\.f32", compiled.asm["ptx"])),
     }
 
 
@@ -107,6 +125,8 @@ def main() -> None:
     results = []
     for width, warps in ((4096, 8), (1024, 4), (256, 4)):
         results += verification(width, warps)
+    for fusion, rows in ((None, 2), (None, 4), (None, 8), (None, 16), (True, 4)):
+        results.append(compile_kernel(combined, 4, (), fusion, ROWS=rows, CHUNKS=64))
     longest = {"HAS_DRAFT": True, "HAS_LSE": False, "NCP": 64, "KP": 16, "PER": 2, "HAS_COUNTS": True}
     for kernel, more in ((verify_kernels.resolve, {"PURPOSE": 3}), (block_kernels.judge, {})):
         absent = ("lses", "draft_lse")

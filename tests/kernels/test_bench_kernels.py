@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +17,15 @@ import pytest
 import torch
 from scripts_loader import SCRIPTS, load_script
 
+WITHOUT = """
+import sys, pytest
+class Missing:
+    def find_spec(self, name, *_):
+        if name.split(".")[0] in {missing}:
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Missing())
+sys.exit(pytest.main({collect}))
+"""
 PEERS = {"FlashInfer", "SGLang", "vLLM", "Liger", "speculators"}
 
 
@@ -158,3 +169,17 @@ def test_each_slice_on_a_gpu_takes_less_than_eight_minutes() -> None:
         assert sum(limits) < 480, name
         for limit, minutes in re.findall(r"benchmark\" (\d+) .*bench_kernels.*--minutes ([\d.]+)", body):
             assert int(limit) - 60 * float(minutes) >= 60
+
+
+def test_the_tests_for_a_gpu_need_no_more_than_the_machine_has() -> None:
+    """The machine for GPU runs has torch, triton and pytest, but no database or web library."""
+    missing = ["sqlalchemy", "alembic", "platformdirs", "fastapi", "nicegui", "peft", "sklearn"]
+    collect = ["--collect-only", "-q", "-p", "no:cacheprovider", "tests/kernels"]
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT.format(missing=missing, collect=collect)],
+        capture_output=True,
+        text=True,
+        cwd=SCRIPTS.parent,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stdout[-2000:]

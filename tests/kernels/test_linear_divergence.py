@@ -127,13 +127,17 @@ def test_autocast_computes_in_its_type(device: str) -> None:
         assert float((one - other).norm() / other.norm()) < 0.05
 
 
-def test_float16_with_a_scaler_keeps_small_gradients(device: str) -> None:
+@pytest.mark.parametrize("autocast", [False, True])
+def test_float16_with_a_scaler_keeps_small_gradients(autocast: bool, device: str) -> None:
+    """Also where only the products are in float16, by autocast."""
     gen = torch.Generator().manual_seed(1)
-    hidden = torch.randn(4096, 16, generator=gen).half().to(device).requires_grad_()
-    weight = torch.randn(64, 16, generator=gen).half().to(device)
+    kept = torch.float32 if autocast else torch.float16
+    hidden = torch.randn(4096, 16, generator=gen).half().to(device, kept).requires_grad_()
+    weight = torch.randn(64, 16, generator=gen).half().to(device, kept)
     teacher = (hidden.detach().float().cpu() @ weight.float().cpu().T) * 0.9
     exact = hidden.detach().double().requires_grad_()
-    loss = kernels.linear_divergence(hidden, weight, teacher_logits=teacher.half().to(device))
+    with torch.autocast(device, torch.float16, enabled=autocast):
+        loss = kernels.linear_divergence(hidden, weight, teacher_logits=teacher.half().to(device))
     (loss * 65536).backward()
     kernels.linear_divergence(
         exact, weight.double(), teacher_logits=teacher.half().double().to(device), backend="reference"

@@ -97,7 +97,7 @@ async def delete_domain(request: Request, name: Name) -> Data:
 
 @router.get("/suggestions")
 async def list_suggestions(request: Request, prompts: bool = False) -> Data:
-    """Groups of prompts that no expert serves; with `prompts` those that are kept of each group, for a file of examples."""
+    """Groups of prompts that no expert serves; with `prompts` all that are kept, for a file of examples."""
     found = await context_of(request).worker.search.suggestions()
     return suggestions_data(found, texts=found.capture, every_prompt=prompts)
 
