@@ -16,7 +16,7 @@ def has_template(tokenizer: Any) -> bool:
 
 
 def prompt_ids(tokenizer: Any, prompt: str, *, chat: bool) -> list[int]:
-    """Of a text: as a user's only message where `chat` is wished and the tokenizer has a template."""
+    """Token ids of a text; with `chat`, as a user's only message, where the tokenizer has a template."""
     if chat and has_template(tokenizer):
         return message_ids(tokenizer, [{"role": "user", "content": prompt}])
     return list(tokenizer(prompt)["input_ids"])
@@ -43,7 +43,7 @@ def asked_text(tokenizer: Any, ids: list[int]) -> str:
 
 
 def _marks(tokenizer: Any) -> tuple[str, str]:
-    """What stands before every message of a user, and behind the last one; "" where that cannot be told."""
+    """What the template puts before each message of a user, and behind the last one; "" if unknown."""
     said = [f"{word}{word}" for word in ("alpha", "beta", "gamma")]
     roles = ("user", "assistant", "user")
     messages = [{"role": role, "content": text} for role, text in zip(roles, said, strict=True)]

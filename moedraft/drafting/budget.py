@@ -34,8 +34,8 @@ class Budget:
     ragged: only real tokens cost something in verification; else a row costs as much as the longest one.
     """
 
-    EXPLORE = 128  # after so many rounds in a row without the model some use it, to notice better times
-    PATIENCE = 4  # times as many at most, where it was in vain again and again
+    EXPLORE = 128  # rounds in a row without the draft model, after which it is tried again
+    PATIENCE = 4  # that number may grow to so many times itself when one trial after another fails
     COMPARE = 128  # every so many drafting rounds some are plain, to know what drafting is worth
     SETTLED = 8  # drafting rounds before the first of those
     TRIES = 3  # rounds of such a change; the first one pays for it and tells nothing

@@ -57,7 +57,7 @@ class RoundCosts:
             self._slopes.pop(rows, None)
 
     def _forget(self, rows: int, before: int) -> None:
-        """Shapes not seen since: a bad moment must not keep a length from ever being tried again."""
+        """Drop shapes not seen since: one slow moment must not rule out a draft length for ever."""
         for shape in [one for one in self.samples[rows] if self._seen[rows, one] < before]:
             del self.samples[rows][shape], self._seen[rows, shape]
 
@@ -73,7 +73,10 @@ class RoundCosts:
         return np.asarray(1 + begin * (drafting > 0) + step * drafting + wide / rows * np.asarray(verified))
 
     def slopes(self, rows: int) -> Floats:
-        """What drafting at all, a step and a token per row cost; of other numbers of rows if need be."""
+        """The cost of drafting at all, of a draft step, and of one more verified token per row.
+
+        From other numbers of rows where this one was not timed.
+        """
         if rows not in self._slopes:
             every = [point for each in self.samples.values() for point in _points(each)]
             self._slopes[rows] = _fit(_points(self.samples.get(rows, {})), _fit(every, self._prior(rows)))

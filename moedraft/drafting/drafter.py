@@ -64,7 +64,7 @@ class Drafter(Protocol):
         """Exchange two slots, of which no more than the first `length` positions are used."""
 
     def clear(self, slot: int) -> None:
-        """What stands in the slot may be no number: forget it, or the next row there would suffer."""
+        """Set the slot's cache to zeros: it may hold NaN, which would spread to the slot's next row."""
 
 
 class ExpertDrafter(Drafter, Protocol):
@@ -73,7 +73,7 @@ class ExpertDrafter(Drafter, Protocol):
     max_len: int  # tokens of text that it can read
 
     def experts_of(self, rows: list[Sequence]) -> list[str]:
-        """Who drafts for each row, were they drafted for in one batch."""
+        """The expert that would draft for each row if all of them were drafted for in one batch."""
 
     def experts_changed(self, rows: list[Sequence]) -> None:
         """Other experts draft for these rows from now on."""

@@ -48,7 +48,7 @@ class ExpertHeads:
         return self.general if adapter.vocabulary is None else adapter.vocabulary
 
     def made(self, *adapters: Adapter | None) -> Product:
-        """The rows of the last adapter's vocabulary in the base, with what all these adapters add."""
+        """Output rows for the last adapter's vocabulary: the base's, plus what all these adapters add."""
         last = adapters[-1]
         vocabulary = self.general if last is None else self.vocabulary(last)
         weight = self.draft.rows(vocabulary)

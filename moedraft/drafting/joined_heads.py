@@ -74,7 +74,7 @@ class JoinedHeads:
         self._clear()
 
     def pays(self, present: Mapping[str, Adapter]) -> bool:
-        """Whether there are so much fewer rows in common than in the lists of these experts together."""
+        """Whether one product over the common rows costs less than one product for each expert."""
         each = sum(len(self.list_of(adapter)) for adapter in present.values())
         return self.common is not None and len(present) > 1 and len(self.common.tokens) <= WORTH * each
 

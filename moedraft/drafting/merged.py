@@ -61,7 +61,7 @@ class MergedExperts:
     def needed(
         self, adapters: Mapping[str, Adapter], merge: Callable[[Adapter], Products]
     ) -> dict[str, Products]:
-        """As `of`, but these are had whatever they take; others leave memory for them."""
+        """As `of`, but always made, even over the budget; other experts' weights are dropped for them."""
         for expert, adapter in adapters.items():
             if expert not in self._kept:
                 self.keep(expert, adapter, merge(adapter))

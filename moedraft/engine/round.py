@@ -50,7 +50,7 @@ class Round:
         """reading: prompts of other sequences, to be read in the same forward."""
         sampling = self._sampling_of(sequences)
         if self.verification == "block" and not sampling.greedy:
-            # What a round throws away has a say in where it ends: nothing random of it may return later.
+            # Block verification looks at rejected tokens too, so each round needs random numbers of its own.
             fresh = round_seeds(sampling.seed, positions(sequences, sampling.seed.device))
             sampling = replace(sampling, seed=fresh)
         if self.verification == "coupled":

@@ -87,7 +87,7 @@ class Teacher:
 
     @torch.no_grad()
     def _check(self, vocabulary: torch.Tensor) -> None:
-        """Some architectures bend their logits after the output matrix: those would be taught wrongly."""
+        """Refuse architectures that change logits behind the output matrix: the teacher's would be wrong."""
         ids = torch.arange(min(8, self.hf.get_input_embeddings().num_embeddings))[None].to(self.hf.device)
         true = self.hf(input_ids=ids, use_cache=False).logits[..., vocabulary].float()
         ours = self.logits(self.read(ids)[1]).float()

@@ -69,7 +69,7 @@ class Contest:
         self._choose()
 
     def _choose(self) -> None:
-        """Let the leader draft; while SHARED leads, a row of an untrained expert keeps it: SHARED drafts."""
+        """Let the leader draft. An untrained expert keeps its row while SHARED leads, which drafts for it."""
         leader, row = self.standings.leader, self.row
         if leader != SHARED or row.expert in self.standings.arms:
             row.expert = leader

@@ -167,7 +167,7 @@ class PatientProtocol(H11Protocol):
             self.idle.setdefault(self, self.loop.time())
 
     def _take_a_place(self) -> bool:
-        """Cut off the client that was waited for longest; False if none was waited for LEAST_WAIT."""
+        """Close the connection that has been idle longest; False if none was idle for LEAST_WAIT."""
         longest = next(iter(self.idle), None)
         if longest is None or self.loop.time() - self.idle[longest] < LEAST_WAIT:
             return False
