@@ -107,7 +107,7 @@ def answers(
 def choosing(system: System, selector: BackgroundSelector) -> None:
     """Have the engine's experts chosen by `selector` from now on."""
     system.engine.selector = selector
-    system.engine.round.learners = [system.engine.chooser, selector]
+    system.engine.round.learners = (system.engine.chooser, selector)
 
 
 def lengths(outputs: Sequence[RequestOutput]) -> Counts:

@@ -12,13 +12,25 @@ from kernel_timing import Bench, Call, measured
 # for each operation: launches on the device, what it stands in for, and who calls it
 ABOUT = {
     "topk divergence": (1, "log_softmax, gather, scatter and their backward", "distill: every update"),
-    "verify_chain": (2, "two softmaxes, gathers, a draw", "engine/round.py: every step that samples"),
-    "verify_chain, greedy": (2, "argmax, compare", "engine/round.py: every greedy step"),
-    "verify_chain, filtered": (2, "sort, softmaxes, a draw", "engine/round.py: steps with top-k or top-p"),
-    "filter_logits": (0, "a full sort", "engine/round.py, drafting/drawing.py: steps with top-k or top-p"),
+    "verify_chain": (2, "two softmaxes, gathers, a draw", "engine/verification.py: every step that samples"),
+    "verify_chain, greedy": (2, "argmax, compare", "engine/verification.py: every greedy step"),
+    "verify_chain, filtered": (
+        2,
+        "sort, softmaxes, a draw",
+        "engine/verification.py: steps with top-k or top-p",
+    ),
+    "filter_logits": (
+        0,
+        "a full sort",
+        "engine/verification.py, drafting/drawing.py: steps with top-k or top-p",
+    ),
     "sample_draft": (2, "softmax, a draw", "drafting/drawing.py: every drafted token"),
-    "verify_block": (2, "softmaxes, all residuals, a draw", "engine/round.py: verification = block"),
-    "verify_coupled": (2, "noise in memory, argmax, compare", "engine/round.py: verification = coupled"),
+    "verify_block": (2, "softmaxes, all residuals, a draw", "engine/verification.py: verification = block"),
+    "verify_coupled": (
+        2,
+        "noise in memory, argmax, compare",
+        "engine/verification.py: verification = coupled",
+    ),
     "sample_coupled": (2, "noise in memory, argmax", "drafting/drawing.py: verification = coupled"),
     "divergence": (1, "two log_softmaxes, products and their backward", "feature/unroll.py: base training"),
     "linear and divergence": (

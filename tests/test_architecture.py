@@ -28,7 +28,7 @@ ROOMS = {
     "distill/joint": (10, 1350),
     "distill/judging": (8, 1000),
     "drafting": (20, 2750),
-    "engine": (13, 1500),
+    "engine": (14, 1500),
     "feature": (12, 1500),
     "insight": (10, 1450),
     "kernels": (19, 3300),

@@ -36,10 +36,11 @@ from moedraft.engine.commit import commit, output_of
 from moedraft.engine.detokenizer import Detokenizer
 from moedraft.engine.port import AdapterSource, EngineFigures, NoAdapters, OnOutput, Sink
 from moedraft.engine.prompts import Prompts
-from moedraft.engine.round import Round, Verification
+from moedraft.engine.round import Round
 from moedraft.engine.scheduler import Scheduler
 from moedraft.engine.target import TargetRunner
 from moedraft.engine.tokenise import check_request, tokenise
+from moedraft.engine.verification import Verification, Verifier
 from moedraft.evidence import Evidence, Reading
 
 if TYPE_CHECKING:
@@ -86,9 +87,9 @@ class Engine(WholeAnswers):
         limits = DraftLimits(self.max_model_len, num_speculative_tokens, adaptive_budget)
         self.chooser = Chooser(drafter, self.budget, self.timer, limits, draft_source)
         self.runner = TargetRunner(target, max_batch_size, drafter.needs if drafter else ())
-        self.capture = Capture(topk)
-        self.round = Round(self.runner, self.chooser, [self.chooser, selector], self.capture, verification)
-        self.round.verify = self.timer.verifying(self.round.verify)
+        self.capture, verifier = Capture(topk), Verifier(verification)
+        self.round = Round(self.runner, self.chooser, verifier, self.capture, self.chooser, selector)
+        self.round.verify = self.timer.verifying(verifier.verify)
         self.scheduler = Scheduler(max_batch_size, self._swap)
         self.prompts = Prompts(self.scheduler, self.runner, self.chooser, prefill_chunk)
         self._sequences: dict[str, Sequence] = {}

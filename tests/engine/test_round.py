@@ -12,6 +12,7 @@ from moedraft.core import Sequence
 from moedraft.engine.capture import Capture
 from moedraft.engine.round import Learner, Round
 from moedraft.engine.target import TargetRunner
+from moedraft.engine.verification import Verifier
 from moedraft.evidence import Evidence, Proposal, Reading, Rows
 
 from tiny import TinyLM, random_table
@@ -60,7 +61,7 @@ class Rig:
                 one.target_cached = len(one.token_ids) - 1
         self.target.forwards.clear()
         self.script = Script(*guesses)
-        self.round = Round(runner, self.script, learners, Capture(3))
+        self.round = Round(runner, self.script, Verifier(), Capture(3), *learners)
 
     def __call__(self) -> Evidence:
         return self.round(self.rows, take)

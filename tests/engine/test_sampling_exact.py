@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import moedraft.drafting.drawing as drawing_module
-import moedraft.engine.round as round_module
+import moedraft.engine.verification as verification_module
 from moedraft.core import SamplingParams
 from moedraft.drafting.budget import Budget, Plan
 from moedraft.drafting.drafter import NoExperts
@@ -183,7 +183,7 @@ def test_negative_control_certain_guesses(
     models: tuple[TinyLM, TinyLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A guess that was certain, verified as if it had been drawn evenly, is caught."""
-    real = round_module.verify_chain
+    real = verification_module.verify_chain
 
     def verify(target, draft, logits, **kw):  # type: ignore[no-untyped-def]
         return real(target, draft, None if logits is None else logits.nan_to_num(neginf=0.0), **kw)
@@ -192,7 +192,7 @@ def test_negative_control_certain_guesses(
         """Always draft; on a busy machine the budget might find that it hardly pays."""
         return Plan(True, {row: len(chances) for row, chances in found.items()})
 
-    monkeypatch.setattr(round_module, "verify_chain", verify)
+    monkeypatch.setattr(verification_module, "verify_chain", verify)
     monkeypatch.setattr(Budget, "plan", plan)
     params = SamplingParams(1.0)
     answers = sample(models[0], STRANGER, params, adaptive=True, source="auto", prompt=REPEATING)
@@ -221,7 +221,7 @@ def test_negative_controls(
     models: tuple[TinyLM, TinyLM], monkeypatch: pytest.MonkeyPatch, fault: Callable, rule: str
 ) -> None:
     name = f"verify_{rule}"
-    monkeypatch.setattr(round_module, name, fault(getattr(round_module, name)))
+    monkeypatch.setattr(verification_module, name, fault(getattr(verification_module, name)))
     params = SamplingParams(1.0)
     answers = sample(*models, params, verification=rule)
     assert min(p_values(answers, exact(models[0], params))) < 1e-6
@@ -273,7 +273,7 @@ def test_negative_control_coupled_sampling(
     models: tuple[TinyLM, TinyLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        round_module, "verify_coupled", _wrong_target_distribution(round_module.verify_coupled)
+        verification_module, "verify_coupled", _wrong_target_distribution(verification_module.verify_coupled)
     )
     params = SamplingParams(1.0)
     answers = sample(*models, params, verification="coupled")
