@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import verify
 from .block_kernels import judge
-from .verify import Rows, chunks_per_program
+from .verify import VerifyRows, chunks_per_program
 
 
 def verify_block(
@@ -36,10 +36,10 @@ def verify_block(
     if draft_tokens.shape[1] == 0:
         return verify.verify_chain(target_logits, *drafts, temperature, seed, position)
     with torch.cuda.device_of(target_logits):  # type: ignore[no-untyped-call]
-        return _run(Rows(target_logits, *drafts, temperature, seed, position))
+        return _run(VerifyRows(target_logits, *drafts, temperature, seed, position))
 
 
-def _run(rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+def _run(rows: VerifyRows) -> tuple[Tensor, Tensor, Tensor]:
     results = rows.results()
     if rows.batch == 0:
         return results

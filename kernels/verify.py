@@ -37,7 +37,7 @@ def verify_chain(
     """See `moedraft.kernels.verify_chain`; target_logits [B, K+1, V] or packed [rows, V]."""
     drafts = (draft_tokens, draft_logits, draft_lse, num_draft)
     with torch.cuda.device_of(target_logits):  # type: ignore[no-untyped-call]
-        return _run(Rows(target_logits, *drafts, temperature, seed, position), None)
+        return _run(VerifyRows(target_logits, *drafts, temperature, seed, position), None)
 
 
 def sample_draft(
@@ -47,7 +47,7 @@ def sample_draft(
     nothing = torch.empty((logits.shape[0], 0), dtype=torch.int64, device=logits.device)
     lse = torch.empty(logits.shape[0], device=logits.device)
     with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
-        rows = Rows(logits[:, None], nothing, None, None, None, temperature, seed, position)
+        rows = VerifyRows(logits[:, None], nothing, None, None, None, temperature, seed, position)
         return _run(rows, lse)[0][:, 0], lse
 
 
@@ -74,7 +74,7 @@ class Swept(NamedTuple):
     arrivals: Tensor | None
 
 
-class Rows:
+class VerifyRows:
     """The arguments of one verification, where its rows begin, and the chunks into which they are divided."""
 
     def __init__(
@@ -146,7 +146,7 @@ class Rows:
         return out, num_accepted, torch.empty(self.batch, dtype=torch.int32, device=self.device)
 
 
-def _run(rows: Rows, lse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _run(rows: VerifyRows, lse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Two launches. lse [B]: room for the log-sum-exps of what is drawn from, when tokens are drafted."""
     results = rows.results()
     if rows.batch == 0:

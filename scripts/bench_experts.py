@@ -43,8 +43,6 @@ from moedraft.distill.loop import DistillLoop
 from moedraft.showcase.bench import surroundings
 from moedraft.showcase.estimates import Estimate, change, quotient, ratio
 from moedraft.showcase.measure import (
-    budgeted,
-    drafting_by,
     only_base,
     right_guesses,
     step_costs,
@@ -69,18 +67,15 @@ class Systems:
 
     def __init__(self, system: System) -> None:
         self.system = system
-        self.budgets = {name: copy.deepcopy(system.engine.budget) for name in ("plain", *SOURCES)}
+        self.budgets = {name: copy.deepcopy(system.engine.chooser.budget) for name in ("plain", *SOURCES)}
         self.budgets["static"].acceptance.clear()  # what is known there is the experts' acceptance
 
     @contextmanager
     def serving(self, name: str) -> Iterator[None]:
         """The engine as this system; `plain` is what requests ask for themselves."""
         source, system = SOURCES.get(name, "auto"), self.system
-        with (
-            drafting_by(system, source),  # type: ignore[arg-type]
-            budgeted(system, self.budgets[name]),
-            only_base(system, name == "static"),
-        ):
+        drafting = system.engine.chooser.using(self.budgets[name], source)  # type: ignore[arg-type]
+        with drafting, only_base(system, name == "static"):
             yield
 
 

@@ -42,7 +42,7 @@ from moedraft.routing.selector import BackgroundSelector
 from moedraft.selecting.selector import EvidenceSelector
 from moedraft.showcase.bench import surroundings
 from moedraft.showcase.estimates import Estimate, quotient, ratio
-from moedraft.showcase.measure import budgeted, drafting_by, fixed_lengths, new_budget, warm_up
+from moedraft.showcase.measure import new_budget, warm_up
 from moedraft.system.build import System, opened
 
 DOMAINS = "sql_en,code_python,math_en,docs_fr,docs_ja,support"
@@ -165,7 +165,7 @@ def measure(
         found = {}
         for name, (selector, experts) in ways.items():
             choosing(system, selector)
-            with fixed_lengths(system, args.draft_length), drafting_by(system, "model"):
+            with system.engine.chooser.using(source="model", fixed_length=args.draft_length):
                 found[name] = answers(system, prompts, experts, args.max_tokens)
             selector.close()
         report[kind] = figures(found, labels) | {"same_answers": same(found)}
@@ -204,7 +204,7 @@ def costs(system: System, judge: FeatureJudge, args: argparse.Namespace) -> dict
             for name in list(ways)[:: 1 if turn % 2 else -1]:
                 choosing(system, ways[name])
                 before = (timer.select_seconds, timer.step_seconds)
-                with budgeted(system, budgets[name]):
+                with system.engine.chooser.using(budgets[name]):
                     began = time.perf_counter()
                     outputs = answers(system, batch, [None] * len(batch), args.max_tokens)
                     spent = time.perf_counter() - began

@@ -23,7 +23,7 @@ from moedraft.cli.files import read_pairs
 from moedraft.core import InvalidRequest
 
 if TYPE_CHECKING:
-    from moedraft.feature.corpus import Text
+    from moedraft.feature.corpus import TrainingText
     from moedraft.feature.session import Report
     from moedraft.models import LanguageModel
 
@@ -92,7 +92,7 @@ def layer_ids(text: str | None) -> tuple[int, ...]:
 
 def answers(
     model: LanguageModel, pairs: list[tuple[str, str | None]], out: Path, max_tokens: int
-) -> list[Text]:
+) -> list[TrainingText]:
     from moedraft.feature.session import collect, work_folder
 
     with bar("The target answers", len(pairs)) as advance:
@@ -108,7 +108,7 @@ def answers(
 
 def learn(
     model: LanguageModel,
-    texts: list[Text],
+    texts: list[TrainingText],
     out: Path,
     minutes: float,
     vocabulary: int,

@@ -11,7 +11,7 @@ from moedraft.core import SHARED, InvalidRequest
 
 if TYPE_CHECKING:
     from moedraft.insight.observe import Observer
-    from moedraft.insight.spans import Span
+    from moedraft.insight.spans import TimeSpan
     from moedraft.insight.table import Column, Table
     from moedraft.insight.views import Overview
 
@@ -27,7 +27,7 @@ def check_file(path: Path) -> None:
         raise InvalidRequest(f"the picture must be a {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file.")
 
 
-def draw(observer: Observer, span: Span, path: Path) -> None:
+def draw(observer: Observer, span: TimeSpan, path: Path) -> None:
     """Draw tokens per target step by expert, tokens per second, traffic by domain and the gain of updates.
 
     Raises InvalidRequest, without writing a file, if nothing was served in `span`. Raises OSError if the file

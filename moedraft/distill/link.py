@@ -22,14 +22,12 @@ from moedraft.distill.messages import (
     Learned,
     Message,
     Noted,
-    Part,
     Pause,
     Publish,
     Published,
-    PublishedTogether,
-    PublishTogether,
     Refused,
     Resume,
+    StagedCandidate,
     StandAside,
     Withdraw,
     Withdrawn,
@@ -124,14 +122,10 @@ class ServerOutlet:
         try:
             for candidate, folder in zip(candidates, folders, strict=True):
                 self._stage(candidate, folder)
-            names = [folder.name for folder in folders]
-            if len(candidates) == 1 and not untrained:
-                reply = self.link.ask(Publish.of(candidates[0], names[0]))
-                assert isinstance(reply, Published)
-                return [reply.version]
-            parts = tuple(Part.of(one, name) for one, name in zip(candidates, names, strict=True))
-            reply = self.link.ask(PublishTogether(parts=parts, untrained=dict(untrained or {})))
-            assert isinstance(reply, PublishedTogether)
+            staged = zip(candidates, folders, strict=True)
+            parts = tuple(StagedCandidate.of(candidate, folder.name) for candidate, folder in staged)
+            reply = self.link.ask(Publish(parts=parts, untrained=dict(untrained or {})))
+            assert isinstance(reply, Published)
             return list(reply.versions)
         finally:
             for folder in folders:

@@ -50,7 +50,7 @@ class StateReport(Message):
         return LearningState(**self.model_dump(exclude={"type", "error"}))
 
 
-class Part(Message):
+class StagedCandidate(Message):
     """A candidate whose files stand in `training/<folder>`."""
 
     folder: str = Field(pattern="^[0-9a-f]{32}$")
@@ -74,20 +74,14 @@ class Part(Message):
         return CandidateSummary(**self.model_dump(include={one.name for one in fields(CandidateSummary)}))
 
 
-class Publish(Part):
-    """Make this candidate live; answered by Published or Refused."""
-
-    type: Literal["publish"] = "publish"
-
-
-class PublishTogether(Message):
-    """Make these candidates live in one transaction; answered by PublishedTogether or Refused.
+class Publish(Message):
+    """As `Outlet.publish`: make all of these live in one transaction; answered by Published or Refused.
 
     untrained: experts that are reset to no version in the same step, with the live version of each.
     """
 
-    type: Literal["publish together"] = "publish together"
-    parts: tuple[Part, ...]
+    type: Literal["publish"] = "publish"
+    parts: tuple[StagedCandidate, ...]
     untrained: dict[Expert, Annotated[int, Field(ge=1)]] = {}
 
     @property
@@ -146,12 +140,9 @@ class Resume(Message):
 
 
 class Published(Message):
+    """The answer to Publish: the new versions, in the order of its parts."""
+
     type: Literal["published"] = "published"
-    version: AdapterVersion
-
-
-class PublishedTogether(Message):
-    type: Literal["published together"] = "published together"
     versions: tuple[AdapterVersion, ...]
 
 
@@ -171,8 +162,8 @@ class Refused(Message):
     reason: str
 
 
-Asked = Publish | PublishTogether | Withdraw | StandAside | Learned
+Asked = Publish | Withdraw | StandAside | Learned
 FromTrainer = StateReport | Asked
-FromServer = Begin | Pause | Resume | Published | PublishedTogether | Withdrawn | Noted | Refused
+FromServer = Begin | Pause | Resume | Published | Withdrawn | Noted | Refused
 from_trainer: TypeAdapter[FromTrainer] = TypeAdapter(Annotated[FromTrainer, Field(discriminator="type")])
 from_server: TypeAdapter[FromServer] = TypeAdapter(Annotated[FromServer, Field(discriminator="type")])

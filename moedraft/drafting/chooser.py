@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
@@ -54,6 +55,28 @@ class Chooser:
     def longest(self) -> int:
         """The most tokens that a row is ever drafted for."""
         return max(self.budget.longest, self.limits.num_speculative_tokens)
+
+    @contextmanager
+    def using(
+        self,
+        budget: Budget | None = None,
+        source: DraftSource | None = None,
+        fixed_length: int | None = None,
+    ) -> Iterator[None]:
+        """While the block runs, draft by these instead of what was set at the start. The engine must be idle.
+
+        budget: decides what is drafted and learns from it; systems that are compared on one engine need one
+        each, or one would draft by the others' acceptance. fixed_length: tokens that every row is drafted
+        for, whether that pays or not.
+        """
+        before = self.budget, self.source, self.limits
+        self.budget, self.source = budget or self.budget, source or self.source
+        if fixed_length is not None:
+            self.limits = replace(self.limits, num_speculative_tokens=fixed_length, adaptive=False)
+        try:
+            yield
+        finally:
+            self.budget, self.source, self.limits = before
 
     def propose(self, rows: Rows) -> Proposal:
         """Guess for every row that wants it; nothing where drafting does not pay."""
@@ -130,6 +153,11 @@ class Chooser:
             lately = self._rows.setdefault(row.request_id, RowAcceptance())
             lately.observe(*((proposal.lengths[b], evidence.accepted[b]) if b in drafted else (0, 0)))
         self.model.observe(evidence)
+
+    def took(self, evidence: Evidence, tokens: int, ms: float) -> None:
+        """The budget learns what a round cost and how many tokens it brought to all rows."""
+        verified = evidence.proposal.verified(self.budget.ragged)
+        self.budget.observe(len(evidence.rows), evidence.proposal.steps, verified, tokens, ms)
 
     def read_prompt(self, pieces: list[tuple[Sequence, int]], hidden: Mapping[int, torch.Tensor]) -> None:
         """As `ExpertDrafter.read_prompt`."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from dataclasses import replace
 from time import monotonic
 
 from moedraft.core import SHARED, SamplingParams
@@ -33,23 +32,17 @@ def calibrate(engine: Engine, batches: Collection[int] = (), *, seconds: float =
     """
     if engine.chooser.model is None or engine.has_work:
         return
-    began, known = monotonic(), engine.budget
-    limits, source = engine.chooser.limits, engine.chooser.source
+    began, known, chooser = monotonic(), engine.chooser.budget, engine.chooser
     measured = Budget(known.longest, known.ragged)
-    engine.budget = engine.chooser.budget = measured
-    engine.chooser.source = "model"
     try:
         for rows in sorted({*batches} or {1, engine.scheduler.slots}):
             for length in LENGTHS:
                 if monotonic() - began < seconds and length <= known.longest:
-                    engine.chooser.limits = replace(limits, num_speculative_tokens=length, adaptive=False)
-                    _run(engine, rows, length)
+                    with chooser.using(budget=measured, source="model", fixed_length=length):
+                        _run(engine, rows, length)
     except Exception:
         log.exception("What rounds cost could not be measured; the budget goes by typical costs.")
         return
-    finally:
-        engine.budget = engine.chooser.budget = known
-        engine.chooser.limits, engine.chooser.source = limits, source
     costs = measured.costs
     known.costs = RoundCosts({rows: costs.slopes(rows) for rows in costs.samples})
 
@@ -61,7 +54,7 @@ def _run(engine: Engine, rows: int, length: int) -> None:
     if room <= most:  # a context this short has no place for it
         return
     params = SamplingParams(max_tokens=most, ignore_eos=True)
-    prompts = [[row % engine.target.vocab_size] * TOKENS for row in range(rows)]
+    prompts = [[row % engine.vocab_size] * TOKENS for row in range(rows)]
     ids = [engine.add(ids, params, expert=SHARED, draft=length > 0, counted=False) for ids in prompts]
     try:
         while engine.scheduler.num_ready < rows:

@@ -80,12 +80,13 @@ class Engine(WholeAnswers):
         eos_token_ids: frozenset[int] = frozenset(),
     ) -> None:
         self.target, self.tokenizer, self.selector = target, tokenizer, selector
-        self.adapters = adapters or NoAdapters()
+        self.adapters, self._sinks = adapters or NoAdapters(), list(sinks)
         self.max_model_len = min(target.max_len, max_model_len or target.max_len)
+        self.vocab_size = target.vocab_size
         self.truncate_prompts, self.eos_token_ids = truncate_prompts, eos_token_ids
-        self.timer, self.budget = RoundTimer(), Budget(max_speculative_tokens, target.ragged)
+        self.timer, budget = RoundTimer(), Budget(max_speculative_tokens, target.ragged)
         limits = DraftLimits(self.max_model_len, num_speculative_tokens, adaptive_budget)
-        self.chooser = Chooser(drafter, self.budget, self.timer, limits, draft_source)
+        self.chooser = Chooser(drafter, budget, self.timer, limits, draft_source)
         self.runner = TargetRunner(target, max_batch_size, drafter.needs if drafter else ())
         self.capture, verifier = Capture(topk), Verifier(verification)
         self.round = Round(self.runner, self.chooser, verifier, self.capture, self.chooser, selector)
@@ -95,7 +96,6 @@ class Engine(WholeAnswers):
         self._sequences: dict[str, Sequence] = {}
         self._texts: dict[str, Detokenizer] = {}
         self._listeners: dict[str, OnOutput] = {}
-        self._sinks = list(sinks)
         self._closers = [self.capture.close, *closers]
 
     def subscribe(self, sink: Sink) -> Callable[[], None]:
@@ -142,7 +142,7 @@ class Engine(WholeAnswers):
         request_id = uuid.uuid4().hex if request_id is None else request_id
         check_request(request_id, prompt, params, expert)
         self._check_names(request_id, expert)
-        limits = {"vocab_size": self.target.vocab_size, "room": self.max_model_len - 1}
+        limits = {"vocab_size": self.vocab_size, "room": self.max_model_len - 1}
         ids = tokenise(self.tokenizer, prompt, ids, chat=chat, truncate=self.truncate_prompts, **limits)
         seed = params.seed if params.seed is not None else secrets.randbits(62)
         sequence = Sequence(request_id, ids, len(ids), params, seed, capture=capture, counted=counted)
@@ -217,7 +217,7 @@ class Engine(WholeAnswers):
     def figures(self) -> EngineFigures:
         scheduler = self.scheduler
         return EngineFigures(
-            scheduler.slots, len(scheduler.running), len(scheduler.waiting), self.budget.speedup
+            scheduler.slots, len(scheduler.running), len(scheduler.waiting), self.chooser.budget.speedup
         )
 
     # -- one step --------------------------------------------------------------------------------
@@ -269,9 +269,8 @@ class Engine(WholeAnswers):
             for row, reason in zip(rows, reasons, strict=True):
                 outputs.append(self._finish(row, reason) if reason else self._output(row))
         tokens = sum(len(row.token_ids) for row in rows) - before
-        verified = evidence.proposal.verified(self.budget.ragged)
         if not reading:
-            self.budget.observe(len(rows), evidence.proposal.steps, verified, tokens, self.timer.ms)
+            self.chooser.took(evidence, tokens, self.timer.ms)
         return outputs
 
     def _commit(self, evidence: Evidence, b: int) -> FinishReason | None:

@@ -39,11 +39,19 @@ class ServingEngine(Protocol):
     max_model_len: int  # tokens of prompt and answer
 
     @property
+    def vocab_size(self) -> int: ...
+    @property
     def has_work(self) -> bool: ...
     @property
     def request_ids(self) -> Set[str]: ...
     @property
     def figures(self) -> EngineFigures: ...
+
+    def subscribe(self, sink: Sink) -> Callable[[], None]:
+        """Have `sink` called with every request that finishes; call what is returned to end that."""
+
+    def work_beside(self) -> None:
+        """Called once, before the first request: other threads may prepare what is kept for learning."""
 
     def add(
         self,

@@ -17,7 +17,7 @@ ANSWER_WEIGHT = 8  # of an answer's token beside a prompt's, when the draft voca
 
 
 @dataclass(frozen=True)
-class Text:
+class TrainingText:
     """A prompt with its answer, as the target reads them."""
 
     token_ids: list[int]
@@ -32,12 +32,12 @@ def asked(tokenizer: Any, prompt: str) -> list[int]:
     return ids
 
 
-def given(model: LanguageModel, prompt: str, answer: str, longest: int) -> Text:
+def given(model: LanguageModel, prompt: str, answer: str, longest: int) -> TrainingText:
     """A text whose answer is known; cut after `longest` tokens."""
     before = asked(model.tokenizer, prompt)
     after = model.tokenizer(answer, add_special_tokens=False)["input_ids"]
     ends = sorted(model.eos_token_ids)[:1]
-    return Text([*before, *after, *ends][:longest], min(len(before), longest))
+    return TrainingText([*before, *after, *ends][:longest], min(len(before), longest))
 
 
 def answered(
@@ -46,16 +46,16 @@ def answered(
     max_tokens: int,
     rows: int = 32,
     on_batch: Callable[[int], None] = lambda count: None,
-) -> list[Text]:
+) -> list[TrainingText]:
     """Have the target answer, greedily, in batches of prompts of like length; in the prompts' order."""
-    texts: dict[int, Text] = {}
+    texts: dict[int, TrainingText] = {}
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     for first in range(0, len(order), rows):
         chosen = order[first : first + rows]
         for i, answer in zip(
             chosen, answer_batch(model, [prompts[i] for i in chosen], max_tokens), strict=True
         ):
-            texts[i] = Text(prompts[i] + answer, len(prompts[i]))
+            texts[i] = TrainingText(prompts[i] + answer, len(prompts[i]))
         on_batch(len(chosen))
     return [texts[i] for i in range(len(prompts))]
 
@@ -87,7 +87,7 @@ def until_end(tokens: list[int], ends: Iterable[int]) -> list[int]:
 
 
 def choose_vocabulary(
-    texts: list[Text], size: int, vocab_size: int, always: Iterable[int] = ()
+    texts: list[TrainingText], size: int, vocab_size: int, always: Iterable[int] = ()
 ) -> torch.Tensor:
     """The `size` most frequent tokens, int64, ascending; those of answers count most, `always` are in.
 

@@ -19,7 +19,7 @@ import torch
 from moedraft.core import InvalidRequest
 from moedraft.feature.checkpoint import save_draft
 from moedraft.feature.config import config_for, default_layers
-from moedraft.feature.corpus import Text, answered, asked, choose_vocabulary, given
+from moedraft.feature.corpus import TrainingText, answered, asked, choose_vocabulary, given
 from moedraft.feature.features import Teacher, decoder_layers
 from moedraft.feature.model import FeatureDraft
 from moedraft.feature.training import FeatureTrainer, TrainingPlan
@@ -56,7 +56,7 @@ def collect(
     max_tokens: int,
     longest: int,
     progress: Progress = lambda done, what: None,
-) -> list[Text]:
+) -> list[TrainingText]:
     """Texts of (prompt, answer); where there is no answer the target's own. Kept in `folder` as they come."""
     known = read_texts(folder / TEXTS)
     folder.mkdir(parents=True, exist_ok=True)
@@ -76,19 +76,19 @@ def collect(
     return texts
 
 
-def read_texts(file: Path) -> list[Text]:
+def read_texts(file: Path) -> list[TrainingText]:
     """What an earlier run had answered. A last line that was not finished is left out."""
     texts = []
     for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
         try:
-            texts.append(Text(*json.loads(line)))
+            texts.append(TrainingText(*json.loads(line)))
         except (ValueError, TypeError):
             continue
     return texts
 
 
 def new_draft(
-    model: LanguageModel, texts: list[Text], size: int, layers: tuple[int, ...] = (), **switches: Any
+    model: LanguageModel, texts: list[TrainingText], size: int, layers: tuple[int, ...] = (), **switches: Any
 ) -> FeatureDraft:
     """An untrained drafter for `model`, with the `size` tokens that its texts use most."""
     text_config = model.hf.config.get_text_config()
@@ -135,7 +135,7 @@ class Session:
     def __init__(
         self,
         model: LanguageModel,
-        texts: list[Text],
+        texts: list[TrainingText],
         out: Path,
         *,
         size: int,

@@ -23,7 +23,7 @@ from torch import nn
 
 from moedraft.core import InvalidRequest
 from moedraft.cpu.products import multiplies_bfloat16
-from moedraft.feature.corpus import Text
+from moedraft.feature.corpus import TrainingText
 from moedraft.feature.features import Teacher
 from moedraft.feature.model import FeatureDraft
 from moedraft.feature.unroll import Batch, acceptance, loss_of
@@ -53,7 +53,11 @@ class FeatureTrainer:
     """One training: the drafter, its optimisers, and how far it has come."""
 
     def __init__(
-        self, draft: FeatureDraft, teacher: Teacher, texts: list[Text], plan: TrainingPlan | None = None
+        self,
+        draft: FeatureDraft,
+        teacher: Teacher,
+        texts: list[TrainingText],
+        plan: TrainingPlan | None = None,
     ) -> None:
         if not texts:
             raise InvalidRequest("there is no text to train a drafter on.")
@@ -136,7 +140,7 @@ class FeatureTrainer:
             return torch.autocast(device, torch.bfloat16)
         return nullcontext()
 
-    def acceptance(self, held_out: list[Text], depth: int = 5) -> list[float]:
+    def acceptance(self, held_out: list[TrainingText], depth: int = 5) -> list[float]:
         """Share of the target's tokens that are guessed, by step; each given that the earlier ones were."""
         counted = torch.zeros(depth, 2, dtype=torch.int64)
         for first in range(0, len(held_out), MEASURED):

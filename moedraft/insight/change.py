@@ -42,7 +42,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class RatioEstimate:
     """A ratio of two sums, the variance of that ratio, and the degrees of freedom of the variance."""
 
     ratio: float
@@ -96,7 +96,7 @@ def _change(first: list[Pair], last: list[Pair]) -> Change | None:
     return Change(before.ratio, after.ratio, difference - half, difference + half)
 
 
-def estimate(pairs: list[Pair]) -> Estimate | None:
+def estimate(pairs: list[Pair]) -> RatioEstimate | None:
     """Σx / Σy over requests (x, y), and its variance by linearisation (Cochran, Sampling Techniques, 6.4).
 
     Requests with y = 0 say nothing and are left out; None where fewer than LEAST are left.
@@ -107,10 +107,10 @@ def estimate(pairs: list[Pair]) -> Estimate | None:
     count, whole = len(kept), sum(y for _, y in kept)
     ratio = sum(x for x, _ in kept) / whole
     squares = sum((x - ratio * y) ** 2 for x, y in kept)
-    return Estimate(ratio, count / (count - 1) * squares / whole**2, count - 1)
+    return RatioEstimate(ratio, count / (count - 1) * squares / whole**2, count - 1)
 
 
-def _half_width(before: Estimate, after: Estimate) -> float:
+def _half_width(before: RatioEstimate, after: RatioEstimate) -> float:
     """Half of the interval of the difference of two independent estimates (Welch's test)."""
     variances = [(one.variance, one.freedom) for one in (before, after)]
     total = sum(variance for variance, _ in variances)

@@ -17,7 +17,7 @@ from moedraft.core import SHARED, UpdateRecord
 from moedraft.insight import figures
 from moedraft.insight.columns import RequestReader, Requests, ratio
 from moedraft.insight.expert_tables import experts_table, versions_table
-from moedraft.insight.spans import Grid, Span, grid_of
+from moedraft.insight.spans import Grid, TimeSpan, grid_of
 from moedraft.insight.views import Expert, ExpertView, LearningView, Overview, RouterView
 from moedraft.storage.requests import ExpertStats
 from moedraft.storage.store import Store
@@ -44,21 +44,21 @@ class Observer:
 
     # -- views -----------------------------------------------------------------------------------
 
-    def overview(self, span: Span) -> Overview:
+    def overview(self, span: TimeSpan) -> Overview:
         return self._fresh(("overview", span), lambda: self._overview(span))
 
-    def experts(self, span: Span) -> tuple[Expert, ...]:
+    def experts(self, span: TimeSpan) -> tuple[Expert, ...]:
         """All experts: `shared`, the registered domains, then removed ones that once served."""
         return self._fresh(("experts", span), lambda: self._experts(*self._look(span)[:1]))
 
-    def expert(self, name: str, span: Span) -> ExpertView | None:
+    def expert(self, name: str, span: TimeSpan) -> ExpertView | None:
         """One expert; None if it is neither registered nor has ever served."""
         return self._fresh(("expert", name, span), lambda: self._expert(name, span))
 
-    def router(self, span: Span) -> RouterView:
+    def router(self, span: TimeSpan) -> RouterView:
         return self._fresh(("router", span), lambda: self._router(span))
 
-    def learning(self, span: Span) -> LearningView:
+    def learning(self, span: TimeSpan) -> LearningView:
         return self._fresh(("learning", span), lambda: self._learning(span))
 
     def _fresh(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
@@ -73,7 +73,7 @@ class Observer:
             found: T = view
             return found
 
-    def _look(self, span: Span) -> tuple[Requests, Grid]:
+    def _look(self, span: TimeSpan) -> tuple[Requests, Grid]:
         """The requests of `span`, and its division into steps."""
         now = self._clock()
         ahead = grid_of(span, now, None).start if span.seconds else 0.0
@@ -84,7 +84,7 @@ class Observer:
 
     # -- overview and experts --------------------------------------------------------------------
 
-    def _overview(self, span: Span) -> Overview:
+    def _overview(self, span: TimeSpan) -> Overview:
         requests, grid = self._look(span)
         experts = self._experts(requests)
         busy = [expert.name for expert in experts if expert.requests]
@@ -147,7 +147,7 @@ class Observer:
         found = self._store.replay.records(name, limit=1, newest_first=newest)
         return found[0].created_at if found else None
 
-    def _expert(self, name: str, span: Span) -> ExpertView | None:
+    def _expert(self, name: str, span: TimeSpan) -> ExpertView | None:
         requests, grid = self._look(span)
         experts = self._experts(requests)
         expert = next((one for one in experts if one.name == name), None)
@@ -164,7 +164,7 @@ class Observer:
 
     # -- router ----------------------------------------------------------------------------------
 
-    def _router(self, span: Span) -> RouterView:
+    def _router(self, span: TimeSpan) -> RouterView:
         requests, grid = self._look(span)
         routed = requests.where(np.isfinite(requests["confidence"]))
         names = self._names()
@@ -183,7 +183,7 @@ class Observer:
 
     # -- learning --------------------------------------------------------------------------------
 
-    def _learning(self, span: Span) -> LearningView:
+    def _learning(self, span: TimeSpan) -> LearningView:
         now = self._clock()
         everything = self._updates(grid_of(span, now, None).start if span.seconds else -math.inf)
         grid = grid_of(span, now, everything[0].created_at if everything else None)

@@ -16,7 +16,7 @@ MOST_STEPS = 48  # more would not be readable on a screen
 
 
 @dataclass(frozen=True)
-class Span:
+class TimeSpan:
     """The last `seconds`, or everything (None). `refresh`: seconds between two updates of an open page."""
 
     key: str
@@ -29,16 +29,16 @@ class Span:
 SPANS = {
     span.key: span
     for span in (
-        Span("15m", "15 min", "the last 15 minutes", 900, 2.0),
-        Span("1h", "1 hour", "the last hour", 3600, 3.0),
-        Span("24h", "24 hours", "the last 24 hours", DAY, 10.0),
-        Span("all", "All", "all time", None, 15.0),
+        TimeSpan("15m", "15 min", "the last 15 minutes", 900, 2.0),
+        TimeSpan("1h", "1 hour", "the last hour", 3600, 3.0),
+        TimeSpan("24h", "24 hours", "the last 24 hours", DAY, 10.0),
+        TimeSpan("all", "All", "all time", None, 15.0),
     )
 }
 DEFAULT = "1h"
 
 
-def find_span(key: str | None) -> Span:
+def find_span(key: str | None) -> TimeSpan:
     """The span named `key`; None means the default. Raises InvalidRequest for an unknown name."""
     found = SPANS.get(DEFAULT if key is None else key)
     if found is None:
@@ -73,7 +73,7 @@ class Grid:
         return np.clip((at - self.start) // self.width, 0, self.count - 1).astype(np.int64)
 
 
-def grid_of(span: Span, now: float, first: float | None) -> Grid:
+def grid_of(span: TimeSpan, now: float, first: float | None) -> Grid:
     """The steps of `span` up to `now`. `first` is when the oldest request ended, None if there is none."""
     seconds = span.seconds or max(60.0, now - first if first is not None else 0.0)
     width = next((step for step in STEPS if seconds / step <= MOST_STEPS), None)

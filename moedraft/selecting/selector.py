@@ -26,7 +26,7 @@ SAVED = 0.03  # seconds that may be saved up while nothing is compared, for the 
 log = logging.getLogger(__name__)
 
 
-class Judge(Protocol):
+class ArmJudge(Protocol):
     """Tells how well each arm would have guessed; `FeatureJudge` is one."""
 
     @property
@@ -50,7 +50,7 @@ class EvidenceSelector(BackgroundSelector):
     def __init__(
         self,
         router: Router,
-        judge: Judge | None,
+        judge: ArmJudge | None,
         *,
         time_share: float | None = TIME_SHARE,
         clock: Callable[[], float] = time.perf_counter,

@@ -17,7 +17,7 @@ from moedraft.serve.http.envelope import Envelope
 from moedraft.serve.http.limits import Admission, BodyLimit
 from moedraft.serve.http.metrics import PrometheusMetrics
 from moedraft.serve.http.model_names import target_name
-from moedraft.serve.http.prompts import Prompts
+from moedraft.serve.http.prompts import PromptPreparer
 from moedraft.serve.http.rest_of_body import RestOfBody
 from moedraft.serve.supervisor.supervisor import TrainerSupervisor
 from moedraft.serve.worker.worker import Worker
@@ -75,11 +75,11 @@ def _context(
     limit = settings.max_prompt_tokens
     if settings.long_prompts == "refuse":
         limit = room if limit is None else min(limit, room)
-    prompts = Prompts(
+    prompts = PromptPreparer(
         engine.tokenizer,
         limit,
         room=room,
-        vocab_size=engine.target.vocab_size,
+        vocab_size=engine.vocab_size,
         truncate=settings.long_prompts == "truncate",
     )
     return ServerContext(worker, supervisor, settings, worker.system.store, prompts, authority)

@@ -16,9 +16,7 @@ from moedraft.drafting.chooser import DraftSource
 from moedraft.models import LanguageModel, load_by
 from moedraft.showcase.measure import (
     Timed,
-    budgeted,
     compare,
-    drafting_by,
     only_base,
     step_costs,
     theoretical_speedup,
@@ -91,11 +89,11 @@ def our_runners(system: System, outputs: Outputs) -> dict[str, Runner]:
     """Our systems. Every answer is added to `outputs` under the name of its system."""
 
     def ours(name: str, source: DraftSource = "auto", **options: Any) -> Runner:
-        budget = copy.deepcopy(system.engine.budget)
+        budget = copy.deepcopy(system.engine.chooser.budget)
 
         def answer(prompt: str, max_tokens: int) -> list[int]:
             params = SamplingParams(max_tokens=max_tokens)
-            with budgeted(system, budget), drafting_by(system, source):
+            with system.engine.chooser.using(budget, source):
                 [output] = system.engine.generate(prompt, params, chat=True, **options)
             outputs.setdefault(name, []).append(output)
             return output.token_ids

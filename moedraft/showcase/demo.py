@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from moedraft.distill.assembly import build_loop
 from moedraft.drafting.base import MINI, FeatureBase
 from moedraft.showcase import shipped
-from moedraft.showcase.measure import budgeted, drafting_by, fixed_lengths, new_budget, warm_up
+from moedraft.showcase.measure import new_budget, warm_up
 from moedraft.showcase.report import Point, Result, result_of
-from moedraft.showcase.shipped import Prompts
+from moedraft.showcase.shipped import DemoPrompts
 from moedraft.showcase.stream import Event, ExpertProgress, Pace, rate, serve_and_learn
-from moedraft.showcase.trials import PLAIN, Contest, Trials
+from moedraft.showcase.trials import PLAIN, Comparison, Trials
 from moedraft.system.build import System
 from moedraft.system.domains import register_all
 
@@ -26,7 +26,7 @@ ALONE_SECONDS = 80.0  # after which no further held-out prompts are answered one
 SECONDS = {True: 250.0, False: 100.0}  # for stream and learning, likewise
 
 
-def prompts_for(target: str) -> Prompts:
+def prompts_for(target: str) -> DemoPrompts:
     """What the demo serves and measures on this target: the toy reads all domains within a minute or two."""
     return shipped.everything() if target == MINI else shipped.chosen()
 
@@ -39,7 +39,7 @@ class Demo:
     """
 
     system: System
-    prompts: Prompts
+    prompts: DemoPrompts
     seconds: float | None = None
     on_phase: Callable[[str], None] = lambda _: None
     on_event: Callable[[Demo], None] = lambda _: None
@@ -78,8 +78,8 @@ class Demo:
         seconds = self.seconds or SECONDS[joint]
         most = JOINT_STEPS if joint else settings.update_steps
         pace = Pace(seconds, len(self.prompts.stream), WINDOWS[joint], most)
-        lengths, budget = fixed_lengths(self.system, DRAFTED), budgeted(self.system, new_budget(self.system))
-        with drafting_by(self.system, "model"), lengths, budget:
+        chooser = self.system.engine.chooser
+        with chooser.using(new_budget(self.system), "model", fixed_length=DRAFTED):
             for event in serve_and_learn(self.system, loop, self.prompts.stream, pace):
                 self._note(event)
         return pace
@@ -96,11 +96,11 @@ class Demo:
         self.on_event(self)
 
     def _measure(self) -> Trials:
-        contest = Contest(self.system, self.prompts.heldout)
+        comparison = Comparison(self.system, self.prompts.heldout)
         self._begin("held-out prompts in a queue, eight at a time, three systems in turns")
-        contest.run_batches(self.prompts.stream[-16:])
+        comparison.run_batches(self.prompts.stream[-16:])
         self._begin("held-out prompts one at a time, three systems in turns")
-        return contest.run(self.prompts.stream[-3:], ALONE_SECONDS)
+        return comparison.run(self.prompts.stream[-3:], ALONE_SECONDS)
 
     def _facts(self, trials: Trials, pace: Pace) -> dict[str, str]:
         target, draft, settings = self.system.target, self.system.draft, self.system.settings

@@ -26,7 +26,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Change:
+class PairedChange:
     """A figure before and after, of the same prompts. The interval of the difference is paired."""
 
     before: Estimate
@@ -47,14 +47,14 @@ def ratio(counts: Counts) -> Estimate:
     return _estimate(_ratios(table[None])[0], _ratios(table[_draws(len(table))]))
 
 
-def change(before: Counts, after: Counts) -> Change:
+def change(before: Counts, after: Counts) -> PairedChange:
     """The ratio before and after; both lists are of the same prompts, in the same order."""
     tables = [np.asarray(counts, dtype=float).reshape(-1, 2) for counts in (before, after)]
     picks = _draws(len(tables[0]))
     whole = [float(_ratios(table[None])[0]) for table in tables]
     drawn = [_ratios(table[picks]) for table in tables]
     difference = _estimate(whole[1] - whole[0], drawn[1] - drawn[0])
-    return Change(_estimate(whole[0], drawn[0]), _estimate(whole[1], drawn[1]), difference)
+    return PairedChange(_estimate(whole[0], drawn[0]), _estimate(whole[1], drawn[1]), difference)
 
 
 def quotient(above: Counts, below: Counts) -> Estimate:

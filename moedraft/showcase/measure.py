@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -16,7 +16,6 @@ from moedraft.chat import prompt_ids
 from moedraft.core import SHARED, RequestOutput, SamplingParams
 from moedraft.drafting.base import DraftBase, FeatureBase, first_guesses
 from moedraft.drafting.budget import Budget
-from moedraft.drafting.chooser import DraftSource
 from moedraft.drafting.costs import RoundCosts
 from moedraft.engine.calibration import calibrate
 from moedraft.showcase.shipped import Query
@@ -32,51 +31,11 @@ def tokens_per_step(outputs: list[RequestOutput]) -> float:
     )
 
 
-@contextmanager
-def drafting_by(system: System, source: DraftSource) -> Iterator[None]:
-    """Set where the engine's guesses come from while the block runs."""
-    chooser = system.engine.chooser
-    before, chooser.source = chooser.source, source
-    try:
-        yield
-    finally:
-        chooser.source = before
-
-
-@contextmanager
-def budgeted(system: System, budget: Budget) -> Iterator[None]:
-    """While the block runs, `budget` decides what is drafted, and learns from it.
-
-    Systems that are compared on one engine need a budget each, or one would draft by the others' acceptance.
-    """
-    engine = system.engine
-    own = engine.budget
-    engine.budget = engine.chooser.budget = budget
-    try:
-        yield
-    finally:
-        engine.budget = engine.chooser.budget = own
-
-
-@contextmanager
-def fixed_lengths(system: System, tokens: int) -> Iterator[None]:
-    """While the block runs, so many tokens are drafted for every row, whatever the budget thinks of it.
-
-    Tokens per target step then follow from what the draft guesses, and not from when drafting pays.
-    """
-    chooser = system.engine.chooser
-    before = chooser.limits
-    chooser.limits = replace(before, num_speculative_tokens=tokens, adaptive=False)
-    try:
-        yield
-    finally:
-        chooser.limits = before
-
-
 def new_budget(system: System) -> Budget:
     """One that knows what rounds cost by measurement before the first request, and nothing else yet."""
-    budget = Budget(system.engine.budget.longest, system.engine.budget.ragged)
-    budget.costs = RoundCosts(system.engine.budget.costs.usual)
+    served = system.engine.chooser.budget
+    budget = Budget(served.longest, served.ragged)
+    budget.costs = RoundCosts(served.costs.usual)
     return budget
 
 

@@ -6,7 +6,7 @@ import html
 import json
 from pathlib import Path
 
-from moedraft.showcase.estimates import Change, Estimate
+from moedraft.showcase.estimates import Estimate, PairedChange
 from moedraft.showcase.picture import draw
 from moedraft.showcase.report import Result, Row, SystemRow, sentences, summary
 
@@ -78,7 +78,7 @@ def _domain(row: Row) -> str:
     return f"<tr><td>{html.escape(label)}</td><td>{row.prompts}</td>{changes}</tr>"
 
 
-def _change(one: Change) -> str:
+def _change(one: PairedChange) -> str:
     whole = f"{one.before.value:.2f} → {one.after.value:.2f}"
     return f'<td>{whole}</td><td class="{one.verdict}">{with_interval(one.difference, "+")}</td>'
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from moedraft.showcase.estimates import Change, Counts, Estimate, change, ratio
+from moedraft.showcase.estimates import Counts, Estimate, PairedChange, change, ratio
 from moedraft.showcase.trials import EXPERTS, PLAIN, STATIC, SYSTEMS, Trials
 
 LABELS = {
@@ -43,8 +43,8 @@ class Row:
 
     domain: str
     prompts: int
-    tokens_per_step: Change
-    first_guess: Change  # share of the target's tokens that the draft's first guess hits
+    tokens_per_step: PairedChange
+    first_guess: PairedChange  # share of the target's tokens that the draft's first guess hits
 
     @property
     def label(self) -> str:

@@ -25,17 +25,17 @@ class Query:
 
 
 @dataclass(frozen=True)
-class Prompts:
+class DemoPrompts:
     """What a demo needs: no prompt is in two of these."""
 
     examples: dict[str, list[str]]  # by domain, to register with
     stream: list[Query]  # in the order in which it is served
     heldout: list[Query]  # one of each domain after the other, so that any beginning has all of them
 
-    def shortened(self, requests: int | None, per_domain: int | None) -> Prompts:
+    def shortened(self, requests: int | None, per_domain: int | None) -> DemoPrompts:
         """With fewer requests in the stream, and fewer held-out prompts of each domain."""
         heldout = in_turns(grouped(self.heldout, per_domain))
-        return Prompts(self.examples, self.stream[:requests], heldout)
+        return DemoPrompts(self.examples, self.stream[:requests], heldout)
 
 
 def examples() -> dict[str, list[str]]:
@@ -54,12 +54,12 @@ def heldout() -> list[Query]:
     return _queries("heldout.jsonl")
 
 
-def everything() -> Prompts:
+def everything() -> DemoPrompts:
     """All fifteen domains, for the quick demo on the embedded pair."""
-    return Prompts(examples(), traffic(), in_turns(grouped(heldout())))
+    return DemoPrompts(examples(), traffic(), in_turns(grouped(heldout())))
 
 
-def chosen(names: tuple[str, ...] = CHOSEN) -> Prompts:
+def chosen(names: tuple[str, ...] = CHOSEN) -> DemoPrompts:
     """The domains of the demo on a real model, with some of their examples in the stream or held out."""
     found = _all_examples()
     streams = grouped(traffic() + _queries("support-traffic.jsonl"))
@@ -73,7 +73,7 @@ def chosen(names: tuple[str, ...] = CHOSEN) -> Prompts:
         stream[name], kept[name] = streams[name], held[name][:HELD_OUT]
     longest = min(map(len, stream.values()))  # of the same length, so that the mix stays the same
     mixed = in_turns({name: queries[:longest] for name, queries in stream.items()}, shuffle=True)
-    return Prompts({name: found[name][:REGISTERED] for name in names}, mixed, in_turns(kept))
+    return DemoPrompts({name: found[name][:REGISTERED] for name in names}, mixed, in_turns(kept))
 
 
 def grouped(queries: list[Query], most: int | None = None) -> dict[str, list[Query]]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from moedraft.core import SHARED, RequestOutput, SamplingParams
 from moedraft.drafting.budget import Budget
-from moedraft.showcase.measure import budgeted, drafting_by, new_budget, only_base, right_guesses
+from moedraft.showcase.measure import new_budget, only_base, right_guesses
 from moedraft.showcase.shipped import Query
 from moedraft.system.build import System
 
@@ -54,7 +54,7 @@ class Trials:
         return sum(map(len, self.together[system])) / self.seconds[system]
 
 
-class Contest:
+class Comparison:
     """Runs the three systems on one engine. Each has a draft budget of its own, as if it served alone."""
 
     def __init__(self, system: System, queries: list[Query]) -> None:
@@ -122,7 +122,7 @@ class Contest:
     def _as(self, name: str) -> Iterator[None]:
         """The engine as this system. Only the draft model guesses: lookup in the text is the same for all."""
         system, budget = self.system, self.budgets[name]
-        with budgeted(system, budget), drafting_by(system, "model"), only_base(system, name == STATIC):
+        with system.engine.chooser.using(budget, "model"), only_base(system, name == STATIC):
             yield
 
     def _guess(self, query: Query, answer: list[int]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from moedraft.showcase.estimates import Change, Estimate, change, ratio
+from moedraft.showcase.estimates import Estimate, PairedChange, change, ratio
 
 Found = Mapping[str, Any]  # one run's file
 Rows = np.ndarray  # int [prompts, 4]: tried first guesses, drafts with a right token number 1, 2, 3
@@ -38,7 +38,7 @@ def tokens_per_step(rows: Rows) -> list[tuple[float, float]]:
 class Compared:
     """Two arrangements on the same prompts, and each seed's own difference."""
 
-    change: Change
+    change: PairedChange
     seeds: tuple[float, ...]
 
     @property

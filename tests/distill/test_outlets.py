@@ -22,8 +22,6 @@ from moedraft.distill.messages import (
     Message,
     Noted,
     Published,
-    PublishedTogether,
-    PublishTogether,
     Refused,
     StandAside,
     Withdraw,
@@ -60,11 +58,8 @@ class FakeServer:
         outlet, home = HomeOutlet(self.store), self.store.home.path
         try:
             if isinstance(message, PublishMessage):
-                staged = home / TRAINING / message.folder
-                return Published(version=outlet.adopt([(message.summary(), staged)])[0])
-            if isinstance(message, PublishTogether):
                 parts = [(one.summary(), home / TRAINING / one.folder) for one in message.parts]
-                return PublishedTogether(versions=tuple(outlet.adopt(parts, message.untrained)))
+                return Published(versions=tuple(outlet.adopt(parts, message.untrained)))
             if isinstance(message, Withdraw):
                 return Withdrawn(version=outlet.withdraw(message.expert, message.version))
             if isinstance(message, StandAside):
@@ -255,7 +250,7 @@ def test_files_that_are_damaged_on_their_way_are_refused(
     damage: Callable[[Path], None],
 ) -> None:
     def ask(message: PublishMessage) -> Message:
-        damage(store.home.path / TRAINING / message.folder)
+        damage(store.home.path / TRAINING / message.parts[0].folder)
         return answer(message)
 
     link = server[1]

@@ -91,8 +91,9 @@ class Parent:
         if isinstance(message, Learned):
             outlet.learned(message.expert, message.last_id, message.update)
             return Noted()
-        staged = self.rig.store.home.path / TRAINING / message.folder
-        return Published(version=outlet.adopt([(message.summary(), staged)])[0])
+        home = self.rig.store.home.path
+        parts = [(one.summary(), home / TRAINING / one.folder) for one in message.parts]
+        return Published(versions=tuple(outlet.adopt(parts, message.untrained)))
 
 
 @pytest.fixture

@@ -163,7 +163,7 @@ def test_sampled_answers_follow_the_target(adaptive: bool) -> None:
         adaptive_budget=adaptive,
         draft_source="model",
     )
-    one.budget.costs.slopes = lambda rows: np.array([0.0, 0.1, 0.01])  # type: ignore[method-assign]
+    one.chooser.budget.costs.slopes = lambda rows: np.array([0.0, 0.1, 0.01])  # type: ignore[method-assign]
     params = [
         SamplingParams(temperature=1.0, max_tokens=3, seed=None if adaptive else i) for i in range(runs)
     ]

@@ -27,12 +27,12 @@ def engine(sinks: list[object] | None = None, *, max_len: int = 128, drafts: boo
 def test_the_costs_of_one_row_and_of_a_full_batch_are_known_and_nothing_else() -> None:
     seen: list[Sequence] = []
     one = engine([seen.append])
-    budget, limits, source = one.budget, one.chooser.limits, one.chooser.source
+    budget, limits, source = one.chooser.budget, one.chooser.limits, one.chooser.source
     calibrate(one)
     for rows in (1, 4):
         assert (budget.costs.usual[rows] >= 0).all()
         assert budget.costs.slopes(rows) == pytest.approx(budget.costs.usual[rows])
-    assert one.budget is budget is one.chooser.budget
+    assert one.chooser.budget is budget
     assert (one.chooser.limits, one.chooser.source) == (limits, source)
     assert not budget.acceptance
     assert budget.speedup is None
@@ -53,14 +53,14 @@ def test_answers_are_the_same_after_it() -> None:
 @pytest.mark.parametrize("one", [engine(drafts=False), engine(max_len=24)], ids=["no draft", "no room"])
 def test_an_engine_that_cannot_be_measured_is_left_alone(one: Engine) -> None:
     calibrate(one)
-    assert not one.budget.costs.usual
+    assert not one.chooser.budget.costs.usual
 
 
 def test_an_engine_with_work_is_left_alone() -> None:
     one = engine()
     one.add([1, 2, 3])
     calibrate(one)
-    assert not one.budget.costs.usual
+    assert not one.chooser.budget.costs.usual
     assert one.has_work
 
 
@@ -77,11 +77,11 @@ def test_a_poor_but_cheap_draft_is_used_where_costs_were_measured() -> None:
 
 def test_a_fault_in_it_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     one = engine()
-    limits, known = one.chooser.limits, one.budget
+    limits, known = one.chooser.limits, one.chooser.budget
     with monkeypatch.context() as broken:
         broken.setattr(one.runner, "score", lambda *_: 1 / 0)
         calibrate(one)
-    assert (one.chooser.limits, one.budget, one.chooser.budget) == (limits, known, known)
+    assert (one.chooser.limits, one.chooser.budget, one.chooser.budget) == (limits, known, known)
     assert not one.has_work
     [answer] = one.generate([[1, 2, 3]], SamplingParams(max_tokens=5))
     assert len(answer.token_ids) == 5

@@ -306,7 +306,7 @@ def test_a_broken_draft_costs_nothing_but_speed(adaptive: bool) -> None:
     assert outputs[0].speculation.num_draft_tokens > outputs[0].speculation.num_accepted_tokens == 0
     [plain] = one.generate([[3]], SamplingParams(max_tokens=20), draft=False)
     assert outputs[1].token_ids == plain.token_ids
-    confidences = [x for model in one.budget.acceptance.values() for x, _ in model.seen]
+    confidences = [x for model in one.chooser.budget.acceptance.values() for x, _ in model.seen]
     assert all(x == x for x in confidences)
 
 

@@ -246,7 +246,7 @@ def test_what_a_broken_draft_leaves_in_its_slot_spoils_no_other_draft(adaptive: 
     for output in engine.generate(bad, SamplingParams(max_tokens=12)):
         assert output.token_ids == expected(target, bad[0], 12)
         assert output.speculation.num_accepted_tokens == 0
-    engine.budget.acceptance.clear()  # it has learned that this draft is worth nothing
+    engine.chooser.budget.acceptance.clear()  # it has learned that this draft is worth nothing
     outputs = [output for _, output in short_beside_long(engine)]
     assert len(outputs) == 4
     assert (

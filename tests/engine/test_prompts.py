@@ -55,7 +55,7 @@ def test_what_decodes_does_not_wait_for_a_prompt_alone() -> None:
     one.step()
     one.add([4] * 31, SamplingParams(max_tokens=4, ignore_eos=True), request_id="second")
     told, came = [], []
-    one.budget.observe = lambda *figures: told.append(figures)  # type: ignore[method-assign]
+    one.chooser.budget.observe = lambda *figures: told.append(figures)  # type: ignore[method-assign]
     while "second" in one.request_ids:
         before = len(told)
         came.append(([output.request_id for output in one.step()], len(told) > before))

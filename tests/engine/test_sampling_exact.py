@@ -68,7 +68,7 @@ def sample(
     )
     # Fixed costs, as of a target ten times the draft: the budget's choices then depend on confidence alone.
     slopes = np.array([0.0, 0.1, 0.01])
-    engine.budget.costs.slopes = lambda rows: slopes  # type: ignore[method-assign]
+    engine.chooser.budget.costs.slopes = lambda rows: slopes  # type: ignore[method-assign]
     each = [
         SamplingParams(
             params.temperature, params.top_k, params.top_p, LENGTH, seed=None if adaptive else 1000 + i

@@ -10,7 +10,7 @@ import torch
 
 from moedraft.core import InvalidRequest
 from moedraft.feature import unroll as unrolling
-from moedraft.feature.corpus import Text, answered, choose_vocabulary, until_end
+from moedraft.feature.corpus import TrainingText, answered, choose_vocabulary, until_end
 from moedraft.feature.model import FeatureDraft
 from moedraft.feature.session import new_draft
 from moedraft.feature.training import FeatureTrainer, TrainingPlan
@@ -23,7 +23,7 @@ PLAN = TrainingPlan(rows=4, longest=16, unrolled=2)
 
 def trainer(seed: int = 0, count: int = 10) -> FeatureTrainer:
     model = target()
-    texts = [Text(text, 4) for text in texts_of(count, 16)]
+    texts = [TrainingText(text, 4) for text in texts_of(count, 16)]
     return FeatureTrainer(draft_for(model, seed), teacher_of(model), texts, PLAN)
 
 
@@ -127,7 +127,7 @@ def test_what_is_kept_is_an_average_of_the_steps(tmp_path: Path) -> None:
 
 def test_a_drafter_begins_with_the_targets_own_layer() -> None:
     model = target()
-    draft = new_draft(model, [Text([1, 2, 3], 1)], 40, (0, 1, 2), fc_norm=True)
+    draft = new_draft(model, [TrainingText([1, 2, 3], 1)], 40, (0, 1, 2), fc_norm=True)
     theirs, own = model.hf.model.layers[-2], draft.layer
     assert torch.equal(own.mlp.down_proj.weight, theirs.mlp.down_proj.weight)
     assert torch.equal(own.self_attn.q_proj.weight[:, 32:], theirs.self_attn.q_proj.weight)
@@ -137,7 +137,7 @@ def test_a_drafter_begins_with_the_targets_own_layer() -> None:
 @pytest.mark.parametrize("kind", ["gpt_neox", "qwen2"])
 def test_a_layer_that_does_not_fit_is_left_out(kind: str) -> None:
     model = target(kind)
-    draft = new_draft(model, [Text([1, 2, 3], 1)], 40, (0, 1, 2), fc_norm=True)
+    draft = new_draft(model, [TrainingText([1, 2, 3], 1)], 40, (0, 1, 2), fc_norm=True)
     assert all(value.isfinite().all() for value in draft.parameters())
 
 
@@ -170,11 +170,11 @@ def test_the_target_answers_as_it_would_alone() -> None:
     texts = answered(model, prompts, max_tokens=6, rows=2)
     for prompt, text in zip(prompts, texts, strict=True):
         alone = model.hf.generate(input_ids=torch.tensor([prompt]), max_new_tokens=6, do_sample=False)
-        assert text == Text(alone[0].tolist(), len(prompt))
+        assert text == TrainingText(alone[0].tolist(), len(prompt))
 
 
 def test_the_vocabulary_is_what_answers_use() -> None:
-    text = Text([9, 9, 9, 4, 7, 7], 4)  # the prompt is 9, 9, 9, 4
+    text = TrainingText([9, 9, 9, 4, 7, 7], 4)  # the prompt is 9, 9, 9, 4
     assert choose_vocabulary([text], 2, 20).tolist() == [7, 9]
     assert choose_vocabulary([text], 5, 20, always=[19]).tolist() == [0, 4, 7, 9, 19]
     assert until_end([3, 2, 5, 2], [2]) == [3, 2]
@@ -182,7 +182,7 @@ def test_the_vocabulary_is_what_answers_use() -> None:
 
 def test_acceptance_of_a_trained_drafter_is_reported_by_depth() -> None:
     training = trainer()
-    rates = training.acceptance([Text(text, 4) for text in texts_of(9, 16)], depth=3)
+    rates = training.acceptance([TrainingText(text, 4) for text in texts_of(9, 16)], depth=3)
     assert len(rates) == 3
     assert all(0 <= rate <= 1 for rate in rates)
     assert len(VOCABULARY) == 46

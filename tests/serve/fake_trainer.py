@@ -30,7 +30,7 @@ def publish(source, expert="code", parent=0, base="tiny", folder=None, **more):
     folder = folder or uuid.uuid4().hex
     if source:
         shutil.copytree(source, home / "training" / folder, symlinks=True)
-    say(type="publish", **{**about(folder, expert, parent, base), **more})
+    say(type="publish", parts=[{**about(folder, expert, parent, base), **more}])
     return hear()
 
 
@@ -94,7 +94,7 @@ elif mode == "noisy":
     hear()
 elif mode == "deaf":
     while True:  # asks and asks, and never takes an answer
-        say(type="publish", **about("0" * 32, "code", 0, "another"))
+        say(type="publish", parts=[about("0" * 32, "code", 0, "another")])
 elif mode == "talks":
     while True:
         state(step=1)

@@ -22,7 +22,7 @@ from moedraft.core import SamplingParams
 from moedraft.serve.dashboard.panels import VIEWS
 from moedraft.serve.http import plan
 from moedraft.serve.http.admin_routes import Registration
-from moedraft.serve.http.prompts import Prompts, plain_chat
+from moedraft.serve.http.prompts import PromptPreparer, plain_chat
 from moedraft.serve.http.replies import Reply
 from moedraft.serve.http.schema import ChatMessage, CompletionRequest, StreamOptions, TextPart
 
@@ -189,7 +189,7 @@ async def _templated(template: str, role: Any = "user") -> object:
             assert options == {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
             return [len(rows), len(rows[0]["role"])]
 
-    return await Prompts(Tokenizer(), None).chat([ChatMessage(role=role, content="secret")])
+    return await PromptPreparer(Tokenizer(), None).chat([ChatMessage(role=role, content="secret")])
 
 
 def test_a_template_of_the_model_wins() -> None:

@@ -180,16 +180,17 @@ def teach(system: System, supervisor: TrainerSupervisor, version: int) -> Row:
     staged.mkdir(parents=True)
     (staged / CONFIG).write_text(json.dumps(PEFT))
     save_file(stamped(system.bank, "python", version), staged / WEIGHTS)
-    publish = {"type": "publish", "folder": folder, "expert": "python", "parent": version - 1}
-    publish |= {"base_hash": system.bank.base_hash, "rank": RANK, "records": 8 * version, "held_out": 2}
-    publish |= {"steps": 4, "loss": 1.75 / version}
-    publish |= {"acceptance_before": 0.25, "acceptance_after": 0.5 + version / 16}
+    part = {"folder": folder, "expert": "python", "parent": version - 1, "modules": ["m"]}
+    part |= {"base_hash": system.bank.base_hash, "rank": RANK, "records": 8 * version, "held_out": 2}
+    part |= {"steps": 4, "loss": 1.75 / version}
+    part |= {"acceptance_before": 0.25, "acceptance_after": 0.5 + version / 16}
     update: Row = {"expert": "python", "version": version, "records": 8 * version, "steps": 4}
     update |= {"loss": 1.75 / version, "seconds": 2.5 * version, "created_at": time.time()}
     update |= {"acceptance_before": 0.25, "acceptance_after": 0.25 + version / 16}
     learned = {"type": "learned", "expert": "python", "last_id": version, "update": update}
+    publish = {"type": "publish", "parts": [part]}
     lesson = home / "lesson.json"
-    lesson.with_suffix(".new").write_text(json.dumps([{**publish, "modules": ["m"]}, learned]))
+    lesson.with_suffix(".new").write_text(json.dumps([publish, learned]))
     lesson.with_suffix(".new").rename(lesson)
     wait_for(lambda: not lesson.exists(), 30)
     assert supervisor.state().last_error is None

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from moedraft.core import RequestOutput, SamplingParams, Sequence, TokenLogprobs
 from moedraft.engine.commit import output_of
 from moedraft.serve.http.plan import GenerationPlan
-from moedraft.serve.http.prompts import Piece, Prompts
+from moedraft.serve.http.prompts import Piece, PromptPreparer
 from moedraft.serve.http.replies import ChatReply, Reply
 
 from byte_fallback import byte_fallback, spelt
@@ -27,7 +27,7 @@ def mini() -> Any:
 
 
 def test_pieces_of_a_byte_level_vocabulary(mini: Any) -> None:
-    prompts = Prompts(mini, None)
+    prompts = PromptPreparer(mini, None)
     pieces = [prompts.piece(token) for token in mini(TEXT, add_special_tokens=False)["input_ids"]]
     assert b"".join(piece.data for piece in pieces).decode() == TEXT
     assert any(piece.text.startswith("bytes:\\x") for piece in pieces)
@@ -36,7 +36,7 @@ def test_pieces_of_a_byte_level_vocabulary(mini: Any) -> None:
 
 
 def test_pieces_of_a_vocabulary_with_single_bytes() -> None:
-    prompts = Prompts(byte_fallback(), None)
+    prompts = PromptPreparer(byte_fallback(), None)
     pieces = [prompts.piece(token) for token in spelt("<s>", "▁the", "é", "▁", "x")]
     assert [piece.text for piece in pieces] == ["<s>", " the", "bytes:\\xc3", "bytes:\\xa9", " ", "x"]
     assert [piece.shown for piece in pieces] == [False, *[True] * 5]
@@ -47,11 +47,11 @@ def test_pieces_that_only_the_tokenizer_knows() -> None:
         def decode(self, ids: list[int]) -> str:
             return f"{ids[0]} "
 
-    assert Prompts(Tokenizer(), None).piece(7) == Piece(b"7 ")
+    assert PromptPreparer(Tokenizer(), None).piece(7) == Piece(b"7 ")
 
 
 def test_a_token_beyond_the_vocabulary_is_spelt_somehow(mini: Any) -> None:
-    assert Prompts(mini, None).piece(10**6) == Piece(b"")
+    assert PromptPreparer(mini, None).piece(10**6) == Piece(b"")
 
 
 def plan(**fields: Any) -> GenerationPlan:
@@ -67,7 +67,7 @@ def said(text: str, token_ids: list[int], top: list[tuple[tuple[int, float], ...
 
 def test_offsets_count_letters_of_the_text() -> None:
     ids = spelt("▁the", "é", "▁a", "🙂", "</s>")
-    reply = Reply(plan(), Prompts(byte_fallback(), None).piece)
+    reply = Reply(plan(), PromptPreparer(byte_fallback(), None).piece)
     told = reply.whole([said(" theé a🙂", ids, [()] * len(ids))])["choices"][0]["logprobs"]
     assert told["text_offset"] == [0, 4, 4, 5, 7, 7, 7, 7, 8]
     assert told["tokens"][-1] == "</s>"
@@ -75,25 +75,25 @@ def test_offsets_count_letters_of_the_text() -> None:
 
 def test_offsets_of_a_stream_go_on() -> None:
     ids = spelt("▁the", "é", "▁a")
-    reply = Reply(plan(), Prompts(byte_fallback(), None).piece)
+    reply = Reply(plan(), PromptPreparer(byte_fallback(), None).piece)
     pieces = [reply.piece(0, said("", ids[:count], [()] * count)) for count in (2, 3, 4)]
     assert [piece["choices"][0]["logprobs"]["text_offset"] for piece in pieces] == [[0, 4], [4], [5]]
 
 
 def test_the_token_itself_is_among_the_likeliest_whatever_its_place() -> None:
     the, a, x = spelt("▁the", "▁a", "x")
-    reply = Reply(plan(), Prompts(byte_fallback(), None).piece)
+    reply = Reply(plan(), PromptPreparer(byte_fallback(), None).piece)
     output = said(" the x", [the, x], [((the, -1.0), (a, -1.5)), ((a, -0.5), (the, -1.2))])
     told = reply.whole([output])["choices"][0]["logprobs"]
     assert told["top_logprobs"] == [{" the": -1.0, " a": -1.5}, {" a": -0.5, " the": -1.2, "x": -2.0}]
     output = said(" the", [the], [()])
-    (alone,) = Reply(plan(), Prompts(byte_fallback(), None).piece).whole([output])["choices"]
+    (alone,) = Reply(plan(), PromptPreparer(byte_fallback(), None).piece).whole([output])["choices"]
     assert alone["logprobs"]["top_logprobs"] == [{" the": -1.0}]
 
 
 def test_parts_of_characters_do_not_take_each_other_s_place(mini: Any) -> None:
     first, second = mini("🙂", add_special_tokens=False)["input_ids"][:2]
-    reply = Reply(plan(), Prompts(mini, None).piece)
+    reply = Reply(plan(), PromptPreparer(mini, None).piece)
     told = reply.whole([said("", [first], [((first, -1.0), (second, -3.0))])])["choices"][0]["logprobs"]
     assert sorted(told["top_logprobs"][0].values()) == [-3.0, -1.0]
     assert told["top_logprobs"][0][told["tokens"][0]] == told["token_logprobs"][0]
@@ -101,6 +101,6 @@ def test_parts_of_characters_do_not_take_each_other_s_place(mini: Any) -> None:
 
 def test_chat_gives_the_bytes_of_every_token() -> None:
     ids = spelt("▁the", "é")
-    reply = ChatReply(plan(), Prompts(byte_fallback(), None).piece)
+    reply = ChatReply(plan(), PromptPreparer(byte_fallback(), None).piece)
     told = reply.whole([said(" theé", ids, [()] * 3)])["choices"][0]["logprobs"]["content"]
     assert bytes(byte for one in told for byte in one["bytes"]).decode() == " theé"

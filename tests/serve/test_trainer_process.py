@@ -558,7 +558,7 @@ def test_an_update_becomes_the_live_version(supervise: Supervise, store: Store, 
     assert [one["type"] for one in (first, second, shared, noted)] == ["published"] * 3 + ["noted"]
     live = store.registry.live("code")
     assert live is not None
-    assert AdapterVersion(**second["version"]) == live
+    assert AdapterVersion(**second["versions"][0]) == live
     assert (live.version, live.parent, live.base_hash) == (2, 1, "tiny")
     assert store.adapters.load(live).manifest["modules"] == ["m"]
     assert store.registry.get_meta("trained:code") == "7"

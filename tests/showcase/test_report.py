@@ -12,7 +12,7 @@ from moedraft.showcase.page import page, publish
 from moedraft.showcase.picture import running_mean
 from moedraft.showcase.report import Point, Result, joined, result_of, sentences, summary
 from moedraft.showcase.shipped import Query
-from moedraft.showcase.trials import EXPERTS, PLAIN, STATIC, SYSTEMS, Contest, Trial, Trials, in_rotation
+from moedraft.showcase.trials import EXPERTS, PLAIN, STATIC, SYSTEMS, Comparison, Trial, Trials, in_rotation
 
 ANSWER = list(range(24))
 
@@ -118,12 +118,12 @@ def test_small_helpers() -> None:
 
 def test_measuring_ends_after_a_whole_round_over_the_domains(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is measured on half of the domains, however slow the machine is."""
-    contest = object.__new__(Contest)
-    monkeypatch.setattr(contest, "_warm_up", lambda queries, at_once: None)
-    contest.trials = Trials([Query(f"{d} {n}", d, 4) for n in range(5) for d in ("math", "sql", "python")])
+    comparison = object.__new__(Comparison)
+    monkeypatch.setattr(comparison, "_warm_up", lambda queries, at_once: None)
+    comparison.trials = Trials([Query(f"{d} {n}", d, 4) for n in range(5) for d in ("math", "sql", "python")])
     now = iter(range(1000))
     monkeypatch.setattr("moedraft.showcase.trials.time.monotonic", lambda: float(next(now)))
-    monkeypatch.setattr(contest, "_alone", lambda name, query: Trial([1], 1, 1.0))
-    found = contest.run([], 1.5)
+    monkeypatch.setattr(comparison, "_alone", lambda name, query: Trial([1], 1, 1.0))
+    found = comparison.run([], 1.5)
     assert len(found.queries) == 15
     assert {len(trials) for trials in found.alone.values()} == {6}

@@ -27,7 +27,7 @@ Values = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Estimate:
+class GainEstimate:
     """The gain of one domain, in expected tokens per target step."""
 
     gain: float
@@ -36,12 +36,12 @@ class Estimate:
     worse: float  # probability that it is below zero
 
 
-def estimates(befores: Sequence[Measured], afters: Sequence[Measured]) -> list[Estimate]:
+def estimates(befores: Sequence[Measured], afters: Sequence[Measured]) -> list[GainEstimate]:
     """One per domain; without records it is the common gain. Without any record at all it is 0, unknown."""
     counts = np.array([one.records for one in befores])
     known = np.flatnonzero(counts)
     if not len(known):
-        return [Estimate(0.0, 0.0, 0.0, 0.5) for _ in befores]
+        return [GainEstimate(0.0, 0.0, 0.0, 0.5) for _ in befores]
     gains = np.array([_gain(before, after) for before, after in zip(befores, afters, strict=True)])
     errors = _variances(befores, afters, counts)
     weights, common, doubt = _possibilities(gains[known], errors[known])
@@ -97,9 +97,9 @@ def _posterior(gain: float, error: float, common: Values, doubt: Values) -> tupl
     return lean * common + (1 - lean) * gain, (1 - lean) * error + lean**2 * doubt
 
 
-def _averaged(weights: Values, means: Values, variances: Values) -> Estimate:
+def _averaged(weights: Values, means: Values, variances: Values) -> GainEstimate:
     gain = float(weights @ means)
     deviation = float(weights @ (variances + (means - gain) ** 2)) ** 0.5
     normal = NormalDist()
     below = np.array([normal.cdf(-number) for number in means / variances**0.5])
-    return Estimate(gain, gain - Z * deviation, gain + Z * deviation, float(weights @ below))
+    return GainEstimate(gain, gain - Z * deviation, gain + Z * deviation, float(weights @ below))

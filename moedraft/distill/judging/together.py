@@ -37,7 +37,7 @@ from moedraft.distill.judging.gate import (
     decide,
     joined,
 )
-from moedraft.distill.judging.shrinkage import Estimate, estimates
+from moedraft.distill.judging.shrinkage import GainEstimate, estimates
 
 NEGLIGIBLE = 0.01  # tokens per step that a domain may lose
 HARMFUL = 0.5  # probability of a loss from which a domain is left out …
@@ -75,8 +75,8 @@ class Options:
 class Prospect:
     """What one kind of expert would do to a domain."""
 
-    gain: Estimate  # over what serves now
-    static: Estimate | None  # over the draft base alone
+    gain: GainEstimate  # over what serves now
+    static: GainEstimate | None  # over the draft base alone
 
     @property
     def harms(self) -> bool:
@@ -131,7 +131,7 @@ def in_doubt(domains: Mapping[str, Options]) -> list[str]:
     ]
 
 
-def is_below(static: Estimate | None) -> bool:
+def is_below(static: GainEstimate | None) -> bool:
     """Whether a domain almost surely stands below the draft base alone."""
     return static is not None and static.worse >= SURE and static.gain < -NEGLIGIBLE
 

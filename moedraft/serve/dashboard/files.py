@@ -10,15 +10,15 @@ from fastapi import Request, Response
 
 from moedraft.core import SHARED, InvalidRequest, StorageError
 from moedraft.insight.observe import Observer
-from moedraft.insight.spans import Span, find_span
+from moedraft.insight.spans import TimeSpan, find_span
 from moedraft.insight.table import Table
 from moedraft.insight.views import ExpertView
 from moedraft.serve.dashboard.looking import LOOKING, Looking
 
-Find = Callable[[Observer, Span, str], Table]
+Find = Callable[[Observer, TimeSpan, str], Table]
 
 
-def _closely(observer: Observer, span: Span, expert: str) -> ExpertView:
+def _closely(observer: Observer, span: TimeSpan, expert: str) -> ExpertView:
     view = observer.expert(expert, span)
     if view is None:
         raise InvalidRequest("There is no such expert.")

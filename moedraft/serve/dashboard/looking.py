@@ -11,7 +11,7 @@ from starlette.requests import HTTPConnection
 
 from moedraft.core import InvalidRequest
 from moedraft.insight.observe import Observer
-from moedraft.insight.spans import DEFAULT, SPANS, Span, find_span
+from moedraft.insight.spans import DEFAULT, SPANS, TimeSpan, find_span
 from moedraft.serve.http.errors import ApiError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Look:
     base: str
     server: str  # the server's URL without a path
     page: str = ""
-    span: Span = SPANS[DEFAULT]
+    span: TimeSpan = SPANS[DEFAULT]
     expert: str | None = None
     signed_in: bool = False  # whether the reader signed in with a key
 
@@ -68,7 +68,7 @@ class Look:
             return False
         return True
 
-    def url(self, page: str | None = None, *, span: Span | None = None, expert: str | None = None) -> str:
+    def url(self, page: str | None = None, *, span: TimeSpan | None = None, expert: str | None = None) -> str:
         """The URL of this page with some of its parts changed."""
         other = replace(
             self,

@@ -9,7 +9,7 @@ from typing import Protocol
 from starlette.requests import HTTPConnection
 
 from moedraft.config import Settings
-from moedraft.serve.http.prompts import Prompts
+from moedraft.serve.http.prompts import PromptPreparer
 from moedraft.serve.supervisor.supervisor import TrainerSupervisor
 from moedraft.serve.worker.worker import Worker
 from moedraft.storage.keys import Scope
@@ -28,7 +28,7 @@ class ServerContext:
     supervisor: TrainerSupervisor | None  # None: learning is off
     settings: Settings
     store: Store
-    prompts: Prompts
+    prompts: PromptPreparer
     authorise: Authorise
     changes: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while an operator changes something
 

@@ -44,7 +44,7 @@ class Piece(NamedTuple):
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.data)
 
 
-class Prompts:
+class PromptPreparer:
     """Prepares prompts, so that the engine's thread never tokenises one.
 
     `limit` is the most tokens a prompt may have (None: as many as there is room for), `room` how many of its

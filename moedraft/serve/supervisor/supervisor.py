@@ -29,14 +29,12 @@ from moedraft.distill.messages import (
     Learned,
     Message,
     Noted,
-    Part,
     Pause,
     Publish,
     Published,
-    PublishedTogether,
-    PublishTogether,
     Refused,
     Resume,
+    StagedCandidate,
     StandAside,
     StateReport,
     Withdraw,
@@ -264,19 +262,15 @@ class TrainerSupervisor:
     def _show(self, report: StateReport) -> None:
         self._set(learning=report.state(), last_error=report.error or self._state.last_error)
 
-    def _publish(self, message: Publish | PublishTogether) -> Message:
+    def _publish(self, message: Publish) -> Message:
         """Make trained versions live, all of them or none. Raises MoedraftError if they are refused."""
-        parts = message.parts if isinstance(message, PublishTogether) else (message,)
-        for part in parts:
+        for part in message.parts:
             self._check(part)
-        staged = [(part.summary(), self._settings.home / TRAINING / part.folder) for part in parts]
-        untrained = message.untrained if isinstance(message, PublishTogether) else {}
-        versions = self._outlet.adopt(staged, untrained)
+        staged = [(part.summary(), self._settings.home / TRAINING / part.folder) for part in message.parts]
+        versions = self._outlet.adopt(staged, message.untrained)
         self._set(updates=self._state.updates + len(versions))
         self._published()
-        if isinstance(message, PublishTogether):
-            return PublishedTogether(versions=tuple(versions))
-        return Published(version=versions[0])
+        return Published(versions=tuple(versions))
 
     def _withdraw(self, message: Withdraw) -> Message:
         """Go back to the version before. Raises MoedraftError if another one is live, or it is pinned."""
@@ -284,7 +278,7 @@ class TrainerSupervisor:
         self._published()
         return Withdrawn(version=now)
 
-    def _check(self, part: Part) -> None:
+    def _check(self, part: StagedCandidate) -> None:
         """Raises InvalidRequest if the candidate's draft base or parent is not the one that serves."""
         if self._base_hash not in (None, part.base_hash):
             raise InvalidRequest(
