@@ -388,6 +388,17 @@ def has_long_functions(modules: Modules) -> list[str]:
     ]
 
 
+def shares_a_class_name(modules: Modules) -> list[str]:
+    """No two modules have a class of the same name."""
+    first: dict[str, str] = {}
+    wrong = []
+    for module in modules.values():
+        for node in module.tree.body:
+            if isinstance(node, ast.ClassDef) and first.setdefault(node.name, module.name) != module.name:
+                wrong.append(f"{module.name} has a class {node.name}, as {first[node.name]} has")
+    return wrong
+
+
 # -- the project ---------------------------------------------------------------------------------
 
 
@@ -425,6 +436,7 @@ def everything(project: Modules) -> Modules:
         has_long_files,
         has_full_rooms,
         has_long_functions,
+        shares_a_class_name,
     ],
 )
 def test_the_project_keeps_the_rule(rule: Rule, project: Modules) -> None:
@@ -590,6 +602,11 @@ VIOLATIONS: list[tuple[str, Rule, dict[str, str]]] = [
         has_long_functions,
         {"moedraft.kernels.verify_kernels": "def resolve():\n" + "    x = 1\n" * 90},
     ),
+    (
+        "a name for two classes",
+        shares_a_class_name,
+        {"moedraft.engine.x": "class Job:\n    pass", "moedraft.serve.x": "class Job:\n    pass"},
+    ),
 ]
 
 
@@ -623,6 +640,7 @@ GOOD = {
         has_long_files,
         has_full_rooms,
         has_long_functions,
+        shares_a_class_name,
     ],
 )
 def test_good_code_passes(rule: Rule) -> None:
