@@ -46,9 +46,11 @@ def engine_of(
 @pytest.mark.parametrize("kind", list(CONFIGS))
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("adaptive", [True, False])
-def test_greedy_equals_transformers(kind: str, batch: int, adaptive: bool) -> None:
+@pytest.mark.parametrize("fast", [True, False])
+def test_greedy_equals_transformers(kind: str, batch: int, adaptive: bool, fast: bool) -> None:
     """A random draft (its guesses are mostly wrong) and ragged prompts; requests join as others leave."""
-    target, draft = random_model(kind, 0), random_model(kind, 1, layers=2)
+    target = random_model(kind, 0, cpu_fast_paths=fast)
+    draft = random_model(kind, 1, layers=2, cpu_fast_paths=fast)
     engine = engine_of(target, draft, slots=batch, adaptive_budget=adaptive)
     prompts = prompts_of(6 if batch == 1 else 14, seed=batch)
     lengths = [random.Random(i).randrange(1, 60) for i in range(len(prompts))]
