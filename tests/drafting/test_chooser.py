@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rounds import chain, evidence_of, row, rows_of
 
 from moedraft.core import SHARED, Sequence
 from moedraft.drafting.budget import Budget, Plan
@@ -15,6 +14,8 @@ from moedraft.drafting.chooser import Chooser, DraftLimits, DraftSource
 from moedraft.drafting.drafter import Another
 from moedraft.drafting.timer import RoundTimer
 from moedraft.evidence import NOBODY, Evidence, Proposal, Rows
+
+from rounds import chain, evidence_of, row, rows_of
 
 VOCAB = 12
 GUESS = 11  # what the model below always guesses

@@ -20,11 +20,9 @@ from moedraft.feature.model import FeatureDraft
 from moedraft.models import LanguageModel
 from moedraft.routing.selector import FixedSelector
 
-from random_models import VOCAB, prompts_of, random_model
+from random_features import LAYERS, SOME, draft_for
+from random_models import prompts_of, random_model
 from tiny import NumberTokenizer, TinyLM, random_table
-
-LAYERS = (0, 1, 2)
-SOME = torch.arange(0, VOCAB, 2)  # the draft vocabulary: every second token
 
 
 class Noted(FixedSelector):
@@ -35,16 +33,6 @@ class Noted(FixedSelector):
 
     def observe(self, evidence: Evidence) -> None:
         self.seen.append((evidence, [list(row.token_ids) for row in evidence.rows]))
-
-
-def draft_for(target: LanguageModel, vocabulary: torch.Tensor = SOME) -> FeatureDraft:
-    torch.manual_seed(7)
-    hf = target.hf
-    config = config_for(
-        hf.config, draft_vocab_size=len(vocabulary), feature_layers=LAYERS, fc_norm=True, norm_output=True
-    )
-    weights = (hf.get_input_embeddings().weight.detach(), hf.get_output_embeddings().weight.detach())
-    return FeatureDraft(config, vocabulary, *weights).eval().requires_grad_(False)
 
 
 def engine_of(target: LanguageModel, *, slots: int = 4, **options: object) -> tuple[Engine, Noted]:

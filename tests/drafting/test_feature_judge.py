@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from random_experts import bank_of, base_of
-from rounds import row
 
 from moedraft.core import SHARED, SamplingParams, Sequence
 from moedraft.drafting.base import FeatureBase, first_guesses
@@ -18,6 +17,7 @@ from moedraft.models import LanguageModel
 from moedraft.routing.selector import FixedSelector
 
 from random_models import prompts_of, random_model
+from rounds import row
 from tiny import NumberTokenizer
 
 

@@ -13,9 +13,9 @@ from moedraft.drafting.feature import FeatureDrafter
 from moedraft.evidence import NOBODY, Proposal, Rows
 from moedraft.feature.model import FeatureDraft
 
+from random_features import LAYERS, draft_for
 from random_models import VOCAB, random_model
 from rounds import chain, evidence_of, row, rows_of
-from test_feature_drafter import LAYERS, draft_for
 
 TARGET = random_model("llama", 0)
 DRAFT = draft_for(TARGET)

@@ -6,13 +6,13 @@ import math
 
 import pytest
 import torch
-from rounds import evidence_of, row, rows_of
 
 from moedraft.core import SHARED, Sequence
 from moedraft.drafting.model import LAG, ModelDrafter
 from moedraft.evidence import NOBODY, Proposal, Rows
 from moedraft.sampling import filter_logits
 
+from rounds import evidence_of, row, rows_of
 from tiny import TinyLM, random_table
 
 VOCAB = 12

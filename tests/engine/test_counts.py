@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from rounds import chain, evidence_of, row, rows_of
-
 from moedraft.core import SHARED
 from moedraft.engine.commit import count_round
 from moedraft.speculation import SpeculationStats
+
+from rounds import chain, evidence_of, row, rows_of
 
 
 def test_first_guesses_are_counted_by_who_drafted() -> None:

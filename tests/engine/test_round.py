@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from rounds import chain, row
 
 from moedraft.core import Sequence
 from moedraft.engine.capture import Capture
@@ -15,6 +14,7 @@ from moedraft.engine.target import TargetRunner
 from moedraft.engine.verification import Verifier
 from moedraft.evidence import Evidence, Proposal, Reading, Rows
 
+from rounds import chain, row
 from tiny import TinyLM, random_table
 
 VOCAB = 12

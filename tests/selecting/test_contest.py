@@ -6,7 +6,6 @@ import random
 from collections.abc import Iterator, Sequence
 
 import pytest
-from rounds import row
 
 from moedraft import core
 from moedraft.core import SHARED
@@ -14,6 +13,8 @@ from moedraft.evidence import Passage
 from moedraft.routing.router import Route
 from moedraft.selecting.contest import ALL_ARMS, NEAR_ARMS, Contest, arms_to_compare
 from moedraft.selecting.selector import SAVED, EvidenceSelector
+
+from rounds import row
 
 ARMS = [SHARED, "sql", "python", "french"]
 
