@@ -112,7 +112,8 @@ class VerifyRows:
         self.constants = {
             "HAS_DRAFT": self.has_draft,
             "HAS_LSE": self.has_lse,
-            "KP": max(2, triton.next_power_of_2(self.length + 1)),
+            # with 2 a thread of `resolve` needs 175 registers (Triton 3.6), with 4 it needs 96
+            "KP": max(4, triton.next_power_of_2(self.length + 1)),
             "NCP": max(2, triton.next_power_of_2(self.chunks)),
             **self._shared,
         }

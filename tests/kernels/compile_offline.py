@@ -1,4 +1,9 @@
-"""Compiles every fused kernel for sm_90 without a GPU and prints its resources as JSON. A test runs it."""
+"""Compiles every fused kernel for sm_90 without a GPU and prints its resources as JSON. A test runs it.
+
+    TRITON_INTERPRET=0 python tests/kernels/compile_offline.py --write    # stores them in compiled.json
+
+The stored resources are what a later state of the kernels is compared with, for each version of Triton apart.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +33,7 @@ TYPES = {
     "maxima": "*fp64",
     **dict.fromkeys(["inverse", "beta"], "fp32"),
 }
+KNOWN = Path(__file__).with_name("compiled.json")
 FUSION = bool(verify.shared_constants(1000, False, False)["enable_fp_fusion"])  # in verification
 ALIGNED = re.compile(r"V|.*_(n|k|b)$")  # strides and vocabularies of real models divide by 16
 
@@ -67,7 +73,7 @@ def compile_kernel(
 
 
 def resources(compiled: Any) -> dict[str, int]:
-    """Registers, bytes of local memory (a spill shows there) and 16-byte loads."""
+    """What the compiled kernel uses: see `test_kernels_compile.py`, which says what each may be."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
@@ -76,15 +82,33 @@ def resources(compiled: Any) -> dict[str, int]:
             [str(tool), "-res-usage", file.name], capture_output=True, text=True, check=True
         ).stdout
     found = {name: int(re.search(rf"{name}:(\d+)", report)[1]) for name in ("REG", "STACK", "LOCAL")}  # type: ignore[index]
-    wide = len(re.findall(r"ld\.global[^;]*v4", compiled.asm["ptx"]))
-    ordered = len(re.findall(r"atom[^;]*acq_rel[^;]*", compiled.asm["ptx"]))
+    ptx = compiled.asm["ptx"]
+    repeated = loops(ptx)
     return {
         "registers": found["REG"],
         "spilled": found["STACK"] + found["LOCAL"],
-        "wide_loads": wide,
-        "arrivals": ordered,
-        "fused": len(re.findall(r"fma\.rn(?:\.ftz)?\.f32", compiled.asm["ptx"])),
+        "shared": compiled.metadata.shared,
+        "wide_loads": len(re.findall(r"ld\.global[^;]*\.v4", ptx)),
+        "wide_stores": len(re.findall(r"st\.global[^;]*\.v4", ptx)),
+        "narrow_in_loops": len(re.findall(r"(?:ld|st)\.global(?![^;]*\.v[248])", repeated)),
+        "barriers": len(re.findall(r"bar\.sync", ptx)),
+        "barriers_in_loops": len(re.findall(r"bar\.sync", repeated)),
+        "asynchronous": len(re.findall(r"cp\.async\.c[ag]", ptx)),
+        "arrivals": len(re.findall(r"atom[^;]*acq_rel[^;]*", ptx)),
+        "fused": len(re.findall(r"fma\.rn(?:\.ftz)?\.f32", ptx)),
     }
+
+
+def loops(ptx: str) -> str:
+    """The lines of PTX that lie in a loop: between a label and a branch back to it."""
+    lines = ptx.splitlines()
+    labels = {line.split(":")[0].strip(): i for i, line in enumerate(lines) if re.match(r"\s*\$\w+:", line)}
+    inside: set[int] = set()
+    for i, line in enumerate(lines):
+        branch = re.search(r"\bbra(?:\.uni)?\s+(\$\w+)", line)
+        if branch and labels.get(branch[1], i) < i:
+            inside |= set(range(labels[branch[1]], i + 1))
+    return "\n".join(lines[i] for i in sorted(inside))
 
 
 def verification(width: int, warps: int) -> list[dict[str, Any]]:
@@ -121,29 +145,74 @@ def verification(width: int, warps: int) -> list[dict[str, Any]]:
     return results
 
 
+def summation() -> list[dict[str, Any]]:
+    """The order of one sum, in layouts of different widths; the last one with leave to fuse."""
+    cases = ((None, 2), (None, 4), (None, 8), (None, 16), (True, 4))
+    return [compile_kernel(combined, 4, (), fusion, ROWS=rows, CHUNKS=64) for fusion, rows in cases]
+
+
+def chains() -> list[dict[str, Any]]:
+    """Verification of chains of other lengths, and with more logits than 64 chunks hold."""
+    ragged = {"HAS_DRAFT": True, "HAS_LSE": False, "HAS_COUNTS": True, "PACKED": True, "CHUNK": 4096}
+    shapes = [{"NCP": 64, "KP": length, "PER": 2} for length in (4, 16)]
+    shapes.append({"NCP": 128, "KP": 8, "PER": 4})  # beyond 262 144 entries
+    results = []
+    for kernel, more in ((verify_kernels.resolve, {"PURPOSE": 3}), (block_kernels.judge, {})):
+        for shape in shapes:
+            results.append(compile_kernel(kernel, 8, ("lses", "draft_lse"), **ragged, **shape, **more))
+    return results
+
+
+def losses(vocab: int, kinds: tuple[str, ...] = ("fkl", "rkl", "jsd", "tvd")) -> list[dict[str, Any]]:
+    """The kernels of the divergences, each with its gradient."""
+    tile = dict(fused_divergence.tile(vocab))
+    warps, results = tile["num_warps"], []
+    shape = {"WANT_GRAD": True, "V": vocab, "BLOCK": tile["BLOCK"]}
+    for kind in kinds:
+        if kind in ("fkl", "rkl"):
+            results.append(compile_kernel(fused_divergence._kl, warps, REVERSE=kind == "rkl", **shape))
+        else:
+            results.append(compile_kernel(fused_divergence._mixed, warps, KIND=kind, **shape))
+        results.append(compile_kernel(fused_divergence._topk, warps, KIND=kind, KP=64, **shape))
+    results.append(compile_kernel(fused_divergence._scale, warps, V=vocab, BLOCK=tile["BLOCK"]))
+    return results
+
+
+def known() -> dict[str, Any]:
+    """Resources by version of Triton and variant; {} where the file is missing."""
+    found: dict[str, Any] = json.loads(KNOWN.read_text()) if KNOWN.exists() else {}
+    return found
+
+
+def version() -> str:
+    """Of Triton, without its last number."""
+    return ".".join(triton.__version__.split(".")[:2])
+
+
+def shown(stored: dict[str, Any]) -> str:
+    """As JSON with a line for each kernel."""
+    parts = []
+    for name, kernels in sorted(stored.items()):
+        lines = [f"  {json.dumps(kernel)}: {json.dumps(found)}" for kernel, found in kernels.items()]
+        parts.append(f" {json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n }")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
 def main() -> None:
     results = []
     for width, warps in ((4096, 8), (1024, 4), (256, 4)):
         results += verification(width, warps)
-    for fusion, rows in ((None, 2), (None, 4), (None, 8), (None, 16), (True, 4)):
-        results.append(compile_kernel(combined, 4, (), fusion, ROWS=rows, CHUNKS=64))
-    longest = {"HAS_DRAFT": True, "HAS_LSE": False, "NCP": 64, "KP": 16, "PER": 2, "HAS_COUNTS": True}
-    for kernel, more in ((verify_kernels.resolve, {"PURPOSE": 3}), (block_kernels.judge, {})):
-        absent = ("lses", "draft_lse")
-        results.append(compile_kernel(kernel, 8, absent, PACKED=True, CHUNK=4096, **longest, **more))
+    results += summation() + chains()
     for vocab in (151_936, 1000):
-        tile = dict(fused_divergence.tile(vocab))
-        warps, shape = tile["num_warps"], {"V": vocab, "BLOCK": tile["BLOCK"]}
-        for reverse in (False, True):
-            loss = {"REVERSE": reverse, "WANT_GRAD": True, **shape}
-            results.append(compile_kernel(fused_divergence._kl, warps, **loss))
-        for kind in ("jsd", "tvd"):
-            results.append(compile_kernel(fused_divergence._mixed, warps, KIND=kind, WANT_GRAD=True, **shape))
-        for kind in ("fkl", "rkl", "jsd", "tvd"):
-            loss = {"KIND": kind, "WANT_GRAD": True, "KP": 64, **shape}
-            results.append(compile_kernel(fused_divergence._topk, warps, **loss))
-        results.append(compile_kernel(fused_divergence._scale, warps, **shape))
-    json.dump(results, sys.stdout)
+        results += losses(vocab)
+    for vocab in (50_257, 262_144):
+        results += losses(vocab, ("fkl",))
+    if sys.argv[1:] == ["--write"]:
+        stored = known()
+        stored[version()] = {f"{one.pop('kernel')} {one.pop('constants')}": one for one in results}
+        KNOWN.write_text(shown(stored))
+    else:
+        json.dump({"triton": version(), "kernels": results}, sys.stdout)
 
 
 if __name__ == "__main__":
