@@ -60,10 +60,12 @@ class JoinedExperts:
     def _join(self, present: Mapping[str, Adapter]) -> None:
         others = [(name, one) for name, one in self._adapters.items() if name not in present]
         leaving = max(0, len(others) + len(present) - RESIDENT)
-        self._adapters = dict(others[leaving:]) | dict(present)
-        self._numbers = {name: number for number, name in enumerate(self._adapters)}
-        self._factors = {}
+        adapters = dict(others[leaving:]) | dict(present)
+        numbers = {name: number for number, name in enumerate(adapters)}
+        factors = {}
         for name, layer in self.layers.items():
-            deltas = {expert: a.deltas[name] for expert, a in self._adapters.items() if name in a.deltas}
+            deltas = {expert: a.deltas[name] for expert, a in adapters.items() if name in a.deltas}
             if deltas:
-                self._factors[name] = Factors(deltas, self._numbers, small=layer.small)
+                factors[name] = Factors(deltas, numbers, small=layer.small)
+        # All at once, at the end: what failed above is tried again at the next batch.
+        self._adapters, self._numbers, self._factors = adapters, numbers, factors

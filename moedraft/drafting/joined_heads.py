@@ -53,11 +53,14 @@ class JoinedHeads:
         return self.general if adapter is None or adapter.vocabulary is None else adapter.vocabulary
 
     def made(self, experts: Collection[Adapter], shared: Adapter | None) -> CommonRows | None:
-        """What these experts have in common; None where they are fewer than two. Any thread may call this."""
+        """What these experts have in common; None where no batch gains by it. Any thread may call this."""
         if len(experts) < 2:
             return None
         known, spare = self.common, self.list_of(shared)
         tokens = union([self.list_of(adapter) for adapter in experts])
+        longest = sorted(len(self.list_of(adapter)) for adapter in experts)[-RESIDENT:]
+        if len(tokens) > WORTH * sum(longest):  # no batch of RESIDENT experts or fewer would gain by it
+            return None
         others = spare[places(spare, tokens) < 0]
         tokens = union([tokens, others[: -len(tokens) % STEP]])
         if known is not None and known.shared is shared and torch.equal(known.tokens, tokens):
@@ -95,17 +98,19 @@ class JoinedHeads:
     def _join(self, present: Mapping[str, Adapter], tokens: torch.Tensor) -> None:
         others = [(name, one) for name, one in self._members.items() if name not in present]
         leaving = max(0, len(others) + len(present) - RESIDENT)
-        self._members = dict(others[leaving:]) | dict(present)
-        self._numbers = {name: number for number, name in enumerate(self._members)}
+        members = dict(others[leaving:]) | dict(present)
+        numbers = {name: number for number, name in enumerate(members)}
         deltas = {}
-        for name, adapter in self._members.items():
+        for name, adapter in members.items():
             if HEAD in adapter.deltas:
                 a, b = adapter.deltas[HEAD]
                 deltas[name] = a, rows_for(b, self.list_of(adapter), tokens)
-        self._factors = Factors(deltas, self._numbers, small=self.layer.small) if deltas else None
-        inside = torch.stack([places(tokens, self.list_of(one)) >= 0 for one in self._members.values()])
+        factors = Factors(deltas, numbers, small=self.layer.small) if deltas else None
+        inside = torch.stack([places(tokens, self.list_of(one)) >= 0 for one in members.values()])
         zeros = torch.zeros(inside.shape, dtype=self.draft.fc.weight.dtype, device=tokens.device)
-        self._outside = zeros.masked_fill_(~inside, -torch.inf)
+        outside = zeros.masked_fill_(~inside, -torch.inf)
+        # All at once, at the end: what failed above is tried again at the next batch.
+        self._members, self._numbers, self._factors, self._outside = members, numbers, factors, outside
 
 
 class RowsOfExperts:

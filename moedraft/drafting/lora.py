@@ -228,13 +228,14 @@ class ExpertBank:
         """
         if (tuple(rows), exact) == (self.selected, self._exact):
             return
-        self.selected, self._exact = tuple(rows), exact
+        self.selected = None  # until all is set: after an error the next batch begins anew
         bare = self._bare or {*rows} <= self.unadapted
         plain = self._bases if bare else self.common
         names = [] if bare else sorted({name for name in rows if name in self.experts})
         present = {name: self.experts[name] for name in names}
         merge = exact or self.grouped or ({*rows} == {*present} and len(present) == 1)
-        merged = self.merged.of(present, self._merge) if present and merge else None
+        merge_now = self.merged.needed if exact else self.merged.of
+        merged = merge_now(present, self._merge) if present and merge else None
         for name, layer in self.body.items():
             layer.product = plain.get(name)
             held = [expert for expert, adapter in present.items() if name in adapter.deltas]
@@ -246,6 +247,7 @@ class ExpertBank:
             own = {name: adapter for name, adapter in present.items() if name not in self.unadapted}
             aside = {*rows} if bare else self.unadapted
             self.heads.select(rows, own, self.shared, aside, exact=exact)
+        self.selected, self._exact = tuple(rows), exact
 
     def _grouped(self, name: str, rows: list[str], own: Mapping[str, Product]) -> Multiplies:
         """The layer's product for a batch with these experts: each one's own weight for its rows."""

@@ -57,7 +57,7 @@ def _run(engine: Engine, rows: int, length: int) -> None:
     prompts = [[row % engine.vocab_size] * TOKENS for row in range(rows)]
     ids = [engine.add(ids, params, expert=SHARED, draft=length > 0, counted=False) for ids in prompts]
     try:
-        while engine.scheduler.num_ready < rows:
+        while engine.has_work and engine.scheduler.num_ready < rows:
             engine.step()
         for _ in range(ROUNDS):
             engine.step()

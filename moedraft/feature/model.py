@@ -10,6 +10,8 @@ The names of the parameters are those of a `speculators` checkpoint.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.nn.functional import embedding, rms_norm, scaled_dot_product_attention, silu
@@ -53,6 +55,16 @@ class Attention(nn.Module):
         self.k_norm = Norm(config.head_dim, config.rms_norm_eps) if normed else nn.Identity()
         frequencies = torch.tensor(config.frequencies(), dtype=torch.float32)
         self.register_buffer("frequencies", frequencies, persistent=False)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Attention:
+        """As `Module.to` and its like want it, but the frequencies stay float32.
+
+        Rounded to bfloat16 they would turn a key that is 1 000 tokens away by up to a radian too far.
+        """
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        frequencies = torch.tensor(self.config.frequencies(), dtype=torch.float32)
+        self.frequencies = frequencies.to(self.frequencies.device)
+        return self
 
     def project(self, x: torch.Tensor, positions: torch.Tensor) -> Heads:
         """x [B, T, 2H], positions int64 [B, T] → queries, keys and values, rotated."""

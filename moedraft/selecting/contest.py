@@ -62,8 +62,12 @@ class Contest:
         self._choose()
 
     def learn(self, hits: Mapping[str, Sequence[float]], end: int) -> None:
-        """Take in which tokens the arms would have guessed, up to entry `end` of the drafter's cache."""
-        self.standings.learn(hits, 1.0 if self.times else PROMPT_STRENGTH)
+        """Take in which tokens the arms would have guessed, up to entry `end` of the drafter's cache.
+
+        Arms that have come since the request began are left out.
+        """
+        known = {arm: found for arm, found in hits.items() if arm in self.standings.arms}
+        self.standings.learn(known, 1.0 if self.times else PROMPT_STRENGTH)
         self.compared = end
         self.times += 1
         self._choose()

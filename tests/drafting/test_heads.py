@@ -117,6 +117,33 @@ def test_what_experts_have_in_common_is_multiplied_once(base: FeatureBase) -> No
     assert torch.equal(base.hf.vocabulary, torch.arange(VOCAB))
 
 
+def test_what_no_batch_gains_by_is_not_made(base: FeatureBase) -> None:
+    bank = bank_of(base)
+    assert bank.heads is not None
+    assert bank.heads.joined.common is None  # half of one list lies outside of the others
+    bank.publish("outside", None)
+    bank.publish("again", adapter_of(bank, 8, GENERAL))
+    assert bank.heads.joined.common is not None
+
+
+def test_a_batch_that_failed_to_be_joined_is_joined_at_the_next(
+    base: FeatureBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when memory is short for a moment."""
+    bank, rows = bank_of(base), ["inside", "general", "again"]
+    bank.publish("outside", None)
+    bank.publish("again", adapter_of(bank, 8, GENERAL))
+    wanted = logits_of(base, bank, rows)
+    for place in ("moedraft.drafting.joined_heads.Factors", "moedraft.drafting.joined.Factors"):
+        bank.publish("again", adapter_of(bank, 8, GENERAL))
+        with monkeypatch.context() as broken:
+            broken.setattr(place, None)
+            for _ in range(2):
+                with pytest.raises(TypeError):
+                    logits_of(base, bank, rows)
+        torch.testing.assert_close(logits_of(base, bank, rows), wanted)
+
+
 def test_new_versions_are_joined_anew(base: FeatureBase) -> None:
     bank, rows = bank_of(base), ["inside", "general", "outside", "again"]
     bank.publish("outside", None)
@@ -133,10 +160,13 @@ def test_new_versions_are_joined_anew(base: FeatureBase) -> None:
         torch.testing.assert_close(row, logits_of(base, bank, [name])[0], rtol=1e-4, atol=1e-4)
 
 
-def test_exact_batches_do_not_round_differently(base: FeatureBase) -> None:
+@pytest.mark.parametrize("room", [True, False], ids=["room", "no room"])
+def test_exact_batches_do_not_round_differently(base: FeatureBase, room: bool) -> None:
     """Not even in half precision, where a sum of products and a product of a sum differ in most digits."""
     base.hf.to(torch.bfloat16)
     bank = bank_of(base, OUTSIDE)
+    if not room:
+        bank.merged.budget = 0
     rows = ["outside", SHARED, "inside", "general"]
     hidden = torch.randn(4, 1, base.hf.config.hidden_size).bfloat16()
 
@@ -145,7 +175,7 @@ def test_exact_batches_do_not_round_differently(base: FeatureBase) -> None:
         after = base.hf.layers[0].mlp(states)
         return [after, base.hf.logits(states)]
 
-    for exact in (True, False):
+    for exact in (True, False) if room else (True,):
         together = output(rows, hidden, exact)
         same = [
             torch.equal(alone[0], whole[i][:, : alone.shape[-1]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from moedraft.core import SamplingParams, Sequence
 from moedraft.drafting.budget import Budget
@@ -73,6 +74,13 @@ def test_a_poor_but_cheap_draft_is_used_where_costs_were_measured() -> None:
             budget.costs = RoundCosts({1: np.array([0.02, 0.04, 0.03])})
         drafted[measured] = budget.plan({0: 0.3}, {}, 1).model
     assert drafted == {False: False, True: True}
+
+
+def test_a_target_that_gives_no_numbers_does_not_hold_up_a_start() -> None:
+    one = engine()
+    one.target.table[:] = torch.nan  # type: ignore[attr-defined]
+    calibrate(one)
+    assert not one.has_work
 
 
 def test_a_fault_in_it_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,14 @@ def test_steps_over_a_cache_are_the_whole_pass(switches: dict[str, Any]) -> None
     assert parts[0][1].shape == (2, 4, len(VOCABULARY))
 
 
+def test_rotations_stay_precise_in_half_precision() -> None:
+    """Rounded, their angles would be off by a radian at the end of a long text."""
+    draft = draft_for(target()).to(torch.bfloat16)
+    [attention] = [module for module in draft.modules() if hasattr(module, "frequencies")]
+    assert draft.fc.weight.dtype == torch.bfloat16
+    assert attention.frequencies.tolist() == pytest.approx(draft.config.frequencies(), rel=1e-6)
+
+
 def test_rows_of_a_batch_may_stand_at_different_places() -> None:
     model = target()
     draft = draft_for(model)

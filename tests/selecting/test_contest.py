@@ -276,6 +276,13 @@ def test_whom_to_compare() -> None:
     assert 2 <= len(later) <= NEAR_ARMS + 1
 
 
+def test_an_expert_that_came_later_does_not_count() -> None:
+    arms, contest = contests_of(3)
+    contest.learn({arm: [float(arm == "arm 1")] * 6 for arm in [*arms, "new"]}, 6)
+    assert contest.standings.leader == "arm 1"
+    assert set(contest.standings.weights) == set(arms)
+
+
 def test_in_time_everybody_is_compared_again() -> None:
     chance = random.Random(0)
     arms, contest = contests_of(12)
