@@ -42,7 +42,7 @@ ROOMS = {
     "serve/supervisor": (4, 650),
     "serve/worker": (6, 900),
     "showcase": (11, 1450),
-    "storage": (18, 2800),
+    "storage": (18, 2900),
     "storage/migrations": (12, 320),  # one more for each change of the schema
     "system": (6, 900),
 }

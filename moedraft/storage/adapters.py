@@ -145,7 +145,7 @@ class AdapterStore:
                 return version, self.load(version, base_hash)
             except CorruptAdapter as error:
                 log.warning("%s An older version serves.", error)
-                self._reject(version)
+                self.reject(version)
             except StorageError as error:
                 log.warning("%s An older version serves.", error)
         return None
@@ -194,8 +194,7 @@ class AdapterStore:
                     fill(folders[-1])
                 versions = self._numbered([summary for summary, _ in parts], folders)
                 for temporary, version in zip(list(folders), versions, strict=True):
-                    folders.append(self.folder(version.domain, version.version))
-                    self._place(temporary, folders[-1])
+                    self._place(temporary, self.folder(version.domain, version.version), folders)
                 self._registry.add_versions(versions, untrained)
             except BaseException:
                 for folder in folders:
@@ -237,19 +236,17 @@ class AdapterStore:
             stood_on=None if summary.expert == SHARED else shared,
         )
 
-    def _place(self, temporary: Path, folder: Path) -> None:
-        """Rename the finished folder; when this returns, all of it is on the disk."""
+    def _place(self, temporary: Path, folder: Path, ours: list[Path]) -> None:
+        """Rename the finished folder, which is `ours` then; when this returns, all of it is on the disk."""
         for path in (*temporary.iterdir(), temporary):
             sync(path)
-        temporary.rename(folder)
+        temporary.rename(folder)  # fails if an unknown version, which could not be set aside, is there
+        ours.append(folder)
         for path in (folder.parent, self._root, self._home.path):
             sync(path)
 
     def reject(self, version: AdapterVersion) -> None:
         """Roll back a version that does not fit its base, unless it was removed or the home is read-only."""
-        self._reject(version)
-
-    def _reject(self, version: AdapterVersion) -> None:
         if not self._home.writable:
             return
         with self._home.folder_lock:

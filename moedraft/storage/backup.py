@@ -6,6 +6,7 @@ made and restored. Which other files of the home are included, such as its keys,
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import io
 import json
@@ -17,17 +18,18 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 from moedraft.core import InvalidRequest, StorageError
 from moedraft.storage.adapter_files import MANIFEST, sync
 from moedraft.storage.adapters import FOLDER
-from moedraft.storage.db import DATABASE, storage_errors
+from moedraft.storage.db import DATABASE, FULL, storage_errors
 
 CONTENTS = "backup.json"  # the first member: what the others are
 FORMAT = 1
+UNFINISHED = ".moedraft-unfinished-"  # the beginning of a temporary folder's name
 CHUNK = 2**20  # bytes
 MEMBER = re.compile(rf"[a-z]+\.(?:db|toml|json)|{FOLDER}/[a-z0-9_-]+/v[0-9]+/[A-Za-z0-9_][A-Za-z0-9_.-]*")
 VERSIONS = "SELECT domain, version FROM adapter_versions ORDER BY domain, version"
@@ -43,21 +45,25 @@ def make_backup(home: Path, file: Path, extras: Collection[str] = (), note: Any 
     if file.exists():
         raise InvalidRequest(f"{file} is there already; a backup overwrites nothing.")
     with _folder_beside(file) as folder:
+        # Everything is copied first, so that what is hashed is what is packed, whatever a server writes.
+        copy = folder / "home"
         with storage_errors(home):
-            versions = _copied_database(home / DATABASE, folder / DATABASE)
-            files = {DATABASE: folder / DATABASE}
-            files |= {name: home / name for name in extras if (home / name).is_file()}
-            gone = [one for one in versions if not _add_version(home, one, files)]
+            versions = _copied_database(home / DATABASE, copy / DATABASE)
+        for name in extras:
+            if (home / name).is_file():
+                _copy(home / name, copy / name)
+        gone = [one for one in versions if not _copied_version(home, one, copy)]
+        files = sorted(path for path in copy.rglob("*") if path.is_file())
         contents = {
             "format": FORMAT,
             "made_at": time.time(),
             "note": note,
             "versions": len(versions) - len(gone),
             "missing": gone,
-            "files": {name: _hash(path) for name, path in files.items()},
+            "files": {path.relative_to(copy).as_posix(): _hash(path) for path in files},
         }
         packed = folder / "packed"
-        _pack(packed, contents, files)
+        _pack(packed, contents, copy)
         packed.rename(file)
         sync(file.parent)
     return contents
@@ -97,18 +103,38 @@ def restore_backup(
 
 @contextmanager
 def _folder_beside(path: Path) -> Iterator[Path]:
-    """A private folder on the same disk; it is removed with what is left in it."""
-    folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.absolute().parent))
+    """A private folder on the same disk, with all that is in it removed at the end.
+
+    Those that killed processes have left there are removed too: nobody holds their lock any more.
+    """
+    parent = path.absolute().parent
+    for left in parent.glob(f"{UNFINISHED}*"):
+        with suppress(OSError), _locked(left):
+            shutil.rmtree(left)
+    folder = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=parent))
+    with _locked(folder):
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder. Raises OSError if another process holds it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        yield folder
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        os.close(descriptor)
 
 
 def _copied_database(source: Path, copy: Path) -> list[tuple[str, int]]:
     """Copy the database, as of one moment; returns (domain, version) of the adapters that it knows."""
     if not source.is_file():
         raise StorageError(f"There is no moedraft home at {source.parent}.")
+    copy.parent.mkdir(mode=0o700)
     copy.touch(mode=0o600)
     with (
         closing(sqlite3.connect(f"{source.absolute().as_uri()}?mode=ro", uri=True, timeout=10)) as reading,
@@ -134,18 +160,26 @@ def _check_database(path: Path) -> None:
         raise StorageError(f"The database {path.name} is damaged: {found}.")
 
 
-def _add_version(home: Path, version: tuple[str, int], files: dict[str, Path]) -> bool:
-    """Add the files of an adapter. False: it is missing or damaged; a server does not load it either."""
+def _copied_version(home: Path, version: tuple[str, int], copy: Path) -> bool:
+    """Copy the files of an adapter. False: it is missing or damaged; a server does not load it either."""
     name = f"{FOLDER}/{version[0]}/v{version[1]}"
-    found = {f"{name}/{path.name}": path for path in sorted((home / name).glob("*")) if path.is_file()}
     try:
-        told = json.loads((home / name / MANIFEST).read_text(encoding="utf-8"))["files"]
-        if any(told[one] != _hash(home / name / one) for one in told):
-            return False
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-    files |= found
-    return True
+        found = [path for path in (home / name).iterdir() if path.is_file()]
+        hashes = {path.name: _copy(path, copy / name / path.name) for path in found}
+        told = json.loads((copy / name / MANIFEST).read_text(encoding="utf-8"))["files"]
+        if told.items() <= hashes.items():
+            return True
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if getattr(error, "errno", None) in FULL:  # the copy cannot be written, whatever the version is
+            raise
+    shutil.rmtree(copy / name, ignore_errors=True)
+    return False
+
+
+def _copy(source: Path, target: Path) -> str:
+    """Copy a file; returns the SHA-256 of what was copied."""
+    with source.open("rb") as file:
+        return _write(target, file)
 
 
 def _hash(path: Path) -> str:
@@ -153,17 +187,17 @@ def _hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _pack(packed: Path, contents: dict[str, Any], files: dict[str, Path]) -> None:
+def _pack(packed: Path, contents: dict[str, Any], copy: Path) -> None:
     data = json.dumps(contents, indent=1).encode()
     with os.fdopen(os.open(packed, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
         with tarfile.open(fileobj=out, mode="w") as archive:
             first = tarfile.TarInfo(CONTENTS)
             first.size, first.mode = len(data), 0o600
             archive.addfile(first, io.BytesIO(data))
-            for name, path in files.items():
+            for name in contents["files"]:
                 info = tarfile.TarInfo(name)
-                info.size, info.mode = path.stat().st_size, 0o600
-                with path.open("rb") as file:
+                info.size, info.mode = (copy / name).stat().st_size, 0o600
+                with (copy / name).open("rb") as file:
                     archive.addfile(info, file)
         out.flush()
         os.fsync(out.fileno())

@@ -36,6 +36,7 @@ RESERVE = "reserve"  # a file that is deleted on a full disk, so that SQLite can
 RESERVE_BYTES = 256 * 1024
 MIGRATIONS = Path(__file__).parent / "migrations"
 BUSY_SECONDS = 10.0
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 class StorageFull(StorageError):
@@ -229,8 +230,7 @@ def storage_errors(path: Path) -> Iterator[None]:
     except DatabaseError as error:
         raise _from_sqlite(path, error) from error
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-        kind = StorageFull if full else StorageError
+        kind = StorageFull if error.errno in FULL else StorageError
         raise kind(f"The home {path} cannot be used: {error.strerror or error}.") from error
 
 

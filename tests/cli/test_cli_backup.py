@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import io
 import json
+import os
 import stat
+import subprocess
+import sys
 import tarfile
 import threading
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from candidates import candidate
@@ -16,7 +23,9 @@ from cli_fakes import Run
 
 from moedraft.core import SHARED, ReplayRecord
 from moedraft.serve.auth.keyring import Keyring
+from moedraft.storage import backup
 from moedraft.storage.adapter_files import MANIFEST
+from moedraft.storage.backup import UNFINISHED
 from moedraft.storage.db import DATABASE
 from moedraft.storage.keys import KEYS_FILE, KeyFile
 from moedraft.storage.store import Store
@@ -126,6 +135,74 @@ def test_a_version_that_is_not_whole_is_left_out_by_name(
     assert (made["versions"], made["missing"]) == (1, [[SHARED, 1]])
 
 
+def test_settings_that_change_meanwhile_are_whole(
+    run: Run, home: Path, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was hashed is what is packed, even if the file is written anew between the two."""
+    settings = home / "config.toml"
+    settings.write_text("max_waiting = 7\n")
+    add = tarfile.TarFile.addfile
+
+    def write_and_add(self: tarfile.TarFile, *arguments: Any) -> None:
+        settings.write_text("max_waiting = 70\n")
+        add(self, *arguments)
+
+    monkeypatch.setattr(tarfile.TarFile, "addfile", write_and_add)
+    assert run("backup", tmp_path / "file", "--home", home).code == 0
+    assert run("restore", tmp_path / "file", "--home", tmp_path / "new").code == 0
+    assert (tmp_path / "new/config.toml").read_text() == "max_waiting = 7\n"
+
+
+def test_a_version_that_is_pruned_meanwhile_is_whole(
+    run: Run, home: Path, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(store, 1.0)
+    add = tarfile.TarFile.addfile
+
+    def remove_and_add(self: tarfile.TarFile, *arguments: Any) -> None:
+        store.adapters.remove(SHARED)
+        add(self, *arguments)
+
+    monkeypatch.setattr(tarfile.TarFile, "addfile", remove_and_add)
+    assert run("backup", tmp_path / "file", "--home", home).code == 0
+    assert run("restore", tmp_path / "file", "--home", tmp_path / "new").code == 0
+    with closing(Store.open(tmp_path / "new")) as found:
+        [version] = found.registry.versions()
+        assert found.adapters.load(version).tensors["lora_A"].eq(1.0).all()
+
+
+def test_a_full_disk_makes_no_backup_without_a_version(
+    run: Run, home: Path, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(store, 1.0)
+
+    def full(*_: object) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(backup, "_write", full)
+    result = run("backup", tmp_path / "file", "--home", home)
+    assert (result.code, "No space left" in result.err) == (2, True), result.err
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+
+
+def test_what_a_killed_backup_left_is_removed_by_the_next(
+    run: Run, home: Path, store: Store, tmp_path: Path
+) -> None:
+    place = tmp_path / "backups"
+    place.mkdir()
+    kill = "import os, pathlib, sys; from moedraft.storage import backup; "
+    kill += "backup._pack = lambda *_: os.kill(os.getpid(), 9); "
+    kill += "backup.make_backup(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]))"
+    for _ in range(2):
+        command = [sys.executable, "-c", kill, str(home), str(place / "monday")]
+        assert subprocess.run(command, check=False).returncode == -9
+        assert len(list(place.iterdir())) == 1
+    (place / f"{UNFINISHED}running").mkdir()
+    with _locked(place / f"{UNFINISHED}running"):  # as by a backup that is being made
+        assert run("backup", place / "tuesday", "--home", home).code == 0
+    assert sorted(path.name for path in place.iterdir()) == [f"{UNFINISHED}running", "tuesday"]
+
+
 @pytest.fixture
 def file(run: Run, home: Path, store: Store, tmp_path: Path) -> Path:
     publish(store, 1.0)
@@ -145,6 +222,14 @@ def test_a_damaged_backup_makes_no_home(run: Run, file: Path, tmp_path: Path) ->
         else:  # the bit was in what fills up a block
             assert damaged not in (b"", b"no archive", whole[: len(whole) // 2])
             _remove(tmp_path / "new")
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    yield
+    os.close(descriptor)
 
 
 def _flipped(whole: bytes, at: int) -> bytes:

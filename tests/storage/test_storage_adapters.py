@@ -429,6 +429,21 @@ def test_what_the_database_does_not_know_is_set_aside(
     assert [path.name for path in aside.iterdir()] == ["gone"]
 
 
+def test_a_version_that_cannot_be_set_aside_stays(
+    home: Home, store: AdapterStore, chain: list[AdapterVersion]
+) -> None:
+    """Its number is in use, so the publication that would take it is refused; the next one gets another."""
+    unknown = store.folder("sql", 4)
+    unknown.mkdir()
+    (unknown / "file").write_text("newer")
+    (home.path / QUARANTINE).write_text("in the way")
+    with pytest.raises(StorageError):
+        publish(store, 4.0, 3)
+    assert (unknown / "file").read_text() == "newer"
+    assert folders(store) == ["v1", "v2", "v3", "v4"]
+    assert publish(store, 4.0, 3).version == 5
+
+
 def test_an_older_database_put_back_costs_no_newer_version(path: Path) -> None:
     with closing(Store.open(path)) as opened:
         opened.registry.add_domain(domain())
