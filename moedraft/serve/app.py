@@ -8,7 +8,7 @@ from fastapi import FastAPI
 
 from moedraft.config import Settings
 from moedraft.serve import dashboard
-from moedraft.serve.auth.access import ACCESS, Authority, Guard, is_loopback
+from moedraft.serve.auth.access import ACCESS, Authority, Guard, access_of, is_loopback
 from moedraft.serve.auth.keyring import Keyring
 from moedraft.serve.auth.login import login_router
 from moedraft.serve.http import admin_routes, errors, health_routes, openai_routes
@@ -22,6 +22,8 @@ from moedraft.serve.http.rest_of_body import RestOfBody
 from moedraft.serve.supervisor.supervisor import TrainerSupervisor
 from moedraft.serve.worker.worker import Worker
 from moedraft.storage.keys import Key, KeyFile
+
+PUBLIC_BYTES = 4096  # of a body on a path that needs no key
 
 
 def create_app(
@@ -53,8 +55,12 @@ def create_app(
     if settings.dashboard:
         dashboard.mount(app, context)
     # Starlette runs the layer that was added last first.
-    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, seconds=settings.body_timeout)
-    app.add_middleware(Admission, check_room=worker.check_room)
+    app.add_middleware(
+        BodyLimit,
+        max_bytes=lambda path: PUBLIC_BYTES if access_of(path) == "public" else settings.max_body_bytes,
+        seconds=settings.body_timeout,
+    )
+    app.add_middleware(Admission, check_room=lambda: worker.check_room(context.prompts.waiting))
     app.add_middleware(Guard, authority=authority)
     app.add_middleware(Envelope, observe=lambda path, status: metrics.answered(kind_of(path), status))
     app.add_middleware(RestOfBody, seconds=settings.body_timeout)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import signal
 import socket
@@ -22,6 +24,8 @@ from moedraft.core import SamplingParams
 from moedraft.serve.dashboard.panels import VIEWS
 from moedraft.serve.http import plan
 from moedraft.serve.http.admin_routes import Registration
+from moedraft.serve.http.body import parse_json
+from moedraft.serve.http.errors import ApiError
 from moedraft.serve.http.prompts import PromptPreparer, plain_chat
 from moedraft.serve.http.replies import Reply
 from moedraft.serve.http.schema import ChatMessage, CompletionRequest, StreamOptions, TextPart
@@ -193,8 +197,6 @@ async def _templated(template: str, role: Any = "user") -> object:
 
 
 def test_a_template_of_the_model_wins() -> None:
-    import asyncio
-
     assert asyncio.run(_templated("some")) == [1, len("user")]
     assert asyncio.run(_templated("some", "developer")) == [1, len("system")]
     assert asyncio.run(_templated("one that knows developer", "developer")) == [1, len("developer")]
@@ -372,6 +374,7 @@ MESSAGES: list[tuple[str, Any]] = [
     ),
     ("tool calls", [{"role": "assistant", "content": "a", "tool_calls": [{"id": "x"}]}]),
     ("many", [{"role": "user", "content": "a"}] * 10_000),
+    ("many parts", [{"role": "user", "content": [{"type": "text", "text": "a"}] * 1000}] * 5),
 ]
 
 
@@ -391,6 +394,20 @@ def test_hostile_messages_are_refused(client: httpx.Client, messages: Any) -> No
 )
 def test_a_chat_field_is_refused_by_name(client: httpx.Client, fields: dict[str, Any], param: str) -> None:
     check_error(client.post("/v1/chat/completions", json=chat(**fields)), 400, param)
+
+
+def test_a_body_of_many_small_objects_is_read_quickly() -> None:
+    """All others wait meanwhile. Garbage collections made two megabytes of empty lists take a second."""
+    phases: list[str] = []
+    gc.callbacks.append(lambda phase, _: phases.append(phase))
+    try:
+        assert parse_json(b'{"prompt":[' + b",".join([b"[]"] * 190_000) + b"]}")
+    finally:
+        gc.callbacks.pop()
+    assert phases.count("start") <= 2  # none while the lists are made, which would cause hundreds
+    assert gc.isenabled()
+    with pytest.raises(ApiError, match="more than 200000 opening brackets"):
+        parse_json(b"[" * 200_001)
 
 
 def test_values_that_change_nothing_are_let_pass(client: httpx.Client) -> None:
@@ -511,6 +528,34 @@ def test_a_request_that_takes_too_long_is_ended(tmp_path: Path) -> None:
         with client.stream("POST", "/v1/completions", json=body(max_tokens=200, stream=True)) as response:
             assert events(response)[-1]["error"]["code"] == "timeout"
         wait_for(found.idle)
+
+
+def test_prompts_that_are_prepared_have_a_deadline_and_take_up_room(tmp_path: Path) -> None:
+    """A crowd of long prompts waits for the threads that tokenise, before it waits for the engine."""
+    go, statuses = threading.Event(), list[int]()
+    with served(tmp_path, request_timeout=2.0, max_waiting=0) as found:
+        prompts: PromptPreparer = found.app.state.context.prompts
+        prompts._short.submit(go.wait)
+        slots = found.worker.snapshot().slots
+
+        def ask(path: str, row: dict[str, Any]) -> None:
+            with found.client() as client:
+                statuses.append(client.post(path, json=row).status_code)
+
+        asked = [("/v1/chat/completions", chat()), ("/v1/completions", body())]
+        threads = [threading.Thread(target=ask, args=asked[i % 2]) for i in range(slots)]
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: prompts.waiting == slots)
+        with found.client() as client:
+            check_error(client.post("/v1/completions", json=body()), 429)
+        for thread in threads:
+            thread.join(30)
+        assert statuses == [504] * slots
+        assert prompts.waiting == 0
+        go.set()
+        with found.client() as client:
+            assert complete(client)["choices"]
 
 
 def test_draining_takes_nothing_new_and_finishes_the_rest(tmp_path: Path) -> None:
@@ -658,6 +703,21 @@ def test_a_prompt_is_tokenised_once_and_not_by_the_engine(
     assert len(complete(client, n=3, max_tokens=2)["choices"]) == 3
     assert len(threads["tokenised"]) == 1
     assert threads["tokenised"][0].startswith("prompts")
+
+
+@pytest.mark.parametrize("content", ["7" * 100_000, [{"type": "text", "text": "7" * 50_000}] * 2])
+def test_a_prompt_too_long_for_its_letters_is_not_tokenised(
+    tiny: Served,
+    client: httpx.Client,
+    threads: dict[str, list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    content: Any,
+) -> None:
+    monkeypatch.setattr(tiny.app.state.context.prompts, "_most_letters", 99_999)
+    messages = [{"role": "user", "content": content}]
+    refused = client.post("/v1/chat/completions", json=chat(messages=messages))
+    assert "has 100000 characters, which are more than 255 tokens" in check_error(refused, 400)
+    assert threads["tokenised"] == []
 
 
 def test_a_long_prompt_that_is_cut_never_comes_to_the_engine(

@@ -18,6 +18,7 @@ from server import TARGET, Served, check_error, read_all, send_raw, served
 from waiting import wait_for
 
 from moedraft.core import StorageError
+from moedraft.serve.app import PUBLIC_BYTES
 from moedraft.serve.http.log import configure, get_logger, places, without_messages
 
 SHORT = {"header_timeout": 0.5, "body_timeout": 0.5, "max_body_bytes": 10_000, "max_connections": 12}
@@ -136,6 +137,15 @@ def test_a_body_without_a_length_is_counted(client: httpx.Client) -> None:
             yield b"x" * 1000
 
     check_error(client.post("/v1/completions", content=parts()), 413)
+
+
+@pytest.mark.parametrize("path", ["/login", "/logout", "/health", "/ready"])
+def test_without_a_key_bodies_are_small(client: httpx.Client, path: str) -> None:
+    """Paths that everybody reaches cost the server neither memory nor time for a large form."""
+    form = {"content-type": "application/x-www-form-urlencoded"}
+    check_error(client.post(path, content=b"a=" + b"x" * PUBLIC_BYTES, headers=form), 413)
+    check_error(client.post(path, content=(b"x" * 1000 for _ in range(9)), headers=form), 413)
+    assert client.post("/login", content=b"key=" + b"x" * 3000, headers=form).status_code != 413
 
 
 def test_a_body_as_large_as_allowed_is_read(client: httpx.Client) -> None:

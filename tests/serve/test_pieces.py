@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -104,3 +106,11 @@ def test_chat_gives_the_bytes_of_every_token() -> None:
     reply = ChatReply(plan(), PromptPreparer(byte_fallback(), None).piece)
     told = reply.whole([said(" theé", ids, [()] * 3)])["choices"][0]["logprobs"]["content"]
     assert bytes(byte for one in told for byte in one["bytes"]).decode() == " theé"
+
+
+def test_the_most_letters_of_a_prompt_are_those_of_its_longest_tokens(mini: Any) -> None:
+    longest = max(mini.get_vocab(), key=len)
+    assert PromptPreparer(mini, 7)._most_letters == 7 * len(longest)
+    assert PromptPreparer(mini, None)._most_letters == sys.maxsize
+    text = mini.decode([mini.get_vocab()[longest]]) * 7
+    assert len(asyncio.run(PromptPreparer(mini, 7).ids(text))) <= 7

@@ -214,8 +214,7 @@ class TryBox:
             self._busy = False
 
     async def _route(self, prompt: str) -> Route:
-        asked = self._look.at.worker.call(lambda system: system.router.route([prompt])[0])
-        return await asyncio.wait_for(asked, PATIENCE)
+        return (await asyncio.wait_for(self._look.at.worker.routes([prompt]), PATIENCE))[0]
 
 
 def _answer(route: Route) -> Markup:

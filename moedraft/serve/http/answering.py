@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from moedraft.core import RequestOutput
 from moedraft.serve.http.context import ServerContext
 from moedraft.serve.http.errors import CLIENT_GONE, ApiError, api_error
-from moedraft.serve.http.plan import GenerationPlan, Prompt
+from moedraft.serve.http.plan import Conversation, GenerationPlan, Prompt
 from moedraft.serve.http.replies import Reply
 from moedraft.serve.worker.ticket import Ticket
 
@@ -49,7 +49,13 @@ async def answer(request: Request, context: ServerContext, reply: Reply) -> Resp
     if reply.plan.params.logprobs is None:
         return JSONResponse(reply.whole(outputs))
     # Thousands of small objects are built in a thread, since other answers wait for the event loop.
-    return await run_in_threadpool(lambda: JSONResponse(reply.whole(outputs)))
+    return await run_in_threadpool(lambda: _encoded(reply.whole(outputs)))
+
+
+def _encoded(data: object) -> Response:
+    """`data` as JSON, encoded in small steps between which other threads run: `json.dumps` lets none run."""
+    steps = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).iterencode(data)
+    return Response("".join(steps).encode(), media_type="application/json")
 
 
 async def _submit(context: ServerContext, plan: GenerationPlan, source: str) -> list[Ticket]:
@@ -67,12 +73,13 @@ async def _submit(context: ServerContext, plan: GenerationPlan, source: str) -> 
 
 
 async def _prepared(
-    context: ServerContext, plan: GenerationPlan, prompt: Prompt
+    context: ServerContext, plan: GenerationPlan, asked: Prompt | Conversation
 ) -> tuple[Prompt, dict[str, Any]]:
     """A prompt and its options for the worker, with all that need not be done in the engine's thread."""
+    prompt = await context.prompts.chat(asked) if isinstance(asked, tuple) else asked
     ids = await context.prompts.ids(prompt)
     options: dict[str, Any] = {"expert": plan.expert, "draft": plan.draft, "capture": plan.capture}
-    topic = plan.topic
+    topic = plan.topic if isinstance(prompt, list) else None
     if plan.routed_first:
         topic = topic or (prompt if isinstance(prompt, str) else await context.prompts.text(ids))
         options["routed"] = await context.worker.route(topic)

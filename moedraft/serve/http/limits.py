@@ -38,19 +38,20 @@ class Admission:
 
 
 class BodyLimit:
-    """Reads the body before the route runs: at most `max_bytes`, within `seconds`."""
+    """Reads the body before the route runs: at most `max_bytes(path)`, within `seconds`."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int, seconds: float) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: Callable[[str], int], seconds: float) -> None:
         self.app, self.max_bytes, self.seconds = app, max_bytes, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        most = self.max_bytes(scope["path"])
         try:
-            self._check_length(scope)
+            _check_length(scope, most)
             async with asyncio.timeout(self.seconds):
-                body = await self._read(receive)
+                body = await _read(receive, most)
         except TimeoutError:
             await _too_slow().response()(scope, receive, send)
         except ApiError as error:
@@ -58,26 +59,29 @@ class BodyLimit:
         else:
             await self.app(scope, _replay(body, receive), send)
 
-    def _check_length(self, scope: Scope) -> None:
-        for name, value in scope["headers"]:
-            if name == b"content-length":
-                with suppress(ValueError):
-                    self._check(int(value))
 
-    async def _read(self, receive: Receive) -> bytes:
-        body = bytearray()
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientDisconnect
-            body += message.get("body", b"")
-            self._check(len(body))
-            if not message.get("more_body", False):
-                return bytes(body)
+def _check_length(scope: Scope, most: int) -> None:
+    for name, value in scope["headers"]:
+        if name == b"content-length":
+            with suppress(ValueError):
+                _check(int(value), most)
 
-    def _check(self, size: int) -> None:
-        if size > self.max_bytes:
-            raise ApiError(413, f"A body has at most {self.max_bytes} bytes here.", code="body_too_large")
+
+async def _read(receive: Receive, most: int) -> bytes:
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        body += message.get("body", b"")
+        _check(len(body), most)
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+def _check(size: int, most: int) -> None:
+    if size > most:
+        raise ApiError(413, f"A body has at most {most} bytes here.", code="body_too_large")
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

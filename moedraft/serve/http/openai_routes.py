@@ -43,8 +43,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
 @router.post("/chat/completions", responses=ANSWERS)
 async def chat_completions(request: Request, body: ChatRequest) -> Response:
     context = context_of(request)
-    prompt = await context.prompts.chat(body.messages)
-    plan = plan_chat(body, prompt, context.settings, _domains(context))
+    plan = plan_chat(body, context.settings, _domains(context))
     return await answer(request, context, ChatReply(plan, context.prompts.piece))
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from moedraft.config import Settings
 from moedraft.core import SamplingParams
 from moedraft.serve.http.errors import ApiError
 from moedraft.serve.http.model_names import expert_of, target_name
-from moedraft.serve.http.schema import ChatRequest, CompletionRequest, Generation
+from moedraft.serve.http.schema import ChatMessage, ChatRequest, CompletionRequest, Generation
 
 Prompt = str | list[int]
+Conversation = tuple[ChatMessage, ...]  # becomes a prompt only once it is prepared
 COMPLETION_TOKENS = 16  # the default of OpenAI's API
 MOST_LOGPROBS = 100_000  # of one answer that is sent in one piece; each of them is an object of its own
 LONGEST_STOP = 1000  # characters; text is held back while it could be the beginning of a stop string
@@ -23,14 +24,14 @@ class GenerationPlan:
 
     model: str
     expert: str | None
-    prompts: list[Prompt]
+    prompts: Sequence[Prompt | Conversation]
     n: int
     params: SamplingParams
     draft: bool
     capture: bool
     stream: bool
     include_usage: bool
-    topic: str | None = None  # what the router looks at, where the prompts hold more than that
+    topic: str | None = None  # what the router looks at in a conversation that becomes token ids
 
     def choices(self) -> Iterator[SamplingParams]:
         """The parameters of the `n` answers to a prompt; answer i uses the seed plus i."""
@@ -57,9 +58,7 @@ def plan_completion(
     return _plan(request, prompts, request.max_tokens or usual, request.logprobs, settings, domains)
 
 
-def plan_chat(
-    request: ChatRequest, prompt: Prompt, settings: Settings, domains: tuple[str, ...]
-) -> GenerationPlan:
+def plan_chat(request: ChatRequest, settings: Settings, domains: tuple[str, ...]) -> GenerationPlan:
     if request.top_logprobs is not None and not request.logprobs:
         raise _bad("top_logprobs", "'top_logprobs' needs 'logprobs' to be true.")
     given = (request.max_tokens, request.max_completion_tokens)
@@ -67,15 +66,15 @@ def plan_chat(
         raise _bad("max_tokens", "'max_tokens' and 'max_completion_tokens' differ; give one of them.")
     longest = given[1] or given[0] or settings.max_output_tokens
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    plan = _plan(request, [prompt], longest, logprobs, settings, domains)
+    plan = _plan(request, [tuple(request.messages)], longest, logprobs, settings, domains)
     asked = [message.text for message in request.messages if message.role == "user"]
     # The template's own words, and a conversation's beginning, say little about the question.
-    return replace(plan, topic=asked[-1] if asked and isinstance(prompt, list) else None)
+    return replace(plan, topic=asked[-1] if asked else None)
 
 
 def _plan(
     request: Generation,
-    prompts: list[Prompt],
+    prompts: Sequence[Prompt | Conversation],
     max_tokens: int,
     logprobs: int | None,
     settings: Settings,

@@ -62,6 +62,8 @@ class PromptPreparer:
     ) -> None:
         self._tokenizer = copy.deepcopy(tokenizer)
         self._limit = limit
+        self._most_letters = _most_letters(tokenizer, limit)
+        self.waiting = 0  # prompts that are being prepared, or wait for it
         self._fit: Callable[..., list[int]] = partial(
             tokenise, self._tokenizer, chat=False, vocab_size=vocab_size, room=room, truncate=truncate
         )
@@ -73,26 +75,41 @@ class PromptPreparer:
 
     async def ids(self, prompt: str | list[int]) -> list[int]:
         """The tokens that the engine gets. Raises InvalidRequest for none, wrong ones, or too many."""
+        self._check_letters(len(prompt))
         return await self._beside(len(prompt), lambda: self._ids(prompt))
 
     async def text(self, ids: list[int]) -> str:
         return await self._beside(len(ids), lambda: str(self._tokenizer.decode(ids)))
 
     async def chat(self, messages: Sequence[ChatMessage]) -> str | list[int]:
-        """A conversation as a prompt: token ids by the tokenizer's chat template, or text if it has none."""
+        """A conversation as a prompt: token ids by the tokenizer's chat template, or text if it has none.
+
+        Raises InvalidRequest for one that the template refuses, and for one that is too long.
+        """
+        size = sum(len(message.text) for message in messages)
+        self._check_letters(size)
         if not has_template(self._tokenizer):
             return plain_chat(messages)
         # other templates would drop a message of this role
         knows = "developer" in str(self._tokenizer.chat_template)
         roles = [message.role if knows or message.role != "developer" else "system" for message in messages]
         rows = [{"role": r, "content": message.text} for r, message in zip(roles, messages, strict=True)]
-        size = sum(len(row["content"]) for row in rows)
         return await self._beside(size, lambda: message_ids(self._tokenizer, rows))
 
     async def _beside(self, size: int, work: Callable[[], T]) -> T:
         """The result of `work` on a prompt of `size` characters or tokens, done in a thread."""
         thread = self._long if size > LONG else self._short
-        return await asyncio.get_running_loop().run_in_executor(thread, work)
+        self.waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(thread, work)
+        finally:
+            self.waiting -= 1
+
+    def _check_letters(self, size: int) -> None:
+        """Refuse a text that is too long however few tokens it makes, before a second goes on tokenising."""
+        if size > self._most_letters:
+            sentence = f"the prompt has {size} characters, which are more than {self._limit} tokens; "
+            raise PromptTooLong(f"{sentence}at most {self._limit} are taken.")
 
     def _ids(self, prompt: str | list[int]) -> list[int]:
         ids = prompt_ids(self._tokenizer, prompt, chat=False) if isinstance(prompt, str) else prompt
@@ -106,6 +123,12 @@ class PromptPreparer:
         spelt = self._tokenizer.convert_ids_to_tokens(token) if self._spelt else None
         data = self._spelt(spelt) if self._spelt and isinstance(spelt, str) else None
         return Piece(self._tokenizer.decode([token]).encode(errors="replace") if data is None else data)
+
+
+def _most_letters(tokenizer: Any, limit: int | None) -> int:
+    """The most characters, or token ids, that can be `limit` tokens."""
+    vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
+    return sys.maxsize if limit is None or not vocabulary else limit * max(map(len, vocabulary))
 
 
 def spelling_of(tokenizer: Any) -> Callable[[str], bytes | None] | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from moedraft.core import HOTTEST, MAX_LOGPROBS
 
@@ -123,8 +123,21 @@ class ChatMessage(Strict):
         return "".join(part.text for part in self.content)
 
 
+def _few_parts(messages: Any) -> Any:
+    """`messages` itself, unless they have too many parts: each part is an object of its own."""
+    rows = [row for row in messages if isinstance(row, dict)] if isinstance(messages, list) else []
+    contents = [row.get("content") for row in rows]
+    if sum(len(content) for content in contents if isinstance(content, list)) > MOST_PARTS:
+        raise ValueError(f"the messages have at most {MOST_PARTS} parts together")
+    return messages
+
+
 class ChatRequest(Generation):
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_PARTS, fail_fast=True)]
+    messages: Annotated[
+        list[ChatMessage],
+        Field(min_length=1, max_length=MOST_PARTS, fail_fast=True),
+        BeforeValidator(_few_parts),
+    ]
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31, description="the newer max_tokens")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)

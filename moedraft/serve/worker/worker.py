@@ -134,9 +134,9 @@ class Worker:
             raise
         return ticket
 
-    def check_room(self) -> None:
-        """Raises Overloaded, EngineFailed or Draining if `submit` would, whatever the request is."""
-        self._engine.check_room(self.max_waiting)
+    def check_room(self, coming: int = 0) -> None:
+        """Raises Overloaded, EngineFailed or Draining if `submit` would after `coming` others came."""
+        self._engine.check_room(self.max_waiting - coming)
 
     async def call(self, work: Callable[[System], T]) -> T:
         """Run `work(system)` between two steps of the engine; returns its result or raises its exception.
