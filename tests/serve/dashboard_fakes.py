@@ -6,7 +6,6 @@ Run as a program it serves the dashboard over them, to be looked at.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import random
 import socket
 import tempfile
@@ -88,11 +87,7 @@ class FakeWorker:
     def snapshot(self) -> Snapshot:
         return self.now
 
-    async def call(self, work: Callable[[Any], Any]) -> Any:
-        await asyncio.sleep(0)
-        return work(SimpleNamespace(router=SimpleNamespace(route=self._route)))
-
-    def _route(self, prompts: list[str]) -> list[Route]:
+    async def routes(self, prompts: list[str]) -> list[Route]:
         self.asked += prompts
         sure = {"sql": 0.83, "python": 0.08, "german-docs": 0.03, SHARED: 0.06}
         unsure = {"sql": 0.11, "python": 0.2, "german-docs": 0.02, SHARED: 0.67}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -112,5 +111,5 @@ def test_the_most_letters_of_a_prompt_are_those_of_its_longest_tokens(mini: Any)
     longest = max(mini.get_vocab(), key=len)
     assert PromptPreparer(mini, 7)._most_letters == 7 * len(longest)
     assert PromptPreparer(mini, None)._most_letters == sys.maxsize
-    text = mini.decode([mini.get_vocab()[longest]]) * 7
-    assert len(asyncio.run(PromptPreparer(mini, 7).ids(text))) <= 7
+    for text in (mini.decode([mini.get_vocab()[longest]]) * 7, " " * 500, "a" * 500, TEXT * 9):
+        assert len(text) <= len(mini(text, add_special_tokens=False)["input_ids"]) * len(longest)
