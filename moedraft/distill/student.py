@@ -109,14 +109,15 @@ class Student:
             hidden, *rest = inputs
             return (given(hidden[:, -batch.keep :][batch.mask]), *rest)
 
-        with self.model.get_output_embeddings().register_forward_pre_hook(choose):
-            out = self.model(input_ids=batch.token_ids, use_cache=False, logits_to_keep=batch.keep)
+        model = self.draft.hf  # PEFT's layers are in it; its own wrapper needs an adapter to be active
+        with model.get_output_embeddings().register_forward_pre_hook(choose):
+            out = model(input_ids=batch.token_ids, use_cache=False, logits_to_keep=batch.keep)
         logits: torch.Tensor = out.logits
         return logits
 
     def output_layer(self) -> OutputLayer | None:
         """The output layer with its active adapters; None where the logits are not simply its output."""
-        layer = self.model.get_output_embeddings()
+        layer = self.draft.hf.get_output_embeddings()
         base = getattr(layer, "base_layer", layer)
         if type(base) is not torch.nn.Linear or not self._ends_there(layer):
             return None
@@ -136,7 +137,7 @@ class Student:
             seen: list[torch.Tensor] = []
             token = torch.zeros(1, 1, dtype=torch.int64, device=self.draft.device)
             with torch.no_grad(), layer.register_forward_hook(lambda *call: seen.append(call[2])):
-                logits = self.model(input_ids=token, use_cache=False).logits
+                logits = self.draft.hf(input_ids=token, use_cache=False).logits
             self._plain_logits = torch.equal(seen[0], logits)
         return self._plain_logits
 
@@ -160,10 +161,8 @@ class Student:
 
         Call `activate` before learning goes on.
         """
-        if not parts:
-            with self.model.disable_adapter():
-                yield
-            return
+        if self.model is None:
+            self._follow(SHARED)  # nothing has been trained since this process began
         keys = [f"stored_{number}" for number in range(len(parts))]
         active = list(self.model.base_model.active_adapters)
         try:

@@ -15,6 +15,7 @@ from distill_rig import record
 from feature_records import a_batch, a_draft, a_record, a_target, stir
 
 from moedraft.core import SHARED, Domain, InvalidRequest, ReplayRecord, StorageError
+from moedraft.distill.batches import collate as collate_text
 from moedraft.distill.joint.joint_loop import JointLoop
 from moedraft.distill.joint.joint_loss import acceptance
 from moedraft.distill.joint.joint_student import JointStudent
@@ -174,6 +175,31 @@ def test_a_text_measure_is_what_would_serve_and_leaves_no_trace(store: Store) ->
     now = trainer.student.export("code")[1]
     assert all(torch.equal(first.tensors[name], now[name]) for name in now)
     assert set(trainer.student.model.peft_config) == {"adapter_shared", "adapter_code"}
+
+
+@pytest.mark.parametrize("first", [None, SHARED, "code"])
+def test_what_serves_can_be_measured_before_and_after_anything_was_learned(
+    store: Store, first: str | None
+) -> None:
+    """Versions are looked at again in a trainer that has just begun, and after updates that came to nothing."""
+    plain, trainer = random_model("llama", 1, layers=2), Trainer(random_model("llama", 1, layers=2), store)
+    store.replay.add([record(number) for number in range(24)])
+    if first is not None:
+        assert trainer.update(first, steps=1) is not None
+        for name in ("code", SHARED):
+            trainer.forget(name)
+    records = held_out(FEW - 1)
+    measure = TextMeasure(trainer, 4)
+    found = measure({SHARED: None}, "code", records, lambda: None)
+    batch = collate_text(records, plain.device, trainer.tokens_per_step, plain.vocab_size)
+    with torch.no_grad():
+        best = plain.hf(batch.token_ids).logits[:, -batch.keep :][batch.mask].argmax(-1)
+    assert found.counts[:, 0, 0].sum() == (best == batch.topk_ids[:, 0]).sum()
+    made = trainer.update("code", steps=1)
+    assert made is not None
+    trainer.forget("code")
+    measure({SHARED: None, "code": made}, "code", records, lambda: None)
+    measure({SHARED: None}, "code", records, lambda: None)
 
 
 def test_an_expert_is_not_trained_on_a_shared_adapter_that_is_only_kept(store: Store) -> None:

@@ -724,6 +724,7 @@ def test_the_real_trainer_says_what_is_wrong(tmp_path: Path, store: Store) -> No
 
 @pytest.mark.slow
 def test_the_shipped_pair_learns_while_it_serves(mini_system: System) -> None:
+    """The first update that the gate lets through is in use within the time; further ones take more traffic."""
     small = {"update_steps": 4, "update_tokens": 512, "update_every": 4, "train_idle_share": 0.0}
     settings = mini_system.settings.model_copy(update=small)
     prompts = [prompt for texts in examples().values() for prompt in texts[:2]]
@@ -735,9 +736,9 @@ def test_the_shipped_pair_learns_while_it_serves(mini_system: System) -> None:
 
     async def ask() -> None:
         deadline = time.monotonic() + 200
-        while mini_system.bank.version(SHARED) < 2:
+        while mini_system.bank.version(SHARED) < 1:
             assert time.monotonic() < deadline, trainer.state()
-            assert trainer.state().restarts == 0, trainer.state()
+            assert (trainer.state().restarts, trainer.state().last_error) == (0, None), trainer.state()
             tickets = [await worker.submit(prompt, SamplingParams(max_tokens=24)) for prompt in prompts]
             texts = [(await ticket.result()).text for ticket in tickets]
             assert texts == [output.text for output in plain]
@@ -745,7 +746,7 @@ def test_the_shipped_pair_learns_while_it_serves(mini_system: System) -> None:
     asyncio.run(ask())
     trainer.stop()
     worker.stop()
-    assert trainer.state().updates >= 2
+    assert trainer.state().updates >= 1
 
 
 # -- silence -------------------------------------------------------------------------------------

@@ -214,8 +214,8 @@ async def submitted(worker: Worker, gate: Gate, start: int = 1, what: SamplingPa
     asking = asyncio.ensure_future(worker.submit([start, 2], what))
 
     def taken() -> bool:
-        if gate.waiting.is_set():
-            gate.let()
+        if gate.waiting.is_set() and gate.used_up:
+            gate.let()  # never two at once: those left over would let the requests end by themselves
         return asking.done()
 
     await until(taken)
@@ -694,11 +694,11 @@ def test_a_busy_hour_is_no_stall(
     monkeypatch.setattr(system.engine, "step", slow)
 
     async def ask() -> None:
-        tickets = [await timed.submit([i % 40], params(100)) for i in range(50)]
+        tickets = [await timed.submit([i % 40], params(150)) for i in range(50)]
         await asyncio.gather(*(ticket.result() for ticket in tickets))
 
     run(ask())
-    assert clock.offset > 3600
+    assert clock.offset > 3600  # how many tokens a step gives depends on measured times
     assert not any(alarms)
     assert statistics.median(idle_shares) < 0.05
 
