@@ -181,7 +181,7 @@ def test_a_text_measure_is_what_would_serve_and_leaves_no_trace(store: Store) ->
 def test_what_serves_can_be_measured_before_and_after_anything_was_learned(
     store: Store, first: str | None
 ) -> None:
-    """Versions are looked at again in a trainer that has just begun, and after updates that came to nothing."""
+    """Versions are looked at again in a trainer that has just begun, and after updates that were dropped."""
     plain, trainer = random_model("llama", 1, layers=2), Trainer(random_model("llama", 1, layers=2), store)
     store.replay.add([record(number) for number in range(24)])
     if first is not None:

@@ -724,7 +724,7 @@ def test_the_real_trainer_says_what_is_wrong(tmp_path: Path, store: Store) -> No
 
 @pytest.mark.slow
 def test_the_shipped_pair_learns_while_it_serves(mini_system: System) -> None:
-    """The first update that the gate lets through is in use within the time; further ones take more traffic."""
+    """The first update that passes the gate comes into use; further ones take more traffic."""
     small = {"update_steps": 4, "update_tokens": 512, "update_every": 4, "train_idle_share": 0.0}
     settings = mini_system.settings.model_copy(update=small)
     prompts = [prompt for texts in examples().values() for prompt in texts[:2]]
