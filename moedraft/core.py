@@ -220,6 +220,7 @@ class AdapterVersion:
     created_at: float
     state: Literal["live", "retired", "rolled_back"]
     stood_on: int | None = None  # an expert's: the version of the shared adapter that it was trained on
+    last_record: int = 0  # the id of the newest replay record when it was published; set by the registry
 
 
 @dataclass(frozen=True)

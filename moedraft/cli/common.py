@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from moedraft.config import Settings
     from moedraft.storage.store import Store
 
+# What a terminal would obey rather than show: control characters other than tab and line feed, and those that
+# turn the direction of writing. Texts of requests and files may hold them.
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 PANEL = "Where and with what"
 HomeOption = Annotated[
     Path | None,
@@ -149,30 +153,47 @@ def find_domain(store: Store | None, name: str) -> Domain:
 def say_error(sentence: str) -> None:
     """Print an error as one line on stderr, even if the text holds line breaks or odd characters."""
     line = " ".join(sentence.split()).encode("utf-8", "backslashreplace").decode()
-    print("Error:", line, file=sys.stderr)
+    print("Error:", visible(line), file=sys.stderr)
 
 
 def note(text: str) -> None:
     """Print a dim remark on stderr."""
-    err.print(Text(text, style="dim"), soft_wrap=True)
+    err.print(Text(visible(text), style="dim"), soft_wrap=True)
 
 
 def note_missing(settings: Settings) -> None:
     note(f"There is no home at {settings.home} yet.")
 
 
+def note_left(done: dict[str, Any]) -> None:
+    """Say what a deletion did not reach yet: `moedraft.storage.changes.left_of_deleted`."""
+    if not done["overwritten"]:
+        note("Something reads the home; the bytes are overwritten when it has ended and the home is written.")
+    if done["copies"]:
+        names = ", ".join(done["copies"])
+        note(f"Copies from before an upgrade may still hold records; delete them in the home: {names}.")
+
+
 def emit(data: dict[str, Any]) -> None:
     """Print one JSON object as one line on stdout, without buffering."""
     plain = not (sys.stdout.encoding or "").lower().startswith("utf")
-    print(json.dumps(_finite(data), ensure_ascii=plain, allow_nan=False), flush=True)
+    print(visible(json.dumps(_finite(data), ensure_ascii=plain, allow_nan=False)), flush=True)
 
 
 def say(text: str) -> None:
-    """Print a line of text on stdout. Characters that its encoding lacks are written as escapes."""
-    write_text(f"{text}\n")
+    """Print a line of text on stdout. Control characters, and what its encoding lacks, become escapes."""
+    write_text(f"{visible(text)}\n")
+
+
+def visible(text: str) -> str:
+    """`text` with its control characters as escapes (`\\u001b`), which are the same in JSON."""
+    return CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def write_text(text: str) -> None:
+    """Write `text` to stdout as it is; to a terminal, with its control characters as escapes."""
+    if sys.stdout.isatty():
+        text = visible(text)
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
     sys.stdout.flush()
@@ -184,7 +205,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[obje
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
+        table.add_row(*(cell if isinstance(cell, Text) else Text(visible(str(cell))) for cell in row))
     Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
 
 

@@ -21,6 +21,7 @@ from moedraft.cli.common import (
     find_domain,
     moment,
     note,
+    note_left,
     note_missing,
     print_table,
     rate,
@@ -215,24 +216,24 @@ def remove(
     """Forget a domain: its examples, its replay and its adapters."""
     settings = settings_for(ctx, home=home)
     remote = owner_of(settings, server)
-    if remote is not None:
-        remote.delete("admin", "domains", name)
-    else:
-        _remove(settings, name)
+    done = remote.delete("admin", "domains", name) if remote is not None else _remove(settings, name)
     if as_json:
-        emit({"removed": name})
-    else:
-        say(f"Domain {name!r} is removed.")
+        emit(done)
+        return
+    say(f"Domain {name!r} is removed.")
+    note_left(done)
 
 
-def _remove(settings: Settings, name: str) -> None:
+def _remove(settings: Settings, name: str) -> dict[str, Any]:
     with writing(settings) as store:
         find_domain(store, name)
+        from moedraft.storage.changes import left_of_deleted
         from moedraft.system.build import open_router
         from moedraft.system.domains import remove_domain
 
         with busy("Fitting the router"):
             remove_domain(store, open_router(settings, store), name)
+        return {"removed": name, **left_of_deleted(store)}
 
 
 def _warm_data(warm: WarmStart) -> dict[str, Any]:

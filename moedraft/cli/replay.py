@@ -15,7 +15,7 @@ from moedraft.cli.common import (
     JsonOption,
     check_expert,
     emit,
-    note,
+    note_left,
     note_missing,
     print_table,
     reading,
@@ -63,7 +63,7 @@ def purge(
     as_json: JsonOption = False,
 ) -> None:
     """Delete the records of a domain, their bytes overwritten. What was learned from them stays."""
-    from moedraft.storage.changes import old_copies
+    from moedraft.storage.changes import left_of_deleted
 
     if (name is None) != everything:
         raise InvalidRequest("Give either the name of a domain or --all.")
@@ -76,19 +76,12 @@ def purge(
             if name is not None:
                 check_expert(store, name)
             count = store.replay.purge(name)
-            erased, copies = not store.home.erasing, old_copies(store)
-            done = {"domain": name, "purged": count, "overwritten": erased, "copies": copies}
+            done = {"domain": name, "purged": count, **left_of_deleted(store)}
     if as_json:
         emit(done)
         return
     say(f"{done['purged']} records of {name or 'all domains'} are deleted.")
-    if not done["overwritten"]:
-        note(
-            "Something reads the home; their bytes are overwritten when it has ended and the home is written."
-        )
-    if done["copies"]:
-        names = ", ".join(done["copies"])
-        note(f"Copies from before an upgrade may still hold records; delete them in the home: {names}.")
+    note_left(done)
 
 
 def private(path: str, flags: int) -> int:

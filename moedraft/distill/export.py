@@ -118,12 +118,14 @@ def _write(
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.parent / f".{out.name}-{uuid.uuid4().hex[:8]}"
     try:
-        temporary.mkdir()
+        temporary.mkdir(mode=0o700)
         config.save_pretrained(str(temporary))
         save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
         if vocabulary is not None:
             save_file({"vocabulary": vocabulary}, temporary / VOCABULARY, metadata={"format": "pt"})
         assert (temporary / CONFIG).exists()
+        for file in temporary.iterdir():
+            file.chmod(0o600)
         temporary.rename(out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

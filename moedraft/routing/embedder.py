@@ -212,7 +212,8 @@ def write_tensors(path: Path, tensors: dict[str, NDArray[Any]], metadata: dict[s
     """Write the file under a temporary name, fsync, rename. Raises StorageError; the old file stays then."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        temporary.touch(mode=0o600)
         with temporary.open("wb") as file:
             file.write(save({name: np.ascontiguousarray(t) for name, t in tensors.items()}, metadata))
             file.flush()

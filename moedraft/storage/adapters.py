@@ -216,6 +216,8 @@ class AdapterStore:
         for summary, folder, content in zip(summaries, folders, files, strict=True):
             version = self._version_of(summary, numbers[summary.expert], numbers.get(SHARED))
             (folder / MANIFEST).write_text(manifest_of(version, summary, content), encoding="utf-8")
+            for file in folder.iterdir():
+                file.chmod(0o600)
             versions.append(version)
         return versions
 

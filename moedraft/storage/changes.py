@@ -5,6 +5,8 @@ Registering and removing domains is not here, because it needs a router.
 
 from __future__ import annotations
 
+from typing import Any
+
 from moedraft.core import DOMAIN_NAME, SHARED, Domain, InvalidRequest, UnknownName
 from moedraft.storage.db import DATABASE
 from moedraft.storage.registry import Changed, Registry
@@ -42,9 +44,14 @@ def purge(store: Store, name: str | None) -> int:
     return store.replay.purge(name)
 
 
-def old_copies(store: Store) -> list[str]:
-    """Names of the databases kept in the home from before upgrades: no purge reaches them."""
-    return sorted(path.name for path in store.home.path.glob(f"{DATABASE}.[0-9]*"))
+def left_of_deleted(store: Store) -> dict[str, Any]:
+    """What a deletion did not reach yet, for its answer.
+
+    `overwritten`: the bytes are overwritten; where not, a reader is in the way, and it is tried again.
+    `copies`: names of the databases kept in the home from before upgrades, which no deletion reaches.
+    """
+    copies = sorted(path.name for path in store.home.path.glob(f"{DATABASE}.[0-9]*"))
+    return {"overwritten": not store.home.erasing, "copies": copies}
 
 
 def check_expert(store: Store, name: str) -> None:

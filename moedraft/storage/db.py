@@ -270,9 +270,10 @@ def _claim(path: Path) -> int:
 
 
 def _tighten(home: Path) -> None:
-    """Take away other users' access to a home that an earlier moedraft, or a copy, has left open."""
+    """Take away other users' access to a home that a person, an earlier moedraft or a copy has left open."""
     found = home.stat()
-    ours = (home / DATABASE).exists() and found.st_uid == os.geteuid() and not found.st_mode & stat.S_ISVTX
+    ours = (home / DATABASE).exists() or not any(home.iterdir())
+    ours = ours and found.st_uid == os.geteuid() and not found.st_mode & stat.S_ISVTX
     if ours and found.st_mode & 0o077:
         home.chmod(stat.S_IMODE(found.st_mode) & 0o700)
 

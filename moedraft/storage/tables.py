@@ -65,6 +65,7 @@ adapter_versions = Table(
     Column("created_at", Float, nullable=False),
     Column("state", String(16), nullable=False),
     Column("stood_on", Integer),  # an expert's: the version of the shared adapter that it was trained on
+    Column("last_record", Integer, nullable=False, server_default="0"),  # newest replay id at its publication
 )
 _is_live = text("state = 'live'")
 Index(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from sqlalchemy import Connection, delete, insert, select, update
+from sqlalchemy import Connection, delete, func, insert, select, update
 
 from moedraft.core import SHARED, AdapterVersion, InvalidRequest, UnknownName
-from moedraft.storage.tables import adapter_versions, counters, domains, experts, meta
+from moedraft.storage.tables import adapter_versions, counters, domains, experts, meta, replay
 
 PIN = "pinned:"  # with a name: the meta key that exists while this adapter is pinned
 UNADAPTED = "unadapted:"  # with a name: the one that exists while the draft base alone drafts for it
@@ -126,7 +126,8 @@ def insert_version(connection: Connection, version: AdapterVersion) -> None:
         raise InvalidRequest(f"Version {version.version} cannot descend from {version.parent}.")
     if version.state == "live":
         retire_live(connection, version.domain)
-    connection.execute(insert(adapter_versions).values(vars(version)))
+    newest = connection.scalar(select(func.max(replay.c.id))) or 0
+    connection.execute(insert(adapter_versions).values(vars(version) | {"last_record": newest}))
     counts = {"last_version": version.version, "updates": experts.c.updates + 1}
     connection.execute(update(experts).where(experts.c.name == version.domain).values(counts))
 

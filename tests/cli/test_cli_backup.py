@@ -17,11 +17,13 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from candidates import candidate
 from cli_fakes import Run
 
 from moedraft.core import SHARED, ReplayRecord
+from moedraft.routing.embedder import write_tensors
 from moedraft.serve.auth.keyring import Keyring
 from moedraft.storage import backup
 from moedraft.storage.adapter_files import MANIFEST
@@ -275,6 +277,21 @@ def test_a_home_that_others_may_read_is_tightened(home: Path, store: Store) -> N
     assert mode(home) == 0o755  # who only reads changes nothing
     Store.open(home).close()
     assert mode(home) == 0o700
+
+
+def test_a_new_home_in_an_empty_folder_is_tightened_at_once(tmp_path: Path) -> None:
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new").chmod(0o755)
+    Store.open(tmp_path / "new").close()
+    assert mode(tmp_path / "new") == 0o700
+
+
+def test_all_files_of_a_home_are_for_its_owner_only(home: Path, store: Store) -> None:
+    store.adapters.publish(candidate("sql"))
+    write_tensors(home / "router" / "vectors.safetensors", {"rows": np.zeros(2)}, {})
+    files = [path for path in home.rglob("*") if path.is_file()]
+    assert len(files) > 5
+    assert {path.name: oct(mode(path)) for path in files if mode(path) != 0o600} == {}
 
 
 def test_a_folder_that_is_no_home_keeps_its_mode(tmp_path: Path) -> None:

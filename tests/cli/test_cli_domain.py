@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from moedraft import learning_state
 from moedraft.core import SamplingParams
 from moedraft.distill.loop import DistillLoop
 from moedraft.distill.warmstart import split_examples
+from moedraft.storage.db import DATABASE
 from moedraft.storage.store import Store
 
 LOW, HIGH = "0 3 6 9 12 15", "60 63 66 69 72 75"
@@ -54,10 +56,40 @@ def test_domains_are_listed_shown_and_removed(run: Run, home: Path) -> None:
     ]
     assert "low [/b]" in run("domain", "list", "--home", home).out
     assert LOW in run("domain", "show", "low", "--home", home).out
-    assert run("domain", "remove", "low", "--home", home, "--json").data == {"removed": "low"}
+    assert run("domain", "remove", "low", "--home", home, "--json").data == {
+        "removed": "low",
+        "overwritten": True,
+        "copies": [],
+    }
     assert "is removed" in run("domain", "remove", "high", "--home", home).out
     assert run("domain", "list", "--home", home, "--json").data == {"domains": []}
     assert run("domain", "remove", "low", "--home", home).code == 2
+
+
+def test_no_text_reaches_the_terminal_as_a_command(run: Run, home: Path, tmp_path: Path) -> None:
+    """An example may come from anybody: it must not set the window's title or turn the line round."""
+    hostile = "\x1b]0;owned\x07 \x9b31m \u202eabc \r\x7f\tok"
+    rows = [*numbers(0), {"prompt": hostile}]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    assert (
+        run("domain", "register", "low", "--examples", path, "--description", hostile, "--home", home).code
+        == 0
+    )
+    texts = [run("domain", *words, "--home", home).out for words in (("show", "low"), ("list",))]
+    as_json = run("domain", "show", "low", "--home", home, "--json")
+    assert "\\u001b]0;owned\\u0007" in texts[0]
+    assert not set("".join([*texts, as_json.out])) & set("\x1b\x07\x9b\u202e\r\x7f")
+    assert hostile in as_json.data["examples"]
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_removal_says_what_it_did_not_reach(run: Run, home: Path) -> None:
+    (home / f"{DATABASE}.0001").touch()
+    with closing(Store.open(home, write=False)) as reader, reader.home.read() as reading:
+        reading.exec_driver_sql("SELECT count(*) FROM replay").scalar()
+        done = run("domain", "remove", "low", "--home", home)
+    assert "Something reads the home" in done.err
+    assert f"{DATABASE}.0001" in " ".join(done.err.split())
 
 
 def test_a_missing_home_counts_as_empty(run: Run, home: Path) -> None:

@@ -64,9 +64,7 @@ def published(store: Store, **values: float) -> None:
 
 def came(store: Store, count: int = ENOUGH, domain: str = "code", first: int = 0) -> None:
     """As many requests, after everything that was published before."""
-    later = time.time() + 1
-    numbers = range(first, first + count)
-    store.replay.add([replace(record(number, domain), created_at=later) for number in numbers])
+    store.replay.add([record(number, domain) for number in range(first, first + count)])
 
 
 def test_a_version_that_does_worse_on_later_requests_is_taken_back(store: Store) -> None:
@@ -105,13 +103,29 @@ def test_what_does_better_is_left_and_not_looked_at_again(store: Store) -> None:
 
 
 def test_few_requests_and_old_ones_decide_nothing(store: Store) -> None:
-    store.replay.add([replace(record(number), created_at=1.0) for number in range(50)])
+    store.replay.add([record(number) for number in range(50)])
     published(store, shared=-0.3)
     came(store, ENOUGH - 1, first=100)
     came(store, 1, first=100)  # one prompt again
     values = Values()
     assert Watch(values, store)("base") is None
     assert not values.asked
+
+
+@pytest.mark.parametrize("year", [-1, 1])
+def test_a_clock_that_was_set_decides_nothing(store: Store, year: int) -> None:
+    """What came before a version is not taken for later requests, nor the other way round."""
+    now = time.time()
+    published(store, shared=0.3)
+    store.replay.add([replace(record(one), created_at=now + year * 365 * 86400) for one in range(50)])
+    published(store, shared=-0.3)
+    values = Values()
+    assert Watch(values, store)("base") is None
+    assert not values.asked
+    numbers = range(100, 100 + ENOUGH)
+    store.replay.add([replace(record(one), created_at=now + year * 365 * 86400) for one in numbers])
+    assert Watch(values, store)("base") is not None
+    assert {count for _, count in values.asked} == {ENOUGH}
 
 
 def test_a_version_that_a_person_chose_stays(store: Store) -> None:

@@ -97,7 +97,11 @@ def test_a_domain_serves_as_soon_as_it_is_registered(client: httpx.Client) -> No
 
 def test_a_domain_that_is_removed_is_gone(client: httpx.Client) -> None:
     assert expert(complete(client, DOMAINS["code"][0])) == "code"
-    assert client.delete("/admin/domains/code").json() == {"removed": "code"}
+    assert client.delete("/admin/domains/code").json() == {
+        "removed": "code",
+        "overwritten": True,
+        "copies": [],
+    }
     assert names(client) == ["prose"]
     assert models(client) == [TARGET, f"{TARGET}:prose"]
     assert expert(complete(client, DOMAINS["code"][0])) != "code"

@@ -166,7 +166,11 @@ def test_a_server_elsewhere(
     assert run("replay", "show", *own, "--json").data["records"]["law"] == 0
     purged = run("replay", "purge", "--all", *own, "--json").data
     assert purged == {"domain": None, "purged": 0, "overwritten": True, "copies": []}
-    assert run("domain", "remove", "law", *own, "--json").data == {"removed": "law"}
+    assert run("domain", "remove", "law", *own, "--json").data == {
+        "removed": "law",
+        "overwritten": True,
+        "copies": [],
+    }
     assert not (tmp_path / "other").exists()
 
 

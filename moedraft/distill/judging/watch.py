@@ -90,19 +90,16 @@ class Watch:
         return replace(found, decision=decision, reason=reason if decision == "withdraw" else None)
 
     def _since(self, live: AdapterVersion) -> dict[str, list[ReplayRecord]]:
-        """Records that came after `live` was made, by domain; of one prompt only the newest."""
+        """The newest records since `live` was published, by domain; one record of each prompt."""
         target = self.store.registry.get_meta(TARGET_ID)
-        found: dict[str, dict[tuple[int, ...], ReplayRecord]] = {}
+        found: dict[tuple[str, tuple[int, ...]], ReplayRecord] = {}
         own = None if live.domain == SHARED else live.domain
-        for record in self.store.replay.records(own, limit=2 * MOST):
-            if record.created_at <= live.created_at or len(record.topk_ids) < USABLE:
-                continue
-            if target is None or record.target_id == target:
+        for record in self.store.replay.records(own, limit=2 * MOST, min_id=live.last_record + 1):
+            if len(record.topk_ids) >= USABLE and target in (None, record.target_id) and len(found) < MOST:
                 prompt = tuple(record.token_ids[: record.num_prompt_tokens])
-                found.setdefault(record.domain, {}).setdefault(prompt, record)
-        chosen = [record for prompts in found.values() for record in prompts.values()]
-        chosen = sorted(chosen, key=lambda record: record.created_at)[-MOST:]
-        return {domain: [one for one in chosen if one.domain == domain] for domain in found}
+                found.setdefault((record.domain, prompt), record)
+        domains = dict.fromkeys(domain for domain, _ in found)
+        return {one: [record for record in found.values() if record.domain == one] for one in domains}
 
     def _serving(self, live: AdapterVersion, domain: str) -> Serving:
         """What drafts for this domain now."""

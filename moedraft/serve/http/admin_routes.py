@@ -83,14 +83,14 @@ def show_domain(request: Request, name: Name) -> Data:
 
 @router.delete("/domains/{name}")
 async def delete_domain(request: Request, name: Name) -> Data:
-    """Forget a domain: its examples, its replay and its adapters."""
+    """Forget a domain: its examples, replay and adapters. `overwritten` and `copies` as of a purge."""
     context = context_of(request)
 
     def work() -> Data:
         changes.find_domain(context.store, name)
         context.worker.system.recorder.flush()
         remove_domain(context.store, open_router(context.settings, context.store), name)
-        return {"removed": name}
+        return {"removed": name, **changes.left_of_deleted(context.store)}
 
     return await _change(context, work)
 
@@ -179,14 +179,13 @@ def replay(request: Request) -> Data:
 def purge(request: Request, body: Purge) -> Data:
     """Delete the records of a domain, or all. `overwritten`: their bytes too; else that is tried again.
 
-    `copies` names the databases kept from before an upgrade, which no purge reaches.
+    `copies` names the databases kept from before an upgrade, which no deletion reaches.
     """
     context = context_of(request)
     # Records of requests that were answered before must not be written after the purge.
     context.worker.system.recorder.flush()
     count = changes.purge(context.store, body.domain)
-    erased, copies = not context.store.home.erasing, changes.old_copies(context.store)
-    return {"domain": body.domain, "purged": count, "overwritten": erased, "copies": copies}
+    return {"domain": body.domain, "purged": count, **changes.left_of_deleted(context.store)}
 
 
 @router.post("/route")
