@@ -12,7 +12,7 @@ from pathlib import Path
 from fault_tools import Row, Say, candidate, ids_of, killed, needle_of, new_home, record
 
 from moedraft.core import Domain, MoedraftError
-from moedraft.storage.backup import make_backup, restore_backup
+from moedraft.storage.backup import UNFINISHED, make_backup, restore_backup
 from moedraft.storage.db import DATABASE
 from moedraft.storage.keys import KeyFile
 from moedraft.storage.store import Store
@@ -66,10 +66,12 @@ def purge(home: Path, say: Say) -> None:
 
 
 def check_purge(home: Path, said: list[str], row: Row) -> None:
-    opened(home, row).close()
-    left = b"".join(path.read_bytes() for path in home.glob(f"{DATABASE}*"))
-    remaining = [number for number in said if needle_of(int(number)) in left]
-    row.check(not remaining, f"purged bytes remain: {remaining[:3]}")
+    """Searched as the kill has left it, and once more after a start."""
+    for when in ("after the kill", "after a start"):
+        left = b"".join(path.read_bytes() for path in home.glob(f"{DATABASE}*"))
+        remaining = [number for number in said if needle_of(int(number)) in left]
+        row.check(not remaining, f"purged bytes remain {when}: {remaining[:3]}")
+        opened(home, row).close()
 
 
 # -- versions ------------------------------------------------------------------------------------
@@ -185,8 +187,10 @@ def check_backup(home: Path, said: list[str], row: Row) -> None:
         said = [name for name in said if name != file.name]
         file.unlink()
     row.check(not said, f"acknowledged backups are not there: {said[:3]}")
-    for left in home.parent.glob(".*.tar.*"):  # private; a later backup of another name does not mind
-        shutil.rmtree(left)
+    make_backup(home, home.parent / "last.tar")
+    (home.parent / "last.tar").unlink()
+    left = list(home.parent.glob(f"{UNFINISHED}*"))
+    row.check(not left, f"a later backup leaves what a killed one left: {left[:3]}")
 
 
 def migrate(home: Path, say: Say) -> None:

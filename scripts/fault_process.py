@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 from fault_tools import new_home
 
+from moedraft.serve.auth.sessions import COOKIE
 from moedraft.storage.keys import SCOPES, KeyFile
 
 START_SECONDS = 180.0  # on a machine that does other things too
@@ -46,6 +47,7 @@ class Server:
             *flags,
         ]
         self._environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+        self.session = ""  # the last that `sign_in` was given
         self.started_in = self.used = 0.0  # s of time and of processors until it was ready
 
     def __enter__(self) -> Server:
@@ -111,6 +113,13 @@ class Server:
         response = self.client.post("/v1/completions", json=row)
         response.raise_for_status()
         return str(response.json()["choices"][0]["text"])
+
+    def sign_in(self) -> str:
+        """The cookie that a browser gets for the key. Raises httpx.HTTPError and KeyError."""
+        answer = self.client.post("/login", data={"key": self.secret}, headers={"authorization": ""})
+        self.session = str(answer.cookies[COOKIE])
+        self.client.cookies.clear()
+        return self.session
 
     def held(self) -> dict[str, int]:
         """Open files, threads and kilobytes of the process, and requests in slots or waiting."""

@@ -13,6 +13,8 @@ import httpx
 from fault_process import MODEL, PROMPT, Server
 from fault_tools import Row
 
+from moedraft.serve.http.plan import LONGEST_STOP, MOST_LOGPROBS
+
 HOSTILE = '<script>alert("moedraft-needle")</script>'
 CSV_TABLES = [
     "throughput",
@@ -29,6 +31,33 @@ CSV_TABLES = [
     "updates",
     "updates_by_expert",
 ]
+AT_LIMIT: dict[str, Any] = {
+    "max_tokens": 4096,
+    "n": 16,
+    "logprobs": 20,
+    "stop": [letter * LONGEST_STOP for letter in "wxyz"],
+    "seed": 2**63 - 1,
+    "temperature": 2.0,
+    "top_p": 1e-9,
+    "top_k": 2**31 - 1,
+    "min_p": 1.0,
+    "ignore_eos": True,
+    "suffix": "",
+    "user": "u" * 100_000,
+}
+BEYOND: dict[str, Any] = {
+    "max_tokens": 4097,
+    "n": 17,
+    "logprobs": 21,
+    "stop": ["x" * (LONGEST_STOP + 1)],
+    "temperature": -0.1,
+    "top_p": 1.1,
+    "min_p": 1.1,
+    "prompt": [f"{PROMPT} {i}" for i in range(17)],
+    "echo": True,
+    "logit_bias": {"1": 100},
+    "suffix": "x",
+}
 PAGES = ("/dashboard/", "/dashboard/experts", "/dashboard/router", "/dashboard/learning")
 
 
@@ -53,30 +82,20 @@ def nonsense(server: Server, bodies: int, rng: random.Random) -> Row:
 
 
 def limits(server: Server) -> Row:
-    """The largest that each field may be, all together, which is much more than a request may demand."""
-    row = Row("every field at its limit, alone and all together", "served or refused by name")
-    most: dict[str, Any] = {
-        "max_tokens": 4096,
-        "n": 16,
-        "logprobs": 20,
-        "stop": ["x" * 1000] * 4,
-        "seed": 2**63 - 1,
-        "temperature": 2.0,
-        "top_p": 1e-9,
-        "prompt": [f"{PROMPT} {i}" for i in range(64)],
-        "suffix": "",
-        "echo": True,
-        "user": "u" * 100_000,
-    }
-    for fields in [
-        *({name: value} for name, value in most.items()),
-        most,
-        {**most, "prompt": "a " * 900_000},
-    ]:
+    """The most that each field may be, alone and all together, and more than that."""
+    row = Row(
+        "every field at its limit, alone and all together, and beyond it",
+        "at the limit it is served, beyond it refused by name; the engine is ready",
+    )
+    together = {**AT_LIMIT, "max_tokens": MOST_LOGPROBS // (AT_LIMIT["n"] * (AT_LIMIT["logprobs"] + 1))}
+    served = [*({name: value} for name, value in AT_LIMIT.items()), together]
+    refused = [*({name: value} for name, value in BEYOND.items()), {**AT_LIMIT, **BEYOND}]
+    for fields in [*served, *refused]:
         body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 8, **fields}
+        wanted = (200,) if fields in served else (400, 413)
         try:
-            response = server.client.post("/v1/completions", json=body, timeout=600)
-            row.check(response.status_code in (200, 400, 413), f"{response.status_code} for {sorted(fields)}")
+            status = server.client.post("/v1/completions", json=body, timeout=600).status_code
+            row.check(status in wanted, f"{status} for {sorted(fields)}, not one of {wanted}")
         except httpx.HTTPError as error:
             row.check(False, f"{type(error).__name__} for {sorted(fields)}")
         row.check(server.client.get("/ready").status_code == 200, f"not ready after {sorted(fields)}")

@@ -16,6 +16,7 @@ from fault_requests import PAGES, hostile, limits, nonsense
 from fault_tools import Row, ids_of, timed
 from tokenizers import Tokenizer
 
+from moedraft.serve.auth.sessions import COOKIE
 from moedraft.storage.backup import make_backup
 from moedraft.storage.db import DATABASE
 from moedraft.storage.keys import KeyFile
@@ -138,10 +139,14 @@ def leavers(server: Server, clients: int) -> Row:
 def secrets(server: Server) -> Row:
     """What was sent to the server, searched for in all that it shows or logs."""
     row = Row(
-        "key and prompt searched for in log, metrics, pages, errors; after a purge in all files",
+        "key, session and prompt searched for in log, metrics, pages, errors; after a purge in all files",
         "found nowhere",
     )
-    wrong = {"authorization": f"Bearer {server.secret}x", "cookie": f"moedraft={server.secret}"}
+    session = server.sign_in()
+    wrong = {"authorization": f"Bearer {server.secret}x", "cookie": f"{COOKIE}={server.secret}"}
+    known = {"authorization": "", "cookie": f"{COOKIE}={session}"}
+    page = server.client.get(PAGES[0], headers=known).status_code
+    row.check(page == 200, f"who has signed in gets {page}")
     texts = {
         "metrics": server.client.get("/metrics").text,
         "a refusal": server.client.get("/admin/domains", headers=wrong).text,
@@ -149,11 +154,12 @@ def secrets(server: Server) -> Row:
             "/v1/completions", json={"model": MODEL, "prompt": [SECRET_PROMPT, 1]}
         ).text,
         "the status": server.client.get("/admin/learning").text,
-        **{path: server.client.get(path).text for path in PAGES},
+        **{path: server.client.get(path, headers=known).text for path in PAGES},
     }
     for name, text in texts.items():
         row.cases += 1
-        for what, needle in (("key", server.secret), ("prompt", SECRET_PROMPT)):
+        needles = {"key": server.secret, "session": session, "prompt": SECRET_PROMPT}
+        for what, needle in needles.items():
             row.check(needle not in text, f"the {what} is in {name}")
     done = server.client.post("/admin/replay/purge", json={"domain": None}).json()
     row.check(done["overwritten"], f"the purge was not complete: {done}")
@@ -171,6 +177,7 @@ def _search_files(server: Server, row: Row) -> None:
         row.cases += 1
         for what, needle in (
             ("key", server.secret.encode()),
+            ("session", server.session.encode()),
             ("prompt", SECRET_PROMPT.encode()),
             ("prompt's tokens", tokens),
         ):

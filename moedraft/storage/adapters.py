@@ -195,12 +195,11 @@ class AdapterStore:
                 versions = self._numbered([summary for summary, _ in parts], folders)
                 for temporary, version in zip(list(folders), versions, strict=True):
                     self._place(temporary, self.folder(version.domain, version.version), folders)
-                self._registry.add_versions(versions, untrained)
+                return self._registry.add_versions(versions, untrained)
             except BaseException:
                 for folder in folders:
                     shutil.rmtree(folder, ignore_errors=True)
                 raise
-        return versions
 
     def _temporary_folder(self, domain: str) -> Path:
         """Make an empty temporary folder, beside the versions of `domain`."""

@@ -135,20 +135,20 @@ class Registry:
 
     def add_versions(
         self, versions: Sequence[AdapterVersion], untrained: Mapping[str, int] | None = None
-    ) -> None:
-        """Add the rows, all of them or none. A live version replaces the former live one.
+    ) -> list[AdapterVersion]:
+        """Add the rows, all of them or none, and return them as stored. A live one replaces the former one.
 
         untrained: experts that are reset to no version in the same transaction, with the version of each
         that has to be live until then. Raises InvalidRequest for a number that was given before, and where
         another version is live.
         """
         with self._home.write(durable=True) as connection:
-            for version in versions:
-                insert_version(connection, version)
+            stored = [insert_version(connection, version) for version in versions]
             for name, number in (untrained or {}).items():
                 put_back(connection, name, number)
             if untrained or any(version.state == "live" for version in versions):
                 raise_generation(connection)
+        return stored
 
     def next_version(self, domain: str) -> int:
         """The number of the next version."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sqlalchemy import Connection, delete, func, insert, select, update
 
@@ -116,8 +116,8 @@ def raise_generation(connection: Connection) -> None:
     connection.execute(query.values(value=counters.c.value + 1))
 
 
-def insert_version(connection: Connection, version: AdapterVersion) -> None:
-    """Add the row; a live version replaces the former live one. Raises InvalidRequest."""
+def insert_version(connection: Connection, version: AdapterVersion) -> AdapterVersion:
+    """Add the row and return it as stored; a live one replaces the former live one. Raises InvalidRequest."""
     last = last_version(connection, version.domain)
     known = find_version(connection, version.domain, version.version)
     if known is not None or version.version < max(last, 1):
@@ -127,9 +127,11 @@ def insert_version(connection: Connection, version: AdapterVersion) -> None:
     if version.state == "live":
         retire_live(connection, version.domain)
     newest = connection.scalar(select(func.max(replay.c.id))) or 0
-    connection.execute(insert(adapter_versions).values(vars(version) | {"last_record": newest}))
+    version = replace(version, last_record=newest)
+    connection.execute(insert(adapter_versions).values(vars(version)))
     counts = {"last_version": version.version, "updates": experts.c.updates + 1}
     connection.execute(update(experts).where(experts.c.name == version.domain).values(counts))
+    return version
 
 
 def put_back(connection: Connection, domain: str, number: int) -> None:

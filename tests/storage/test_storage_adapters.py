@@ -382,11 +382,11 @@ def test_the_folder_is_whole_before_the_row(
         synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name.split("-")[0])
         fsync(descriptor)
 
-    def spy_add(versions: list[AdapterVersion], untrained: dict[str, int]) -> None:
+    def spy_add(versions: list[AdapterVersion], untrained: dict[str, int]) -> list[AdapterVersion]:
         assert set(synced) >= {WEIGHTS, "adapter_config.json", "manifest.json", ".tmp", "sql", "adapters"}
         assert store.load(versions[0]).manifest["version"] == 1
         assert registry.live("sql") is None
-        add(versions, untrained)
+        return add(versions, untrained)
 
     monkeypatch.setattr(os, "fsync", spy_sync)
     monkeypatch.setattr(registry, "add_versions", spy_add)
