@@ -21,7 +21,7 @@ from moedraft.serve.http.protocol import LEAST_WAIT
 
 PATIENCE = 4  # seconds for headers, bodies and unread answers in this part; the defaults are 10, 30 and 30
 HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
-LONG = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n"
+UNKNOWN = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n"  # without a key
 READY = 5.0  # s for a probe
 SLOWER = 0.2  # share that answers to others may take longer while there is a crowd
 CALM = 20  # answers without a crowd, before and after it
@@ -41,13 +41,15 @@ def crowds(folder: Path, connections: int, seconds: float) -> list[Row]:
     folder.mkdir()
     home, secret = keyed_home(folder / "home")
     with Server(home, secret, "--no-learning", **ENVIRONMENT) as server:
+        known = f"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {secret}\r\n\r\n"
         head = (
             f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {secret}\r\n"
             "content-type: application/json\r\ncontent-length: 1000\r\n\r\n"
         ).encode()
         kinds = {
             "pipeline 400 probes and read nothing": (HEALTH * 400, b""),
-            "pipeline long answers and read nothing": (LONG * 40, b""),
+            "pipeline long answers and read nothing": (known.encode() * 40, b""),
+            "pipeline 40 requests without a key": (UNKNOWN * 40, b""),
             "send their headers a byte a second": (b"GET /v1/models HTTP/1.1\r\nx: ", b"x"),
             "send their bodies a byte a second": (head, b" "),
         }

@@ -91,6 +91,15 @@ def test_who_has_no_key_is_told_so_after_a_large_body(tmp_path: Path) -> None:
         assert refused(request)[0] == 401
 
 
+def test_many_requests_at_once_without_a_key_cost_one_answer(tmp_path: Path) -> None:
+    KeyFile(tmp_path).create(["infer"])
+    with served(tmp_path) as found, socket.create_connection(found.address, timeout=30) as sender:
+        sender.sendall(b"GET /v1/models HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n" * 40)
+        said = read_all(sender)
+    assert said.count(b"HTTP/1.1 401") == 1
+    assert b"invalid_api_key" in said
+
+
 def test_a_body_without_end_is_dropped_up_to_a_bound(tiny: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rest_of_body, "DROPPED_BYTES", 1_000_000)
     sent = 0

@@ -161,7 +161,10 @@ class Guard:
             asked = f"{scope['path']}?{query}" if query else scope["path"]
             await RedirectResponse(f"/login?next={quote(asked)}", 303)(scope, receive, send)
         else:
-            await error.response()(scope, receive, send)
+            response = error.response()
+            if error.status_code == 401:  # hundreds of requests sent at once without a key cost one answer
+                response.headers["connection"] = "close"
+            await response(scope, receive, send)
 
 
 def _is_browser(connection: HTTPConnection) -> bool:

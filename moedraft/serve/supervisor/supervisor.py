@@ -206,7 +206,7 @@ class TrainerSupervisor:
             grace, fault = 0.0, str(error)
         except Exception as error:
             log.exception("The trainer's supervisor failed.")
-            grace, fault = 0.0, f"{type(error).__name__}: {error}"
+            grace, fault = 0.0, type(error).__name__
         finally:
             hold.end()
             child.close(grace)
