@@ -21,6 +21,7 @@ from moedraft.cache import SlotCache
 from moedraft.config import Settings
 from moedraft.core import InvalidRequest, MoedraftError, UnsupportedModel
 from moedraft.cpu import lean, steady
+from moedraft.cpu.independence import independent
 from moedraft.evidence import Beside, HiddenStates
 from moedraft.gguf import HUB_ID, INSTALL, SMOLLM2, converted, find_smollm2
 from moedraft.model_checks import (
@@ -212,7 +213,7 @@ def load_model(
             and gains_by_bfloat16(config)
         ):
             model = read_model(name, role, config, where, on, torch.bfloat16, cpu_fast_paths)
-            if speed_up(model, role) and steady.independent(model):
+            if speed_up(model, role) and made_independent(model):
                 return model
             log.warning("%s: its answers in bfloat16 would depend on the batch here; float32 is used.", name)
         model = read_model(name, role, config, where, on, chosen, cpu_fast_paths)
@@ -298,6 +299,17 @@ def speed_up(model: LanguageModel, role: str) -> bool:
     except UnsupportedModel:
         model.lean = None
     return model.lean is not None
+
+
+def made_independent(model: LanguageModel) -> bool:
+    """Whether its logits do not depend on the batch, in the first arrangement in which this is so."""
+    for number, arranged in enumerate(steady.ARRANGEMENTS[model.dtype]):
+        if number:  # the model is in the first one
+            model.lean = None  # its copy of the weights, before another is made
+            model.lean = steady.SteadyForward(model.hf, arranged)
+        if independent(model):
+            return True
+    return False
 
 
 def load_weights(where: str, dtype: torch.dtype | str) -> tuple[PreTrainedModel, dict[str, Any]]:

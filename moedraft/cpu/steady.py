@@ -8,18 +8,21 @@ In bfloat16 rounding is coarse, and two almost equal logits often become equal o
 answers are still those of plain decoding, because a token's logits do not depend on what is computed
 together with it, to the last bit:
 
-- weights are laid out for one row, a layout for which oneDNN has one order of summing, whatever the rows;
+- weights are laid out for a number of rows for which oneDNN has one order of summing, whatever the rows;
 - many rows are multiplied in pieces of at most `PIECE` rows, since larger ones are summed otherwise;
 - attention reads a whole number of `BLOCK` positions, the last of them masked, and the queries that share a
   key stand side by side, so that sums over positions do not depend on who else reads how far.
 
-`independent` measures whether this holds on the CPU at hand. The plain twin is transformers' own forward.
+Which layout that is, and whether attention must take each token by itself, differs between processors
+(`Arrangement`). `independent` measures whether all this holds on the CPU at hand. The plain twin is
+transformers' own forward.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,8 +38,23 @@ from moedraft.evidence import Beside, HiddenStates
 PIECE = 128  # rows of one product
 BLOCK = 32  # positions that attention reads at a time
 SINGLE, DOUBLE = 8, 16  # code is generated for every number of rows up to 8, every second up to 16, then 8th
-# Rows that a weight is laid out for, and the fewest that are multiplied: one row alone is summed otherwise.
-LAYOUT = {torch.bfloat16: (1, 1), torch.float32: (5, 2)}
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How weights and queries are laid out."""
+
+    rows: int  # that a weight is laid out for
+    fewest: int = 1  # rows that are multiplied: one row alone may be summed otherwise than several
+    apart: bool = False  # attention takes each token by itself, not all tokens of a row in one product
+
+
+# In the order in which they are tried. In bfloat16 the first is for AMX; the second is for processors with
+# AVX512-BF16 alone, where the sums of small products depend on the number of rows.
+ARRANGEMENTS = {
+    torch.bfloat16: (Arrangement(1), Arrangement(5, fewest=2, apart=True)),
+    torch.float32: (Arrangement(5, fewest=2),),
+}
 
 
 def fits(hf: Any) -> bool:
@@ -61,12 +79,12 @@ def prefers_bfloat16(config: Any, num_parameters: int) -> bool:
 class SteadyProduct:
     """x → x Wᵀ + bias for layers whose outputs stand end to end; their weights do not change any more."""
 
-    def __init__(self, layers: list[nn.Linear]) -> None:
+    def __init__(self, layers: list[nn.Linear], arranged: Arrangement) -> None:
         bound_caches()
         weight = torch.cat([layer.weight.detach() for layer in layers])
         self.bias = None if layers[0].bias is None else torch.cat([layer.bias.detach() for layer in layers])
-        rows, self.fewest = LAYOUT[weight.dtype]
-        self.blocked = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+        self.fewest = arranged.fewest
+        self.blocked = torch.ops.mkldnn._reorder_linear_weight(weight, arranged.rows)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in] → [rows, out]"""
@@ -172,14 +190,16 @@ class SteadyForward:
 
     ragged = True  # padding costs as much as tokens do
 
-    def __init__(self, hf: Any) -> None:
+    def __init__(self, hf: Any, arranged: Arrangement | None = None) -> None:
+        """arranged: the first of `ARRANGEMENTS` unless another is named."""
+        arranged = arranged or ARRANGEMENTS[hf.dtype][0]
         self.dtype = hf.dtype
         self.max_len = hf.config.max_position_embeddings or 2**20
         self.embed = hf.model.embed_tokens
         self.rotary = hf.model.rotary_emb
-        self.layers = [SteadyLayer(layer, hf.config, hf.dtype) for layer in hf.model.layers]
+        self.layers = [SteadyLayer(layer, hf.config, hf.dtype, arranged) for layer in hf.model.layers]
         self.norm = SteadyNorm(hf.model.norm, hf.dtype)
-        self.head = SteadyProduct([hf.lm_head])
+        self.head = SteadyProduct([hf.lm_head], arranged)
         self.group = hf.config.num_attention_heads // hf.config.num_key_value_heads
         products = [product for layer in self.layers for product in layer.products]
         use_huge_pages(product.blocked for product in (*products, self.head))
@@ -221,16 +241,17 @@ class SteadyForward:
 class SteadyLayer:
     """One decoder layer. The hidden states [N, H] of all real tokens are float32."""
 
-    def __init__(self, layer: Any, config: Any, dtype: torch.dtype) -> None:
+    def __init__(self, layer: Any, config: Any, dtype: torch.dtype, arranged: Arrangement) -> None:
         at, mlp = layer.self_attn, layer.mlp
+        self.apart = arranged.apart
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.before, self.between = (
             SteadyNorm(layer.input_layernorm, dtype),
             SteadyNorm(layer.post_attention_layernorm, dtype),
         )
-        self.qkv = SteadyProduct([at.q_proj, at.k_proj, at.v_proj])
-        self.gate_up = SteadyProduct([mlp.gate_proj, mlp.up_proj])
-        self.out, self.down = SteadyProduct([at.o_proj]), SteadyProduct([mlp.down_proj])
+        self.qkv = SteadyProduct([at.q_proj, at.k_proj, at.v_proj], arranged)
+        self.gate_up = SteadyProduct([mlp.gate_proj, mlp.up_proj], arranged)
+        self.out, self.down = SteadyProduct([at.o_proj], arranged), SteadyProduct([mlp.down_proj], arranged)
         self.products = (self.qkv, self.out, self.gate_up, self.down)
 
     def __call__(
@@ -270,49 +291,30 @@ class SteadyLayer:
         queries = turned[:, :, : self.heads].view(batch, width, self.kv_heads, group, -1)
         queries = queries.transpose(1, 2).flatten(2, 3)
         keys, values = (stored[at.first : at.last, :, :read] for stored in (store.keys, store.values))
-        mixed = scaled_dot_product_attention(queries, keys, values, span.bias)
+        apart = self.apart and width > 1
+        attend = partial(attend_apart, width=width) if apart else scaled_dot_product_attention
+        mixed = attend(queries, keys, values, span.bias)
         return span.flat(mixed.view(batch, self.kv_heads, width, group, -1).transpose(1, 2).flatten(2))
 
 
-class SlotModel(Protocol):
-    """What `independent` needs of a `LanguageModel`."""
+def attend_apart(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor, *, width: int
+) -> torch.Tensor:
+    """Attention in which every product has as many rows as for a single token, so that its sums are the same.
 
-    vocab_size: int
-
-    def new_cache(self, slots: int) -> SlotCache: ...
-
-    def forward(
-        self,
-        cache: SlotCache,
-        first: int,
-        token_ids: torch.Tensor,
-        starts: list[int],
-        *,
-        beside: Beside | None = None,
-    ) -> torch.Tensor: ...
-
-
-@torch.inference_mode()
-def independent(model: SlotModel) -> bool:
-    """Whether logits are the same to the last bit, however many tokens and rows are computed together."""
-    ids = torch.randint(model.vocab_size, (6, 45), generator=torch.Generator().manual_seed(0))
-    cache = model.new_cache(6)
-    for row in range(6):  # each by itself
-        model.forward(cache, row, ids[row : row + 1, :30], [0])
-    singly = [model.forward(cache, 2, ids[2:3, at : at + 1], [at])[0, 0] for at in range(30, 45)]
-    for rows, width in ((1, 5), (6, 5), (6, 15)):
-        first = 2 if rows == 1 else 0
-        logits = model.forward(cache, first, ids[first : first + rows, 30 : 30 + width], [30] * rows)
-        if not all(torch.equal(logits[2 - first, at], singly[at]) for at in range(width)):
-            return False
-    whole = model.new_cache(6)
-    together = model.forward(whole, 0, ids, [0] * 6)
-    if not all(torch.equal(together[2, 30 + at], singly[at]) for at in range(15)):
-        return False
-    # The prompt of row 2 is read beside row 1, which is decoded, and then the other way round.
-    model.forward(whole, 1, ids[1:2, :30], [0])
-    prompt = Beside(2, ids[2:3, :30], [0], [30])
-    model.forward(whole, 1, ids[1:2, 30:33], [30], beside=prompt)
-    other = Beside(1, ids[1:2, 33:45], [33], [12])
-    mixed = model.forward(whole, 2, ids[2:3, 30:35], [30], beside=other)
-    return all(torch.equal(mixed[0, at], singly[at]) for at in range(5))
+    queries [B, kv_heads, T · group, d], all of one token before all of the next, with T = width; keys and
+    values [B, kv_heads, read, d]; bias [B, 1, T · group, read]. The result has the queries' shape.
+    """
+    batch = queries.shape[0]
+    tokens, masks = queries.unflatten(2, (width, -1)), bias.unflatten(2, (width, -1))
+    if batch > width:
+        each = [
+            scaled_dot_product_attention(tokens[:, :, t], keys, values, masks[:, :, t]) for t in range(width)
+        ]
+        return torch.stack(each, dim=2).flatten(2, 3)
+    rows = []
+    for b in range(batch):
+        read = keys[b].expand(width, -1, -1, -1), values[b].expand(width, -1, -1, -1)
+        mixed = scaled_dot_product_attention(tokens[b].transpose(0, 1), *read, masks[b].transpose(0, 1))
+        rows.append(mixed.transpose(0, 1))
+    return torch.stack(rows).flatten(2, 3)

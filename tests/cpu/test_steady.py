@@ -9,10 +9,11 @@ import torch
 
 from moedraft.cpu import steady
 from moedraft.cpu.huge_pages import use_huge_pages
+from moedraft.cpu.independence import independent
 from moedraft.cpu.products import packs
 from moedraft.evidence import Beside, HiddenStates
 from moedraft.model_checks import self_check
-from moedraft.models import LanguageModel, gains_by_bfloat16
+from moedraft.models import LanguageModel, gains_by_bfloat16, made_independent
 
 from random_models import CONFIGS, random_model
 
@@ -22,16 +23,22 @@ half = pytest.mark.skipif(
 )
 
 
-def steady_model(kind: str, dtype: torch.dtype = torch.float32) -> LanguageModel:
+APART = steady.Arrangement(5, fewest=2, apart=True)
+
+
+def steady_model(
+    kind: str, dtype: torch.dtype = torch.float32, arranged: steady.Arrangement | None = None
+) -> LanguageModel:
     model = random_model(kind, 3)
     model.hf.to(dtype)
-    model.lean = steady.SteadyForward(model.hf)
+    model.lean = steady.SteadyForward(model.hf, arranged)
     return model
 
 
+@pytest.mark.parametrize("arranged", [None, APART], ids=["usual", "apart"])
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_same_logits_ragged_and_chunked(kind: str) -> None:
-    model = steady_model(kind)
+def test_same_logits_ragged_and_chunked(kind: str, arranged: steady.Arrangement | None) -> None:
+    model = steady_model(kind, arranged=arranged)
     ids = torch.randint(97, (3, 11))
     whole = model.hf(ids).logits
     self_check(model)
@@ -91,7 +98,7 @@ def test_a_long_prompt_goes_in_pieces_and_past_the_first_capacity() -> None:
 def test_in_bfloat16_a_token_is_the_same_whatever_goes_with_it(kind: str) -> None:
     model = steady_model(kind, torch.bfloat16)
     self_check(model)
-    assert steady.independent(model)
+    assert made_independent(model)
     exact = steady_model(kind)
     ids = torch.randint(97, (2, 30))
     right = exact.forward(exact.new_cache(2), 0, ids, [0, 0])
@@ -111,9 +118,35 @@ def test_what_depends_on_the_batch_is_noticed(monkeypatch: pytest.MonkeyPatch) -
     def mixed(c, f, ids, s, beside=None):
         return forward(c, f, ids, s, beside=beside) * (1 + 2**-6 * (beside is not None))
 
+    assert made_independent(model)
     for shaken in (wide, mixed):
         monkeypatch.setattr(model, "forward", shaken)
-        assert not steady.independent(model)
+        assert not independent(model)
+        assert not made_independent(model)
+
+
+@half
+def test_the_first_arrangement_that_is_independent_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def the_second(model: LanguageModel) -> bool:
+        tried.append(model.lean.layers[0].apart)  # type: ignore[union-attr]
+        return len(tried) == 2
+
+    monkeypatch.setattr("moedraft.models.independent", the_second)
+    model = steady_model("llama", torch.bfloat16)
+    assert made_independent(model)
+    assert tried == [False, True]
+    self_check(model)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 4), (3, 2), (2, 5)])
+def test_attention_of_single_tokens_is_attention(rows: int, width: int) -> None:
+    queries = torch.randn(rows, 2, 3 * width, 8)
+    keys, values = torch.randn(2, rows, 2, 32, 8)
+    bias = torch.zeros(rows, 1, 3 * width, 32).masked_fill_(torch.rand(rows, 1, 3 * width, 32) < 0.3, -9.0)
+    whole = torch.nn.functional.scaled_dot_product_attention(queries, keys, values, bias)
+    torch.testing.assert_close(steady.attend_apart(queries, keys, values, bias, width=width), whole)
 
 
 def test_for_large_models_of_known_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
