@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -39,6 +40,10 @@ def bench(
     limit: Annotated[int, typer.Option(min=1, help="Use that many prompts at most.")] = 30,
     rounds: Annotated[int, typer.Option(min=1, help="Repetitions; medians are shown.")] = 3,
     max_tokens: Annotated[int, typer.Option(min=1, help="The longest answer.")] = 64,
+    against: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Another draft base of any kind, compared without experts."),
+    ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the JSON there too.")] = None,
     home: HomeOption = None,
     target: TargetOption = None,
@@ -49,18 +54,22 @@ def bench(
 ) -> None:
     """Compare at batch 1: transformers, assisted and with prompt lookup; ours plain, with a draft, with both.
 
-    The experts are those of the home; after `moedraft demo` they have learned from its stream.
+    The experts are those of the home; after `moedraft demo` they have learned from its stream. --against adds
+    a second draft base on the same target: a draft model beside a feature drafter, for instance.
     """
     from moedraft.showcase.bench import run
-    from moedraft.system.build import opened
+    from moedraft.system.build import opened, with_other_draft
 
     queries = _queries(prompts_file, max_tokens)
     queries = queries[:: max(1, len(queries) // limit)][:limit]
     settings = settings_for(ctx, home=home, target=target, draft=draft, device=device, dtype=dtype)
     if out:
         out.touch()  # an unusable path should fail now, not after minutes
-    with opened(settings) as system, bar("Measuring", rounds * len(queries)) as advance:
-        found = run(system, queries, rounds, advance)
+    with ExitStack() as stack:
+        system = stack.enter_context(opened(settings))
+        other = stack.enter_context(with_other_draft(system, against)) if against else None
+        advance = stack.enter_context(bar("Measuring", rounds * len(queries)))
+        found = run(system, queries, rounds, advance, other)
     if out:
         out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     if as_json:
@@ -96,5 +105,8 @@ def _show(found: dict[str, Any], title: str) -> None:
         f"target step {steps['target_ms']:.2f} ms, draft step {steps['draft_ms']:.2f} ms "
         f"(c = {found['cost_ratio']:.3f}); verification takes {found['verify_share']:.1%} of an engine step."
     )
+    if found["other_draft"]:
+        ratio = steps["other_draft_ms"] / steps["target_ms"]
+        note(f"other draft: {found['other_draft']}, step {steps['other_draft_ms']:.2f} ms (c = {ratio:.3f}).")
     if not found["adapted"]:
         note("No expert of this home has learned yet; `generate --learn` or `moedraft demo` does it.")

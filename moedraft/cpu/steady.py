@@ -306,7 +306,8 @@ def attend_apart(
     values [B, kv_heads, read, d]; bias [B, 1, T · group, read]. The result has the queries' shape.
     """
     batch = queries.shape[0]
-    tokens, masks = queries.unflatten(2, (width, -1)), bias.unflatten(2, (width, -1))
+    tokens = queries.view(*queries.shape[:2], width, -1, queries.shape[3])
+    masks = bias.view(*bias.shape[:2], width, -1, bias.shape[3])
     if batch > width:
         each = [
             scaled_dot_product_attention(tokens[:, :, t], keys, values, masks[:, :, t]) for t in range(width)

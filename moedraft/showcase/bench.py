@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import platform
 from collections.abc import Callable
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -28,20 +29,31 @@ from moedraft.showcase.shipped import Query
 from moedraft.system.build import System
 
 BASELINE, ASSISTED = "transformers generate", "transformers assisted"
+OTHER = ("moedraft other draft", "moedraft other draft + lookup")
 
 
 Runner = Callable[[str, int], list[int]]  # prompt and number of tokens → the answer's token ids
 Outputs = dict[str, list[RequestOutput]]  # by system, in the order of the answers
 
 
-def run(system: System, queries: list[Query], rounds: int, advance: Callable[[int], None]) -> dict[str, Any]:
+def run(
+    system: System,
+    queries: list[Query],
+    rounds: int,
+    advance: Callable[[int], None],
+    other: System | None = None,
+) -> dict[str, Any]:
     """Measure all systems and return what `moedraft bench` prints, as plain data.
 
-    `advance` is called with the number of answered prompts, each counted once for all systems.
+    `advance` is called with the number of answered prompts, each counted once for all systems. other: an
+    engine over the same target with another draft base, which takes part without experts.
     """
     warm_up(system)
     outputs: Outputs = {}
     runners = their_runners(system) | our_runners(system, outputs)
+    if other is not None:
+        warm_up(other)
+        runners |= others_runners(other, outputs)
     for runner in runners.values():
         runner(queries[0].prompt, 16)
     outputs.clear()
@@ -58,12 +70,19 @@ def run(system: System, queries: list[Query], rounds: int, advance: Callable[[in
     share = timer.verify_seconds / timer.step_seconds
     costs = step_costs(system)
     cost_ratio = costs["draft_ms"] / costs["target_ms"]
+    ratios = dict.fromkeys(timed, cost_ratio)
+    if other is not None:
+        its = step_costs(other)
+        ratios |= dict.fromkeys(OTHER, its["draft_ms"] / its["target_ms"])
+        costs["other_draft_ms"] = its["draft_ms"]
     return {
-        "systems": {name: figures(name, timed, outputs, cost_ratio) for name in timed},
+        "systems": {name: figures(name, timed, outputs, ratios[name]) for name in timed},
         "step_ms": {name: round(value, 3) for name, value in costs.items()},
         "cost_ratio": round(cost_ratio, 4),
         "verify_share": round(share, 4),
         "adapted": bool(system.bank.experts or system.bank.shared),
+        "draft": system.draft.name,
+        "other_draft": other.draft.name if other else None,
         "prompts": len(queries),
         **surroundings(system),
     }
@@ -87,19 +106,7 @@ def their_runners(system: System) -> dict[str, Runner]:
 
 def our_runners(system: System, outputs: Outputs) -> dict[str, Runner]:
     """Our systems. Every answer is added to `outputs` under the name of its system."""
-
-    def ours(name: str, source: DraftSource = "auto", **options: Any) -> Runner:
-        budget = copy.deepcopy(system.engine.chooser.budget)
-
-        def answer(prompt: str, max_tokens: int) -> list[int]:
-            params = SamplingParams(max_tokens=max_tokens)
-            with system.engine.chooser.using(budget, source):
-                [output] = system.engine.generate(prompt, params, chat=True, **options)
-            outputs.setdefault(name, []).append(output)
-            return output.token_ids
-
-        return answer
-
+    ours = partial(runner_of, system, outputs)
     return {
         "moedraft plain": ours("moedraft plain", draft=False),
         "moedraft generic draft": base_only(system, ours("moedraft generic draft", "model", expert=SHARED)),
@@ -107,6 +114,31 @@ def our_runners(system: System, outputs: Outputs) -> dict[str, Runner]:
         "moedraft lookup": ours("moedraft lookup", "lookup"),
         "moedraft experts + lookup": ours("moedraft experts + lookup"),
     }
+
+
+def others_runners(other: System, outputs: Outputs) -> dict[str, Runner]:
+    """The other draft base, alone and with lookup; answers are added to `outputs` as well."""
+    alone, both = OTHER
+    return {
+        alone: runner_of(other, outputs, alone, "model", expert=SHARED),
+        both: runner_of(other, outputs, both, expert=SHARED),
+    }
+
+
+def runner_of(
+    system: System, outputs: Outputs, name: str, source: DraftSource = "auto", **options: Any
+) -> Runner:
+    """One of our systems, with a draft budget of its own. `options` go to `Engine.generate`."""
+    budget = copy.deepcopy(system.engine.chooser.budget)
+
+    def answer(prompt: str, max_tokens: int) -> list[int]:
+        params = SamplingParams(max_tokens=max_tokens)
+        with system.engine.chooser.using(budget, source):
+            [output] = system.engine.generate(prompt, params, chat=True, **options)
+        outputs.setdefault(name, []).append(output)
+        return output.token_ids
+
+    return answer
 
 
 def figures(name: str, timed: dict[str, Timed], outputs: Outputs, cost_ratio: float) -> dict[str, Any]:

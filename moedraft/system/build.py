@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from moedraft.config import Settings, check_home, load_settings
@@ -125,6 +126,23 @@ def assemble(settings: Settings, store: Store, target: LanguageModel, draft: Dra
     )
     loader.refresh([], now=True)
     return System(settings, store, router, target, draft, bank, loader, recorder, engine)
+
+
+@contextmanager
+def with_other_draft(system: System, draft: str) -> Iterator[System]:
+    """A second engine over the same target with another draft base, without experts.
+
+    draft: named as in the settings. Its home is a folder that is deleted at the end. Raises InvalidRequest or
+    UnsupportedModel.
+    """
+    with TemporaryDirectory(prefix="moedraft-") as folder:
+        settings = system.settings.model_copy(update={"draft": draft, "home": Path(folder)})
+        base = load_base(settings, system.target)
+        other = assemble(settings, open_store(settings), system.target, base)
+        try:
+            yield other
+        finally:
+            other.close()
 
 
 def selector_of(settings: Settings, router: Router, drafter: ExpertDrafter, bank: ExpertBank) -> Selector:

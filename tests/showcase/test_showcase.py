@@ -9,19 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from moedraft.cli import main
 from moedraft.cli.demo import on_real_model
 from moedraft.config import load_settings
+from moedraft.feature.checkpoint import save_draft
+from moedraft.feature.config import config_for
+from moedraft.feature.model import FeatureDraft
 from moedraft.models import LanguageModel, load_by
 from moedraft.showcase import shipped
-from moedraft.showcase.bench import run
+from moedraft.showcase.bench import OTHER, run
 from moedraft.showcase.demo import Demo
 from moedraft.showcase.measure import compare, theoretical_speedup, transformers_runner
 from moedraft.showcase.page import publish
 from moedraft.showcase.report import summary
 from moedraft.showcase.shipped import Query
-from moedraft.system.build import System, build, load
+from moedraft.system.build import System, build, load, with_other_draft
 
 MODELS = importlib.resources.files("moedraft.data") / "models"
 pytestmark = pytest.mark.skipif(
@@ -109,6 +113,26 @@ def test_bench_compares_the_same_answers(small: None, system: System) -> None:
     assert all(one["tokens_per_step"] >= 1 for one in ours)
     assert 0 < found["cost_ratio"] < 1
     assert not found["adapted"]
+
+
+def test_bench_compares_both_kinds_of_draft_bases(small: None, system: System, tmp_path: Path) -> None:
+    """A feature drafter takes part beside the draft model, on the same target, with the same answers."""
+    target = system.target
+    embeddings, output = (
+        layer.weight.detach()
+        for layer in (target.hf.get_input_embeddings(), target.hf.get_output_embeddings())
+    )
+    vocabulary = torch.arange(0, target.vocab_size, 2)
+    config = config_for(target.hf.config, feature_layers=(1, 2, 3), draft_vocab_size=len(vocabulary))
+    save_draft(FeatureDraft(config, vocabulary, embeddings, output), tmp_path / "drafter")
+    with with_other_draft(system, str(tmp_path / "drafter")) as other:
+        found = run(system, shipped.heldout()[:1], 1, lambda done: None, other)
+    for name in OTHER:
+        assert found["systems"][name]["same_answers"]
+    assert found["systems"]["moedraft other draft"]["tokens_per_step"] >= 1
+    assert found["other_draft"] == str(tmp_path / "drafter")
+    assert not other.settings.home.exists()
+    assert system.engine.generate("2 + 2 =")[0].token_ids  # its target still answers
 
 
 def test_the_baseline_has_no_penalties(system: System) -> None:
