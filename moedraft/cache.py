@@ -7,13 +7,25 @@ engine keeps its running sequences in the slots 0 … B−1 and swaps two slots 
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 GROWTH = 256  # positions that are added at least when the cache grows
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """The name under which the model's forward takes its cache.
+
+    Older releases of transformers call it `past_key_values`; newer ones call it `cache`, and warn of the old
+    name.
+    """
+    names = inspect.signature(model.forward).parameters
+    return "cache" if "cache" in names else "past_key_values"
 
 
 @dataclass

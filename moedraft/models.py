@@ -17,7 +17,7 @@ from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from moedraft import cpu
-from moedraft.cache import SlotCache
+from moedraft.cache import SlotCache, cache_argument
 from moedraft.config import Settings
 from moedraft.core import InvalidRequest, MoedraftError, UnsupportedModel
 from moedraft.cpu import lean, steady
@@ -56,6 +56,7 @@ class LanguageModel:
         self.num_layers: int = text.num_hidden_layers
         self.max_len: int = getattr(text, "max_position_embeddings", None) or 2**20
         self.additive_mask = hf.config._attn_implementation != "sdpa"
+        self.cache_argument = cache_argument(hf)
         self.lean: lean.LeanForward | steady.SteadyForward | None = (
             None  # a faster way to the same logits, where there is one
         )
@@ -126,10 +127,10 @@ class LanguageModel:
             input_ids=token_ids,
             position_ids=positions,
             attention_mask=mask,
-            past_key_values=cache,
             use_cache=True,
             logits_to_keep=keep,
             output_hidden_states=hidden is not None,
+            **{self.cache_argument: cache},
         )
         if hidden is not None:
             hidden.states = {layer: result.hidden_states[layer] for layer in hidden.layers}

@@ -38,13 +38,14 @@ class Peer:
 
     def __init__(self, model: LanguageModel) -> None:
         self.hf = model.hf
+        self.argument = model.cache_argument
 
     def fill(self, ids: torch.Tensor) -> None:
         self.cache = transformers.DynamicCache(config=self.hf.config)
-        self.hf(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        self.hf(input_ids=ids, use_cache=True, logits_to_keep=1, **{self.argument: self.cache})
 
     def step(self, ids: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.hf(input_ids=ids, past_key_values=self.cache, use_cache=True).logits
+        logits: torch.Tensor = self.hf(input_ids=ids, use_cache=True, **{self.argument: self.cache}).logits
         self.cache.crop(-ids.shape[1])
         return logits
 
