@@ -22,6 +22,7 @@ from moedraft.config import Settings
 from moedraft.core import InvalidRequest, MoedraftError, UnsupportedModel
 from moedraft.cpu import lean, steady
 from moedraft.cpu.independence import independent
+from moedraft.devices import pick_device, pick_dtype
 from moedraft.evidence import Beside, HiddenStates
 from moedraft.gguf import HUB_ID, INSTALL, SMOLLM2, converted, find_smollm2
 from moedraft.model_checks import (
@@ -161,25 +162,6 @@ def resolve(name: str, role: str) -> str:
     if not (folder / "config.json").exists():
         raise InvalidRequest(f"the embedded {MINI[role]} is missing from this installation; name a folder.")
     return str(folder)
-
-
-def pick_device(device: str) -> torch.device:
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        chosen = torch.device(device)
-        torch.empty(0, device=chosen)
-    except (RuntimeError, AssertionError) as error:
-        raise InvalidRequest(f"device {device!r} is not usable here: {str(error).splitlines()[0]}") from error
-    return chosen
-
-
-def pick_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
-    """float32 on a CPU, where half precision is slower and greedy ties matter; else the checkpoint's own."""
-    if dtype == "auto":
-        return torch.float32 if device.type == "cpu" else "auto"
-    chosen: torch.dtype = getattr(torch, dtype)
-    return chosen
 
 
 def load_model(

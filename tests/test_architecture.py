@@ -69,6 +69,7 @@ FLOORS = {
     "moedraft.gguf": 1,
     "moedraft.model_checks": 1,
     "moedraft.model_hash": 1,
+    "moedraft.devices": 1,
     "moedraft.models": 1,
     "moedraft.cache": 1,
     "moedraft.cpu": 1,

@@ -13,8 +13,9 @@ import torch
 import transformers
 
 from moedraft.core import InvalidRequest, UnsupportedModel
+from moedraft.devices import pick_device, pick_dtype
 from moedraft.model_checks import check_pair, refuse_layouts, self_check
-from moedraft.models import LanguageModel, load_model, pick_device, pick_dtype, resolve
+from moedraft.models import LanguageModel, load_model, resolve
 
 from random_models import random_model
 

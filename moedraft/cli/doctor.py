@@ -88,7 +88,7 @@ def _version(package: str) -> str | None:
 def _machine(settings: Settings) -> Iterator[Check]:
     import torch
 
-    from moedraft.models import pick_device
+    from moedraft.devices import pick_device
 
     on_cuda = False
     try:

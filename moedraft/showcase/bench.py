@@ -48,15 +48,8 @@ def run(
     `advance` is called with the number of answered prompts, each counted once for all systems. other: an
     engine over the same target with another draft base, which takes part without experts.
     """
-    warm_up(system)
     outputs: Outputs = {}
-    runners = their_runners(system) | our_runners(system, outputs)
-    if other is not None:
-        warm_up(other)
-        runners |= others_runners(other, outputs)
-    for runner in runners.values():
-        runner(queries[0].prompt, 16)
-    outputs.clear()
+    runners = warm_runners(system, other, queries[0].prompt, outputs)
     timer = system.engine.timer
     timer.verify_seconds = timer.step_seconds = 0.0
     done = 0
@@ -68,17 +61,15 @@ def run(
 
     timed = compare(runners, queries, rounds, on_progress)
     share = timer.verify_seconds / timer.step_seconds
-    costs = step_costs(system)
-    cost_ratio = costs["draft_ms"] / costs["target_ms"]
-    ratios = dict.fromkeys(timed, cost_ratio)
-    if other is not None:
-        its = step_costs(other)
-        ratios |= dict.fromkeys(OTHER, its["draft_ms"] / its["target_ms"])
-        costs["other_draft_ms"] = its["draft_ms"]
+    costs = costs_of_steps(system, other)
+    ratio = costs["draft_ms"] / costs["target_ms"]
+    its_ratio = costs.get("other_draft_ms", 0.0) / costs["target_ms"]
     return {
-        "systems": {name: figures(name, timed, outputs, ratios[name]) for name in timed},
+        "systems": {
+            name: figures(name, timed, outputs, its_ratio if name in OTHER else ratio) for name in timed
+        },
         "step_ms": {name: round(value, 3) for name, value in costs.items()},
-        "cost_ratio": round(cost_ratio, 4),
+        "cost_ratio": round(ratio, 4),
         "verify_share": round(share, 4),
         "adapted": bool(system.bank.experts or system.bank.shared),
         "draft": system.draft.name,
@@ -86,6 +77,27 @@ def run(
         "prompts": len(queries),
         **surroundings(system),
     }
+
+
+def warm_runners(system: System, other: System | None, prompt: str, outputs: Outputs) -> dict[str, Runner]:
+    """All systems, each of which has answered the prompt once."""
+    warm_up(system)
+    runners = their_runners(system) | our_runners(system, outputs)
+    if other is not None:
+        warm_up(other)
+        runners |= others_runners(other, outputs)
+    for runner in runners.values():
+        runner(prompt, 16)
+    outputs.clear()
+    return runners
+
+
+def costs_of_steps(system: System, other: System | None) -> dict[str, float]:
+    """What one step of the target and of each draft base costs, in milliseconds."""
+    costs = step_costs(system)
+    if other is not None:
+        costs["other_draft_ms"] = step_costs(other)["draft_ms"]
+    return costs
 
 
 def their_runners(system: System) -> dict[str, Runner]:
