@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,16 +83,17 @@ class Router:
         """Whether the router was fitted on exactly these examples, with this embedder."""
         return self._fitted_on == _digest(examples) if examples else not self.domains
 
-    def warm_up(self) -> None:
+    def warm_up(self) -> Iterator[None]:
         """Load the embedder and embed texts in every number and length, if there are domains to tell apart.
 
-        This takes a second or two, which no request should have to wait for. The code that is generated for
-        these shapes stays in memory.
+        All of it takes a second or two, which no request should have to wait for, so it is done in pieces:
+        one each time that the iterator is advanced. The code generated for these shapes stays in memory.
         """
         if self._model is not None:
             for count in range(1, FEW + 1):
                 for words in range(1, MAX_TOKENS, STEP):
                     self.embedder.embed(["a " * words] * count)
+                    yield
 
     def fit(self, examples: Mapping[str, Sequence[str]]) -> None:
         """Learn the domains from {name: prompts}. They replace all former ones; {} leaves no domain.

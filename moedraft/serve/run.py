@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import socket
@@ -61,9 +62,10 @@ def serve(settings: Settings, announce: Callable[[str], None] = lambda url: None
         own_key, secret = new_key(["admin"], "command line")
         app = create_app(worker, supervisor, settings, own_key)
         url = url_of(listener, settings.host)
-        system.router.warm_up()
+        worker.warm_up_router()
         if settings.cpu_fast_paths:
             keep_what_is_loaded()
+        gc.enable()  # off since the command began
         stack.enter_context(_found(settings.home, url, own_key, secret))
         GracefulServer(app, worker, settings, lambda: announce(url)).run(sockets=[listener])
         if worker.dead:

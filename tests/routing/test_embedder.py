@@ -88,7 +88,8 @@ def test_warming_up_covers_every_shape(monkeypatch: pytest.MonkeyPatch, tmp_path
         return made
 
     monkeypatch.setattr(module, "padded", noted)
-    router.warm_up()
+    for _ in router.warm_up():
+        pass
     seen = set(shapes)
     assert len(seen) == module.FEW * module.MAX_TOKENS // module.STEP
     for count in range(1, module.FEW + 1):

@@ -32,7 +32,7 @@ def test_without_domains_nothing_is_embedded(tmp_path: Path, embedder: WordEmbed
     assert [r.domain for r in router.route(["one", "two"])] == [SHARED, SHARED]
     assert router.route(["one"])[0].probabilities == {SHARED: 1.0}
     assert router.probabilities(["one"])[1].shape == (1, 0)
-    router.warm_up()  # there is nothing to be ready for
+    assert list(router.warm_up()) == []  # there is nothing to be ready for
     assert embedder.embedded == []
     assert not (tmp_path / "router").exists()
 
@@ -104,7 +104,8 @@ def test_refit_embeds_only_new_examples(
     router.fit(examples | {"sql": prompts("sql", 16)})
     assert embedder.embedded, "what no domain uses is not kept"
     embedder.embedded.clear()
-    router.warm_up()
+    for _ in router.warm_up():
+        pass
     assert embedder.embedded, "it is ready for prompts"
 
 

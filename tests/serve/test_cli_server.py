@@ -316,7 +316,7 @@ def test_a_server_whose_engine_has_died_ends_with_an_error(
     home, system = tmp_path / "home", tiny_system(tmp_path / "home")
     for name in ("keep_what_is_loaded", "log.configure"):
         monkeypatch.setattr(f"moedraft.serve.run.{name}", lambda: None)
-    monkeypatch.setattr(Router, "warm_up", lambda router: None)
+    monkeypatch.setattr(Router, "warm_up", lambda router: iter(()))
     monkeypatch.setattr("moedraft.serve.run.build", lambda settings: system)
     monkeypatch.setattr("moedraft.serve.run.calibrate", lambda engine: None)
     answers: list[httpx.Response] = []

@@ -8,7 +8,7 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from waiting import until
 
 from moedraft.core import InvalidRequest, RequestOutput, SamplingParams, StorageError
 from moedraft.distill.governor import read_load
+from moedraft.routing.router import Route
 from moedraft.serve.worker.meter import Meter
 from moedraft.serve.worker.worker import Draining, EngineFailed, Overloaded, Ticket, Worker
 from moedraft.system.build import System
@@ -610,6 +611,56 @@ class Clock:
 
     def __call__(self) -> float:
         return time.monotonic() + self.offset
+
+
+def test_prompts_are_routed_while_the_router_is_prepared(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first piece, which loads the embedder, is done at once; the others leave room between them."""
+    pieces, third, go_on = list[int](), threading.Event(), threading.Event()
+
+    def warm_up() -> Iterator[None]:
+        for number in range(6):
+            pieces.append(number)
+            if number == 2:
+                third.set()
+                go_on.wait(30)
+            yield
+
+    done_before = []
+    router, route = worker.system.router, worker.system.router.route
+
+    def noting(texts: Sequence[str]) -> list[Route]:
+        done_before.append(len(pieces))
+        return route(texts)
+
+    monkeypatch.setattr(router, "warm_up", warm_up)
+    monkeypatch.setattr(router, "route", noting)
+    worker.warm_up_router()
+    assert pieces[0] == 0
+    assert third.wait(30)
+
+    async def routed() -> None:
+        asked = asyncio.ensure_future(worker.routes(["1 2 3"]))
+        await soon()
+        go_on.set()
+        await asked
+        await until(lambda: len(pieces) == 6)
+
+    run(routed())
+    assert done_before == [3], "the prompt waited for one piece"
+
+
+def test_an_embedder_that_cannot_be_loaded_stops_the_start(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def warm_up() -> Iterator[None]:
+        raise InvalidRequest("the embedder 'x' cannot be loaded: gone")
+        yield
+
+    monkeypatch.setattr(worker.system.router, "warm_up", warm_up)
+    with pytest.raises(InvalidRequest, match="cannot be loaded"):
+        worker.warm_up_router()
 
 
 @pytest.fixture

@@ -31,6 +31,8 @@ LOAD_SECONDS = 1.0  # between two looks at the load
 LOAD_STALE = 3.0  # s after which an unchanged load is written again, as a heartbeat
 IDLE_WINDOW = 5.0  # s over which the idle share is taken
 
+DONE = object()  # what an iterator gives that has ended
+
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -88,6 +90,21 @@ class Worker:
             return_large_blocks()
         self._engine.start()
         self._publisher.start()
+
+    def warm_up_router(self) -> None:
+        """Load the router's embedder, and have it prepared for all lengths beside the traffic.
+
+        A prompt waits for one piece of that at most. Raises InvalidRequest if the embedder cannot be loaded.
+        """
+        pieces = self.system.router.warm_up()
+
+        def prepare() -> None:
+            if next(pieces, DONE) is not DONE:
+                with suppress(RuntimeError):  # the worker has been stopped
+                    self._routing.submit(prepare)
+
+        if next(pieces, DONE) is not DONE:
+            self._routing.submit(prepare)
 
     def stop(self, timeout: float = 5.0) -> None:
         """Abort everything and end the threads; a second call does nothing.
