@@ -60,11 +60,6 @@ def serve(
     """
     if find_spec("fastapi") is None or find_spec("uvicorn") is None:
         raise InvalidRequest("The server needs more packages: pip install 'moedraft[serve]'.")
-    # Loading makes half a million objects and frees few of them; looking through them again and again takes a
-    # tenth of the start. `run` turns collections on again before it serves.
-    gc.disable()
-    from moedraft.serve.run import serve as run
-
     settings = settings_for(
         ctx,
         home=home,
@@ -81,10 +76,10 @@ def serve(
         shutdown_timeout=shutdown_timeout,
     )
     note("Loading the models …")
-    try:
-        run(settings, lambda url: note(f"Serving at {url}; the dashboard is {url}/dashboard."))
-    finally:
-        gc.enable()
+    gc.disable()  # loading frees few of its half a million objects; `run` turns it on again
+    from moedraft.serve.run import serve as run
+
+    run(settings, lambda url: note(f"Serving at {url}; the dashboard is {url}/dashboard."))
 
 
 def dashboard(

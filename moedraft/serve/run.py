@@ -51,6 +51,8 @@ def serve(settings: Settings, announce: Callable[[str], None] = lambda url: None
     log.configure()
     write_no_core_file()
     with ExitStack() as stack:
+        stack.callback(gc.enable)
+        gc.disable()  # while loading
         listener = stack.enter_context(_bound(settings))
         system = build(settings)
         stack.callback(system.close)
@@ -65,7 +67,7 @@ def serve(settings: Settings, announce: Callable[[str], None] = lambda url: None
         worker.warm_up_router()
         if settings.cpu_fast_paths:
             keep_what_is_loaded()
-        gc.enable()  # off since the command began
+        gc.enable()
         stack.enter_context(_found(settings.home, url, own_key, secret))
         GracefulServer(app, worker, settings, lambda: announce(url)).run(sockets=[listener])
         if worker.dead:
