@@ -1,4 +1,7 @@
-"""What the engine and those around it agree on: its methods, where adapters come from, where answers go."""
+"""What the engine and those around it agree on: its methods, where adapters come from, where answers go.
+
+Also what a round needs of those who guess, verify, learn and commit.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,31 @@ from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+
 from moedraft.core import RequestOutput, SamplingParams, Sequence
+from moedraft.evidence import Evidence, Proposal, Rows
 
 if TYPE_CHECKING:
     from moedraft.routing.router import Route
 
 OnOutput = Callable[[RequestOutput], None]
 Sink = Callable[[Sequence], None]  # gets every finished request
+Commit = Callable[[Evidence, int], None]  # takes one row's verified tokens into its sequence
+# Draft and target logits → each row's tokens, how many guesses it accepted, whether its logits were broken.
+Verify = Callable[[Rows, Proposal, torch.Tensor], tuple[list[list[int]], list[int], list[bool]]]
+
+
+class Proposer(Protocol):
+    """Guesses tokens for all rows of a round: `drafting.chooser.Chooser`, which combines several drafters."""
+
+    def propose(self, rows: Rows) -> Proposal: ...
+
+
+class Learner(Protocol):
+    """Learns from what a verification showed: the chooser with its budget, and the selector."""
+
+    def observe(self, evidence: Evidence) -> None: ...
 
 
 class AdapterSource(Protocol):
@@ -79,8 +100,11 @@ class ServingEngine(Protocol):
     def recover(self) -> None:
         """Called after a step that raised: end the requests that it concerned, so that others can go on."""
 
-    def refresh(self) -> None:
-        """Look for new adapter versions."""
+    def refresh(self, *, now: bool = False) -> None:
+        """Look for new adapter versions. now: return when the newest stored ones are loaded."""
+
+    def close(self) -> None:
+        """Abort what runs and let go of the home."""
 
 
 @dataclass(frozen=True)

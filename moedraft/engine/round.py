@@ -2,29 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
-
-import torch
-
 from moedraft.core import Sequence
 from moedraft.engine.capture import Capture
+from moedraft.engine.port import Commit, Learner, Proposer, Verify
 from moedraft.engine.target import TargetRunner
 from moedraft.engine.verification import Verifier
-from moedraft.evidence import Evidence, Proposal, Reading, Rows
-
-Commit = Callable[[Evidence, int], None]  # takes one row's verified tokens into its sequence
-Verify = Callable[[Rows, Proposal, torch.Tensor], tuple[list[list[int]], list[int], list[bool]]]
-
-
-class Proposer(Protocol):
-    """Guesses tokens for all rows of a round: `drafting.chooser.Chooser`, which combines several drafters."""
-
-    def propose(self, rows: Rows) -> Proposal: ...
-
-
-class Learner(Protocol):
-    def observe(self, evidence: Evidence) -> None: ...
+from moedraft.evidence import Evidence, Reading, Rows
 
 
 class Round:

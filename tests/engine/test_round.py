@@ -9,7 +9,8 @@ import torch
 
 from moedraft.core import Sequence
 from moedraft.engine.capture import Capture
-from moedraft.engine.round import Learner, Round
+from moedraft.engine.port import Learner
+from moedraft.engine.round import Round
 from moedraft.engine.target import TargetRunner
 from moedraft.engine.verification import Verifier
 from moedraft.evidence import Evidence, Proposal, Reading, Rows
