@@ -68,7 +68,8 @@ class Parrot:
         if expert not in (None, SHARED):
             raise InvalidRequest(f"there is no expert named {expert!r}.")
         tokens = ids or self.tokenizer(str(prompt))["input_ids"]
-        assert request_id and params
+        assert request_id
+        assert params
         row = Sequence(request_id, list(tokens), len(tokens), params, 0)
         row.prompt = str(prompt)
         self._rows[request_id] = row, on_output
@@ -136,10 +137,10 @@ def test_it_has_the_methods_of_the_port_and_no_others() -> None:
 def test_it_answers(parrot: Served) -> None:
     with parrot.client() as client:
         answer = client.post("/v1/completions", json=body()).json()
-        assert answer["choices"][0]["text"].split() == "1 2 3 1 2".split()
+        assert answer["choices"][0]["text"].split() == ["1", "2", "3", "1", "2"]
         with client.stream("POST", "/v1/completions", json=body(stream=True)) as response:
             pieces = [event["choices"][0]["text"] for event in events(response) if event["choices"]]
-        assert "".join(pieces).split() == "1 2 3 1 2".split()
+        assert "".join(pieces).split() == ["1", "2", "3", "1", "2"]
         assert client.post("/v1/completions", json=body(model=f"{TARGET}:none")).status_code in (400, 404)
         assert client.get("/ready").status_code == 200
         assert "moedraft" in client.get("/metrics").text
