@@ -128,6 +128,8 @@ class Sequence:
     confidence: float | None = None  # the router's probability of its domain; None where it was not asked
     routed: str | None = None  # what the router chose; evidence may have chosen another expert since
     prior: dict[str, float] = field(default_factory=dict)  # the router's probabilities, by domain
+    weights: dict[str, float] = field(default_factory=dict)  # see `ReplayRecord`; set when it ends
+    heard: dict[str, float] = field(default_factory=dict)  # the same
     pinned: bool = False  # the caller chose the expert
     source: str = ""  # who asked: the id of a key; "" where it is not known
     capture: bool = False  # may be learned from
@@ -195,6 +197,19 @@ class ReplayRecord:
     created_at: float = field(default_factory=time.time)
     source: str = ""  # whose request it was: the id of a key; "" where it is not known
     pinned: bool = False  # the client chose the domain
+    # By arm, how the drafts stood when the answer ended: by prior and evidence, and by the
+    # evidence alone. Arms that hardly count are left out; empty where the arms were not compared.
+    weights: dict[str, float] = field(default_factory=dict)
+    heard: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def belief(self) -> float:
+        """How sure it is that the text is its domain's, 0 to 1; 1 where nothing was compared.
+
+        What stands for the shared draft speaks for no other domain, so it does not count against this one.
+        """
+        others = sum(weight for arm, weight in self.weights.items() if arm not in (self.domain, SHARED))
+        return max(0.0, 1.0 - others)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,9 @@ PROMPT_STRENGTH = 0.6  # how much a token of the prompt counts beside one of the
 FEW_LEFT = 8  # with at most so many tokens left in an answer, comparing no longer pays
 ALL_ARMS = 8  # up to so many arms are all compared at a prompt
 NEAR_ARMS = 4  # most arms that are compared later on, besides those drawn at random
+HEARD_RATE = 0.7  # RATE of the evidence alone: four more guesses than any other arm make about 90 %
+HEARD_SHARE = 0.001  # SHARE of it: what counts is the whole answer, not its end
+LEAST_WEIGHT = 0.005  # of an arm, to be kept when the request ends
 NEAR = 0.003  # part of the leader's weight that an arm needs to be compared again
 
 
@@ -31,6 +34,7 @@ class Contest:
     def __init__(self, row: core.Sequence, arms: Sequence[str]) -> None:
         self.row = row
         self.standings = Standings(arms)
+        self.heard = Standings(arms, rate=HEARD_RATE, share=HEARD_SHARE)  # without the router's prior
         self.compared = 0  # entries of the drafter's cache that were compared or passed over
         self.times = 0
 
@@ -67,16 +71,27 @@ class Contest:
         Arms that have come since the request began are left out.
         """
         known = {arm: found for arm, found in hits.items() if arm in self.standings.arms}
-        self.standings.learn(known, 1.0 if self.times else PROMPT_STRENGTH)
+        for standings in (self.standings, self.heard):
+            standings.learn(known, 1.0 if self.times else PROMPT_STRENGTH)
         self.compared = end
         self.times += 1
         self._choose()
+
+    def end(self) -> None:
+        """Leave the final standings with the row, from which its replay record gets them."""
+        if self.times:
+            self.row.weights, self.row.heard = _kept(self.standings), _kept(self.heard)
 
     def _choose(self) -> None:
         """Let the leader draft. An untrained expert keeps its row while SHARED leads, which drafts for it."""
         leader, row = self.standings.leader, self.row
         if leader != SHARED or row.expert in self.standings.arms:
             row.expert = leader
+
+
+def _kept(standings: Standings) -> dict[str, float]:
+    """The weights of the arms that count, rounded."""
+    return {arm: round(weight, 3) for arm, weight in standings.weights.items() if weight >= LEAST_WEIGHT}
 
 
 def arms_to_compare(contests: Sequence[Contest], arms: Sequence[str], chance: random.Random) -> list[str]:

@@ -82,6 +82,8 @@ class EvidenceSelector(BackgroundSelector):
                 contest.believe(row.prior)
         if ending is None:
             self._compare()
+        elif contest := self._contests.get(ending.request_id):
+            contest.end()
         changed = [
             contest.row for name, contest in self._contests.items() if contest.row.expert != before[name]
         ]

@@ -6,6 +6,7 @@ The shared adapter has no second copy: its buffer is the records of all domains,
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from random import Random
@@ -202,6 +203,8 @@ class ReplayBuffer:
             "payload": encode(record),
             "source": record.source,
             "pinned": record.pinned,
+            "weights": json.dumps(record.weights) if record.weights else None,
+            "heard": json.dumps(record.heard) if record.heard else None,
         }
 
     def _evict(self, connection: Connection, domain: str) -> None:
@@ -263,5 +266,7 @@ def _decoded(rows: Iterable[Row[Any]]) -> Iterator[ReplayRecord]:
             created_at=row.created_at,
             source=row.source,
             pinned=row.pinned,
+            weights=json.loads(row.weights) if row.weights else {},
+            heard=json.loads(row.heard) if row.heard else {},
             **payload._asdict(),
         )

@@ -94,10 +94,22 @@ replay = Table(
     Column("payload", LargeBinary, nullable=False),
     Column("source", String(64), nullable=False, server_default=""),  # the id of a key, or ""
     Column("pinned", Boolean, nullable=False, server_default="0"),  # the client chose the domain
+    # JSON: how the drafts stood at the end, with the router's prior and without; null: they were not compared
+    Column("weights", Text),
+    Column("heard", Text),
     sqlite_autoincrement=True,  # ids are never reused, so "newer than id" stays true after a purge
 )
 Index("replay_by_domain", replay.c.domain, replay.c.id)
 Index("replay_by_source", replay.c.domain, replay.c.source, replay.c.pinned, replay.c.id)
+_is_heard = text("heard IS NOT NULL")
+Index(
+    "replay_heard",
+    replay.c.id,
+    replay.c.source,
+    replay.c.heard,
+    sqlite_where=_is_heard,
+    postgresql_where=_is_heard,
+)
 
 requests = Table(
     "requests",

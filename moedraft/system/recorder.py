@@ -212,6 +212,8 @@ def replay_record(sequence: Sequence, target_id: str) -> ReplayRecord:
         created_at=ended_at(sequence),
         source=sequence.source,
         pinned=sequence.pinned,
+        weights=sequence.weights,
+        heard=sequence.heard,
     )
 
 

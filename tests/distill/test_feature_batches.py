@@ -7,6 +7,7 @@ import torch
 from feature_records import CPU, EVERY, LAYERS, SOME, a_batch, a_draft, a_record, a_target
 
 from moedraft.core import ReplayRecord
+from moedraft.cpu.steady import SteadyForward
 from moedraft.distill.joint.feature_batches import OUTSIDE, DraftVocabulary, taught_at, within
 from moedraft.distill.joint.joint_loss import acceptance, loss_of
 from moedraft.distill.joint.joint_student import JointStudent
@@ -163,6 +164,20 @@ def test_states_are_the_same_alone_and_in_a_batch(layers: tuple[int, ...]) -> No
         alone = RecordStates(target, draft).of([one])[0]
         assert found.shape == (len(one.token_ids), draft.config.hidden_size)
         torch.testing.assert_close(found.float(), alone.float(), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("fast", [False, True], ids=["plain", "fast path"])
+def test_the_target_is_read_as_it_serves_though_the_drafter_learns_in_bfloat16(fast: bool) -> None:
+    """A target in float32 whose weights are laid out for float32 cannot be run in another precision."""
+    target = a_target()
+    target.lean = SteadyForward(target.hf) if fast else None
+    draft, records = a_draft(target), records_of(target)
+    served = RecordStates(target, draft).of(records)
+    with torch.autocast("cpu", torch.bfloat16):
+        learned = RecordStates(target, draft).of(records)
+        assert torch.is_autocast_enabled("cpu")  # for the drafter that comes after
+    for one, other in zip(learned, served, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_acceptance_counts_what_whole_texts_count() -> None:

@@ -158,6 +158,38 @@ def test_half_of_each_batch_is_replay_of_all_domains(tmp_path: Path) -> None:
     assert all(len(batch) == 6 for batch in home.trainer.batches(still, 2))
 
 
+def test_a_record_teaches_its_expert_as_often_as_it_is_believed_to_be_its_domains(tmp_path: Path) -> None:
+    """What stands for the shared draft speaks for no other domain; everything teaches the shared adapter."""
+    home = Home(tmp_path, {})
+    sure, unsure, lost = ({"code": 0.6, SHARED: 0.4}, {"code": 0.25, "prose": 0.75}, {"prose": 1.0})
+    for number, weights in enumerate((sure, unsure, lost)):
+        made = [a_record(home.target, 100 * number + i, topk=8) for i in range(8)]
+        home.store.replay.add([replace(one, weights=weights) for one in made])
+    owners: dict[float, Counter[str]] = {}
+    taught = home.trainer._taught
+    for record in home.store.replay.records() * 25:
+        owners.setdefault(record.belief, Counter())[taught(record)] += 1
+    assert owners[1.0] == {"code": 200}
+    assert owners[0.0] == {SHARED: 200}
+    assert 30 <= owners[0.25]["code"] <= 70
+    update = home.trainer.update()
+    assert update is not None
+    records = {one.expert: one.records for one in update.candidates}
+    assert 8 <= records["code"] < records[SHARED] <= 24
+
+
+def test_a_record_that_teaches_the_shared_adapter_alone_gives_no_expert_a_gradient(tmp_path: Path) -> None:
+    home = Home(tmp_path, {})
+    made = [a_record(home.target, i, topk=8) for i in range(12)]
+    home.store.replay.add([replace(one, weights={"prose": 1.0}) for one in made])
+    assert home.trainer.update() is not None
+    moved = {
+        name: any(bool(part.b.any()) for part in home.student._parts(name).values())
+        for name in (SHARED, "code")
+    }
+    assert moved == {SHARED: True, "code": False}
+
+
 def test_no_records_no_update(tmp_path: Path) -> None:
     assert Home(tmp_path, {}).trainer.update() is None
 

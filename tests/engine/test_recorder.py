@@ -58,8 +58,11 @@ def test_a_record_tells_whose_text_it_is_and_who_drafted(store: Store) -> None:
     made = sequence("stop", 1)
     made.routed, made.expert = "sql", SHARED
     made.captured = [SimpleNamespace(top=lambda: (torch.zeros(1, 2).long(), torch.zeros(1, 2)))]
+    made.weights, made.heard = {"sql": 0.5, SHARED: 0.3, "python": 0.2}, {SHARED: 1.0}
     record = replay_record(made, "t")
     assert (record.domain, record.expert) == ("sql", SHARED)
+    assert (record.weights, record.heard) == (made.weights, made.heard)
+    assert record.belief == pytest.approx(0.8)
 
 
 # -- beside the engine ---------------------------------------------------------------------------

@@ -288,3 +288,36 @@ def test_in_time_everybody_is_compared_again() -> None:
     arms, contest = contests_of(12)
     contest.learn({arm: [float(arm == "arm 3")] * 20 for arm in arms}, 20)
     assert {arm for _ in range(100) for arm in arms_to_compare([contest], arms, chance)} == set(arms)
+
+
+def test_the_final_standings_stay_with_the_row(made: list[EvidenceSelector]) -> None:
+    """With the router's prior and, apart from that, by the evidence alone."""
+    one, selector = question(max_tokens=500), selector_of(made, Judged("french"))
+    begun(selector, one)
+    selector.settle()
+    assert not one.weights
+    one.token_ids += [1] * 12
+    selector.settle()
+    selector.settle(one)
+    assert max(one.weights, key=lambda arm: one.weights[arm]) == "french"
+    assert one.heard["french"] > 0.95
+    assert sum(one.weights.values()) == pytest.approx(1, abs=0.02)
+    assert one.request_id not in selector._contests or one.finish_reason is None
+
+
+def test_the_evidence_alone_knows_nothing_of_the_prior(made: list[EvidenceSelector]) -> None:
+    """Where all arms guess alike, the router's word stays in the weights and is not in the evidence."""
+    one, selector = question(), selector_of(made, Judged("none of them"))
+    begun(selector, one)
+    selector.settle()
+    selector.settle(one)
+    assert one.weights["sql"] > 0.6
+    assert one.heard == pytest.approx(dict.fromkeys(ARMS, 0.25), abs=0.01)
+
+
+def test_a_row_that_was_never_compared_has_no_standings(made: list[EvidenceSelector]) -> None:
+    one, selector = question(), selector_of(made, None)
+    begun(selector, one)
+    selector.settle()
+    selector.settle(one)
+    assert one.weights == one.heard == {}

@@ -41,6 +41,10 @@ def test_records_come_back_as_they_were(home: Home) -> None:
     replay.add([])
     assert replay.records() == []
     assert replay.last_id() == 0
+    stood = {"weights": {"sql": 0.75, SHARED: 0.25}, "heard": {"größer": 1.0}}
+    replay.add([record(**stood)])
+    assert replay.records() == [record(**stood)]
+    replay.purge()
     replay.add([record(), record(SHARED, drafted=0, accepted=0, rejected=[])])
     assert replay.records("sql") == [record()]
     assert replay.records() == [record(SHARED, drafted=0, accepted=0, rejected=[]), record()]

@@ -93,6 +93,7 @@ class JointTrainer:
         self.versions: dict[str, int] = {}  # which version an adapter's weights were taken from
         self.last_id = 0  # of the records that the last update knew of
         self.seed = 0  # of the next draw of records
+        self._chance = random.Random(0)  # whether a record that may be another domain's teaches an expert
         self._done = 0  # steps of the running update
         self._optimisers: dict[str, AveragingAdamW] = {}
 
@@ -187,9 +188,15 @@ class JointTrainer:
                 *(next(fresh) for _ in range(self.plan.rows - replayed)),
             ]
 
-    def _batch(self, records: Sequence[ReplayRecord]) -> FeatureBatch:
+    def _taught(self, record: ReplayRecord) -> str:
+        """Whom this record teaches beside the shared adapter: its expert, as often as it is believed to."""
+        sure = record.belief
+        return record.domain if sure >= 1 or self._chance.random() < sure else SHARED
+
+    def _batch(self, records: Sequence[ReplayRecord], owners: Sequence[str] = ()) -> FeatureBatch:
+        """owners: by record, whose it is; empty: its domain's."""
         draft = self.student.draft
-        owners = [record.domain for record in records]
+        owners = owners or [record.domain for record in records]
         device = draft.fc.weight.device
         return collate(records, owners, self.states, self._vocabulary(), device, self.plan.max_tokens)
 
@@ -220,9 +227,11 @@ class JointTrainer:
         total, done = 0.0, 0
         used: dict[tuple[int, ...], str] = {}
         for number, chosen in enumerate(self.batches(drawn, steps)):
-            names = sorted({SHARED, *(record.domain for record in chosen)})
-            loss = self._step(names, chosen, 1 - (1 - LAST_RATE) * number / steps)
-            used |= {tuple(record.token_ids): record.domain for record in chosen}
+            owners = [self._taught(record) for record in chosen]
+            loss = self._step(chosen, owners, 1 - (1 - LAST_RATE) * number / steps)
+            for record, owner in zip(chosen, owners, strict=True):
+                key = tuple(record.token_ids)
+                used[key] = used.get(key, owner) if owner == SHARED else owner
             if loss is not None:
                 total, done = total + loss, done + 1
             self._done = number + 1
@@ -232,13 +241,13 @@ class JointTrainer:
         counts = Counter(name for name in used.values() if name != SHARED)
         return total / done, counts + Counter({SHARED: len(used)})
 
-    def _step(self, names: list[str], records: list[ReplayRecord], rate: float) -> float | None:
-        """One step of these adapters; None, and no step, where loss or gradient is not finite."""
-        plan = self.plan
+    def _step(self, records: list[ReplayRecord], owners: list[str], rate: float) -> float | None:
+        """One step of the owners' adapters and the shared one; None, and no step, where it is not finite."""
+        plan, names = self.plan, sorted({SHARED, *owners})
         with self.student.precision():
             loss = loss_of(
                 self.student,
-                self._batch(records),
+                self._batch(records, owners),
                 self._vocabulary(),
                 steps=plan.unrolled,
                 decay=plan.decay,

@@ -78,6 +78,11 @@ class RecordStates:
 
     @torch.inference_mode()
     def _read(self, texts: list[Key]) -> list[torch.Tensor]:
+        """States as the engine computes them, whatever precision the drafter learns in at the moment."""
+        with torch.autocast(self.target.device.type, enabled=False):
+            return self._read_exactly(texts)
+
+    def _read_exactly(self, texts: list[Key]) -> list[torch.Tensor]:
         lengths = [len(text) for text in texts]
         ids = torch.zeros(len(texts), max(lengths), dtype=torch.int64)
         for row, text in zip(ids, texts, strict=True):
