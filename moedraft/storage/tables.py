@@ -99,6 +99,16 @@ replay = Table(
 Index("replay_by_domain", replay.c.domain, replay.c.id)
 Index("replay_by_source", replay.c.domain, replay.c.source, replay.c.pinned, replay.c.id)
 
+# What a feature drafter read of the target at a record's positions; it goes when its record does.
+replay_states = Table(
+    "replay_states",
+    metadata,
+    Column("record", Integer, ForeignKey("replay.id", ondelete="CASCADE"), primary_key=True),
+    Column("base_hash", String(128), nullable=False),
+    Column("size", Integer, nullable=False),  # bytes of the payload
+    Column("payload", LargeBinary, nullable=False),
+)
+
 requests = Table(
     "requests",
     metadata,

@@ -126,7 +126,7 @@ def upgraded(first: Path, *, requests: int, drafted_at: str = "[4, 2]") -> Exper
 def third(first: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The home as the third schema left it."""
     scripts = tmp_path / "third"
-    shutil.copytree(MIGRATIONS, scripts, ignore=shutil.ignore_patterns("000[4-9]*", "__pycache__"))
+    shutil.copytree(MIGRATIONS, scripts, ignore=shutil.ignore_patterns("000[4-9]*", "001*", "__pycache__"))
     with monkeypatch.context() as patch:
         patch.setattr("moedraft.storage.db.MIGRATIONS", scripts)
         Home.open(first).close()
