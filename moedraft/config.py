@@ -113,6 +113,14 @@ class Settings(BaseSettings):
     replay_policy: ReplayPolicy = Field(
         "fifo", description="what a full buffer keeps: the newest, a sample of all, or the least accepted"
     )
+    features: Literal["keep", "recompute"] = Field(
+        "recompute",
+        description="of a feature drafter, what updates read of the target: kept with the records as they "
+        "are served, or computed again by the trainer",
+    )
+    kept_features_mb: int = Field(
+        512, ge=1, description="disk for kept features; those of the oldest records go first"
+    )
     topk: int = Field(
         16, ge=1, le=256, description="of the target's probabilities, how many are kept per token"
     )
@@ -166,6 +174,11 @@ class Settings(BaseSettings):
         0.5, ge=0, le=1, description="train while the engine is idle for this share of the time; 0: always"
     )
     train_max_waiting: int = Field(0, ge=0, description="train while at most so many requests wait")
+
+    @property
+    def states_bytes(self) -> int:
+        """The most bytes of features that are kept with the records; 0: none are."""
+        return self.kept_features_mb * 2**20 if self.features == "keep" else 0
 
     @classmethod
     def settings_customise_sources(

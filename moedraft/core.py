@@ -141,6 +141,7 @@ class Sequence:
     draft_cached: int = 0  # the same for the draft's cache
     text: str = ""  # detokenised answer so far
     captured: list[CapturedTopK] = field(default_factory=list)  # of each round, for learning
+    states: list[torch.Tensor] = field(default_factory=list)  # what a drafter read, kept for learning
     rejected: list[int] = field(default_factory=list)  # indices into the answer where a draft was refused
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # by answer token, where asked for
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
@@ -201,6 +202,7 @@ class ReplayRecord:
     # evidence alone. Arms that hardly count are left out; empty where the arms were not compared.
     weights: dict[str, float] = field(default_factory=dict)
     heard: dict[str, float] = field(default_factory=dict)
+    id: int = field(default=0, compare=False)  # in storage; 0 before it is there
 
     @property
     def belief(self) -> float:
@@ -210,6 +212,17 @@ class ReplayRecord:
         """
         others = sum(weight for arm, weight in self.weights.items() if arm not in (self.domain, SHARED))
         return max(0.0, 1.0 - others)
+
+
+@dataclass(frozen=True)
+class KeptStates:
+    """What a feature drafter has read of the target at each position of a text, all but the last.
+
+    These are the target's hidden states, joined by the drafter's frozen `fc`: bfloat16 [tokens − 1, H].
+    """
+
+    base_hash: str  # of the draft base whose `fc` it was
+    states: torch.Tensor
 
 
 @dataclass(frozen=True)

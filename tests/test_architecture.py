@@ -27,7 +27,7 @@ ROOMS = {
     "distill": (17, 2050),
     "distill/joint": (10, 1350),
     "distill/judging": (8, 1000),
-    "drafting": (20, 2750),
+    "drafting": (21, 2850),
     "engine": (14, 1500),
     "feature": (12, 1500),
     "insight": (10, 1450),
@@ -42,8 +42,8 @@ ROOMS = {
     "serve/supervisor": (4, 650),
     "serve/worker": (6, 900),
     "showcase": (11, 1450),
-    "storage": (18, 2900),
-    "storage/migrations": (13, 350),  # one more for each change of the schema
+    "storage": (18, 3000),
+    "storage/migrations": (14, 360),  # one more for each change of the schema
     "system": (6, 900),
 }
 

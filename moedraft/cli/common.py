@@ -124,6 +124,7 @@ def _opened(settings: Settings, *, write: bool) -> Iterator[Store]:
         write=write,
         replay_capacity=settings.replay_capacity,
         replay_policy=settings.replay_policy,
+        states_bytes=settings.states_bytes,
     )
     try:
         yield store

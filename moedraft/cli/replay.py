@@ -36,21 +36,23 @@ NameArgument = Annotated[
 def show(
     ctx: typer.Context, home: HomeOption = None, server: ServerOption = None, as_json: JsonOption = False
 ) -> None:
-    """Show how many records each domain has."""
+    """Show how many records each domain has, and what is kept of features."""
     from moedraft.insight.inventory import replay
 
     settings, remote = settings_for(ctx, home=home), given_server(server)
     if remote is not None:
-        records = remote.get("admin", "replay")["records"]
+        found = remote.get("admin", "replay")
     else:
         with reading(settings) as store:
             if store is None:
                 note_missing(settings)
-            records = replay(store) if store else {}
+            found = replay(store) if store else {"records": {}, "feature_bytes": 0}
     if as_json:
-        emit({"records": records})
-    else:
-        print_table("Replay", ["domain", "records"], list(records.items()))
+        emit(found)
+        return
+    print_table("Replay", ["domain", "records"], list(found["records"].items()))
+    if found["feature_bytes"]:
+        say(f"Features kept with them: {found['feature_bytes'] / 2**20:.1f} MB.")
 
 
 @app.command()

@@ -7,7 +7,7 @@ from moedraft.core import UnsupportedModel
 from moedraft.distill.joint.joint_loop import JointLoop
 from moedraft.distill.joint.joint_student import JointStudent
 from moedraft.distill.joint.joint_trainer import JointPlan, JointTrainer
-from moedraft.distill.joint.states import RecordStates
+from moedraft.distill.joint.states import RecordStates, kept_in
 from moedraft.distill.judging.judge import Judge
 from moedraft.distill.judging.measures import JointMeasure, Measure, TextMeasure
 from moedraft.distill.judging.watch import Watch
@@ -60,7 +60,9 @@ def _joint_trainer(settings: Settings, store: Store) -> JointTrainer:
         learning_rate=settings.learning_rate or JointPlan.learning_rate,
         kind=settings.distill_kind,
     )
-    return JointTrainer(student, RecordStates(target, base.hf), store, plan, target.eos_token_ids)
+    kept = kept_in(store.replay, student.base_hash) if settings.states_bytes else None
+    states = RecordStates(target, base.hf, kept=kept)
+    return JointTrainer(student, states, store, plan, target.eos_token_ids)
 
 
 def _resumed(loop: DistillLoop, settings: Settings) -> DistillLoop:

@@ -15,6 +15,7 @@ import torch
 from moedraft.core import SHARED, Sequence
 from moedraft.drafting.drafter import Another, Bank
 from moedraft.drafting.drawing import Drawing, LogitBuffer
+from moedraft.drafting.kept import StateKeeper
 from moedraft.evidence import Evidence, Proposal, Rows
 from moedraft.feature.model import FeatureDraft
 
@@ -42,6 +43,7 @@ class FeatureDrafter:
         ] = {}  # by request, features [n, 3H] from entry `draft_cached` on
         self._buffer = LogitBuffer()
         self.states: ReadStates | None = None  # where somebody compares the experts with it
+        self.keeper: StateKeeper | None = None  # where somebody learns from what was read
 
     def experts_of(self, rows: list[Sequence]) -> list[str]:
         """A reproducible row has its own expert in any batch, so then all rows have."""
@@ -130,6 +132,8 @@ class FeatureDrafter:
         fused = self.draft.fuse(states)
         if self.states is not None:
             self.states.keep(read, fused)
+        if self.keeper is not None:
+            self.keeper.keep(read, fused)
         return self.draft.advance(self.cache, rows[0].slot, fused, token_ids, starts)
 
     # -- proposing -------------------------------------------------------------------------------
@@ -160,7 +164,11 @@ class FeatureDrafter:
     # -- slots -----------------------------------------------------------------------------------
 
     def forget(self, row: Sequence) -> None:
-        self._waiting.pop(row.request_id, None)
+        waiting = self._waiting.pop(row.request_id, None)
+        if self.keeper is not None:
+            wanted = waiting is not None and row.capture and row.finish_reason in ("stop", "length")
+            rest = self.draft.fuse(waiting[None])[0] if waiting is not None and wanted else None
+            self.keeper.finish(row, self.draft.fc.weight.new_empty(0, 0) if rest is None else rest)
         if self.states is not None:
             self.states.forget(row)
 

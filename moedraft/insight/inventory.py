@@ -90,11 +90,15 @@ def decisions(store: Store, name: str | None = None, limit: int = 50) -> list[Da
     ]
 
 
-def replay(store: Store) -> dict[str, int]:
-    """The number of records by domain. `shared` has those whose prompts fitted no domain."""
+def replay(store: Store) -> Data:
+    """The number of records by domain, and how many bytes of features are kept with them.
+
+    `shared` has the records whose prompts fitted no domain.
+    """
     sizes = store.replay.sizes()
     names = dict.fromkeys([SHARED, *(name for name, _ in store.registry.domain_names()), *sizes])
-    return {name: sizes.get(name, 0) for name in names}
+    records = {name: sizes.get(name, 0) for name in names}
+    return {"records": records, "feature_bytes": store.replay.states_size()}
 
 
 def experts(store: Store) -> dict[str, Data]:

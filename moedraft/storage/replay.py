@@ -10,15 +10,19 @@ import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from random import Random
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from sqlalchemy import ColumnElement, Connection, Row, Select, case, delete, func, insert, select, true
 
-from moedraft.core import SHARED, InvalidRequest, ReplayRecord
+from moedraft.core import SHARED, InvalidRequest, KeptStates, ReplayRecord
 from moedraft.storage.codec import DamagedPayload, decode, encode
 from moedraft.storage.db import Home
 from moedraft.storage.shares import PINNED_SHARE, SOURCE_SHARE, Held, draw, even_shares, within_shares
+from moedraft.storage.states import add_states, read_states, size_of_states
 from moedraft.storage.tables import domains, replay
+
+if TYPE_CHECKING:
+    import torch
 
 Policy = Literal["fifo", "reservoir", "hardest"]
 CHUNK = 32  # rows of a sample that are in memory at once
@@ -43,10 +47,17 @@ class ReplayBuffer:
     (Vitter's reservoir by random keys). "hardest": those with the smallest share of accepted draft tokens,
     the newer of two with the same share; records without any draft are removed first. No client fills a
     buffer alone where others have records, whatever the policy: see `shares`. `seed` makes the reservoir's
-    draws repeatable.
+    draws repeatable. Features kept with the records take at most `states_bytes`; 0: none are kept.
     """
 
-    def __init__(self, home: Home, capacity: int, policy: Policy = "fifo", seed: int | None = None) -> None:
+    def __init__(
+        self,
+        home: Home,
+        capacity: int,
+        policy: Policy = "fifo",
+        seed: int | None = None,
+        states_bytes: int = 0,
+    ) -> None:
         if policy not in _EVICTION:
             raise InvalidRequest(f"replay policy {policy!r} must be one of {', '.join(_EVICTION)}.")
         if capacity < 1:
@@ -54,14 +65,16 @@ class ReplayBuffer:
         self._home = home
         self._capacity = capacity
         self._policy = policy
+        self._states_bytes = states_bytes
         # With the seed alone, the draws after a restart would repeat those of the records that are kept.
         self._random = Random() if seed is None else Random(f"{seed}:{self.last_id()}")
 
-    def add(self, records: Sequence[ReplayRecord]) -> None:
+    def add(self, records: Sequence[ReplayRecord], states: Sequence[KeptStates | None] = ()) -> None:
         """Store all of `records` or none. Once this returns they survive the end of this process.
 
-        A record of a domain that is not registered (any more) is stored under "shared".
-        Raises InvalidRequest for a record that is malformed, StorageFull for a full disk.
+        A record of a domain that is not registered (any more) is stored under "shared". `states` are those
+        of the records, in their order, where there are any. Raises InvalidRequest for a record that is
+        malformed, StorageFull for a full disk.
         """
         rows = [self._row(record) for record in records]
         if not rows:
@@ -70,7 +83,10 @@ class ReplayBuffer:
             known = {SHARED, *connection.scalars(select(domains.c.name))}
             for row in rows:
                 row["domain"] = row["domain"] if row["domain"] in known else SHARED
-            connection.execute(insert(replay), rows)
+            stored = insert(replay).returning(replay.c.id, sort_by_parameter_order=True)
+            ids = connection.scalars(stored, rows).all()
+            kept = {number: one for number, one in zip(ids, states, strict=False) if one is not None}
+            add_states(connection, kept, self._states_bytes)
             for domain in {row["domain"] for row in rows}:
                 self._evict(connection, domain)
 
@@ -135,6 +151,16 @@ class ReplayBuffer:
     def by_ids(self, ids: Sequence[int]) -> Iterator[ReplayRecord]:
         """The records with these ids, in that order; those that are no longer there are left out."""
         return self._fetched(list(ids))
+
+    def states(self, records: Sequence[ReplayRecord], base_hash: str) -> dict[int, torch.Tensor]:
+        """By the record's id, the states [tokens − 1, H] that a drafter of this base has left with it."""
+        with self._home.read() as connection:
+            return read_states(connection, [record.id for record in records], base_hash)
+
+    def states_size(self) -> int:
+        """Bytes of the features that are kept with the records."""
+        with self._home.read() as connection:
+            return size_of_states(connection)
 
     def count(self, domain: str | None = None) -> int:
         with self._home.read() as connection:
@@ -268,5 +294,6 @@ def _decoded(rows: Iterable[Row[Any]]) -> Iterator[ReplayRecord]:
             pinned=row.pinned,
             weights=json.loads(row.weights) if row.weights else {},
             heard=json.loads(row.heard) if row.heard else {},
+            id=row.id,
             **payload._asdict(),
         )

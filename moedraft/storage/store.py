@@ -34,6 +34,7 @@ class Store:
         write: bool = True,
         replay_capacity: int = 2000,
         replay_policy: Policy = "fifo",
+        states_bytes: int = 0,
     ) -> Store:
         check_database_is_there(path.expanduser())
         home = Home.open(path, write=write)
@@ -43,7 +44,7 @@ class Store:
                 home,
                 registry,
                 AdapterStore(home, registry),
-                ReplayBuffer(home, replay_capacity, replay_policy),
+                ReplayBuffer(home, replay_capacity, replay_policy, states_bytes=states_bytes),
                 RequestLog(home),
                 UpdateLog(home),
             )

@@ -111,6 +111,16 @@ Index(
     postgresql_where=_is_heard,
 )
 
+# What a feature drafter read of the target at a record's positions; it goes when its record does.
+replay_states = Table(
+    "replay_states",
+    metadata,
+    Column("record", Integer, ForeignKey("replay.id", ondelete="CASCADE"), primary_key=True),
+    Column("base_hash", String(128), nullable=False),
+    Column("size", Integer, nullable=False),  # bytes of the payload
+    Column("payload", LargeBinary, nullable=False),
+)
+
 requests = Table(
     "requests",
     metadata,

@@ -15,6 +15,7 @@ from moedraft.drafting.base import DraftBase, drafter_of, load_base
 from moedraft.drafting.drafter import ExpertDrafter
 from moedraft.drafting.feature import FeatureDrafter
 from moedraft.drafting.judge import FeatureJudge
+from moedraft.drafting.kept import StateKeeper
 from moedraft.drafting.lora import ExpertBank
 from moedraft.engine.engine import Engine
 from moedraft.models import LanguageModel, load_by
@@ -60,6 +61,7 @@ def open_store(settings: Settings, *, write: bool = True) -> Store:
         write=write,
         replay_capacity=settings.replay_capacity,
         replay_policy=settings.replay_policy,
+        states_bytes=settings.states_bytes,
     )
 
 
@@ -100,9 +102,11 @@ def assemble(settings: Settings, store: Store, target: LanguageModel, draft: Dra
     bank = ExpertBank(draft, settings.merged_cache_mb)
     router = open_router(settings, store)
     drafter = drafter_of(draft, bank, settings, target.vocab_size)
+    if settings.states_bytes and isinstance(drafter, FeatureDrafter):
+        drafter.keeper = StateKeeper(drafter.draft.config.hidden_size)
     selector = selector_of(settings, router, drafter, bank)
     loader = AdapterLoader(store, bank, tend_memory=settings.cpu_fast_paths)
-    recorder = Recorder(store, target_id=target.weights_hash())
+    recorder = Recorder(store, target.weights_hash(), bank.base_hash)
     store.registry.set_meta(TARGET_ID, recorder.target_id)
     engine = Engine(
         target,

@@ -17,7 +17,7 @@ from functools import lru_cache
 
 import torch
 
-from moedraft.core import ReplayRecord, RequestStats, Sequence, StorageError
+from moedraft.core import KeptStates, ReplayRecord, RequestStats, Sequence, StorageError
 from moedraft.cpu.threads import compute_alone
 from moedraft.learning_state import LearningKind, LearningState, paused
 from moedraft.storage.store import Store
@@ -71,9 +71,10 @@ class Recorder:
     a tenth of a second share a transaction. The owner then has to call `close`.
     """
 
-    def __init__(self, store: Store, target_id: str) -> None:
+    def __init__(self, store: Store, target_id: str, base_hash: str = "") -> None:
+        """base_hash: of the draft base, for the states that its drafter keeps."""
         self.store = store
-        self.target_id = target_id
+        self.target_id, self.base_hash = target_id, base_hash
         self.state = LEARNING  # or paused, with the reason
         self._thread: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()  # of `_box` and `_job`
@@ -91,6 +92,9 @@ class Recorder:
             return
         size = size_of(sequence, self._topk)
         with self._lock:
+            if sequence.states and self._bytes + size > MOST_BYTES:
+                sequence.states = []  # the trainer can compute them; what else is kept cannot be had again
+                size = size_of(sequence, self._topk)
             if not self._box or (len(self._box) < MOST and self._bytes + size <= MOST_BYTES):
                 self._box.append(sequence)
                 self._bytes += size
@@ -153,7 +157,7 @@ class Recorder:
     def _add_records(self, batch: list[Sequence]) -> None:
         records = [replay_record(one, self.target_id) for one in batch]
         self._topk = len(records[0].topk_ids[0])
-        self.store.replay.add(records)
+        self.store.replay.add(records, [kept_states(one, self.base_hash) for one in batch])
 
     def _add_stats(self, batch: list[Sequence]) -> None:
         self.store.requests.add([request_stats(one) for one in batch])
@@ -168,6 +172,7 @@ def size_of(sequence: Sequence, topk: int = USUAL_TOPK) -> int:
     """About how many bytes a finished sequence keeps in memory while it waits to be written."""
     alternatives = len(sequence.logprobs) * (1 + (sequence.params.logprobs or 0))
     size = NUMBER_BYTES * len(sequence.token_ids) + LOGPROB_BYTES * alternatives
+    size += sum(part.nbytes for part in sequence.states)
     return size + (TOPK_BYTES * topk * sequence.num_generated if sequence.captured else 0)
 
 
@@ -215,6 +220,11 @@ def replay_record(sequence: Sequence, target_id: str) -> ReplayRecord:
         weights=sequence.weights,
         heard=sequence.heard,
     )
+
+
+def kept_states(sequence: Sequence, base_hash: str) -> KeptStates | None:
+    """What the drafter has read of the target, where that was kept."""
+    return KeptStates(base_hash, torch.cat(sequence.states).cpu()) if sequence.states else None
 
 
 def request_stats(sequence: Sequence) -> RequestStats:

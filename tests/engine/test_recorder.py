@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -242,3 +243,40 @@ def test_a_failing_home_never_raises_into_the_engine(
     assert any("not refreshed" in message for message in caplog.messages)
     with pytest.raises(StorageError):
         store.registry.domains()
+
+
+def with_states(tokens: int, width: int) -> Sequence:
+    made = captured(tokens)
+    made.states = [
+        torch.ones(1, width, dtype=torch.bfloat16),
+        torch.zeros(tokens, width, dtype=torch.bfloat16),
+    ]
+    return made
+
+
+def test_kept_features_are_stored_with_their_record(tmp_path: Path) -> None:
+    with closing(Store.open(tmp_path / "home", states_bytes=10**6)) as store:
+        recorder = Recorder(store, "t", "base")
+        recorder(with_states(5, 8))
+        recorder(captured(5))
+        [plain, kept] = store.replay.records()
+        found = store.replay.states([plain, kept], "base")
+        assert list(found) == [kept.id]
+        assert found[kept.id][:, 0].tolist() == [1, 0, 0, 0, 0, 0]
+
+
+def test_a_slow_disk_costs_features_before_it_costs_records(
+    store: Store, beside: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside(captured(3))
+    beside.flush()
+    monkeypatch.setattr("moedraft.system.recorder.MOST_BYTES", 100_000)
+    heavy = [with_states(30, 1000) for _ in range(10)]  # 60 kB each, 3 kB without the states
+    assert size_of(heavy[0]) > 60_000
+    with store.home.write():
+        for one in heavy:
+            beside(one)
+        assert beside.state == LEARNING
+        assert sum(bool(one.states) for one in heavy) <= 2
+    beside.flush()
+    assert store.replay.count() == 11

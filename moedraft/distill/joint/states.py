@@ -1,15 +1,15 @@
-"""What the target computes for a replay record, computed again when the record is learned from.
+"""What the target computes for a replay record: kept as it was served, or computed again to learn from it.
 
-A feature drafter reads the target's hidden states, which a record does not hold. The trainer's own copy of
-the target reads the record's tokens once, the drafter's frozen `fc` joins the states of its layers into one,
-and that one is kept in half precision: a third of the bytes of the features themselves. What is kept is
-bounded in bytes; the record that was used longest ago goes first.
+A feature drafter reads the target's hidden states. The drafter's frozen `fc` joins the states of its layers
+into one, and that one is kept in half precision: a third of the bytes of the features themselves. Where the
+home holds none for a record, the trainer's own copy of the target reads the record's tokens once. What is in
+memory is bounded in bytes; the record that was used longest ago goes first.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -19,12 +19,14 @@ from moedraft.evidence import HiddenStates
 from moedraft.feature.features import FeatureCapture
 from moedraft.feature.model import FeatureDraft
 from moedraft.models import LanguageModel
+from moedraft.storage.replay import ReplayBuffer
 
 READ_TOGETHER = 2048  # tokens of one forward of the target, padding included
 ROWS = 16  # records of one forward, at most
 HALF = torch.bfloat16  # the range of float32: states of some targets pass what float16 can hold
 
 Key = tuple[int, ...]
+Kept = Callable[[Sequence[ReplayRecord]], Mapping[Key, torch.Tensor]]
 
 
 class States(Protocol):
@@ -43,37 +45,49 @@ class RecordStates:
         target: LanguageModel,
         draft: FeatureDraft,
         limit_bytes: int = 256 * 2**20,
+        kept: Kept | None = None,
     ) -> None:
+        """kept: finds the states that were kept when the records were made."""
         self.target, self.draft, self.limit_bytes = target, draft, limit_bytes
+        self.kept = kept
         self.on_forward: Callable[[], None] = lambda: None
         self.bytes = 0  # kept now
         self.tokens_read = 0  # by the target, all in all
-        self._kept: OrderedDict[Key, torch.Tensor] = OrderedDict()
+        self._latest: OrderedDict[Key, torch.Tensor] = OrderedDict()
         self._through_cache = max(draft.config.feature_layers) < target.num_layers
 
     def of(self, records: Sequence[ReplayRecord]) -> list[torch.Tensor]:
-        """The states of all positions of each record, in half precision, in the records' order."""
+        """The states of all positions of each record, in half precision, in the records' order.
+
+        Those of the last position are there only where they were computed here: nothing is learned from them.
+        """
         keys = [tuple(record.token_ids) for record in records]
-        found = {key: self._kept[key] for key in keys if key in self._kept}
+        found = {key: self._latest[key] for key in keys if key in self._latest}
+        if self.kept is not None:
+            unknown = [one for key, one in zip(keys, records, strict=True) if key not in found]
+            found |= {key: states for key, states in self.kept(unknown).items() if self._fits(key, states)}
         for chosen in _grouped(sorted(set(keys) - found.keys(), key=len)):
             found |= dict(zip(chosen, self._read(chosen), strict=True))
             self.on_forward()
         for key in keys:
-            self._keep(key, found[key])
+            self._remember(key, found[key])
         return [found[key] for key in keys]
 
     def forget(self) -> None:
         """Drop all states; to be called after the draft base was exchanged."""
-        self._kept.clear()
+        self._latest.clear()
         self.bytes = 0
 
-    def _keep(self, key: Key, states: torch.Tensor) -> None:
-        if key not in self._kept:
+    def _fits(self, key: Key, states: torch.Tensor) -> bool:
+        return states.shape == (len(key) - 1, self.draft.config.hidden_size)
+
+    def _remember(self, key: Key, states: torch.Tensor) -> None:
+        if key not in self._latest:
             self.bytes += states.nbytes
-        self._kept[key] = states
-        self._kept.move_to_end(key)
-        while self.bytes > self.limit_bytes and self._kept:
-            _, oldest = self._kept.popitem(last=False)
+        self._latest[key] = states
+        self._latest.move_to_end(key)
+        while self.bytes > self.limit_bytes and self._latest:
+            _, oldest = self._latest.popitem(last=False)
             self.bytes -= oldest.nbytes
 
     @torch.inference_mode()
@@ -106,6 +120,16 @@ class RecordStates:
         cache = self.target.new_cache(len(ids))  # a new one each time: it would keep the size of the longest
         self.target.forward(cache, 0, ids, [0] * len(ids), keep=1, lengths=lengths, hidden=hidden)
         return torch.cat([hidden.states[layer] for layer in layers], dim=-1)
+
+
+def kept_in(replay: ReplayBuffer, base_hash: str) -> Kept:
+    """Finds the states that were kept with records of this home, as a drafter of this base has read them."""
+
+    def find(records: Sequence[ReplayRecord]) -> dict[Key, torch.Tensor]:
+        found = replay.states(records, base_hash)
+        return {tuple(record.token_ids): found[record.id] for record in records if record.id in found}
+
+    return find
 
 
 def _grouped(texts: Sequence[Key]) -> list[list[Key]]:

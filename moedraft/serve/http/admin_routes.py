@@ -172,7 +172,7 @@ def resume(request: Request) -> Data:
 def replay(request: Request) -> Data:
     context = context_of(request)
     context.worker.system.recorder.flush()
-    return {"records": inventory.replay(context.store)}
+    return inventory.replay(context.store)
 
 
 @router.post("/replay/purge")

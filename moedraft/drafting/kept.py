@@ -1,0 +1,67 @@
+"""Keeps what a feature drafter reads of the target while a request runs, for the trainer to learn from."""
+
+from __future__ import annotations
+
+import torch
+
+from moedraft.core import Sequence
+
+HALF = torch.bfloat16  # the range of float32: states of some targets pass what float16 can hold
+MOST_BYTES = 128_000_000  # of all requests that run
+
+Read = list[tuple[Sequence, int, int]]  # by row: the first entry that was read, and how many
+
+
+class StateKeeper:
+    """Appends the fused states that are read to `Sequence.states`, in half precision, on their device.
+
+    All running requests together keep at most `limit_bytes`. A request that would pass that keeps nothing,
+    nor does one whose states are not whole: the trainer computes its states again.
+    """
+
+    def __init__(self, width: int, limit_bytes: int = MOST_BYTES) -> None:
+        """width: numbers of a state."""
+        self.limit_bytes = limit_bytes
+        self._entry_bytes = width * HALF.itemsize
+        self._entries: dict[str, int] = {}  # by running request, how many entries it keeps
+        self._total = 0  # of these
+        self._given_up: set[str] = set()
+
+    @property
+    def bytes(self) -> int:
+        """Of all running requests."""
+        return self._total * self._entry_bytes
+
+    def keep(self, read: Read, fused: torch.Tensor) -> None:
+        """fused [B, T, H], a row for each of `read`."""
+        half = fused.to(HALF)
+        for b, (row, start, count) in enumerate(read):
+            if count and row.capture and row.request_id not in self._given_up:
+                self._append(row, start, half[b, :count])
+
+    def finish(self, row: Sequence, rest: torch.Tensor) -> None:
+        """The request has ended. rest [n, H]: the states behind those that were read, at least to its end.
+
+        What is left in the row is whole, of all positions but the last, or nothing.
+        """
+        left = len(row.token_ids) - 1 - self._entries.get(row.request_id, 0)
+        if row.capture and row.request_id not in self._given_up and 0 <= left <= len(rest):
+            row.states.append(rest[:left].to(HALF, copy=True))
+        else:
+            row.states = []
+        self._forget(row)
+        self._given_up.discard(row.request_id)
+
+    def _append(self, row: Sequence, start: int, states: torch.Tensor) -> None:
+        known = self._entries.get(row.request_id, 0)
+        if start != known or self.bytes + len(states) * self._entry_bytes > self.limit_bytes:
+            row.states = []
+            self._forget(row)
+            self._given_up.add(row.request_id)
+            return
+        row.states.append(states.clone())  # a view would keep the whole batch alive
+        self._entries[row.request_id] = known + len(states)
+        self._total += len(states)
+
+    def _forget(self, row: Sequence) -> None:
+        self._total -= self._entries.pop(row.request_id, 0)
