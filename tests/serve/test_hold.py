@@ -1,4 +1,4 @@
-"""A trainer's share of the time while requests are served, by a clock of the test's and with a real process."""
+"""A trainer's share of the time while requests are served, by the test's clock and with a real process."""
 
 from __future__ import annotations
 
