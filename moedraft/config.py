@@ -173,6 +173,13 @@ class Settings(BaseSettings):
     train_idle_share: float = Field(
         0.5, ge=0, le=1, description="train while the engine is idle for this share of the time; 0: always"
     )
+    train_cpu_share: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="of a core's time that learning takes while requests are served; 0: none, so that a "
+        "server that is always busy does not learn",
+    )
     train_max_waiting: int = Field(0, ge=0, description="train while at most so many requests wait")
 
     @property

@@ -26,7 +26,7 @@ ROOMS = {
     "cpu": (10, 1200),
     "distill": (17, 2050),
     "distill/joint": (10, 1350),
-    "distill/judging": (8, 1000),
+    "distill/judging": (9, 1250),
     "drafting": (21, 2850),
     "engine": (14, 1500),
     "feature": (12, 1500),

@@ -74,7 +74,8 @@ def _resumed(loop: DistillLoop, settings: Settings) -> DistillLoop:
             measure = JointMeasure(loop.trainer, depth)
         else:
             measure = TextMeasure(loop.trainer, depth)
-        loop.judge = Judge(measure, loop.store, base_serves=isinstance(loop, JointLoop))
+        loop.judge = judge = Judge(measure, loop.store, base_serves=isinstance(loop, JointLoop))
+        loop.second_look = judge.second_look
         loop.watch = Watch(measure, loop.store)
     loop.resume()
     return loop

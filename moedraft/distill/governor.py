@@ -42,9 +42,14 @@ def read_load(registry: Registry) -> Load | None:
 
 
 def why_wait(load: Load | None, settings: Settings, now: float | None = None) -> str | None:
-    """Why no update may run now; None where there is room for one."""
+    """Why no update may run now; None where there is room for one.
+
+    With a share of a core for learning there always is: the server keeps the trainer to it.
+    """
     if load is None or abs((time.time() if now is None else now) - load.at) > STALE:
         return "no word from the engine"
+    if settings.train_cpu_share:
+        return None
     if load.waiting > settings.train_max_waiting:
         return f"{load.waiting} requests are waiting"
     if load.idle < settings.train_idle_share:

@@ -23,6 +23,7 @@ from moedraft.core import SHARED, AdapterVersion, StorageError, UpdateRecord
 from moedraft.distill.governor import news
 from moedraft.distill.judging.gate import Verdict
 from moedraft.distill.judging.judge import JudgeLike
+from moedraft.distill.judging.second_look import SecondLook
 from moedraft.distill.judging.watch import Watch, Withdrawal
 from moedraft.distill.outlet import Outlet
 from moedraft.distill.trainer import OnStep, Trainer
@@ -68,6 +69,7 @@ class DistillLoop:
     every: int = 16  # new records that make an update due
     judge: JudgeLike | None = None  # None: every candidate is published
     watch: Watch | None = None  # None: no published version is ever withdrawn
+    second_look: SecondLook | None = None  # None: a kept candidate is only trained on
     gains: dict[str, float] = field(default_factory=dict)
     failures: dict[str, int] = field(default_factory=dict)  # in a row, by adapter; a success resets them
     state: LearningState = field(default_factory=waiting)
@@ -116,6 +118,7 @@ class DistillLoop:
         self.state = LearningState(LearningKind.TRAINING, expert=expert)
         try:
             self._look_again(on_step)
+            self._gather(on_step)
             update = self._update(expert, steps, on_step)
         except StorageError as error:
             self._failed(expert, str(error))
@@ -138,6 +141,12 @@ class DistillLoop:
             now = self.outlet.withdraw(found.version.domain, found.version.version)
             self.trainer.forget(found.version.domain)
             self._write_down(*self._taken_back(found, now))
+
+    def _gather(self, on_step: OnStep | None) -> None:
+        """Look at kept candidates again, on the records that came since, before these are trained on."""
+        if self.second_look is not None:
+            say = on_step or (lambda done, loss: None)
+            self.second_look.gather(lambda: say(0, None))
 
     def _taken_back(self, found: Withdrawal, now: int) -> tuple[UpdateRecord, int]:
         """The log entry of a withdrawal, and the last record that the adapter has used, which stays used."""
@@ -186,6 +195,8 @@ class DistillLoop:
         """
         try:
             verdicts = self._verdicts(candidates, on_step)
+            if self.second_look is not None:
+                self.second_look.settled(candidates, verdicts, last_id)
             seconds = (time.monotonic() - began - self.waited) / len(candidates)
             versions = self._publish(candidates, verdicts)
             self._stand_aside(verdicts)
@@ -306,6 +317,8 @@ class DistillLoop:
         self._failed(expert, reason)
 
     def _failed(self, expert: str, reason: str) -> None:
+        if self.second_look is not None:
+            self.second_look.forget()
         self.failures[expert] = self.failures.get(expert, 0) + 1
         self.state = paused(reason)
 

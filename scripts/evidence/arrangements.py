@@ -56,6 +56,7 @@ class Arrangement:
     alone: bool = False  # whether one adapter stands alone, with twice the rank
     true_labels: bool = False  # else the classifier's
     gate: bool = False
+    second_look: bool = True  # whether the gate looks again at what it kept
     beforehand: float = 0.0  # share of the requests that are known before the first one is served
     plan: Mapping[str, Any] = field(default_factory=dict)  # changes of the trainer's plan
     every: float = 1.0  # requests and steps of an update, as a multiple of the usual
@@ -71,6 +72,7 @@ _ALL = (
     Arrangement("turns", "shared and experts in turns", TurnsTrainer),
     Arrangement(JOINT, "joint (default), no gate"),
     Arrangement(GATED, "joint (default), with gate", gate=True),
+    Arrangement("joint+gate-once", "joint, gate of one look", gate=True, second_look=False),
     Arrangement("offline", "offline bound", beforehand=1.0),
     Arrangement("one-offline", "one adapter, offline", OneTrainer, False, True, beforehand=1.0),
     Arrangement("one-both", "one adapter, offline then online", OneTrainer, False, True, beforehand=0.5),

@@ -39,6 +39,7 @@ PARTS: dict[str, list[Job]] = {
     "objectives": [("steady", name) for name in OBJECTIVES],
     "interval": [("steady", name) for name in INTERVALS],
     "paper": [(ONLY + domain, name) for domain in PAPER for name in ONE],
+    "gate": [(p, a) for p in ("steady", "drift", "one-by-one") for a in (GATED, "joint+gate-once")],
 }
 
 

@@ -83,6 +83,7 @@ class Run:
         self.own_measure = self.trainer.measure  # for its log: no decision rests on it, see `learn`
         judge = Judge(self.measure, store, base_serves=True) if arrangement.gate else None
         self.loop = JointLoop(self.trainer, store, HomeOutlet(store), 1, judge)
+        self.loop.second_look = judge.second_look if judge and arrangement.second_look else None
 
     def owner(self, served: Served) -> str:
         """Whose expert drafts."""

@@ -29,6 +29,8 @@ MOST_KEPT = 6  # candidates in a row that may be trained on without being publis
 LONGEST_KEPT = 9  # … or so many where a gain is LIKELY, so that only records are missing
 LIKELY = 0.5  # beyond it a gain is likelier than a loss
 CONFIRMED = 0.95  # probability that right tokens became more probable, with which a LIKELY gain is published
+SURE_AGAIN, CONFIRMED_AGAIN = 0.95, 0.975  # the same where a line of candidates is looked at again
+DOUBTFUL = 0.3  # less probable than this by its own records, a candidate is not published on its line's
 DRAWS = 1000
 SEED = 0  # of the bootstrap, so that the same figures always get the same answer
 Z = 1.2816  # of the normal distribution at SURE
@@ -45,6 +47,17 @@ class Measured:
     @property
     def records(self) -> int:
         return len(self.counts)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What earlier candidates of the same line did on records that none of them had been trained on.
+
+    A line is a candidate that was kept and those that were trained on from it.
+    """
+
+    before: Measured  # what serves, on the same records
+    after: Measured
 
 
 @dataclass(frozen=True)
@@ -74,10 +87,17 @@ def expected_tokens(sums: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.asarray(1 + rates.cumprod(-1).sum(-1))
 
 
-def compare(before: Measured, after: Measured, shares: Shares | None = None) -> Verdict:
+def compare(
+    before: Measured,
+    after: Measured,
+    shares: Shares | None = None,
+    sure: float = SURE,
+    confirmed: float = CONFIRMED,
+) -> Verdict:
     """The gain and how sure it is; the decision is that of `decide` with nothing kept before.
 
     shares [records]: how much of the traffic each record stands for; without them, all the same.
+    sure, confirmed: what a promotion needs.
     """
     count = before.records
     if not count:
@@ -96,7 +116,7 @@ def compare(before: Measured, after: Measured, shares: Shares | None = None) -> 
     found = Verdict("keep", count, gain, float(low), float(high), better)
     if before.chances is not None and after.chances is not None:
         found = replace(found, witness=_witness(before.chances, after.chances, shares))
-    return replace(found, decision=_decision(found, before.loss, after.loss))
+    return replace(found, decision=_decision(found, before.loss, after.loss, sure, confirmed))
 
 
 def _witness(before: Chances, after: Chances, shares: Shares | None) -> float:
@@ -117,6 +137,25 @@ def decide(before: Measured, after: Measured, kept: int = 0, shares: Shares | No
     kept: how many candidates before this one were trained on without being published; shares: of the traffic.
     """
     return bounded(compare(before, after, shares), kept)
+
+
+def decide_again(
+    before: Measured, after: Measured, seen: Seen, kept: int, shares: Shares | None = None
+) -> Verdict:
+    """As `decide`, by the candidate's own records and all that its line has shown.
+
+    So that more looks publish no more by chance, more certainty is asked for. The line's evidence is that of
+    weights from before the last update, which must not speak against it.
+
+    shares [records]: of the candidate's own records first, then of the line's.
+    """
+    befores, afters = joined([before, seen.before]), joined([after, seen.after])
+    found = compare(befores, afters, shares, SURE_AGAIN, CONFIRMED_AGAIN)
+    own = compare(before, after, None if shares is None else shares[: before.records])
+    if found.decision == "promote" and own.better < DOUBTFUL:
+        reason = "The candidates before it were better than what serves, but it is not likely to be."
+        found = replace(found, decision="keep", reason=reason)
+    return bounded(found, kept)
 
 
 def joined(parts: list[Measured]) -> Measured:
@@ -141,15 +180,17 @@ def _widening(count: float) -> float:
     return float(student * ((count + 1) / free) ** 0.5)
 
 
-def _decision(found: Verdict, before: float | None, after: float | None) -> GateDecision:
+def _decision(
+    found: Verdict, before: float | None, after: float | None, sure: float, surely_risen: float
+) -> GateDecision:
     assert found.gain is not None
     if found.records < FEW:
         improved = before is not None and after is not None and after < before
         return "promote" if improved and found.gain >= 0 else "keep"
-    confirmed = found.better > LIKELY and found.witness is not None and found.witness >= CONFIRMED
-    if (found.better >= SURE or confirmed) and found.gain > 0:
+    confirmed = found.better > LIKELY and found.witness is not None and found.witness >= surely_risen
+    if (found.better >= sure or confirmed) and found.gain > 0:
         return "promote"
-    return "discard" if found.better <= 1 - SURE else "keep"
+    return "discard" if found.better <= 1 - sure else "keep"
 
 
 def bounded(found: Verdict, kept: int) -> Verdict:

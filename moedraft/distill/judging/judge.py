@@ -17,6 +17,7 @@ from moedraft.core import SHARED, ReplayRecord
 from moedraft.distill.judging.gate import Measured, Verdict
 from moedraft.distill.judging.held_out import HeldOut
 from moedraft.distill.judging.measures import Measure, Serving
+from moedraft.distill.judging.second_look import SecondLook
 from moedraft.distill.judging.together import Options, decide_alone, decide_together, in_doubt
 from moedraft.storage.candidate import Candidate, Weights
 from moedraft.storage.changes import is_pinned
@@ -48,6 +49,7 @@ class Judge:
         """base_serves: whether rows of single domains can be drafted for by the base alone."""
         self.measure, self.store = measure, store
         self.held_out = HeldOut(store.replay)
+        self.second_look = SecondLook(measure, store)
         self._kept: dict[str, tuple[int, int]] = {}  # the live version, and candidates kept since
         self.base_serves = base_serves
         self._static: dict[str, tuple[int, Measured]] = {}  # by domain: hash of the records, their figures
@@ -83,14 +85,16 @@ class Judge:
         before = case.measured({SHARED: shared, name: live})
         new = case.measured({SHARED: shared, name: made})
         none = case.measured({SHARED: shared, name: None}) if self._removable(name, made) else None
-        return decide_alone(Options(before, new, before, none, self._static_of(case)), kept)
+        seen = self.second_look.seen(made).get(name)
+        return decide_alone(Options(before, new, before, none, self._static_of(case), seen=seen), kept)
 
     def _options(self, made: dict[str, Candidate], on_batch: OnBatch) -> dict[str, Options]:
         """Measure for each domain with records what it could have under the new shared adapter."""
         new_shared, sizes = made[SHARED], self.store.replay.sizes()
         shared = self._live(SHARED, new_shared)
         cases = {name: self._case(name, len(sizes), on_batch) for name in sizes}
-        unadapted, options = self.store.registry.unadapted(), {}
+        unadapted, options = self.store.registry.unadapted(), dict[str, Options]()
+        seen = self.second_look.seen(new_shared)
         for name, case in cases.items():
             own = {} if name == SHARED else {name: self._live(name, new_shared)}
             static = self._static_of(case)
@@ -100,7 +104,7 @@ class Judge:
             new = None
             if name in made and name != SHARED:
                 new = case.measured({SHARED: new_shared, name: made[name]})
-            options[name] = Options(before, new, old, None, static, sizes[name], base)
+            options[name] = Options(before, new, old, None, static, sizes[name], base, seen.get(name))
         for name in in_doubt(options):
             if self._removable(name, new_shared):
                 none = cases[name].measured({SHARED: new_shared, name: None})

@@ -30,11 +30,13 @@ from moedraft.distill.judging.gate import (
     MOST_KEPT,
     SURE,
     Measured,
+    Seen,
     Shares,
     Verdict,
     bounded,
     compare,
     decide,
+    decide_again,
     joined,
 )
 from moedraft.distill.judging.shrinkage import GainEstimate, estimates
@@ -61,6 +63,7 @@ class Options:
     static: Measured | None = None  # the draft base without any adapter
     share: float = 1.0  # of the traffic, in any unit
     base: Measured | None = None  # as `static`, where the base alone may draft for the domain
+    seen: Seen | None = None  # what the candidates before this one did for the domain, of the same line
 
     def kinds(self) -> list[Kind]:
         """What the domain can have, in the order in which it is wanted."""
@@ -136,13 +139,30 @@ def is_below(static: GainEstimate | None) -> bool:
     return static is not None and static.worse >= SURE and static.gain < -NEGLIGIBLE
 
 
-def shares_of(domains: Mapping[str, Options]) -> Shares:
-    """How much of the traffic each record stands for [records of all domains]; 1 on average."""
+def shares_of(domains: Mapping[str, Options], *, again: bool = False) -> Shares:
+    """How much of the traffic each record stands for [records of all domains]; 1 on average.
+
+    again: the records that earlier candidates were seen on follow, those of all domains.
+    """
     counts = np.array([options.before.records for options in domains.values()])
+    seen = np.array([_seen_records(options) if again else 0 for options in domains.values()])
     traffic = np.array([options.share for options in domains.values()], float)
-    each = np.repeat(traffic / np.maximum(counts, 1), counts)
+    weights = traffic / np.maximum(counts + seen, 1)
+    each = np.concatenate([np.repeat(weights, counts), np.repeat(weights, seen)])
     each /= each.mean() if len(each) else 1.0
     return np.asarray(np.minimum(each, LARGEST_SHARE))
+
+
+def _seen_records(options: Options) -> int:
+    return 0 if options.seen is None else options.seen.before.records
+
+
+def _seen(domains: Mapping[str, Options]) -> Seen | None:
+    """What earlier candidates of the line did in all domains; None where there was none."""
+    found = [options.seen for options in domains.values() if options.seen is not None]
+    if not found:
+        return None
+    return Seen(joined([one.before for one in found]), joined([one.after for one in found]))
 
 
 def _whole(
@@ -155,7 +175,10 @@ def _whole(
     """
     befores = joined([options.before for options in domains.values()])
     afters = joined([options.of(choices[name].counted) for name, options in domains.items()])
-    whole = decide(befores, afters, kept, shares_of(domains))
+    if (seen := _seen(domains)) is None:
+        whole = decide(befores, afters, kept, shares_of(domains))
+    else:
+        whole = decide_again(befores, afters, seen, kept, shares_of(domains, again=True))
     if all(options.static is not None for options in domains.values()):
         statics = joined([options.static for options in domains.values() if options.static is not None])
         whole = replace(whole, static=compare(statics, afters, shares_of(domains)).gain)
@@ -256,7 +279,10 @@ def decide_alone(options: Options, kept: int = 0) -> Verdict:
     `options.old` is what serves now; `options.none` is the shared adapter alone.
     """
     assert options.new is not None
-    found = decide(options.before, options.new, kept)
+    if options.seen is None:
+        found = decide(options.before, options.new, kept)
+    else:
+        found = decide_again(options.before, options.new, options.seen, kept)
     if options.static is None or not options.before.records:
         return found
     over = estimates([options.static], [options.new])[0]

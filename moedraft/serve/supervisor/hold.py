@@ -1,4 +1,7 @@
-"""Suspends the trainer process while requests are served, so that they have all cores at once."""
+"""Suspends the trainer process while requests are served, so that they have all cores at once.
+
+With a share of a core for learning, the process runs for that share of the time meanwhile, in short slices.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from moedraft.serve.supervisor.child import Child
 LONGEST = 60.0  # seconds; then the process runs on, reads the server's load and pauses by itself
 # seconds without requests before it runs on, because its work displaces the requests' data in the caches
 CALM = 0.25
+SLICE = 0.1  # seconds that the process runs at once on its share, about
 # signals that Windows does not have
 STOP, GO = getattr(signal, "SIGSTOP", None), getattr(signal, "SIGCONT", None)
 
@@ -23,8 +27,10 @@ class Hold:
     Call `turn` often while the child runs, and `end` before the child is asked to end.
     """
 
-    def __init__(self, child: Child, busy: Callable[[], bool]) -> None:
-        self.child = child
+    def __init__(self, child: Child, busy: Callable[[], bool], share: float = 0.0) -> None:
+        """share: of the time that requests are served, for which the child runs all the same."""
+        self.child, self.share = child, share
+        self._credit, self._credited = 0.0, time.monotonic()  # seconds that it may run now; when that was
         self.seconds = 0.0  # total time suspended; the caller sets it back to 0
         self._busy = busy
         self._lock = threading.Lock()
@@ -61,13 +67,33 @@ class Hold:
         if not (works and STOP) or self._ended or now - self._busy_at > CALM:
             self._release()
             self._done = False
+            self._credit, self._credited = 0.0, now
+        elif self.share:
+            self._ration(now)
         elif self._since is None:
             if not self._done:
-                self.child.process.send_signal(STOP)
-                self._since = now
+                self._suspend(now)
         elif now - self._since > LONGEST:
             self._release()
             self._done = True
+
+    def _ration(self, now: float) -> None:
+        """Let the child run while it has credit; it earns its share of each second, and spends what it runs.
+
+        It is resumed once it can run for a slice, and the times between two calls are counted as they were.
+        """
+        ran = 0.0 if self.held else now - self._credited
+        self._credit = min(5 * SLICE, self._credit + self.share * (now - self._credited) - ran)
+        self._credited = now
+        if self._since is None and self._credit <= 0:
+            self._suspend(now)
+        elif self._since is not None and self._credit >= SLICE:
+            self._release()
+
+    def _suspend(self, now: float) -> None:
+        if STOP:
+            self.child.process.send_signal(STOP)
+            self._since = now
 
     def _release(self) -> None:
         if self._since is not None and GO:

@@ -198,7 +198,7 @@ class TrainerSupervisor:
         except OSError as error:
             return f"it cannot be started: {error}"
         self._set(pid=child.process.pid, learning=LearningState(LearningKind.STARTING))
-        hold = self._hold = Hold(child, self._busy)
+        hold = self._hold = Hold(child, self._busy, self._settings.train_cpu_share)
         grace, fault = GRACE, ""
         try:
             self._talk(child, hold)

@@ -1,0 +1,128 @@
+"""Looks a second time at candidates that the gate kept: on the records that came since, before an update
+is trained on them.
+
+One record in eight is held out, and one update brings few of them. But until the next update is trained on
+them, all new records are new to a candidate that was kept, so what serves and that candidate can be measured
+on each of them. What is seen adds up over the line: the candidate, and those trained on from it, until one is
+published or thrown away (`gate.decide_again`).
+
+Simulated with sixteen records an update, two of them held out (tests/distill/test_second_look.py): without a
+gain fewer lines are published than by one look at each candidate, and small gains are published sooner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from moedraft.core import SHARED, ReplayRecord
+from moedraft.distill.judging.gate import Measured, Seen, Verdict, joined
+from moedraft.distill.judging.held_out import USABLE
+from moedraft.distill.judging.measures import Measure, Serving
+from moedraft.distill.trainer import is_held_out
+from moedraft.storage.candidate import Candidate, Weights
+from moedraft.storage.store import TARGET_ID, Store
+
+MOST = 32  # new records that one line is measured on before an update
+
+OnBatch = Callable[[], None]
+
+
+@dataclass
+class Line:
+    """The newest candidates of a line, which one update has made, and what the line has shown."""
+
+    made: dict[str, Candidate]
+    last_id: int  # the newest record that these candidates may have been trained on
+    shared: int  # the version of the shared adapter that serves while the line lasts
+    prompts: set[tuple[int, ...]] = field(default_factory=set)  # that were measured; each counts once
+    seen: dict[str, Seen] = field(default_factory=dict)  # by domain
+
+
+class SecondLook:
+    """The lines of one home. It reads storage and writes nothing; a restart forgets the lines."""
+
+    def __init__(self, measure: Measure, store: Store) -> None:
+        self.measure, self.store = measure, store
+        self._lines: dict[str, Line] = {}  # by the adapter that the update was of
+
+    def settled(self, candidates: Sequence[Candidate], verdicts: Mapping[str, Verdict], last_id: int) -> None:
+        """Note the gate's verdicts on the candidates of one update, which knew of records up to `last_id`."""
+        made = {one.expert: one for one in candidates}
+        name = SHARED if SHARED in made else candidates[0].expert
+        if name not in verdicts or verdicts[name].decision != "keep":
+            self._lines.pop(name, None)
+            return
+        shared = self._version(SHARED, made[name])
+        line = self._lines.get(name)
+        if line is None or line.shared != shared or line.made[name].parent != made[name].parent:
+            line = self._lines[name] = Line(made, last_id, shared)
+        line.made, line.last_id = made, last_id
+
+    def gather(self, on_batch: OnBatch = lambda: None) -> None:
+        """Measure the candidate of every line on the records that came since it was made."""
+        for name, line in list(self._lines.items()):
+            if self._is_broken(name, line):
+                del self._lines[name]
+                continue
+            last_id = self.store.replay.last_id()
+            for domain, records in self._new(name, line).items():
+                before, after = self._pair(line.made, domain)
+                found = [self.measure(serving, domain, records, on_batch) for serving in (before, after)]
+                line.seen[domain] = _added(line.seen.get(domain), found[0], found[1])
+            line.last_id = last_id
+
+    def forget(self) -> None:
+        """Drop all lines, because a trainer that has failed goes on from what serves."""
+        self._lines.clear()
+
+    def seen(self, candidate: Candidate) -> dict[str, Seen]:
+        """By domain, what the line shows that `candidate` goes on from; empty where there is none."""
+        line = self._lines.get(candidate.expert)
+        if line is None or line.made[candidate.expert].parent != candidate.parent:
+            return {}
+        return line.seen
+
+    def _is_broken(self, name: str, line: Line) -> bool:
+        """Whether something else serves than when the line began."""
+        made = line.made[name]
+        return self._version(name, made) != made.parent or self._version(SHARED, made) != line.shared
+
+    def _version(self, name: str, made: Candidate) -> int:
+        versions = self.store.registry.lineage(name, made.base_hash)
+        return versions[0].version if versions else 0
+
+    def _new(self, name: str, line: Line) -> dict[str, list[ReplayRecord]]:
+        """The records that came since, by domain, one of each prompt, as the clients' shares allow.
+
+        Without those that are held out: by these the next candidate is judged itself.
+        """
+        found: dict[str, list[ReplayRecord]] = {}
+        target = self.store.registry.get_meta(TARGET_ID)
+        for record in self.store.replay.newest(MOST, line.last_id + 1, target):
+            prompt = tuple(record.token_ids[: record.num_prompt_tokens])
+            concerned = name in (SHARED, record.domain)
+            known = prompt in line.prompts or is_held_out(record)
+            if concerned and not known and len(record.topk_ids) >= USABLE:
+                line.prompts.add(prompt)
+                found.setdefault(record.domain, []).append(record)
+        return found
+
+    def _pair(self, made: Mapping[str, Candidate], domain: str) -> tuple[Serving, Serving]:
+        """What drafts for `domain` now, and what would with the candidates."""
+        some = next(iter(made.values()))
+        before = {name: self._live(name, some) for name in {SHARED, domain}}
+        after = {name: made.get(name) or weights for name, weights in before.items()}
+        if domain in self.store.registry.unadapted():
+            before = dict.fromkeys(before)
+        return before, after
+
+    def _live(self, name: str, made: Candidate) -> Weights | None:
+        found = self.store.adapters.load_live(name, made.base_hash)
+        return found[1] if found else None
+
+
+def _added(seen: Seen | None, before: Measured, after: Measured) -> Seen:
+    if seen is None:
+        return Seen(before, after)
+    return Seen(joined([seen.before, before]), joined([seen.after, after]))
