@@ -44,4 +44,9 @@ def test_bad_input_gets_one_sentence(run: Run, home: Path, pair: Pair, tmp_path:
     result = run(*options, "--texts")
     assert (result.code, result.err) == (2, f"Error: {prompts}, line 1: 'reference' is missing.\n")
     assert "such as 2,15,27" in run(*options, "--layers", "two").err
+    for wrong in ("0,1,9", "-1,0,1"):
+        assert "a drafter reads layers 0 to " in run(*options, f"--layers={wrong}").err
+    assert "must be different ones, not [1, 1]" in run(*options, "--layers", "1,1").err
+    alone = write_rows(tmp_path / "one.jsonl", [{"prompt": "1 2"}])
+    assert "at least two texts" in run(*TRAIN, "--prompts", alone, *pair[:2], "--home", home).err
     assert not home.exists()
