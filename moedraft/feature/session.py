@@ -174,7 +174,14 @@ class Session:
             self.trainer.load(self.state)
 
     def run(self, seconds: float, progress: Progress = lambda done, what: None) -> None:
-        """Train until it took `seconds` in all, earlier runs included."""
+        """Train until it took `seconds` in all, earlier runs included. An interrupted one is kept as well."""
+        try:
+            self._run(seconds, progress)
+        finally:
+            if self.trainer.seconds:
+                self.trainer.save(self.state)
+
+    def _run(self, seconds: float, progress: Progress) -> None:
         trainer = self.trainer
         kept = began = time.monotonic()
         before = trainer.seconds
@@ -188,7 +195,6 @@ class Session:
             if now - kept > KEPT_EVERY:
                 trainer.save(self.state)
                 kept = now
-        trainer.save(self.state)
 
     def finish(self, depth: int = 5) -> Report:
         """Measure, and write the drafter."""
