@@ -5,9 +5,10 @@
 
 Two systems with the same target, one that keeps features and one that does not, answer the same prompts in
 turns, at batch 1 and at `--batch`, recording beside the traffic as a server does. Then one process after
-the other updates from each home, as a trainer would: a first update, which finds nothing in its memory, and
-a second one. Reported are tokens per second and processor seconds per token of serving (the median over the
-rounds of one system, and of the ratios within the rounds), bytes per token on disk and in memory, and
+the other updates from the home with the features, as a trainer would: a first update, which finds nothing in
+its memory, and a second one. Reported are tokens per second and processor time per token of serving (the
+median over the rounds of one system, and of the ratios within the rounds), of this the processor time that
+keeping takes in the engine's thread and storing in the recorder's, bytes per token on disk and in memory, and
 seconds of an update with the peak memory of its process. Needs Linux.
 """
 
@@ -19,6 +20,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -27,12 +29,13 @@ from typing import Any
 import torch
 
 from moedraft.config import Settings, load_settings
-from moedraft.core import SamplingParams
+from moedraft.core import KeptStates, SamplingParams, Sequence
 from moedraft.distill.assembly import build_loop
 from moedraft.distill.joint.joint_loop import JointLoop
 from moedraft.distill.joint.states import RecordStates
 from moedraft.drafting.base import load_base
 from moedraft.drafting.feature import FeatureDrafter
+from moedraft.drafting.kept import Read, StateKeeper
 from moedraft.models import load_by
 from moedraft.showcase import shipped
 from moedraft.storage.db import DATABASE
@@ -40,6 +43,22 @@ from moedraft.storage.store import Store
 from moedraft.system.build import System, assemble, open_store
 
 WAYS = ("recompute", "keep")
+
+
+class TimedKeeper(StateKeeper):
+    """Measures the processor time that it takes of the engine's thread."""
+
+    seconds = 0.0
+
+    def keep(self, read: Read, fused: torch.Tensor) -> None:
+        began = time.thread_time()
+        super().keep(read, fused)
+        self.seconds += time.thread_time() - began
+
+    def finish(self, row: Sequence, rest: torch.Tensor) -> None:
+        began = time.thread_time()
+        super().finish(row, rest)
+        self.seconds += time.thread_time() - began
 
 
 def settings_of(args: argparse.Namespace, home: Path, way: str) -> Settings:
@@ -107,7 +126,31 @@ def sizes(systems: dict[str, System]) -> dict[str, Any]:
         "kept while it runs": 2 * drafter.draft.config.hidden_size,
         "features before fc": 2 * drafter.draft.config.features_size,
     }
+    assert isinstance(drafter.keeper, TimedKeeper)
+    tokens = found["keep"]["tokens"]
+    found["cpu_us_per_token"] = {"keeping": 1e6 * drafter.keeper.seconds / tokens, **storing(systems["keep"])}
     return found
+
+
+def storing(system: System) -> dict[str, float]:
+    """Processor time per token of writing all records of this system once more, with states and without."""
+    records = system.store.replay.records()
+    found = system.store.replay.states(records, system.bank.base_hash)
+    states = [
+        KeptStates(system.bank.base_hash, found[one.id]) if one.id in found else None for one in records
+    ]
+    tokens, times = sum(len(one.token_ids) for one in records), {}
+    for name, kept in (("storing records", []), ("storing both", states)):
+        with (
+            TemporaryDirectory(prefix="moedraft-") as folder,
+            closing(Store.open(Path(folder), states_bytes=2**40)) as store,
+        ):
+            began = time.thread_time()
+            for first in range(0, len(records), 4):
+                store.replay.add(records[first : first + 4], kept[first : first + 4])
+            store.home.checkpoint()
+            times[name] = 1e6 * (time.thread_time() - began) / tokens
+    return times
 
 
 def learn(args: argparse.Namespace, home: Path, way: str) -> dict[str, Any]:
@@ -153,6 +196,9 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     for way, home in homes.items():
         settings = settings_of(args, home, way)
         systems[way] = assemble(settings, open_store(settings), target, load_base(settings, target))
+        drafter = systems[way].engine.chooser.model
+        if isinstance(drafter, FeatureDrafter) and drafter.keeper is not None:
+            drafter.keeper = TimedKeeper(drafter.draft.config.hidden_size)
         systems[way].recorder.record_beside()
         systems[way].engine.work_beside()
     try:

@@ -1,8 +1,9 @@
-"""Writes a tiny Llama with random weights as a GGUF file, as llama.cpp's converter would."""
+"""Writes tiny models with random weights as GGUF files, as llama.cpp's converter would."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -20,6 +21,8 @@ NAMES = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
@@ -36,8 +39,14 @@ def letters() -> list[str]:
 
 
 def tiny_llama(seed: int = 0) -> transformers.LlamaForCausalLM:
+    model: transformers.LlamaForCausalLM = tiny_model(transformers.LlamaConfig, seed)
+    return model
+
+
+def tiny_model(kind: Any, seed: int = 0, **more: Any) -> Any:
+    """kind: of configuration; more: what it has beside Llama's."""
     torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
+    config = kind(
         vocab_size=len(SPECIAL) + 256 + 2,
         hidden_size=64,
         intermediate_size=96,
@@ -47,11 +56,14 @@ def tiny_llama(seed: int = 0) -> transformers.LlamaForCausalLM:
         max_position_embeddings=256,
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,
+        **more,
     )
-    model = transformers.LlamaForCausalLM(config).eval().requires_grad_(False)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
     for parameter in model.parameters():
         if parameter.ndim == 2:
             parameter.normal_(std=0.15)
+        else:
+            parameter.add_(0.1 * torch.randn_like(parameter))
     return model
 
 
@@ -60,7 +72,7 @@ def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
     return weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def write_gguf(path: Path, model: transformers.LlamaForCausalLM, arch: str = "llama") -> Path:
+def write_gguf(path: Path, model: Any, arch: str = "llama") -> Path:
     """`model` in float32, with a tokenizer of single bytes and a chat template."""
     config, writer = model.config, gguf.GGUFWriter(path, arch)
     writer.add_name("tiny")
@@ -72,7 +84,10 @@ def write_gguf(path: Path, model: transformers.LlamaForCausalLM, arch: str = "ll
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(10000.0)
-    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_rope_dimension_count(width)
+    writer.add_key_length(width)
+    writer.add_value_length(width)
     writer.add_vocab_size(config.vocab_size)
     tokens = [*SPECIAL, *letters(), "he", "hel"]
     writer.add_tokenizer_model("gpt2")
@@ -89,7 +104,7 @@ def write_gguf(path: Path, model: transformers.LlamaForCausalLM, arch: str = "ll
             continue
         data = value.numpy()
         for part, heads in (("attn_q.", config.num_attention_heads), ("attn_k.", config.num_key_value_heads)):
-            data = interleaved(data, heads) if part in spelt else data
+            data = interleaved(data, heads) if part in spelt and arch == "llama" else data
         writer.add_tensor(spelt, np.ascontiguousarray(data))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -104,4 +119,5 @@ def gguf_name(name: str) -> str | None:
     if not name.startswith("model.layers."):
         return whole.get(name)
     _, _, layer, rest = name.split(".", 3)
-    return f"blk.{layer}.{NAMES[rest.removesuffix('.weight')]}.weight"
+    module, _, kind = rest.rpartition(".")
+    return f"blk.{layer}.{NAMES[module]}.{kind}"

@@ -30,7 +30,7 @@ ROOMS = {
     "drafting": (21, 2850),
     "engine": (14, 1500),
     "feature": (12, 1500),
-    "insight": (10, 1450),
+    "insight": (10, 1520),
     "kernels": (19, 3300),
     "moedraft": (17, 2500),  # the files that lie in no folder
     "routing": (8, 1300),

@@ -17,7 +17,7 @@ from moedraft.core import InvalidRequest, UnsupportedModel
 from moedraft.gguf import MANIFEST, converted, find_smollm2
 from moedraft.models import load_model, resolve
 
-from gguf_files import tiny_llama, write_gguf
+from gguf_files import tiny_llama, tiny_model, write_gguf
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +34,32 @@ def test_the_same_model_with_its_tokenizer_and_template(file: Path, tmp_path: Pa
     assert model.tokenizer.chat_template
     assert model.eos_token_ids == {2}
     assert (model.hf.dtype, model.max_len) == (torch.float32, 256)
+
+
+@pytest.mark.parametrize(
+    ("arch", "kind", "more"),
+    [
+        ("qwen2", transformers.Qwen2Config, {}),
+        ("qwen3", transformers.Qwen3Config, {"head_dim": 128}),
+    ],
+)
+def test_other_architectures_are_read_as_well(
+    arch: str, kind: type, more: dict[str, int], tmp_path: Path
+) -> None:
+    """With biases of queries, keys and values; with norms of queries and keys."""
+    written = tiny_model(kind, **more)
+    file = write_gguf(tmp_path / f"{arch}.gguf", written, arch)
+    model = load_model(str(file), "target", "cpu", cache_dir=tmp_path)
+    assert model.hf.config.model_type == arch
+    ids = torch.tensor([model.tokenizer("hello <|im_end|> é")["input_ids"]])
+    torch.testing.assert_close(model.hf(ids).logits, written(ids).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_weights_of_other_shapes_than_the_file_says_are_named(tmp_path: Path) -> None:
+    """transformers takes every Qwen3 for one with heads of 128 numbers."""
+    odd = write_gguf(tmp_path / "odd.gguf", tiny_model(transformers.Qwen3Config, head_dim=16), "qwen3")
+    with pytest.raises(UnsupportedModel, match=r"odd.gguf: the checkpoint has wrong shapes for 12 .*k_norm"):
+        converted(odd, tmp_path)
 
 
 def test_it_is_converted_once_wherever_the_file_lies(file: Path, tmp_path: Path) -> None:

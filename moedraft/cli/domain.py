@@ -202,6 +202,13 @@ def show(
     say(f"registered {moment(found['created_at'])}, version {found['version']}, {found['updates']} updates")
     if found["unadapted"]:
         say("The draft without any adapter serves it now, since that does better than what was learned.")
+    if guessed := found.get("vocabulary"):
+        shared = guessed["shared"]
+        general = "" if shared is None else f"; the shared draft's hold {rate(shared)}"
+        say(
+            f"Its expert guesses from {guessed['tokens']} tokens of its own, which hold "
+            f"{rate(guessed['share'])} of its last answers{general}."
+        )
     print_table(f"{len(examples)} examples", ["prompt"], [[example] for example in examples])
 
 

@@ -73,9 +73,12 @@ def train(
     chosen = layer_ids(layers)
     pairs = [pair for file in prompts for pair in read_pairs(file, with_answers=texts)]
     with busy("Loading the target"):
+        from moedraft.feature.session import check_texts, chosen_layers
         from moedraft.models import load_model
 
+        check_texts(len(pairs))
         model = load_model(settings.target, "target", settings.device, settings.dtype)
+    chosen = chosen_layers(chosen, model.num_layers)  # before the target answers, which takes long
     out = out or settings.home / TRAINED
     found = answers(model, pairs, out, max_tokens)
     report = learn(model, found, out, minutes, vocabulary, chosen)

@@ -49,6 +49,26 @@ class Report:
     acceptance: list[float]  # by depth, each given the earlier ones
 
 
+def chosen_layers(wanted: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
+    """The target's layers to read: those that are wanted, or the usual three.
+
+    Raises InvalidRequest for any whose states a running engine does not give, and for one named twice.
+    """
+    layers = wanted or default_layers(num_layers)
+    wrong = [i for i in layers if not 0 <= i < num_layers]
+    if wrong:
+        raise InvalidRequest(f"a drafter reads layers 0 to {num_layers - 1} of this target, not {wrong[0]}.")
+    if len(set(layers)) != len(layers):
+        raise InvalidRequest(f"the layers that a drafter reads must be different ones, not {list(layers)}.")
+    return layers
+
+
+def check_texts(count: int) -> None:
+    """Raises InvalidRequest where so many texts are too few to train on."""
+    if count < 2:
+        raise InvalidRequest("a drafter needs at least two texts: one to learn from, one to measure on.")
+
+
 def collect(
     model: LanguageModel,
     pairs: list[tuple[str, str | None]],
@@ -142,9 +162,8 @@ class Session:
         layers: tuple[int, ...] = (),
         plan: TrainingPlan | None = None,
     ) -> None:
+        check_texts(len(texts))
         held_out = max(1, min(MOST_HELD_OUT, int(len(texts) * HELD_OUT)))
-        if len(texts) < 2:
-            raise InvalidRequest("a drafter needs at least two texts: one to learn from, one to measure on.")
         self.model, self.out, self.state = model, out, work_folder(out) / STATE
         self.state.parent.mkdir(parents=True, exist_ok=True)
         self.held_out, learned = texts[:held_out], texts[held_out:]
@@ -155,7 +174,14 @@ class Session:
             self.trainer.load(self.state)
 
     def run(self, seconds: float, progress: Progress = lambda done, what: None) -> None:
-        """Train until it took `seconds` in all, earlier runs included."""
+        """Train until it took `seconds` in all, earlier runs included. An interrupted one is kept as well."""
+        try:
+            self._run(seconds, progress)
+        finally:
+            if self.trainer.seconds:
+                self.trainer.save(self.state)
+
+    def _run(self, seconds: float, progress: Progress) -> None:
         trainer = self.trainer
         kept = began = time.monotonic()
         before = trainer.seconds
@@ -169,7 +195,6 @@ class Session:
             if now - kept > KEPT_EVERY:
                 trainer.save(self.state)
                 kept = now
-        trainer.save(self.state)
 
     def finish(self, depth: int = 5) -> Report:
         """Measure, and write the drafter."""

@@ -17,6 +17,7 @@ from moedraft.insight.change import (
     newest,
     tokens_per_step,
 )
+from moedraft.insight.coverage import coverage
 from moedraft.storage.changes import check_expert, find_domain, is_pinned
 from moedraft.storage.registry import Changed
 from moedraft.storage.requests import ExpertStats
@@ -39,9 +40,14 @@ def domains(store: Store) -> list[Data]:
 
 
 def domain(store: Store, name: str) -> Data:
-    """One domain with its examples. Raises InvalidRequest if it does not exist."""
-    found = find_domain(store, name)
-    return {**summary(found), "examples": list(found.examples), **_state(store, name)}
+    """One domain with its examples, and what its expert can guess at all.
+
+    Raises InvalidRequest if it does not exist.
+    """
+    found, guessed = find_domain(store, name), coverage(store, name)
+    vocabulary = None if guessed is None else asdict(guessed)
+    state = {**_state(store, name), "vocabulary": vocabulary}
+    return {**summary(found), "examples": list(found.examples), **state}
 
 
 def summary(domain: Domain) -> Data:

@@ -16,6 +16,7 @@ import numpy as np
 from moedraft.core import SHARED, UpdateRecord
 from moedraft.insight import figures
 from moedraft.insight.columns import RequestReader, Requests, ratio
+from moedraft.insight.coverage import Coverage, coverage
 from moedraft.insight.expert_tables import experts_table, versions_table
 from moedraft.insight.spans import Grid, TimeSpan, grid_of
 from moedraft.insight.views import Expert, ExpertView, LearningView, Overview, RouterView
@@ -40,6 +41,7 @@ class Observer:
         self._clock = clock
         self._reader = RequestReader(store.requests.rows, clock=clock)
         self._views: dict[tuple[Any, ...], tuple[float, Any]] = {}
+        self._covered: dict[str, tuple[tuple[int, int], Coverage | None]] = {}
         self._lock = threading.Lock()
 
     # -- views -----------------------------------------------------------------------------------
@@ -155,12 +157,21 @@ class Observer:
             return None
         return ExpertView(
             expert=expert,
+            coverage=self._coverage(expert),
             experts=experts,
             progress=figures.progress(requests, name, grid),
             by_position=figures.by_position(requests.drafted_by(name)),
             by_language=figures.by_language(requests, name),
             versions=versions_table(self._store.registry.versions(name), requests, name),
         )
+
+    def _coverage(self, expert: Expert) -> Coverage | None:
+        """Read again only when there is a new version, or there are new answers."""
+        key = (expert.version, self._store.replay.last_id())
+        before = self._covered.get(expert.name)
+        if before is None or before[0] != key:
+            self._covered[expert.name] = before = key, coverage(self._store, expert.name)
+        return before[1]
 
     # -- router ----------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from moedraft.insight.change import (
     newest,
     tokens_per_step,
 )
+from moedraft.insight.coverage import Coverage
 from moedraft.insight.table import Table
 from moedraft.storage.requests import ExpertStats
 
@@ -88,6 +89,7 @@ class ExpertView:
     """The page of one expert; `experts` are all there are."""
 
     expert: Expert
+    coverage: Coverage | None
     experts: tuple[Expert, ...]
     progress: Table  # its figures over time
     by_position: Table

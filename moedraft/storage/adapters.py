@@ -27,7 +27,7 @@ from moedraft.storage.adapter_files import (
     sync,
     vocabulary_in,
 )
-from moedraft.storage.candidate import Candidate, CandidateSummary, move_files, write_files
+from moedraft.storage.candidate import VOCABULARY, Candidate, CandidateSummary, move_files, write_files
 from moedraft.storage.db import DATABASE, Home, storage_errors
 from moedraft.storage.registry import Registry, check_expert_name
 
@@ -126,6 +126,14 @@ class AdapterStore:
         if any(manifest.get(key) != getattr(version, key) for key in same):
             raise CorruptAdapter(f"{title}: its manifest belongs to another version.")
         return LoadedAdapter(*parsed(files, title), manifest, vocabulary_in(files, title))
+
+    def vocabulary(self, version: AdapterVersion) -> torch.Tensor | None:
+        """The token ids of a version's own output rows, for people to see; None: none, or unreadable."""
+        file = self.folder(version.domain, version.version) / VOCABULARY
+        try:
+            return vocabulary_in({VOCABULARY: file.read_bytes()}, _title(version))
+        except (OSError, CorruptAdapter):
+            return None
 
     def load_live(
         self, domain: str, base_hash: str | None = None

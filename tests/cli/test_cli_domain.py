@@ -8,10 +8,12 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
+from candidates import candidate
 from cli_fakes import Pair, Run, numbers, write_rows
 
 from moedraft import learning_state
-from moedraft.core import SamplingParams
+from moedraft.core import ReplayRecord, SamplingParams
 from moedraft.distill.loop import DistillLoop
 from moedraft.distill.warmstart import split_examples
 from moedraft.storage.db import DATABASE
@@ -227,3 +229,16 @@ def test_an_example_too_long_fails_the_warm_start(run: Run, home: Path, tmp_path
     result = run("domain", "register", "low", "--examples", path, "--warm-start", 8, *pair, "--home", home)
     assert result.code == 2
     assert "is registered, but its warm start failed: the prompt has 200 tokens" in result.err
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_domain_tells_what_its_expert_can_guess(run: Run, home: Path) -> None:
+    assert "tokens of its own" not in run("domain", "show", "low", "--home", home).out
+    with closing(Store.open(home)) as store:
+        vocabulary = torch.tensor([3, 4], dtype=torch.int32)
+        store.adapters.publish(candidate("low", vocabulary=vocabulary))
+        store.replay.add(
+            [ReplayRecord("low", "low", 1, "tiny", [7, 3, 5, 4, 4], 1, [[1]] * 4, [[0.0]] * 4, [], 1, 1)]
+        )
+    shown = run("domain", "show", "low", "--home", home)
+    assert "from 2 tokens of its own, which hold 0.750 of its last answers." in " ".join(shown.out.split())

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from cli_fakes import Pair, Run, write_rows
+
+from moedraft.feature.training import FeatureTrainer
 
 TRAIN = ("draft", "train", "--vocabulary", 40, "--layers", "0,1,2", "--max-tokens", 8)
 
@@ -28,6 +31,25 @@ def test_a_base_is_trained_and_a_second_run_goes_on(run: Run, home: Path, pair: 
     assert (tmp_path / "base-training" / "texts.jsonl").read_text() == answers
 
 
+def test_an_interrupted_training_goes_on_from_there(
+    run: Run, home: Path, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": f"{i} {i + 1}"} for i in range(24)])
+    options = [*TRAIN, "--prompts", prompts, *pair[:2], "--home", home]
+    step = FeatureTrainer.step
+
+    def interrupted(trainer: FeatureTrainer, share: float) -> float:
+        if trainer.steps == 3:
+            raise KeyboardInterrupt
+        return step(trainer, share)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FeatureTrainer, "step", interrupted)
+        assert run(*options, "--minutes", 1).code == 130
+    assert not (home / "draft-base").exists()
+    assert "3 steps" in run(*options, "--minutes", 0.00001).out  # it has had its time
+
+
 def test_given_answers_are_read_in_place_of_the_targets(
     run: Run, home: Path, pair: Pair, tmp_path: Path
 ) -> None:
@@ -44,4 +66,9 @@ def test_bad_input_gets_one_sentence(run: Run, home: Path, pair: Pair, tmp_path:
     result = run(*options, "--texts")
     assert (result.code, result.err) == (2, f"Error: {prompts}, line 1: 'reference' is missing.\n")
     assert "such as 2,15,27" in run(*options, "--layers", "two").err
+    for wrong in ("0,1,9", "-1,0,1"):
+        assert "a drafter reads layers 0 to " in run(*options, f"--layers={wrong}").err
+    assert "must be different ones, not [1, 1]" in run(*options, "--layers", "1,1").err
+    alone = write_rows(tmp_path / "one.jsonl", [{"prompt": "1 2"}])
+    assert "at least two texts" in run(*TRAIN, "--prompts", alone, *pair[:2], "--home", home).err
     assert not home.exists()

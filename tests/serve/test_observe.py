@@ -10,11 +10,14 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
+from candidates import candidate
 from dashboard_fakes import HOSTILE, fill, invented, record
 
 from moedraft.core import SHARED, Domain, InvalidRequest, RequestStats, StorageError, UpdateRecord
 from moedraft.insight import figures, inventory, observe
 from moedraft.insight.columns import NUMBERS, RequestReader
+from moedraft.insight.coverage import Coverage
 from moedraft.insight.observe import Observer
 from moedraft.insight.spans import MOST_STEPS, SPANS, find_span, grid_of
 from moedraft.insight.table import Column, Table
@@ -438,6 +441,56 @@ def test_replay_age(store: Store) -> None:
     assert (shared.replay_size, shared.replay_oldest, shared.replay_newest) == (2, 10.0, 20.0)
 
 
+def covers(store: Store, name: str, tokens: list[int]) -> None:
+    """Publish a version of `name` that guesses these tokens alone."""
+    live = store.registry.live(name)
+    vocabulary = torch.tensor(tokens, dtype=torch.int32)
+    store.adapters.publish(candidate(name, parent=live.version if live else 0, vocabulary=vocabulary))
+
+
+def test_what_an_expert_can_guess_of_its_answers(store: Store) -> None:
+    store.registry.add_domain(Domain("sql", "", ("x",) * 8, 0.0))
+    texts = [[7, 2, *answer] for answer in ([3, 4, 5], [3, 4, 6], [3, 9])]
+    made = [
+        replace(
+            record("sql", 10.0),
+            token_ids=ids,
+            topk_ids=[[1]] * (len(ids) - 2),
+            topk_logprobs=[[0.0]] * (len(ids) - 2),
+        )
+        for ids in texts
+    ]
+    observer = Observer(store, clock := Clock())
+
+    def seen() -> Coverage | None:
+        clock.now += 10
+        view = observer.expert("sql", HOUR)
+        assert view is not None
+        return view.coverage
+
+    assert seen() is None, "without a version"
+    covers(store, "sql", [3, 4, 9])
+    assert seen() is None, "without an answer"
+    store.replay.add(made[:2])
+    assert seen() == Coverage(3, 4 / 6, None)
+    store.replay.add(made[2:])
+    assert seen() == Coverage(3, 6 / 8, None)
+    covers(store, SHARED, [2, 3, 7])  # tokens of the prompts count for nothing
+    covers(store, "sql", [3, 4, 5, 6, 9])
+    assert seen() == Coverage(5, 1.0, 3 / 8)
+    assert inventory.domain(store, "sql")["vocabulary"] == {"tokens": 5, "share": 1.0, "shared": 3 / 8}
+    store.adapters.publish(candidate("sql", parent=2))
+    assert seen() is None, "it guesses every token"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def test_pages_read_no_examples(filled: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """A domain may have ten thousand of them, and a page is drawn every few seconds."""
     monkeypatch.setattr(type(filled.registry), "domains", None)
@@ -445,5 +498,5 @@ def test_pages_read_no_examples(filled: Store, monkeypatch: pytest.MonkeyPatch) 
     assert observer.overview(ALL)
     assert observer.experts(ALL)
     assert observer.router(ALL)
-    assert set(inventory.replay(filled)) >= {SHARED, "sql"}
+    assert set(inventory.replay(filled)["records"]) >= {SHARED, "sql"}
     assert inventory.experts(filled)["sql"]["requests"]

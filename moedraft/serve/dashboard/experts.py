@@ -10,6 +10,7 @@ from nicegui import ui
 
 from moedraft.core import SHARED
 from moedraft.insight.change import Change
+from moedraft.insight.coverage import Coverage
 from moedraft.insight.figures import FIRST_STEP, PER_STEP
 from moedraft.insight.views import Expert, ExpertView
 from moedraft.serve.dashboard import charts
@@ -149,7 +150,7 @@ def _build(look: Look, view: ExpertsPageData) -> Callable[[ExpertsPageData], Non
         choice.show(_choice(look, view))
         if view.chosen is None:
             return
-        top.show(_strip(look, view.chosen.expert))
+        top.show(_strip(look, view.chosen))
         paint = charts.colours([expert.name for expert in view.experts])[view.chosen.expert.name]
         panels.show(view.chosen, paint)
 
@@ -174,7 +175,8 @@ def _choice(look: Look, view: ExpertsPageData) -> Markup:
     return tag("nav", *links, class_="choice", aria_label="Experts")
 
 
-def _strip(look: Look, expert: Expert) -> Markup:
+def _strip(look: Look, view: ExpertView) -> Markup:
+    expert = view.expert
     speed, guesses = expert.recent_tokens_per_step, expert.recent_first_step_share
     updates = f"{count(expert.updates)} updates so far."
     if expert.unadapted:
@@ -210,7 +212,18 @@ def _strip(look: Look, expert: Expert) -> Markup:
             replay if expert.replay_size else "No record is kept.",
         ),
         figure("version", "Version", expert.version, expert.serving, updates),
+        *_covered(view.coverage),
     )
+
+
+def _covered(found: Coverage | None) -> list[Markup]:
+    """What share of its answers the expert can guess at all; nothing where it guesses every token."""
+    if found is None:
+        return []
+    text = f"By {count(found.tokens)} tokens of its own."
+    if found.shared is not None:
+        text += f" By the shared draft's: {share(found.shared)}."
+    return [figure("coverage", "Answers it can guess", found.share, share(found.share), text)]
 
 
 def _since(change: Change | None, *, shares: bool) -> Markup | str:
