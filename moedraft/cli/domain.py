@@ -202,6 +202,8 @@ def show(
     say(f"registered {moment(found['created_at'])}, version {found['version']}, {found['updates']} updates")
     if found["unadapted"]:
         say("The draft without any adapter serves it now, since that does better than what was learned.")
+    if count := found.get("examples_from_traffic"):  # an older server does not say
+        say(f"The router is fitted on {count} prompts of the traffic as well.")
     print_table(f"{len(examples)} examples", ["prompt"], [[example] for example in examples])
 
 

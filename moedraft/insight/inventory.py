@@ -5,6 +5,7 @@ The operator's routes and the command line show the same data, which is built he
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from typing import Any
 
@@ -17,7 +18,7 @@ from moedraft.insight.change import (
     newest,
     tokens_per_step,
 )
-from moedraft.storage.changes import check_expert, find_domain, is_pinned
+from moedraft.storage.changes import REFIT, check_expert, find_domain, is_pinned
 from moedraft.storage.registry import Changed
 from moedraft.storage.requests import ExpertStats
 from moedraft.storage.store import Store
@@ -41,7 +42,13 @@ def domains(store: Store) -> list[Data]:
 def domain(store: Store, name: str) -> Data:
     """One domain with its examples. Raises InvalidRequest if it does not exist."""
     found = find_domain(store, name)
-    return {**summary(found), "examples": list(found.examples), **_state(store, name)}
+    refit = json.loads(store.registry.get_meta(REFIT) or "{}")
+    return {
+        **summary(found),
+        "examples": list(found.examples),
+        "examples_from_traffic": refit.get("labels", {}).get(name, 0),
+        **_state(store, name),
+    }
 
 
 def summary(domain: Domain) -> Data:
