@@ -33,18 +33,18 @@ ROOMS = {
     "insight": (10, 1520),
     "kernels": (19, 3300),
     "moedraft": (17, 2500),  # the files that lie in no folder
-    "routing": (8, 1300),
+    "routing": (10, 1550),
     "selecting": (4, 600),
     "serve": (3, 350),
     "serve/auth": (5, 450),
     "serve/dashboard": (14, 2350),
     "serve/http": (21, 2400),
     "serve/supervisor": (4, 650),
-    "serve/worker": (6, 900),
+    "serve/worker": (7, 1000),
     "showcase": (11, 1450),
-    "storage": (18, 3000),
+    "storage": (18, 3100),
     "storage/migrations": (14, 360),  # one more for each change of the schema
-    "system": (6, 900),
+    "system": (7, 1020),
 }
 
 # Functions that are longer than MAX_FUNCTION, and how long each may be. They may only become shorter.

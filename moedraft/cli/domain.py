@@ -209,6 +209,8 @@ def show(
             f"Its expert guesses from {guessed['tokens']} tokens of its own, which hold "
             f"{rate(guessed['share'])} of its last answers{general}."
         )
+    if count := found.get("examples_from_traffic"):  # an older server does not say
+        say(f"The router is fitted on {count} prompts of the traffic as well.")
     print_table(f"{len(examples)} examples", ["prompt"], [[example] for example in examples])
 
 

@@ -5,6 +5,7 @@ The operator's routes and the command line show the same data, which is built he
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from typing import Any
 
@@ -18,7 +19,7 @@ from moedraft.insight.change import (
     tokens_per_step,
 )
 from moedraft.insight.coverage import coverage
-from moedraft.storage.changes import check_expert, find_domain, is_pinned
+from moedraft.storage.changes import REFIT, check_expert, find_domain, is_pinned
 from moedraft.storage.registry import Changed
 from moedraft.storage.requests import ExpertStats
 from moedraft.storage.store import Store
@@ -45,9 +46,14 @@ def domain(store: Store, name: str) -> Data:
     Raises InvalidRequest if it does not exist.
     """
     found, guessed = find_domain(store, name), coverage(store, name)
-    vocabulary = None if guessed is None else asdict(guessed)
-    state = {**_state(store, name), "vocabulary": vocabulary}
-    return {**summary(found), "examples": list(found.examples), **state}
+    refit = json.loads(store.registry.get_meta(REFIT) or "{}")
+    return {
+        **summary(found),
+        "examples": list(found.examples),
+        "examples_from_traffic": refit.get("labels", {}).get(name, 0),
+        **_state(store, name),
+        "vocabulary": None if guessed is None else asdict(guessed),
+    }
 
 
 def summary(domain: Domain) -> Data:

@@ -50,6 +50,8 @@ TEMPERATURES = np.geomspace(0.2, 5.0, 65)
 # How far from its centroid a prompt counts, at most, in spreads. Another wording than the examples' is soon
 # three spreads away, and without a bound that outweighs everything else.
 CLAMP = 2.0
+STRANGE = -1  # the label of an example whose domain was left out
+LEAST = 1e-6  # probability that is taken for a smaller one, where logarithms are compared
 FAR = 6.0  # the same where distance is all there is, with fewer than three domains
 
 
@@ -77,8 +79,8 @@ class DomainClassifier:
     @classmethod
     def fit_and_try(
         cls, rows: Mapping[str, Floats], split: int, copies: Mapping[str, Copies] | None = None
-    ) -> tuple[DomainClassifier, Floats]:
-        """`fit`, with [m, D]: the probabilities that examples get when they or their domains are left out.
+    ) -> tuple[DomainClassifier, Opinions]:
+        """`fit`, with what it says of m examples that were left out, or whose domains were.
 
         Which examples these are, and in which order, depends on the numbers of domains and examples alone, so
         that classifiers of different features can be compared row by row. With two domains or one m is 0.
@@ -87,12 +89,15 @@ class DomainClassifier:
         model = _fit_base(names, examples, split)
         if len(names) < 3:
             model = replace(model, head=_distance_head(model, examples.originals), clamp=FAR)
-            return model, np.zeros((0, len(names)), np.float32)
+            return model, Opinions(np.zeros((0, len(names)), np.float32), np.zeros(0, np.int64))
         held_out = [_held_out(names, examples, split, fold) for fold in range(min(FOLDS, len(names)))]
         figures = np.vstack([part.figures for part in held_out])
         known = np.concatenate([part.known for part in held_out])
-        model = replace(model, head=fit_known(figures, known), temperature=_temperature(held_out))
-        return model, np.vstack([_opinions(model, part) for part in held_out])
+        weight = np.concatenate([part.weight for part in held_out])
+        model = replace(model, head=fit_known(figures, known, weight), temperature=_temperature(held_out))
+        found = [_opinions(model, part) for part in held_out]
+        labels = np.concatenate([one.labels for one in found])
+        return model, Opinions(np.vstack([one.rows for one in found]), labels)
 
     def logits(self, x: Floats) -> Floats:
         """[n, F] → [n, D], uncalibrated: their softmax is scikit-learn's predict_proba."""
@@ -156,6 +161,32 @@ _TENSORS = ("weight", "bias", "centroids", "typical", "head")
 
 
 @dataclass(frozen=True)
+class Opinions:
+    """What classifiers say of m examples that they were not fitted on."""
+
+    rows: Floats  # [m, D]: probabilities of the domains; 1 − a row's sum is that of none
+    labels: Labels  # [m]: the domain that an example belongs to, −1 where the classifier did not know that
+
+    @property
+    def known(self) -> Mask:
+        return np.asarray(self.labels != STRANGE)
+
+    def right(self, threshold: float) -> tuple[int, int]:
+        """How many go where they belong, of known domains and of others, which belong to none.
+
+        A probability below `threshold` sends an example to none.
+        """
+        best, sure = self.rows.argmax(axis=1), self.rows.max(axis=1, initial=0.0) >= threshold
+        right = np.where(sure, best, STRANGE) == self.labels
+        return int(right[self.known].sum()), int(right[~self.known].sum())
+
+    def likelihood(self) -> float:
+        """The mean logarithm of the probability of the right domain where that is known, nats."""
+        found = self.rows[self.known, self.labels[self.known]]
+        return float(np.log(np.maximum(found, LEAST)).mean())
+
+
+@dataclass(frozen=True)
 class _HeldOut:
     """What a classifier says of examples it was not fitted on; some belong to domains it does not know."""
 
@@ -165,6 +196,7 @@ class _HeldOut:
     labels: Labels  # [n], into D
     known: Mask  # [n]: whether the label is among the classes
     copied: Mask  # [n]: whether it is a reworded copy
+    weight: Floats  # [n]
 
 
 def _fit_base(names: tuple[str, ...], examples: Examples, split: int) -> DomainClassifier:
@@ -190,18 +222,19 @@ def _held_out(names: tuple[str, ...], examples: Examples, split: int, fold: int)
         tuple(names[label] for label in classes), replace(examples.where(kept), y=labels), split
     )
     known = ~stranger[~kept]
-    return _HeldOut(model.figures(rest.x), model.logits(rest.x), classes, rest.y, known, rest.copied)
+    figures, logits = model.figures(rest.x), model.logits(rest.x)
+    return _HeldOut(figures, logits, classes, rest.y, known, rest.copied, rest.weight)
 
 
-def _opinions(model: DomainClassifier, part: _HeldOut) -> Floats:
-    """[n, D]: probabilities of the left-out examples, calibrated as `model` is; 0 for left-out domains.
+def _opinions(model: DomainClassifier, part: _HeldOut) -> Opinions:
+    """Of the left-out examples, calibrated as `model` is; probabilities are 0 for left-out domains.
 
     Copies are no further evidence, so they are not among them.
     """
     own = ~part.copied
     rows = np.zeros((int(own.sum()), len(model.names)), dtype=np.float32)
     rows[:, part.classes] = model._calibrated(part.logits[own], part.figures[own])
-    return rows
+    return Opinions(rows, np.where(part.known[own], part.labels[own], STRANGE))
 
 
 def _temperature(parts: list[_HeldOut]) -> float:

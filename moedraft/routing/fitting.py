@@ -26,10 +26,22 @@ POOLED = 0.5  # of a domain's spread (its square), how much is the mean over all
 
 @dataclass(frozen=True)
 class Copies:
-    """Features of reworded copies of one domain's examples."""
+    """Features of more texts of one domain: reworded copies of its examples, or labelled prompts."""
 
     x: Floats  # [m, F]
-    places: Labels  # [m]: which of the domain's examples each was made from
+    places: Labels  # [m]: which of the domain's examples each was made from, or is most like
+    weight: Floats | None = None  # [m]: how much each counts beside an example; None: as much
+
+    @property
+    def weights(self) -> Floats:
+        return np.ones(len(self.x), dtype=np.float32) if self.weight is None else self.weight
+
+    def joined(self, other: Copies) -> Copies:
+        return Copies(
+            np.vstack([self.x, other.x]),
+            np.concatenate([self.places, other.places]),
+            np.concatenate([self.weights, other.weights]),
+        )
 
 
 @dataclass(frozen=True)
@@ -39,7 +51,8 @@ class Examples:
     x: Floats  # [n, F]
     y: Labels  # [n]: the domain
     place: Floats  # [n]: where in its domain's list an example stands, 0 to 1; a copy where its original does
-    copied: Mask  # [n]: whether it is a reworded copy
+    copied: Mask  # [n]: whether it is a reworded copy, or a prompt that is no example
+    weight: Floats  # [n]: 1 for an example
 
     @classmethod
     def of(cls, rows: Mapping[str, Floats], copies: Mapping[str, Copies]) -> Examples:
@@ -49,12 +62,14 @@ class Examples:
             made = copies.get(name, Copies(own[:0], np.zeros(0, dtype=np.int64)))
             places = np.concatenate([np.arange(len(own)), made.places]) / len(own)
             copied = np.arange(len(places)) >= len(own)
-            parts.append((np.vstack([own, made.x]), np.full(len(places), label), places, copied))
-        x, y, place, copied = (np.concatenate(column) for column in zip(*parts, strict=True))
-        return cls(x, y, place.astype(np.float32), copied)
+            weight = np.append(np.ones(len(own), dtype=np.float32), made.weights)
+            parts.append((np.vstack([own, made.x]), np.full(len(places), label), places, copied, weight))
+        x, y, place, copied, weight = (np.concatenate(column) for column in zip(*parts, strict=True))
+        return cls(x, y, place.astype(np.float32), copied, weight)
 
     def where(self, mask: Mask) -> Examples:
-        return Examples(self.x[mask], self.y[mask], self.place[mask], self.copied[mask])
+        place, copied, weight = self.place[mask], self.copied[mask], self.weight[mask]
+        return Examples(self.x[mask], self.y[mask], place, copied, weight)
 
     @property
     def originals(self) -> Examples:
@@ -70,11 +85,17 @@ def fit_linear(examples: Examples, num_classes: int) -> tuple[Floats, Floats]:
     """Weights [D, F] and biases [D]; zeros where there is only one class."""
     if num_classes == 1:
         return np.zeros((1, examples.x.shape[1]), dtype=np.float32), np.zeros(1, dtype=np.float32)
-    fitted = new_regression().fit(examples.x, examples.y)
+    fitted = new_regression().fit(examples.x, examples.y, _evened(examples))
     weight, bias = fitted.coef_, fitted.intercept_
     if num_classes == 2:  # scikit-learn keeps one row, the second class against the first
         weight, bias = np.vstack([-weight, weight]) / 2, np.hstack([-bias, bias]) / 2
     return weight.astype(np.float32, order="C"), bias.astype(np.float32)  # safetensors keeps C order
+
+
+def _evened(examples: Examples) -> Floats:
+    """The weights [n], such that those of a domain add up to their number, which the regression balances."""
+    counts, totals = np.bincount(examples.y), np.bincount(examples.y, examples.weight)
+    return np.asarray(examples.weight * (counts / totals)[examples.y], dtype=np.float32)
 
 
 def fit_centroids(examples: Examples, num_classes: int, split: int) -> tuple[Floats, Floats]:
@@ -102,14 +123,14 @@ def left_out_similarities(x: Floats, y: Labels, split: int) -> Floats:
     return np.column_stack([products[:, :split].sum(axis=1), products[:, split:].sum(axis=1)])
 
 
-def fit_known(figures: Floats, known: Mask) -> Floats:
-    """Figures [n, 4] and labels [n] → [5]: the weights and the bias of P(known).
+def fit_known(figures: Floats, known: Mask, weight: Floats) -> Floats:
+    """Figures [n, 4], labels [n] and weights [n] → [5]: the weights and the bias of P(known).
 
     A balanced logistic regression on standardised figures, moved to the prior odds of UNKNOWN_SHARE; the
     standardisation is folded into the weights.
     """
     mean, spread = figures.mean(axis=0), np.maximum(figures.std(axis=0), 1e-6)
-    fitted = LogisticRegression(class_weight="balanced").fit((figures - mean) / spread, known)
+    fitted = LogisticRegression(class_weight="balanced").fit((figures - mean) / spread, known, weight)
     weight = fitted.coef_[0] / spread
     prior = np.log((1 - UNKNOWN_SHARE) / UNKNOWN_SHARE)
     return np.append(weight, fitted.intercept_[0] - weight @ mean + prior).astype(np.float32)

@@ -28,12 +28,14 @@ from moedraft.routing.embedder import (
     write_tensors,
 )
 from moedraft.routing.fitting import Copies
+from moedraft.routing.labels import Label, Refit, beside, counted, joined, loses, plausible
 from moedraft.routing.rewording import copies
 from moedraft.routing.stages import TwoStage
 
 ROUTER_VERSION = 3  # 1 had no first stage, 2 no reworded copies
 ROUTER_FILE = "router.safetensors"
 CACHE_FILE = "embeddings.safetensors"
+MIN_TRIED = 3  # domains, from which on some can be left out to judge a fit
 MAX_EXAMPLES = 128  # per domain; more make every refit slower and the router hardly better
 MAX_COPIES = (
     32  # of a domain's examples, reworded; with 64 more strangers are taken, and a refit takes longer
@@ -73,6 +75,7 @@ class Router:
         self._cache = EmbeddingCache(embedder, folder / CACHE_FILE)
         self._model: TwoStage | None = None
         self._fitted_on = ""
+        self._vectors: dict[str, Floats] = {}  # of the labels that `refit` saw last
         self.load_or_empty()
 
     @property
@@ -102,16 +105,35 @@ class Router:
         used by the last fit are not embedded again. Raises InvalidRequest for a domain with fewer than two
         prompts, and StorageError where the folder cannot be written; the router stays as it was then.
         """
-        for name, texts in examples.items():
-            if len(texts) < 2:
-                raise InvalidRequest(f"domain {name!r} needs at least two example prompts.")
-        chosen = {name: _spread(texts) for name, texts in examples.items()}
-        rows = self._features_of(chosen) if examples else None
+        rows = self._rows_of(examples) if examples else None
         # The products are small: sharing them out over threads takes ten times as long as computing them.
         with threadpool_limits(1, user_api="blas"):
             model = TwoStage.fit(*rows) if rows else None
-        self._save(model, _digest(examples))
-        self._model, self._fitted_on = self._deciding(model), _digest(examples)
+        self._use(model, _digest(examples))
+
+    def refit(self, examples: Mapping[str, Sequence[str]], labels: Sequence[Label]) -> Refit | None:
+        """Fit on labels from the traffic beside the examples; keep that only if the examples say so.
+
+        Left out in turn, the examples must be as well off as by a fit without the labels, see `loses`. None,
+        and nothing tried, with fewer than three domains, where examples cannot be judged so, and where no
+        label is left to use. Raises as `fit`.
+        """
+        known = set().union(*examples.values())
+        labels = [label for label in labels if label.text.strip() and label.text not in known]
+        if len(examples) < MIN_TRIED or not labels:
+            return None
+        own, split, made = self._rows_of(examples)
+        x = self._label_features(labels)
+        with threadpool_limits(1, user_api="blas"):
+            plain, before = TwoStage.fit_and_try(own, split, made)
+            chosen = plausible(labels, plain.full.probabilities(x), plain.names)
+            if not chosen:
+                return None
+            model, after = TwoStage.fit_and_try(own, split, joined(made, _by_domain(own, x, chosen)))
+        if not (lost := loses(before, after, self.threshold)):
+            self._use(model, _digest(examples))
+        right = (one.right(self.threshold)[0] for one in (before, after))
+        return Refit(not lost, counted(chosen), int(after.known.sum()), *right)
 
     def route(self, texts: Sequence[str]) -> list[Route]:
         """One Route per text, in order. Blank texts go to `shared`; without domains all do."""
@@ -146,8 +168,30 @@ class Router:
         self._fitted_on = metadata.get("examples", "") if model else ""
         self._model = self._deciding(model)  # one assignment: other threads read `domains` meanwhile
 
+    def _use(self, model: TwoStage | None, digest: str) -> None:
+        self._save(model, digest)
+        self._model, self._fitted_on = self._deciding(model), digest
+
     def _deciding(self, model: TwoStage | None) -> TwoStage | None:
         return model.deciding(self.threshold) if model and self.first_stage else model
+
+    def _rows_of(
+        self, examples: Mapping[str, Sequence[str]]
+    ) -> tuple[dict[str, Floats], int, dict[str, Copies]]:
+        """`_features_of` of what is used of the examples. Raises InvalidRequest."""
+        for name, texts in examples.items():
+            if len(texts) < 2:
+                raise InvalidRequest(f"domain {name!r} needs at least two example prompts.")
+        return self._features_of({name: _spread(texts) for name, texts in examples.items()})
+
+    def _label_features(self, labels: Sequence[Label]) -> Floats:
+        """[n, F]. Vectors of the last call are kept in memory; the folder never holds any of the traffic."""
+        texts = [label.text for label in labels]
+        missing = list(dict.fromkeys(text for text in texts if text not in self._vectors))
+        found = self.embedder.embed(missing) if missing else ()
+        vectors = self._vectors | dict(zip(missing, found, strict=True))
+        self._vectors = {text: vectors[text] for text in texts}
+        return features(np.stack([vectors[text] for text in texts]), texts)
 
     def _features_of(
         self, examples: Mapping[str, Sequence[str]]
@@ -179,6 +223,18 @@ class Router:
         probabilities[SHARED] = max(0.0, 1.0 - sum(probabilities.values()))
         domain = names[best] if confidence >= self.threshold else SHARED
         return Route(domain, confidence, probabilities)
+
+
+def _by_domain(
+    own: Mapping[str, Floats], x: Floats, chosen: Sequence[tuple[int, Label]]
+) -> dict[str, Copies]:
+    """The chosen rows of `x` as further texts of their domains, whose examples are `own`."""
+    found = {}
+    for name in counted(chosen):
+        pairs = [(place, label.sure) for place, label in chosen if label.domain == name]
+        places, sure = [place for place, _ in pairs], np.array([one for _, one in pairs], np.float32)
+        found[name] = beside(own[name], x[places], sure)
+    return found
 
 
 def _spread(texts: Sequence[str]) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moedraft.routing.classifier import DomainClassifier
+from moedraft.routing.classifier import DomainClassifier, Opinions
 from moedraft.routing.embedder import Floats, join, unit
 from moedraft.routing.fitting import Copies
 
@@ -41,13 +41,20 @@ class TwoStage:
         cls, rows: Mapping[str, Floats], split: int, copies: Mapping[str, Copies] | None = None
     ) -> TwoStage:
         """From {name: features [n, F] with n >= 2}, one domain or more, and copies. Deterministic."""
+        return cls.fit_and_try(rows, split, copies)[0]
+
+    @classmethod
+    def fit_and_try(
+        cls, rows: Mapping[str, Floats], split: int, copies: Mapping[str, Copies] | None = None
+    ) -> tuple[TwoStage, Opinions]:
+        """`fit`, and what the full model says of examples that were left out."""
         full, opinions = DomainClassifier.fit_and_try(rows, split, copies)
         ngrams, first = DomainClassifier.fit_and_try(
             {name: unit(x[:, split:]) for name, x in rows.items()},
             0,
             {name: replace(made, x=unit(made.x[:, split:])) for name, made in (copies or {}).items()},
         )
-        return cls(full, ngrams, _compare(first, opinions))
+        return cls(full, ngrams, _compare(first.rows, opinions.rows)), opinions
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ from moedraft.serve.auth.access import is_loopback
 from moedraft.serve.http import log
 from moedraft.serve.http.protocol import LARGEST_HEAD, protocol_of
 from moedraft.serve.supervisor.supervisor import TrainerSupervisor
+from moedraft.serve.worker.refits import Refits
 from moedraft.serve.worker.worker import Worker
 from moedraft.storage.keys import Key, KeyFile, new_key, write_private
 from moedraft.system.build import build
@@ -61,6 +62,7 @@ def serve(settings: Settings, announce: Callable[[str], None] = lambda url: None
         stack.callback(worker.stop)
         worker.start()
         supervisor = _supervised(settings, worker, stack)
+        _refitted(settings, worker, supervisor, stack)
         own_key, secret = new_key(["admin"], "command line")
         app = create_app(worker, supervisor, settings, own_key)
         url = url_of(listener, settings.host)
@@ -213,3 +215,20 @@ def _supervised(settings: Settings, worker: Worker, stack: ExitStack) -> Trainer
     stack.callback(supervisor.stop)
     supervisor.start()
     return supervisor
+
+
+def _refitted(
+    settings: Settings, worker: Worker, supervisor: TrainerSupervisor | None, stack: ExitStack
+) -> None:
+    """Have the router refitted on the traffic, under the same conditions as the experts are trained."""
+    if supervisor is None:
+        return
+
+    def may() -> bool:
+        now = worker.snapshot()
+        calm = now.idle_share >= settings.train_idle_share and now.waiting <= settings.train_max_waiting
+        return calm and not supervisor.state().paused
+
+    refits = Refits(worker.system, may)
+    stack.callback(refits.stop, CLOSE_SECONDS)
+    refits.start()

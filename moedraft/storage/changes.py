@@ -5,6 +5,7 @@ Registering and removing domains is not here, because it needs a router.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from moedraft.core import DOMAIN_NAME, SHARED, Domain, InvalidRequest, UnknownName
@@ -12,6 +13,9 @@ from moedraft.storage.db import DATABASE
 from moedraft.storage.registry import Changed, Registry
 from moedraft.storage.store import Store
 from moedraft.storage.version_rows import PIN
+
+REFIT = "router_refit"  # meta key: what the router's last fit on prompts of the traffic came to
+PURGED = "purged"  # in it: replay records were deleted since
 
 
 def promote(store: Store, name: str, version: int) -> Changed:
@@ -41,7 +45,10 @@ def purge(store: Store, name: str | None) -> int:
     """Delete the records of `name`, or all (None). Returns how many there were. Raises InvalidRequest."""
     if name is not None:
         check_expert(store, name)
-    return store.replay.purge(name)
+    count = store.replay.purge(name)
+    if (text := store.registry.get_meta(REFIT)) is not None:  # the router may be fitted on what is gone
+        store.registry.set_meta(REFIT, json.dumps({**json.loads(text), PURGED: True}))
+    return count
 
 
 def left_of_deleted(store: Store) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from random import Random
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from sqlalchemy import ColumnElement, Connection, Row, Select, case, delete, func, insert, select, true
 
@@ -37,6 +37,14 @@ _EVICTION: dict[Policy, tuple[Any, ...]] = {
     "reservoir": (replay.c.draw.desc(), replay.c.id),
     "hardest": (_rate.desc(), replay.c.id),
 }
+
+
+class Compared(NamedTuple):
+    """How the drafts of one answer stood by the evidence alone."""
+
+    id: int
+    source: str
+    heard: dict[str, float]
 
 
 class ReplayBuffer:
@@ -111,6 +119,14 @@ class ReplayBuffer:
         with self._home.read() as connection:
             rows = connection.execute(query.order_by(replay.c.id.desc()).limit(limit)).all()
         return list(_decoded(rows))
+
+    def compared(self, limit: int) -> list[Compared]:
+        """The newest `limit` records of whose answers the drafts were compared, newest first."""
+        columns = replay.c.id, replay.c.source, replay.c.heard
+        query = select(*columns).where(replay.c.heard.is_not(None)).order_by(replay.c.id.desc())
+        with self._home.read() as connection:
+            rows = connection.execute(query.limit(limit)).all()
+        return [Compared(row.id, row.source, json.loads(row.heard)) for row in rows]
 
     def sample(
         self, domain: str | None, n: int, seed: int, target_id: str | None = None

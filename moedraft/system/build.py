@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,10 +24,13 @@ from moedraft.routing.embedder import Embedder
 from moedraft.routing.router import Router
 from moedraft.routing.selector import BackgroundSelector, Selector, UnaskedSelector
 from moedraft.selecting.selector import EvidenceSelector
+from moedraft.storage.changes import PURGED
 from moedraft.storage.db import DATABASE
 from moedraft.storage.store import TARGET_ID, Store
+from moedraft.system.domains import refit
 from moedraft.system.loader import AdapterLoader
 from moedraft.system.recorder import Recorder
+from moedraft.system.refit import last_refit
 
 ROUTER_FOLDER = "router"
 
@@ -44,6 +48,8 @@ class System:
     loader: AdapterLoader
     recorder: Recorder
     engine: Engine
+    # held while what the router is fitted on changes: domains, and prompts of the traffic
+    changing: threading.Lock = field(default_factory=threading.Lock)
 
     def refresh(self) -> None:
         """Load new adapter versions now."""
@@ -70,8 +76,8 @@ def open_router(settings: Settings, store: Store) -> Router:
     embedder = Embedder(settings.embedder, cpu_fast_paths=settings.cpu_fast_paths)
     router = Router(embedder, settings.home / ROUTER_FOLDER, settings.unknown_threshold)
     registered = {domain.name: list(domain.examples) for domain in store.registry.domains()}
-    if not router.matches(registered) and store.home.writable:
-        router.fit(registered)
+    if store.home.writable and (not router.matches(registered) or PURGED in last_refit(store.registry)):
+        refit(store, router)
     return router
 
 

@@ -6,6 +6,7 @@ import time
 
 from moedraft.core import Domain, InvalidRequest
 from moedraft.routing.router import Router
+from moedraft.storage.changes import REFIT
 from moedraft.storage.registry import check_domain_name
 from moedraft.storage.store import Store
 
@@ -56,8 +57,9 @@ def remove_domain(store: Store, router: Router, name: str) -> None:
 
 
 def refit(store: Store, router: Router) -> None:
-    """Fit the router on the examples of all registered domains."""
+    """Fit the router on the examples of all registered domains, and on nothing else."""
     router.fit({domain.name: list(domain.examples) for domain in store.registry.domains()})
+    store.registry.set_meta(REFIT, None)
 
 
 def _add(store: Store, name: str, examples: list[str], description: str) -> Domain:

@@ -69,8 +69,9 @@ async def register(request: Request, body: Registration) -> Data:
 
     def work() -> Data:
         # a router of this request's own; the engine's keeps routing meanwhile
-        own = open_router(context.settings, context.store)
-        found = register_domain(context.store, own, body.name, body.examples, body.description)
+        with context.worker.system.changing:
+            own = open_router(context.settings, context.store)
+            found = register_domain(context.store, own, body.name, body.examples, body.description)
         return inventory.summary(found)
 
     return await _change(context, work)
@@ -89,7 +90,8 @@ async def delete_domain(request: Request, name: Name) -> Data:
     def work() -> Data:
         changes.find_domain(context.store, name)
         context.worker.system.recorder.flush()
-        remove_domain(context.store, open_router(context.settings, context.store), name)
+        with context.worker.system.changing:
+            remove_domain(context.store, open_router(context.settings, context.store), name)
         return {"removed": name, **changes.left_of_deleted(context.store)}
 
     return await _change(context, work)

@@ -1,0 +1,76 @@
+"""Refits the router on the traffic now and then, beside the engine and while that leaves room."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+from moedraft.core import MoedraftError
+from moedraft.cpu.threads import compute_alone
+from moedraft.routing.router import Router
+from moedraft.system.build import ROUTER_FOLDER, System
+from moedraft.system.refit import is_due, refit_by_traffic
+
+LOOK_SECONDS = 10.0  # between two looks for enough new answers
+
+log = logging.getLogger(__name__)
+
+
+class Refits:
+    """A thread that looks for new labels, fits a router of its own, and has the engine's take that over.
+
+    may: whether learning may go on now. Call `start`, later `stop`.
+    """
+
+    def __init__(self, system: System, may: Callable[[], bool], *, every: float = LOOK_SECONDS) -> None:
+        self._system, self._may, self._every = system, may, every
+        self._tokenizer = copy.deepcopy(system.engine.tokenizer)
+        self._router: Router | None = None  # made when it is needed; it remembers the vectors of its labels
+        self._quit = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="moedraft-refits", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout: float) -> None:
+        self._quit.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+
+    def look(self) -> bool:
+        """Refit if that is due and may be; whether the router has changed. Raises MoedraftError."""
+        system = self._system
+        if not self._may() or not is_due(system.store):
+            return False
+        router = system.router
+        with system.changing:  # nobody registers or removes a domain meanwhile
+            if self._router is None:
+                self._router = Router(router.embedder, system.settings.home / ROUTER_FOLDER, router.threshold)
+            found = refit_by_traffic(system.store, self._router, self._tokenizer, self._still)
+            router.load_or_empty()
+        if found is not None:
+            result = "serves" if found.taken else "was dropped, since the examples lose by it"
+            log.info(
+                "The router was fitted on %d prompts of the traffic; it %s.",
+                sum(found.labels.values()),
+                result,
+            )
+        return found is not None and found.taken
+
+    def _still(self) -> bool:
+        return not self._quit.is_set()
+
+    def _run(self) -> None:
+        compute_alone()
+        while not self._quit.wait(self._every):
+            try:
+                self.look()
+            except MoedraftError as error:
+                log.warning("The router was not refitted: %s", error)
+            except Exception:
+                log.exception("The router was not refitted.")
+                with suppress(Exception):
+                    self._router = None
