@@ -65,7 +65,8 @@ class RecordStates:
         found = {key: self._latest[key] for key in keys if key in self._latest}
         if self.kept is not None:
             unknown = [one for key, one in zip(keys, records, strict=True) if key not in found]
-            found |= {key: states for key, states in self.kept(unknown).items() if self._fits(key, states)}
+            device, kept = self.draft.fc.weight.device, self.kept(unknown)
+            found |= {key: states.to(device) for key, states in kept.items() if self._fits(key, states)}
         for chosen in _grouped(sorted(set(keys) - found.keys(), key=len)):
             found |= dict(zip(chosen, self._read(chosen), strict=True))
             self.on_forward()
