@@ -20,7 +20,9 @@ from urllib.parse import quote, urlsplit
 
 import httpx
 import pytest
-from dashboard_fakes import HOSTILE, IDLE, SERVING, WAITING, FakeWorker, Site, fill, invented, site
+import torch
+from candidates import candidate
+from dashboard_fakes import HOSTILE, IDLE, SERVING, WAITING, FakeWorker, Site, fill, invented, record, site
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
 from moedraft.core import SHARED, Domain, UpdateRecord
@@ -267,6 +269,18 @@ def test_how_the_engine_and_the_trainer_are(fresh: Site, visit: Visit) -> None:
     fresh.supervisor.now = replace(WAITING, learning=training)
     page = visit(fresh, "learning")
     expect(page.get_by_text("Updating the adapter of sql, step 3 of 16, loss 1.23.")).to_be_visible()
+
+
+def test_the_share_of_answers_that_an_expert_can_guess(fresh: Site, visit: Visit) -> None:
+    store = fresh.store
+    name = "sql"
+    store.registry.add_domain(Domain(name, "", ("x",) * 8, 0.0))
+    assert visit(fresh, f"experts?expert={name}").locator('[data-figure="coverage"]').count() == 0
+    store.adapters.publish(candidate(name, vocabulary=torch.tensor([3, 9], dtype=torch.int32)))
+    store.replay.add([record(name, 10.0)])  # its answer is token 3
+    page = visit(fresh, f"experts?expert={name}")
+    expect(page.get_by_text("By 2 tokens of its own.")).to_be_visible()
+    assert figure(page, "coverage") == "1.0"
 
 
 def test_an_expert_and_a_page_that_are_not_there(served: Site, visit: Visit) -> None:
