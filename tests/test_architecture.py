@@ -37,7 +37,7 @@ ROOMS = {
     "selecting": (4, 600),
     "serve": (3, 350),
     "serve/auth": (5, 450),
-    "serve/dashboard": (14, 2350),
+    "serve/dashboard": (15, 2450),
     "serve/http": (21, 2400),
     "serve/supervisor": (4, 650),
     "serve/worker": (7, 1000),
