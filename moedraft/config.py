@@ -105,6 +105,16 @@ class Settings(BaseSettings):
         description="who drafts: the router's choice; that, corrected by what each expert would have guessed "
         "(feature drafters only); or the shared draft for every request that names no expert",
     )
+    router: Literal["embedding", "bert"] = Field(
+        "embedding",
+        description="what tells domains apart: n-grams and a sentence embedding, or a BERT that is "
+        "fine-tuned at every registration, which takes minutes",
+    )
+    router_model: str = Field(
+        "minilm",
+        description="the BERT that is fine-tuned: `minilm` (installed with moedraft), a local folder or a "
+        "hub id, with weights in safetensors",
+    )
     unknown_threshold: float = Field(
         0.35, ge=0, le=1, description="a prompt fits no domain if the best one is less probable than this"
     )

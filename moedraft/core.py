@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
-from moedraft.speculation import SpeculationStats
+from moedraft.speculation import SpeculationStats, Standing
 
 if TYPE_CHECKING:
     import torch
@@ -128,6 +128,7 @@ class Sequence:
     confidence: float | None = None  # the router's probability of its domain; None where it was not asked
     routed: str | None = None  # what the router chose; evidence may have chosen another expert since
     prior: dict[str, float] = field(default_factory=dict)  # the router's probabilities, by domain
+    standings: list[Standing] = field(default_factory=list)  # the first of them, as they followed each other
     weights: dict[str, float] = field(default_factory=dict)  # see `ReplayRecord`; set when it ends
     heard: dict[str, float] = field(default_factory=dict)  # the same
     pinned: bool = False  # the caller chose the expert
@@ -317,6 +318,7 @@ class RequestOutput:
     time_to_first_token: float | None = None  # seconds since arrival
     logprobs: list[TokenLogprobs] | None = None  # by token of `token_ids`, where asked for
     overruled: bool = False  # evidence put another expert in the place of the router's
+    standings: tuple[Standing, ...] = ()  # of a whole answer whose drafts were compared
 
     @property
     def tokens_per_second(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from typing import NamedTuple
 
 
 @dataclass
@@ -47,3 +48,10 @@ class SpeculationStats:
         """How often the model's first guess of a round was the target's token; None without a draft."""
         drafted, accepted = sum(self.drafted_at[:1]), sum(self.accepted_at[:1])
         return accepted / drafted if drafted else None
+
+
+class Standing(NamedTuple):
+    """How the drafts of one answer stood when they were compared."""
+
+    tokens: int  # of the answer by then; 0: only the prompt was known
+    weights: dict[str, float]  # by arm; those that hardly count are left out

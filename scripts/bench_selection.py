@@ -15,7 +15,8 @@ length, so that tokens per target step follow from the choice alone:
 
 Then the same prompts are answered one by one and in batches, with draft lengths as the budget chooses them,
 to see what comparing costs and what of its gain is left in tokens per second. Intervals are those of a
-bootstrap over prompts, 95 %.
+bootstrap over prompts, 95 %. What the file of the results holds already, with the same settings, is not
+measured again.
 """
 
 from __future__ import annotations
@@ -145,6 +146,8 @@ def measure(
     names = args.domains.split(",")
     turned = dict(zip(names, [*names[1:], names[0]], strict=True))
     for kind in args.kinds.split(","):
+        if kind in report:
+            continue
         reworded = KINDS[kind]
         labels = [name for _ in range(args.heldout) for name in names]
         raw = {name: prompts_of(args.data, name, "dev", args.heldout) for name in names}
@@ -225,6 +228,14 @@ def costs(system: System, judge: FeatureJudge, args: argparse.Namespace) -> dict
     return report
 
 
+def begun(settings: dict[str, str], file: Path) -> dict[str, Any]:
+    """What an earlier run with the same settings has left in the file, to be gone on with."""
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    if found.get("settings") == settings:
+        return found
+    return {"settings": settings, "date": datetime.now(UTC).date().isoformat(), "tokens per step": {}}
+
+
 def save(report: dict[str, Any], file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
@@ -255,16 +266,16 @@ def main() -> None:
     args = parser.parse_args()
     settings = load_settings(home=args.home, target=args.target, draft=args.draft)
     shown = {key: str(value) for key, value in vars(args).items() if key not in ("home", "data", "out")}
-    report: dict[str, Any] = {"settings": shown, "date": datetime.now(UTC).date().isoformat()}
+    report = begun(shown, args.out)
     with opened(settings) as system:
         drafter = system.engine.chooser.model
         assert isinstance(drafter, FeatureDrafter), "the experts of a feature drafter alone can be compared"
         judge = FeatureJudge(drafter, system.bank)
         warm_up(system)
-        report |= surroundings(system) | {"tokens per step": {}}
+        report |= surroundings(system)
         for _ in measure(system, judge, args, report["tokens per step"]):
             save(report, args.out)
-        if args.timed:
+        if args.timed and "cost" not in report:
             report["cost"] = costs(system, judge, args)
             save(report, args.out)
 

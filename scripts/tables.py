@@ -95,6 +95,27 @@ def router(found: dict[str, Any]) -> str:
     return table(["unseen real prompts", ""], rows)
 
 
+WAYS = ("classifier", "evidence", "permuted classifier", "permuted evidence", "shared")
+
+
+def selection(found: dict[str, Any]) -> str:
+    """Tokens per target step beside those of the prompts' own experts, by kind of prompt and by chooser."""
+    rows = []
+    for kind, part in found["tokens per step"].items():
+        parts = [part[way]["times_oracle"] for way in WAYS]
+        shown = [f"{100 * value:.1f} % ({100 * low:.1f} to {100 * high:.1f})" for value, low, high in parts]
+        oracle = f"{part['oracle']['tokens_per_step'][0]:.2f}"
+        rows.append([kind, str(part["prompts"]), oracle, *shown, f"{part['recovered']:.0%}"])
+    head = ["prompts", "number", "oracle, tokens per step", *WAYS, "recovered of a permuted prior's loss"]
+    costs = [
+        f"{size}: {part['share_of_time']['evidence']:.1%} of the time, "
+        f"{part['evidence / classifier'][0]:.3f} × the classifier's tokens/s"
+        for size, part in found.get("cost", {}).items()
+    ]
+    note = f"\n\nComparing takes, in {'; '.join(costs)}." if costs else ""
+    return table(head, rows) + note
+
+
 EXAMPLES = {"random": "drawn from all", "first": "of few origins", "one_wording": "of one wording"}
 
 
@@ -229,6 +250,7 @@ SOURCES = {
     "learning": ("learning.json", learning),
     "router": ("router.json", router),
     "refusals": ("router.json", refusals),
+    "selection": ("selection.json", selection),
     "verification": ("verification.json", verification),
     "faults": ("faults.json", faults),
 }

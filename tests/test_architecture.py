@@ -33,11 +33,11 @@ ROOMS = {
     "insight": (10, 1520),
     "kernels": (19, 3300),
     "moedraft": (17, 2500),  # the files that lie in no folder
-    "routing": (10, 1550),
+    "routing": (11, 1850),
     "selecting": (4, 600),
     "serve": (3, 350),
     "serve/auth": (5, 450),
-    "serve/dashboard": (14, 2350),
+    "serve/dashboard": (15, 2450),
     "serve/http": (21, 2400),
     "serve/supervisor": (4, 650),
     "serve/worker": (7, 1000),
@@ -128,7 +128,8 @@ HOUSES = {"moedraft": FLOORS, **FLOORS_INSIDE}
 
 # Libraries with a home: only these modules may import them.
 HOMES = {
-    "transformers": ("moedraft.models", "moedraft.cache", "moedraft.gguf"),
+    # the router's BERT is a classifier, which has nothing in common with the language models
+    "transformers": ("moedraft.models", "moedraft.cache", "moedraft.gguf", "moedraft.routing.bert"),
     "peft": ("moedraft.models", "moedraft.distill"),
     "sentence_transformers": ("moedraft.routing",),
     "sklearn": ("moedraft.routing",),

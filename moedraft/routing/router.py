@@ -84,7 +84,7 @@ class Router:
 
     def matches(self, examples: Mapping[str, Sequence[str]]) -> bool:
         """Whether the router was fitted on exactly these examples, with this embedder."""
-        return self._fitted_on == _digest(examples) if examples else not self.domains
+        return self._fitted_on == digest_of(examples) if examples else not self.domains
 
     def warm_up(self) -> Iterator[None]:
         """Load the embedder and embed texts in every number and length, if there are domains to tell apart.
@@ -109,7 +109,7 @@ class Router:
         # The products are small: sharing them out over threads takes ten times as long as computing them.
         with threadpool_limits(1, user_api="blas"):
             model = TwoStage.fit(*rows) if rows else None
-        self._use(model, _digest(examples))
+        self._use(model, digest_of(examples))
 
     def refit(self, examples: Mapping[str, Sequence[str]], labels: Sequence[Label]) -> Refit | None:
         """Fit on labels from the traffic beside the examples; keep that only if the examples say so.
@@ -131,7 +131,7 @@ class Router:
                 return None
             model, after = TwoStage.fit_and_try(own, split, joined(made, _by_domain(own, x, chosen)))
         if not (lost := loses(before, after, self.threshold)):
-            self._use(model, _digest(examples))
+            self._use(model, digest_of(examples))
         right = (one.right(self.threshold)[0] for one in (before, after))
         return Refit(not lost, counted(chosen), int(after.known.sum()), *right)
 
@@ -139,7 +139,7 @@ class Router:
         """One Route per text, in order. Blank texts go to `shared`; without domains all do."""
         routes = [Route(SHARED, 0.0, dict.fromkeys(self.domains, 0.0) | {SHARED: 1.0}) for _ in texts]
         rows = [i for i, text in enumerate(texts) if text.strip()]
-        if self._model is None or not rows:
+        if not self.domains or not rows:
             return routes
         names, found = self.probabilities([texts[i] for i in rows])
         for i, probabilities in zip(rows, found, strict=True):
@@ -182,7 +182,7 @@ class Router:
         for name, texts in examples.items():
             if len(texts) < 2:
                 raise InvalidRequest(f"domain {name!r} needs at least two example prompts.")
-        return self._features_of({name: _spread(texts) for name, texts in examples.items()})
+        return self._features_of({name: spread(texts) for name, texts in examples.items()})
 
     def _label_features(self, labels: Sequence[Label]) -> Floats:
         """[n, F]. Vectors of the last call are kept in memory; the folder never holds any of the traffic."""
@@ -237,12 +237,12 @@ def _by_domain(
     return found
 
 
-def _spread(texts: Sequence[str]) -> list[str]:
+def spread(texts: Sequence[str]) -> list[str]:
     """At most MAX_EXAMPLES of them, evenly spread over the whole, in order."""
     count = min(len(texts), MAX_EXAMPLES)
     return [texts[i * len(texts) // count] for i in range(count)]
 
 
-def _digest(examples: Mapping[str, Sequence[str]]) -> str:
+def digest_of(examples: Mapping[str, Sequence[str]]) -> str:
     text = json.dumps({name: list(examples[name]) for name in sorted(examples)})
     return hashlib.sha256(text.encode()).hexdigest()

@@ -14,6 +14,7 @@ from moedraft import core
 from moedraft.core import SHARED
 from moedraft.evidence import Passage
 from moedraft.selecting.standings import Standings
+from moedraft.speculation import Standing
 
 GAPS = (6, 12, 24)  # tokens between two comparisons of an answer; the last gap repeats
 PROMPT_DEPTH = 24  # of the prompt's last tokens, how many are compared
@@ -24,6 +25,7 @@ ALL_ARMS = 8  # up to so many arms are all compared at a prompt
 NEAR_ARMS = 4  # most arms that are compared later on, besides those drawn at random
 HEARD_RATE = 0.7  # RATE of the evidence alone: four more guesses than any other arm make about 90 %
 HEARD_SHARE = 0.001  # SHARE of it: what counts is the whole answer, not its end
+MOST_STANDINGS = 64  # of an answer that are kept, to be shown
 LEAST_WEIGHT = 0.005  # of an arm, to be kept when the request ends
 NEAR = 0.003  # part of the leader's weight that an arm needs to be compared again
 
@@ -75,6 +77,8 @@ class Contest:
             standings.learn(known, 1.0 if self.times else PROMPT_STRENGTH)
         self.compared = end
         self.times += 1
+        if len(self.row.standings) < MOST_STANDINGS:
+            self.row.standings.append(Standing(self.row.num_generated, _kept(self.standings)))
         self._choose()
 
     def end(self) -> None:

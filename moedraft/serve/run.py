@@ -221,7 +221,7 @@ def _refitted(
     settings: Settings, worker: Worker, supervisor: TrainerSupervisor | None, stack: ExitStack
 ) -> None:
     """Have the router refitted on the traffic, under the same conditions as the experts are trained."""
-    if supervisor is None:
+    if supervisor is None or settings.router != "embedding":
         return
 
     def may() -> bool:

@@ -20,6 +20,7 @@ from moedraft.drafting.kept import StateKeeper
 from moedraft.drafting.lora import ExpertBank
 from moedraft.engine.engine import Engine
 from moedraft.models import LanguageModel, load_by
+from moedraft.routing.bert import BertRouter
 from moedraft.routing.embedder import Embedder
 from moedraft.routing.router import Router
 from moedraft.routing.selector import BackgroundSelector, Selector, UnaskedSelector
@@ -72,9 +73,16 @@ def open_store(settings: Settings, *, write: bool = True) -> Store:
 
 
 def open_router(settings: Settings, store: Store) -> Router:
-    """The home's router, refitted where the registered domains are not the ones it knows."""
+    """The home's router, refitted where the registered domains are not the ones it knows.
+
+    Raises InvalidRequest where the model of a BERT router cannot be loaded.
+    """
     embedder = Embedder(settings.embedder, cpu_fast_paths=settings.cpu_fast_paths)
-    router = Router(embedder, settings.home / ROUTER_FOLDER, settings.unknown_threshold)
+    folder, threshold = settings.home / ROUTER_FOLDER, settings.unknown_threshold
+    if settings.router == "bert":
+        router: Router = BertRouter(embedder, folder, threshold, source=settings.router_model)
+    else:
+        router = Router(embedder, folder, threshold)
     registered = {domain.name: list(domain.examples) for domain in store.registry.domains()}
     if store.home.writable and (not router.matches(registered) or PURGED in last_refit(store.registry)):
         refit(store, router)

@@ -302,7 +302,9 @@ def test_the_final_standings_stay_with_the_row(made: list[EvidenceSelector]) -> 
     assert max(one.weights, key=lambda arm: one.weights[arm]) == "french"
     assert one.heard["french"] > 0.95
     assert sum(one.weights.values()) == pytest.approx(1, abs=0.02)
-    assert one.request_id not in selector._contests or one.finish_reason is None
+    assert [standing.tokens for standing in one.standings] == [0, 12]
+    assert one.standings[0].weights["french"] > 0.9
+    assert one.standings[-1].weights == one.weights
 
 
 def test_the_evidence_alone_knows_nothing_of_the_prior(made: list[EvidenceSelector]) -> None:

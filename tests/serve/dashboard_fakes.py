@@ -22,7 +22,15 @@ import uvicorn
 from fastapi import FastAPI
 
 from moedraft.config import load_settings
-from moedraft.core import SHARED, AdapterVersion, Domain, ReplayRecord, RequestStats, UpdateRecord
+from moedraft.core import (
+    SHARED,
+    AdapterVersion,
+    Domain,
+    ReplayRecord,
+    RequestOutput,
+    RequestStats,
+    UpdateRecord,
+)
 from moedraft.learning_state import LearningKind, LearningState, waiting
 from moedraft.routing.router import Route
 from moedraft.serve.auth.access import Authority, Guard
@@ -31,7 +39,7 @@ from moedraft.serve.auth.login import login_router
 from moedraft.serve.dashboard import mount
 from moedraft.serve.supervisor.supervisor import TrainerState
 from moedraft.serve.worker.worker import Snapshot
-from moedraft.speculation import SpeculationStats
+from moedraft.speculation import SpeculationStats, Standing
 from moedraft.storage.keys import KeyFile
 from moedraft.storage.store import Store
 from moedraft.system.suggest import Suggestion, Suggestions
@@ -93,6 +101,24 @@ class FakeWorker:
         unsure = {"sql": 0.11, "python": 0.2, "german-docs": 0.02, SHARED: 0.67}
         known = "select" in prompts[0].lower()
         return [Route("sql", 0.83, sure) if known else Route(SHARED, 0.2, unsure)]
+
+    async def trial(self, prompt: str, max_tokens: int) -> RequestOutput:
+        self.asked.append(prompt)
+        standings = (Standing(0, {"sql": 0.7, SHARED: 0.3}), Standing(18, {"python": 0.9, "sql": 0.1}))
+        return RequestOutput(
+            request_id="r",
+            prompt=prompt,
+            text=f"{HOSTILE} answer",
+            token_ids=[1] * max_tokens,
+            finish_reason="length",
+            expert="python",
+            adapter_version=1,
+            speculation=SpeculationStats(num_steps=max_tokens // 2),
+            num_rejections=0,
+            seconds=1.0,
+            overruled=True,
+            standings=standings if "select" in prompt.lower() else (),
+        )
 
 
 @dataclass

@@ -339,6 +339,30 @@ def test_a_prompt_to_try(served: Site, visit: Visit) -> None:
     assert served.worker.asked[-2:] == ["SELECT 1", "what is love?"]
 
 
+def test_the_drafts_of_a_tried_answer_are_compared(served: Site, visit: Visit) -> None:
+    page = visit(served, "router")
+    page.locator("textarea").fill("SELECT 1")
+    page.get_by_text("Answer and compare").click()
+    expect(page.locator('[data-figure="drafted"]')).to_have_text("python")
+    expect(page.locator('[data-figure="route"]')).to_have_text("sql")
+    rows = page.locator('[data-table="standings"] tbody tr')
+    expect(rows).to_have_count(2)
+    expect(rows.nth(0)).to_contain_text("the prompt")
+    assert rows.nth(1).locator('[data-arm="python"]').get_attribute("data-value") == "0.9"
+    assert rows.nth(1).locator('[data-arm="shared"]').get_attribute("data-value") == "0.0"
+    page.locator("textarea").fill("what is love?")
+    page.get_by_text("Answer and compare").click()
+    expect(page.get_by_text("The drafts were not compared")).to_be_visible()
+
+
+def test_who_has_signed_in_to_the_pages_has_nothing_answered(fresh: Site, browser: Browser) -> None:
+    page = sign_in(fresh, browser, "router?range=all")
+    page.locator("textarea").fill("SELECT 1")
+    page.get_by_text("Answer and compare").click()
+    expect(page.get_by_text("No answer from here")).to_be_visible()
+    assert fresh.worker.asked == ["SELECT 1"]  # by the router alone
+
+
 def test_a_button_looks_for_domains(served: Site, visit: Visit) -> None:
     page = visit(served, "router")
     page.get_by_text("Look for domains").click()

@@ -223,6 +223,21 @@ async def submitted(worker: Worker, gate: Gate, start: int = 1, what: SamplingPa
     return asking.result()
 
 
+def test_a_trial_is_answered_and_leaves_no_trace(worker: Worker) -> None:
+    async def ask() -> None:
+        found = await worker.trial("1 2", 5)
+        assert (found.finish_reason, len(found.token_ids)) == ("length", 5)
+        assert found.standings == ()
+        told = await (await worker.submit("1 2", params())).result()
+        assert told.token_ids[:5] == found.token_ids
+
+    run(ask())
+    worker.system.recorder.flush()
+    served = worker.system.store.requests.summary()
+    assert sum(one.requests for one in served.values()) == 1
+    assert worker.system.store.replay.count() == 1
+
+
 # -- leaving early -------------------------------------------------------------------------------
 
 

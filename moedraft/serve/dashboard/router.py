@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,6 +17,7 @@ from moedraft.serve.dashboard import charts
 from moedraft.serve.dashboard.looking import Look
 from moedraft.serve.dashboard.markup import Markup, figure, figures, join, notice, share, short, tag
 from moedraft.serve.dashboard.panels import Live, Panel, Text, join_title, last_figures, show_out
+from moedraft.serve.dashboard.standings import answered
 from moedraft.serve.dashboard.suggestions import SuggestBox
 
 MUCH = 0.25  # the share of unknown requests from which the page advises to register a domain
@@ -99,7 +100,10 @@ def _build(look: Look) -> Callable[[RouterView], None]:
     with ui.element("div").classes("grid"):
         with ui.element("section").classes("card").props("data-panel=try"):
             ui.html(
-                join_title("Try a prompt", "Which expert would draft for it, and how sure is the router?")
+                join_title(
+                    "Try a prompt",
+                    "Which expert would draft for it, and what does an answer say to that?",
+                )
             )
             TryBox(look)
         with ui.element("section").classes("card").props("data-panel=suggestions"):
@@ -165,7 +169,7 @@ def _histogram(view: RouterView) -> charts.Options:
 
 
 class TryBox:
-    """Routes a prompt that the reader writes, between two steps of the engine.
+    """Routes a prompt that the reader writes, beside the engine, or has it answered as well.
 
     It handles one prompt at a time. Nobody else sees the prompt, and it is not stored.
     """
@@ -189,10 +193,22 @@ class TryBox:
             with ui.element("button").classes("primary").props('type="button"').mark("ask") as button:
                 ui.html("Ask the router", tag="span")
             button.on("click", self._ask, js_handler=f"() => {read}")
-            ui.html(tag("span", "Nothing is generated or kept.", class_="hint"))
+            with ui.element("button").props('type="button"').mark("answer") as second:
+                ui.html("Answer and compare", tag="span")
+            second.on("click", self._answer_it, js_handler=f"() => {read}")
+            ui.html(tag("span", "Nothing is kept or counted.", class_="hint"))
         self._answer = Text("answer")
 
     async def _ask(self, event: events.GenericEventArguments) -> None:
+        await self._try(event, self._routed)
+
+    async def _answer_it(self, event: events.GenericEventArguments) -> None:
+        await self._try(event, self._compared)
+
+    async def _try(
+        self, event: events.GenericEventArguments, find: Callable[[str], Awaitable[Markup]]
+    ) -> None:
+        """Show what `find`, which never raises, says of the prompt."""
         if not self._look.allowed:
             show_out()
             return
@@ -205,16 +221,21 @@ class TryBox:
         self._busy = True
         self._answer.show(tag("p", "Asking …", class_="hint"))
         try:
-            self._answer.show(_answer(await self._route(prompt[:LONGEST])))
-        except Exception as error:  # whatever went wrong, show that the attempt is over
-            log.warning("The router did not answer: %s", type(error).__name__)
-            text = "The engine is busy, shutting down or failed. Try again in a moment."
-            self._answer.show(notice("The router did not answer", text, "bad"))
+            self._answer.show(await find(prompt[:LONGEST]))
         finally:
             self._busy = False
 
-    async def _route(self, prompt: str) -> Route:
-        return (await asyncio.wait_for(self._look.at.worker.routes([prompt]), PATIENCE))[0]
+    async def _routed(self, prompt: str) -> Markup:
+        try:
+            routes = await asyncio.wait_for(self._look.at.worker.routes([prompt]), PATIENCE)
+            return _answer(routes[0])
+        except Exception as error:  # whatever went wrong, show that the attempt is over
+            log.warning("The router did not answer: %s", type(error).__name__)
+            text = "The engine is busy, shutting down or failed. Try again in a moment."
+            return notice("The router did not answer", text, "bad")
+
+    async def _compared(self, prompt: str) -> Markup:
+        return join([await self._routed(prompt), await answered(self._look, prompt)])
 
 
 def _answer(route: Route) -> Markup:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from moedraft.core import SamplingParams, StorageError
+from moedraft.core import RequestOutput, SamplingParams, StorageError
 from moedraft.cpu.memory import return_large_blocks
 from moedraft.cpu.threads import compute_alone
 from moedraft.distill.governor import Load, write_load
@@ -130,6 +130,8 @@ class Worker:
         ids: list[int] | None = None,
         routed: Route | None = None,
         source: str = "",
+        chat: bool = False,
+        counted: bool = True,
     ) -> Ticket:
         """Queue a request. The arguments are those of `Engine.add`.
 
@@ -139,7 +141,7 @@ class Worker:
         """
         channel = Channel(uuid.uuid4().hex, asyncio.get_running_loop())
         options: dict[str, Any] = {"expert": expert, "draft": draft, "capture": capture, "topic": topic}
-        options |= {"ids": ids, "routed": routed, "source": source}
+        options |= {"ids": ids, "routed": routed, "source": source, "chat": chat, "counted": counted}
         if not self.busy:
             self._work_comes()
         taken = self._engine.add(channel, prompt, params, options, self.max_waiting)
@@ -176,6 +178,13 @@ class Worker:
     async def routes(self, texts: list[str]) -> list[Route]:
         """What the router says of each text; the engine goes on meanwhile. Raises what the router raises."""
         return await asyncio.wrap_future(self._routing.submit(self.system.router.route, texts))
+
+    async def trial(self, prompt: str, max_tokens: int) -> RequestOutput:
+        """Answer a prompt greedily, leaving no trace in statistics or learning. Raises as `submit`."""
+        params = SamplingParams(max_tokens=max_tokens)
+        options: dict[str, Any] = {"capture": False, "counted": False, "chat": True, "topic": prompt}
+        async with await self.submit(prompt, params, **options) as ticket:
+            return await ticket.result()
 
     def load_new(self) -> None:
         """Load newly published versions now, while the engine is idle, instead of with the next request."""

@@ -159,7 +159,11 @@ def test_a_start_after_a_deletion_unlearns_it_as_well(
     purge(store, None)
     monkeypatch.setattr("moedraft.system.build.Embedder", lambda *_, **__: WordEmbedder())
     settings = SimpleNamespace(
-        embedder="", cpu_fast_paths=True, home=store.home.path, unknown_threshold=router.threshold
+        router="embedding",
+        embedder="",
+        cpu_fast_paths=True,
+        home=store.home.path,
+        unknown_threshold=router.threshold,
     )
     opened = open_router(settings, store)  # type: ignore[arg-type]
     assert routed(opened) == before
