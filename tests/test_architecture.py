@@ -22,9 +22,9 @@ MAX_FUNCTION = 40  # lines of a function, its docstring and its decorators not c
 # The most files and lines that a room may have; a room is a folder, or a folder in a folder. The bounds leave
 # a little room to grow. Before you raise one, see whether the room has become two.
 ROOMS = {
-    "cli": (23, 3250),
+    "cli": (23, 3300),
     "cpu": (10, 1200),
-    "distill": (17, 2050),
+    "distill": (20, 2400),
     "distill/joint": (10, 1350),
     "distill/judging": (9, 1250),
     "drafting": (21, 2850),
@@ -39,7 +39,7 @@ ROOMS = {
     "serve/auth": (5, 450),
     "serve/dashboard": (15, 2450),
     "serve/http": (21, 2400),
-    "serve/supervisor": (4, 650),
+    "serve/supervisor": (6, 850),
     "serve/worker": (7, 1000),
     "showcase": (11, 1450),
     "storage": (18, 3100),

@@ -1,4 +1,4 @@
-"""`moedraft distill`: trains adapters on their replay, without serving meanwhile."""
+"""`moedraft distill`: trains adapters on their replay, without serving meanwhile or beside a server."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from moedraft.cli.common import (
     DraftOption,
     HomeOption,
     JsonOption,
+    TargetOption,
     bar,
     busy,
     check_expert,
     emit,
+    is_missing,
     note,
     rate,
     say,
@@ -26,7 +28,9 @@ from moedraft.config import DistillKind
 from moedraft.core import SHARED, GateDecision, InvalidRequest, StorageError, UpdateRecord
 
 if TYPE_CHECKING:
+    from moedraft.config import Settings
     from moedraft.distill.loop import DistillLoop
+    from moedraft.distill.messages import StateReport
     from moedraft.storage.store import Store
 
 DECISIONS: dict[GateDecision, str] = {
@@ -49,15 +53,30 @@ def distill(
     kind: Annotated[
         DistillKind | None, typer.Option(help="What updates lower: forward KL, reverse KL, JSD or TVD.")
     ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Go on learning for a server with --no-learning, until SIGTERM.")
+    ] = False,
     home: HomeOption = None,
+    target: TargetOption = None,
     draft: DraftOption = None,
     device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Train every adapter that has enough new records, or the one that is named."""
-    settings = settings_for(ctx, home=home, draft=draft, device=device, distill_kind=kind)
-    steps = steps or settings.update_steps
-    with writing(settings) as store:
+    settings = settings_for(
+        ctx, home=home, target=target, draft=draft, device=device, distill_kind=kind, update_steps=steps
+    )
+    if follow:
+        follow_server(settings, domain, as_json)
+    else:
+        train_now(settings, domain, as_json)
+
+
+def train_now(settings: Settings, domain: str | None, as_json: bool) -> None:
+    """Train what is due, or `domain`, and end."""
+    from moedraft.distill.claim import learning_for
+
+    with writing(settings) as store, learning_for(settings.home):
         if domain is not None:
             check_records(store, check_expert(store, domain))
             from moedraft.storage.changes import check_not_pinned
@@ -68,11 +87,34 @@ def distill(
 
             loop = build_loop(settings, store)
         count, held_up = 0, loop.held_up()
-        for made in run_updates(loop, domain, steps):
+        for made in run_updates(loop, domain, settings.update_steps):
             count += 1
             show(made, as_json)
     if not count:
         note(held_up or f"Nothing is due: an update takes {settings.update_every} new records of a domain.")
+
+
+def follow_server(settings: Settings, domain: str | None, as_json: bool) -> None:
+    """Learn for the server of this home until a signal, and say what is done whenever that changes."""
+    if domain is not None:
+        raise InvalidRequest("With --follow every adapter is trained; leave out --domain.")
+    if is_missing(settings):
+        raise StorageError(f"There is no moedraft home at {settings.home}; register a domain to make one.")
+    from moedraft.distill.follow import follow
+
+    said: dict[str, str | None] = {}
+
+    def tell(report: StateReport) -> None:
+        nonlocal said
+        state = report.state()
+        now = {"state": state.text, "waits": state.waits_for, "error": report.error}
+        if now != said:
+            emit(now) if as_json else say("; ".join(words for words in now.values() if words))
+        said = now
+
+    note("Loading the draft base …")
+    follow(settings, tell)
+    note("Stopped.")
 
 
 def run_updates(loop: DistillLoop, name: str | None, steps: int) -> Iterator[UpdateRecord]:

@@ -15,6 +15,7 @@ from moedraft.storage.registry import Registry
 from moedraft.storage.store import Store
 
 LOAD = "load"  # meta key
+PAUSED = "learning_paused"  # meta key that exists while an administrator has paused learning
 STALE = 15.0  # s after which a stored load is too old to be used
 
 

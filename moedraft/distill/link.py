@@ -1,4 +1,4 @@
-"""The trainer process's end of the pipes to the server, and the outlet that publishes through them."""
+"""The trainer process's end of the pipes to the server, and the outlet that publishes through a link."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import threading
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 from pydantic import ValidationError
 from safetensors import SafetensorError
@@ -37,6 +37,23 @@ from moedraft.storage.candidate import Candidate, write_files
 from moedraft.storage.db import storage_errors
 
 log = logging.getLogger(__name__)
+
+
+class Link(Protocol):
+    """Messages to and from the server. Every call raises SystemExit once this process is to end."""
+
+    @property
+    def paused(self) -> bool:
+        """Whether an administrator has paused learning."""
+
+    def send(self, message: Message) -> None: ...
+
+    def ask(self, message: Message) -> FromServer:
+        """Send, and wait for the answer. Raises StorageError where it is a refusal."""
+
+    def check(self) -> None: ...
+
+    def wait(self, seconds: float) -> None: ...
 
 
 class ServerLink:
@@ -110,7 +127,7 @@ class ServerLink:
 class ServerOutlet:
     """An `Outlet` that asks the server, which alone writes the home."""
 
-    def __init__(self, link: ServerLink, home: Path) -> None:
+    def __init__(self, link: Link, home: Path) -> None:
         self.link = link
         self.home = home
 

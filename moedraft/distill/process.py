@@ -23,7 +23,7 @@ from moedraft.cpu.memory import write_no_core_file
 from moedraft.distill.assembly import build_loop
 from moedraft.distill.background import step_back
 from moedraft.distill.governor import read_load, why_wait
-from moedraft.distill.link import ServerLink, ServerOutlet
+from moedraft.distill.link import Link, ServerLink, ServerOutlet
 from moedraft.distill.loop import DistillLoop
 from moedraft.distill.messages import StateReport
 from moedraft.learning_state import LearningKind, LearningState, paused, waiting
@@ -50,7 +50,7 @@ class Process:
     settings: Settings
     store: Store
     loop: DistillLoop
-    link: ServerLink
+    link: Link
     said: StateReport | None = None
     said_at: float = 0.0
     failures: int = 0  # in a row
@@ -110,9 +110,9 @@ class Process:
 
     def _why_wait(self) -> str | None:
         self.link.check()
-        if self.link.paused:
-            return "learning is paused"
         try:
+            if self.link.paused:
+                return "learning is paused"
             return why_wait(read_load(self.store.registry), self.settings)
         except StorageError as error:
             return str(error)

@@ -24,6 +24,8 @@ from moedraft.serve.app import create_app
 from moedraft.serve.auth.access import is_loopback
 from moedraft.serve.http import log
 from moedraft.serve.http.protocol import LARGEST_HEAD, protocol_of
+from moedraft.serve.supervisor.mailroom import Mailroom
+from moedraft.serve.supervisor.publisher import Publisher
 from moedraft.serve.supervisor.supervisor import TrainerSupervisor
 from moedraft.serve.worker.refits import Refits
 from moedraft.serve.worker.worker import Worker
@@ -63,6 +65,7 @@ def serve(settings: Settings, announce: Callable[[str], None] = lambda url: None
         worker.start()
         supervisor = _supervised(settings, worker, stack)
         _refitted(settings, worker, supervisor, stack)
+        _mailed(settings, worker, stack)
         own_key, secret = new_key(["admin"], "command line")
         app = create_app(worker, supervisor, settings, own_key)
         url = url_of(listener, settings.host)
@@ -197,6 +200,14 @@ def _found(home: Path, url: str, own_key: Key, secret: str) -> Iterator[None]:
     finally:
         with suppress(OSError):
             path.unlink()
+
+
+def _mailed(settings: Settings, worker: Worker, stack: ExitStack) -> None:
+    """Answer a trainer that follows this server, if one does."""
+    system = worker.system
+    mailroom = Mailroom(settings.home, Publisher(system.store, system.bank.base_hash, worker.load_new))
+    stack.callback(mailroom.stop)
+    mailroom.start()
 
 
 def _supervised(settings: Settings, worker: Worker, stack: ExitStack) -> TrainerSupervisor | None:

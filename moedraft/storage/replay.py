@@ -147,9 +147,14 @@ class ReplayBuffer:
         random.shuffle(chosen)
         return self._fetched(chosen)
 
-    def newest(self, n: int, min_id: int, target_id: str | None = None) -> Iterator[ReplayRecord]:
-        """The newest `n` records of all domains with an id of at least `min_id`, as far as `shares` allow."""
-        held = [one for some in self._held(None, target_id, min_id).values() for one in some]
+    def newest(
+        self, n: int, min_id: int, target_id: str | None = None, domain: str | None = None
+    ) -> Iterator[ReplayRecord]:
+        """The newest `n` records of `domain` (None: of all) with an id of at least `min_id`.
+
+        As far as `shares` allow.
+        """
+        held = [one for some in self._held(domain, target_id, min_id).values() for one in some]
         held.sort(key=lambda one: -one.id)
         return self._fetched(within_shares(held, n))
 

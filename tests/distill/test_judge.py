@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -78,6 +79,22 @@ def test_one_prompt_counts_once_and_what_is_purged_is_gone(store: Store) -> None
     assert found[0].accepted == 1
     store.replay.purge("code")
     assert pool.records("code", 1, None) == []
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_no_client_owns_the_held_out_records(store: Store, pinned: bool) -> None:
+    """A flood of one client's prompts, all different, leaves the others their part."""
+    others = [replace(one, source="others") for one in held_out(20)]
+    flood = [replace(one, source="flood", pinned=pinned) for one in held_out(150, first=50_000)]
+    store.replay.add(others)
+    pool = HeldOut(store.replay)
+    pool.records("code", 1, None)
+    for first in range(0, len(flood), 50):
+        store.replay.add(flood[first : first + 50])
+        found = pool.records("code", 1, None)
+    sources = Counter(one.source for one in found)
+    assert len(found) == MOST
+    assert sources["others"] >= MOST // 2
 
 
 # -- what is measured ------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from distill_rig import record
 from moedraft.core import SHARED, Domain, InvalidRequest, ReplayRecord
 from moedraft.distill.judging.gate import Measured
 from moedraft.distill.judging.measures import Serving
-from moedraft.distill.judging.watch import ENOUGH, Watch
+from moedraft.distill.judging.watch import ENOUGH, MOST, Watch
 from moedraft.distill.loop import DistillLoop
 from moedraft.distill.outlet import HomeOutlet
 from moedraft.storage import changes
@@ -176,3 +176,12 @@ def test_what_has_changed_meanwhile_is_not_taken_back(store: Store) -> None:
     changes.pin(store, SHARED)
     with pytest.raises(InvalidRequest, match="pinned"):
         HomeOutlet(store).withdraw(SHARED, 1)
+
+
+def test_one_client_does_not_decide_alone_what_is_taken_back(store: Store) -> None:
+    live = store.adapters.publish(candidate("code"))
+    store.replay.add([replace(record(number), source="others") for number in range(20)])
+    store.replay.add([replace(record(number), source="flood") for number in range(1000, 1300)])
+    found = Watch(Values(), store)._since(live)["code"]
+    assert len(found) == MOST
+    assert sum(one.source == "others" for one in found) == 20

@@ -2,6 +2,8 @@
 
 Only their ids are remembered. So records that are purged or evicted are gone from here as well, and new
 traffic replaces old records. Of one prompt only the newest record counts: many copies are not much evidence.
+No client decides alone what is published for the others: its records have their share of these, as of the
+replay (see `storage.shares`), and do not push out those of others.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from collections.abc import Callable
 from moedraft.core import ReplayRecord
 from moedraft.distill.trainer import HELD_OUT_EVERY, is_held_out
 from moedraft.storage.replay import ReplayBuffer
+from moedraft.storage.shares import Held, within_shares
 
 MOST, LEAST = 32, 8  # records of one domain
 TOGETHER = 128  # records of all domains together, about: judging must not cost more than learning
@@ -22,7 +25,8 @@ class HeldOut:
 
     def __init__(self, replay: ReplayBuffer) -> None:
         self.replay = replay
-        self._ids: dict[str, dict[int, int]] = {}  # by domain and hash of the prompt, oldest first
+        # by domain and hash of the prompt, oldest first
+        self._known: dict[str, dict[int, Held]] = {}
         self._seen: dict[str, int] = {}  # the newest id that was looked at
         self._target: str | None = None
 
@@ -31,23 +35,23 @@ class HeldOut:
     ) -> list[ReplayRecord]:
         """The newest held-out records of `domain`, newest first; fewer where many `domains` are judged."""
         if target != self._target:
-            self._ids, self._seen, self._target = {}, {}, target
+            self._known, self._seen, self._target = {}, {}, target
         self._look(domain, on_record)
         wanted = max(LEAST, min(MOST, TOGETHER // max(domains, 1)))
-        numbers = list(self._ids.get(domain, {}).values())
-        return list(self.replay.by_ids(numbers[-wanted:][::-1]))
+        newest = reversed(self._known.get(domain, {}).values())
+        return list(self.replay.by_ids(sorted(within_shares(newest, wanted), reverse=True)))
 
     def _look(self, domain: str, on_record: Callable[[], None]) -> None:
         """Take in the held-out records that came since the last call."""
         first = self._seen.get(domain, 0) + 1
         found = self.replay.numbered(domain, first, MOST * HELD_OUT_EVERY, self._target)
-        ids = self._ids.setdefault(domain, {})
+        known = self._known.setdefault(domain, {})
         for number, record in reversed(found):
             on_record()
             if is_held_out(record) and len(record.topk_ids) >= USABLE:
                 prompt = hash(tuple(record.token_ids[: record.num_prompt_tokens]))
-                ids.pop(prompt, None)  # the newest stands last
-                ids[prompt] = number
+                known.pop(prompt, None)  # the newest stands last
+                known[prompt] = Held(number, record.source, record.pinned)
             self._seen[domain] = number
-        for prompt in list(ids)[: max(len(ids) - 2 * MOST, 0)]:
-            del ids[prompt]
+        kept = set(within_shares(reversed(known.values()), 2 * MOST))
+        self._known[domain] = {prompt: one for prompt, one in known.items() if one.id in kept}

@@ -20,6 +20,7 @@ from moedraft.distill.judging.held_out import USABLE
 from moedraft.distill.judging.measures import Measure, Serving
 from moedraft.storage.candidate import Weights
 from moedraft.storage.changes import is_pinned
+from moedraft.storage.shares import Held, within_shares
 from moedraft.storage.store import TARGET_ID, Store
 
 ENOUGH, MOST = 16, 64  # records that came since: with fewer nothing is decided, more are not looked at
@@ -90,16 +91,23 @@ class Watch:
         return replace(found, decision=decision, reason=reason if decision == "withdraw" else None)
 
     def _since(self, live: AdapterVersion) -> dict[str, list[ReplayRecord]]:
-        """The newest records since `live` was published, by domain; one record of each prompt."""
+        """The newest records since `live` was published, by domain, as far as the clients' shares allow.
+
+        Of each prompt only one record.
+        """
         target = self.store.registry.get_meta(TARGET_ID)
         found: dict[tuple[str, tuple[int, ...]], ReplayRecord] = {}
         own = None if live.domain == SHARED else live.domain
-        for record in self.store.replay.records(own, limit=2 * MOST, min_id=live.last_record + 1):
-            if len(record.topk_ids) >= USABLE and target in (None, record.target_id) and len(found) < MOST:
+        for record in self.store.replay.newest(2 * MOST, live.last_record + 1, target, own):
+            if len(record.topk_ids) >= USABLE:
                 prompt = tuple(record.token_ids[: record.num_prompt_tokens])
                 found.setdefault((record.domain, prompt), record)
-        domains = dict.fromkeys(domain for domain, _ in found)
-        return {one: [record for record in found.values() if record.domain == one] for one in domains}
+        records = list(found.values())
+        chosen = within_shares((Held(i, one.source, one.pinned) for i, one in enumerate(records)), MOST)
+        by_domain: dict[str, list[ReplayRecord]] = {}
+        for number in sorted(chosen):
+            by_domain.setdefault(records[number].domain, []).append(records[number])
+        return by_domain
 
     def _serving(self, live: AdapterVersion, domain: str) -> Serving:
         """What drafts for this domain now."""

@@ -20,7 +20,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moedraft.config import Settings
-from moedraft.core import InvalidRequest, MoedraftError
+from moedraft.core import MoedraftError, StorageError
+from moedraft.distill.claim import learning_for
+from moedraft.distill.governor import PAUSED
 from moedraft.distill.messages import (
     TRAINING,
     Asked,
@@ -28,29 +30,22 @@ from moedraft.distill.messages import (
     FromTrainer,
     Learned,
     Message,
-    Noted,
     Pause,
-    Publish,
     Published,
     Refused,
     Resume,
-    StagedCandidate,
-    StandAside,
     StateReport,
-    Withdraw,
-    Withdrawn,
 )
-from moedraft.distill.outlet import HomeOutlet
 from moedraft.learning_state import LearningKind, LearningState
 from moedraft.serve.supervisor.child import Child, ChildFailed
 from moedraft.serve.supervisor.conversation import Conversation
 from moedraft.serve.supervisor.hold import Hold
+from moedraft.serve.supervisor.publisher import Publisher
 from moedraft.storage.store import Store
 
 COMMAND = (sys.executable, "-m", "moedraft.distill.process")
 # With PYTHONSAFEPATH, `-m` imports no modules from the folder in which the server was started.
 ENVIRONMENT = {"PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-PAUSED = "learning_paused"  # key in the store's metadata that exists while learning is paused
 # seconds between two reads, so that a trainer that writes a lot does not take a whole core here
 BREATH = 0.01
 LOOK_SECONDS = 0.2
@@ -122,10 +117,10 @@ class TrainerSupervisor:
         backoff: tuple[float, float] = (1.0, 60.0),
         healthy: float = 60.0,
     ) -> None:
-        self._settings, self._store, self._base_hash = settings, store, base_hash
+        self._settings, self._store = settings, store
         self._command, self._backoff, self._healthy = command, backoff, healthy
-        self._busy, self._published = busy, published
-        self._outlet = HomeOutlet(store)
+        self._busy = busy
+        self._publisher = Publisher(store, base_hash, published)
         self._hold: Hold | None = None  # of the process that runs
         # for each expert: how many of its updates, one after another, ended with the death of the process
         self._deadly: Counter[str] = Counter()
@@ -174,7 +169,7 @@ class TrainerSupervisor:
         delay, longest = self._backoff
         while not self._quit.is_set():
             began = time.monotonic()
-            error = self._live()
+            error = self._claimed()
             expert = self._state.learning.expert
             self._deadly.update([expert] if expert else [])
             self._set(pid=None, learning=LearningState(LearningKind.STOPPED), held=False)
@@ -189,6 +184,14 @@ class TrainerSupervisor:
             self._set(restarts=self._state.restarts + 1)
             delay = min(2 * delay, longest)
         self._set(learning=LearningState(LearningKind.STOPPED))
+
+    def _claimed(self) -> str:
+        """As `_live`, unless another trainer learns for the home."""
+        try:
+            with learning_for(self._settings.home):
+                return self._live()
+        except StorageError as error:
+            return str(error).removesuffix(".")
 
     def _live(self) -> str:
         """Run one trainer process until it ends; returns why it ended."""
@@ -253,41 +256,13 @@ class TrainerSupervisor:
         """Carry out what the trainer asks for and return the reply. Raises MoedraftError if it is refused."""
         if isinstance(message, Learned):
             return self._note(message, hold)
-        if isinstance(message, StandAside):
-            self._outlet.stand_aside(message.names)
-            self._published()
-            return Noted()
-        return self._withdraw(message) if isinstance(message, Withdraw) else self._publish(message)
+        reply = self._publisher.done(message)
+        if isinstance(reply, Published):
+            self._set(updates=self._state.updates + len(reply.versions))
+        return reply
 
     def _show(self, report: StateReport) -> None:
         self._set(learning=report.state(), last_error=report.error or self._state.last_error)
-
-    def _publish(self, message: Publish) -> Message:
-        """Make trained versions live, all of them or none. Raises MoedraftError if they are refused."""
-        for part in message.parts:
-            self._check(part)
-        staged = [(part.summary(), self._settings.home / TRAINING / part.folder) for part in message.parts]
-        versions = self._outlet.adopt(staged, message.untrained)
-        self._set(updates=self._state.updates + len(versions))
-        self._published()
-        return Published(versions=tuple(versions))
-
-    def _withdraw(self, message: Withdraw) -> Message:
-        """Go back to the version before. Raises MoedraftError if another one is live, or it is pinned."""
-        now = self._outlet.withdraw(message.expert, message.version)
-        self._published()
-        return Withdrawn(version=now)
-
-    def _check(self, part: StagedCandidate) -> None:
-        """Raises InvalidRequest if the candidate's draft base or parent is not the one that serves."""
-        if self._base_hash not in (None, part.base_hash):
-            raise InvalidRequest(
-                "the trainer's draft base is not the one that serves: its files have changed; "
-                "start the server again."
-            )
-        line = self._store.registry.lineage(part.expert, part.base_hash)
-        if part.parent != (line[0].version if line else 0):
-            raise InvalidRequest(f"the live version of '{part.expert}' was changed meanwhile.")
 
     def _note(self, message: Learned, hold: Hold) -> Message:
         update, held = message.update, hold.seconds
@@ -295,8 +270,8 @@ class TrainerSupervisor:
         if update is not None:
             # the trainer cannot know for how long it was suspended
             update = replace(update, seconds=max(0.0, update.seconds - held))
-        self._outlet.learned(message.expert, message.last_id, update)
+        reply = self._publisher.done(message.model_copy(update={"update": update}))
         if update is not None and update.decision is not None:
             self._set(decisions=Counter(self._state.decisions) + Counter([update.decision]))
         self._deadly.pop(message.expert, None)
-        return Noted()
+        return reply

@@ -1,0 +1,239 @@
+"""A trainer that follows a server: letters in the home, one trainer at a time, an end by a signal."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distill_rig import Rig
+from waiting import wait_for as until
+
+from moedraft.config import load_settings
+from moedraft.core import SHARED, StorageError
+from moedraft.distill import mail
+from moedraft.distill.claim import learning_for
+from moedraft.distill.follow import FollowingProcess
+from moedraft.distill.governor import PAUSED, Load, write_load
+from moedraft.distill.link import ServerOutlet
+from moedraft.distill.loop import DistillLoop
+from moedraft.distill.mail import MailLink, letters, mail_of
+from moedraft.distill.messages import TRAINING, Learned, Noted, StateReport, Withdraw
+from moedraft.distill.trainer import Trainer
+from moedraft.serve.supervisor.mailroom import Mailroom
+from moedraft.serve.supervisor.publisher import Publisher
+from moedraft.storage.store import Store
+
+from random_models import random_model
+
+NEWS = Learned(expert="code", last_id=3, update=None)
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(tmp_path / "home")
+    yield rig
+    rig.store.close()
+
+
+def link_to(rig: Rig) -> MailLink:
+    return MailLink(rig.store.home.path, rig.store.registry, lambda report: None)
+
+
+def mailroom_of(rig: Rig, base_hash: str | None = None) -> Mailroom:
+    return Mailroom(rig.store.home.path, Publisher(rig.store, base_hash, lambda: None))
+
+
+# -- letters -----------------------------------------------------------------------------------
+
+
+def test_a_letter_waits_for_the_server_and_leaves_nothing(rig: Rig) -> None:
+    link, found = link_to(rig), list[Any]()
+    asking = threading.Thread(target=lambda: found.append(link.ask(NEWS)))
+    asking.start()
+    until(lambda: len(list(letters(rig.store.home.path))) == 1)
+    assert not found
+    mailroom_of(rig).look()
+    asking.join(10)
+    assert found == [Noted()]
+    assert rig.store.registry.get_meta("trained:code") == "3"
+    assert list(mail_of(rig.store.home.path).iterdir()) == []
+
+
+def test_what_the_server_refuses_is_an_error_in_its_words(rig: Rig) -> None:
+    room, link = mailroom_of(rig), link_to(rig)
+    room.start()
+    try:
+        with pytest.raises(StorageError, match="the live version of 'code' was changed meanwhile"):
+            link.ask(Withdraw(expert="code", version=4))
+    finally:
+        room.stop()
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"type": "begin"}', '{"type": "state", "kind": "training"}'])
+def test_what_is_no_letter_is_refused_and_the_others_are_answered(rig: Rig, text: str) -> None:
+    folder = mail_of(rig.store.home.path)
+    folder.mkdir(parents=True)
+    (folder / f"0{mail.ASK}").write_text(text)
+    (folder / f"1{mail.ASK}").write_bytes(NEWS.line())
+    mailroom_of(rig).look()
+    assert "does not understand" in (folder / f"0{mail.REPLY}").read_text()
+    assert (folder / f"1{mail.REPLY}").read_bytes() == Noted().line()
+
+
+def test_who_waits_for_an_answer_can_be_stopped(rig: Rig) -> None:
+    link = link_to(rig)
+    threading.Timer(0.2, link.stop.set).start()
+    with pytest.raises(SystemExit):
+        link.ask(NEWS)
+    assert list(letters(rig.store.home.path)) == []
+
+
+def test_a_pause_reaches_who_follows(rig: Rig) -> None:
+    link = link_to(rig)
+    assert not link.paused
+    rig.store.registry.set_meta(PAUSED, "1")
+    assert link.paused
+
+
+# -- one at a time -----------------------------------------------------------------------------
+
+
+def test_two_trainers_of_one_home_are_refused(rig: Rig) -> None:
+    refused = pytest.raises(StorageError, match=f"Another trainer .pid {os.getpid()}. learns for the home")
+    with learning_for(rig.store.home.path), refused, learning_for(rig.store.home.path):
+        pass
+    with learning_for(rig.store.home.path):
+        pass
+
+
+# -- learning ----------------------------------------------------------------------------------
+
+
+class Following:
+    """A follower in a thread, with a tiny draft; `reports` is what it said."""
+
+    def __init__(self, rig: Rig, **settings: Any) -> None:
+        self.reports: list[StateReport] = []
+        self.settings = load_settings(home=rig.store.home.path, update_every=8, update_steps=3, **settings)
+        self.store = Store.open(rig.store.home.path, write=False)
+        self.link = MailLink(rig.store.home.path, self.store.registry, self.reports.append)
+        trainer = Trainer(
+            random_model("llama", 1, layers=2),
+            self.store,
+            rank=4,
+            shared_rank=4,
+            steps=3,
+            tokens_per_step=256,
+        )
+        outlet = ServerOutlet(self.link, rig.store.home.path)
+        self.loop = DistillLoop(trainer, self.store, outlet, every=8)
+        self.follower = FollowingProcess(self.settings, self.store, self.loop, self.link)
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        with suppress(SystemExit):
+            self.follower.run()
+
+    def end(self) -> None:
+        self.link.stop.set()
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+        self.store.close()
+
+
+def test_it_learns_by_letters_while_another_process_would_write(rig: Rig) -> None:
+    rig.serve("code", 12, seed=1)
+    write_load(rig.store.registry, Load(1.0, 0, time.time()))
+    room, following = mailroom_of(rig), Following(rig)
+    try:
+        until(lambda: any(mail_of(rig.store.home.path).glob(f"*{mail.ASK}")))
+        assert rig.store.registry.live(SHARED) is None  # nobody has answered yet
+        room.start()
+        until(lambda: rig.store.registry.live("code") is not None)
+        assert rig.store.registry.live(SHARED) is not None
+    finally:
+        following.end()
+        room.stop()
+    assert rig.store.updates.count() >= 2
+    assert [path.name for path in (rig.store.home.path / TRAINING).iterdir()] == [mail.MAIL]
+
+
+def test_it_waits_while_the_engine_is_busy_or_silent(rig: Rig) -> None:
+    rig.serve("code", 12, seed=1)
+    following = Following(rig)
+    try:
+        until(lambda: any("no word" in one.reason for one in following.reports))
+        write_load(rig.store.registry, Load(0.1, 0, time.time()))
+        until(lambda: any("busy" in one.reason for one in following.reports))
+        assert not list(letters(rig.store.home.path))
+    finally:
+        following.end()
+
+
+def test_with_a_share_it_learns_beside_a_busy_engine_and_rests_meanwhile(rig: Rig) -> None:
+    rig.serve("code", 12, seed=1)
+    write_load(rig.store.registry, Load(0.0, 9, time.time()))
+    room, following = mailroom_of(rig), Following(rig, train_cpu_share=0.5)
+    room.start()
+    try:
+        until(lambda: rig.store.registry.live("code") is not None)
+    finally:
+        following.end()
+        room.stop()
+    assert following.loop.waited > 0
+
+
+PROGRAM = "from moedraft.cli import main; import sys; sys.exit(main(sys.argv[1:]))"
+
+
+@pytest.mark.slow
+def test_the_command_ends_cleanly_at_sigterm_and_refuses_a_second(rig: Rig, tmp_path: Path) -> None:
+    """A real process, whose draft base never loads: it is asked to end while it waits for its home."""
+    hold = (
+        "import moedraft.distill.follow as f, threading\n"
+        "class Loop: state = None\n"
+        "f.build_loop = lambda *_: Loop()\n"
+        "f.FollowingProcess.turn = lambda self: self.link.wait(0.05)\n"
+    )
+    command = [
+        sys.executable,
+        "-c",
+        hold + PROGRAM,
+        "distill",
+        "--follow",
+        "--home",
+        str(rig.store.home.path),
+    ]
+    said = tmp_path / "said"
+    with said.open("wb") as file:
+        first = subprocess.Popen(command, stderr=file)
+    try:
+        until(lambda: _claimed(rig.store.home.path), 60)
+        second = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert second.returncode == 2
+        assert f"Another trainer (pid {first.pid})" in second.stderr
+        time.sleep(0.5)
+        first.send_signal(signal.SIGTERM)
+        assert first.wait(20) == 0
+        assert "Stopped." in said.read_text()
+    finally:
+        first.kill()
+        first.wait()
+
+
+def _claimed(home: Path) -> bool:
+    try:
+        with learning_for(home):
+            return False
+    except StorageError:
+        return True
