@@ -20,6 +20,7 @@ from moedraft.storage.db import Home
 from moedraft.storage.shares import PINNED_SHARE, SOURCE_SHARE, Held, draw, even_shares, within_shares
 from moedraft.storage.states import add_states, read_states, size_of_states
 from moedraft.storage.tables import domains, replay
+from moedraft.storage.version_rows import PURGES, raise_counter
 
 if TYPE_CHECKING:
     import torch
@@ -207,6 +208,7 @@ class ReplayBuffer:
         query = delete(replay) if domain is None else delete(replay).where(replay.c.domain == domain)
         with self._home.write(durable=True) as connection:
             count = connection.execute(query).rowcount
+            raise_counter(connection, PURGES)
         self._home.checkpoint()  # until then the journal still holds them
         return count
 
