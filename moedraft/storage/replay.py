@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from sqlalchemy import ColumnElement, Connection, Row, Select, case, delete, func, insert, select, true
 
 from moedraft.core import SHARED, InvalidRequest, KeptStates, ReplayRecord, StorageError
-from moedraft.storage.codec import DamagedPayload, decode, encode
+from moedraft.storage.codec import DamagedPayload, decode, encode, shares_of
 from moedraft.storage.db import Home
 from moedraft.storage.shares import PINNED_SHARE, SOURCE_SHARE, Held, draw, even_shares, within_shares
 from moedraft.storage.states import PIECE, add_states, read_states, size_of_states, trim_states
@@ -141,7 +141,7 @@ class ReplayBuffer:
         query = select(*columns).where(replay.c.heard.is_not(None)).order_by(replay.c.id.desc())
         with self._home.read() as connection:
             rows = connection.execute(query.limit(limit)).all()
-        return [Compared(row.id, row.source, json.loads(row.heard)) for row in rows]
+        return [Compared(row.id, row.source, shares_of(row.heard)) for row in rows]
 
     def sample(
         self, domain: str | None, n: int, seed: int, target_id: str | None = None
@@ -339,8 +339,8 @@ def _decoded(rows: Iterable[Row[Any]]) -> Iterator[ReplayRecord]:
             created_at=row.created_at,
             source=row.source,
             pinned=row.pinned,
-            weights=json.loads(row.weights) if row.weights else {},
-            heard=json.loads(row.heard) if row.heard else {},
+            weights=shares_of(row.weights),
+            heard=shares_of(row.heard),
             id=row.id,
             **payload._asdict(),
         )
