@@ -42,7 +42,7 @@ ROOMS = {
     "serve/supervisor": (6, 850),
     "serve/worker": (7, 1000),
     "showcase": (11, 1450),
-    "storage": (18, 3100),
+    "storage": (18, 3150),
     "storage/migrations": (14, 360),  # one more for each change of the schema
     "system": (7, 1020),
 }

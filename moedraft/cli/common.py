@@ -170,6 +170,8 @@ def note_left(done: dict[str, Any]) -> None:
     """Say what a deletion did not reach yet: `moedraft.storage.changes.left_of_deleted`."""
     if not done["overwritten"]:
         note("Something reads the home; the bytes are overwritten when it has ended and the home is written.")
+    if not done["router"]:
+        note("The router has learned from deleted prompts; the next start fits it without them.")
     if done["copies"]:
         names = ", ".join(done["copies"])
         note(f"Copies from before an upgrade may still hold records; delete them in the home: {names}.")

@@ -64,7 +64,7 @@ def purge(
     server: ServerOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete the records of a domain, their bytes overwritten. What was learned from them stays."""
+    """Delete the records of a domain, their bytes overwritten. What adapters learned from them stays."""
     from moedraft.storage.changes import left_of_deleted
     from moedraft.storage.changes import purge as purge_records
 

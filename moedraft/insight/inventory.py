@@ -5,7 +5,6 @@ The operator's routes and the command line show the same data, which is built he
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import Any
 
@@ -19,7 +18,7 @@ from moedraft.insight.change import (
     tokens_per_step,
 )
 from moedraft.insight.coverage import coverage
-from moedraft.storage.changes import REFIT, check_expert, find_domain, is_pinned
+from moedraft.storage.changes import check_expert, find_domain, is_pinned, last_refit
 from moedraft.storage.registry import Changed
 from moedraft.storage.requests import ExpertStats
 from moedraft.storage.store import Store
@@ -46,7 +45,7 @@ def domain(store: Store, name: str) -> Data:
     Raises InvalidRequest if it does not exist.
     """
     found, guessed = find_domain(store, name), coverage(store, name)
-    refit = json.loads(store.registry.get_meta(REFIT) or "{}")
+    refit = last_refit(store.registry)
     return {
         **summary(found),
         "examples": list(found.examples),

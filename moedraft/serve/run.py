@@ -59,6 +59,7 @@ def serve(settings: Settings, announce: Callable[[str], None] = lambda url: None
         listener = stack.enter_context(_bound(settings))
         system = build(settings)
         stack.callback(system.close)
+        system.store.replay.trim_states()  # what is kept may be more than the settings allow now
         calibrate(system.engine)
         worker = Worker(system, max_waiting=settings.max_waiting)
         stack.callback(worker.stop)

@@ -15,7 +15,7 @@ from moedraft.storage.store import Store
 from moedraft.storage.version_rows import PIN
 
 REFIT = "router_refit"  # meta key: what the router's last fit on prompts of the traffic came to
-PURGED = "purged"  # in it: replay records were deleted since
+PURGES_SEEN = "purges"  # in it: `Registry.purges` before the prompts were read
 
 
 def promote(store: Store, name: str, version: int) -> Changed:
@@ -45,20 +45,34 @@ def purge(store: Store, name: str | None) -> int:
     """Delete the records of `name`, or all (None). Returns how many there were. Raises InvalidRequest."""
     if name is not None:
         check_expert(store, name)
-    count = store.replay.purge(name)
-    if (text := store.registry.get_meta(REFIT)) is not None:  # the router may be fitted on what is gone
-        store.registry.set_meta(REFIT, json.dumps({**json.loads(text), PURGED: True}))
-    return count
+    return store.replay.purge(name)
+
+
+def last_refit(registry: Registry) -> dict[str, Any]:
+    """What the router's last fit on prompts of the traffic came to; empty while it knows examples alone.
+
+    "labels": by domain, on how many prompts of the traffic the router is fitted now.
+    """
+    found: dict[str, Any] = json.loads(registry.get_meta(REFIT) or "{}")
+    return found
+
+
+def knows_deleted(registry: Registry) -> bool:
+    """Whether the router may be fitted on prompts that were deleted since."""
+    last = last_refit(registry)
+    return bool(last) and last.get(PURGES_SEEN, 0) != registry.purges()
 
 
 def left_of_deleted(store: Store) -> dict[str, Any]:
     """What a deletion did not reach yet, for its answer.
 
     `overwritten`: the bytes are overwritten; where not, a reader is in the way, and it is tried again.
+    `router`: the router is not fitted on them; where it is, the next start fits it again.
     `copies`: names of the databases kept in the home from before upgrades, which no deletion reaches.
     """
     copies = sorted(path.name for path in store.home.path.glob(f"{DATABASE}.[0-9]*"))
-    return {"overwritten": not store.home.erasing, "copies": copies}
+    forgotten = not knows_deleted(store.registry)
+    return {"overwritten": not store.home.erasing, "router": forgotten, "copies": copies}
 
 
 def check_expert(store: Store, name: str) -> None:

@@ -6,9 +6,10 @@ topk_logprobs [a, k] f2. Knows no database.
 
 from __future__ import annotations
 
+import json
 import struct
 import zlib
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from moedraft.core import InvalidRequest, ReplayRecord
 
 FORMAT = 1
 HEADER = struct.Struct("<BxHIIII")  # format, k, len(token_ids), len(answer), len(rejected), crc32 of the rest
+ROUNDING = 1e-6  # by which a share may be above 1
 LOWEST = float(np.finfo(np.float16).min)  # lower log-probabilities become this, so that they stay finite
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -26,6 +28,21 @@ class Payload(NamedTuple):
     rejected: list[int]
     topk_ids: list[list[int]]  # [answer, k]
     topk_logprobs: list[list[float]]  # [answer, k]
+
+
+def shares_of(text: str | None) -> dict[str, float]:
+    """How the drafts stood, 0 to 1 by name, as `json.dumps` wrote it; {} for None and for anything else."""
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError, TypeError):  # RecursionError: nested too deeply; TypeError: no text
+        return {}
+    sound = isinstance(found, dict) and all(_is_share(value) for value in found.values())
+    return found if sound else {}
+
+
+def _is_share(value: object) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and 0 <= cast(float, value) <= 1 + ROUNDING  # false for NaN
 
 
 class DamagedPayload(Exception):

@@ -318,6 +318,7 @@ def _engine(database: Path, *, write: bool) -> Engine:
                 connection.close()
                 raise StorageError(f"{database.parent} lies on a file system that SQLite cannot share.")
             connection.execute("PRAGMA secure_delete = ON")  # what is purged is overwritten
+            connection.execute(f"PRAGMA journal_size_limit = {2**24}")  # bytes, once they are written
         return connection
 
     def read_json(text: str | bytes) -> Any:

@@ -12,7 +12,9 @@ from moedraft.core import DOMAIN_NAME, SHARED, AdapterVersion, Domain, InvalidRe
 from moedraft.storage.db import Home
 from moedraft.storage.tables import adapter_versions, counters, domains, experts, meta, replay
 from moedraft.storage.version_rows import (
+    GENERATION,
     PIN,
+    PURGES,
     UNADAPTED,
     Follower,
     ancestors_of,
@@ -23,6 +25,7 @@ from moedraft.storage.version_rows import (
     live_version,
     names_under,
     put_back,
+    raise_counter,
     raise_generation,
     reject_version,
     retire_live,
@@ -121,6 +124,7 @@ class Registry:
                 raise unknown_domain(name)
             for table in (replay, adapter_versions):
                 connection.execute(delete(table).where(table.c.domain == name))
+            raise_counter(connection, PURGES)
             connection.execute(delete(domains).where(domains.c.name == name))
             connection.execute(delete(meta).where(meta.c.key.in_([PIN + name, UNADAPTED + name])))
             connection.execute(update(experts).where(experts.c.name == name).values(updates=0))
@@ -267,10 +271,15 @@ class Registry:
         """A number that grows whenever a domain or a live version changes. Asking for it is cheap."""
         writes = self._home.durable_writes
         if not self._home.writable or writes != self._generation[0]:
-            with self._home.read() as connection:
-                query = select(counters.c.value).where(counters.c.name == "generation")
-                self._generation = writes, connection.scalar(query) or 0
+            self._generation = writes, self._counter(GENERATION)
         return self._generation[1]
+
+    def purges(self) -> int:
+        """How often records were deleted because somebody asked for it. Grows in the deleting transaction.
+
+        Who learned from records and finds another number afterwards may have learned from what is gone.
+        """
+        return self._counter(PURGES)
 
     def updates(self, domain: str) -> int:
         """How many versions were ever added for `domain`; 0 for a name that is unknown."""
@@ -293,6 +302,10 @@ class Registry:
             connection.execute(delete(meta).where(meta.c.key == key))
             if value is not None:
                 connection.execute(insert(meta).values(key=key, value=value))
+
+    def _counter(self, name: str) -> int:
+        with self._home.read() as connection:
+            return connection.scalar(select(counters.c.value).where(counters.c.name == name)) or 0
 
 
 def _domain_of(row: Row[Any]) -> Domain:

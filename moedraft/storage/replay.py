@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from sqlalchemy import ColumnElement, Connection, Row, Select, case, delete, func, insert, select, true
 
-from moedraft.core import SHARED, InvalidRequest, KeptStates, ReplayRecord
-from moedraft.storage.codec import DamagedPayload, decode, encode
+from moedraft.core import SHARED, InvalidRequest, KeptStates, ReplayRecord, StorageError
+from moedraft.storage.codec import DamagedPayload, decode, encode, shares_of
 from moedraft.storage.db import Home
 from moedraft.storage.shares import PINNED_SHARE, SOURCE_SHARE, Held, draw, even_shares, within_shares
-from moedraft.storage.states import add_states, read_states, size_of_states
-from moedraft.storage.tables import domains, replay
+from moedraft.storage.states import PIECE, add_states, read_states, size_of_states, trim_states
+from moedraft.storage.tables import domains, replay, replay_states
+from moedraft.storage.version_rows import PURGES, raise_counter
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +56,7 @@ class ReplayBuffer:
     (Vitter's reservoir by random keys). "hardest": those with the smallest share of accepted draft tokens,
     the newer of two with the same share; records without any draft are removed first. No client fills a
     buffer alone where others have records, whatever the policy: see `shares`. `seed` makes the reservoir's
-    draws repeatable. Features kept with the records take at most `states_bytes`; 0: none are kept.
+    draws repeatable. Features kept with the records take at most `states_bytes`; 0: none are added.
     """
 
     def __init__(
@@ -97,6 +98,20 @@ class ReplayBuffer:
             add_states(connection, kept, self._states_bytes)
             for domain in {row["domain"] for row in rows}:
                 self._evict(connection, domain)
+        if kept and self._states_bytes:
+            self._trim()
+
+    def trim_states(self) -> None:
+        """Drop the features above the bound, the oldest first, all where that is 0; for a server's start."""
+        self._trim()
+        self._home.checkpoint(wait=False)  # until then the journal still holds them
+
+    def _trim(self) -> None:
+        """What cannot be dropped now is dropped later; until then no more are added."""
+        try:
+            trim_states(self._home, self._states_bytes)
+        except StorageError as error:
+            log.warning("Features above the bound cannot be deleted now: %s", error)
 
     def records(
         self,
@@ -126,7 +141,7 @@ class ReplayBuffer:
         query = select(*columns).where(replay.c.heard.is_not(None)).order_by(replay.c.id.desc())
         with self._home.read() as connection:
             rows = connection.execute(query.limit(limit)).all()
-        return [Compared(row.id, row.source, json.loads(row.heard)) for row in rows]
+        return [Compared(row.id, row.source, shares_of(row.heard)) for row in rows]
 
     def sample(
         self, domain: str | None, n: int, seed: int, target_id: str | None = None
@@ -207,12 +222,18 @@ class ReplayBuffer:
     def purge(self, domain: str | None = None) -> int:
         """Delete the records of `domain` (None: of all). Returns how many.
 
-        Their bytes are overwritten, unless `Home.erasing` is true afterwards because of a reader.
+        Their bytes are overwritten, unless `Home.erasing` is true afterwards because of a reader. They go in
+        pieces, as in `trim_states`: where the disk fails in the middle, the newer ones are still there.
         """
-        query = delete(replay) if domain is None else delete(replay).where(replay.c.domain == domain)
-        with self._home.write(durable=True) as connection:
-            count = connection.execute(query).rowcount
-        self._home.checkpoint()  # until then the journal still holds them
+        last, count, more = self.last_id(domain), 0, True
+        while more:
+            with self._home.write(durable=True) as connection:
+                chosen = delete(replay).where(replay.c.id.in_(_first_piece(domain, last)))
+                count += connection.execute(chosen).rowcount
+                left = _of(select(replay.c.id).where(replay.c.id <= last), domain).limit(1)
+                more = connection.scalar(left) is not None
+                raise_counter(connection, PURGES)
+            self._home.checkpoint(wait=not more)  # until then the journal still holds them
         return count
 
     def _held(self, domain: str | None, target_id: str | None, min_id: int = 0) -> dict[str, list[Held]]:
@@ -284,6 +305,16 @@ def _count(connection: Connection, domain: str, which: ColumnElement[bool] | Non
     return connection.scalar(query if which is None else query.where(which)) or 0
 
 
+def _first_piece(domain: str | None, last: int) -> Select[Any]:
+    """The oldest ids up to `last`, with PIECE bytes of payloads and features together, about."""
+    size = func.length(replay.c.payload) + func.coalesce(replay_states.c.size, 0)
+    older = func.sum(size).over(order_by=replay.c.id) - size
+    both = replay.outerjoin(replay_states, replay_states.c.record == replay.c.id)
+    query = select(replay.c.id, older.label("older")).select_from(both).where(replay.c.id <= last)
+    held = _of(query, domain).subquery()
+    return select(held.c.id).where(held.c.older < PIECE)
+
+
 def _sources_above(connection: Connection, domain: str, most: int) -> list[str]:
     """The sources with more than `most` records of `domain`."""
     query = _of(select(replay.c.source), domain).group_by(replay.c.source)
@@ -313,8 +344,8 @@ def _decoded(rows: Iterable[Row[Any]]) -> Iterator[ReplayRecord]:
             created_at=row.created_at,
             source=row.source,
             pinned=row.pinned,
-            weights=json.loads(row.weights) if row.weights else {},
-            heard=json.loads(row.heard) if row.heard else {},
+            weights=shares_of(row.weights),
+            heard=shares_of(row.heard),
             id=row.id,
             **payload._asdict(),
         )

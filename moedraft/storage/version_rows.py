@@ -11,6 +11,8 @@ from moedraft.core import SHARED, AdapterVersion, InvalidRequest, UnknownName
 from moedraft.storage.tables import adapter_versions, counters, domains, experts, meta, replay
 
 PIN = "pinned:"  # with a name: the meta key that exists while this adapter is pinned
+GENERATION = "generation"  # the counter of changes of what serves
+PURGES = "purges"  # the counter of deletions of replay records that somebody asked for
 UNADAPTED = "unadapted:"  # with a name: the one that exists while the draft base alone drafts for it
 
 _domain, _version, _state = adapter_versions.c.domain, adapter_versions.c.version, adapter_versions.c.state
@@ -112,8 +114,13 @@ def set_unadapted(connection: Connection, names: Collection[str]) -> None:
 
 
 def raise_generation(connection: Connection) -> None:
-    query = update(counters).where(counters.c.name == "generation")
-    connection.execute(query.values(value=counters.c.value + 1))
+    raise_counter(connection, GENERATION)
+
+
+def raise_counter(connection: Connection, name: str) -> None:
+    query = update(counters).where(counters.c.name == name)
+    if not connection.execute(query.values(value=counters.c.value + 1)).rowcount:
+        connection.execute(insert(counters).values(name=name, value=1))
 
 
 def insert_version(connection: Connection, version: AdapterVersion) -> AdapterVersion:

@@ -25,13 +25,12 @@ from moedraft.routing.embedder import Embedder
 from moedraft.routing.router import Router
 from moedraft.routing.selector import BackgroundSelector, Selector, UnaskedSelector
 from moedraft.selecting.selector import EvidenceSelector
-from moedraft.storage.changes import PURGED
+from moedraft.storage.changes import knows_deleted
 from moedraft.storage.db import DATABASE
 from moedraft.storage.store import TARGET_ID, Store
 from moedraft.system.domains import refit
 from moedraft.system.loader import AdapterLoader
 from moedraft.system.recorder import Recorder
-from moedraft.system.refit import last_refit
 
 ROUTER_FOLDER = "router"
 
@@ -73,7 +72,7 @@ def open_store(settings: Settings, *, write: bool = True) -> Store:
 
 
 def open_router(settings: Settings, store: Store) -> Router:
-    """The home's router, refitted where the registered domains are not the ones it knows.
+    """The home's router, refitted where it knows other domains than are registered, or deleted prompts.
 
     Raises InvalidRequest where the model of a BERT router cannot be loaded.
     """
@@ -84,7 +83,7 @@ def open_router(settings: Settings, store: Store) -> Router:
     else:
         router = Router(embedder, folder, threshold)
     registered = {domain.name: list(domain.examples) for domain in store.registry.domains()}
-    if store.home.writable and (not router.matches(registered) or PURGED in last_refit(store.registry)):
+    if store.home.writable and (not router.matches(registered) or knows_deleted(store.registry)):
         refit(store, router)
     return router
 

@@ -51,6 +51,7 @@ def register_all(store: Store, router: Router, examples: dict[str, list[str]]) -
 def remove_domain(store: Store, router: Router, name: str) -> None:
     """Forget a domain: its examples, replay, adapters. Raises InvalidRequest for an unknown name."""
     store.registry.domain(name)
+    store.replay.purge(name)  # in pieces, which needs less room than all at once
     store.adapters.remove(name)
     store.registry.remove_domain(name)
     refit(store, router)

@@ -3,7 +3,7 @@
 A label comes from the evidence of one answer, without the router's prior, so that the router does not confirm
 itself. The prompts are read from the replay: only requests that may be learned from are used, none whose
 expert the client chose, no client gives more than half of a domain's labels where others give some, and what
-a purge deletes is gone with the next refit. Whether a refit serves is decided by the registered examples.
+a purge deletes is forgotten with it. Whether a refit serves is decided by the registered examples.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from moedraft.chat import asked_text
 from moedraft.core import SHARED
 from moedraft.routing.labels import MOST_LABELS, Label, Refit
 from moedraft.routing.router import Router
-from moedraft.storage.changes import PURGED, REFIT
-from moedraft.storage.registry import Registry
+from moedraft.storage.changes import PURGES_SEEN, REFIT, knows_deleted, last_refit
 from moedraft.storage.shares import Held, within_shares
 from moedraft.storage.store import Store
+from moedraft.system.domains import refit
 
 EVERY = 32  # new compared answers that make a refit due
 LOOKED_AT = 2000  # the newest compared answers, of which labels are taken
@@ -30,7 +30,8 @@ SURE = 0.9  # the evidence for one arm that makes a label
 def is_due(store: Store) -> bool:
     """Whether enough answers were compared since the last refit, or prompts that it used were deleted."""
     last, newest = last_refit(store.registry), store.replay.compared(EVERY)
-    return PURGED in last or (len(newest) == EVERY and newest[-1].id > last.get("last_id", 0))
+    enough = len(newest) == EVERY and newest[-1].id > last.get("last_id", 0)
+    return enough or knows_deleted(store.registry)
 
 
 def refit_by_traffic(
@@ -38,21 +39,27 @@ def refit_by_traffic(
 ) -> Refit | None:
     """Refit the router on the registered examples and the traffic, and note what came of it.
 
-    still: asked before anything is fitted; False ends it. None: there was nothing to try.
+    still: asked before anything is fitted; False ends it. None: there was nothing to try, or records were
+    deleted meanwhile and the router knows the examples alone.
     """
+    if knows_deleted(store.registry):
+        refit(store, router)
+    before, purges = last_refit(store.registry), store.registry.purges()
+    if not before:  # so that a deletion finds what is fitted below, whenever this process ends
+        store.registry.set_meta(REFIT, json.dumps({PURGES_SEEN: purges}))
     newest = store.replay.compared(1)
     labels = traffic_labels(store, tokenizer)
     examples = {one.name: list(one.examples) for one in store.registry.domains()}
     if not still():
         return None
-    found, before = router.refit(examples, labels), last_refit(store.registry)
-    state = {**(asdict(found) if found else {}), "last_id": newest[0].id if newest else 0}
-    if (
-        found is None or not found.taken
-    ):  # what served goes on serving, unless it was fitted on deleted prompts
-        state["labels"] = {} if before.get(PURGED) else before.get("labels", {})
-        if before.get(PURGED):
-            router.fit(examples)
+    found = router.refit(examples, labels)
+    if store.registry.purges() != purges:
+        refit(store, router)
+        return None
+    last_id = newest[0].id if newest else 0
+    state = {**(asdict(found) if found else {}), "last_id": last_id, PURGES_SEEN: purges}
+    if found is None or not found.taken:  # what served goes on serving
+        state["labels"] = before.get("labels", {})
     store.registry.set_meta(REFIT, json.dumps(state))
     return found
 
@@ -73,12 +80,3 @@ def traffic_labels(store: Store, tokenizer: Any) -> list[Label]:
             text = asked_text(tokenizer, record.token_ids[: record.num_prompt_tokens])
             labels.setdefault(text, Label(text, *sure[number]))
     return list(labels.values())
-
-
-def last_refit(registry: Registry) -> dict[str, Any]:
-    """What the last refit came to; empty where there was none since the router was fitted on examples alone.
-
-    "labels": by domain, on how many prompts of the traffic the router is fitted now.
-    """
-    found: dict[str, Any] = json.loads(registry.get_meta(REFIT) or "{}")
-    return found

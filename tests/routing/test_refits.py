@@ -16,11 +16,11 @@ from moedraft.insight import inventory
 from moedraft.routing.labels import MOST_LABELS
 from moedraft.routing.router import Router
 from moedraft.serve.worker.refits import Refits
-from moedraft.storage.changes import purge
+from moedraft.storage.changes import knows_deleted, last_refit, purge
 from moedraft.storage.store import Store
 from moedraft.system.build import ROUTER_FOLDER, open_router
 from moedraft.system.domains import register_domain
-from moedraft.system.refit import EVERY, is_due, last_refit, refit_by_traffic, traffic_labels
+from moedraft.system.refit import EVERY, is_due, refit_by_traffic, traffic_labels
 
 EXAMPLES = {name: tuple(prompts(name, 12)) for name in TOPICS}
 NEWER = ("inventory", "ledger", "invoice", "shipment", "warehouse", "customer", "tariff", "discount")
@@ -151,12 +151,49 @@ def test_what_is_deleted_is_unlearned(store: Store, router: Router) -> None:
 
 
 @pytest.mark.usefixtures("traffic")
+def test_what_is_deleted_during_a_refit_is_not_learned(
+    store: Store, router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, fit = routed(router), router.refit
+
+    def purged_meanwhile(*prompts: Any) -> Any:
+        found = fit(*prompts)
+        purge(store, None)
+        return found
+
+    monkeypatch.setattr(router, "refit", purged_meanwhile)
+    assert refit_by_traffic(store, router, Words()) is None
+    assert routed(router) == before
+    assert not knows_deleted(store.registry)
+    assert inventory.domain(store, "sql")["examples_from_traffic"] == 0
+
+
+@pytest.mark.usefixtures("traffic")
+def test_a_refit_that_is_not_noted_is_found_by_a_deletion(
+    store: Store, router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a kill between the router's file and the note of it."""
+    fit = router.refit
+
+    def killed(*prompts: Any) -> Any:
+        fit(*prompts)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(router, "refit", killed)
+    with pytest.raises(KeyboardInterrupt):
+        refit_by_traffic(store, router, Words())
+    assert not knows_deleted(store.registry)
+    purge(store, None)
+    assert knows_deleted(store.registry)
+
+
+@pytest.mark.usefixtures("traffic")
 def test_a_start_after_a_deletion_unlearns_it_as_well(
     store: Store, router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = routed(router)
     refit_by_traffic(store, router, Words())
-    purge(store, None)
+    store.replay.purge()  # as where the process ends right after it
     monkeypatch.setattr("moedraft.system.build.Embedder", lambda *_, **__: WordEmbedder())
     settings = SimpleNamespace(
         router="embedding",
@@ -196,12 +233,26 @@ def test_the_engines_router_takes_over_what_was_fitted_beside_it(serving: Servin
     assert not refits.look()  # nothing new
 
 
+def test_texts_of_deleted_records_do_not_stay_in_memory(serving: Serving) -> None:
+    refits = Refits(serving, lambda: True)  # type: ignore[arg-type]
+    assert refits.look()
+    held = refits._router
+    assert held is not None
+    assert held._vectors
+    refits.look()
+    assert refits._router is held
+    purge(serving.store, "sql")  # which has none of them
+    refits._may = lambda: False  # however busy the engine is
+    refits.look()
+    assert refits._router is None
+
+
 def test_it_looks_by_itself_and_ends_when_it_is_told(serving: Serving) -> None:
     before = routed(serving.router)
     refits = Refits(serving, lambda: True, every=0.01)  # type: ignore[arg-type]
     refits.start()
     for _ in range(2000):
-        if serving.store.registry.get_meta("router_refit"):
+        if "last_id" in last_refit(serving.store.registry):
             break
         refits._thread.join(0.01)
     refits.stop(30)

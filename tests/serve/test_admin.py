@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from waiting import wait_for
 from moedraft.core import AdapterVersion, ReplayRecord
 from moedraft.learning_state import waiting
 from moedraft.serve.supervisor.supervisor import TrainerState
+from moedraft.storage.db import StorageFull
 
 LAW = [f"the court of appeal held that clause {i}" for i in range(9)]
 
@@ -100,6 +102,7 @@ def test_a_domain_that_is_removed_is_gone(client: httpx.Client) -> None:
     assert client.delete("/admin/domains/code").json() == {
         "removed": "code",
         "overwritten": True,
+        "router": True,
         "copies": [],
     }
     assert names(client) == ["prose"]
@@ -266,6 +269,26 @@ def test_replay_is_purged(client: httpx.Client, found: Served) -> None:
     assert client.post("/admin/replay/purge", json={"domain": "code"}).json()["purged"] == 2
     assert client.post("/admin/replay/purge", json={"domain": None}).json()["purged"] == 1
     assert found.system.store.replay.count() == 0
+
+
+def test_a_purge_reaches_the_router(
+    client: httpx.Client, found: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, without a thread that learns; where the router cannot be written, the answer says so."""
+    store, before = found.system.store, found.system.router._model
+    fitted = json.dumps({"labels": {"code": 5}, "last_id": 7})
+    store.registry.set_meta("router_refit", fitted)
+
+    def full(*_: Any) -> None:
+        raise StorageFull("The disk is full.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("moedraft.system.build.refit", full)
+        done = client.post("/admin/replay/purge", json={"domain": "code"})
+    assert (done.status_code, done.json()["router"]) == (200, False)
+    assert client.post("/admin/replay/purge", json={"domain": None}).json()["router"]
+    assert found.system.router._model is not before
+    assert store.registry.get_meta("router_refit") is None
 
 
 def test_a_purge_names_the_copies_that_it_does_not_reach(client: httpx.Client, found: Served) -> None:

@@ -112,6 +112,7 @@ def test_a_server_is_found_through_the_home(run: Run, found: Served, home: Path,
         "domain": "law",
         "purged": 0,
         "overwritten": True,
+        "router": True,
         "copies": [],
     }
     assert "is removed" in run("domain", "remove", "law", "--home", home).out
@@ -165,10 +166,11 @@ def test_a_server_elsewhere(
     assert run("adapter", "list", "law", *own, "--json").data == {"adapters": [], "updates": []}
     assert run("replay", "show", *own, "--json").data["records"]["law"] == 0
     purged = run("replay", "purge", "--all", *own, "--json").data
-    assert purged == {"domain": None, "purged": 0, "overwritten": True, "copies": []}
+    assert purged == {"domain": None, "purged": 0, "overwritten": True, "router": True, "copies": []}
     assert run("domain", "remove", "law", *own, "--json").data == {
         "removed": "law",
         "overwritten": True,
+        "router": True,
         "copies": [],
     }
     assert not (tmp_path / "other").exists()

@@ -266,7 +266,7 @@ def test_what_a_killed_process_left_in_the_journal_is_overwritten(
     with Home.open(path) as home:
         ReplayBuffer(home, 10).add([record(token_ids=tokens)])
         with monkeypatch.context() as patch:
-            patch.setattr(Home, "checkpoint", lambda home: None)
+            patch.setattr(Home, "checkpoint", lambda home, **_: None)
             ReplayBuffer(home, 10).purge()
         files = {file.name: file.read_bytes() for file in path.glob(f"{DATABASE}*")}
     for name, content in files.items():  # as they were before it ended

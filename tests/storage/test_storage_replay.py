@@ -245,6 +245,38 @@ def test_a_damaged_record_is_skipped(
     assert "replay record 2 of 'sql' is damaged and skipped" in caplog.text
 
 
+DAMAGED = (  # where JSON with a share for each arm is expected
+    "{",
+    "[" * 100_000,
+    '"text"',
+    "[1]",
+    '{"sql": "much"}',
+    '{"sql": null}',
+    '{"sql": true}',
+    '{"sql": NaN}',
+    '{"sql": 1e999}',
+    '{"sql": -0.5}',
+    '{"sql": 1.5}',
+    b"\xff\xfe",
+)
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_damaged_notes_of_how_the_drafts_stood_count_as_none(
+    home: Home, mixed: ReplayBuffer, damage: str | bytes
+) -> None:
+    """One such row must not stop what reads records: learning, and refits of the router."""
+    mixed.add([record(weights={"sql": 0.25, "maths": 0.75}, heard={"sql": 1.0})])
+    with home.write() as connection:
+        connection.execute(update(table).where(table.c.id == 2).values(weights=damage, heard=damage))
+    (found,) = mixed.by_ids([2])
+    assert (found.weights, found.heard, found.belief) == ({}, {}, 1.0)
+    sound, damaged = mixed.compared(2)
+    assert (sound.heard, damaged.id, damaged.heard) == ({"sql": 1.0}, 2, {})
+    (newest,) = mixed.records("sql", limit=1)
+    assert newest.belief == 0.25
+
+
 def test_a_wrong_prompt_length_is_damage(
     home: Home, mixed: ReplayBuffer, caplog: pytest.LogCaptureFixture
 ) -> None:

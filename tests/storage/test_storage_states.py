@@ -11,7 +11,7 @@ from storage_fakes import BASE, record
 
 from moedraft.core import KeptStates, ReplayRecord
 from moedraft.storage import Home, Registry, ReplayBuffer
-from moedraft.storage.db import DATABASE
+from moedraft.storage.db import DATABASE, StorageFull
 from moedraft.storage.states import HEADER
 from moedraft.storage.tables import replay_states
 
@@ -61,19 +61,91 @@ def test_each_record_has_its_own(home: Home) -> None:
 
 
 def test_the_oldest_go_first_and_their_records_stay(home: Home) -> None:
-    replay = ReplayBuffer(home, 10, states_bytes=3 * BYTES + 5)
-    replay.add(*numbered(2))
-    assert sorted(first_values(replay)) == [0, 1]
+    replay = ReplayBuffer(home, 10, states_bytes=5 * BYTES + 5)
+    replay.add(*numbered(4))
+    assert sorted(first_values(replay)) == [0, 1, 2, 3]
     replay.add([record(token=n) for n in (5, 6)], [kept(5), kept(6)])
-    assert sorted(first_values(replay)) == [1, 5, 6]
-    assert replay.states_size() <= 3 * BYTES
-    assert replay.count() == 4
+    assert sorted(first_values(replay)) == [1, 2, 3, 5, 6]
+    assert replay.states_size() <= 5 * BYTES
+    assert replay.count() == 6
 
 
-def test_what_is_larger_than_the_bound_is_not_kept(home: Home) -> None:
-    replay = ReplayBuffer(home, 10, states_bytes=BYTES - 1)
-    replay.add(*numbered(2))
-    assert (replay.count(), rows(home)) == (2, 0)
+def test_one_that_is_large_does_not_empty_the_rest(home: Home) -> None:
+    replay = ReplayBuffer(home, 10, states_bytes=4 * BYTES)
+    large = KeptStates(BASE, torch.ones(5, WIDTH))  # one position more than a quarter
+    replay.add([record(token=1), record(token=2), record(token=3)], [kept(1), large, kept(3)])
+    assert sorted(first_values(replay)) == [1, 3]
+
+
+@pytest.fixture
+def journal(home: Home, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The journal's bytes whenever it was about to be emptied; of pieces of 64 kB."""
+    sizes, checkpoint = list[int](), Home.checkpoint
+    file = home.path / f"{DATABASE}-wal"
+
+    def noting(home: Home, *, wait: bool = True) -> bool:
+        sizes.append(file.stat().st_size)
+        return checkpoint(home, wait=wait)
+
+    home.checkpoint()
+    monkeypatch.setattr(Home, "checkpoint", noting)
+    for module in ("states", "replay"):
+        monkeypatch.setattr(f"moedraft.storage.{module}.PIECE", 2**16)
+    return sizes
+
+
+def many(count: int) -> tuple[list[ReplayRecord], list[KeptStates]]:
+    """With 16 kB of states each."""
+    states = torch.ones(16, 512, dtype=torch.bfloat16)
+    return [record(token=n) for n in range(count)], [KeptStates(BASE, states)] * count
+
+
+@pytest.mark.parametrize("limit", [0, 2**17])
+def test_a_lower_bound_needs_little_room(home: Home, journal: list[int], limit: int) -> None:
+    """What is deleted is overwritten through the journal, which is to fit on a disk that is nearly full."""
+    ReplayBuffer(home, 100, states_bytes=2**30).add(*many(100))
+    home.checkpoint()
+    journal.clear()
+    lower = ReplayBuffer(home, 100, states_bytes=limit)
+    lower.trim_states()
+    assert lower.states_size() <= limit
+    assert rows(home) == limit // 16384 - bool(limit)
+    assert len(journal) > 20
+    assert max(journal) < 3 * 2**16
+    assert lower.count() == 100
+
+
+def test_a_purge_needs_little_room(home: Home, registry: Registry, journal: list[int]) -> None:
+    replay = ReplayBuffer(home, 100, states_bytes=2**30)
+    replay.add([record("shared", token=1), *many(99)[0]], [kept(1), *many(99)[1]])
+    home.checkpoint()
+    journal.clear()
+    before = registry.purges()
+    assert replay.purge("sql") == 99
+    assert registry.purges() > before
+    assert (replay.count(), rows(home)) == (1, 1)
+    assert len(journal) > 20
+    assert max(journal) < 4 * 2**16
+
+
+def test_a_trim_that_fails_undoes_no_record(
+    home: Home, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise StorageFull("The disk is full.")
+
+    ReplayBuffer(home, 100, states_bytes=10**6).add(*numbered(20))
+    lower = ReplayBuffer(home, 100, states_bytes=4 * BYTES)
+    with monkeypatch.context() as patch:
+        patch.setattr("moedraft.storage.replay.trim_states", full)
+        lower.add(*numbered(2))
+        assert "above the bound cannot be deleted now: The disk is full" in caplog.text
+        assert (lower.count(), rows(home)) == (22, 20)  # nothing more is kept until there is room
+    lower.add([record(token=77)], [kept(77)])
+    assert rows(home) == 4
+    lower.add([record(token=78)], [kept(78)])
+    assert sorted(first_values(lower))[-1] == 78
+    assert rows(home) == 4
 
 
 def test_they_go_with_their_records(home: Home, registry: Registry) -> None:
@@ -104,11 +176,13 @@ def test_a_purge_overwrites_their_bytes(home: Home) -> None:
     assert not found()
 
 
-def test_once_they_are_computed_again_nothing_more_is_kept(home: Home) -> None:
-    """A home that is opened without a bound for them drops them with the next record."""
+def test_without_a_bound_none_are_added_and_only_a_server_drops_those_there_are(home: Home) -> None:
+    """A command with other settings than the server's takes nothing from it."""
     ReplayBuffer(home, 10, states_bytes=10_000).add(*numbered(2))
     plain = ReplayBuffer(home, 10)
     plain.add([record(token=7)], [kept(7)])
+    assert (rows(home), plain.count()) == (2, 3)
+    plain.trim_states()
     assert (rows(home), plain.count()) == (0, 3)
 
 

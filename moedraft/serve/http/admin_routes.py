@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Path, Query, Request
 from pydantic import Field
 
+from moedraft.core import StorageError
 from moedraft.cpu.threads import compute_alone
 from moedraft.insight import inventory
 from moedraft.serve.http.body import StrictRoute
@@ -178,16 +180,24 @@ def replay(request: Request) -> Data:
 
 
 @router.post("/replay/purge")
-def purge(request: Request, body: Purge) -> Data:
+async def purge(request: Request, body: Purge) -> Data:
     """Delete the records of a domain, or all. `overwritten`: their bytes too; else that is tried again.
 
+    `router`: the router is not fitted on any of their prompts; else it is fitted again at the next start.
     `copies` names the databases kept from before an upgrade, which no deletion reaches.
     """
     context = context_of(request)
-    # Records of requests that were answered before must not be written after the purge.
-    context.worker.system.recorder.flush()
-    count = changes.purge(context.store, body.domain)
-    return {"domain": body.domain, "purged": count, **changes.left_of_deleted(context.store)}
+
+    def work() -> Data:
+        # Records of requests that were answered before must not be written after the purge.
+        context.worker.system.recorder.flush()
+        count = changes.purge(context.store, body.domain)
+        with suppress(StorageError), context.worker.system.changing:  # after a refit that goes on
+            if changes.knows_deleted(context.store.registry):
+                open_router(context.settings, context.store)
+        return {"domain": body.domain, "purged": count, **changes.left_of_deleted(context.store)}
+
+    return await _change(context, work)
 
 
 @router.post("/route")

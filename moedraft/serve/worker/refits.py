@@ -29,6 +29,7 @@ class Refits:
         self._system, self._may, self._every = system, may, every
         self._tokenizer = copy.deepcopy(system.engine.tokenizer)
         self._router: Router | None = None  # made when it is needed; it remembers the vectors of its labels
+        self._purges = 0
         self._quit = threading.Event()
         self._thread = threading.Thread(target=self._run, name="moedraft-refits", daemon=True)
 
@@ -43,6 +44,8 @@ class Refits:
     def look(self) -> bool:
         """Refit if that is due and may be; whether the router has changed. Raises MoedraftError."""
         system = self._system
+        if (purges := system.store.registry.purges()) != self._purges:
+            self._router, self._purges = None, purges  # it remembers texts that may be deleted now
         if not self._may() or not is_due(system.store):
             return False
         router = system.router
