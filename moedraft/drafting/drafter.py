@@ -2,18 +2,20 @@
 
 Implementations: `lookup.LookupDrafter` (what followed the same words before), `model.ModelDrafter` (an
 independent draft model with experts), `feature.FeatureDrafter` (reads what the target has computed, and has
-experts too). `chooser.Chooser` combines lookup with one of the others, row by row.
+experts too), `NoDrafter` (plain decoding). The engine takes an `ExpertDrafter`, which each of them but lookup
+is. `chooser.Chooser` adds lookup to it, row by row; `Drafter` is what the chooser asks of both.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
 
 from moedraft.cache import SlotCache
-from moedraft.core import Sequence
+from moedraft.core import SHARED, Sequence
 from moedraft.evidence import Beside, Evidence, HiddenStates, Proposal, Rows
 
 Another = Callable[[list[float]], bool]  # the chances of the tokens just drawn, by row → draw one more?
@@ -89,6 +91,41 @@ class ExpertDrafter(Drafter, Protocol):
 
         Returns the limits, 0 for rows that it cannot draft for yet.
         """
+
+
+class NoDrafter:
+    """For plain decoding: it guesses nothing, and requests do not ask it to (`Sequence.draft` is False)."""
+
+    source = "none"
+    needs: tuple[int, ...] = ()
+    max_len = sys.maxsize
+
+    def experts_of(self, rows: list[Sequence]) -> list[str]:
+        return [SHARED] * len(rows)
+
+    def experts_changed(self, rows: list[Sequence]) -> None:
+        """No expert drafts."""
+
+    def read_prompt(self, pieces: list[tuple[Sequence, int]], hidden: Mapping[int, torch.Tensor]) -> None:
+        """It reads nothing."""
+
+    def catch_up(self, rows: Rows, limits: list[int]) -> list[int]:
+        return [0] * len(limits)
+
+    def propose(self, rows: Rows, limits: list[int], another: Another) -> Proposal:
+        return Proposal.nothing(len(rows), rows.device)
+
+    def observe(self, evidence: Evidence) -> None:
+        """It learns nothing."""
+
+    def forget(self, row: Sequence) -> None:
+        """It keeps nothing of a row."""
+
+    def swap(self, a: int, b: int, length: int) -> None:
+        """It has no cache."""
+
+    def clear(self, slot: int) -> None:
+        """It has no cache."""
 
 
 class Bank(Protocol):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from copy import copy
 from itertools import zip_longest
 
@@ -29,7 +28,6 @@ def commit(
     row.target_cached = len(row.token_ids) + evidence.accepted[b]
     row.logprobs += evidence.logprobs(b)[: len(tokens)]
     row.token_ids += tokens
-    row.first_token_at = row.first_token_at or time.monotonic()
     return reason
 
 
@@ -85,8 +83,15 @@ def _plus_one(counts: list[int], first: int) -> list[int]:
     return [before + more for before, more in zip_longest(counts, [1] * first, fillvalue=0)]
 
 
-def output_of(row: Sequence, delta: str) -> RequestOutput:
-    """The answer as it stands; `delta` is the text that is new."""
+def stamp_first_tokens(rows: list[Sequence], now: float) -> None:
+    """Note the time of each answer's first token: `now`, for those that have one since this round."""
+    for row in rows:
+        if row.first_token_at is None and row.num_generated:
+            row.first_token_at = now
+
+
+def output_of(row: Sequence, delta: str, now: float) -> RequestOutput:
+    """The answer as it stands at `now`, on the monotonic clock; `delta` is the text that is new."""
     first = row.first_token_at
     return RequestOutput(
         request_id=row.request_id,
@@ -98,7 +103,7 @@ def output_of(row: Sequence, delta: str) -> RequestOutput:
         adapter_version=row.adapter_version,
         speculation=copy(row.speculation),  # its lists are replaced, never changed
         num_rejections=len(row.rejected),
-        seconds=(row.finished_at or time.monotonic()) - row.arrived_at,
+        seconds=(row.finished_at or now) - row.arrived_at,
         delta=delta,
         num_prompt_tokens=row.num_prompt_tokens,
         confidence=row.confidence,

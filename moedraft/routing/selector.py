@@ -9,14 +9,17 @@ from typing import Protocol
 
 from moedraft.core import SHARED, Sequence
 from moedraft.cpu.threads import compute_alone
-from moedraft.evidence import Evidence
 from moedraft.routing.router import Route, Router
 
 log = logging.getLogger(__name__)
 
 
 class ExpertSelector(Protocol):
-    """What the engine needs: an expert for each new sequence. A selector may learn from verifications."""
+    """What the engine needs: an expert for each new sequence.
+
+    What a verification showed reaches a selector only where it is also one of the engine's `learners`; none
+    of those here is.
+    """
 
     def assign(self, sequences: list[Sequence]) -> None:
         """Choose the expert of all newly admitted sequences. Those whose expert the user chose keep it."""
@@ -24,11 +27,11 @@ class ExpertSelector(Protocol):
     def settle(self, ending: Sequence | None = None) -> list[Sequence]:
         """Sequences whose `expert` was set since the last call. Waits until that of `ending` is set."""
 
-    def observe(self, evidence: Evidence) -> None:
-        """Learn from what the target accepted of the last proposal, row by row."""
-
     def knows(self, expert: str) -> bool:
         """Whether there is such an expert."""
+
+    def close(self) -> None:
+        """Release threads and the like. The engine's owner calls it, once, when the engine has stopped."""
 
 
 class FixedSelector:
@@ -43,8 +46,8 @@ class FixedSelector:
     def knows(self, expert: str) -> bool:
         return True
 
-    def observe(self, evidence: Evidence) -> None:
-        """Nothing can change a choice that is fixed."""
+    def close(self) -> None:
+        """There is nothing to close."""
 
 
 class Selector:
@@ -67,10 +70,7 @@ class Selector:
         return expert == SHARED or expert in self.router.domains
 
     def close(self) -> None:
-        """There is nothing to let go of."""
-
-    def observe(self, evidence: Evidence) -> None:
-        """Do nothing: this choice depends on the prompt alone."""
+        """There is nothing to close."""
 
 
 class UnaskedSelector(Selector):
