@@ -19,12 +19,14 @@ def commit(
     row = evidence.rows[b]
     if evidence.broken[b]:
         count_round(evidence, b, 0)
+        keep_for_learning(evidence, b, 0)
         return "error"
     tokens, reason = cut(row, evidence.tokens[b], max_model_len, eos_token_ids)
     stopped = text.add(tokens[:-1] if reason == "stop" else tokens)  # the EOS token is not part of the text
     if stopped is not None:
         tokens, reason = tokens[:stopped], "stop"
     count_round(evidence, b, len(tokens))
+    keep_for_learning(evidence, b, len(tokens))
     row.target_cached = len(row.token_ids) + evidence.accepted[b]
     row.logprobs += evidence.logprobs(b)[: len(tokens)]
     row.token_ids += tokens
@@ -48,8 +50,6 @@ def count_round(evidence: Evidence, b: int, entered: int) -> None:
     drafted, accepted = proposal.lengths[b], min(evidence.accepted[b], entered)
     stats = row.speculation
     stats.num_steps += 1
-    if (top := evidence.topk.get(b)) is not None:
-        row.captured.append(top)
     if proposal.sources[b] == LookupDrafter.source:
         stats.num_lookup_tokens += drafted
         stats.num_accepted_lookup_tokens += accepted
@@ -57,10 +57,23 @@ def count_round(evidence: Evidence, b: int, entered: int) -> None:
         count_drafted(stats, drafted, accepted)
         if proposal.experts[b] == SHARED:
             count_shared(stats, drafted, accepted)
-        if proposal.experts[b] == row.domain:
-            row.adapter_version = proposal.versions[b]
-        if evidence.accepted[b] < min(entered, drafted):
-            row.rejected.append(row.num_generated + evidence.accepted[b])
+
+
+def keep_for_learning(evidence: Evidence, b: int, entered: int) -> None:
+    """Keep with row b what its replay record will say of this round; its tokens have not entered it yet.
+
+    That is the target's likeliest tokens, where the draft model was refused, and which version of the row's
+    expert drafted.
+    """
+    row, proposal = evidence.rows[b], evidence.proposal
+    if (top := evidence.topk.get(b)) is not None:
+        row.captured.append(top)
+    if proposal.sources[b] in (NOBODY, LookupDrafter.source):
+        return
+    if proposal.experts[b] == row.domain:
+        row.adapter_version = proposal.versions[b]
+    if evidence.accepted[b] < min(entered, proposal.lengths[b]):
+        row.rejected.append(row.num_generated + evidence.accepted[b])
 
 
 def count_drafted(stats: SpeculationStats, drafted: int, accepted: int) -> None:

@@ -131,16 +131,17 @@ def test_states_are_kept_while_a_request_runs_where_experts_are_compared(
     target: LanguageModel, base: FeatureBase, compared: bool
 ) -> None:
     states = ReadStates() if compared else None
-    drafter = FeatureDrafter(base.hf, bank_of(base), 1, target.vocab_size, states=states)
+    bank = bank_of(base)
+    drafter = FeatureDrafter(base.hf, bank, 1, target.vocab_size, states=states)
     engine = Engine(target, NumberTokenizer(), drafter, FixedSelector(), max_batch_size=1)
     engine.add(list(range(1, 90)), SamplingParams(max_tokens=KEPT))
     engine.step()
     [running] = engine.sequences
     if states is None:
         with pytest.raises(AssertionError, match="keep the states"):
-            FeatureJudge(drafter, bank_of(base))
+            FeatureJudge(drafter, bank)
         return
-    first, end = FeatureJudge(drafter, bank_of(base)).states.span(running)
+    first, end = FeatureJudge(drafter, bank).states.span(running)
     assert end - first >= KEPT
     while engine.has_work:
         engine.step()
