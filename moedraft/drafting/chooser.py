@@ -177,10 +177,10 @@ class Chooser:
 
 
 def merged(drawn: Proposal, looked: Proposal) -> Proposal:
-    """What the model drew, and in the rows that looked something up, that.
+    """One proposal of two: in rows that looked something up the looked-up tokens, in others the model's.
 
-    What was looked up is certain: its row of logits is 0 at the token and −inf elsewhere, with the
-    log-sum-exp 0 at any temperature.
+    A looked-up token has the probability 1: its logits are 0 at the token and −inf elsewhere, and their
+    log-sum-exp is 0 at any temperature.
     """
     rows = [b for b, length in enumerate(looked.lengths) if length]
     if not rows:

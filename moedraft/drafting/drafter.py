@@ -60,7 +60,7 @@ class Drafter(Protocol):
         """Learn from a verification, before its tokens enter the rows."""
 
     def forget(self, row: Sequence) -> None:
-        """The row has ended."""
+        """Drop what is kept of this row, whose request has ended."""
 
     def swap(self, a: int, b: int, length: int) -> None:
         """Exchange two slots, of which no more than the first `length` positions are used."""
@@ -70,7 +70,7 @@ class Drafter(Protocol):
 
 
 class ExpertDrafter(Drafter, Protocol):
-    """A drafter that keeps up with the text by itself, and drafts with an expert for each row."""
+    """A drafter with a cache of its own, which follows the rows' texts, and with an expert for each row."""
 
     max_len: int  # tokens of text that it can read
 
@@ -78,18 +78,21 @@ class ExpertDrafter(Drafter, Protocol):
         """The expert that would draft for each row if all of them were drafted for in one batch."""
 
     def experts_changed(self, rows: list[Sequence]) -> None:
-        """Other experts draft for these rows from now on."""
+        """Called when the selector has given these rows other experts, before the next proposal."""
 
     def read_prompt(self, pieces: list[tuple[Sequence, int]], hidden: Mapping[int, torch.Tensor]) -> None:
-        """The target has read so many more prompt tokens of each row, which stand in neighbouring slots.
+        """Called when the target has read a piece of some prompts.
 
-        hidden: by layer that the drafter `needs`, [B, T, H]. `target_cached` does not count them yet.
+        pieces: each row, and how many more of its prompt tokens were read; the rows stand in neighbouring
+        slots, and `target_cached` does not count these tokens yet. hidden: what the target computed for
+        them, [B, T, H] for each layer that the drafter `needs`.
         """
 
     def catch_up(self, rows: Rows, limits: list[int]) -> list[int]:
-        """Read what it has not seen of the rows with a limit; takes long for a row that is new to it.
+        """Bring the drafter's cache up to the end of the rows that have a limit above 0.
 
-        Returns the limits, 0 for rows that it cannot draft for yet.
+        This takes long for a row that the drafter has not read before. Returns the limits, with 0 for rows
+        that cannot be drafted for yet.
         """
 
 

@@ -60,12 +60,15 @@ class FeatureDrafter:
         return experts if any(row.reproducible for row in rows) else self.bank.drafters(experts)
 
     def experts_changed(self, rows: list[Sequence]) -> None:
-        """Nothing in the cache depends on the expert."""
+        """Do nothing: what the cache holds is the same whichever expert drafts."""
 
     # -- reading ---------------------------------------------------------------------------------
 
     def read_prompt(self, pieces: list[tuple[Sequence, int]], hidden: Mapping[int, torch.Tensor]) -> None:
-        """All but the last position at once: the features are here, and so are the tokens after them."""
+        """Read all but the last position of these pieces at once.
+
+        The last one waits, since its entry needs the token after it as well.
+        """
         features = self._joined(hidden)
         for b, (row, count) in enumerate(pieces):
             self._keep(row, features[b, :count])

@@ -24,7 +24,7 @@ class StateKeeper:
     """
 
     def __init__(self, width: int, limit_bytes: int = MOST_BYTES) -> None:
-        """width: numbers of a state."""
+        """width: the size H of one state. limit_bytes: for the states of all running requests together."""
         self.limit_bytes = limit_bytes
         self._entry_bytes = width * HALF.itemsize
         self._entries: dict[str, int] = {}  # by running request, how many entries it keeps
@@ -33,7 +33,7 @@ class StateKeeper:
 
     @property
     def bytes(self) -> int:
-        """Of all running requests."""
+        """The size of the states that are kept for all running requests."""
         return self._total * self._entry_bytes
 
     def keep(self, read: Read, fused: torch.Tensor) -> None:
@@ -44,9 +44,10 @@ class StateKeeper:
                 self._append(row, start, half[b, :count])
 
     def finish(self, row: Sequence, rest: torch.Tensor) -> None:
-        """The request has ended. rest [n, H]: the states behind those that were read, at least to its end.
+        """Complete the states of a request that has ended.
 
-        What is left in the row is whole, of all positions but the last, or nothing.
+        rest [n, H]: states of the positions behind those that were read, at least up to the last but one.
+        Afterwards `row.states` covers every position but the last, or it is empty.
         """
         left = len(row.token_ids) - 1 - self._entries.get(row.request_id, 0)
         if row.capture and row.request_id not in self._given_up and 0 <= left <= len(rest):

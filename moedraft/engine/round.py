@@ -11,7 +11,7 @@ from moedraft.evidence import Evidence, Reading, Rows
 
 
 class Round:
-    """Called with the sequences in slots 0 … B−1; each of them gets at least one token."""
+    """One call is one round of the sequences in slots 0 … B−1; each of them gets at least one token."""
 
     def __init__(
         self,
