@@ -61,7 +61,7 @@ class Settings(BaseSettings):
         "minilm", description="`minilm` (installed with moedraft) or a sentence-transformers folder or id"
     )
     cpu_fast_paths: bool = Field(
-        True, description="run small models on a CPU faster; False: plain PyTorch, with the same answers"
+        True, description="run models on a CPU faster; False: plain PyTorch, with the same answers"
     )
 
     max_batch_size: int = Field(8, ge=1, le=1024, description="sequences decoded at once")

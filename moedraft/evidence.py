@@ -53,11 +53,10 @@ class Beside:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one round, in the slots 0 … B−1, and what the round before left behind."""
+    """The sequences of one round, in the slots 0 … B−1, and how their next tokens are sampled."""
 
     sequences: list[Sequence]
     sampling: SamplingBatch
-    last: Evidence | None = None  # of the round before, whose rows may have been others
 
     def __len__(self) -> int:
         return len(self.sequences)

@@ -69,12 +69,12 @@ class Limits:
         return Limits(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows])
 
     def within(self, vocab: int) -> Limits:
-        """The same, without ranks that no vocabulary of this size reaches."""
+        """These limits for a vocabulary of this size: a `top_k` as large or larger becomes 0 (no limit)."""
         return replace(self, top_k=self.top_k.where(self.top_k < vocab, 0))
 
     @classmethod
     def repeated(cls, batch: SamplingBatch, times: int) -> Limits:
-        """Those of each sequence for each of its positions."""
+        """The limits of a batch's sequences, each repeated for its `times` positions."""
         sampled = batch.temperature > 0
         zero = torch.zeros_like(batch.temperature)
         top_k = zero.long() if batch.top_k is None else batch.top_k.where(sampled, 0)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 @dataclass
 class SpeculationStats:
-    """What speculation did for one answer. All counts but the two of lookup are those of the draft model."""
+    """What speculation did for one answer. All counts but the two of lookup are those of the draft model.
+
+    The three totals of the draft model equal sums of the lists by position. They are kept beside them, since
+    requests of older versions were stored without the lists. Stats add up, count by count.
+    """
 
     num_steps: int = 0  # target forwards spent on the answer, after its prompt was read
     num_drafts: int = 0  # of these, verifications of at least one token of the draft model
@@ -23,6 +27,10 @@ class SpeculationStats:
     # one that is not routed yet, or in place of its expert.
     shared_drafted_at: list[int] = field(default_factory=list)
     shared_accepted_at: list[int] = field(default_factory=list)
+
+    def __add__(self, other: SpeculationStats) -> SpeculationStats:
+        names = [one.name for one in fields(self)]
+        return SpeculationStats(**{name: _sum(getattr(self, name), getattr(other, name)) for name in names})
 
     @property
     def draft_acceptance_rate(self) -> float | None:
@@ -55,3 +63,10 @@ class Standing(NamedTuple):
 
     tokens: int  # of the answer by then; 0: only the prompt was known
     weights: dict[str, float]  # by arm; those that hardly count are left out
+
+
+def _sum(one: Any, other: Any) -> Any:
+    """Of two counts, or of two lists of counts by position; the shorter one is filled up with zeros."""
+    if isinstance(one, list):
+        return [n + m for n, m in zip_longest(one, other, fillvalue=0)]
+    return one + other

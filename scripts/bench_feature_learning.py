@@ -37,7 +37,7 @@ from moedraft.core import SHARED, ReplayRecord
 from moedraft.distill.joint.feature_batches import DraftVocabulary, FeatureBatch, collate
 from moedraft.distill.joint.joint_loss import acceptance, loss_of
 from moedraft.distill.joint.joint_student import JointStudent
-from moedraft.distill.joint.states import RecordStates
+from moedraft.distill.joint.record_states import RecordStates
 from moedraft.feature.checkpoint import load_draft
 from moedraft.feature.model import FeatureDraft
 from moedraft.feature.vocabulary import counted, own_vocabulary, ranked, union

@@ -32,7 +32,7 @@ from moedraft.config import Settings, load_settings
 from moedraft.core import KeptStates, SamplingParams, Sequence
 from moedraft.distill.assembly import build_loop
 from moedraft.distill.joint.joint_loop import JointLoop
-from moedraft.distill.joint.states import RecordStates
+from moedraft.distill.joint.record_states import RecordStates
 from moedraft.drafting.base import load_base
 from moedraft.drafting.feature import FeatureDrafter
 from moedraft.drafting.kept import Read, StateKeeper

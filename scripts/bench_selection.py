@@ -36,8 +36,8 @@ from reworded import KINDS
 from moedraft.config import load_settings
 from moedraft.core import SHARED, RequestOutput, SamplingParams
 from moedraft.core import Sequence as Row
+from moedraft.drafting.arm_judge import FeatureJudge
 from moedraft.drafting.feature import FeatureDrafter
-from moedraft.drafting.judge import FeatureJudge
 from moedraft.routing.router import Route, Router
 from moedraft.routing.selector import BackgroundSelector
 from moedraft.selecting.selector import EvidenceSelector
@@ -264,7 +264,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--draft-length", type=int, default=4)
     args = parser.parse_args()
-    settings = load_settings(home=args.home, target=args.target, draft=args.draft)
+    settings = load_settings(home=args.home, target=args.target, draft=args.draft, selector="evidence")
     shown = {key: str(value) for key, value in vars(args).items() if key not in ("home", "data", "out")}
     report = begun(shown, args.out)
     with opened(settings) as system:

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from moedraft.core import ReplayRecord, SamplingParams
 from moedraft.distill.batches import collate
+from moedraft.drafting.drafter import NoDrafter
 from moedraft.engine.engine import Engine
 from moedraft.kernels import divergence
 from moedraft.models import load_model
@@ -46,7 +47,7 @@ def ask(target_folder: Path, prompts: dict[str, list[str]], seconds: float, work
     """
     work.mkdir(parents=True, exist_ok=True)
     target = load_model(str(target_folder), "target")
-    engine = Engine(target, target.tokenizer, None, FixedSelector(), max_batch_size=AT_ONCE, topk=TOPK)
+    engine = Engine(target, target.tokenizer, NoDrafter(), FixedSelector(), max_batch_size=AT_ONCE, topk=TOPK)
     captured: list[ReplayRecord] = []
     engine.subscribe(lambda row: captured.append(replay_record(row, "")))
     order = in_turn(prompts, seed)

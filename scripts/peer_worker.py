@@ -38,12 +38,13 @@ def moedraft(model: str, dtype: str, threads: int) -> Answer:
     import torch
 
     from moedraft.core import SamplingParams
+    from moedraft.drafting.drafter import NoDrafter
     from moedraft.engine.engine import Engine
     from moedraft.models import load_model
 
     torch.set_num_threads(threads)
     target = load_model(model, "target", "cpu", dtype)
-    engine = Engine(target, target.tokenizer, None, NoExperts())
+    engine = Engine(target, target.tokenizer, NoDrafter(), NoExperts())
 
     def answer(prompts: list[list[int]], tokens: int) -> list[list[int]]:
         params = SamplingParams(max_tokens=tokens, ignore_eos=True)
@@ -60,9 +61,6 @@ class NoExperts:
 
     def settle(self, ending: Any = None) -> list[Any]:
         return []
-
-    def observe(self, *_: Any) -> None:
-        pass
 
 
 def vllm(model: str, dtype: str, threads: int, **options: Any) -> Answer:

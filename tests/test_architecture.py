@@ -27,7 +27,7 @@ ROOMS = {
     "distill": (20, 2400),
     "distill/joint": (10, 1350),
     "distill/judging": (9, 1250),
-    "drafting": (21, 2850),
+    "drafting": (21, 2950),
     "engine": (14, 1500),
     "feature": (12, 1500),
     "insight": (10, 1520),
@@ -42,7 +42,7 @@ ROOMS = {
     "serve/supervisor": (6, 850),
     "serve/worker": (7, 1000),
     "showcase": (11, 1450),
-    "storage": (18, 3150),
+    "storage": (19, 3200),
     "storage/migrations": (14, 360),  # one more for each change of the schema
     "system": (7, 1020),
 }
@@ -62,6 +62,7 @@ FLOORS = {
     "moedraft.speculation": 0,
     "moedraft.core": 0,
     "moedraft.learning_state": 0,
+    "moedraft.privacy": 0,
     "moedraft.kernels": 0,
     "moedraft.data": 0,
     "moedraft.sampling": 1,
@@ -391,13 +392,16 @@ def has_long_functions(modules: Modules) -> list[str]:
 
 
 def shares_a_class_name(modules: Modules) -> list[str]:
-    """No two modules have a class of the same name."""
+    """No two modules have a class of the same name, with or without an underscore before it."""
     first: dict[str, str] = {}
     wrong = []
     for module in modules.values():
         for node in module.tree.body:
-            if isinstance(node, ast.ClassDef) and first.setdefault(node.name, module.name) != module.name:
-                wrong.append(f"{module.name} has a class {node.name}, as {first[node.name]} has")
+            if not isinstance(node, ast.ClassDef):
+                continue
+            name = node.name.lstrip("_")
+            if first.setdefault(name, module.name) != module.name:
+                wrong.append(f"{module.name} has a class {node.name}, as {first[name]} has {name}")
     return wrong
 
 
@@ -607,7 +611,7 @@ VIOLATIONS: list[tuple[str, Rule, dict[str, str]]] = [
     (
         "a name for two classes",
         shares_a_class_name,
-        {"moedraft.engine.x": "class Job:\n    pass", "moedraft.serve.x": "class Job:\n    pass"},
+        {"moedraft.engine.x": "class Job:\n    pass", "moedraft.serve.x": "class _Job:\n    pass"},
     ),
 ]
 

@@ -12,11 +12,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from moedraft.chat import asked_text, has_template, message_ids, prompt_ids
 from moedraft.config import load_settings
 from moedraft.core import InvalidRequest, SamplingParams
+from moedraft.drafting.drafter import NoDrafter
 from moedraft.engine.engine import Engine
 from moedraft.models import load_tokenizer
+from moedraft.routing.selector import FixedSelector
 
 from gguf_files import TEMPLATE
-from tiny import FixedSelector, TinyLM, random_table
+from tiny import TinyLM, random_table
 
 WORDS = ["<|im_start|>", "<|im_end|>", "user", "assistant", "red", "blue", "\n"]
 
@@ -31,7 +33,7 @@ def word_tokenizer(template: str | None = TEMPLATE) -> Any:
 
 
 def engine_with(tokenizer: Any) -> Engine:
-    return Engine(TinyLM(random_table(len(tokenizer), 1)), tokenizer, None, FixedSelector())
+    return Engine(TinyLM(random_table(len(tokenizer), 1)), tokenizer, NoDrafter(), FixedSelector())
 
 
 def test_a_message_ends_where_the_assistant_begins() -> None:

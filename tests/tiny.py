@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from moedraft.cache import SlotCache
-from moedraft.evidence import Beside, Evidence, HiddenStates
-from moedraft.routing import selector
+from moedraft.evidence import Beside, HiddenStates
 
 
 class TinyLM:
@@ -74,13 +73,6 @@ class NumberTokenizer:
 
     def decode(self, ids: list[int], **_: object) -> str:
         return "".join(f"{i} " for i in ids)
-
-
-class FixedSelector(selector.FixedSelector):
-    """Every sequence keeps the expert it came with; remembers how many rows were observed last."""
-
-    def observe(self, evidence: Evidence) -> None:
-        self.observed = len(evidence.rows)
 
 
 def random_table(vocab: int, seed: int, scale: float = 1.5) -> torch.Tensor:

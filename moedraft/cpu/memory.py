@@ -1,4 +1,4 @@
-"""What a server does about its memory: short garbage collections, freed memory given back, no core files.
+"""What a server does about its memory: short garbage collections, and freed memory given back.
 
 The plain twin is to call none of this. glibc keeps much of what is freed; other C libraries are left alone.
 """
@@ -8,14 +8,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
-from contextlib import suppress
 
-try:
-    import resource
-except ImportError:  # Windows, which writes no core files
-    resource = None  # type: ignore[assignment]
-
-PR_SET_DUMPABLE = 4
 # Options of glibc: bytes from which on a block gets a mapping of its own, and bytes left free at the top.
 M_MMAP_THRESHOLD, OWN_MAPPING = -3, 4_000_000  # below the output layer of the shipped draft, 4.2 MB
 M_TRIM_THRESHOLD, FREE_AT_TOP = -1, 16_000_000
@@ -53,16 +46,3 @@ def return_free_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-def write_no_core_file() -> None:
-    """Leave no core file where this process dies: it would hold prompts, answers and keys.
-
-    A limit of 0, which child processes inherit, stops the system's own files. On Linux a flag stops those too
-    that are piped to a program; other processes of this user can then no longer read this one's memory.
-    """
-    if resource is not None:
-        with suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if (prctl := getattr(ctypes.CDLL(None), "prctl", None)) is not None:
-        prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)

@@ -121,7 +121,10 @@ class SteadyNorm:
 
 @dataclass(frozen=True)
 class Part:
-    """Tokens int64 [B, T] of neighbouring slots; rows of similar length, since shorter ones are padded."""
+    """A part of a forward: tokens int64 [B, T] of neighbouring slots.
+
+    Shorter rows are padded, so a part holds rows of similar length.
+    """
 
     token_ids: torch.Tensor
     cursor: Cursor
@@ -283,7 +286,10 @@ class SteadyLayer:
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
     def _mix(self, span: Span, turned: torch.Tensor, fresh: torch.Tensor, store: SlotLayer) -> torch.Tensor:
-        """What the heads of one part find. turned [n, heads + kv_heads, head_dim], fresh [n, kv_heads, …]."""
+        """The attention output of one part's rows.
+
+        turned [n, heads + kv_heads, head_dim], fresh [n, kv_heads, …].
+        """
         at, read, turned = span.cursor, span.bias.shape[-1], span.padded(turned)
         store.write(at, turned[:, :, self.heads :].transpose(1, 2), span.padded(fresh).transpose(1, 2))
         # Queries that share a key stand side by side, all of one token before all of the next.

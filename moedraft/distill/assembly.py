@@ -7,7 +7,7 @@ from moedraft.core import UnsupportedModel
 from moedraft.distill.joint.joint_loop import JointLoop
 from moedraft.distill.joint.joint_student import JointStudent
 from moedraft.distill.joint.joint_trainer import JointPlan, JointTrainer
-from moedraft.distill.joint.states import RecordStates, kept_in
+from moedraft.distill.joint.record_states import RecordStates, kept_in
 from moedraft.distill.judging.judge import Judge
 from moedraft.distill.judging.measures import JointMeasure, Measure, TextMeasure
 from moedraft.distill.judging.watch import Watch

@@ -19,7 +19,6 @@ import torch
 
 from moedraft.config import Settings, load_settings
 from moedraft.core import MoedraftError, StorageError
-from moedraft.cpu.memory import write_no_core_file
 from moedraft.distill.assembly import build_loop
 from moedraft.distill.background import step_back
 from moedraft.distill.governor import read_load, why_wait
@@ -27,6 +26,7 @@ from moedraft.distill.link import Link, ServerLink, ServerOutlet
 from moedraft.distill.loop import DistillLoop
 from moedraft.distill.messages import StateReport
 from moedraft.learning_state import LearningKind, LearningState, paused, waiting
+from moedraft.privacy import write_no_core_file
 from moedraft.storage.store import Store
 
 LOOK_SECONDS = 0.5  # between two looks for something to do

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from moedraft.core import Domain, InvalidRequest, RequestOutput, SamplingParams, StorageError
 from moedraft.distill.judging.gate import FEW, Verdict
 from moedraft.distill.judging.judge import JudgeLike
+from moedraft.speculation import SpeculationStats
 from moedraft.storage.candidate import Candidate
 
 if TYPE_CHECKING:
@@ -115,8 +116,7 @@ def _measure(
 ) -> float | None:
     """Accepted of drafted tokens on `prompts`; leaves nothing in the home's statistics."""
     outputs = _answer(system, name, prompts, on_progress, text, chat, learn=False)
-    drafted = sum(output.speculation.num_draft_tokens for output in outputs)
-    return sum(output.speculation.num_accepted_tokens for output in outputs) / drafted if drafted else None
+    return sum((output.speculation for output in outputs), SpeculationStats()).draft_acceptance_rate
 
 
 def _cannot_tell(loop: DistillLoop) -> bool:

@@ -14,6 +14,7 @@ from moedraft.config import Settings
 from moedraft.core import InvalidRequest, MoedraftError, UnsupportedModel
 from moedraft.drafting.drafter import ExpertDrafter
 from moedraft.drafting.feature import FeatureDrafter
+from moedraft.drafting.kept import ReadStates, StateKeeper
 from moedraft.drafting.lora import ExpertBank
 from moedraft.drafting.model import ModelDrafter
 from moedraft.evidence import HiddenStates
@@ -157,5 +158,7 @@ def drafter_of(base: DraftBase, bank: ExpertBank, settings: Settings, vocab_size
     """The drafter that runs this base in an engine."""
     slots = settings.max_batch_size
     if isinstance(base, FeatureBase):
-        return FeatureDrafter(base.hf, bank, slots, vocab_size)
+        states = ReadStates() if settings.selector == "evidence" else None
+        keeper = StateKeeper(base.hf.config.hidden_size) if settings.states_bytes else None
+        return FeatureDrafter(base.hf, bank, slots, vocab_size, states=states, keeper=keeper)
     return ModelDrafter(base, bank, slots, vocab_size, settings.prefill_chunk)

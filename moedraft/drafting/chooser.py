@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
@@ -13,13 +13,13 @@ import torch
 from moedraft.core import Sequence
 from moedraft.drafting.acceptance import RowAcceptance
 from moedraft.drafting.budget import Budget, StopRule, survival_of
-from moedraft.drafting.drafter import ExpertDrafter
+from moedraft.drafting.drafter import ExpertDrafter, NoDrafter
 from moedraft.drafting.lookup import LookupDrafter
-from moedraft.drafting.timer import RoundTimer
 from moedraft.evidence import Evidence, Proposal, Rows
 
 DraftSource = Literal["auto", "model", "lookup"]
 T = TypeVar("T")
+CatchUp = Callable[[Rows, list[int]], list[int]]  # `ExpertDrafter.catch_up`
 
 
 @dataclass(frozen=True)
@@ -32,24 +32,28 @@ class DraftLimits:
 
 
 class Chooser:
-    """Puts one proposal together from what the draft model and the lookup guess, as the budget allows.
-
-    model: None where there is no draft model; then nothing is drafted at all.
-    """
+    """Puts one proposal together from what the draft model and the lookup guess, as the budget allows."""
 
     def __init__(
         self,
-        model: ExpertDrafter | None,
+        model: ExpertDrafter,
         budget: Budget,
-        timer: RoundTimer,
         limits: DraftLimits,
         source: DraftSource = "auto",
+        *,
+        catch_up: CatchUp | None = None,
     ) -> None:
+        """catch_up: the model's own, or that with something around it, such as a timer."""
         self.model, self.lookup = model, LookupDrafter()
-        self.budget, self.timer = budget, timer
-        self.limits = limits
+        self.budget, self.limits = budget, limits
         self.source: DraftSource = source
+        self._catch_up = catch_up or model.catch_up
         self._rows: dict[str, RowAcceptance] = {}  # by request
+
+    @property
+    def drafts(self) -> bool:
+        """Whether there is a draft model. Without one nothing is looked up either."""
+        return not isinstance(self.model, NoDrafter)
 
     @property
     def longest(self) -> int:
@@ -80,7 +84,7 @@ class Chooser:
 
     def propose(self, rows: Rows) -> Proposal:
         """Guess for every row that wants it; nothing where drafting does not pay."""
-        if self.model is None:
+        if not any(row.draft for row in rows.sequences):
             return Proposal.nothing(len(rows), rows.device)
         # A seeded answer must not depend on timing, so its draft length is fixed, and one source drafts it:
         # the model, or the lookup where that is the only one. Coupled sampling gives it whatever is drafted.
@@ -102,8 +106,7 @@ class Chooser:
         ]
         if not any(limits):
             return looked
-        with self.timer.apart():
-            limits = self.model.catch_up(rows, limits)
+        limits = self._catch_up(rows, limits)
         if not any(limits):
             return looked
         rule = StopRule(self.budget, experts, means, limits, fixed, looked)
@@ -124,7 +127,7 @@ class Chooser:
 
     def _limit(self, row: Sequence, fixed: bool) -> int:
         """The most tokens that the model may draft for this row."""
-        if self.model is None or self.source == "lookup":
+        if self.source == "lookup":
             return 0
         # Past the draft's own context the target goes on alone.
         room = min(self._room(row), max(0, self.model.max_len - len(row.token_ids)))
@@ -142,8 +145,6 @@ class Chooser:
     def observe(self, evidence: Evidence) -> None:
         """Both drafters learn, and the budget learns how far to trust the model's confidence."""
         self.lookup.observe(evidence)
-        if self.model is None:
-            return
         proposal, drafted = evidence.proposal, dict.fromkeys(evidence.drafted_by(self.model.source))
         for b in drafted:
             # A draft that gives NaN is refused by verification; its confidence is none.
@@ -161,29 +162,25 @@ class Chooser:
 
     def read_prompt(self, pieces: list[tuple[Sequence, int]], hidden: Mapping[int, torch.Tensor]) -> None:
         """As `ExpertDrafter.read_prompt`."""
-        if self.model is not None:
-            self.model.read_prompt(pieces, hidden)
+        self.model.read_prompt(pieces, hidden)
 
     def forget(self, row: Sequence) -> None:
         self.lookup.forget(row)
         self._rows.pop(row.request_id, None)
-        if self.model is not None:
-            self.model.forget(row)
+        self.model.forget(row)
 
     def swap(self, a: int, b: int, length: int) -> None:
-        if self.model is not None:
-            self.model.swap(a, b, length)
+        self.model.swap(a, b, length)
 
     def clear(self, slot: int) -> None:
-        if self.model is not None:
-            self.model.clear(slot)
+        self.model.clear(slot)
 
 
 def merged(drawn: Proposal, looked: Proposal) -> Proposal:
-    """What the model drew, and in the rows that looked something up, that.
+    """One proposal of two: in rows that looked something up the looked-up tokens, in others the model's.
 
-    What was looked up is certain: its row of logits is 0 at the token and −inf elsewhere, with the
-    log-sum-exp 0 at any temperature.
+    A looked-up token has the probability 1: its logits are 0 at the token and −inf elsewhere, and their
+    log-sum-exp is 0 at any temperature.
     """
     rows = [b for b, length in enumerate(looked.lengths) if length]
     if not rows:

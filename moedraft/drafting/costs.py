@@ -26,11 +26,12 @@ Point = tuple[list[float], float, float]  # features, cost beyond a plain round 
 
 
 class RoundCosts:
-    """Whole rounds, by the number of rows and by shape.
+    """What whole rounds cost, by their number of rows and their shape: draft steps and tokens verified.
 
     A round is everything between two steps: drafting, verifying, and the bookkeeping around them, which a
-    model of forwards alone would miss. Each shape's median of the last few, and a line through them; what was
-    seen once counts for nothing, for the first time of anything is slow.
+    model of forwards alone would miss. The cost of a shape is the median of its last few rounds, and a plane
+    is fitted through these medians. A shape that was seen once is left out, because the first round of a kind
+    is slow.
     """
 
     def __init__(self, usual: Mapping[int, Floats] | None = None) -> None:
@@ -67,15 +68,18 @@ class RoundCosts:
         return median(values) if values else None
 
     def relative(self, rows: int, steps: ArrayLike, verified: ArrayLike) -> Floats:
-        """In plain rounds of as many rows, for each of the shapes. Never falls with the number of tokens."""
+        """The cost of a round of each of these shapes, in plain rounds of as many rows.
+
+        A round with more tokens never costs less.
+        """
         begin, step, wide = self.slopes(rows).tolist()
         drafting = np.asarray(steps, dtype=float)
         return np.asarray(1 + begin * (drafting > 0) + step * drafting + wide / rows * np.asarray(verified))
 
     def slopes(self, rows: int) -> Floats:
-        """The cost of drafting at all, of a draft step, and of one more verified token per row.
+        """What drafting at all costs, a draft step, and one more verified token per row, in plain rounds.
 
-        From other numbers of rows where this one was not timed.
+        Where no round of so many rows was timed, rounds of other numbers of rows are used.
         """
         if rows not in self._slopes:
             every = [point for each in self.samples.values() for point in _points(each)]
@@ -89,7 +93,10 @@ class RoundCosts:
 
 
 def shape_of(rows: int, steps: int, verified: int) -> Shape:
-    """Tokens per row to the half: few shapes, each often measured."""
+    """The shape under which a round is counted: its draft steps, and the tokens verified per row.
+
+    The latter are rounded to halves, so that shapes are few and each is measured often.
+    """
     return steps, max(0.5, round(2 * verified / rows) / 2) if verified else 0.0
 
 

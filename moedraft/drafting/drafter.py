@@ -2,18 +2,20 @@
 
 Implementations: `lookup.LookupDrafter` (what followed the same words before), `model.ModelDrafter` (an
 independent draft model with experts), `feature.FeatureDrafter` (reads what the target has computed, and has
-experts too). `chooser.Chooser` combines lookup with one of the others, row by row.
+experts too), `NoDrafter` (plain decoding). The engine takes an `ExpertDrafter`, which each of them but lookup
+is. `chooser.Chooser` adds lookup to it, row by row; `Drafter` is what the chooser asks of both.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
 
 from moedraft.cache import SlotCache
-from moedraft.core import Sequence
+from moedraft.core import SHARED, Sequence
 from moedraft.evidence import Beside, Evidence, HiddenStates, Proposal, Rows
 
 Another = Callable[[list[float]], bool]  # the chances of the tokens just drawn, by row → draw one more?
@@ -58,7 +60,7 @@ class Drafter(Protocol):
         """Learn from a verification, before its tokens enter the rows."""
 
     def forget(self, row: Sequence) -> None:
-        """The row has ended."""
+        """Drop what is kept of this row, whose request has ended."""
 
     def swap(self, a: int, b: int, length: int) -> None:
         """Exchange two slots, of which no more than the first `length` positions are used."""
@@ -68,7 +70,7 @@ class Drafter(Protocol):
 
 
 class ExpertDrafter(Drafter, Protocol):
-    """A drafter that keeps up with the text by itself, and drafts with an expert for each row."""
+    """A drafter with a cache of its own, which follows the rows' texts, and with an expert for each row."""
 
     max_len: int  # tokens of text that it can read
 
@@ -76,19 +78,57 @@ class ExpertDrafter(Drafter, Protocol):
         """The expert that would draft for each row if all of them were drafted for in one batch."""
 
     def experts_changed(self, rows: list[Sequence]) -> None:
-        """Other experts draft for these rows from now on."""
+        """Called when the selector has given these rows other experts, before the next proposal."""
 
     def read_prompt(self, pieces: list[tuple[Sequence, int]], hidden: Mapping[int, torch.Tensor]) -> None:
-        """The target has read so many more prompt tokens of each row, which stand in neighbouring slots.
+        """Called when the target has read a piece of some prompts.
 
-        hidden: by layer that the drafter `needs`, [B, T, H]. `target_cached` does not count them yet.
+        pieces: each row, and how many more of its prompt tokens were read; the rows stand in neighbouring
+        slots, and `target_cached` does not count these tokens yet. hidden: what the target computed for
+        them, [B, T, H] for each layer that the drafter `needs`.
         """
 
     def catch_up(self, rows: Rows, limits: list[int]) -> list[int]:
-        """Read what it has not seen of the rows with a limit; takes long for a row that is new to it.
+        """Bring the drafter's cache up to the end of the rows that have a limit above 0.
 
-        Returns the limits, 0 for rows that it cannot draft for yet.
+        This takes long for a row that the drafter has not read before. Returns the limits, with 0 for rows
+        that cannot be drafted for yet.
         """
+
+
+class NoDrafter:
+    """For plain decoding: it guesses nothing, and requests do not ask it to (`Sequence.draft` is False)."""
+
+    source = "none"
+    needs: tuple[int, ...] = ()
+    max_len = sys.maxsize
+
+    def experts_of(self, rows: list[Sequence]) -> list[str]:
+        return [SHARED] * len(rows)
+
+    def experts_changed(self, rows: list[Sequence]) -> None:
+        """No expert drafts."""
+
+    def read_prompt(self, pieces: list[tuple[Sequence, int]], hidden: Mapping[int, torch.Tensor]) -> None:
+        """It reads nothing."""
+
+    def catch_up(self, rows: Rows, limits: list[int]) -> list[int]:
+        return [0] * len(limits)
+
+    def propose(self, rows: Rows, limits: list[int], another: Another) -> Proposal:
+        return Proposal.nothing(len(rows), rows.device)
+
+    def observe(self, evidence: Evidence) -> None:
+        """It learns nothing."""
+
+    def forget(self, row: Sequence) -> None:
+        """It keeps nothing of a row."""
+
+    def swap(self, a: int, b: int, length: int) -> None:
+        """It has no cache."""
+
+    def clear(self, slot: int) -> None:
+        """It has no cache."""
 
 
 class Bank(Protocol):

@@ -15,7 +15,7 @@ import torch
 from moedraft.core import SHARED, Sequence
 from moedraft.drafting.drafter import Another, Bank
 from moedraft.drafting.drawing import Drawing, LogitBuffer
-from moedraft.drafting.kept import StateKeeper
+from moedraft.drafting.kept import ReadStates, StateKeeper
 from moedraft.evidence import Evidence, Proposal, Rows
 from moedraft.feature.model import FeatureDraft
 
@@ -23,7 +23,7 @@ MOST_WAITING = 128  # features of a row that is not drafted for; more are read i
 
 
 class FeatureDrafter:
-    """A feature draft base with experts on it. vocab_size: the target's.
+    """A feature draft base with experts on it.
 
     Experts must leave keys and values alone (`Bank.shares_cache`): a stale entry could not be read again,
     since features are not kept.
@@ -31,7 +31,17 @@ class FeatureDrafter:
 
     source = "feature"
 
-    def __init__(self, draft: FeatureDraft, bank: Bank, slots: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        draft: FeatureDraft,
+        bank: Bank,
+        slots: int,
+        vocab_size: int,
+        *,
+        states: ReadStates | None = None,
+        keeper: StateKeeper | None = None,
+    ) -> None:
+        """vocab_size: the target's. states: are kept for comparing experts. keeper: does so for learning."""
         self.draft = draft
         self.bank = bank
         self.vocab_size = vocab_size
@@ -42,8 +52,7 @@ class FeatureDrafter:
             str, torch.Tensor
         ] = {}  # by request, features [n, 3H] from entry `draft_cached` on
         self._buffer = LogitBuffer()
-        self.states: ReadStates | None = None  # where somebody compares the experts with it
-        self.keeper: StateKeeper | None = None  # where somebody learns from what was read
+        self.states, self.keeper = states, keeper
 
     def experts_of(self, rows: list[Sequence]) -> list[str]:
         """A reproducible row has its own expert in any batch, so then all rows have."""
@@ -51,12 +60,15 @@ class FeatureDrafter:
         return experts if any(row.reproducible for row in rows) else self.bank.drafters(experts)
 
     def experts_changed(self, rows: list[Sequence]) -> None:
-        """Nothing in the cache depends on the expert."""
+        """Do nothing: what the cache holds is the same whichever expert drafts."""
 
     # -- reading ---------------------------------------------------------------------------------
 
     def read_prompt(self, pieces: list[tuple[Sequence, int]], hidden: Mapping[int, torch.Tensor]) -> None:
-        """All but the last position at once: the features are here, and so are the tokens after them."""
+        """Read all but the last position of these pieces at once.
+
+        The last one waits, since its entry needs the token after it as well.
+        """
         features = self._joined(hidden)
         for b, (row, count) in enumerate(pieces):
             self._keep(row, features[b, :count])
@@ -177,36 +189,3 @@ class FeatureDrafter:
 
     def clear(self, slot: int) -> None:
         self.cache.clear(slot)
-
-
-class ReadStates:
-    """The fused features that were read last, `most` entries of each row at least, by request."""
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self._kept: dict[str, tuple[int, torch.Tensor]] = {}  # the first entry, and states [n, H] from it on
-
-    def keep(self, read: list[tuple[Sequence, int, int]], fused: torch.Tensor) -> None:
-        """fused [B, T, H]. read: by row, its first entry among them and how many are its own."""
-        for b, (row, start, count) in enumerate(read):
-            if not count:
-                continue
-            first, before = self._kept.get(row.request_id, (start, fused[b, :0]))
-            if first + len(before) != start:  # the drafter reads the text again
-                first, before = start, fused[b, :0]
-            states = torch.cat([before, fused[b, :count]])
-            drop = len(states) - self.most if len(states) > 2 * self.most else 0
-            self._kept[row.request_id] = (first + drop, states[drop:])
-
-    def span(self, row: Sequence) -> tuple[int, int]:
-        """The first entry that is kept, and the one behind the last."""
-        first, states = self._kept.get(row.request_id, (0, ()))
-        return first, first + len(states)
-
-    def of(self, row: Sequence, first: int, end: int) -> torch.Tensor:
-        """States [end − first, H] of entries that are kept."""
-        begin, states = self._kept[row.request_id]
-        return states[first - begin : end - begin]
-
-    def forget(self, row: Sequence) -> None:
-        self._kept.pop(row.request_id, None)

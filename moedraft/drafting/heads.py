@@ -40,7 +40,7 @@ class ExpertHeads:
         self.joined = JoinedHeads(draft, layer)
 
     def checked(self, vocabulary: torch.Tensor) -> torch.Tensor:
-        """A list as it was stored. Raises CorruptAdapter where it is none."""
+        """A stored vocabulary, on the drafter's device. Raises CorruptAdapter where it is not valid."""
         return checked(vocabulary, self.draft.config.vocab_size).to(self.general.device)
 
     def vocabulary(self, adapter: Adapter) -> torch.Tensor:
@@ -120,7 +120,10 @@ class ExpertHeads:
 
 
 class SeveralHeads:
-    """Output rows of several experts over one batch; what a row has behind its own list is −inf."""
+    """One output layer for a batch whose rows have several experts, each with its own list of tokens.
+
+    A row's logits are as many as the longest list has tokens; those behind its own list are −inf.
+    """
 
     def __init__(
         self, owners: Sequence[str], products: Mapping[str, Multiplies], names: torch.Tensor

@@ -53,7 +53,7 @@ class JoinedExperts:
             layer.product = Mixed(plain, factors.down, factors.up, factors.mask(numbers))
 
     def drop(self, experts: Collection[str]) -> None:
-        """Other versions of these have come."""
+        """Forget the joined factors if one of these experts is among them: it has a new version."""
         if any(name in self._adapters for name in experts):
             self._adapters, self._factors = {}, {}
 

@@ -27,7 +27,7 @@ STEP = 1024  # lists are filled up to a multiple of this, so that code is genera
 class CommonRows:
     """What the output rows of all experts have in common."""
 
-    tokens: torch.Tensor  # int64, ascending: whatever some expert may guess
+    tokens: torch.Tensor  # int64, ascending: the tokens that at least one expert may guess
     product: Product  # with the base's rows of these tokens and what the shared adapter adds to them
     shared: Adapter | None
 
@@ -72,7 +72,7 @@ class JoinedHeads:
         return CommonRows(tokens, self.layer.with_weight(weight), shared)
 
     def take(self, common: CommonRows | None) -> None:
-        """Use this, and new versions of the experts, from the next forward on."""
+        """Use `common`, and the newest versions of the experts, from the next forward on."""
         self.common = common
         self._clear()
 

@@ -22,10 +22,10 @@ REACH = 4096  # tokens back from the first look; what stands before is not searc
 
 @dataclass(frozen=True)
 class Match:
-    """What followed, and how many tokens before it agree."""
+    """An earlier place in a text that ends like the text itself does now."""
 
-    length: int
-    tokens: list[int]
+    length: int  # the last tokens of the text that are the same there
+    tokens: list[int]  # those that followed there
 
 
 class SuffixIndex:
@@ -143,5 +143,8 @@ class LookupDrafter:
         """Nothing is kept by slot."""
 
     def _of(self, row: Sequence) -> MatchAcceptance:
-        """The target repeats itself less where it is sampled."""
+        """What is known of matches for rows like this one.
+
+        Sampled rows are counted apart from greedy ones, since a sampled text repeats itself less.
+        """
         return self._acceptance[row.params.temperature == 0]

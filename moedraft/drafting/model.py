@@ -82,7 +82,7 @@ class ModelDrafter:
     # -- proposing -------------------------------------------------------------------------------
 
     def propose(self, rows: Rows, limits: list[int], another: Another) -> Proposal:
-        """`catch_up` has been called for the same rows and limits."""
+        """As `Drafter.propose`. The caller has called `catch_up` for the same rows and limits before."""
         experts = self.experts_of(rows.sequences)
         self.bank.select(experts, exact=any(row.reproducible for row in rows.sequences))
         drawing = Drawing(rows, limits, self._buffer)

@@ -1,4 +1,7 @@
-"""What time rounds take, taken from outside: nobody within a round looks at a clock."""
+"""What time rounds take, taken from outside: the code of a round looks at no clock.
+
+The engine hands it functions that are wrapped with what times them.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +51,7 @@ class RoundTimer:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
+        """A part of the running round that is left out of its cost. As a decorator: every call is one."""
         began = self._clock()
         yield
         self._apart += self._clock() - began

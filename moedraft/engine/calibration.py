@@ -30,7 +30,7 @@ def calibrate(engine: Engine, batches: Collection[int] = (), *, seconds: float =
     no further kind of round is begun. What the guesses were worth says nothing about real requests, so the
     budget gets the times alone. A fault is logged and changes nothing.
     """
-    if engine.chooser.model is None or engine.has_work:
+    if not engine.chooser.drafts or engine.has_work:
         return
     began, known, chooser = monotonic(), engine.chooser.budget, engine.chooser
     measured = Budget(known.longest, known.ragged)

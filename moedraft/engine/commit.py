@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from copy import copy
 from itertools import zip_longest
 
@@ -20,16 +19,17 @@ def commit(
     row = evidence.rows[b]
     if evidence.broken[b]:
         count_round(evidence, b, 0)
+        keep_for_learning(evidence, b, 0)
         return "error"
     tokens, reason = cut(row, evidence.tokens[b], max_model_len, eos_token_ids)
     stopped = text.add(tokens[:-1] if reason == "stop" else tokens)  # the EOS token is not part of the text
     if stopped is not None:
         tokens, reason = tokens[:stopped], "stop"
     count_round(evidence, b, len(tokens))
+    keep_for_learning(evidence, b, len(tokens))
     row.target_cached = len(row.token_ids) + evidence.accepted[b]
     row.logprobs += evidence.logprobs(b)[: len(tokens)]
     row.token_ids += tokens
-    row.first_token_at = row.first_token_at or time.monotonic()
     return reason
 
 
@@ -50,8 +50,6 @@ def count_round(evidence: Evidence, b: int, entered: int) -> None:
     drafted, accepted = proposal.lengths[b], min(evidence.accepted[b], entered)
     stats = row.speculation
     stats.num_steps += 1
-    if (top := evidence.topk.get(b)) is not None:
-        row.captured.append(top)
     if proposal.sources[b] == LookupDrafter.source:
         stats.num_lookup_tokens += drafted
         stats.num_accepted_lookup_tokens += accepted
@@ -59,10 +57,23 @@ def count_round(evidence: Evidence, b: int, entered: int) -> None:
         count_drafted(stats, drafted, accepted)
         if proposal.experts[b] == SHARED:
             count_shared(stats, drafted, accepted)
-        if proposal.experts[b] == row.domain:
-            row.adapter_version = proposal.versions[b]
-        if evidence.accepted[b] < min(entered, drafted):
-            row.rejected.append(row.num_generated + evidence.accepted[b])
+
+
+def keep_for_learning(evidence: Evidence, b: int, entered: int) -> None:
+    """Keep with row b what its replay record will say of this round; its tokens have not entered it yet.
+
+    That is the target's likeliest tokens, where the draft model was refused, and which version of the row's
+    expert drafted.
+    """
+    row, proposal = evidence.rows[b], evidence.proposal
+    if (top := evidence.topk.get(b)) is not None:
+        row.captured.append(top)
+    if proposal.sources[b] in (NOBODY, LookupDrafter.source):
+        return
+    if proposal.experts[b] == row.domain:
+        row.adapter_version = proposal.versions[b]
+    if evidence.accepted[b] < min(entered, proposal.lengths[b]):
+        row.rejected.append(row.num_generated + evidence.accepted[b])
 
 
 def count_drafted(stats: SpeculationStats, drafted: int, accepted: int) -> None:
@@ -85,8 +96,15 @@ def _plus_one(counts: list[int], first: int) -> list[int]:
     return [before + more for before, more in zip_longest(counts, [1] * first, fillvalue=0)]
 
 
-def output_of(row: Sequence, delta: str) -> RequestOutput:
-    """The answer as it stands; `delta` is the text that is new."""
+def stamp_first_tokens(rows: list[Sequence], now: float) -> None:
+    """Note the time of each answer's first token: `now`, for those that have one since this round."""
+    for row in rows:
+        if row.first_token_at is None and row.num_generated:
+            row.first_token_at = now
+
+
+def output_of(row: Sequence, delta: str, now: float) -> RequestOutput:
+    """The answer as it stands at `now`, on the monotonic clock; `delta` is the text that is new."""
     first = row.first_token_at
     return RequestOutput(
         request_id=row.request_id,
@@ -98,7 +116,7 @@ def output_of(row: Sequence, delta: str) -> RequestOutput:
         adapter_version=row.adapter_version,
         speculation=copy(row.speculation),  # its lists are replaced, never changed
         num_rejections=len(row.rejected),
-        seconds=(row.finished_at or time.monotonic()) - row.arrived_at,
+        seconds=(row.finished_at or now) - row.arrived_at,
         delta=delta,
         num_prompt_tokens=row.num_prompt_tokens,
         confidence=row.confidence,

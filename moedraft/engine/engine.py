@@ -18,23 +18,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moedraft.chat import has_template
-from moedraft.core import (
-    SHARED,
-    FinishReason,
-    InvalidRequest,
-    RequestOutput,
-    SamplingParams,
-    Sequence,
-)
+from moedraft.core import SHARED, FinishReason, InvalidRequest, RequestOutput, SamplingParams, Sequence
 from moedraft.drafting.budget import Budget
 from moedraft.drafting.chooser import Chooser, DraftLimits, DraftSource
 from moedraft.drafting.drafter import CausalModel, ExpertDrafter
 from moedraft.drafting.timer import RoundTimer
 from moedraft.engine.answers import WholeAnswers
 from moedraft.engine.capture import Capture
-from moedraft.engine.commit import commit, output_of
+from moedraft.engine.commit import commit, output_of, stamp_first_tokens
 from moedraft.engine.detokenizer import Detokenizer
-from moedraft.engine.port import AdapterSource, EngineFigures, NoAdapters, OnOutput, Sink
+from moedraft.engine.port import AdapterSource, EngineFigures, Learner, NoAdapters, OnOutput, Sink
 from moedraft.engine.prompts import Prompts
 from moedraft.engine.round import Round
 from moedraft.engine.scheduler import Scheduler
@@ -54,18 +47,19 @@ class Engine(WholeAnswers):
     """A target with its drafters. Not thread-safe: one thread owns it.
 
     `generate` and `stream`, of `WholeAnswers`, do the stepping themselves. closers: called at `close`, in
-    their order.
+    their order. learners: besides the drafters and the budget, they are shown what every verification gave.
     """
 
     def __init__(
         self,
         target: CausalModel,
         tokenizer: Any,
-        drafter: ExpertDrafter | None,
+        drafter: ExpertDrafter,
         selector: ExpertSelector,
         *,
         adapters: AdapterSource | None = None,
         sinks: Iterable[Sink] = (),
+        learners: Iterable[Learner] = (),
         closers: Iterable[Callable[[], None]] = (),
         max_batch_size: int = 8,
         max_model_len: int | None = None,
@@ -86,17 +80,20 @@ class Engine(WholeAnswers):
         self.truncate_prompts, self.eos_token_ids = truncate_prompts, eos_token_ids
         self.timer, budget = RoundTimer(), Budget(max_speculative_tokens, target.ragged)
         limits = DraftLimits(self.max_model_len, num_speculative_tokens, adaptive_budget)
-        self.chooser = Chooser(drafter, budget, self.timer, limits, draft_source)
-        self.runner = TargetRunner(target, max_batch_size, drafter.needs if drafter else ())
-        self.capture, verifier = Capture(topk), Verifier(verification)
-        self.round = Round(self.runner, self.chooser, verifier, self.capture, self.chooser, selector)
-        self.round.verify = self.timer.verifying(verifier.verify)
+        fill = self.timer.apart()(drafter.catch_up)
+        self.chooser = Chooser(drafter, budget, limits, draft_source, catch_up=fill)
+        self.runner = TargetRunner(target, max_batch_size, drafter.needs)
+        self.capture, self._closers = Capture(topk), [*closers]
+        self.round = self._round(Verifier(verification), learners)
         self.scheduler = Scheduler(max_batch_size, self._swap)
         self.prompts = Prompts(self.scheduler, self.runner, self.chooser, prefill_chunk)
         self._sequences: dict[str, Sequence] = {}
         self._texts: dict[str, Detokenizer] = {}
         self._listeners: dict[str, OnOutput] = {}
-        self._closers = [self.capture.close, *closers]
+
+    def _round(self, verifier: Verifier, learners: Iterable[Learner]) -> Round:
+        parts = self.runner, self.chooser, verifier, self.capture
+        return Round(*parts, self.chooser, *learners, verify=self.timer.verifying(verifier.verify))
 
     def subscribe(self, sink: Sink) -> Callable[[], None]:
         """Have `sink` called with every request that finishes from now on, before its output leaves.
@@ -152,7 +149,7 @@ class Engine(WholeAnswers):
         if routed is not None and self.selector.knows(routed.domain):  # it may have been removed meanwhile
             sequence.routed = sequence.expert = routed.domain
             sequence.confidence, sequence.prior = routed.confidence, routed.probabilities
-        sequence.draft = draft and self.chooser.model is not None
+        sequence.draft = draft and self.chooser.drafts
         goes_on = isinstance(prompt, str) and not (chat and has_template(self.tokenizer))
         self._texts[request_id] = Detokenizer(self.tokenizer, params.stop, ids if goes_on else ())
         self._sequences[request_id] = sequence
@@ -250,7 +247,7 @@ class Engine(WholeAnswers):
         """Hand sequences to the experts that the selector has found for them since the last call."""
         with self.timer.selecting():
             changed = self.selector.settle(ending)
-        if changed and self.chooser.model is not None:
+        if changed:
             self.chooser.model.experts_changed(changed)
 
     def _decode(self, reading: Reading | None) -> list[RequestOutput]:
@@ -266,6 +263,7 @@ class Engine(WholeAnswers):
             evidence = self.round(rows, take, reading)
             if reading:
                 self.prompts.end(reading)  # before a row leaves, since then the slots of others change
+            stamp_first_tokens(rows, monotonic())
             for row, reason in zip(rows, reasons, strict=True):
                 outputs.append(self._finish(row, reason) if reason else self._output(row))
         tokens = sum(len(row.token_ids) for row in rows) - before
@@ -288,8 +286,7 @@ class Engine(WholeAnswers):
         elif row.slot >= 0:
             self.runner.clear(row.slot)
             self.chooser.clear(row.slot)
-        model = self.chooser.model
-        if model is not None and len(row.token_ids) > model.max_len:
+        if len(row.token_ids) > self.chooser.model.max_len:
             row.captured = []  # the draft cannot read a text this long, so it cannot learn from it either
         self.scheduler.remove(row)
         output = self._output(row)
@@ -311,7 +308,7 @@ class Engine(WholeAnswers):
         text = self._texts[row.request_id]
         shown = len(text.text) if row.finish_reason else text.settled()
         delta, row.text = text.text[len(row.text) : shown], text.text[:shown]
-        return output_of(row, delta)
+        return output_of(row, delta, monotonic())
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
@@ -336,7 +333,7 @@ class Engine(WholeAnswers):
             for request_id in list(self._sequences):
                 self.abort(request_id)
         finally:
-            for closer in self._closers:
+            for closer in (self.capture.close, *self._closers):
                 closer()
 
     def __enter__(self) -> Engine:

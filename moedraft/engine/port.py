@@ -31,7 +31,7 @@ class Proposer(Protocol):
 
 
 class Learner(Protocol):
-    """Learns from what a verification showed: the chooser with its budget, and the selector."""
+    """Learns from what a verification showed: the chooser, for its drafters and its budget, and others."""
 
     def observe(self, evidence: Evidence) -> None: ...
 

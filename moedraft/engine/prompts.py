@@ -30,7 +30,10 @@ class Prompts:
         return None
 
     def end(self, reading: Reading) -> None:
-        """The target has read this: the drafter reads it too; whose prompt ends here is ready to decode."""
+        """Called when the target has read these pieces: give them to the drafter, and count them.
+
+        A sequence whose prompt has been read to its end is ready to decode.
+        """
         if reading.wanted:
             self.chooser.read_prompt(reading.pieces, reading.states)
         for sequence, count in reading.pieces:

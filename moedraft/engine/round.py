@@ -11,7 +11,7 @@ from moedraft.evidence import Evidence, Reading, Rows
 
 
 class Round:
-    """Called with the sequences in slots 0 … B−1; each of them gets at least one token."""
+    """One call is one round of the sequences in slots 0 … B−1; each of them gets at least one token."""
 
     def __init__(
         self,
@@ -20,15 +20,16 @@ class Round:
         verifier: Verifier,
         capture: Capture,
         *learners: Learner,
+        verify: Verify | None = None,
     ) -> None:
+        """learners: are shown the evidence. verify: the verifier's own, or that with a timer around it."""
         self.target, self.proposer, self.verifier = target, proposer, verifier
         self.learners, self.capture = learners, capture
-        self.verify: Verify = verifier.verify
-        self._last: Evidence | None = None
+        self.verify: Verify = verify or verifier.verify
 
     def __call__(self, sequences: list[Sequence], commit: Commit, reading: Reading | None = None) -> Evidence:
         """reading: prompts of other sequences, to be read in the same forward."""
-        rows = Rows(sequences, self.verifier.sampling(sequences, self.target.model.device), self._last)
+        rows = Rows(sequences, self.verifier.sampling(sequences, self.target.model.device))
         # Propose: drafters guess up to K tokens for each row.
         proposal = self.proposer.propose(rows)
         # Verify: one forward of the target scores them all; each row keeps those that the target agrees with.
@@ -42,5 +43,4 @@ class Round:
         # Commit: the accepted tokens, and one more from the target itself, enter the rows.
         for b in range(len(sequences)):
             commit(evidence, b)
-        self._last = evidence
         return evidence

@@ -69,12 +69,12 @@ class Scheduler:
         return list(zip(self.reading, counts, strict=True))
 
     def mark_ready(self, sequence: Sequence) -> None:
-        """Its prompt is read: from now on it decodes."""
+        """Let this sequence, whose prompt has been read, take part in the rounds from now on."""
         self._exchange(sequence.slot, self.num_ready)
         self.num_ready += 1
 
     def remove(self, sequence: Sequence) -> None:
-        """Take it out, wherever it is."""
+        """Remove a sequence from its slot or from the queue."""
         if sequence.slot < 0:
             self.waiting.remove(sequence)
             return

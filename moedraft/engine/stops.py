@@ -16,7 +16,7 @@ class Beginning:
         self._shorter = _borders(string)
 
     def read(self, text: str) -> None:
-        """The text goes on with `text`."""
+        """Follow the string through `text`, which is appended to the text read so far."""
         for character in text:
             self.length = self._next(character)
 

@@ -28,7 +28,7 @@ class Vocabularies:
         self._lists: dict[str, torch.Tensor] = {}
 
     def of(self, name: str) -> torch.Tensor | None:
-        """None: the draft base's."""
+        """The list of the adapter `name`; None where it uses the draft base's list."""
         return self._lists.get(name)
 
     def restore(self, name: str, vocabulary: torch.Tensor | None) -> None:

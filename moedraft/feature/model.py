@@ -77,7 +77,7 @@ class Attention(nn.Module):
         return next(turned), next(turned), self.v_proj(x).view(shape).transpose(1, 2)
 
     def mix(self, mixed: torch.Tensor) -> torch.Tensor:
-        """What the heads found, [B, heads, T, head_dim] → [B, T, H]."""
+        """The heads' attention outputs [B, heads, T, head_dim] → the layer's output [B, T, H]."""
         result: torch.Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
         return result
 

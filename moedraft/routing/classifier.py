@@ -187,7 +187,7 @@ class Opinions:
 
 
 @dataclass(frozen=True)
-class _HeldOut:
+class _Fold:
     """What a classifier says of examples it was not fitted on; some belong to domains it does not know."""
 
     figures: Floats  # [n, 4]
@@ -207,7 +207,7 @@ def _fit_base(names: tuple[str, ...], examples: Examples, split: int) -> DomainC
     return DomainClassifier(names, weight, bias, centroids, typical, head, 1.0, CLAMP, split)
 
 
-def _held_out(names: tuple[str, ...], examples: Examples, split: int, fold: int) -> _HeldOut:
+def _held_out(names: tuple[str, ...], examples: Examples, split: int, fold: int) -> _Fold:
     """Fit without every fifth domain and without a fifth of the others' examples; classify what was left out.
 
     That fifth is a run of consecutive examples, with their copies. Where examples are listed by origin, this
@@ -223,10 +223,10 @@ def _held_out(names: tuple[str, ...], examples: Examples, split: int, fold: int)
     )
     known = ~stranger[~kept]
     figures, logits = model.figures(rest.x), model.logits(rest.x)
-    return _HeldOut(figures, logits, classes, rest.y, known, rest.copied, rest.weight)
+    return _Fold(figures, logits, classes, rest.y, known, rest.copied, rest.weight)
 
 
-def _opinions(model: DomainClassifier, part: _HeldOut) -> Opinions:
+def _opinions(model: DomainClassifier, part: _Fold) -> Opinions:
     """Of the left-out examples, calibrated as `model` is; probabilities are 0 for left-out domains.
 
     Copies are no further evidence, so they are not among them.
@@ -237,7 +237,7 @@ def _opinions(model: DomainClassifier, part: _HeldOut) -> Opinions:
     return Opinions(rows, np.where(part.known[own], part.labels[own], STRANGE))
 
 
-def _temperature(parts: list[_HeldOut]) -> float:
+def _temperature(parts: list[_Fold]) -> float:
     """The temperature under which the labels of the held-out examples are most likely."""
     inside = [(p.logits[p.known], np.searchsorted(p.classes, p.labels[p.known])) for p in parts]
 

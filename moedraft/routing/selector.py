@@ -9,14 +9,17 @@ from typing import Protocol
 
 from moedraft.core import SHARED, Sequence
 from moedraft.cpu.threads import compute_alone
-from moedraft.evidence import Evidence
 from moedraft.routing.router import Route, Router
 
 log = logging.getLogger(__name__)
 
 
 class ExpertSelector(Protocol):
-    """What the engine needs: an expert for each new sequence. A selector may learn from verifications."""
+    """What the engine needs: an expert for each new sequence.
+
+    What a verification showed reaches a selector only where it is also one of the engine's `learners`; none
+    of those here is.
+    """
 
     def assign(self, sequences: list[Sequence]) -> None:
         """Choose the expert of all newly admitted sequences. Those whose expert the user chose keep it."""
@@ -24,18 +27,18 @@ class ExpertSelector(Protocol):
     def settle(self, ending: Sequence | None = None) -> list[Sequence]:
         """Sequences whose `expert` was set since the last call. Waits until that of `ending` is set."""
 
-    def observe(self, evidence: Evidence) -> None:
-        """Learn from what the target accepted of the last proposal, row by row."""
-
     def knows(self, expert: str) -> bool:
         """Whether there is such an expert."""
+
+    def close(self) -> None:
+        """Release threads and the like. The engine's owner calls it, once, when the engine has stopped."""
 
 
 class FixedSelector:
     """Every row keeps the expert that it came with."""
 
     def assign(self, sequences: list[Sequence]) -> None:
-        """They have one."""
+        """Do nothing: every sequence came with an expert."""
 
     def settle(self, ending: Sequence | None = None) -> list[Sequence]:
         return []
@@ -43,8 +46,8 @@ class FixedSelector:
     def knows(self, expert: str) -> bool:
         return True
 
-    def observe(self, evidence: Evidence) -> None:
-        """Nothing can change a choice that is fixed."""
+    def close(self) -> None:
+        """There is nothing to close."""
 
 
 class Selector:
@@ -60,24 +63,21 @@ class Selector:
             send(rows, lambda: self.router.route([s.prompt for s in rows]))
 
     def settle(self, ending: Sequence | None = None) -> list[Sequence]:
-        """None: `assign` has set all experts at once."""
+        """An empty list: `assign` sets the experts at once, so none is set later."""
         return []
 
     def knows(self, expert: str) -> bool:
         return expert == SHARED or expert in self.router.domains
 
     def close(self) -> None:
-        """There is nothing to let go of."""
-
-    def observe(self, evidence: Evidence) -> None:
-        """Do nothing: this choice depends on the prompt alone."""
+        """There is nothing to close."""
 
 
 class UnaskedSelector(Selector):
     """The router is never asked: the shared draft serves every request that names no expert."""
 
     def assign(self, sequences: list[Sequence]) -> None:
-        """They keep the expert that they came with."""
+        """Do nothing: every sequence keeps the expert that it came with."""
 
 
 class BackgroundSelector(Selector):
@@ -85,7 +85,8 @@ class BackgroundSelector(Selector):
 
     Embedding a prompt takes as long as several steps, and decoding need not wait for it: experts that leave
     keys and values alone can be changed in the middle of an answer at no cost. Only sequences with seeded
-    sampling wait, because their answer depends on who drafts and must not depend on timing. `close` it.
+    sampling wait, because their answer depends on who drafts and must not depend on timing. Its owner has
+    to call `close`, which ends the thread.
     """
 
     def __init__(self, router: Router) -> None:
@@ -115,13 +116,20 @@ class BackgroundSelector(Selector):
 
 
 def needs_expert(sequence: Sequence) -> bool:
-    """Whether an expert must be chosen: not where that was done before, or where nobody drafts or learns."""
+    """Whether the router must choose the sequence's expert.
+
+    It need not where the user or an earlier routing has chosen it, nor for a request that is neither drafted
+    for nor learned from.
+    """
     chosen = sequence.pinned or (sequence.reproducible and sequence.routed is not None)
     return not chosen and (sequence.draft or sequence.capture)
 
 
 def send(rows: list[Sequence], find: Callable[[], list[Route]]) -> list[Sequence]:
-    """Give the rows the experts that `find` finds, and return them. Where it fails, log that; return none."""
+    """Give the rows the experts that `find` returns, and return the rows.
+
+    Where `find` raises, the fault is logged, the rows keep their experts, and the list is empty.
+    """
     try:
         for sequence, route in zip(rows, find(), strict=True):
             sequence.expert, sequence.confidence = route.domain, route.confidence

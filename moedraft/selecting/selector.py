@@ -3,6 +3,9 @@
 The choice depends on the prompt, on tokens that the target has confirmed, and on when they were compared;
 never on a token that is only proposed. So sampled answers keep the target's distribution. A reproducible
 request keeps the expert that the router chose, since its answer may not depend on timing.
+
+It compares the experts between rounds, on tokens that have entered the rows and that the drafter has read.
+What a verification accepted it is not shown: that says how the leader guessed and nothing of the others.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from moedraft import core
-from moedraft.evidence import Evidence, Passage
+from moedraft.evidence import Passage
 from moedraft.routing.router import Router
 from moedraft.routing.selector import BackgroundSelector, needs_expert
 from moedraft.selecting.contest import Contest, arms_to_compare
@@ -94,9 +97,6 @@ class EvidenceSelector(BackgroundSelector):
         }
         known = set(map(id, changed))
         return changed + [row for row in routed if id(row) not in known]
-
-    def observe(self, evidence: Evidence) -> None:
-        """Do nothing: emitted tokens are compared later, when they have entered the rows and were read."""
 
     def _compare(self) -> None:
         """Compare the arms of the rows that are due, if the time balance allows it. Never raises."""

@@ -18,8 +18,9 @@ from sse_starlette.sse import AppStatus
 
 from moedraft.config import Settings
 from moedraft.core import InvalidRequest, MoedraftError
-from moedraft.cpu.memory import keep_what_is_loaded, write_no_core_file
+from moedraft.cpu.memory import keep_what_is_loaded
 from moedraft.engine.calibration import calibrate
+from moedraft.privacy import write_no_core_file
 from moedraft.serve.app import create_app
 from moedraft.serve.auth.access import is_loopback
 from moedraft.serve.http import log

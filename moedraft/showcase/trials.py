@@ -50,7 +50,7 @@ class Trials:
         return together and all(answers == plain[: len(answers)] for answers in alone)
 
     def tokens_per_second(self, system: str) -> float:
-        """Of full batches."""
+        """How fast this system answered the queue in full batches."""
         return sum(map(len, self.together[system])) / self.seconds[system]
 
 

@@ -95,7 +95,7 @@ class Registry:
             raise_generation(connection)
 
     def domains(self) -> list[Domain]:
-        """In the order of registration."""
+        """All domains, in the order of registration."""
         with self._home.read() as connection:
             rows = connection.execute(select(domains).order_by(domains.c.created_at, domains.c.name))
             return [_domain_of(row) for row in rows]

@@ -6,17 +6,16 @@ The shared adapter has no second copy: its buffer is the records of all domains,
 
 from __future__ import annotations
 
-import json
-import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from random import Random
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, Row, Select, case, delete, func, insert, select, true
+from sqlalchemy import ColumnElement, Connection, Select, case, delete, func, insert, select, true
 
 from moedraft.core import SHARED, InvalidRequest, KeptStates, ReplayRecord, StorageError
-from moedraft.storage.codec import DamagedPayload, decode, encode, shares_of
+from moedraft.storage.codec import shares_of
 from moedraft.storage.db import Home
+from moedraft.storage.replay_rows import decoded, row_of
 from moedraft.storage.shares import PINNED_SHARE, SOURCE_SHARE, Held, draw, even_shares, within_shares
 from moedraft.storage.states import PIECE, add_states, read_states, size_of_states, trim_states
 from moedraft.storage.tables import domains, replay, replay_states
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
 
 Policy = Literal["fifo", "reservoir", "hardest"]
 CHUNK = 32  # rows of a sample that are in memory at once
-
-log = logging.getLogger(__name__)
 
 _drafted = case((replay.c.drafted > 0, replay.c.drafted), else_=1)
 _rate = case((replay.c.drafted > 0, replay.c.accepted * 1.0 / _drafted), else_=1.0)
@@ -85,7 +82,7 @@ class ReplayBuffer:
         of the records, in their order, where there are any. Raises InvalidRequest for a record that is
         malformed, StorageFull for a full disk.
         """
-        rows = [self._row(record) for record in records]
+        rows = [row_of(record, self._random.random()) for record in records]
         if not rows:
             return
         with self._home.write() as connection:
@@ -126,14 +123,14 @@ class ReplayBuffer:
             query = query.where(replay.c.id >= min_id)
         with self._home.read() as connection:
             rows = connection.execute(query.limit(limit)).all()
-        return list(_decoded(rows))
+        return list(decoded(rows))
 
     def unclaimed(self, limit: int) -> list[ReplayRecord]:
         """The newest records that the shared adapter drafted for, unless the client had asked for it."""
         query = select(replay).where(replay.c.expert == SHARED, replay.c.pinned.is_(False))
         with self._home.read() as connection:
             rows = connection.execute(query.order_by(replay.c.id.desc()).limit(limit)).all()
-        return list(_decoded(rows))
+        return list(decoded(rows))
 
     def compared(self, limit: int) -> list[Compared]:
         """The newest `limit` records of whose answers the drafts were compared, newest first."""
@@ -182,7 +179,7 @@ class ReplayBuffer:
             query = query.where(replay.c.target_id == target_id)
         with self._home.read() as connection:
             rows = connection.execute(query.limit(limit)).all()
-        return [(row.id, record) for row in rows for record in _decoded([row])]
+        return [(row.id, record) for row in rows for record in decoded([row])]
 
     def by_ids(self, ids: Sequence[int]) -> Iterator[ReplayRecord]:
         """The records with these ids, in that order; those that are no longer there are left out."""
@@ -255,25 +252,7 @@ class ReplayBuffer:
             with self._home.read() as connection:
                 rows = connection.execute(select(replay).where(replay.c.id.in_(chunk))).all()
             found = {row.id: row for row in rows}
-            yield from _decoded(found[number] for number in chunk if number in found)
-
-    def _row(self, record: ReplayRecord) -> dict[str, Any]:
-        return {
-            "domain": record.domain,
-            "expert": record.expert,
-            "adapter_version": record.adapter_version,
-            "target_id": record.target_id,
-            "num_prompt_tokens": record.num_prompt_tokens,
-            "drafted": record.drafted,
-            "accepted": record.accepted,
-            "created_at": record.created_at,
-            "draw": self._random.random(),
-            "payload": encode(record),
-            "source": record.source,
-            "pinned": record.pinned,
-            "weights": json.dumps(record.weights) if record.weights else None,
-            "heard": json.dumps(record.heard) if record.heard else None,
-        }
+            yield from decoded(found[number] for number in chunk if number in found)
 
     def _evict(self, connection: Connection, domain: str) -> None:
         """Remove records above the capacity: first those of clients above their share, then by the policy."""
@@ -323,29 +302,3 @@ def _sources_above(connection: Connection, domain: str, most: int) -> list[str]:
 
 def _of(query: Select[Any], domain: str | None) -> Select[Any]:
     return query if domain is None else query.where(replay.c.domain == domain)
-
-
-def _decoded(rows: Iterable[Row[Any]]) -> Iterator[ReplayRecord]:
-    """Records of `rows`; a damaged one is left out and logged."""
-    for row in rows:
-        try:
-            payload = decode(row.payload, row.num_prompt_tokens)
-        except DamagedPayload as error:
-            log.warning("replay record %d of '%s' is damaged and skipped: %s", row.id, row.domain, error)
-            continue
-        yield ReplayRecord(
-            domain=row.domain,
-            expert=row.expert,
-            adapter_version=row.adapter_version,
-            target_id=row.target_id,
-            num_prompt_tokens=row.num_prompt_tokens,
-            drafted=row.drafted,
-            accepted=row.accepted,
-            created_at=row.created_at,
-            source=row.source,
-            pinned=row.pinned,
-            weights=shares_of(row.weights),
-            heard=shares_of(row.heard),
-            id=row.id,
-            **payload._asdict(),
-        )

@@ -12,18 +12,17 @@ from typing import Any
 
 from moedraft.config import Settings, check_home, load_settings
 from moedraft.cpu.threads import set_threads
+from moedraft.drafting.arm_judge import FeatureJudge
 from moedraft.drafting.base import DraftBase, drafter_of, load_base
 from moedraft.drafting.drafter import ExpertDrafter
 from moedraft.drafting.feature import FeatureDrafter
-from moedraft.drafting.judge import FeatureJudge
-from moedraft.drafting.kept import StateKeeper
 from moedraft.drafting.lora import ExpertBank
 from moedraft.engine.engine import Engine
 from moedraft.models import LanguageModel, load_by
 from moedraft.routing.bert import BertRouter
 from moedraft.routing.embedder import Embedder
 from moedraft.routing.router import Router
-from moedraft.routing.selector import BackgroundSelector, Selector, UnaskedSelector
+from moedraft.routing.selector import BackgroundSelector, ExpertSelector, UnaskedSelector
 from moedraft.selecting.selector import EvidenceSelector
 from moedraft.storage.changes import knows_deleted
 from moedraft.storage.db import DATABASE
@@ -115,8 +114,6 @@ def assemble(settings: Settings, store: Store, target: LanguageModel, draft: Dra
     bank = ExpertBank(draft, settings.merged_cache_mb)
     router = open_router(settings, store)
     drafter = drafter_of(draft, bank, settings, target.vocab_size)
-    if settings.states_bytes and isinstance(drafter, FeatureDrafter):
-        drafter.keeper = StateKeeper(drafter.draft.config.hidden_size)
     selector = selector_of(settings, router, drafter, bank)
     loader = AdapterLoader(store, bank, tend_memory=settings.cpu_fast_paths)
     recorder = Recorder(store, target.weights_hash(), bank.base_hash)
@@ -162,7 +159,9 @@ def with_other_draft(system: System, draft: str) -> Iterator[System]:
             other.close()
 
 
-def selector_of(settings: Settings, router: Router, drafter: ExpertDrafter, bank: ExpertBank) -> Selector:
+def selector_of(
+    settings: Settings, router: Router, drafter: ExpertDrafter, bank: ExpertBank
+) -> ExpertSelector:
     """The selector, which decides who drafts. Only the experts of a feature drafter can be compared."""
     if settings.selector == "fixed":
         return UnaskedSelector(router)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from evidence.prompts import Query
 from moedraft.core import ReplayRecord
-from moedraft.distill.joint.states import RecordStates
+from moedraft.distill.joint.record_states import RecordStates
 from moedraft.feature.corpus import asked
 from moedraft.models import LanguageModel
 

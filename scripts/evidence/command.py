@@ -20,7 +20,7 @@ from evidence.figures import Runs
 from evidence.prompts import Query, load_domain, reworded
 from evidence.running import Bench, Plan, Served, run
 from evidence.streams import ONLY, ORDERS, Traffic, traffic
-from moedraft.distill.joint.states import RecordStates
+from moedraft.distill.joint.record_states import RecordStates
 from moedraft.drafting.base import SHIPPED, load_feature_base, shipped
 from moedraft.models import load_model
 from moedraft.routing.embedder import Embedder

@@ -18,9 +18,10 @@ from moedraft.drafting.drafter import NoExperts
 from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine
 from moedraft.learning_state import paused
+from moedraft.routing.selector import FixedSelector
 from moedraft.storage.store import Store
 
-from tiny import FixedSelector, NumberTokenizer, TinyLM, random_table
+from tiny import NumberTokenizer, TinyLM, random_table
 
 KEYS = [
     *("text", "token_ids", "finish_reason", "expert", "adapter_version", "draft_acceptance_rate"),

@@ -12,12 +12,13 @@ from moedraft.distill.trainer import Trainer
 from moedraft.drafting.lora import ExpertBank
 from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine
+from moedraft.routing.selector import FixedSelector
 from moedraft.storage.store import Store
 from moedraft.system.loader import AdapterLoader
 from moedraft.system.recorder import Recorder
 
 from random_models import VOCAB, prompts_of, random_model
-from tiny import FixedSelector, NumberTokenizer
+from tiny import NumberTokenizer
 
 
 def record(number: int, domain: str = "code", target_id: str = "tiny") -> ReplayRecord:

@@ -9,7 +9,7 @@ import torch
 from moedraft.core import ReplayRecord
 from moedraft.distill.joint.feature_batches import DraftVocabulary, FeatureBatch, collate
 from moedraft.distill.joint.joint_student import JointStudent
-from moedraft.distill.joint.states import RecordStates
+from moedraft.distill.joint.record_states import RecordStates
 from moedraft.feature.config import config_for
 from moedraft.feature.model import FeatureDraft
 from moedraft.models import LanguageModel

@@ -17,7 +17,7 @@ from feature_records import SOME, a_draft, a_record, a_target
 from scripts_loader import load_script
 
 from moedraft.core import SHARED, ReplayRecord
-from moedraft.distill.joint.states import RecordStates
+from moedraft.distill.joint.record_states import RecordStates
 
 command, figures, running, streams, summary, document, prompts, answers = (
     load_script(f"evidence.{name}")

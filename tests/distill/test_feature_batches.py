@@ -12,7 +12,7 @@ from moedraft.distill.joint.feature_batches import OUTSIDE, DraftVocabulary, tau
 from moedraft.distill.joint.joint_loss import acceptance, loss_of
 from moedraft.distill.joint.joint_student import JointStudent
 from moedraft.distill.joint.joint_unroll import unroll
-from moedraft.distill.joint.states import HALF, RecordStates
+from moedraft.distill.joint.record_states import HALF, RecordStates
 from moedraft.feature import unroll as whole
 from moedraft.feature.features import FeatureCapture
 from moedraft.feature.unroll import Batch

@@ -20,7 +20,7 @@ from moedraft.distill.joint.joint_loss import loss_of
 from moedraft.distill.joint.joint_student import HEAD, MODULES, JointStudent
 from moedraft.distill.joint.joint_trainer import JointPlan, JointTrainer
 from moedraft.distill.joint.joint_unroll import unroll
-from moedraft.distill.joint.states import RecordStates
+from moedraft.distill.joint.record_states import RecordStates
 from moedraft.drafting.base import FeatureBase
 from moedraft.drafting.lora import ExpertBank
 from moedraft.drafting.modules import adaptable

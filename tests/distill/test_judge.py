@@ -21,7 +21,7 @@ from moedraft.distill.joint.joint_loop import JointLoop
 from moedraft.distill.joint.joint_loss import acceptance
 from moedraft.distill.joint.joint_student import JointStudent
 from moedraft.distill.joint.joint_trainer import JointPlan, JointTrainer, JointUpdate
-from moedraft.distill.joint.states import RecordStates
+from moedraft.distill.joint.record_states import RecordStates
 from moedraft.distill.judging.gate import FEW, MOST_KEPT, Measured
 from moedraft.distill.judging.held_out import LEAST, MOST, TOGETHER, HeldOut
 from moedraft.distill.judging.judge import ENOUGH, Judge

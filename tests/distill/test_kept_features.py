@@ -15,7 +15,7 @@ from moedraft.core import SHARED, SamplingParams
 from moedraft.distill.assembly import build_loop
 from moedraft.distill.joint.joint_loop import JointLoop
 from moedraft.distill.joint.joint_loss import loss_of
-from moedraft.distill.joint.states import RecordStates, kept_in
+from moedraft.distill.joint.record_states import RecordStates, kept_in
 from moedraft.feature.checkpoint import save_draft
 from moedraft.feature.config import config_for
 from moedraft.feature.model import FeatureDraft

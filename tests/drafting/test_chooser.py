@@ -11,7 +11,7 @@ import torch
 from moedraft.core import SHARED, Sequence
 from moedraft.drafting.budget import Budget, Plan
 from moedraft.drafting.chooser import Chooser, DraftLimits, DraftSource
-from moedraft.drafting.drafter import Another
+from moedraft.drafting.drafter import Another, NoDrafter
 from moedraft.drafting.timer import RoundTimer
 from moedraft.evidence import NOBODY, Evidence, Proposal, Rows
 
@@ -120,7 +120,7 @@ def chooser(
     most: int = 100,
 ) -> Chooser:
     limits = DraftLimits(most, num_speculative_tokens=3, adaptive=adaptive)
-    return Chooser(model, budget, RoundTimer(), limits, source)
+    return Chooser(model or NoDrafter(), budget, limits, source)
 
 
 def test_some_rows_look_up_and_the_model_drafts_for_others() -> None:
@@ -289,7 +289,9 @@ def test_the_source_that_is_set_is_the_only_one() -> None:
 
 def test_without_a_model_nothing_is_drafted_at_all() -> None:
     budget = Planned(Plan(True, {0: 8}))
-    made = chooser(budget).propose(rows_of(row(0, *LOOP)))
+    one = chooser(budget)
+    made = one.propose(rows_of(row(0, *LOOP, draft=False)))  # as the engine sets it
+    assert not one.drafts
     assert not made.drafted
     assert budget.asked == []
 
@@ -342,8 +344,8 @@ def test_a_confidence_that_is_no_number_counts_as_none() -> None:
 
 def test_catching_up_is_no_part_of_what_a_round_costs() -> None:
     model = ScriptedModel()
-    one = chooser(Planned(Plan(True)), model)
-    one.timer = timer = RoundTimer(model.now)
+    timer, limits = RoundTimer(model.now), DraftLimits(100)
+    one = Chooser(model, Planned(Plan(True)), limits, catch_up=timer.apart()(model.catch_up))
     with timer.round():
         one.propose(rows_of(row(0, 5, 6)))
         model.seconds += 2

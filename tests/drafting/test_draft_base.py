@@ -18,6 +18,7 @@ from moedraft.drafting.base import (
     is_feature_checkpoint,
     load_feature_base,
 )
+from moedraft.drafting.drafter import NoDrafter
 from moedraft.drafting.feature import FeatureDrafter
 from moedraft.drafting.lora import ExpertBank
 from moedraft.engine.engine import Engine
@@ -91,7 +92,7 @@ def test_experts_are_swapped_in_mid_answer_and_answers_stay_the_targets(
             bank.publish(names[step % 3], random_adapter(bank, step, [0.01, 0.3, 10.0][step % 3]))
         done |= {o.request_id: o for o in one.step() if o.finish_reason}
         step += 1
-    plain = Engine(target, NumberTokenizer(), None, FixedSelector())
+    plain = Engine(target, NumberTokenizer(), NoDrafter(), FixedSelector())
     expected = plain.generate(prompts, SamplingParams(max_tokens=40))
     assert [done[i].token_ids for i in ids] == [o.token_ids for o in expected]
     assert any(o.adapter_version for o in done.values())

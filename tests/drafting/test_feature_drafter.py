@@ -11,7 +11,7 @@ import torch
 
 from moedraft.core import SamplingParams
 from moedraft.cpu.steady import SteadyForward
-from moedraft.drafting.drafter import NoExperts
+from moedraft.drafting.drafter import NoDrafter, NoExperts
 from moedraft.drafting.feature import MOST_WAITING, FeatureDrafter
 from moedraft.engine.engine import Engine
 from moedraft.evidence import Evidence
@@ -25,7 +25,7 @@ from random_models import prompts_of, random_model
 from tiny import NumberTokenizer, TinyLM, random_table
 
 
-class Noted(FixedSelector):
+class Noted:
     """Keeps what every round showed, with the texts as they stood before it."""
 
     def __init__(self) -> None:
@@ -38,7 +38,9 @@ class Noted(FixedSelector):
 def engine_of(target: LanguageModel, *, slots: int = 4, **options: object) -> tuple[Engine, Noted]:
     noted = Noted()
     drafter = FeatureDrafter(draft_for(target), NoExperts(), slots, target.vocab_size)
-    made = Engine(target, NumberTokenizer(), drafter, noted, max_batch_size=slots, **options)  # type: ignore[arg-type]
+    made = Engine(
+        target, NumberTokenizer(), drafter, FixedSelector(), learners=[noted], max_batch_size=slots, **options
+    )  # type: ignore[arg-type]
     return made, noted
 
 
@@ -51,7 +53,7 @@ def test_greedy_answers_are_the_targets_own(kind: str, options: dict[str, object
     prompts = [[5], *prompts_of(9, seed=3)]
     params = [SamplingParams(max_tokens=random.Random(i).randrange(1, 50)) for i in range(10)]
     fast = one.generate(prompts, params)
-    plain = Engine(target, NumberTokenizer(), None, FixedSelector()).generate(prompts, params)
+    plain = Engine(target, NumberTokenizer(), NoDrafter(), FixedSelector()).generate(prompts, params)
     assert [o.token_ids for o in fast] == [o.token_ids for o in plain]
     drafted = Counter(source for evidence, _ in noted.seen for source in evidence.proposal.sources)
     assert drafted["feature"] > 2  # the budget soon sees that a random drafter is worth little
@@ -108,7 +110,7 @@ def test_long_answers_of_lookup_alone_are_the_targets_own() -> None:
     params = SamplingParams(max_tokens=3 * MOST_WAITING, ignore_eos=True)
     prompts = [[7, 8, 9, 10] * 4, [5, 6] * 8]
     found = one.generate(prompts, params)
-    plain = Engine(target, NumberTokenizer(), None, FixedSelector()).generate(prompts, params)
+    plain = Engine(target, NumberTokenizer(), NoDrafter(), FixedSelector()).generate(prompts, params)
     assert [o.token_ids for o in found] == [o.token_ids for o in plain]
     assert sum(sum(evidence.accepted) for evidence, _ in noted.seen) > 2 * MOST_WAITING
     assert all(row.draft_cached >= MOST_WAITING for row in noted.seen[0][0].rows)
@@ -180,7 +182,7 @@ def test_a_drafter_that_gives_no_numbers_is_given_up() -> None:
     one.chooser.model.draft.norm.weight.fill_(torch.nan)  # type: ignore[union-attr]
     prompts = prompts_of(3, seed=5)
     outputs = one.generate(prompts, SamplingParams(max_tokens=12))
-    plain = Engine(target, NumberTokenizer(), None, FixedSelector())
+    plain = Engine(target, NumberTokenizer(), NoDrafter(), FixedSelector())
     assert [o.token_ids for o in outputs] == [
         o.token_ids for o in plain.generate(prompts, SamplingParams(max_tokens=12))
     ]

@@ -10,6 +10,7 @@ import torch
 from moedraft.core import SHARED, CorruptAdapter, SamplingParams
 from moedraft.drafting.adapter import HEAD, LORA_A, LORA_B, PREFIX, Adapter
 from moedraft.drafting.base import FeatureBase, first_guesses, load_feature_base
+from moedraft.drafting.drafter import NoDrafter
 from moedraft.drafting.feature import FeatureDrafter
 from moedraft.drafting.lora import ExpertBank
 from moedraft.engine.engine import Engine
@@ -278,7 +279,7 @@ def answers(
 
 def test_greedy_answers_of_mixed_batches_stay_the_targets(base: FeatureBase, target: LanguageModel) -> None:
     prompts = prompts_of(6, seed=6)
-    plain = Engine(target, NumberTokenizer(), None, FixedSelector())
+    plain = Engine(target, NumberTokenizer(), NoDrafter(), FixedSelector())
     expected = plain.generate(prompts, SamplingParams(max_tokens=30))
     found = answers(base, bank_of(base), target, list(enumerate(prompts)))
     assert found == [output.token_ids for output in expected]

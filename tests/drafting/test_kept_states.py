@@ -24,12 +24,13 @@ def engine_of(
     target: LanguageModel, limit_bytes: int = MOST_BYTES, **options: object
 ) -> tuple[Engine, StateKeeper, list[Sequence]]:
     """An engine that keeps states, and the requests that have ended."""
-    drafter = FeatureDrafter(draft_for(target), NoExperts(), 3, target.vocab_size)
-    drafter.keeper = StateKeeper(drafter.draft.config.hidden_size, limit_bytes)
+    draft = draft_for(target)
+    keeper = StateKeeper(draft.config.hidden_size, limit_bytes)
+    drafter = FeatureDrafter(draft, NoExperts(), 3, target.vocab_size, keeper=keeper)
     made = Engine(target, NumberTokenizer(), drafter, FixedSelector(), max_batch_size=3, **options)  # type: ignore[arg-type]
     ended: list[Sequence] = []
     made.subscribe(ended.append)
-    return made, drafter.keeper, ended
+    return made, keeper, ended
 
 
 def computed(target: LanguageModel, row: Sequence) -> torch.Tensor:

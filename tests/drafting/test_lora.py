@@ -18,9 +18,10 @@ from moedraft.drafting.model import ModelDrafter
 from moedraft.drafting.modules import adaptable, keeps_cache
 from moedraft.engine.engine import Engine
 from moedraft.models import LanguageModel
+from moedraft.routing.selector import FixedSelector
 
 from random_models import VOCAB, random_model
-from tiny import FixedSelector, NumberTokenizer
+from tiny import NumberTokenizer
 
 
 def state(bank: ExpertBank, names: list[str], rank: int = 4) -> dict[str, torch.Tensor]:

@@ -9,19 +9,20 @@ import torch
 from moedraft.core import SamplingParams, Sequence
 from moedraft.drafting.budget import Budget
 from moedraft.drafting.costs import RoundCosts
-from moedraft.drafting.drafter import NoExperts
+from moedraft.drafting.drafter import NoDrafter, NoExperts
 from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.calibration import calibrate
 from moedraft.engine.engine import Engine
+from moedraft.routing.selector import FixedSelector
 
-from tiny import FixedSelector, NumberTokenizer, TinyLM, random_table
+from tiny import NumberTokenizer, TinyLM, random_table
 
 VOCAB = 12
 
 
 def engine(sinks: list[object] | None = None, *, max_len: int = 128, drafts: bool = True) -> Engine:
     target = TinyLM(random_table(VOCAB, 1), max_len)
-    drafter = ModelDrafter(TinyLM(target.table, max_len), NoExperts(), 4, VOCAB) if drafts else None
+    drafter = ModelDrafter(TinyLM(target.table, max_len), NoExperts(), 4, VOCAB) if drafts else NoDrafter()
     return Engine(target, NumberTokenizer(), drafter, FixedSelector(), max_batch_size=4, sinks=(sinks or []))  # type: ignore[arg-type]
 
 

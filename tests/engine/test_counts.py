@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moedraft.core import SHARED
-from moedraft.engine.commit import count_round
+from moedraft.engine.commit import count_round, keep_for_learning
 from moedraft.speculation import SpeculationStats
 
 from rounds import chain, evidence_of, row, rows_of
@@ -40,3 +40,24 @@ def test_a_first_guess_does_not_depend_on_how_far_was_drafted() -> None:
         count_round(evidence_of(rows_of(one), chain(guess), [0]), 0, 1)
     assert short.speculation.first_step_share == long.speculation.first_step_share == 1 / 2
     assert (short.speculation.draft_acceptance_rate, long.speculation.draft_acceptance_rate) == (1 / 2, 1 / 8)
+
+
+def test_stats_of_several_answers_add_up() -> None:
+    one = SpeculationStats(2, 2, 3, 1, [2, 1], [1], 4, 3, [1], [1])
+    other = SpeculationStats(1, 1, 3, 2, [1, 1, 1], [1, 1], 0, 0, [], [])
+    both = SpeculationStats(3, 3, 6, 3, [3, 2, 1], [2, 1], 4, 3, [1], [1])
+    assert one + other == other + one == both
+    assert sum([one, other], SpeculationStats()) == both
+    assert (one.drafted_at, other.drafted_at) == ([2, 1], [1, 1, 1])
+
+
+def test_what_is_kept_for_learning_is_no_count() -> None:
+    one = row(0, 1, 2, expert="sql")
+    evidence = evidence_of(rows_of(one), chain([5, 6, 7], experts=["sql"], versions=[3]), [1])
+    keep_for_learning(evidence, 0, 2)
+    assert (one.adapter_version, one.rejected, one.speculation) == (3, [1], SpeculationStats())
+    keep_for_learning(evidence, 0, 1)  # the refused token lies behind the end of the answer
+    assert one.rejected == [1]
+    looked = chain([4, 4], source="lookup", experts=["sql"], versions=[9])
+    keep_for_learning(evidence_of(rows_of(one), looked, [0]), 0, 1)
+    assert (one.adapter_version, one.rejected) == (3, [1])

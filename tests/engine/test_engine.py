@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from moedraft.core import InvalidRequest, RequestOutput, SamplingParams, Sequence
-from moedraft.drafting.drafter import NoExperts
+from moedraft.drafting.drafter import NoDrafter, NoExperts
 from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine
 from moedraft.engine.tokenise import tokenise
 from moedraft.evidence import Reading
+from moedraft.routing.selector import FixedSelector
 
-from tiny import FixedSelector, NumberTokenizer, TinyLM, random_table
+from tiny import NumberTokenizer, TinyLM, random_table
 
 VOCAB = 12
 
@@ -414,7 +415,7 @@ class Asked(FixedSelector):
 
 def test_the_prompts_of_a_queue_are_routed_together_and_each_once() -> None:
     asked = Asked()
-    one = Engine(TinyLM(random_table(VOCAB, 1)), NumberTokenizer(), None, asked, max_batch_size=3)
+    one = Engine(TinyLM(random_table(VOCAB, 1)), NumberTokenizer(), NoDrafter(), asked, max_batch_size=3)
     prompts = [[5, i % VOCAB] for i in range(11)]
     one.generate(prompts, [SamplingParams(max_tokens=2 + i % 4) for i in range(11)])
     assert [prompt for call in asked.calls for prompt in call] == prompts  # in their order, none twice

@@ -9,14 +9,15 @@ import torch
 
 from moedraft.core import SHARED, RequestOutput, SamplingParams
 from moedraft.drafting.adapter import Adapter
-from moedraft.drafting.drafter import NoExperts
+from moedraft.drafting.drafter import NoDrafter, NoExperts
 from moedraft.drafting.lora import ExpertBank
 from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine
 from moedraft.models import LanguageModel
+from moedraft.routing.selector import FixedSelector
 
 from random_models import CONFIGS, VOCAB, prompts_of, random_model
-from tiny import FixedSelector, NumberTokenizer
+from tiny import NumberTokenizer
 
 
 def expected(model: LanguageModel, prompt: list[int], count: int) -> list[int]:
@@ -114,7 +115,7 @@ def test_adapter_swaps_in_mid_answer(kind: str, fast: bool, scope: str) -> None:
 
 def test_no_draft_is_plain_decoding() -> None:
     target = random_model("llama", 0)
-    engine = Engine(target, NumberTokenizer(), None, FixedSelector())
+    engine = Engine(target, NumberTokenizer(), NoDrafter(), FixedSelector())
     prompts = prompts_of(5, seed=1)
     outputs = engine.generate(prompts, SamplingParams(max_tokens=30))
     assert [o.token_ids for o in outputs] == [expected(target, p, 30) for p in prompts]

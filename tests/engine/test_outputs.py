@@ -9,8 +9,9 @@ from moedraft.core import InvalidRequest, SamplingParams
 from moedraft.drafting.drafter import NoExperts
 from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine
+from moedraft.routing.selector import FixedSelector
 
-from tiny import FixedSelector, NumberTokenizer, TinyLM, random_table
+from tiny import NumberTokenizer, TinyLM, random_table
 
 VOCAB = 12
 

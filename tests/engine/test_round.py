@@ -187,14 +187,6 @@ def test_observers_see_the_evidence_before_its_tokens_enter_the_rows() -> None:
     assert [one.token_ids for one in rig.rows] != before
 
 
-def test_the_next_proposal_sees_what_the_last_round_left() -> None:
-    rig = Rig(prompts(), hidden=(2,))
-    rig.script.guesses = [mixed(rig), mixed(rig)]
-    first = rig()
-    rig()
-    assert [rows.last for rows in rig.script.seen] == [None, first]
-
-
 def test_a_token_tree_is_refused_by_name_and_nothing_has_changed() -> None:
     diary: list[object] = []
     tree = chain([1, 2], [], parents=torch.tensor([[-1, -1], [-1, -1]]))

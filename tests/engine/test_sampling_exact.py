@@ -18,9 +18,10 @@ from moedraft.drafting.drafter import NoExperts
 from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine
 from moedraft.kernels.philox import ACCEPT, uniform
+from moedraft.routing.selector import FixedSelector
 from moedraft.sampling import SamplingBatch, filter_logits
 
-from tiny import FixedSelector, NumberTokenizer, TinyLM, random_table
+from tiny import NumberTokenizer, TinyLM, random_table
 
 VOCAB = 8
 PROMPT = [3, 1]

@@ -10,9 +10,10 @@ from moedraft.drafting.adapter import PREFIX
 from moedraft.drafting.lora import ExpertBank
 from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine
+from moedraft.routing.selector import FixedSelector
 
 from random_models import VOCAB, prompts_of, random_model
-from tiny import FixedSelector, NumberTokenizer
+from tiny import NumberTokenizer
 
 EXPERTS = ("a", "b", "c", "d")
 

@@ -7,13 +7,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from routing_fakes import WordEmbedder, prompts
 
 from moedraft.core import SHARED, SamplingParams, Sequence
-from moedraft.evidence import Evidence, Proposal
 from moedraft.routing.router import Route, Router
-from moedraft.routing.selector import BackgroundSelector, ExpertSelector, Selector
+from moedraft.routing.selector import BackgroundSelector, Selector
 
 
 def sequence(prompt: str, **fields: object) -> Sequence:
@@ -54,14 +52,6 @@ def test_without_domains_the_shared_draft_serves(tmp_path: Path, embedder: WordE
     new = [sequence("anything")]
     Selector(Router(embedder, tmp_path)).assign(new)
     assert new[0].expert == SHARED
-
-
-def test_verification_changes_nothing(tmp_path: Path, embedder: WordEmbedder) -> None:
-    selector: ExpertSelector = Selector(Router(embedder, tmp_path))
-    row = sequence("anything", expert="sql")
-    nothing = Proposal.nothing(1, torch.device("cpu"))
-    selector.observe(Evidence([row], nothing, [[0]], [0], [False], torch.zeros(1, 1, 3)))
-    assert row.expert == "sql"
 
 
 class GatedRouter(Router):

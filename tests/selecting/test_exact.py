@@ -12,9 +12,10 @@ from random_experts import bank_of, base_of
 from moedraft import core
 from moedraft.core import SHARED, SamplingParams
 from moedraft.drafting.adapter import HEAD, Adapter
-from moedraft.drafting.drafter import Another
+from moedraft.drafting.arm_judge import FeatureJudge
+from moedraft.drafting.drafter import Another, NoDrafter
 from moedraft.drafting.feature import FeatureDrafter
-from moedraft.drafting.judge import FeatureJudge
+from moedraft.drafting.kept import ReadStates
 from moedraft.drafting.lora import ExpertBank
 from moedraft.engine.engine import Engine
 from moedraft.evidence import Evidence, Proposal, Rows
@@ -75,12 +76,14 @@ def test_greedy_answers_are_the_targets_own(tmp_path: Path, options: dict[str, o
     target = random_model("llama", 0)
     base = base_of(target, tmp_path / "draft")
     bank = bank_of(base)
-    drafter = FeatureDrafter(base.hf, bank, 4, target.vocab_size)
+    drafter = FeatureDrafter(base.hf, bank, 4, target.vocab_size, states=ReadStates())
     selector = Noted(FeatureJudge(drafter, bank))
-    engine = Engine(target, NumberTokenizer(), drafter, selector, max_batch_size=4, **options)  # type: ignore[arg-type]
+    engine = Engine(
+        target, NumberTokenizer(), drafter, selector, learners=[selector], max_batch_size=4, **options
+    )  # type: ignore[arg-type]
     prompts, params = [[5], *prompts_of(9, seed=3)], SamplingParams(max_tokens=40)
     found = engine.generate(prompts, params)
-    plain = Engine(target, NumberTokenizer(), None, FixedSelector()).generate(prompts, params)
+    plain = Engine(target, NumberTokenizer(), NoDrafter(), FixedSelector()).generate(prompts, params)
     assert [one.token_ids for one in found] == [one.token_ids for one in plain]
     assert selector.comparisons > 3
     if options.get("adaptive_budget") is False:
@@ -155,13 +158,14 @@ def chi2(counts: Counter[tuple[int, ...]], model: TinyLM) -> float:
 def sampled(kind: type[FeatureDrafter], runs: int = RUNS) -> tuple[Counter[tuple[int, ...]], Noted]:
     target, base = TinyLM(random_table(VOCABULARY, 1)), TinyBase()
     bank = tiny_bank(base)
-    drafter = kind(base.hf, bank, 32, VOCABULARY)
+    drafter = kind(base.hf, bank, 32, VOCABULARY, states=ReadStates())
     selector = Noted(FeatureJudge(drafter, bank))
     engine = Engine(
         target,
         NumberTokenizer(),
         drafter,
         selector,
+        learners=[selector],
         max_batch_size=32,
         adaptive_budget=False,
         num_speculative_tokens=2,

@@ -63,7 +63,7 @@ def plan(**fields: Any) -> GenerationPlan:
 def said(text: str, token_ids: list[int], top: list[tuple[tuple[int, float], ...]]) -> RequestOutput:
     logprobs = [TokenLogprobs(-1.0 - i, one) for i, one in enumerate(top)]
     row = Sequence("r", [1, *token_ids], 1, SamplingParams(), 0)
-    return replace(output_of(row, text), text=text, finish_reason="length", logprobs=logprobs)
+    return replace(output_of(row, text, now=0.0), text=text, finish_reason="length", logprobs=logprobs)
 
 
 def test_offsets_count_letters_of_the_text() -> None:

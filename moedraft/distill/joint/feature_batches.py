@@ -18,7 +18,7 @@ import torch
 from torch.nn.functional import pad
 
 from moedraft.core import ReplayRecord
-from moedraft.distill.joint.states import States
+from moedraft.distill.joint.record_states import States
 
 MAX_CONTEXT = 256  # tokens of the prompt that the drafter reads in an update, from its end
 OUTSIDE = -1  # a token that cannot be drafted
@@ -69,7 +69,7 @@ class DraftVocabulary:
 
 
 @dataclass(frozen=True)
-class _Row:
+class _CutRecord:
     """One record, cut to what an update reads of it."""
 
     record: ReplayRecord
@@ -139,10 +139,10 @@ def within(ids: torch.Tensor, logprobs: torch.Tensor) -> tuple[torch.Tensor, tor
     return ids, kept - left.clamp(min=torch.finfo(left.dtype).tiny).log()
 
 
-def _cut(record: ReplayRecord, max_tokens: int) -> _Row:
+def _cut(record: ReplayRecord, max_tokens: int) -> _CutRecord:
     first = max(0, record.num_prompt_tokens - min(MAX_CONTEXT, max_tokens // 2))
     room = max_tokens - (record.num_prompt_tokens - first)
-    return _Row(record, first, min(len(record.topk_ids), room))
+    return _CutRecord(record, first, min(len(record.topk_ids), room))
 
 
 def taught_at(batch: FeatureBatch, step: int) -> Taught:

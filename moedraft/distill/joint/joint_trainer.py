@@ -24,7 +24,7 @@ from moedraft.distill.joint.averages import AveragingAdamW, averaged
 from moedraft.distill.joint.feature_batches import DraftVocabulary, FeatureBatch, collate
 from moedraft.distill.joint.joint_loss import acceptance, loss_of
 from moedraft.distill.joint.joint_student import MODULES, JointStudent
-from moedraft.distill.joint.states import States
+from moedraft.distill.joint.record_states import States
 from moedraft.distill.trainer import LAST_RATE, MEASURED, OnStep, is_held_out
 from moedraft.feature.expert_vocabularies import Vocabularies
 from moedraft.feature.vocabulary import union

@@ -109,7 +109,7 @@ class SecondLook:
         return found
 
     def _pair(self, made: Mapping[str, Candidate], domain: str) -> tuple[Serving, Serving]:
-        """What drafts for `domain` now, and what would with the candidates."""
+        """The adapters that draft for `domain` now, and those that would if the candidates were published."""
         some = next(iter(made.values()))
         before = {name: self._live(name, some) for name in {SHARED, domain}}
         after = {name: made.get(name) or weights for name, weights in before.items()}

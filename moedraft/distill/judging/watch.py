@@ -110,12 +110,15 @@ class Watch:
         return by_domain
 
     def _serving(self, live: AdapterVersion, domain: str) -> Serving:
-        """What drafts for this domain now."""
+        """The adapters that draft for `domain` now."""
         names = {SHARED, domain}
         return {name: self._weights(self.store.registry.lineage(name, live.base_hash)) for name in names}
 
     def _without(self, live: AdapterVersion, domain: str) -> Serving:
-        """What would draft for it after a rollback of `live`: experts follow the shared adapter back."""
+        """The adapters that would draft for `domain` after a rollback of `live`.
+
+        Where `live` is the shared adapter, experts that were trained above it are taken back with it.
+        """
         lines = {name: self.store.registry.lineage(name, live.base_hash) for name in {SHARED, domain}}
         lines[live.domain] = lines[live.domain][1:]
         if live.domain == SHARED and domain != SHARED:

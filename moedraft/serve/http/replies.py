@@ -13,6 +13,7 @@ from typing_extensions import TypedDict  # pydantic requires this one before Pyt
 from moedraft.core import RequestOutput, TokenLogprobs
 from moedraft.serve.http.plan import GenerationPlan
 from moedraft.serve.http.prompts import Piece
+from moedraft.speculation import SpeculationStats
 
 LOWEST = -9999.0  # OpenAI's value for a probability of zero
 
@@ -192,22 +193,18 @@ def usage_of(outputs: Sequence[RequestOutput], n: int) -> Usage:
 
 
 def metrics_of(outputs: Sequence[RequestOutput]) -> AnswerMetrics:
-    drafts = sum(output.speculation.num_drafts for output in outputs)
-    drafted = sum(output.speculation.num_draft_tokens for output in outputs)
-    accepted = sum(output.speculation.num_accepted_tokens for output in outputs)
+    stats = sum((output.speculation for output in outputs), SpeculationStats())
     used = {(output.expert, output.adapter_version) for output in outputs}
     expert, version = used.pop() if len(used) == 1 else (None, None)
     return {
         "speculative_decoding": {
-            "mean_acceptance_length": 1 + accepted / drafts if drafts else None,
-            "draft_acceptance_rate": accepted / drafted if drafted else None,
-            "num_drafts": drafts,
-            "num_draft_tokens": drafted,
-            "num_accepted_tokens": accepted,
-            "num_lookup_tokens": sum(output.speculation.num_lookup_tokens for output in outputs),
-            "num_accepted_lookup_tokens": sum(
-                output.speculation.num_accepted_lookup_tokens for output in outputs
-            ),
+            "mean_acceptance_length": stats.mean_acceptance_length,
+            "draft_acceptance_rate": stats.draft_acceptance_rate,
+            "num_drafts": stats.num_drafts,
+            "num_draft_tokens": stats.num_draft_tokens,
+            "num_accepted_tokens": stats.num_accepted_tokens,
+            "num_lookup_tokens": stats.num_lookup_tokens,
+            "num_accepted_lookup_tokens": stats.num_accepted_lookup_tokens,
             "expert": expert,
             "adapter_version": version,
         }

@@ -16,20 +16,18 @@ from torch.nn.functional import scaled_dot_product_attention
 from moedraft import core
 from moedraft.core import SHARED
 from moedraft.drafting.adapter import HEAD, Delta
-from moedraft.drafting.feature import FeatureDrafter, ReadStates
+from moedraft.drafting.feature import FeatureDrafter
 from moedraft.drafting.layer import Multiplies
 from moedraft.drafting.lora import ExpertBank
 from moedraft.evidence import Passage
 
-KEPT = 48  # states of a row that are kept
-
 
 class FeatureJudge:
-    """Compares the experts of `bank` on what `drafter` has read."""
+    """Compares the experts of `bank` on what `drafter` has read, which keeps its last states."""
 
     def __init__(self, drafter: FeatureDrafter, bank: ExpertBank) -> None:
-        self.drafter, self.bank = drafter, bank
-        self.states = drafter.states = ReadStates(KEPT)
+        assert drafter.states is not None, "the drafter must keep the states that it reads"
+        self.drafter, self.bank, self.states = drafter, bank, drafter.states
 
     @property
     def arms(self) -> list[str]:

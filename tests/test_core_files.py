@@ -11,7 +11,7 @@ import pytest
 
 PATTERN = Path("/proc/sys/kernel/core_pattern")
 DIE = "import os; os.abort()"
-SILENT = f"from moedraft.cpu.memory import write_no_core_file; write_no_core_file(); {DIE}"
+SILENT = f"from moedraft.privacy import write_no_core_file; write_no_core_file(); {DIE}"
 
 
 def core_files(folder: Path, code: str) -> list[Path]:

@@ -9,9 +9,10 @@ import torch
 from random_experts import bank_of, base_of
 
 from moedraft.core import SHARED, SamplingParams, Sequence
+from moedraft.drafting.arm_judge import FeatureJudge
 from moedraft.drafting.base import FeatureBase, first_guesses
-from moedraft.drafting.feature import FeatureDrafter, ReadStates
-from moedraft.drafting.judge import KEPT, FeatureJudge
+from moedraft.drafting.feature import FeatureDrafter
+from moedraft.drafting.kept import KEPT, ReadStates
 from moedraft.engine.engine import Engine
 from moedraft.models import LanguageModel
 from moedraft.routing.selector import FixedSelector
@@ -67,7 +68,7 @@ def test_verdicts_are_those_of_each_expert_alone(
 ) -> None:
     """Rows of several lengths in changing slots, with other experts drafting than those compared."""
     bank = bank_of(base)
-    drafter = FeatureDrafter(base.hf, bank, 3, target.vocab_size)
+    drafter = FeatureDrafter(base.hf, bank, 3, target.vocab_size, states=ReadStates())
     looking = Looking()
     looking.judge = FeatureJudge(drafter, bank)
     engine = Engine(
@@ -94,7 +95,7 @@ def test_verdicts_are_those_of_each_expert_alone(
 
 def test_what_the_batch_drafts_with_stays_set(target: LanguageModel, base: FeatureBase) -> None:
     bank = bank_of(base)
-    drafter = FeatureDrafter(base.hf, bank, 2, target.vocab_size)
+    drafter = FeatureDrafter(base.hf, bank, 2, target.vocab_size, states=ReadStates())
     judge = FeatureJudge(drafter, bank)
     engine = Engine(target, NumberTokenizer(), drafter, FixedSelector(), max_batch_size=2)
     for name in ("a", "c"):
@@ -125,12 +126,24 @@ def test_the_states_kept_are_the_last_ones() -> None:
     assert states.span(one) == (0, 0)
 
 
-def test_nothing_is_kept_where_nobody_compares(target: LanguageModel, base: FeatureBase) -> None:
-    drafter = FeatureDrafter(base.hf, bank_of(base), 1, target.vocab_size)
+@pytest.mark.parametrize("compared", [False, True])
+def test_states_are_kept_while_a_request_runs_where_experts_are_compared(
+    target: LanguageModel, base: FeatureBase, compared: bool
+) -> None:
+    states = ReadStates() if compared else None
+    bank = bank_of(base)
+    drafter = FeatureDrafter(base.hf, bank, 1, target.vocab_size, states=states)
     engine = Engine(target, NumberTokenizer(), drafter, FixedSelector(), max_batch_size=1)
-    engine.generate(prompts_of(1, seed=1), SamplingParams(max_tokens=5))
-    assert drafter.states is None
-    judge = FeatureJudge(drafter, drafter.bank)  # type: ignore[arg-type]
-    engine.generate([list(range(1, 90))], SamplingParams(max_tokens=KEPT))
-    assert judge.states.span(row(0, 1)) == (0, 0)
-    assert not judge.states._kept
+    engine.add(list(range(1, 90)), SamplingParams(max_tokens=KEPT))
+    engine.step()
+    [running] = engine.sequences
+    if states is None:
+        with pytest.raises(AssertionError, match="keep the states"):
+            FeatureJudge(drafter, bank)
+        return
+    first, end = FeatureJudge(drafter, bank).states.span(running)
+    assert end - first >= KEPT
+    while engine.has_work:
+        engine.step()
+    assert states.span(running) == (0, 0)
+    assert not states._kept

@@ -1,0 +1,61 @@
+"""A replay record as a row of its table, and back."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from sqlalchemy import Row
+
+from moedraft.core import ReplayRecord
+from moedraft.storage.codec import DamagedPayload, decode, encode, shares_of
+
+log = logging.getLogger(__name__)
+
+
+def row_of(record: ReplayRecord, draw: float) -> dict[str, Any]:
+    """The table's row. draw: the record's random number, by which a reservoir keeps it or not."""
+    return {
+        "domain": record.domain,
+        "expert": record.expert,
+        "adapter_version": record.adapter_version,
+        "target_id": record.target_id,
+        "num_prompt_tokens": record.num_prompt_tokens,
+        "drafted": record.drafted,
+        "accepted": record.accepted,
+        "created_at": record.created_at,
+        "draw": draw,
+        "payload": encode(record),
+        "source": record.source,
+        "pinned": record.pinned,
+        "weights": json.dumps(record.weights) if record.weights else None,
+        "heard": json.dumps(record.heard) if record.heard else None,
+    }
+
+
+def decoded(rows: Iterable[Row[Any]]) -> Iterator[ReplayRecord]:
+    """Records of `rows`; a damaged one is left out and logged."""
+    for row in rows:
+        try:
+            payload = decode(row.payload, row.num_prompt_tokens)
+        except DamagedPayload as error:
+            log.warning("replay record %d of '%s' is damaged and skipped: %s", row.id, row.domain, error)
+            continue
+        yield ReplayRecord(
+            domain=row.domain,
+            expert=row.expert,
+            adapter_version=row.adapter_version,
+            target_id=row.target_id,
+            num_prompt_tokens=row.num_prompt_tokens,
+            drafted=row.drafted,
+            accepted=row.accepted,
+            created_at=row.created_at,
+            source=row.source,
+            pinned=row.pinned,
+            weights=shares_of(row.weights),
+            heard=shares_of(row.heard),
+            id=row.id,
+            **payload._asdict(),
+        )
