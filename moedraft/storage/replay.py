@@ -6,6 +6,7 @@ The shared adapter has no second copy: its buffer is the records of all domains,
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from random import Random
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 Policy = Literal["fifo", "reservoir", "hardest"]
 CHUNK = 32  # rows of a sample that are in memory at once
+
+log = logging.getLogger(__name__)
 
 _drafted = case((replay.c.drafted > 0, replay.c.drafted), else_=1)
 _rate = case((replay.c.drafted > 0, replay.c.accepted * 1.0 / _drafted), else_=1.0)
