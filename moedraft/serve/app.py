@@ -59,6 +59,7 @@ def create_app(
         BodyLimit,
         max_bytes=lambda path: PUBLIC_BYTES if access_of(path) == "public" else settings.max_body_bytes,
         seconds=settings.body_timeout,
+        room=settings.max_body_bytes * (settings.max_batch_size + worker.max_waiting),
     )
     app.add_middleware(Admission, check_room=lambda: worker.check_room(context.prompts.waiting))
     app.add_middleware(Guard, authority=authority)

@@ -8,6 +8,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,34 @@ def test_a_body_as_large_as_allowed_is_read(client: httpx.Client) -> None:
         "/v1/completions", content=content + b" ", headers={"content-type": "application/json"}
     )
     assert response.status_code == 413
+
+
+def test_unfinished_large_bodies_take_a_bounded_room(tmp_path: Path) -> None:
+    """They arrive before there is a queue that could be full. Small ones are taken all the same."""
+    few = {"max_body_bytes": 300_000, "max_batch_size": 1, "max_connections": 30}  # 600 kB
+    small = {"model": TARGET, "prompt": "1 2 3", "max_tokens": 2}
+    large = json.dumps(small).encode().ljust(290_000)
+    with served(tmp_path, max_waiting=1, **few) as found, found.client() as client:
+        start = HEAD + f"content-length: {len(large)}\r\n\r\n".encode() + large[:280_000]
+        crowd = [socket.create_connection(found.address, timeout=10) for _ in range(10)]
+        for connection in crowd:
+            connection.sendall(start)
+        refused = 0
+        for connection in crowd:
+            connection.settimeout(1)
+            with suppress(TimeoutError):
+                refused += connection.recv(65536).startswith(b"HTTP/1.1 429")
+        assert 8 <= refused < 10
+        headers = {"content-type": "application/json"}
+        assert client.post("/v1/completions", json=small).status_code == 200
+        for connection in crowd:
+            connection.close()
+
+        def taken() -> bool:
+            return client.post("/v1/completions", content=large, headers=headers).status_code == 200
+
+        wait_for(taken)
+        assert all(taken() for _ in range(5))  # each gives its room back
 
 
 def test_huge_headers_are_refused(tiny: Served) -> None:

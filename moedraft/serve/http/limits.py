@@ -7,14 +7,16 @@ time.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moedraft.core import MoedraftError
 from moedraft.serve.http.errors import ApiError, api_error
+
+SMALL = 2**16  # bytes of a body
 
 
 class Admission:
@@ -38,26 +40,57 @@ class Admission:
 
 
 class BodyLimit:
-    """Reads the body before the route runs: at most `max_bytes(path)`, within `seconds`."""
+    """Reads the body before the route runs: at most `max_bytes(path)`, within `seconds`.
 
-    def __init__(self, app: ASGIApp, max_bytes: Callable[[str], int], seconds: float) -> None:
+    Bodies of more than SMALL bytes take at most `room` bytes together, until their requests are answered;
+    one for which there is no room is refused. Small ones are bounded by the number of connections.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: Callable[[str], int], seconds: float, room: int) -> None:
         self.app, self.max_bytes, self.seconds = app, max_bytes, seconds
+        self.room = room
+        self.held = 0  # bytes of large bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        with self._share() as take:
+            answer = await self._read_or_refuse(scope, receive, take)
+            if isinstance(answer, bytes):
+                await self.app(scope, _replay(answer, receive), send)
+                return
+        await answer.response()(scope, receive, send)  # which may take until the rest of the body is there
+
+    async def _read_or_refuse(
+        self, scope: Scope, receive: Receive, take: Callable[[int], None]
+    ) -> bytes | ApiError:
         most = self.max_bytes(scope["path"])
         try:
             _check_length(scope, most)
             async with asyncio.timeout(self.seconds):
-                body = await _read(receive, most)
+                return await _read(receive, most, take)
         except TimeoutError:
-            await _too_slow().response()(scope, receive, send)
+            return _too_slow()
         except ApiError as error:
-            await error.response()(scope, receive, send)
-        else:
-            await self.app(scope, _replay(body, receive), send)
+            return error
+
+    @contextmanager
+    def _share(self) -> Iterator[Callable[[int], None]]:
+        """What takes room for a body that has so many bytes now, or raises ApiError 429; freed at the end."""
+        taken = 0
+
+        def take(size: int) -> None:
+            nonlocal taken
+            if size > SMALL:
+                if self.held + size - taken > self.room:
+                    raise _no_room()
+                self.held, taken = self.held + size - taken, size
+
+        try:
+            yield take
+        finally:
+            self.held -= taken
 
 
 def _check_length(scope: Scope, most: int) -> None:
@@ -67,7 +100,7 @@ def _check_length(scope: Scope, most: int) -> None:
                 _check(int(value), most)
 
 
-async def _read(receive: Receive, most: int) -> bytes:
+async def _read(receive: Receive, most: int, take: Callable[[int], None]) -> bytes:
     body = bytearray()
     while True:
         message = await receive()
@@ -75,6 +108,7 @@ async def _read(receive: Receive, most: int) -> bytes:
             raise ClientDisconnect
         body += message.get("body", b"")
         _check(len(body), most)
+        take(len(body))
         if not message.get("more_body", False):
             return bytes(body)
 
@@ -96,6 +130,11 @@ def _replay(body: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return replay
+
+
+def _no_room() -> ApiError:
+    headers = {"retry-after": "1"}
+    return ApiError(429, "Too many large requests are sent at once.", code="overloaded", headers=headers)
 
 
 def _too_slow() -> ApiError:
