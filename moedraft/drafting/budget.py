@@ -22,7 +22,7 @@ from moedraft.evidence import Proposal
 
 @dataclass(frozen=True)
 class Plan:
-    """What a round should draft. Plain decoding: neither."""
+    """What a round should draft. A round that decodes plainly has neither `model` nor `looking`."""
 
     model: bool = False  # the draft model guesses for rows that look nothing up
     looking: Mapping[int, int] = field(default_factory=dict)  # rows that take what they looked up: how far
@@ -74,7 +74,9 @@ class Budget:
 
     @property
     def speedup(self) -> float | None:
-        """Against plain decoding: what the last rounds would have taken plainly over what they took.
+        """How many times as fast as plain decoding the last rounds were.
+
+        It is the time that they would have taken plainly divided by the time that they took.
 
         Plain times come from plain rounds of as many rows; None until there was one. Both are typical
         times (medians), so that a round in which a request came or went counts for nothing.
@@ -89,7 +91,7 @@ class Budget:
     def plan(
         self, means: Mapping[int, float], found: Mapping[int, list[float]], rows: int, least: int = 0
     ) -> Plan:
-        """What a round of `rows` drafts: the way to the most tokens per time.
+        """Decide what a round of `rows` rows drafts, so that it gives the most tokens per time.
 
         means: of the rows for which the model could draft, how likely a token of it is accepted. found: of
         those that have something looked up, the chances that its tokens up to each are accepted. least:
@@ -244,5 +246,5 @@ class StopRule:
 
 
 def survival_of(chances: list[float]) -> list[float]:
-    """Each token's chance, if those before it are accepted → the chance that all up to it are."""
+    """Chances of each token if those before it are accepted → chances that all tokens up to it are."""
     return list(accumulate(chances, mul))

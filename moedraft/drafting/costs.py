@@ -58,7 +58,10 @@ class RoundCosts:
             self._slopes.pop(rows, None)
 
     def _forget(self, rows: int, before: int) -> None:
-        """Drop shapes not seen since: one slow moment must not rule out a draft length for ever."""
+        """Drop the shapes whose last round lies before `before`.
+
+        Else one slow moment could rule out a draft length for ever.
+        """
         for shape in [one for one in self.samples[rows] if self._seen[rows, one] < before]:
             del self.samples[rows][shape], self._seen[rows, shape]
 

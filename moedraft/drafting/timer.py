@@ -41,7 +41,7 @@ class RoundTimer:
 
     @contextmanager
     def round(self) -> Iterator[None]:
-        """After it, `ms` is what this round cost."""
+        """Time one round. Afterwards `ms` is what it cost."""
         began, self._apart = self._clock(), 0.0
         yield
         now = self._clock()
@@ -58,7 +58,10 @@ class RoundTimer:
 
     @contextmanager
     def selecting(self) -> Iterator[None]:
-        """Between two rounds, and no part of what either costs: it is not done in every one."""
+        """Time the choice of experts between two rounds, and keep it out of what either round costs.
+
+        It is not made at every round.
+        """
         began = self._clock()
         yield
         spent = self._clock() - began
@@ -66,7 +69,7 @@ class RoundTimer:
         self._ended += spent
 
     def interrupted(self) -> None:
-        """Something else than a round takes place now: the time until the next round is not the round's."""
+        """Called when something else than a round is done: its time is not added to the next round."""
         self._ended = math.inf
 
     def verifying(self, work: Callable[P, T]) -> Callable[P, T]:
