@@ -15,13 +15,13 @@ ABOUT = {
     "verify_chain": (2, "two softmaxes, gathers, a draw", "engine/verification.py: every step that samples"),
     "verify_chain, greedy": (2, "argmax, compare", "engine/verification.py: every greedy step"),
     "verify_chain, filtered": (
-        2,
+        3,
         "sort, softmaxes, a draw",
         "engine/verification.py: steps with top-k or top-p",
     ),
-    "filter_logits": (
-        0,
-        "a full sort",
+    "find_cuts": (
+        1,
+        "a full sort, filtered logits in memory",
         "engine/verification.py, drafting/drawing.py: steps with top-k or top-p",
     ),
     "sample_draft": (2, "softmax, a draw", "drafting/drawing.py: every drafted token"),

@@ -30,7 +30,7 @@ TARGETS: list[tuple[str, dict[str, Any], tuple[str, ...], float | None]] = [
     ("verify, B = 1, in a CUDA graph", {"batch": 1, **VERIFY}, GRAPH, 10),
     ("verify, B = 64, in a CUDA graph", {"batch": 64, **VERIFY}, GRAPH, 34),
     ("verify, B = 256, in a CUDA graph", {"batch": 256, **VERIFY}, GRAPH, 200),
-    ("top-p filter, B = 64", {"operation": "filter_logits", "batch": 64, "top_k": 0}, EVENTS, 150),
+    ("top-p filter, B = 64", {"operation": "find_cuts", "batch": 64, "top_k": 0}, EVENTS, 150),
     *[
         (
             f"{name}, B = {batch}, in a CUDA graph",

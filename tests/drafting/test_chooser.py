@@ -10,10 +10,12 @@ import torch
 
 from moedraft.core import SHARED, Sequence
 from moedraft.drafting.budget import Budget, Plan
-from moedraft.drafting.chooser import Chooser, DraftLimits, DraftSource
+from moedraft.drafting.chooser import Chooser, DraftLimits, DraftSource, merged
 from moedraft.drafting.drafter import Another, NoDrafter
 from moedraft.drafting.timer import RoundTimer
 from moedraft.evidence import NOBODY, Evidence, Proposal, Rows
+from moedraft.kernels import Cuts
+from moedraft.kernels.cuts import NO_LAST
 
 from rounds import chain, evidence_of, row, rows_of
 
@@ -158,6 +160,16 @@ def test_what_is_looked_up_is_certain_among_sampled_rows() -> None:
     even = torch.full((2, VOCAB), 1 / VOCAB)
     torch.testing.assert_close(probs[1, :2], even)  # the model's own stay as they are
     assert made.lse[1, :2].tolist() == pytest.approx([torch.tensor(VOCAB).log().item()] * 2)
+
+
+def test_cuts_exclude_nothing_of_what_is_looked_up() -> None:
+    looked, drawn = chain([1, 2, 3], [], source="lookup"), chain([5, 6], [7, 8])
+    cuts = Cuts(torch.full((2, 2), 0.5), torch.full((2, 2), 4, dtype=torch.int32))
+    made = merged(replace(drawn, cuts=cuts), looked)
+    assert made.cuts is not None
+    assert made.cuts.value.tolist() == [[-torch.inf] * 3, [0.5, 0.5, -torch.inf]]
+    assert made.cuts.last.tolist() == [[NO_LAST] * 3, [4, 4, NO_LAST]]
+    assert cuts.value.tolist() == [[0.5, 0.5]] * 2  # a copy was made
 
 
 def test_without_a_lookup_the_models_proposal_is_passed_on() -> None:

@@ -236,8 +236,8 @@ def test_it_follows_the_target(device: str) -> None:
     propose = partial(kernels.sample_draft, draft.expand(batch, VOCAB), 1.0, seed, backend="reference")
     drawn = [propose(position + j) for j in range(2)]
     tokens, count, _ = verify_block(
-        target.expand(batch, 3, VOCAB), torch.stack([token for token, _ in drawn], 1),
-        draft.expand(batch, 2, VOCAB), draft_lse=torch.stack([lse for _, lse in drawn], 1),
+        target.expand(batch, 3, VOCAB), torch.stack([one[0] for one in drawn], 1),
+        draft.expand(batch, 2, VOCAB), draft_lse=torch.stack([one[1] for one in drawn], 1),
         temperature=1.0, seed=seed, position=position, backend="triton",
     )  # fmt: skip
     probs = torch.softmax(target.double().cpu(), -1)

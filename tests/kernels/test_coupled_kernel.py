@@ -48,7 +48,7 @@ def coupled_chain(length: int, vocab: int, device: str, batch: int = 16, **how: 
     """A chain whose tokens were drawn with the noise that verification uses."""
     chain = make_chain(batch, length, vocab, device=device, temperature=TEMPERATURES, spread=0.2, **how)  # type: ignore[arg-type]
     for j in range(length):
-        drawn, _ = sample_coupled(
+        drawn, _, _ = sample_coupled(
             chain.draft[:, j],
             chain.temperature,
             chain.seed,
@@ -88,11 +88,12 @@ def test_tokens_equal_the_references(case: dict[str, object], device: str) -> No
 def test_drafts_equal_the_references(case: dict[str, object], device: str) -> None:
     logits, temperatures, *noise = first_rows(coupled_chain(device=device, **case))  # type: ignore[arg-type]
     for temperature in (temperatures, 0.7, 0.0):  # 0.7 is another number in float64 than in float32
-        (tokens, lse), (expected, exact) = (
+        (tokens, lse, top), (expected, exact, likeliest) = (
             sample_coupled(logits, temperature, *noise, backend) for backend in ("triton", "reference")
         )
         assert torch.equal(tokens, expected)
         assert torch.allclose(lse, exact, rtol=1e-6, atol=2e-6)
+        assert torch.allclose(top, likeliest, rtol=1e-5)
         assert (tokens.dtype, lse.dtype) == (torch.int64, torch.float32)
 
 
@@ -105,7 +106,7 @@ def test_the_production_chunk(device: str) -> None:
     assert verify.chunk_width(33_000) == 4096
     chain = coupled_chain(1, 33_000, device, batch=3)
     assert both(chain)
-    drawn, _ = sample_coupled(*first_rows(chain), backend="triton")
+    drawn, _, _ = sample_coupled(*first_rows(chain), backend="triton")
     assert torch.equal(drawn, chain.run("reference", verify_coupled)[0][:, 0])
 
 
@@ -157,7 +158,7 @@ def test_broken_rows(value: str, position: int, device: str) -> None:
     else:
         chain.target[::2, position, 280] = float(value)
     assert both(chain)
-    tokens, lse = sample_coupled(
+    tokens, lse, _ = sample_coupled(
         chain.target[:, position], chain.temperature, chain.seed, chain.position, "triton"
     )
     assert tokens[::2].tolist() == [0] * 6
@@ -213,7 +214,7 @@ def test_it_follows_the_target(device: str) -> None:
     batch = 200_000 if device == "cuda" else 160
     logits = tables(device)[0][0]
     seed = torch.arange(batch, device=device)
-    tokens, _ = sample_coupled(logits.expand(batch, VOCAB), 1.0, seed, seed * 0 + 9, "triton")
+    tokens, _, _ = sample_coupled(logits.expand(batch, VOCAB), 1.0, seed, seed * 0 + 9, "triton")
     probs = torch.softmax(logits.double().cpu(), -1)
     order = probs.argsort()
     groups = order.reshape(4, 4) if device == "cpu" else order.reshape(16, 1)  # enough expected in every cell

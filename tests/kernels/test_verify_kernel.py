@@ -10,7 +10,7 @@ from chain_cases import Chain, make_chain
 from torch import Tensor
 
 from moedraft import kernels
-from moedraft.kernels import primitives, reference, verify
+from moedraft.kernels import backends, primitives, reference, verify
 from moedraft.kernels import verify_kernels as kernel
 
 CASES = [
@@ -157,7 +157,7 @@ def test_triton_without_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ValueError, match="CUDA"):
         chain.run("triton")
     assert chain.run("auto")[0].shape == (1, 2)  # CPU tensors go to the reference
-    monkeypatch.setattr(kernels, "_HAS_TRITON", False)
+    monkeypatch.setattr(backends, "HAS_TRITON", False)
     with pytest.raises(ValueError, match="install"):
         chain.run("triton")
 
