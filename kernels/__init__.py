@@ -234,9 +234,11 @@ def sample_draft(
     """Draw one token per row of logits [B, V], by an inverse CDF at Philox (seed, position, propose).
 
     logits are filtered (-inf) but not divided by the temperature; temperature float32 [B] or one float; seed,
-    position int64 [B], the position of the token that is drawn. Returns tokens int64 [B], and lse float32 [B]
-    = logsumexp(logits / temperature), which `verify_chain` takes as draft_lse. Greedy rows (temperature up to
-    1e-5) give the argmax, lowest index on ties, and the lse of the unscaled logits. A row with a NaN, a
+    position int64 [B], the position of the token that is drawn. Returns tokens int64 [B]; lse float32 [B] =
+    logsumexp(logits / temperature), which `verify_chain` takes as draft_lse; and the probability of the most
+    likely token, float32 [B]. Greedy rows (temperature up to 1e-5) give the argmax, lowest index on ties, and
+    both numbers of the unscaled logits. A row with a NaN, a +inf or nothing but -inf gives token 0 and NaN
+    for both. Raises ValueError for shapes or a backend that do not fit.
     """
     check_draft(logits)
     check_cuts(logits, cuts, "cuts")
@@ -265,9 +267,10 @@ def find_cuts(
     what is at least min_p times as likely as the most likely token. Rows with a NaN, a +inf or nothing but
     −inf are left as they are.
 
-    The Triton version neither sorts nor writes logits nor waits for the host. Its sums are float32, so that a
-    set may differ by a token from the reference's where a sum comes within a millionth of top_p. Raises
-    ValueError for shapes, types or a backend that do not fit.
+    The Triton version neither sorts nor writes logits nor waits for the host. Its sums are float32: the mass
+    that is left is right to a millionth, and the set is the reference's but for tokens of less mass than that
+    together. Usually there is none; with a top_p within a millionth of 1 it may be several (5 of 5 000 at
+    0.999999). Raises ValueError for shapes, types or a backend that do not fit.
     """
     check_limits(logits, {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p})
     if use_triton(backend, logits):

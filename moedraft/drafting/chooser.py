@@ -87,9 +87,8 @@ class Chooser:
         if not any(row.draft for row in rows.sequences):
             return Proposal.nothing(len(rows), rows.device)
         # A seeded answer must not depend on timing, so its draft length is fixed, and one source drafts it:
-        # the model, or the lookup where that is the only one. Coupled sampling gives it whatever is drafted.
-        steady = not rows.sampling.coupled
-        fixed = [not self.limits.adaptive or (steady and row.reproducible) for row in rows.sequences]
+        # the model, or the lookup where that is the only one. See `Sequence.reproducible`.
+        fixed = [not self.limits.adaptive or row.reproducible for row in rows.sequences]
         limits = [self._limit(row, f) for row, f in zip(rows.sequences, fixed, strict=True)]
         looked = self._look_up(rows, fixed)
         experts = self.model.experts_of(rows.sequences)

@@ -250,6 +250,15 @@ def test_a_reproducible_row_is_fixed_beside_rows_that_are_not() -> None:
     assert budget.asked == [({0: 0.6, 2: 0.6}, {0: 8}, 3, 3)]
 
 
+def test_under_coupled_verification_a_seeded_row_is_free() -> None:
+    model, budget = ScriptedModel(), Planned(Plan(True, {0: 8}), steps=5)
+    seeded = {"temperature": 1.0, "seed": 3, "coupled": True}
+    made = chooser(budget, model).propose(rows_of(row(0, *LOOP, **seeded), row(1, 5, 6, **seeded)))
+    assert made.sources == ["lookup", "model"]
+    assert made.lengths == [8, 5]
+    assert budget.asked == [({0: 0.6, 1: 0.6}, {0: 8}, 2, 0)]
+
+
 @pytest.mark.parametrize("steps", [1, 2, 5])
 def test_a_row_that_is_free_goes_as_far_as_the_steps_that_pay_or_are_taken_anyway(steps: int) -> None:
     model, budget = ScriptedModel(), Planned(Plan(True), steps=steps)
