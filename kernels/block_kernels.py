@@ -76,7 +76,7 @@ def longest_accepted(shares, masses, limit, seed, position, KP: tl.constexpr):
     return tl.max(tl.where(below & (j >= 1) & (j <= limit), j, 0), axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["K"])
 def judge(
     target, target_b, target_k, target_v, target_starts, draft, draft_b, draft_k, draft_v, draft_starts,
     t_values, t_lasts, d_values, d_lasts, tokens, counts, draft_lse, temperature, seed, position,

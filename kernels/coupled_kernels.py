@@ -41,7 +41,7 @@ def gumbel(seed, position, first, SIZE: tl.constexpr):
     return -tl.log(-tl.log(u))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["K"])
 def sweep_coupled(
     logits, stride_b, stride_k, stride_v, starts, values, lasts, counts, temperature, seed, position,
     maxima, arguments, scaled, sums, V, NC, K,
@@ -84,7 +84,7 @@ def sweep_coupled(
                     tl.store(sums + row * NC + chunk, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["K"])
 def choose(
     tokens, counts, maxima, arguments, scaled, sums, lses, tops, out, num_accepted, status, V, NC, K,
     WANT_LSE: tl.constexpr, HAS_COUNTS: tl.constexpr, KP: tl.constexpr, NCP: tl.constexpr,

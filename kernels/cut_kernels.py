@@ -187,7 +187,7 @@ def by_mass(
     return value, last
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def cut(
     logits, stride_b, stride_k, stride_v, temperature, top_k, top_p, min_p, values, lasts, V, T,
     SHIFT: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr,

@@ -57,7 +57,7 @@ def _sweep_row(
             tl.store(sums + chunk, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["K", "ROWS"])
 def sweep(
     target, target_b, target_k, target_v, target_starts, draft, draft_b, draft_k, draft_v, draft_starts,
     t_values, t_lasts, d_values, d_lasts, counts, temperature, t_max, t_sum, t_arg, d_max, d_sum, arrivals,
@@ -103,7 +103,7 @@ def sweep(
                 )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["K"])
 def resolve(
     target, target_b, target_k, target_v, target_starts, draft, draft_b, draft_k, draft_v, draft_starts,
     t_values, t_lasts, d_values, d_lasts, tokens, counts, draft_lse, temperature, seed, position,

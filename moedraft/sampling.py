@@ -33,11 +33,17 @@ class SamplingBatch:
         def tensor(values: list[float] | list[int], used: bool = True) -> torch.Tensor | None:
             return torch.tensor(values, device=device) if used else None
 
+        ranks, masses = any(p.top_k for p in sampled), any(p.top_p < 1 for p in sampled)
+        chances = any(p.min_p > 0 for p in sampled)
+        if _fused(device) and (ranks or masses or chances):
+            ranks = masses = chances = (
+                True  # then one kernel is compiled, and not one for each set of filters
+            )
         return cls(
             temperature=torch.tensor([p.temperature for p in params], device=device),
-            top_k=tensor([p.top_k for p in params], any(p.top_k for p in sampled)),
-            top_p=tensor([p.top_p for p in params], any(p.top_p < 1 for p in sampled)),
-            min_p=tensor([p.min_p for p in params], any(p.min_p > 0 for p in sampled)),
+            top_k=tensor([p.top_k for p in params], ranks),
+            top_p=tensor([float(p.top_p) for p in params], masses),
+            min_p=tensor([float(p.min_p) for p in params], chances),
             seed=torch.tensor(seeds, device=device),
             greedy=not sampled,
         )
@@ -54,7 +60,7 @@ def limited(logits: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, C
 
     The kernels heed cuts while they read, so that there no filtered logits are written.
     """
-    if _fused(logits) and batch.filters:
+    if _fused(logits.device) and batch.filters:
         return logits, _cuts(logits, batch)
     return filter_logits(logits, batch), None
 
@@ -75,5 +81,5 @@ def _cuts(logits: torch.Tensor, batch: SamplingBatch) -> Cuts:
     )
 
 
-def _fused(logits: torch.Tensor) -> bool:
-    return logits.is_cuda
+def _fused(device: torch.device) -> bool:
+    return device.type == "cuda"

@@ -28,7 +28,7 @@ ROOMS = {
     "distill/joint": (10, 1350),
     "distill/judging": (9, 1250),
     "drafting": (21, 2950),
-    "engine": (14, 1500),
+    "engine": (15, 1600),
     "feature": (12, 1500),
     "insight": (10, 1520),
     "kernels": (25, 3900),
