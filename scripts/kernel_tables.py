@@ -135,12 +135,12 @@ def facts() -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for name, case in first.items():
-        launches, replaces, called_by = ABOUT[name]
+        said = ABOUT[name]
         shape = ", ".join(f"{key} {value}" for key, value in case.shape.items())
         least = microseconds(case.floor_bytes / BANDWIDTH * 1e6)
-        size, launched = f"{case.floor_bytes / 1e6:,.1f} MB", launches or "PyTorch"
-        path = f"`{called_by.split(':')[0]}`" if "/" in called_by.split(",")[0] else called_by
-        lines.append(f"| {name} | {shape} | {size} | {least} | {launched} | {replaces} | {path} |")
+        size, launched = f"{case.floor_bytes / 1e6:,.1f} MB", said.launches
+        who = f"`{said.called_by}`: {said.when}"
+        lines.append(f"| {name} | {shape} | {size} | {least} | {launched} | {said.replaces} | {who} |")
     return "\n".join(lines)
 
 
