@@ -50,6 +50,15 @@ def test_tokens_equal_the_references(case: dict[str, object], device: str) -> No
     assert int((fused[1] < case["length"]).sum()) > 0  # type: ignore[operator]
 
 
+def test_the_production_chunk(device: str) -> None:
+    """Nine chunks, the last one not full: with the draft's statistics, its lse, and a certain draft."""
+    assert verify.chunk_width(33_000) == 4096
+    chain = make_chain(3, 2, 33_000, device=device, temperature=[1.0, 0.8, 0.0], spread=1.0)
+    for changes in ({}, {"draft_lse": chain.extra["lse"]}, {"draft_logits": None}):
+        fused, plain = (chain.run(backend, **changes) for backend in ("triton", "reference"))  # type: ignore[arg-type]
+        assert all(torch.equal(a, b) for a, b in zip(fused, plain, strict=True))
+
+
 def test_only_the_fused_path_ran_in_two_launches(
     device: str, monkeypatch: pytest.MonkeyPatch, launched: list[str]
 ) -> None:
