@@ -44,7 +44,7 @@ def both(chain: Chain, **changes: object) -> bool:
     return same(found, expected)
 
 
-def coupled_chain(length: int, vocab: int, device: str, batch: int = 16, **how: object) -> Chain:
+def coupled_chain(length: int, vocab: int, device: str, batch: int = 8, **how: object) -> Chain:
     """A chain whose tokens were drawn with the noise that verification uses."""
     chain = make_chain(batch, length, vocab, device=device, temperature=TEMPERATURES, spread=0.2, **how)  # type: ignore[arg-type]
     for j in range(length):
@@ -77,7 +77,7 @@ def test_the_noise_is_the_references(device: str) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_tokens_equal_the_references(case: dict[str, object], device: str) -> None:
-    chain = coupled_chain(device=device, batch=4096 if device == "cuda" else 16, **case)  # type: ignore[arg-type]
+    chain = coupled_chain(device=device, batch=4096 if device == "cuda" else 8, **case)  # type: ignore[arg-type]
     assert both(chain)
     count = chain.run("triton", verify_coupled)[1]
     if case["length"] and case["vocab"] != 1:
@@ -152,7 +152,7 @@ def test_ragged_and_packed_rows(device: str) -> None:
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
 @pytest.mark.parametrize("position", [0, 2])
 def test_broken_rows(value: str, position: int, device: str) -> None:
-    chain = coupled_chain(2, 300, device, batch=12)
+    chain = coupled_chain(2, 300, device, batch=6)
     if value == "-inf":
         chain.target[::2, position] = float(value)
     else:
@@ -161,10 +161,10 @@ def test_broken_rows(value: str, position: int, device: str) -> None:
     tokens, lse, _ = sample_coupled(
         chain.target[:, position], chain.temperature, chain.seed, chain.position, "triton"
     )
-    assert tokens[::2].tolist() == [0] * 6
-    assert lse.isnan().tolist() == [True, False] * 6
+    assert tokens[::2].tolist() == [0] * 3
+    assert lse.isnan().tolist() == [True, False] * 3
     if position == 0:
-        assert chain.run("triton", verify_coupled)[2].tolist() == [kernels.TARGET_INVALID, 0] * 6
+        assert chain.run("triton", verify_coupled)[2].tolist() == [kernels.TARGET_INVALID, 0] * 3
 
 
 def test_filters_and_strides(device: str) -> None:

@@ -88,12 +88,12 @@ def test_ties_and_rows_that_hold_no_numbers(kind: str, device: str) -> None:
 
 def test_every_row_of_few_values(device: str) -> None:
     """Rows of five tokens with three values, under filters that cut in the middle of ties."""
-    rows = torch.tensor(list(itertools.product([0.0, 1.0, 2.5], repeat=5)))[::23].to(device)
+    rows = torch.tensor(list(itertools.product([0.0, 1.0, 2.5], repeat=5)))[::41].to(device)
     for top_k, top_p, min_p in itertools.product([0, 2], [0.3, 0.6], [0.0, 0.3]):
         assert_same(rows, **limits_of(len(rows), device, top_k=top_k, top_p=top_p, min_p=min_p))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.lists(st.sampled_from([-INF, -3.0, -0.5, 0.0, 0.5, 0.500001, 2.0, 9.0]), min_size=1, max_size=40),
     st.sampled_from([0.3, 1.0, 2.0]),
@@ -205,8 +205,7 @@ def filtered_chain(device: str, dtype: torch.dtype = torch.float32) -> tuple[Cha
     return filtered, raw, target, draft
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("with_lse", [False, True])
+@pytest.mark.parametrize(("dtype", "with_lse"), [(torch.float32, False), (torch.bfloat16, True)])
 @pytest.mark.parametrize("verify", RULES)
 def test_verification_heeds_cuts(
     verify: Callable[..., Verdict], with_lse: bool, dtype: torch.dtype, backend: str, device: str
@@ -216,8 +215,9 @@ def test_verification_heeds_cuts(
     if with_lse:
         filtered.lse = raw.lse = raw.extra["lse"]
     cuts = {"target_cuts": target, "draft_cuts": draft}
-    assert same(raw.run(backend, verify, **cuts), filtered.run(backend, verify))
-    assert not same(raw.run(backend, verify), filtered.run(backend, verify))  # the control
+    expected = filtered.run(backend, verify)
+    assert same(raw.run(backend, verify, **cuts), expected)
+    assert not same(raw.run(backend, verify), expected)  # the control
 
 
 @pytest.mark.parametrize("verify", RULES)
