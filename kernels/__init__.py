@@ -8,6 +8,7 @@
                    the answer whatever the draft (Daliri et al., arXiv 2408.07978)
     round_seeds    random numbers of their own for each round, which verify_block needs
     sample_draft   draw a draft token; returns the log-sum-exp, too, which verification needs
+    find_cuts      what top-k, top-p and min-p leave of each row, in eight bytes that the above take as cuts
     divergence     forward and reverse KL, JSD, TVD between teacher and student; loss and gradient in one call
     linear_divergence  the same from hidden states and the output layer, without the logits of all rows
 
@@ -17,18 +18,13 @@ tensors if it is installed, else the reference). Knows nothing of models, reques
 
 from __future__ import annotations
 
-import importlib.util
-import os
-from typing import Literal
-
-import torch
 from torch import Tensor
 
-from . import reference, reference_block, reference_coupled
-from .autograd import evaluate
+from . import reference, reference_block, reference_coupled, reference_cut
+from .backends import Backend, use_triton
 from .chain_inputs import check_chain, check_draft, padded
-from .divergence_inputs import check_layer, problem_of
-from .linear import Layer, computed_type, evaluate_linear
+from .cuts import Cuts, apply_cuts, check_cuts, check_limits
+from .losses import Kind, divergence, linear_divergence
 from .philox import round_seeds
 from .reference import DRAFT_INVALID, GREEDY_BELOW, TARGET_INVALID
 
@@ -36,8 +32,11 @@ __all__ = [
     "DRAFT_INVALID",
     "GREEDY_BELOW",
     "TARGET_INVALID",
+    "Cuts",
     "Kind",
+    "apply_cuts",
     "divergence",
+    "find_cuts",
     "linear_divergence",
     "round_seeds",
     "sample_coupled",
@@ -46,10 +45,6 @@ __all__ = [
     "verify_chain",
     "verify_coupled",
 ]
-
-Backend = Literal["auto", "reference", "triton"]
-Kind = Literal["fkl", "rkl", "jsd", "tvd"]
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def verify_chain(
@@ -62,6 +57,8 @@ def verify_chain(
     temperature: Tensor | float,
     seed: Tensor,
     position: Tensor,
+    target_cuts: Cuts | None = None,
+    draft_cuts: Cuts | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Accept a prefix of each row's drafted tokens and emit one more, distributed as the target's own tokens.
@@ -71,19 +68,21 @@ def verify_chain(
     draft_logits   [B, K, V] (packed: [Σ num_draft, V]); None: the draft gave each token probability 1
     draft_lse      float32 [B, K], logsumexp(draft_logits / temperature), as `sample_draft` returns it
     num_draft      int [B], drafted tokens per row, 0 ≤ num_draft ≤ K; None: up to the first -1
+    target_cuts    what filters leave of the target's rows, as `find_cuts` returns it; None: all
+    draft_cuts     the same of the draft's, as it was when the tokens were drawn
     temperature    float32 [B] or one float; a row with at most 1e-5 is greedy
     seed, position int64 [B]; position is the absolute position of the first token emitted
 
     Returns tokens int64 [B, K+1] (those accepted, one more, then -1), num_accepted int64 [B], and status
     int32 [B].
 
-    Probabilities are softmax(logits / temperature). Tokens excluded by top-k or top-p have logits of -inf; in
-    draft_logits those excluded when the token was drawn. Token x at position j of a row is accepted when
-    u·draft_probs(x) < target_probs(x), with u from Philox at (seed, position + j, accept). At the first
-    rejection the token is drawn from max(0, target − draft), normalised, or from the target's row where this
-    is zero everywhere. When all are accepted it is drawn from the target's row. Both draws are inverse CDFs
-    at (seed, position + j, resample). Greedy rows are compared with the target's argmax, the lowest index on
-    ties, and do not read draft_logits.
+    Probabilities are softmax(logits / temperature). Tokens excluded by top-k or top-p have logits of -inf, or
+    are excluded by the cuts; in draft_logits those excluded when the token was drawn. Token x at position j
+    of a row is accepted when u·draft_probs(x) < target_probs(x), with u from Philox at (seed, position + j,
+    accept). At the first rejection the token is drawn from max(0, target − draft), normalised, or from the
+    target's row where this is zero everywhere. When all are accepted it is drawn from the target's row. Both
+    draws are inverse CDFs at (seed, position + j, resample). Greedy rows are compared with the target's
+    argmax, the lowest index on ties, and do not read draft_logits.
 
     status, for the position at which the row ends:
       TARGET_INVALID  the target's row holds a NaN or +inf, or nothing but -inf. Token 0 stands there as a
@@ -95,12 +94,16 @@ def verify_chain(
     """
     packed = target_logits.dim() == 2
     check_chain(target_logits, draft_tokens, draft_logits, draft_lse, num_draft, packed)
-    if _use_triton(backend, target_logits):
+    check_cuts(target_logits, target_cuts, "target_cuts")
+    check_cuts(draft_logits, draft_cuts, "draft_cuts")
+    if use_triton(backend, target_logits):
         from . import verify  # imported on first use: Triton is optional, and slow to import
 
         return verify.verify_chain(
-            target_logits, draft_tokens, draft_logits, draft_lse, num_draft, temperature, seed, position
-        )
+            target_logits, draft_tokens, draft_logits, draft_lse, num_draft, temperature, seed, position,
+            target_cuts, draft_cuts,
+        )  # fmt: skip
+    target_logits, draft_logits = apply_cuts(target_logits, target_cuts), apply_cuts(draft_logits, draft_cuts)
     if packed:
         target_logits, draft_logits = padded(target_logits, draft_tokens, draft_logits, num_draft)
     return reference.verify_chain(
@@ -118,6 +121,8 @@ def verify_block(
     temperature: Tensor | float,
     seed: Tensor,
     position: Tensor,
+    target_cuts: Cuts | None = None,
+    draft_cuts: Cuts | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `verify_chain`, by another rule: on average it accepts at least as many tokens, often more.
@@ -138,12 +143,16 @@ def verify_block(
     """
     packed = target_logits.dim() == 2
     check_chain(target_logits, draft_tokens, draft_logits, draft_lse, num_draft, packed)
-    if _use_triton(backend, target_logits):
+    check_cuts(target_logits, target_cuts, "target_cuts")
+    check_cuts(draft_logits, draft_cuts, "draft_cuts")
+    if use_triton(backend, target_logits):
         from . import block
 
         return block.verify_block(
-            target_logits, draft_tokens, draft_logits, draft_lse, num_draft, temperature, seed, position
-        )
+            target_logits, draft_tokens, draft_logits, draft_lse, num_draft, temperature, seed, position,
+            target_cuts, draft_cuts,
+        )  # fmt: skip
+    target_logits, draft_logits = apply_cuts(target_logits, target_cuts), apply_cuts(draft_logits, draft_cuts)
     if packed:
         target_logits, draft_logits = padded(target_logits, draft_tokens, draft_logits, num_draft)
     return reference_block.verify_block(
@@ -161,6 +170,8 @@ def verify_coupled(
     temperature: Tensor | float,
     seed: Tensor,
     position: Tensor,
+    target_cuts: Cuts | None = None,
+    draft_cuts: Cuts | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `verify_chain`, for drafts of `sample_coupled`: a seed fixes the answer, whatever the draft.
@@ -173,10 +184,15 @@ def verify_coupled(
     """
     packed = target_logits.dim() == 2
     check_chain(target_logits, draft_tokens, draft_logits, draft_lse, num_draft, packed)
-    if _use_triton(backend, target_logits):
+    check_cuts(target_logits, target_cuts, "target_cuts")
+    check_cuts(draft_logits, draft_cuts, "draft_cuts")
+    if use_triton(backend, target_logits):
         from . import coupled
 
-        return coupled.verify_coupled(target_logits, draft_tokens, num_draft, temperature, seed, position)
+        return coupled.verify_coupled(
+            target_logits, draft_tokens, num_draft, temperature, seed, position, target_cuts
+        )
+    target_logits = apply_cuts(target_logits, target_cuts)
     if packed:
         target_logits, _ = padded(target_logits, draft_tokens, None, num_draft)
     return reference_coupled.verify_coupled(
@@ -185,132 +201,80 @@ def verify_coupled(
 
 
 def sample_coupled(
-    logits: Tensor, temperature: Tensor | float, seed: Tensor, position: Tensor, backend: Backend = "auto"
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor,
+    temperature: Tensor | float,
+    seed: Tensor,
+    position: Tensor,
+    backend: Backend = "auto",
+    *,
+    cuts: Cuts | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """As `sample_draft`, for `verify_coupled`: argmax of logits/temperature + Gumbel(seed, position, token).
 
     Two rows with the same seed and position tend to give the same token, the more alike they are.
     """
     check_draft(logits)
-    if _use_triton(backend, logits):
+    check_cuts(logits, cuts, "cuts")
+    if use_triton(backend, logits):
         from . import coupled
 
-        return coupled.sample_coupled(logits, temperature, seed, position)
-    return reference_coupled.sample_coupled(logits, temperature, seed, position)
+        return coupled.sample_coupled(logits, temperature, seed, position, cuts)
+    return reference_coupled.sample_coupled(apply_cuts(logits, cuts), temperature, seed, position)
 
 
 def sample_draft(
-    logits: Tensor, temperature: Tensor | float, seed: Tensor, position: Tensor, backend: Backend = "auto"
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor,
+    temperature: Tensor | float,
+    seed: Tensor,
+    position: Tensor,
+    backend: Backend = "auto",
+    *,
+    cuts: Cuts | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Draw one token per row of logits [B, V], by an inverse CDF at Philox (seed, position, propose).
 
     logits are filtered (-inf) but not divided by the temperature; temperature float32 [B] or one float; seed,
-    position int64 [B], the position of the token that is drawn. Returns tokens int64 [B], and lse float32 [B]
-    = logsumexp(logits / temperature), which `verify_chain` takes as draft_lse. Greedy rows (temperature up to
-    1e-5) give the argmax, lowest index on ties, and the lse of the unscaled logits. A row with a NaN, a
-    +inf or nothing but -inf gives token 0 and an lse of NaN. Raises ValueError for shapes or a backend
-    that do not fit.
+    position int64 [B], the position of the token that is drawn. Returns tokens int64 [B]; lse float32 [B] =
+    logsumexp(logits / temperature), which `verify_chain` takes as draft_lse; and the probability of the most
+    likely token, float32 [B]. Greedy rows (temperature up to 1e-5) give the argmax, lowest index on ties, and
+    both numbers of the unscaled logits. A row with a NaN, a +inf or nothing but -inf gives token 0 and NaN
+    for both. Raises ValueError for shapes or a backend that do not fit.
     """
     check_draft(logits)
-    if _use_triton(backend, logits):
+    check_cuts(logits, cuts, "cuts")
+    if use_triton(backend, logits):
         from . import verify
 
-        return verify.sample_draft(logits, temperature, seed, position)
-    return reference.sample_draft(logits, temperature, seed, position)
+        return verify.sample_draft(logits, temperature, seed, position, cuts)
+    return reference.sample_draft(apply_cuts(logits, cuts), temperature, seed, position)
 
 
-def divergence(
-    student_logits: Tensor,
-    teacher_logits: Tensor | None = None,
+def find_cuts(
+    logits: Tensor,
     *,
-    teacher_topk: tuple[Tensor, Tensor] | None = None,
-    kind: Kind = "fkl",
-    beta: float = 0.5,
-    temperature: float = 1.0,
-    mask: Tensor | None = None,
-    reduction: Literal["mean", "sum", "none"] = "mean",
-    inplace_grad: bool = False,
+    temperature: Tensor,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
     backend: Backend = "auto",
-) -> Tensor:
-    """Divergence between teacher and student in nats, differentiable once in student_logits [..., V].
+) -> Cuts:
+    """What filters leave of each row of logits [B, V] or [B, T, V], not divided by the temperature.
 
-    teacher_logits [..., V], or teacher_topk = (ids int64 [..., k], logprobs [..., k]): log-probabilities of k
-    distinct tokens. All other tokens then count as one bucket, for teacher and student; padding has id -1 and
-    logprob -inf. An id outside the vocabulary is refused on a CPU; on a GPU, where the host does not wait to
-    read it, it counts as padding.
-    kind, with t = softmax(teacher_logits / temperature) and s = softmax(student_logits / temperature):
-      fkl  KL(t ‖ s)            rkl  KL(s ‖ t)            tvd  ½ Σ |t − s|
-      jsd  beta·KL(t ‖ m) + (1 − beta)·KL(s ‖ m), m = beta·t + (1 − beta)·s, 0 < beta < 1: the convention of
-           GKD, arXiv 2306.13649 (beta near 0 tends to beta·fkl, near 1 to (1 − beta)·rkl)
-    The loss is not multiplied by temperature²; the gradient is that of the loss as stated. Top-k
-    log-probabilities are used as they are and must belong to `temperature`; where they leave less than 1e-6
-    for the other tokens, that counts as zero. Rows that mask [...] (bool, or 0 and 1) excludes, and rows
-    whose top-k is all padding, have exactly zero loss and gradient. reduction "mean" divides by the number of
-    rows that count (with none the loss is 0), "none" returns [...]. Results are float32, or float64 for
-    float64 logits.
+    temperature, top_p and min_p float32 [B], top_k int64 [B]; a row with a top_k of 0 or at least V, a top_p
+    of 1 or a min_p of 0 is not filtered by it, greedy rows (temperature 0) not at all. As in transformers:
+    the k largest logits with those that equal the k-th; then the smallest set whose mass reaches top_p (the
+    mass is measured after top-k; the largest logit always stays; of equal logits those of lower index); then
+    what is at least min_p times as likely as the most likely token. Rows with a NaN, a +inf or nothing but
+    −inf are left as they are.
 
-    0·(−inf) is 0: tokens that both sides exclude cost nothing. Where for fkl the teacher gives a token some
-    probability and the student none (rkl: the other way round) the row's loss is +inf; its gradient is s − t
-    for fkl, zero for rkl. inplace_grad=True overwrites student_logits with the gradient at once (it has no
-    effect under torch.compile). With it, and always with Triton, one backward per call is allowed. Raises
-    ValueError for shapes, types or a backend that do not fit, RuntimeError for a second backward or a second
-    derivative.
+    The Triton version neither sorts nor writes logits nor waits for the host. Its sums are float32: the mass
+    that is left is right to a millionth, and the set is the reference's but for tokens of less mass than that
+    together. Usually there is none; with a top_p within a millionth of 1 it may be several (5 of 5 000 at
+    0.999999). Raises ValueError for shapes, types or a backend that do not fit.
     """
-    # float16 cannot hold small entries divided by the number of rows: they are divided in the backward
-    late = reduction == "mean" and student_logits.dtype == torch.float16
-    summed = "sum" if late else reduction
-    problem = problem_of(student_logits, teacher_logits, teacher_topk, kind, beta, temperature, mask, summed)
-    loss = evaluate(problem, "triton" if _use_triton(backend, student_logits) else "reference", inplace_grad)
-    if late:
-        return loss / problem.weight.sum().clamp(min=1)
-    return loss.reshape(student_logits.shape[:-1]) if reduction == "none" else loss
+    check_limits(logits, {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p})
+    if use_triton(backend, logits):
+        from . import fused_cut
 
-
-def linear_divergence(
-    hidden: Tensor,
-    weight: Tensor,
-    *,
-    bias: Tensor | None = None,
-    lora: tuple[Tensor, Tensor] | None = None,
-    teacher_logits: Tensor | None = None,
-    teacher_topk: tuple[Tensor, Tensor] | None = None,
-    kind: Kind = "fkl",
-    beta: float = 0.5,
-    temperature: float = 1.0,
-    mask: Tensor | None = None,
-    reduction: Literal["mean", "sum", "none"] = "mean",
-    block_rows: int | None = None,
-    backend: Backend = "auto",
-) -> Tensor:
-    """`divergence` of the logits hidden · weightᵀ + bias, which never exist for all rows at once.
-
-    hidden [..., H], weight [V, H], bias [V]; lora = (a [r, H], b [V, r]) adds hidden · aᵀ · bᵀ: an adapter's
-    factor belongs into a or b already. All are of one floating type, or autocast is on, whose type then is
-    computed in. The loss is differentiable once in all of them; gradients are summed in float32. Everything
-    else is as for `divergence`. block_rows: rows of the logits that exist at a time; None: as many as fill
-    32 MiB on a CPU and 256 MiB (bfloat16) on a GPU. Beside these it needs the gradients of what learns.
-
-    With reduction "none", and in a second backward, the logits are computed once more. torch.compile does not
-    look inside. Raises as `divergence` does.
-    """
-    check_layer(hidden, weight, bias, lora)
-    fused = "triton" if _use_triton(backend, hidden) else "reference"
-    late = reduction == "mean" and computed_type(hidden) == torch.float16  # as in `divergence`
-    shape = hidden.new_zeros(()).expand(*hidden.shape[:-1], weight.shape[0])  # holds one number
-    summed = "sum" if late else reduction
-    problem = problem_of(shape, teacher_logits, teacher_topk, kind, beta, temperature, mask, summed)
-    layer = Layer(weight, bias, *(lora or (None, None)))
-    loss = evaluate_linear(hidden.reshape(-1, hidden.shape[-1]), layer, problem, fused, block_rows)
-    if late:
-        return loss / problem.weight.sum().clamp(min=1)
-    return loss.reshape(hidden.shape[:-1]) if reduction == "none" else loss
-
-
-def _use_triton(backend: str, logits: Tensor) -> bool:
-    if backend not in ("auto", "reference", "triton"):
-        raise ValueError(f'backend must be "auto", "reference" or "triton", not {backend!r}.')
-    if backend == "triton" and not _HAS_TRITON:
-        raise ValueError('backend="triton" needs the package triton; install moedraft[triton].')
-    if backend == "triton" and not logits.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError('backend="triton" needs tensors on a CUDA device.')
-    return backend == "triton" or (backend == "auto" and logits.is_cuda and _HAS_TRITON)
+        return fused_cut.find_cuts(logits, temperature, top_k, top_p, min_p)
+    return reference_cut.find_cuts(logits, temperature, top_k, top_p, min_p)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from . import verify
 from .block_kernels import judge
+from .cuts import Cuts
 from .verify import VerifyRows, chunks_per_program
 
 
@@ -30,13 +31,15 @@ def verify_block(
     temperature: Tensor | float,
     seed: Tensor,
     position: Tensor,
+    target_cuts: Cuts | None = None,
+    draft_cuts: Cuts | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `moedraft.kernels.verify_block`; target_logits [B, K+1, V] or packed [rows, V]."""
     drafts = (draft_tokens, draft_logits, draft_lse, num_draft)
     if draft_tokens.shape[1] == 0:
-        return verify.verify_chain(target_logits, *drafts, temperature, seed, position)
+        return verify.verify_chain(target_logits, *drafts, temperature, seed, position, target_cuts)
     with torch.cuda.device_of(target_logits):  # type: ignore[no-untyped-call]
-        return _run(VerifyRows(target_logits, *drafts, temperature, seed, position))
+        return _run(VerifyRows(target_logits, *drafts, temperature, seed, position, target_cuts, draft_cuts))
 
 
 def _run(rows: VerifyRows) -> tuple[Tensor, Tensor, Tensor]:
@@ -49,6 +52,7 @@ def _run(rows: VerifyRows) -> tuple[Tensor, Tensor, Tensor]:
     programs = (triton.cdiv(rows.chunks, per), rows.length) if rows.has_draft else (1, 1)
     mass = rows.new(positions) if rows.has_draft else None
     judge[(rows.batch, *programs)](
-        *rows.logits, *rows.inputs, *swept, mass, *results, *rows.sizes, PER=per, **rows.constants
-    )
+        *rows.logits, *rows.cuts, *rows.inputs, *swept, mass, *results, *rows.sizes, PER=per,
+        **rows.constants,
+    )  # fmt: skip
     return results

@@ -20,6 +20,9 @@ from .primitives import (
     draft_scales,
     drafted_tokens,
     draw,
+    left,
+    load_cut,
+    row_number,
     row_offset,
     statistics,
     store_mass,
@@ -73,11 +76,11 @@ def longest_accepted(shares, masses, limit, seed, position, KP: tl.constexpr):
     return tl.max(tl.where(below & (j >= 1) & (j <= limit), j, 0), axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["K"])
 def judge(
     target, target_b, target_k, target_v, target_starts, draft, draft_b, draft_k, draft_v, draft_starts,
-    tokens, counts, draft_lse, temperature, seed, position, t_max, t_sum, t_arg, d_max, d_sum, arrivals,
-    mass, out, num_accepted, status, V, NC, K,
+    t_values, t_lasts, d_values, d_lasts, tokens, counts, draft_lse, temperature, seed, position,
+    t_max, t_sum, t_arg, d_max, d_sum, arrivals, mass, out, num_accepted, status, V, NC, K,
     PER: tl.constexpr, HAS_DRAFT: tl.constexpr, HAS_LSE: tl.constexpr, HAS_COUNTS: tl.constexpr,
     PACKED: tl.constexpr, KP: tl.constexpr, NCP: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -98,13 +101,15 @@ def judge(
     finishes = (part == 0) & (i == 0)
     if greedy == 0:
         t_row = target + row_offset(target_starts, b, j, target_b, target_k, PACKED)
-        t_x = tl.load(t_row + index * target_v, mask=sound, other=-INF).to(tl.float32)
+        t_cuts = load_cut(t_values, t_lasts, row_number(target_starts, b, j, K + 1, PACKED), sound)
+        t_x = left(tl.load(t_row + index * target_v, mask=sound, other=-INF).to(tl.float32), index, t_cuts)
         likes = tl.exp(t_x * inverse - lse)
         ratio = likes
         if HAS_DRAFT:
             lse_draft = draft_scales(draft_lse, d_max, d_sum, b, K, j < count, NC, HAS_LSE, KP, NCP)
             d_row = draft + row_offset(draft_starts, b, j, draft_b, draft_k, PACKED)
-            d_x = tl.load(d_row + index * draft_v, mask=sound, other=0.0).to(tl.float32)
+            d_cuts = load_cut(d_values, d_lasts, row_number(draft_starts, b, j, K, PACKED), sound)
+            d_x = left(tl.load(d_row + index * draft_v, mask=sound, other=0.0).to(tl.float32), index, d_cuts)
             ratio = likes / tl.exp(d_x * inverse - lse_draft)
         shares = kept_shares(ratio, K, KP)
         if HAS_DRAFT:
@@ -113,7 +118,9 @@ def judge(
             if at(here, (sound & (shares > 0)).to(tl.int32)) > 0:
                 store_mass(
                     target + row_offset(target_starts, b, i, target_b, target_k, PACKED), target_v,
+                    load_cut(t_values, t_lasts, row_number(target_starts, b, i, K + 1, PACKED), True),
                     draft + row_offset(draft_starts, b, i, draft_b, draft_k, PACKED), draft_v,
+                    load_cut(d_values, d_lasts, row_number(draft_starts, b, i, K, PACKED), True),
                     inverse, at(here, lse), at(here, lse_draft), at(here, shares), mass + (b * K + i) * NC,
                     part, V, NC, PER, CHUNK,
                 )  # fmt: skip
@@ -140,12 +147,14 @@ def judge(
             draws = at(end, uniform(tl.load(seed + b), tl.load(position + b) + j, DRAW))
             cells = (b * (K + 1) + n) * NC
             t_end = target + row_offset(target_starts, b, n, target_b, target_k, PACKED)
-            d_end, m_row = draft, mass
+            t_cut = load_cut(t_values, t_lasts, row_number(target_starts, b, n, K + 1, PACKED), True)
+            d_end, m_row, d_cut = draft, mass, load_cut(None, None, n, True)
             if HAS_DRAFT:
+                d_cut = load_cut(d_values, d_lasts, row_number(draft_starts, b, n, K, PACKED), n < count)
                 d_end = draft + row_offset(draft_starts, b, n, draft_b, draft_k, PACKED)
                 m_row = mass + (b * K + n) * NC
             token, _ = draw(
-                t_end, target_v, d_end, draft_v, t_max + cells, t_sum + cells, m_row,
+                t_end, target_v, t_cut, d_end, draft_v, d_cut, t_max + cells, t_sum + cells, m_row,
                 tl.where(n < limit, RESIDUAL if HAS_DRAFT else ONE_HOT, TARGET), at(end, index), inverse,
                 at(end, top), at(end, lse), at(end, lse_draft), at(end, shares), draws,
                 V, NC, HAS_DRAFT, NCP, CHUNK,

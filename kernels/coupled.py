@@ -19,7 +19,8 @@ import triton
 from torch import Tensor
 
 from .coupled_kernels import choose, sweep_coupled
-from .verify import chunk_width, chunks_per_program, shared_constants, starts, strides
+from .cuts import Cuts
+from .verify import Drawn, chunk_width, chunks_per_program, cut_arguments, shared_constants, starts, strides
 
 
 def verify_coupled(
@@ -29,33 +30,35 @@ def verify_coupled(
     temperature: Tensor | float,
     seed: Tensor,
     position: Tensor,
+    cuts: Cuts | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `moedraft.kernels.verify_coupled`; target_logits [B, K+1, V] or packed [rows, V]."""
     with torch.cuda.device_of(target_logits):  # type: ignore[no-untyped-call]
-        return _run(target_logits, draft_tokens, num_draft, temperature, seed, position, None)
+        return _run(target_logits, cuts, draft_tokens, num_draft, temperature, seed, position, None)
 
 
 def sample_coupled(
-    logits: Tensor, temperature: Tensor | float, seed: Tensor, position: Tensor
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, temperature: Tensor | float, seed: Tensor, position: Tensor, cuts: Cuts | None = None
+) -> Drawn:
     """See `moedraft.kernels.sample_coupled`. logits [B, V]."""
     nothing = torch.empty((logits.shape[0], 0), dtype=torch.int64, device=logits.device)
-    lse = torch.empty(logits.shape[0], device=logits.device)
+    lse, top = (torch.empty(logits.shape[0], device=logits.device) for _ in range(2))
     with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
-        tokens, _, _ = _run(logits[:, None], nothing, None, temperature, seed, position, lse)
-    return tokens[:, 0], lse
+        tokens, _, _ = _run(logits[:, None], cuts, nothing, None, temperature, seed, position, (lse, top))
+    return tokens[:, 0], lse, top
 
 
 def _run(
     logits: Tensor,
+    cuts: Cuts | None,
     tokens: Tensor,
     num_draft: Tensor | None,
     temperature: Tensor | float,
     seed: Tensor,
     position: Tensor,
-    lse: Tensor | None,
+    wanted: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Two launches. lse [B]: room for the log-sum-exps, where they are wanted."""
+    """Two launches. wanted, [B] each: room for log-sum-exps and masses, when tokens are drafted."""
     batch, length = tokens.shape
     out = torch.empty((batch, length + 1), dtype=torch.int64, device=logits.device)
     num_accepted = torch.empty(batch, dtype=torch.int64, device=logits.device)
@@ -69,15 +72,15 @@ def _run(
     chunks = triton.cdiv(vocab, chunk_width(vocab))
     shared = shared_constants(vocab, logits.dim() == 2, counts is not None)
     per = chunks_per_program(rows, chunks)
-    found = _room(rows, chunks, lse is not None, logits.device)
+    found = _room(rows, chunks, wanted is not None, logits.device)
     sweep_coupled[(rows, triton.cdiv(chunks, per))](
-        logits, *strides(logits), starts(logits, counts)[0], counts, temperature.contiguous(),
-        seed.contiguous(), position.contiguous(), *found, vocab, chunks, length, PER=per,
-        WANT_LSE=lse is not None, **shared,
+        logits, *strides(logits), starts(logits, counts)[0], *cut_arguments(cuts), counts,
+        temperature.contiguous(), seed.contiguous(), position.contiguous(), *found, vocab, chunks, length,
+        PER=per, WANT_LSE=wanted is not None, **shared,
     )  # fmt: skip
     choose[(batch,)](
-        tokens.contiguous(), counts, *found, lse, out, num_accepted, status, vocab, chunks, length,
-        WANT_LSE=lse is not None, HAS_COUNTS=counts is not None,
+        tokens.contiguous(), counts, *found, *(wanted or (None, None)), out, num_accepted, status,
+        vocab, chunks, length, WANT_LSE=wanted is not None, HAS_COUNTS=counts is not None,
         KP=max(2, triton.next_power_of_2(length + 1)), NCP=max(2, triton.next_power_of_2(chunks)),
     )  # fmt: skip
     return out, num_accepted, status

@@ -16,6 +16,9 @@ from .primitives import (
     best_tokens,
     drafted_tokens,
     finite_or_zero,
+    left,
+    load_cut,
+    row_number,
     row_offset,
     statistics,
     store_row,
@@ -38,9 +41,9 @@ def gumbel(seed, position, first, SIZE: tl.constexpr):
     return -tl.log(-tl.log(u))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["K"])
 def sweep_coupled(
-    logits, stride_b, stride_k, stride_v, starts, counts, temperature, seed, position,
+    logits, stride_b, stride_k, stride_v, starts, values, lasts, counts, temperature, seed, position,
     maxima, arguments, scaled, sums, V, NC, K,
     PER: tl.constexpr, WANT_LSE: tl.constexpr, HAS_COUNTS: tl.constexpr, PACKED: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -59,12 +62,13 @@ def sweep_coupled(
         greedy = (value > GREEDY) == 0
         divisor = tl.where(greedy, 1.0, value)
         source = logits + row_offset(starts, b, j, stride_b, stride_k, PACKED)
+        cut = load_cut(values, lasts, row_number(starts, b, j, K + 1, PACKED), True)
         for step in tl.static_range(PER):
             chunk = part * PER + step
             if chunk < NC:
                 offsets = chunk * CHUNK + tl.arange(0, CHUNK)
                 x = tl.load(source + offsets.to(tl.int64) * stride_v, mask=offsets < V, other=-INF)
-                wide = x.to(tl.float64) / divisor
+                wide = left(x, offsets, cut).to(tl.float64) / divisor
                 score = wide
                 if (greedy == 0) & (tl.max(wide, axis=0) > -INF):  # a filter leaves whole chunks empty
                     score += gumbel(tl.load(seed + b), tl.load(position + b) + j, chunk * CHUNK, CHUNK)
@@ -80,9 +84,9 @@ def sweep_coupled(
                     tl.store(sums + row * NC + chunk, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["K"])
 def choose(
-    tokens, counts, maxima, arguments, scaled, sums, lses, out, num_accepted, status, V, NC, K,
+    tokens, counts, maxima, arguments, scaled, sums, lses, tops, out, num_accepted, status, V, NC, K,
     WANT_LSE: tl.constexpr, HAS_COUNTS: tl.constexpr, KP: tl.constexpr, NCP: tl.constexpr,
 ):  # fmt: skip
     """Grid (B). Drafted tokens are kept as long as they are the target's choices; one more is its own."""
@@ -103,3 +107,4 @@ def choose(
         _, sound, highest, total = statistics(scaled, sums, first, wanted, NC, KP, NCP)
         lse = tl.where(sound & valid, highest + tl.log(total), float("nan"))
         tl.store(lses + b, at(j == n, lse))
+        tl.store(tops + b, at(j == n, tl.where(sound & valid, 1.0 / total, float("nan"))))

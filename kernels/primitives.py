@@ -33,6 +33,14 @@ def row_offset(starts, b, j, stride_b, stride_k, PACKED: tl.constexpr, WIDE: tl.
 
 
 @triton.jit
+def row_number(starts, b, j, PER, PACKED: tl.constexpr):
+    """Row j of sequence b, counted through all sequences; PER: rows of each where they are not packed."""
+    if PACKED:
+        return tl.load(starts + b).to(tl.int64) + j
+    return b * PER + j
+
+
+@triton.jit
 def uniform(seed, position, PURPOSE: tl.constexpr):
     """philox.uniform: float64 in (0, 1) from 46 bits; seed int64 scalar, position int64 block."""
     low, high = (position & 0xFFFFFFFF).to(tl.uint32), ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
@@ -54,6 +62,23 @@ def temperature_of(temperature, b):
 @triton.jit
 def finite_or_zero(x):
     return tl.where((x > -INF) & (x < INF), x, 0.0)
+
+
+@triton.jit
+def load_cut(values, lasts, rows, wanted):
+    """What filters leave of these rows, (value, last): everything where there are no cuts, or not wanted."""
+    value, last = -INF, BIG
+    if values is not None:
+        value = tl.load(values + rows, mask=wanted, other=-INF)
+        last = tl.load(lasts + rows, mask=wanted, other=BIG)
+    return value, last
+
+
+@triton.jit
+def left(x, tokens, cut):
+    """Logits x of these tokens, -inf for those that a filter excludes. A NaN stays."""
+    narrow = x.to(tl.float32)  # as the filters have seen them
+    return tl.where((narrow < cut[0]) | ((narrow == cut[0]) & (tokens > cut[1])), -INF, x)
 
 
 @triton.jit
@@ -158,17 +183,17 @@ def draft_scales(
 
 @triton.jit
 def residual(
-    t_row, target_v, d_row, draft_v, offsets, inverse, lse_t, lse_d, share, V
+    t_row, target_v, t_cut, d_row, draft_v, d_cut, offsets, inverse, lse_t, lse_d, share, V
 ):  # fmt: skip
     """share·target − draft of a chunk: below zero where the draft has more, NaN where a row is broken."""
-    t_probs = tl.exp(load_chunk(t_row, offsets, target_v, V) * inverse - lse_t)
-    d_probs = tl.exp(load_chunk(d_row, offsets, draft_v, V) * inverse - lse_d)
+    t_probs = tl.exp(left(load_chunk(t_row, offsets, target_v, V), offsets, t_cut) * inverse - lse_t)
+    d_probs = tl.exp(left(load_chunk(d_row, offsets, draft_v, V), offsets, d_cut) * inverse - lse_d)
     return t_probs * share - d_probs
 
 
 @triton.jit
 def store_mass(
-    t_row, target_v, d_row, draft_v, inverse, lse_t, lse_d, share, mass_row, part, V, NC,
+    t_row, target_v, t_cut, d_row, draft_v, d_cut, inverse, lse_t, lse_d, share, mass_row, part, V, NC,
     PER: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The residual's mass in each chunk of this program's part of one row."""
@@ -176,9 +201,11 @@ def store_mass(
         chunk = part * PER + step
         if chunk < NC:
             offsets = chunk * CHUNK + tl.arange(0, CHUNK)
-            left = residual(t_row, target_v, d_row, draft_v, offsets, inverse, lse_t, lse_d, share, V)
+            more = residual(
+                t_row, target_v, t_cut, d_row, draft_v, d_cut, offsets, inverse, lse_t, lse_d, share, V
+            )
             # not tl.maximum, which would drop a NaN
-            tl.store(mass_row + chunk, tl.sum(tl.where(left < 0, 0.0, left), axis=0))
+            tl.store(mass_row + chunk, tl.sum(tl.where(more < 0, 0.0, more), axis=0))
 
 
 @triton.jit
@@ -196,12 +223,13 @@ def arrives_last(arrivals, expected):
 
 @triton.jit
 def draw(
-    t_row, target_v, d_row, draft_v, t_max, t_sum, mass_row, mode, x, inverse, top, lse_t, lse_d, share, u,
-    V, NC, HAS_DRAFT: tl.constexpr, NCP: tl.constexpr, CHUNK: tl.constexpr,
+    t_row, target_v, t_cut, d_row, draft_v, d_cut, t_max, t_sum, mass_row, mode, x, inverse, top, lse_t,
+    lse_d, share, u, V, NC, HAS_DRAFT: tl.constexpr, NCP: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """(token, whether the residual holds a NaN): the inverse CDF in two levels, the chunk and then the token.
 
-    t_row, d_row, t_max, t_sum, mass_row: where the row's logits and its chunks' numbers begin. x: the token
+    t_row, d_row, t_max, t_sum, mass_row: where the row's logits and its chunks' numbers begin; t_cut, d_cut:
+    what filters leave of them. x: the token
     that ONE_HOT leaves out. u: a random number. Where the residual is zero everywhere, or broken, the token
     is drawn from the target's row. The chunks' masses are added in the same order whichever program does it.
     """
@@ -215,7 +243,7 @@ def draw(
             weights = tl.load(mass_row + chunks, mask=inside, other=0.0, cache_modifier=".cg")
     elif mode == ONE_HOT:  # only the drafted token's chunk differs: sum it again, without the token
         offsets = (x // CHUNK) * CHUNK + tl.arange(0, CHUNK)
-        probs = tl.exp(load_chunk(t_row, offsets, target_v, V) * inverse - top)
+        probs = tl.exp(left(load_chunk(t_row, offsets, target_v, V), offsets, t_cut) * inverse - top)
         weights = tl.where(chunks == x // CHUNK, tl.sum(tl.where(offsets == x, 0.0, probs), axis=0), weights)
     total = tl.sum(weights.to(tl.float64), axis=0)
     broken = total != total
@@ -226,11 +254,13 @@ def draw(
     threshold = u * total
     chunk, before = pick(weights, chunks, threshold)
     offsets = chunk * CHUNK + tl.arange(0, CHUNK)
-    probs = tl.exp(load_chunk(t_row, offsets, target_v, V) * inverse - top)
+    probs = tl.exp(left(load_chunk(t_row, offsets, target_v, V), offsets, t_cut) * inverse - top)
     if HAS_DRAFT:
         if mode == RESIDUAL:
-            left = residual(t_row, target_v, d_row, draft_v, offsets, inverse, lse_t, lse_d, share, V)
-            probs = tl.maximum(left, 0.0)
+            more = residual(
+                t_row, target_v, t_cut, d_row, draft_v, d_cut, offsets, inverse, lse_t, lse_d, share, V
+            )
+            probs = tl.maximum(more, 0.0)
     elif mode == ONE_HOT:
         probs = tl.where(offsets == x, 0.0, probs)
     token, _ = pick(probs, offsets, tl.maximum(threshold - before, 0.0))

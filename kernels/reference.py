@@ -80,13 +80,19 @@ def drafted_rows(draft_tokens: Tensor, num_draft: Tensor | None) -> Tensor:
 
 def sample_draft(
     logits: Tensor, temperature: Tensor | float, seed: Tensor, position: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """See `moedraft.kernels.sample_draft`. logits [B, V]."""
     greedy = greedy_rows(temperature)
     if greedy is True:
         best, value = argmax_rows(logits)
-        lse = torch.logsumexp(computed(logits), dim=-1).to(torch.float32)
-        return best.where(value.isfinite(), 0), lse.where(value.isfinite(), torch.nan)
+        lse = torch.logsumexp(computed(logits), dim=-1)
+        valid = value.isfinite()
+        top = (value - lse).exp_().to(torch.float32)
+        return (
+            best.where(valid, 0),
+            lse.to(torch.float32).where(valid, torch.nan),
+            top.where(valid, torch.nan),
+        )
     scaled = computed(logits) * _inverse_temperature(temperature, greedy, logits)[:, None]
     maximum = scaled.amax(dim=-1, keepdim=True)
     tokens, total = inverse_cdf(scaled.sub_(maximum).exp_(), uniform(seed, position, PROPOSE))
@@ -94,7 +100,8 @@ def sample_draft(
     valid = lse.isfinite()
     if not isinstance(greedy, bool):
         tokens = torch.where(greedy, argmax_rows(logits)[0], tokens)
-    return tokens.masked_fill_(~valid, 0), lse
+    top = total.reciprocal().to(torch.float32)
+    return tokens.masked_fill_(~valid, 0), lse, top.masked_fill_(~valid, torch.nan)
 
 
 def greedy_rows(temperature: Tensor | float) -> Tensor | bool:

@@ -38,7 +38,7 @@ def verify_coupled(
 
 def sample_coupled(
     logits: Tensor, temperature: Tensor | float, seed: Tensor, position: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """See `moedraft.kernels.sample_coupled`. logits [B, V]."""
     greedy = greedy_rows(temperature)
     chosen = logits if greedy is True else noisy(logits, temperature, seed, position)
@@ -47,8 +47,9 @@ def sample_coupled(
     if greedy is not True:
         scaled = scaled / _divisors(temperature, logits).to(scaled.dtype)
     lse = torch.logsumexp(scaled, dim=-1).to(torch.float32)
+    top = (scaled.amax(dim=-1) - lse).exp_().to(torch.float32)
     valid = value.isfinite()
-    return tokens.where(valid, 0), lse.where(valid, torch.nan)
+    return tokens.where(valid, 0), lse.where(valid, torch.nan), top.where(valid, torch.nan)
 
 
 def noisy(logits: Tensor, temperature: Tensor | float, seed: Tensor, position: Tensor) -> Tensor:

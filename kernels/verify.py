@@ -20,8 +20,11 @@ import torch
 import triton
 from torch import Tensor
 
+from .cuts import Cuts
 from .philox import PROPOSE, RESAMPLE
 from .verify_kernels import resolve, sweep
+
+Drawn = tuple[Tensor, Tensor, Tensor]  # tokens, log-sum-exps, masses of the most likely tokens, each [B]
 
 
 def verify_chain(
@@ -33,22 +36,25 @@ def verify_chain(
     temperature: Tensor | float,
     seed: Tensor,
     position: Tensor,
+    target_cuts: Cuts | None = None,
+    draft_cuts: Cuts | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `moedraft.kernels.verify_chain`; target_logits [B, K+1, V] or packed [rows, V]."""
     drafts = (draft_tokens, draft_logits, draft_lse, num_draft)
     with torch.cuda.device_of(target_logits):  # type: ignore[no-untyped-call]
-        return _run(VerifyRows(target_logits, *drafts, temperature, seed, position), None)
+        rows = VerifyRows(target_logits, *drafts, temperature, seed, position, target_cuts, draft_cuts)
+        return _run(rows, None, None)
 
 
 def sample_draft(
-    logits: Tensor, temperature: Tensor | float, seed: Tensor, position: Tensor
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, temperature: Tensor | float, seed: Tensor, position: Tensor, cuts: Cuts | None = None
+) -> Drawn:
     """See `moedraft.kernels.sample_draft`. A chain of length 0, with the random numbers for proposals."""
     nothing = torch.empty((logits.shape[0], 0), dtype=torch.int64, device=logits.device)
-    lse = torch.empty(logits.shape[0], device=logits.device)
+    lse, top = (torch.empty(logits.shape[0], device=logits.device) for _ in range(2))
     with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
-        rows = VerifyRows(logits[:, None], nothing, None, None, None, temperature, seed, position)
-        return _run(rows, lse)[0][:, 0], lse
+        rows = VerifyRows(logits[:, None], nothing, None, None, None, temperature, seed, position, cuts, None)
+        return _run(rows, lse, top)[0][:, 0], lse, top
 
 
 def chunk_width(vocab: int) -> int:
@@ -87,13 +93,15 @@ class VerifyRows:
         temperature: Tensor | float,
         seed: Tensor,
         position: Tensor,
+        target_cuts: Cuts | None,
+        draft_cuts: Cuts | None,
     ) -> None:
         self.batch, self.length = tokens.shape
         self.device = target.device
         if not isinstance(temperature, Tensor):
             temperature = torch.full((self.batch,), temperature, device=target.device)
         if self.length == 0:
-            draft = draft_lse = None
+            draft = draft_lse = draft_cuts = None
         self.has_draft, self.has_lse = draft is not None, draft_lse is not None
         self._counts = None if num_draft is None else num_draft.contiguous()
         self._temperature = temperature.contiguous()
@@ -108,8 +116,12 @@ class VerifyRows:
         target_starts, draft_starts = starts(target, self._counts)
         draft_strides = (0, 0, 0) if draft is None else strides(draft)
         self.logits = (target, *strides(target), target_starts, draft, *draft_strides, draft_starts)
+        self.cuts = (*cut_arguments(target_cuts), *cut_arguments(draft_cuts))
         self._shared = shared_constants(vocab, target.dim() == 2, self._counts is not None)
-        self.constants = {
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {
             "HAS_DRAFT": self.has_draft,
             "HAS_LSE": self.has_lse,
             # with 2 a thread of `resolve` needs 175 registers (Triton 3.6), with 4 it needs 96
@@ -131,7 +143,7 @@ class VerifyRows:
         per = chunks_per_program(rows + more, self.chunks)
         found = Swept(t_max, t_sum, t_arg, d_max, d_sum, arrivals)
         sweep[(rows + more, triton.cdiv(self.chunks, per))](
-            *self.logits, self._counts, self._temperature, *found, *self.sizes, rows,
+            *self.logits, *self.cuts, self._counts, self._temperature, *found, *self.sizes, rows,
             PER=per, BOTH=both, SKIP_GREEDY_SUM=not drafting, **self._shared,
         )  # fmt: skip
         return found
@@ -147,8 +159,8 @@ class VerifyRows:
         return out, num_accepted, torch.empty(self.batch, dtype=torch.int32, device=self.device)
 
 
-def _run(rows: VerifyRows, lse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Two launches. lse [B]: room for the log-sum-exps of what is drawn from, when tokens are drafted."""
+def _run(rows: VerifyRows, lse: Tensor | None, top: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Two launches. lse, top [B]: room for what `sample_draft` returns, when tokens are drafted."""
     results = rows.results()
     if rows.batch == 0:
         return results
@@ -157,7 +169,7 @@ def _run(rows: VerifyRows, lse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     programs = triton.cdiv(rows.chunks, per) if rows.has_draft else 1
     mass = rows.new(rows.batch) if rows.has_draft else None
     resolve[(rows.batch, programs)](
-        *rows.logits, *rows.inputs, *swept, mass, lse, *results, *rows.sizes, PER=per,
+        *rows.logits, *rows.cuts, *rows.inputs, *swept, mass, lse, top, *results, *rows.sizes, PER=per,
         PURPOSE=RESAMPLE if lse is None else PROPOSE, **rows.constants,
     )  # fmt: skip
     return results
@@ -175,6 +187,10 @@ def shared_constants(vocab: int, packed: bool, has_counts: bool) -> dict[str, in
         # layout, which differs with the number of drafted tokens. Verdicts must not.
         "enable_fp_fusion": False,
     }
+
+
+def cut_arguments(cuts: Cuts | None) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if cuts is None else (cuts.value.contiguous(), cuts.last.contiguous())
 
 
 def strides(logits: Tensor) -> tuple[int, ...]:

@@ -136,6 +136,7 @@ class Sequence:
     capture: bool = False  # may be learned from
     counted: bool = True  # its statistics are kept when it ends
     draft: bool = True  # False: plain decoding
+    coupled: bool = False  # verified so that its seed fixes the answer whatever is drafted
     asked: bool = False  # the selector was asked for its expert, and has answered or will
     slot: int = -1  # row in both caches; -1 while waiting
     target_cached: int = 0  # leading tokens whose keys and values the target's cache holds
@@ -154,8 +155,8 @@ class Sequence:
 
     @property
     def reproducible(self) -> bool:
-        """Seeded sampling: who drafts, and how far, must not depend on timing or the batch."""
-        return self.params.seed is not None and self.params.temperature > 0
+        """Seeded sampling, not coupled: who drafts, and how far, must not depend on timing or the batch."""
+        return self.params.seed is not None and self.params.temperature > 0 and not self.coupled
 
     @property
     def overruled(self) -> bool:

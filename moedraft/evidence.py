@@ -11,6 +11,7 @@ import torch
 from moedraft.core import SHARED, CapturedTopK, Sequence, TokenLogprobs
 
 if TYPE_CHECKING:
+    from moedraft.kernels import Cuts
     from moedraft.sampling import SamplingBatch
 
 NOBODY = ""  # the source of a row for which nothing was drafted
@@ -71,7 +72,8 @@ class Proposal:
     """What is guessed for B rows: at most K tokens each, one after another (a chain).
 
     Padded positions hold token −1. `logits` are what the tokens were drawn from, filtered as the target's
-    will be; None where every row is greedy. `lse` is their log-sum-exp at the row's temperature.
+    will be; None where every row is greedy. Where the filter is in `cuts` it is not in them. `lse` is their
+    log-sum-exp at the row's temperature, filtered.
     """
 
     token_ids: torch.Tensor  # int64 [B, K]
@@ -83,6 +85,7 @@ class Proposal:
     steps: int = 0  # forwards of the draft model that were spent
     logits: torch.Tensor | None = None  # [B, K, V]
     lse: torch.Tensor | None = None  # float32 [B, K]
+    cuts: Cuts | None = None  # [B, K]
     parents: torch.Tensor | None = None  # int64 [B, K], a token tree; None is a chain, token after token
 
     @classmethod

@@ -5,38 +5,56 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from kernel_callers import callers
 from kernel_timing import Bench, Call, measured
 
-# for each operation: launches on the device, what it stands in for, and who calls it
+
+class About(NamedTuple):
+    """What is said of an operation beside its times."""
+
+    launches: int  # on the device
+    replaces: str  # what it stands in for
+    when: str  # the package calls it
+    function: str  # of moedraft.kernels
+    keyword: str = ""  # count calls with this argument only,
+    given: bool = True  # or only those without it
+
+    @property
+    def called_by(self) -> str:
+        """The files that call it."""
+        return ", ".join(callers(self.function, self.keyword, self.given))
+
+
+SAMPLED, FILTERED = "steps that sample", "steps with top-k, top-p or min-p"
 ABOUT = {
-    "topk divergence": (1, "log_softmax, gather, scatter and their backward", "distill: every update"),
-    "verify_chain": (2, "two softmaxes, gathers, a draw", "engine/verification.py: every step that samples"),
-    "verify_chain, greedy": (2, "argmax, compare", "engine/verification.py: every greedy step"),
-    "verify_chain, filtered": (
-        2,
-        "sort, softmaxes, a draw",
-        "engine/verification.py: steps with top-k or top-p",
+    "topk divergence": About(
+        1, "log_softmax, gather, scatter and their backward", "updates", "divergence", "teacher_topk"
     ),
-    "filter_logits": (
-        0,
-        "a full sort",
-        "engine/verification.py, drafting/drawing.py: steps with top-k or top-p",
+    "verify_chain": About(2, "two softmaxes, gathers, a draw", SAMPLED, "verify_chain"),
+    "verify_chain, greedy": About(2, "argmax, compare", "greedy steps", "verify_chain"),
+    "verify_chain, filtered": About(3, "sort, softmaxes, a draw", FILTERED, "verify_chain"),
+    "find_cuts": About(1, "a full sort, filtered logits in memory", FILTERED, "find_cuts"),
+    "sample_draft": About(2, "softmax, a draw", "drafted tokens", "sample_draft"),
+    "verify_block": About(2, "softmaxes, all residuals, a draw", "verification = block", "verify_block"),
+    "verify_coupled": About(
+        2, "noise in memory, argmax, compare", "verification = coupled", "verify_coupled"
     ),
-    "sample_draft": (2, "softmax, a draw", "drafting/drawing.py: every drafted token"),
-    "verify_block": (2, "softmaxes, all residuals, a draw", "engine/verification.py: verification = block"),
-    "verify_coupled": (
-        2,
-        "noise in memory, argmax, compare",
-        "engine/verification.py: verification = coupled",
+    "sample_coupled": About(2, "noise in memory, argmax", "verification = coupled", "sample_coupled"),
+    "divergence": About(
+        1,
+        "two log_softmaxes, products and their backward",
+        "base training",
+        "divergence",
+        "teacher_topk",
+        False,
     ),
-    "sample_coupled": (2, "noise in memory, argmax", "drafting/drawing.py: verification = coupled"),
-    "divergence": (1, "two log_softmaxes, products and their backward", "feature/unroll.py: base training"),
-    "linear and divergence": (
+    "linear and divergence": About(
         1,
         "the output layer and the loss after it",
-        "distill/student.py: every update",
+        "updates with its whole output layer",
+        "linear_divergence",
     ),
 }
 
@@ -75,7 +93,7 @@ def reported(name: str, result: dict[str, Any]) -> Iterator[None]:
 
 def run_case(case: Case, bench: Bench, bandwidth: float | None) -> dict[str, Any]:
     """Measure all contenders, our own first. `bandwidth`: bytes per second of a copy, to compare with."""
-    launches, replaces, called_by = ABOUT[case.operation]
+    said = ABOUT[case.operation]
     results: dict[str, Any] = {}
     for name, contender in case.contenders().items():
         with reported(name, results):
@@ -84,7 +102,7 @@ def run_case(case: Case, bench: Bench, bandwidth: float | None) -> dict[str, Any
         for timing in (entry, entry.get("graph", {})):
             if timing.get("us") and bandwidth:
                 timing["share_of_copy"] = round(case.floor_bytes / (timing["us"] * 1e-6) / bandwidth, 4)
-    about = {"launches": launches, "replaces": replaces, "called_by": called_by}
+    about = {"launches": said.launches, "replaces": said.replaces, "called_by": said.called_by}
     shape = {**case.shape, "dtype": str(bench.dtype).removeprefix("torch.")}
     return {
         "operation": case.operation,

@@ -171,6 +171,8 @@ def liger_linear_jsd(hidden: Tensor, weight: Tensor, teacher: Tensor) -> Call:
     return call
 
 
-def speculators_divergence() -> Loss:
-    importlib.import_module("speculators")
-    raise NotImplementedError("speculators is installed, but this benchmark knows no loss of it to call")
+def speculators_divergence(kind: str) -> Loss:
+    """The fused losses of speculators 0.9: of logits [1, T, V] each position's."""
+    name = {"fkl": "kl_div", "rkl": "reverse_kl_div", "jsd": "js_div", "tvd": "tv"}[kind]
+    loss = getattr(importlib.import_module("speculators.losses"), f"{name}_loss")
+    return lambda student, teacher: loss(student[None], teacher[None]).mean()

@@ -30,7 +30,7 @@ TARGETS: list[tuple[str, dict[str, Any], tuple[str, ...], float | None]] = [
     ("verify, B = 1, in a CUDA graph", {"batch": 1, **VERIFY}, GRAPH, 10),
     ("verify, B = 64, in a CUDA graph", {"batch": 64, **VERIFY}, GRAPH, 34),
     ("verify, B = 256, in a CUDA graph", {"batch": 256, **VERIFY}, GRAPH, 200),
-    ("top-p filter, B = 64", {"operation": "filter_logits", "batch": 64, "top_k": 0}, EVENTS, 150),
+    ("top-p filter, B = 64", {"operation": "find_cuts", "batch": 64, "top_k": 0}, EVENTS, 150),
     *[
         (
             f"{name}, B = {batch}, in a CUDA graph",
@@ -135,12 +135,12 @@ def facts() -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for name, case in first.items():
-        launches, replaces, called_by = ABOUT[name]
+        said = ABOUT[name]
         shape = ", ".join(f"{key} {value}" for key, value in case.shape.items())
         least = microseconds(case.floor_bytes / BANDWIDTH * 1e6)
-        size, launched = f"{case.floor_bytes / 1e6:,.1f} MB", launches or "PyTorch"
-        path = f"`{called_by.split(':')[0]}`" if "/" in called_by.split(",")[0] else called_by
-        lines.append(f"| {name} | {shape} | {size} | {least} | {launched} | {replaces} | {path} |")
+        size, launched = f"{case.floor_bytes / 1e6:,.1f} MB", said.launches
+        who = f"`{said.called_by}`: {said.when}"
+        lines.append(f"| {name} | {shape} | {size} | {least} | {launched} | {said.replaces} | {who} |")
     return "\n".join(lines)
 
 

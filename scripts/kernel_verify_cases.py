@@ -34,9 +34,9 @@ def chain_inputs(bench: Bench, batch: int, vocab: int, seed: int, top_p: float =
     drawn = [kernels.sample_draft(draft[:, j].contiguous(), 1.0, seeds, position + j) for j in range(length)]
     return {
         "target_logits": target.to(bench.dtype),
-        "draft_tokens": torch.stack([token for token, _ in drawn], 1),
+        "draft_tokens": torch.stack([token for token, _, _ in drawn], 1),
         "draft_logits": draft,
-        "draft_lse": torch.stack([lse for _, lse in drawn], 1),
+        "draft_lse": torch.stack([lse for _, lse, _ in drawn], 1),
         "temperature": torch.ones(batch, device=device),
         "seed": seeds,
         "position": position,
@@ -128,33 +128,43 @@ def greedy_case(bench: Bench, batch: int) -> Case:
 
 
 def filtered_case(bench: Bench, batch: int) -> Case:
-    """What the engine runs for a request with top-p: the target's rows are filtered and verified."""
+    """What the engine runs for requests with top-p: cuts are found for the target's rows, then heeded."""
     row = bench.vocab * bench.dtype.itemsize
     floor = batch * row * (bench.length + 2)
 
     def contenders() -> dict[str, Contender]:
         sets = [chain_inputs(bench, batch, bench.vocab, seed, TOP_P) for seed in range(bench.sets(floor))]
-        ready = [
-            {**i, "target_logits": filter_logits(i["target_logits"], filters(batch, bench.device))}
-            for i in sets
-        ]
+        sampling = filters(batch, bench.device)
 
         def whole(inputs: dict[str, Tensor]) -> Call:
-            sampling, arguments = filters(batch, bench.device), dict(inputs)
-            target = arguments.pop("target_logits")
-            return lambda: verify_chain(filter_logits(target, sampling), **arguments)  # type: ignore[arg-type]
+            return lambda: verify_call(inputs, target_cuts=cuts_of(inputs["target_logits"], sampling))()
+
+        def ready(inputs: dict[str, Tensor]) -> Call:
+            return verify_call(inputs, target_cuts=cuts_of(inputs["target_logits"], sampling))
+
+        def written(inputs: dict[str, Tensor]) -> Call:
+            target = inputs["target_logits"]
+            return lambda: verify_call(inputs, target_logits=filter_logits(target, sampling))()
 
         return {
             "moedraft": Contender(lambda: [*map(whole, sets)]),
-            "moedraft, filtered before": Contender(lambda: [*map(verify_call, ready)]),
+            "moedraft, cuts found before": Contender(lambda: [*map(ready, sets)]),
+            "moedraft, filtered logits written": Contender(lambda: [*map(written, sets)]),
         }
 
     shape = {"batch": batch, "num_draft": bench.length, "vocab": bench.vocab, "top_p": TOP_P}
     return Case("verify_chain, filtered", shape, floor, contenders)
 
 
+def cuts_of(logits: Tensor, sampling: SamplingBatch, backend: Any = "auto") -> kernels.Cuts:
+    return kernels.find_cuts(
+        logits, temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p, backend=backend
+    )
+
+
 def filter_case(bench: Bench, batch: int, top_k: int) -> Case:
-    floor = 2 * batch * bench.vocab * bench.dtype.itemsize * (bench.length + 1)
+    """Every logit is read once at least."""
+    floor = batch * bench.vocab * bench.dtype.itemsize * (bench.length + 1)
 
     def contenders() -> dict[str, Contender]:
         shape = (batch, bench.length + 1, bench.vocab)
@@ -163,7 +173,10 @@ def filter_case(bench: Bench, batch: int, top_k: int) -> Case:
         ]
         sampling = filters(batch, bench.device, top_k)
         return {
-            "moedraft": Contender(lambda: [partial(filter_logits, x, sampling) for x in sets]),
+            "moedraft": Contender(lambda: [partial(cuts_of, x, sampling) for x in sets]),
+            "PyTorch reference": Contender(
+                lambda: [partial(cuts_of, x, sampling, "reference") for x in sets], graph=False
+            ),
             "eager PyTorch, top-p by a full sort": Contender(
                 lambda: [partial(peers.plain_top_p, x, TOP_P) for x in sets]
             ),
@@ -173,7 +186,7 @@ def filter_case(bench: Bench, batch: int, top_k: int) -> Case:
         }
 
     shape = {"batch": batch, "num_draft": bench.length, "vocab": bench.vocab, "top_p": TOP_P, "top_k": top_k}
-    return Case("filter_logits", shape, floor, contenders)
+    return Case("find_cuts", shape, floor, contenders)
 
 
 def sample_case(bench: Bench, batch: int) -> Case:

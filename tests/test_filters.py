@@ -10,8 +10,9 @@ from filter_reference import filtered_by_sorting, kept
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moedraft import sampling
 from moedraft.core import SamplingParams
+from moedraft.kernels import reference_cut
+from moedraft.kernels.cuts import NO_LAST
 from moedraft.sampling import SamplingBatch, filter_logits
 
 FILTERS = {
@@ -103,13 +104,13 @@ def test_any_row(row: list[float], temperature: float, top_k: int, top_p: float,
 def test_few_candidates_are_looked_at_first_and_more_only_where_they_do_not_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real, asked = sampling.largest, list[tuple[int, int]]()
+    real, asked = reference_cut.largest, list[tuple[int, int]]()
 
     def largest(rows: torch.Tensor, count: int) -> torch.Tensor:
         asked.append((len(rows), count))
         return real(rows, count)
 
-    monkeypatch.setattr(sampling, "largest", largest)
+    monkeypatch.setattr(reference_cut, "largest", largest)
     gen = torch.Generator().manual_seed(3)
     logits = torch.randn(4, 1, 20_000, generator=gen) * torch.tensor([9.0, 9.0, 0.1, 9.0]).view(4, 1, 1)
     assert_same(logits, [SamplingParams(1.0, top_p=0.9)] * 4)
@@ -139,7 +140,9 @@ def test_a_batch_without_filters_is_given_back() -> None:
 
 
 def test_control_ties_that_are_not_counted_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "_drop_late_ties", lambda rows, cut, drop: None)
+    monkeypatch.setattr(
+        reference_cut, "last_ties", lambda rows, cut: torch.full((len(rows),), NO_LAST, dtype=torch.int32)
+    )
     rows = torch.tensor([[1.0, 1.0, 1.0, 1.0, 0.0]])
     with pytest.raises(AssertionError):
         assert_same(rows, [SamplingParams(1.0, top_p=0.5)])

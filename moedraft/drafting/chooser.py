@@ -87,9 +87,8 @@ class Chooser:
         if not any(row.draft for row in rows.sequences):
             return Proposal.nothing(len(rows), rows.device)
         # A seeded answer must not depend on timing, so its draft length is fixed, and one source drafts it:
-        # the model, or the lookup where that is the only one. Coupled sampling gives it whatever is drafted.
-        steady = not rows.sampling.coupled
-        fixed = [not self.limits.adaptive or (steady and row.reproducible) for row in rows.sequences]
+        # the model, or the lookup where that is the only one. See `Sequence.reproducible`.
+        fixed = [not self.limits.adaptive or row.reproducible for row in rows.sequences]
         limits = [self._limit(row, f) for row, f in zip(rows.sequences, fixed, strict=True)]
         looked = self._look_up(rows, fixed)
         experts = self.model.experts_of(rows.sequences)
@@ -188,13 +187,15 @@ def merged(drawn: Proposal, looked: Proposal) -> Proposal:
     width = max(drawn.width, looked.width)
     token_ids = padded(drawn.token_ids, width, -1)
     token_ids[rows, : looked.width] = looked.token_ids[rows]
-    logits, lse = drawn.logits, drawn.lse
+    logits, lse, cuts = drawn.logits, drawn.lse, drawn.cuts
     if logits is not None and lse is not None:
         logits = torch.nn.functional.pad(logits, (0, 0, 0, width - drawn.width))
         certain = torch.full_like(logits[rows], -torch.inf)
         logits[rows] = certain.scatter_(2, token_ids[rows].clamp_min(0)[..., None], 0.0)
         lse = padded(lse, width, 0.0)
         lse[rows] = 0.0
+    if cuts is not None:
+        cuts = cuts.without(rows, width)
 
     def either(theirs: list[T], ours: list[T]) -> list[T]:
         return [ours[b] if looked.lengths[b] else theirs[b] for b in range(len(theirs))]
@@ -207,6 +208,7 @@ def merged(drawn: Proposal, looked: Proposal) -> Proposal:
         confidences=either(drawn.confidences, looked.confidences),
         logits=logits,
         lse=lse,
+        cuts=cuts,
     )
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from moedraft.evidence import NOBODY, Proposal, Rows
-from moedraft.kernels import sample_coupled, sample_draft
-from moedraft.sampling import SamplingBatch, filter_logits
+from moedraft.kernels import Cuts, sample_coupled, sample_draft
+from moedraft.sampling import SamplingBatch, limited
 
 
 class LogitBuffer:
@@ -35,6 +35,7 @@ class Drawing:
         self.rows, self.limits, self.buffer = rows, limits, buffer
         self.tokens: list[torch.Tensor] = []  # by step, int64 [B]
         self.lses: list[torch.Tensor] = []
+        self.cuts: list[Cuts | None] = []
         self.confidences: list[list[float]] = []
 
     @property
@@ -56,14 +57,15 @@ class Drawing:
         if names is not None and not sampling.greedy:
             every = logits.new_full((len(logits), vocab_size), -torch.inf)
             logits, names = every.scatter_reduce_(1, names.expand_as(logits), logits, "amax"), None
-        filtered = filter_logits(logits, sampling)
-        drawn, lse, chances = draw(filtered, sampling, self.positions)
+        filtered, cuts = limited(logits, sampling)
+        drawn, lse, chances = draw(filtered, cuts, sampling, self.positions)
         if not sampling.greedy:
             self.buffer.put(filtered, self.steps, max(self.limits))
         self.tokens.append(
             drawn if names is None else names.expand_as(logits).gather(1, drawn[:, None])[:, 0]
         )
         self.lses.append(lse)
+        self.cuts.append(cuts)
         self.confidences.append(chances)
 
     def proposal(self, source: str, experts: list[str], versions: list[int]) -> Proposal:
@@ -83,11 +85,20 @@ class Drawing:
             steps=self.steps,
             logits=self.buffer.of(len(lengths), self.steps) if sampled else None,
             lse=torch.stack(self.lses, dim=1) if sampled else None,
+            cuts=stacked(self.cuts),
         )
 
 
+def stacked(cuts: list[Cuts | None]) -> Cuts | None:
+    """Those of every step [B] as one [B, K]; None where nothing is filtered so."""
+    steps = [step for step in cuts if step is not None]
+    if not steps:
+        return None
+    return Cuts(torch.stack([one.value for one in steps], 1), torch.stack([one.last for one in steps], 1))
+
+
 def draw(
-    logits: torch.Tensor, sampling: SamplingBatch, positions: list[int]
+    logits: torch.Tensor, cuts: Cuts | None, sampling: SamplingBatch, positions: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor, list[float]]:
     """Tokens int64 [B], their log-sum-exps [B] and, by row, the mass of the most likely token.
 
@@ -96,9 +107,5 @@ def draw(
     where = torch.tensor(positions, device=logits.device)
     temperature = 0.0 if sampling.greedy else sampling.temperature
     choose = sample_coupled if sampling.coupled else sample_draft
-    drawn, lse = choose(logits, temperature, sampling.seed, where)
-    if sampling.greedy:
-        top = logits.gather(1, drawn[:, None])[:, 0].float()
-    else:
-        top = logits.amax(-1).float() / torch.where(sampling.temperature > 0, sampling.temperature, 1.0)
-    return drawn, lse, (top - lse).exp().tolist()
+    drawn, lse, top = choose(logits, temperature, sampling.seed, where, cuts=cuts)
+    return drawn, lse, top.tolist()

@@ -143,7 +143,7 @@ class Engine(WholeAnswers):
         ids = tokenise(self.tokenizer, prompt, ids, chat=chat, truncate=self.truncate_prompts, **limits)
         seed = params.seed if params.seed is not None else secrets.randbits(62)
         sequence = Sequence(request_id, ids, len(ids), params, seed, capture=capture, counted=counted)
-        sequence.source = source
+        sequence.source, sequence.coupled = source, self.round.verifier.rule == "coupled"
         sequence.prompt = topic or (prompt if isinstance(prompt, str) else self.tokenizer.decode(ids))
         sequence.expert, sequence.pinned = expert or SHARED, expert is not None
         if routed is not None and self.selector.knows(routed.domain):  # it may have been removed meanwhile

@@ -15,7 +15,7 @@ import torch
 from moedraft.core import Sequence
 from moedraft.evidence import Proposal, Rows
 from moedraft.kernels import TARGET_INVALID, round_seeds, verify_block, verify_chain, verify_coupled
-from moedraft.sampling import SamplingBatch, filter_logits
+from moedraft.sampling import SamplingBatch, limited
 
 Verification = Literal["chain", "block", "coupled"]  # the rule by which sampled rows are verified
 
@@ -52,8 +52,9 @@ class Verifier:
         """
         device, sampling = logits.device, rows.sampling
         check = {"chain": verify_chain, "block": verify_block, "coupled": verify_coupled}[self.rule]
+        filtered, cuts = limited(logits, sampling)
         emitted, accepted, status = check(
-            filter_logits(logits, sampling),
+            filtered,
             proposal.token_ids,
             proposal.logits,
             draft_lse=proposal.lse,
@@ -61,6 +62,8 @@ class Verifier:
             temperature=0.0 if sampling.greedy else sampling.temperature,
             seed=sampling.seed,
             position=positions(rows.sequences, device),
+            target_cuts=cuts,
+            draft_cuts=proposal.cuts,
         )
         counts = accepted.tolist()
         tokens = [row[: count + 1] for row, count in zip(emitted.tolist(), counts, strict=True)]

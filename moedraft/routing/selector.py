@@ -84,8 +84,8 @@ class BackgroundSelector(Selector):
     """Routes in a thread of its own: a sequence starts with the shared draft and gets its expert later.
 
     Embedding a prompt takes as long as several steps, and decoding need not wait for it: experts that leave
-    keys and values alone can be changed in the middle of an answer at no cost. Only sequences with seeded
-    sampling wait, because their answer depends on who drafts and must not depend on timing. Its owner has
+    keys and values alone can be changed in the middle of an answer at no cost. Only reproducible
+    sequences wait, because their answer depends on who drafts and must not depend on timing. Its owner has
     to call `close`, which ends the thread.
     """
 

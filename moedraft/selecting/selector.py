@@ -2,7 +2,8 @@
 
 The choice depends on the prompt, on tokens that the target has confirmed, and on when they were compared;
 never on a token that is only proposed. So sampled answers keep the target's distribution. A reproducible
-request keeps the expert that the router chose, since its answer may not depend on timing.
+request keeps the expert that the router chose, since its answer may not depend on timing; under coupled
+verification it does not, whoever drafts, and seeded requests are compared like others.
 
 It compares the experts between rounds, on tokens that have entered the rows and that the drafter has read.
 What a verification accepted it is not shown: that says how the leader guessed and nothing of the others.

@@ -20,6 +20,7 @@ from moedraft.config import Settings
 from moedraft.core import InvalidRequest, MoedraftError
 from moedraft.cpu.memory import keep_what_is_loaded
 from moedraft.engine.calibration import calibrate
+from moedraft.engine.warming import warm_up
 from moedraft.privacy import write_no_core_file
 from moedraft.serve.app import create_app
 from moedraft.serve.auth.access import is_loopback
@@ -61,6 +62,7 @@ def serve(settings: Settings, announce: Callable[[str], None] = lambda url: None
         system = build(settings)
         stack.callback(system.close)
         system.store.replay.trim_states()  # what is kept may be more than the settings allow now
+        warm_up(system.engine)
         calibrate(system.engine)
         worker = Worker(system, max_waiting=settings.max_waiting)
         stack.callback(worker.stop)

@@ -18,6 +18,7 @@ from moedraft.drafting.base import DraftBase, FeatureBase, first_guesses
 from moedraft.drafting.budget import Budget
 from moedraft.drafting.costs import RoundCosts
 from moedraft.engine.calibration import calibrate
+from moedraft.engine.warming import warm_up as compile_kernels
 from moedraft.showcase.shipped import Query
 from moedraft.system.build import System
 
@@ -196,4 +197,5 @@ def warm_up(system: System) -> None:
     params = SamplingParams(max_tokens=8)
     for draft in (False, True):
         system.engine.generate("warm up", params, draft=draft, expert=SHARED)
+    compile_kernels(system.engine)
     calibrate(system.engine)

@@ -10,10 +10,12 @@ import torch
 
 from moedraft.core import SHARED, Sequence
 from moedraft.drafting.budget import Budget, Plan
-from moedraft.drafting.chooser import Chooser, DraftLimits, DraftSource
+from moedraft.drafting.chooser import Chooser, DraftLimits, DraftSource, merged
 from moedraft.drafting.drafter import Another, NoDrafter
 from moedraft.drafting.timer import RoundTimer
 from moedraft.evidence import NOBODY, Evidence, Proposal, Rows
+from moedraft.kernels import Cuts
+from moedraft.kernels.cuts import NO_LAST
 
 from rounds import chain, evidence_of, row, rows_of
 
@@ -160,6 +162,16 @@ def test_what_is_looked_up_is_certain_among_sampled_rows() -> None:
     assert made.lse[1, :2].tolist() == pytest.approx([torch.tensor(VOCAB).log().item()] * 2)
 
 
+def test_cuts_exclude_nothing_of_what_is_looked_up() -> None:
+    looked, drawn = chain([1, 2, 3], [], source="lookup"), chain([5, 6], [7, 8])
+    cuts = Cuts(torch.full((2, 2), 0.5), torch.full((2, 2), 4, dtype=torch.int32))
+    made = merged(replace(drawn, cuts=cuts), looked)
+    assert made.cuts is not None
+    assert made.cuts.value.tolist() == [[-torch.inf] * 3, [0.5, 0.5, -torch.inf]]
+    assert made.cuts.last.tolist() == [[NO_LAST] * 3, [4, 4, NO_LAST]]
+    assert cuts.value.tolist() == [[0.5, 0.5]] * 2  # a copy was made
+
+
 def test_without_a_lookup_the_models_proposal_is_passed_on() -> None:
     model = ScriptedModel()
     made = chooser(Planned(Plan(True)), model).propose(rows_of(row(0, *LOOP), row(1, 5, 6)))
@@ -236,6 +248,15 @@ def test_a_reproducible_row_is_fixed_beside_rows_that_are_not() -> None:
     assert (made.lengths[0], made.lengths[1]) == (8, 3)
     assert model.proposed == [[0, 3, 8]]
     assert budget.asked == [({0: 0.6, 2: 0.6}, {0: 8}, 3, 3)]
+
+
+def test_under_coupled_verification_a_seeded_row_is_free() -> None:
+    model, budget = ScriptedModel(), Planned(Plan(True, {0: 8}), steps=5)
+    seeded = {"temperature": 1.0, "seed": 3, "coupled": True}
+    made = chooser(budget, model).propose(rows_of(row(0, *LOOP, **seeded), row(1, 5, 6, **seeded)))
+    assert made.sources == ["lookup", "model"]
+    assert made.lengths == [8, 5]
+    assert budget.asked == [({0: 0.6, 1: 0.6}, {0: 8}, 2, 0)]
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5])

@@ -233,11 +233,11 @@ def test_negative_control_shared_noise(
 ) -> None:
     """A draft that uses the verifier's uniforms (here: the very same counters) is caught."""
 
-    def draw(logits, temperature, seed, position):  # type: ignore[no-untyped-def]
+    def draw(logits, temperature, seed, position, cuts):  # type: ignore[no-untyped-def]
         scaled = logits / temperature[:, None]
         u = uniform(seed, position, ACCEPT)
         tokens = (scaled.softmax(-1).cumsum(-1) < u[:, None]).sum(-1).clamp_max(VOCAB - 1)
-        return tokens, scaled.logsumexp(-1)
+        return tokens, scaled.logsumexp(-1), scaled.softmax(-1).amax(-1)
 
     monkeypatch.setattr(drawing_module, "sample_draft", draw)
     params = SamplingParams(1.0)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from moedraft.core import SHARED, SamplingParams
+from moedraft.core import SHARED, SamplingParams, Sequence
 from moedraft.drafting.adapter import PREFIX
+from moedraft.drafting.budget import Plan
 from moedraft.drafting.lora import ExpertBank
 from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine
@@ -18,7 +21,7 @@ from tiny import NumberTokenizer
 EXPERTS = ("a", "b", "c", "d")
 
 
-def engine(fast: bool = True) -> Engine:
+def engine(fast: bool = True, rule: str = "chain", selector: FixedSelector | None = None) -> Engine:
     draft = random_model("llama", 1, cpu_fast_paths=fast)
     bank = ExpertBank(draft)
     torch.manual_seed(7)
@@ -31,7 +34,10 @@ def engine(fast: bool = True) -> Engine:
         bank.publish(name, bank.read(1, {}, tensors))
     drafter = ModelDrafter(draft, bank, 4, VOCAB)
     target = random_model("llama", 0, cpu_fast_paths=fast)
-    return Engine(target, NumberTokenizer(), drafter, FixedSelector(), max_batch_size=4)
+    return Engine(
+        target, NumberTokenizer(), drafter, selector or FixedSelector(), max_batch_size=4,
+        verification=rule,  # type: ignore[arg-type]
+    )  # fmt: skip
 
 
 def answers(made: Engine, together: bool, seeded: bool = True) -> list[list[int]]:
@@ -61,3 +67,55 @@ def test_without_seeds_many_experts_leave_it_to_the_shared_draft(fast: bool) -> 
     answers(made, together=True, seeded=False)
     assert ([SHARED] * 4 in seen) == fast
     assert (list(EXPERTS) in seen) == (not fast)
+
+
+class Restless(FixedSelector):
+    """Gives every row of the batch another expert before each step."""
+
+    def __init__(self) -> None:
+        self.rows: list[Sequence] = []
+        self.turn = 0
+
+    def assign(self, sequences: list[Sequence]) -> None:
+        self.rows += sequences
+
+    def settle(self, ending: Sequence | None = None) -> list[Sequence]:
+        self.turn += 1
+        rows = [row for row in self.rows if row.finish_reason is None and not row.reproducible]
+        for row in rows:
+            row.expert = EXPERTS[(EXPERTS.index(row.expert) + self.turn) % 4]
+        return rows
+
+
+def planned_rows(made: Engine) -> list[int]:
+    """How many rows the budget chose the length of, in each round; filled while the engine runs."""
+    found: list[int] = []
+    plan = made.chooser.budget.plan
+
+    def noted(means: dict[int, float], *rest: Any) -> Plan:
+        found.append(len(means))
+        return plan(means, *rest)
+
+    made.chooser.budget.plan = noted  # type: ignore[method-assign]
+    return found
+
+
+def test_under_coupled_verification_length_and_expert_are_free_and_the_answer_is_the_same() -> None:
+    alone = answers(engine(rule="coupled"), together=False)
+    selector = Restless()
+    made = engine(rule="coupled", selector=selector)
+    planned = planned_rows(made)
+    assert answers(made, together=True) == alone
+    assert max(planned) == 4
+    assert {row.request_id for row in selector.rows} == set(EXPERTS)
+    assert any(row.expert != row.request_id for row in selector.rows)
+
+
+def test_by_the_rule_of_chains_they_are_not() -> None:
+    """The control."""
+    selector = Restless()
+    made = engine(selector=selector)
+    planned = planned_rows(made)
+    answers(made, together=True)
+    assert max(planned) == 0
+    assert all(row.expert == row.request_id for row in selector.rows)

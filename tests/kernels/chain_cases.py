@@ -72,9 +72,11 @@ def make_chain(
         for j in range(length)
     ]
     tokens = (
-        torch.stack([token for token, _ in drawn], 1) if drawn else torch.empty(batch, 0, dtype=torch.int64)
+        torch.stack([token for token, _, _ in drawn], 1)
+        if drawn
+        else torch.empty(batch, 0, dtype=torch.int64)
     )
-    lse = torch.stack([lse for _, lse in drawn], 1) if drawn else torch.empty(batch, 0)
+    lse = torch.stack([lse for _, lse, _ in drawn], 1) if drawn else torch.empty(batch, 0)
     values_on = [t.to(device) for t in (target.to(dtype), tokens, draft, temperatures, seeds, position, lse)]
     return Chain(*values_on[:6], extra={"lse": values_on[6]})
 

@@ -20,12 +20,21 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from moedraft.kernels import block_kernels, coupled_kernels, fused_divergence, verify, verify_kernels
+from moedraft.kernels import (
+    block_kernels,
+    coupled_kernels,
+    cut_kernels,
+    fused_divergence,
+    verify,
+    verify_kernels,
+)
 from moedraft.kernels.primitives import combine
 
 TYPES = {
     **dict.fromkeys(["tokens", "counts", "seed", "position", "out", "num_accepted", "ids"], "*i64"),
-    **dict.fromkeys(["t_arg", "arguments", "arrivals", "status"], "*i32"),
+    **dict.fromkeys(["t_arg", "arguments", "arrivals", "status", "lasts", "t_lasts", "d_lasts"], "*i32"),
+    **dict.fromkeys(["values", "t_values", "d_values", "tops", "top_p", "min_p"], "*fp32"),
+    "top_k": "*i64",
     **dict.fromkeys(["t_max", "t_sum", "d_max", "d_sum", "mass", "lses", "scaled", "sums"], "*fp32"),
     **dict.fromkeys(["draft_lse", "temperature", "weight", "losses", "logprobs", "upstream"], "*fp32"),
     **dict.fromkeys(["logits", "target", "draft", "student", "teacher", "grad"], "*bf16"),
@@ -34,6 +43,7 @@ TYPES = {
     **dict.fromkeys(["inverse", "beta"], "fp32"),
 }
 KNOWN = Path(__file__).with_name("compiled.json")
+CUTS = ("t_values", "t_lasts", "d_values", "d_lasts")
 FUSION = bool(verify.shared_constants(1000, False, False)["enable_fp_fusion"])  # in verification
 ALIGNED = re.compile(r"V|.*_(n|k|b)$")  # strides and vocabularies of real models divide by 16
 
@@ -116,7 +126,7 @@ def verification(width: int, warps: int) -> list[dict[str, Any]]:
     results = []
     flags = {"HAS_COUNTS": False, "PACKED": False, "CHUNK": width}
     ragged = {"HAS_COUNTS": True, "PACKED": True, "CHUNK": width}
-    rows = ("target_starts", "draft_starts", "counts")
+    rows = ("target_starts", "draft_starts", "counts", *CUTS)
     swept = ("d_max", "d_sum")
     sweep = verify_kernels.sweep
     results.append(
@@ -124,7 +134,7 @@ def verification(width: int, warps: int) -> list[dict[str, Any]]:
             sweep, warps, (*rows, *swept, "draft"), PER=2, BOTH=False, SKIP_GREEDY_SUM=True, **flags
         )
     )
-    results.append(compile_kernel(sweep, warps, PER=1, BOTH=True, SKIP_GREEDY_SUM=True, **ragged))
+    results.append(compile_kernel(sweep, warps, CUTS, PER=1, BOTH=True, SKIP_GREEDY_SUM=True, **ragged))
     drafting = (*rows, *swept, "draft", "arrivals")
     results.append(
         compile_kernel(sweep, warps, drafting, PER=1, BOTH=False, K=0, SKIP_GREEDY_SUM=False, **flags)
@@ -133,12 +143,12 @@ def verification(width: int, warps: int) -> list[dict[str, Any]]:
         absent = rows + (swept if has_lse or not has_draft else ("draft_lse",))
         absent += () if has_draft else ("draft", "draft_lse", "mass", "arrivals")
         shape = {"HAS_DRAFT": has_draft, "HAS_LSE": has_lse, "NCP": 64, "KP": 8, "PER": 1, **flags}
-        chain = (*absent, "lses") if has_draft else absent
+        chain = (*absent, "lses", "tops") if has_draft else absent
         results.append(compile_kernel(verify_kernels.resolve, warps, chain, PURPOSE=3, **shape))
         results.append(compile_kernel(block_kernels.judge, warps, absent, **shape))
     coupled = coupled_kernels.sweep_coupled
     results.append(compile_kernel(coupled, warps, (), PER=1, WANT_LSE=True, **ragged))
-    unasked = ("starts", "counts", "scaled", "sums")
+    unasked = ("starts", "counts", "values", "lasts", "scaled", "sums")
     results.append(compile_kernel(coupled, warps, unasked, PER=4, WANT_LSE=False, **flags))
     choices = {"HAS_COUNTS": True, "WANT_LSE": True, "KP": 16, "NCP": 64}
     results.append(compile_kernel(coupled_kernels.choose, 4, (), **choices))
@@ -159,7 +169,24 @@ def chains() -> list[dict[str, Any]]:
     results = []
     for kernel, more in ((verify_kernels.resolve, {"PURPOSE": 3}), (block_kernels.judge, {})):
         for shape in shapes:
-            results.append(compile_kernel(kernel, 8, ("lses", "draft_lse"), **ragged, **shape, **more))
+            results.append(
+                compile_kernel(kernel, 8, ("lses", "tops", "draft_lse", *CUTS), **ragged, **shape, **more)
+            )
+    return results
+
+
+def filters() -> list[dict[str, Any]]:
+    """The search for what filters leave, of a bfloat16 row and of a short float32 one; and its users."""
+    shapes = ((8, {"SHIFT": 16, "CHUNK": 2048}), (4, {"SHIFT": 0, "CHUNK": 256}))
+    results = [compile_kernel(cut_kernels.cut, warps, (), True, BINS=256, **shape) for warps, shape in shapes]
+    flags = {"HAS_COUNTS": True, "PACKED": False, "CHUNK": 4096}
+    absent = ("target_starts", "draft_starts", "d_max", "d_sum")
+    sweep = verify_kernels.sweep
+    results.append(compile_kernel(sweep, 8, absent, PER=4, BOTH=False, SKIP_GREEDY_SUM=True, **flags))
+    shape = {"HAS_DRAFT": True, "HAS_LSE": True, "NCP": 64, "KP": 8, "PER": 2, **flags}
+    drafting = (*absent, "lses", "tops")
+    results.append(compile_kernel(verify_kernels.resolve, 8, drafting, PURPOSE=3, **shape))
+    results.append(compile_kernel(block_kernels.judge, 8, absent, **shape))
     return results
 
 
@@ -202,7 +229,7 @@ def main() -> None:
     results = []
     for width, warps in ((4096, 8), (1024, 4), (256, 4)):
         results += verification(width, warps)
-    results += summation() + chains()
+    results += summation() + chains() + filters()
     for vocab in (151_936, 1000):
         results += losses(vocab)
     for vocab in (50_257, 262_144):

@@ -45,7 +45,7 @@ def decode(
         seed = seeds(request, position)
         last, drafted = text[rows, length], []
         for j in range(LENGTH):
-            last, _ = kernels.sample_draft(draft[last], 1.0, seed, position + j, backend=backend)
+            last, _, _ = kernels.sample_draft(draft[last], 1.0, seed, position + j, backend=backend)
             drafted.append(last)
         context = torch.stack((text[rows, length], *drafted), 1)
         seen = draft_seen(draft)[context[:, :-1]]

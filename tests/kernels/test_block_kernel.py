@@ -41,7 +41,7 @@ def both(chain: Chain, **changes: object) -> bool:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_results_equal_the_references(case: dict[str, object], draft: str, device: str) -> None:
     case = dict(case)
-    batch = 4096 if device == "cuda" else 16
+    batch = 4096 if device == "cuda" else 8
     chain = make_chain(batch, device=device, temperature=TEMPERATURES, **case)  # type: ignore[arg-type]
     chain.lse = chain.extra["lse"] if draft == "with lse" else None
     chain.draft = None if draft == "certain" else chain.draft
@@ -65,8 +65,9 @@ def test_the_production_chunk(device: str) -> None:
 
 def test_the_longest_drafts(device: str) -> None:
     chain = make_chain(4, 16, 24, device=device, spread=0.3)
-    assert both(chain)
-    assert int(chain.run("triton", verify_block)[1].max()) > 8
+    fused, plain = (chain.run(backend, verify_block) for backend in ("triton", "reference"))
+    assert same(fused, plain)
+    assert int(fused[1].max()) > 8
 
 
 @pytest.mark.parametrize("fault", ["shares", "chance"])
@@ -94,8 +95,8 @@ def test_control_a_fault_in_the_kernel_shows(
 
 
 def test_ragged_and_packed_rows(device: str) -> None:
-    chain = make_chain(10, 3, 300, device=device, temperature=TEMPERATURES)
-    counts = torch.tensor([3, 0, 2, 1, 3, 2, 0, 3, 1, 2], device=device)
+    chain = make_chain(5, 3, 300, device=device, temperature=TEMPERATURES)
+    counts = torch.tensor([3, 0, 2, 1, 3], device=device)
     for lse in (None, chain.extra["lse"]):
         chain.lse = lse
         expected = chain.run("reference", verify_block, num_draft=counts)
@@ -112,16 +113,18 @@ def test_ragged_and_packed_rows(device: str) -> None:
     assert same(chain.run("triton", verify_block, num_draft=counts), expected)
 
 
-@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
-@pytest.mark.parametrize("position", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("position", "value"), [(0, "nan"), (0, "-inf"), (1, "nan"), (1, "inf"), (3, "nan"), (3, "-inf")]
+)
 def test_broken_target_rows(value: str, position: int, device: str) -> None:
-    chain = make_chain(12, 3, 300, device=device, temperature=TEMPERATURES, spread=0.2)
+    chain = make_chain(8, 3, 300, device=device, temperature=TEMPERATURES, spread=0.2)
     if value == "-inf":
         chain.target[::2, position] = float(value)
     else:
         chain.target[::2, position, 280] = float(value)
-    assert both(chain)
-    status = chain.run("triton", verify_block)[2]
+    fused, plain = (chain.run(backend, verify_block) for backend in ("triton", "reference"))
+    assert same(fused, plain)
+    status = fused[2]
     assert bool((status[::2] == kernels.TARGET_INVALID).any())
     assert not status[1::2].any()
 
@@ -129,7 +132,7 @@ def test_broken_target_rows(value: str, position: int, device: str) -> None:
 @pytest.mark.parametrize("with_lse", [False, True])
 @pytest.mark.parametrize("how", ["nan", "inf", "-inf", "token"])
 def test_broken_drafts(how: str, with_lse: bool, device: str) -> None:
-    chain = make_chain(12, 3, 300, device=device, temperature=TEMPERATURES, spread=0.2)
+    chain = make_chain(8, 3, 300, device=device, temperature=TEMPERATURES, spread=0.2)
     chain.lse = chain.extra["lse"] if with_lse else None
     assert chain.draft is not None
     if how == "token":
@@ -140,15 +143,16 @@ def test_broken_drafts(how: str, with_lse: bool, device: str) -> None:
         chain.draft[::2, 1, 280] = float(how)
     if with_lse and how != "token":
         chain.lse[::2, 1] = float("nan")  # type: ignore[index]
-    assert both(chain)
-    status = chain.run("triton", verify_block)[2]
+    fused, plain = (chain.run(backend, verify_block) for backend in ("triton", "reference"))
+    assert same(fused, plain)
+    status = fused[2]
     assert bool((status[::2] == kernels.DRAFT_INVALID).any())
     assert not status[1::2].any()
 
 
 def test_filtered_rows_and_draws_within_them(device: str) -> None:
     """The target excludes what the draft may draw: no share is left behind such a token."""
-    chain = make_chain(16, 4, 300, device=device, spread=0.5)
+    chain = make_chain(6, 3, 300, device=device, spread=0.5)
     chain.target[:, 1::2, ::3] = -torch.inf
     chain.draft[:, ::2, 1::3] = -torch.inf  # type: ignore[index]
     for lse in (None, kernels_lse(chain)):
@@ -228,22 +232,28 @@ def test_two_launches_and_no_reference(
 
 
 def test_it_follows_the_target(device: str) -> None:
-    """The first token's law, with a draft that is the target's opposite."""
-    batch = 200_000 if device == "cuda" else 112
+    """The first token's law, with a draft that is the target's opposite.
+
+    The interpreter is too slow for enough rows: there the tokens are the reference's on these inputs, whose
+    law `test_verify_block.py` proves.
+    """
+    batch = 200_000 if device == "cuda" else 24
     target, draft = (table[0] for table in tables(device))
     seed = torch.arange(batch, device=device) + 5
     position = torch.full_like(seed, 41)
     propose = partial(kernels.sample_draft, draft.expand(batch, VOCAB), 1.0, seed, backend="reference")
     drawn = [propose(position + j) for j in range(2)]
-    tokens, count, _ = verify_block(
-        target.expand(batch, 3, VOCAB), torch.stack([token for token, _ in drawn], 1),
-        draft.expand(batch, 2, VOCAB), draft_lse=torch.stack([lse for _, lse in drawn], 1),
-        temperature=1.0, seed=seed, position=position, backend="triton",
+    verdict = partial(
+        verify_block,
+        target.expand(batch, 3, VOCAB), torch.stack([one[0] for one in drawn], 1),
+        draft.expand(batch, 2, VOCAB), draft_lse=torch.stack([one[1] for one in drawn], 1),
+        temperature=1.0, seed=seed, position=position,
     )  # fmt: skip
-    probs = torch.softmax(target.double().cpu(), -1)
-    order = probs.argsort()
-    groups = order.reshape(4, 4) if device == "cpu" else order.reshape(16, 1)  # enough expected in every cell
-    observed = torch.bincount(tokens[:, 0].cpu(), minlength=VOCAB)
-    statistic, freedom = chi_square(observed[groups].sum(1), probs[groups].sum(1))
-    assert statistic < chi_square_limit(freedom)
+    tokens, count, status = verdict(backend="triton")
     assert int(count.sum()) > 0
+    if device == "cpu":
+        assert same((tokens, count, status), verdict(backend="reference"))
+        return
+    probs = torch.softmax(target.double().cpu(), -1)
+    statistic, freedom = chi_square(torch.bincount(tokens[:, 0].cpu(), minlength=VOCAB), probs)
+    assert statistic < chi_square_limit(freedom)

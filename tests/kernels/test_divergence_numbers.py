@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moedraft import kernels
 
@@ -73,3 +74,32 @@ def test_ids_outside_the_vocabulary_count_as_padding_on_a_gpu() -> None:
         kernels.divergence(student, teacher_topk=topk, reduction="none") for topk in ((ids, logprobs), padded)
     )
     assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("reduce", [False, True])
+def test_the_fake_op_says_what_the_op_gives(reduce: bool, dtype: torch.dtype, backend: str) -> None:
+    """Types and shapes, which is all that a compiled graph knows before it runs."""
+    student, weight = torch.randn(3, 12).to(dtype), torch.ones(3)
+    weight = weight.double() if dtype == torch.float64 else weight
+    arguments = (student, student.flip(0), None, None, weight, "fkl", 0.5, 1.0, reduce, backend)
+    real = torch.ops.moedraft.divergence(*arguments)
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments]
+        fake = torch.ops.moedraft.divergence(*fakes)
+    assert [(one.dtype, one.shape) for one in fake] == [(one.dtype, one.shape) for one in real]
+    assert real[0].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+def test_ids_outside_the_vocabulary_count_as_padding_in_a_compiled_graph() -> None:
+    """Where nothing may wait for the values, on a CPU too."""
+    student = torch.randn(2, 10)
+    ids = torch.tensor([[1, 9], [3, 10_000_000]])
+    logprobs = torch.full((2, 2), -2.0)
+    padded = ids.masked_fill(ids >= 10, -1), logprobs.masked_fill(ids >= 10, -torch.inf)
+
+    def loss(ids: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
+        return kernels.divergence(student, teacher_topk=(ids, logprobs), reduction="none")
+
+    compiled = torch.compile(loss, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(ids, logprobs), loss(*padded))

@@ -28,7 +28,7 @@ def decode(rule: str, drafts: int, seen_factor: float = 1.0) -> tuple[Tensor, Te
     seeds = several.draft_seeds(seed, drafts)
     last, drawn = torch.zeros(RUNS, drafts, dtype=torch.int64), []
     for j in range(LENGTH):
-        flat, _ = kernels.sample_draft(
+        flat, _, _ = kernels.sample_draft(
             draft[last].flatten(0, 1),
             1.0,
             seeds.flatten(),

@@ -99,7 +99,7 @@ def test_temperatures_and_filters(device: str) -> None:
     logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(3)).to(device)
     logits[::3] = -torch.inf
     seed = torch.arange(BATCH, device=device)
-    tokens, lse = sample_coupled(logits.expand(BATCH, VOCAB), 1.3, seed, seed * 0 + 7)
+    tokens, lse, _ = sample_coupled(logits.expand(BATCH, VOCAB), 1.3, seed, seed * 0 + 7)
     probs = torch.softmax(logits.double().cpu() / 1.3, -1)
     kept = probs > 0
     counts = torch.bincount(tokens.cpu(), minlength=VOCAB)
@@ -115,7 +115,7 @@ def test_greedy_rows_broken_rows_and_lengths(device: str) -> None:
     plain = chain.run("reference")
     found = verify_coupled(chain.target, chain.tokens, chain.draft, **how)
     assert all(torch.equal(a[::2], b[::2]) for a, b in zip(found, plain, strict=True))
-    drawn, _ = sample_coupled(chain.target[:, 0], chain.temperature, chain.seed, chain.position)
+    drawn, _, _ = sample_coupled(chain.target[:, 0], chain.temperature, chain.seed, chain.position)
     assert torch.equal(drawn, found[0][:, 0])
     broken = chain.target.clone()
     broken[:, 0, 3] = float("nan")

@@ -263,10 +263,12 @@ def test_sample_draft_gives_token_and_lse(
     chain = make_chain(4, 1, 1000, device=device, temperature=temperature)
     logits = chain.draft[:, 0]
     logits[0, 10:] = NEG
-    tokens, lse = kernels.sample_draft(logits, chain.temperature, chain.seed, chain.position, backend=backend)
+    row = (chain.temperature, chain.seed, chain.position)
+    tokens, lse, top = kernels.sample_draft(logits, *row, backend=backend)
     safe = torch.where(chain.temperature > 0, chain.temperature, 1.0).double()[:, None]
     expected = torch.logsumexp(logits.double() / safe, -1)
-    assert (tokens.dtype, lse.dtype) == (torch.int64, torch.float32)
+    assert (tokens.dtype, lse.dtype, top.dtype) == (torch.int64, torch.float32, torch.float32)
+    assert torch.allclose(top.double(), (logits.double() / safe).softmax(-1).amax(-1), rtol=1e-5)
     assert float((lse - expected).abs().max()) < 1e-5  # float32 sums of a thousand terms, lse about 10
     greedy = chain.temperature == 0
     assert torch.equal(tokens[greedy], logits.argmax(-1)[greedy])
@@ -279,9 +281,9 @@ def test_sample_draft_marks_invalid_rows(temperature: float, backend: str, devic
     logits = torch.randn(3, 300, device=device)
     logits[0], logits[1, 280] = NEG, float("nan")
     seed = torch.arange(3, device=device)
-    tokens, lse = kernels.sample_draft(logits, temperature, seed, seed, backend=backend)
+    tokens, lse, top = kernels.sample_draft(logits, temperature, seed, seed, backend=backend)
     assert tokens[:2].tolist() == [0, 0]
-    assert lse.isnan().tolist() == [True, True, False]
+    assert lse.isnan().tolist() == top.isnan().tolist() == [True, True, False]
 
 
 def test_an_empty_batch_gives_empty_results(backend: str, device: str) -> None:

@@ -10,7 +10,7 @@ from chain_cases import Chain, make_chain
 from torch import Tensor
 
 from moedraft import kernels
-from moedraft.kernels import primitives, reference, verify
+from moedraft.kernels import backends, primitives, reference, verify
 from moedraft.kernels import verify_kernels as kernel
 
 CASES = [
@@ -48,6 +48,15 @@ def test_tokens_equal_the_references(case: dict[str, object], device: str) -> No
     assert torch.equal(fused[2], plain[2])
     assert int(fused[1].sum()) > 0
     assert int((fused[1] < case["length"]).sum()) > 0  # type: ignore[operator]
+
+
+def test_the_production_chunk(device: str) -> None:
+    """Nine chunks, the last one not full: with the draft's statistics, its lse, and a certain draft."""
+    assert verify.chunk_width(33_000) == 4096
+    chain = make_chain(3, 2, 33_000, device=device, temperature=[1.0, 0.8, 0.0], spread=1.0)
+    for changes in ({}, {"draft_lse": chain.extra["lse"]}, {"draft_logits": None}):
+        fused, plain = (chain.run(backend, **changes) for backend in ("triton", "reference"))  # type: ignore[arg-type]
+        assert all(torch.equal(a, b) for a, b in zip(fused, plain, strict=True))
 
 
 def test_only_the_fused_path_ran_in_two_launches(
@@ -157,7 +166,7 @@ def test_triton_without_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ValueError, match="CUDA"):
         chain.run("triton")
     assert chain.run("auto")[0].shape == (1, 2)  # CPU tensors go to the reference
-    monkeypatch.setattr(kernels, "_HAS_TRITON", False)
+    monkeypatch.setattr(backends, "HAS_TRITON", False)
     with pytest.raises(ValueError, match="install"):
         chain.run("triton")
 

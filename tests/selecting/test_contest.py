@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -151,8 +152,11 @@ def test_who_is_left_alone(made: list[EvidenceSelector]) -> None:
     assert [one.expert for one in (pinned, seeded, plain, unread)] == ["python", "sql", "sql", "french"]
 
 
-def test_a_greedy_request_with_a_seed_may_switch(made: list[EvidenceSelector]) -> None:
-    one, selector = question(seed=3), selector_of(made, Judged("french"))
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "coupled": True}], ids=["greedy", "coupled"])
+def test_a_request_whose_seed_depends_on_no_draft_may_switch(
+    options: dict[str, Any], made: list[EvidenceSelector]
+) -> None:
+    one, selector = question(seed=3, **options), selector_of(made, Judged("french"))
     begun(selector, one)
     selector.settle()
     assert one.expert == "french"
