@@ -25,7 +25,7 @@ ROOMS = {
     "cli": (23, 3300),
     "cpu": (10, 1200),
     "distill": (20, 2400),
-    "distill/joint": (10, 1350),
+    "distill/joint": (10, 1400),
     "distill/judging": (9, 1250),
     "drafting": (21, 2950),
     "engine": (15, 1600),

@@ -33,16 +33,16 @@ class OneTrainer(JointTrainer):
 class SeparateTrainer(JointTrainer):
     """Experts without a shared adapter: that one stays as it was, zero."""
 
-    def _step(self, names: list[str], records: list[ReplayRecord], rate: float) -> float | None:
-        return super()._step([name for name in names if name != SHARED], records, rate)
+    def _learners(self, owners: Sequence[str]) -> list[str]:
+        return [name for name in super()._learners(owners) if name != SHARED]
 
 
 class TurnsTrainer(JointTrainer):
     """Every second update teaches the shared adapter, the others teach the experts on top of it."""
 
-    def _step(self, names: list[str], records: list[ReplayRecord], rate: float) -> float | None:
+    def _learners(self, owners: Sequence[str]) -> list[str]:
         shared = self.seed % 2 == 1  # `draw` counts the updates
-        return super()._step([name for name in names if (name == SHARED) == shared], records, rate)
+        return [name for name in super()._learners(owners) if (name == SHARED) == shared]
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,7 @@
 
 Each row of a batch runs through base + shared adapter + its own expert, and both receive the gradient. So the
 shared adapter is taught by every batch, and an expert as often as its domain's traffic came. Half of each
-batch is replay of all domains in equal shares, so that nothing is forgotten while one domain's traffic lasts:
-the shared adapter moves under all experts, also those whose domain is silent.
+batch is replay of all domains, evenly, since the shared adapter moves under silent domains' experts too.
 
 The candidates of one update belong together: an expert was trained on the shared adapter as that update left
 it. Like `moedraft.distill.trainer`, this reads storage and writes nothing.
@@ -243,7 +242,7 @@ class JointTrainer:
 
     def _step(self, records: list[ReplayRecord], owners: list[str], rate: float) -> float | None:
         """One step of the owners' adapters and the shared one; None, and no step, where it is not finite."""
-        plan, names = self.plan, sorted({SHARED, *owners})
+        plan, names = self.plan, self._learners(owners)
         with self.student.precision():
             loss = loss_of(
                 self.student,
@@ -264,8 +263,13 @@ class JointTrainer:
                 group["lr"] = plan.learning_rate * rate * optimiser.rate
             if finite:
                 optimiser.step()
-            optimiser.zero_grad(set_to_none=True)
+        for name in {SHARED, *owners}:
+            self._optimiser(name).zero_grad(set_to_none=True)
         return loss.item() if finite else None
+
+    def _learners(self, owners: Sequence[str]) -> list[str]:
+        """The adapters that make a step after a batch with rows of these owners."""
+        return sorted({SHARED, *owners})
 
     def _optimiser(self, name: str) -> AveragingAdamW:
         """The optimiser of an adapter, kept between updates; an expert without records makes no steps."""
