@@ -11,8 +11,9 @@ from moedraft.drafting.drafter import NoExperts
 from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine
 from moedraft.kernels import Cuts
+from moedraft.routing.selector import FixedSelector
 
-from tiny import FixedSelector, NumberTokenizer, TinyLM, random_table
+from tiny import NumberTokenizer, TinyLM, random_table
 
 VOCAB = 60
 PROMPTS = [[3, 1], [5, 9, 5, 9, 5], [7]]  # the second one can be looked up

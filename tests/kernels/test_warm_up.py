@@ -24,8 +24,9 @@ from moedraft.engine import verification, warming
 from moedraft.engine.engine import Engine
 from moedraft.engine.warming import warm_up
 from moedraft.kernels import block, coupled, fused_cut, verify
+from moedraft.routing.selector import FixedSelector
 
-from tiny import FixedSelector, NumberTokenizer, TinyLM, random_table
+from tiny import NumberTokenizer, TinyLM, random_table
 
 LAUNCHED = {
     verify: ("sweep", "resolve"),
