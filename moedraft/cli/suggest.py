@@ -26,6 +26,7 @@ from moedraft.cli.remote import Remote, ServerOption, owner_of
 from moedraft.cli.replay import private
 from moedraft.config import Settings
 from moedraft.core import InvalidRequest
+from moedraft.storage.registry import check_domain_name
 
 NO_TEXT = "Capture is off, so no prompt is shown or written; the setting `capture` switches it on."
 NOTHING: dict[str, Any] = {"looked_at": 0, "unknown_share": None, "capture": True, "suggestions": []}
@@ -76,6 +77,8 @@ def _write(folder: Path, found: dict[str, Any]) -> None:
     """Write one new file for each group, with one prompt a line. The commands then name these files."""
     if not found["capture"]:
         raise InvalidRequest(NO_TEXT)
+    for one in found["suggestions"]:
+        check_domain_name(one["name"])  # it may come from another machine, and becomes a file's name
     files = {one["name"]: folder / f"{one['name']}.jsonl" for one in found["suggestions"]}
     for path in files.values():
         if path.exists():

@@ -177,12 +177,16 @@ class FeatureDrafter:
 
     def forget(self, row: Sequence) -> None:
         waiting = self._waiting.pop(row.request_id, None)
-        if self.keeper is not None:
-            wanted = waiting is not None and row.capture and row.finish_reason in ("stop", "length")
-            rest = self.draft.fuse(waiting[None])[0] if waiting is not None and wanted else None
-            self.keeper.finish(row, self.draft.fc.weight.new_empty(0, 0) if rest is None else rest)
         if self.states is not None:
             self.states.forget(row)
+        if self.keeper is not None:
+            wanted = row.capture and row.finish_reason in ("stop", "length")
+            rest = self.draft.fc.weight.new_empty(0, 0)
+            try:
+                if waiting is not None and wanted:
+                    rest = self.draft.fuse(waiting[None])[0]
+            finally:  # what is kept of the row is given back, whatever fails
+                self.keeper.finish(row, rest)
 
     def swap(self, a: int, b: int, length: int) -> None:
         self.cache.swap(a, b, length)

@@ -77,7 +77,7 @@ class Home:
                 try:
                     home._connect()
                 except DatabaseError:
-                    if not (home.writable and _give_up_reserve(path)):
+                    if not (home.writable and give_up_reserve(path)):
                         raise
                     home._connect()
         except BaseException:
@@ -290,7 +290,7 @@ def _keep_reserve(home: Path) -> None:
             reserve.unlink(missing_ok=True)
 
 
-def _give_up_reserve(home: Path) -> bool:
+def give_up_reserve(home: Path) -> bool:
     """Delete the reserve file to free its space; False if there is none."""
     try:
         (home / RESERVE).unlink()

@@ -20,7 +20,7 @@ from typing import Any, Literal, cast, get_args
 
 from moedraft.core import InvalidRequest, StorageError
 from moedraft.storage.adapter_files import sync
-from moedraft.storage.db import storage_errors
+from moedraft.storage.db import FULL, give_up_reserve, storage_errors
 
 Scope = Literal["infer", "admin", "metrics", "dashboard"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
@@ -113,8 +113,18 @@ class KeyFile:
 def write_private(path: Path, data: dict[str, Any]) -> None:
     """Publish a JSON file that only its owner may read: temporary name, fsync, rename, fsync of the folder.
 
-    When it returns the change outlives a power cut. Raises OSError, the old file intact.
+    When it returns the change outlives a power cut. On a full disk the home's reserve is given up for it, so
+    that a key can be revoked. Raises OSError, the old file intact.
     """
+    try:
+        _write_private(path, data)
+    except OSError as error:
+        if error.errno not in FULL or not give_up_reserve(path.parent):
+            raise
+        _write_private(path, data)
+
+
+def _write_private(path: Path, data: dict[str, Any]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

@@ -160,6 +160,12 @@ class RequestLog:
             rows = connection.execute(query.order_by(requests.c.id.desc()).limit(limit)).mappings().all()
         return [_stats(dict(row)) for row in reversed(rows)]
 
+    def routed_since(self, since: float) -> int:
+        """How many of the kept requests that ended at `since` (epoch seconds) or later the router decided."""
+        decided = requests.c.confidence.is_not(None) & (requests.c.created_at >= since)
+        with self._home.read() as connection:
+            return connection.scalar(select(func.count()).where(decided)) or 0
+
     def routing(self) -> tuple[int, int]:
         """Of the kept requests, how many the router decided, and how many of these evidence overruled."""
         query = select(func.count(), func.sum(requests.c.overruled)).where(requests.c.confidence.is_not(None))

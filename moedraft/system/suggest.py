@@ -94,8 +94,7 @@ def _routed_since(store: Store, records: list[ReplayRecord]) -> int:
     """How many requests the router decided since the oldest of `records`."""
     if not records:
         return 0
-    since = min(one.created_at for one in records)
-    return sum(one.confidence is not None for one in store.requests.rows(since))
+    return store.requests.routed_since(min(one.created_at for one in records))
 
 
 def _part(count: int, of: int) -> float | None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from cli_fakes import Pair, Run, numbers, write_rows
 
-from moedraft.core import SHARED, ReplayRecord, RequestStats
+from moedraft.cli.suggest import _write
+from moedraft.core import SHARED, InvalidRequest, ReplayRecord, RequestStats
 from moedraft.speculation import SpeculationStats
 from moedraft.storage.store import Store
 from moedraft.system.suggest import names_of
@@ -130,3 +131,11 @@ def test_names_tell_groups_apart() -> None:
     assert names[1] == "and-oven" or "oven" in names[1]
     assert names[3] == "new"
     assert "court-clause" not in names
+
+
+@pytest.mark.parametrize("name", ["../../evil", "/tmp/evil", "", "a b; rm -r x", "shared"])
+def test_a_servers_names_become_files_only_if_they_are_names(tmp_path: Path, name: str) -> None:
+    groups = [{"name": "fine", "prompts": ["a"]}, {"name": name, "prompts": ["b"]}]
+    with pytest.raises(InvalidRequest, match="name"):
+        _write(tmp_path / "out", {"capture": True, "suggestions": groups})
+    assert list(tmp_path.iterdir()) == []

@@ -115,3 +115,24 @@ def test_states_with_a_gap_are_given_up() -> None:
     keeper.keep([(row, 2, 1)], torch.zeros(1, 1, 4))
     keeper.finish(row, torch.zeros(3, 4))
     assert (row.states, keeper.bytes) == ([], 0)
+
+
+def test_room_is_given_back_where_the_last_states_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = random_model("llama", 0)
+    drafter = FeatureDrafter(draft_for(target), NoExperts(), 3, target.vocab_size)
+    drafter.keeper = StateKeeper(drafter.draft.config.hidden_size)
+    engine = Engine(target, NumberTokenizer(), drafter, FixedSelector(), max_batch_size=3)
+    engine.add([1, 2, 3, 4], SamplingParams(max_tokens=50, ignore_eos=True), capture=True)
+    for _ in range(4):
+        engine.step()
+    (row,) = engine.scheduler.running
+    row.finish_reason = "stop"
+    assert drafter.keeper.bytes > 0
+
+    def fails(*_: object) -> torch.Tensor:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(drafter.draft, "fuse", fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        drafter.forget(row)
+    assert drafter.keeper.bytes == 0

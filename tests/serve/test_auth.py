@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import html
 import json
 import os
 import re
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from moedraft.serve.auth.keyring import Keyring
 from moedraft.serve.auth.sessions import COOKIE, MOST_SESSIONS, SESSION_SECONDS, Sessions
 from moedraft.serve.run import check_address
 from moedraft.serve.worker.worker import Worker
+from moedraft.storage.db import RESERVE
 from moedraft.storage.keys import KEYS_FILE, SCOPES, KeyFile, digest_of, new_key
 
 LOCAL = "http://127.0.0.1:8000"
@@ -457,6 +460,7 @@ def test_a_cookie_is_only_good_as_it_was_issued() -> None:
     ]
     assert [sessions.key_id(one) for one in forged] == [None] * len(forged)
     assert Sessions(lambda: now).key_id(cookie) is None  # another process
+    assert Sessions()._clock is time.monotonic  # nobody can set it back
     now += SESSION_SECONDS
     assert sessions.key_id(cookie) is None
 
@@ -530,3 +534,33 @@ def test_without_keys_a_record_is_nobodys(app: FastAPI, worker: Worker) -> None:
     assert ask(app, "POST", "/v1/completions", json=row).status_code == 200
     worker.system.recorder.flush()
     assert [one.source for one in worker.system.store.replay.records()] == [""]
+
+
+def test_a_key_is_revoked_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reserve makes room for it; without one the key stays, and the command says so."""
+    file, reserve, sync = KeyFile(tmp_path), tmp_path / RESERVE, os.fsync
+    first, second = (file.create(["infer"])[0] for _ in range(2))
+    reserve.write_bytes(b"x" * 4096)
+
+    def ids() -> list[str]:
+        keys = file.keys()
+        return [key.id for key in keys]
+
+    def fails_while_reserved(descriptor: int) -> None:
+        if reserve.exists():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fails_while_reserved)
+        file.revoke(first.id)
+    assert ids() == [second.id]
+    assert not reserve.exists()
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StorageError, match="No space"):
+        file.revoke(second.id)
+    assert ids() == [second.id]

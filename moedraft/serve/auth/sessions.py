@@ -19,7 +19,7 @@ class Sessions:
     the same key has signed in `MOST_SESSIONS` times since. Used in the event loop only.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._open: dict[bytes, tuple[str, float]] = {}  # hash of a cookie -> key id, and when it expires
 
