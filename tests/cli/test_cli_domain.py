@@ -62,6 +62,7 @@ def test_domains_are_listed_shown_and_removed(run: Run, home: Path) -> None:
         "removed": "low",
         "overwritten": True,
         "copies": [],
+        "router": True,
     }
     assert "is removed" in run("domain", "remove", "high", "--home", home).out
     assert run("domain", "list", "--home", home, "--json").data == {"domains": []}

@@ -49,7 +49,7 @@ def test_the_fused_kernel_follows_the_target(device: str) -> None:
     seed = torch.arange(batch, device=device)
     position = torch.full_like(seed, 41)
     rows, seen = target.expand(batch, 2, VOCAB), draft.expand(batch, 1, VOCAB)
-    drafted, lse = kernels.sample_draft(draft.expand(batch, VOCAB), 1.0, seed, position, backend="triton")
+    drafted, lse, _ = kernels.sample_draft(draft.expand(batch, VOCAB), 1.0, seed, position, backend="triton")
     tokens, count, _ = kernels.verify_chain(
         rows, drafted[:, None], seen, draft_lse=lse[:, None], temperature=1.0, seed=seed, position=position,
         backend="triton",

@@ -275,7 +275,7 @@ class Witness:
     """
 
     def __init__(self, system: System) -> None:
-        drafter = system.engine.chooser.model
+        chooser, drafter = system.engine.chooser, system.engine.chooser.model
         assert drafter is not None
         self.steps = 0
         self.mixed = 0  # steps with several experts
@@ -284,9 +284,9 @@ class Witness:
         self._bank = system.bank
         self._bases = {name: _corners(layer.base_weight()) for name, layer in self._bank.layers.items()}
         self._seen: dict[str, set[int]] = {}
-        self._catch_up: Callable[..., list[int]] = drafter.catch_up
+        self._catch_up: Callable[..., list[int]] = chooser._catch_up  # the drafter's, with a timer around it
         self._propose: Callable[..., Proposal] = drafter.propose
-        drafter.catch_up = self._watched_catch_up  # type: ignore[method-assign]
+        chooser._catch_up = self._watched_catch_up
         drafter.propose = self._watched_propose  # type: ignore[method-assign]
         for name, layer in self._bank.layers.items():
             layer.register_forward_pre_hook(partial(self._look, name))
