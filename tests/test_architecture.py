@@ -475,6 +475,12 @@ def test_the_rooms_and_long_functions_on_the_lists_exist(project: Modules) -> No
     assert set(LONG_FUNCTIONS) == long
 
 
+def test_test_files_have_names_of_their_own() -> None:
+    """pytest imports a test file by its bare name, so that a second one of that name is not collected."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
+
+
 def floors_in(document: str) -> dict[str, int]:
     """The floors in the tables of a document: rows such as `| 2 | `insight`, `routing` |`."""
     rows = re.findall(r"^\| *(\d+) *\| *(.+?) *\|$", document, re.MULTILINE)

@@ -26,7 +26,6 @@ from moedraft.cli.remote import Remote, ServerOption, owner_of
 from moedraft.cli.replay import private
 from moedraft.config import Settings
 from moedraft.core import InvalidRequest
-from moedraft.storage.registry import check_domain_name
 
 NO_TEXT = "Capture is off, so no prompt is shown or written; the setting `capture` switches it on."
 NOTHING: dict[str, Any] = {"looked_at": 0, "unknown_share": None, "capture": True, "suggestions": []}
@@ -75,6 +74,8 @@ def _found(settings: Settings, remote: Remote | None, *, every_prompt: bool) -> 
 
 def _write(folder: Path, found: dict[str, Any]) -> None:
     """Write one new file for each group, with one prompt a line. The commands then name these files."""
+    from moedraft.storage.registry import check_domain_name  # only here: `--help` loads no database
+
     if not found["capture"]:
         raise InvalidRequest(NO_TEXT)
     for one in found["suggestions"]:
