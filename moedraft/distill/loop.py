@@ -76,6 +76,7 @@ class DistillLoop:
     waited: float = 0.0  # s of the running update in which `on_step` only waited; `on_step` adds to it
     last_fault: str = ""  # the unexpected error that was logged last
     outcomes: list[UpdateRecord] = field(default_factory=list)  # of the last run, published or not
+    purges: int = 0  # of the home, when this loop last looked; records that it remembers may be gone since
 
     def resume(self) -> None:
         """Restore what earlier loops have recorded: the gains, and the seed of the next draw of records."""
@@ -111,6 +112,9 @@ class DistillLoop:
         a BaseException that is no Exception, such as SystemExit, is raised.
         """
         self.outcomes = []
+        if (purges := self.store.registry.purges()) != self.purges:
+            self.purges = purges
+            self._forget_records()
         expert = expert or self.due()
         if expert is None:
             self.state = waiting()
@@ -130,6 +134,11 @@ class DistillLoop:
         self.failures.pop(expert, None)
         self.state = waiting()
         return update
+
+    def _forget_records(self) -> None:
+        """Drop what is kept in memory of replay records, because some of them were purged."""
+        if self.second_look is not None:
+            self.second_look.forget()
 
     def _look_again(self, on_step: OnStep | None) -> None:
         """Withdraw versions that do worse than their predecessors on requests since their publication."""

@@ -18,12 +18,22 @@ from moedraft.learning_state import LearningKind
 from moedraft.storage.store import Store
 
 
+class FakeStates:
+    """Counts how often the states in memory were dropped."""
+
+    dropped = 0
+
+    def forget(self) -> None:
+        self.dropped += 1
+
+
 @dataclass
 class FakeJoint:
     """Makes candidates for the shared adapter and one expert from whatever is there."""
 
     learned: bool = True
     last: int = 7  # the newest record that an update knows of
+    states: FakeStates = field(default_factory=FakeStates)
     live: list[tuple[str, int]] = field(default_factory=list)
     forgotten: list[str] = field(default_factory=list)
 
@@ -120,3 +130,13 @@ def test_records_are_not_used_again_for_ever_nor_without_a_gate(loop: JointLoop)
         loop.run_once()
         updates += 1
     assert updates == 1 + MOST_AGAIN
+
+
+def test_after_a_purge_no_record_stays_in_memory(loop: JointLoop) -> None:
+    loop.store.replay.add([record(1)])
+    loop.run_once()
+    assert loop.trainer.states.dropped == 0  # type: ignore[attr-defined]
+    loop.store.replay.purge("code")
+    loop.run_once()
+    loop.run_once()
+    assert loop.trainer.states.dropped == 1  # type: ignore[attr-defined]

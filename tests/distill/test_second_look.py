@@ -131,6 +131,7 @@ def served(found: Sequence[Home]) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # six kinds of lines, 600 homes each
 def test_less_is_published_by_chance_and_true_gains_sooner() -> None:
     """The figures of docs/experiments.md; `always` would serve the mean of `gain` times 1 … 10."""
     trials = 300

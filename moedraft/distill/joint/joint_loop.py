@@ -46,6 +46,10 @@ class JointLoop(DistillLoop):
         wanted = self.every * 2 ** min(self.failures.get(SHARED, 0), MOST_DOUBLINGS)
         return SHARED if self._news() >= wanted or (self.again and not self.failures.get(SHARED)) else None
 
+    def _forget_records(self) -> None:
+        super()._forget_records()
+        self.trainer.states.forget()
+
     def _news(self) -> int:
         """Records of all domains since the last update."""
         return news(self.store).get(SHARED, 0)

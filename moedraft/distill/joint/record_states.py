@@ -36,6 +36,8 @@ class States(Protocol):
 
     def of(self, records: Sequence[ReplayRecord]) -> list[torch.Tensor]: ...
 
+    def forget(self) -> None: ...
+
 
 class RecordStates:
     """Fused states [tokens, H] of records, recomputed by `target` and kept up to `limit_bytes`."""
@@ -75,7 +77,7 @@ class RecordStates:
         return [found[key] for key in keys]
 
     def forget(self) -> None:
-        """Drop all states; to be called after the draft base was exchanged."""
+        """Drop all states: to be called after records were purged, or the draft base was exchanged."""
         self._latest.clear()
         self.bytes = 0
 

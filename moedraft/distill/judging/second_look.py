@@ -73,7 +73,7 @@ class SecondLook:
             line.last_id = last_id
 
     def forget(self) -> None:
-        """Drop all lines, because a trainer that has failed goes on from what serves."""
+        """Drop all lines: a trainer that has failed goes on from what serves, and lines remember prompts."""
         self._lines.clear()
 
     def seen(self, candidate: Candidate) -> dict[str, Seen]:
