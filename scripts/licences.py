@@ -28,9 +28,9 @@ HEAD = (
     "pip-audit by itself leaves packages out and then says that no holes are known; the command counts what "
     "was left out, and ends with 2 where that is more than half. On the machine on which this table was "
     "written the list could not be fetched, so no version below was checked for known holes.\n\n"
-    "The lowest allowed versions of NiceGUI (3.12) and Starlette (1.3.1) are those that mend the holes published "
-    "up to May and August 2026: cross-site scripting and path traversal in the former, a `Range` header that "
-    "costs quadratic time in the latter.\n\n"
+    "The lowest allowed versions of NiceGUI (3.12) and Starlette (1.3.1) are those that mend the holes "
+    "published up to May and August 2026: cross-site scripting and path traversal in the former, a `Range` "
+    "header that costs quadratic time in the latter.\n\n"
     "| package | version | licence | needed by |\n|---|---|---|---|\n"
 )
 
