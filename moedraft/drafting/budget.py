@@ -129,7 +129,11 @@ class Budget:
     def _best(
         self, means: list[float], found: Mapping[int, list[float]], rows: int, least: int
     ) -> tuple[float, int, dict[int, int]]:
-        """The most tokens per plain round's time, with so many steps, and so much of what was looked up."""
+        """The draft length and the looked-up tokens that give the most tokens per time.
+
+        Returns the rate that this promises (tokens in the time of a plain round), the draft length, and how
+        many looked-up tokens are verified, by row.
+        """
         most = self.longest if means else least
         steps = np.arange(least, most + 1)[:, None]
         guessed = self._guessed(means)[least : most + 1, None]

@@ -150,7 +150,7 @@ class NoExperts:
         return rows
 
     def select(self, rows: list[str], *, exact: bool = False) -> None:
-        """Nothing to select."""
+        """Do nothing: the base drafts for every row."""
 
     def version(self, expert: str) -> int:
         return 0

@@ -75,7 +75,11 @@ class FeatureDrafter:
         self._read_ahead([row for row, _ in pieces])
 
     def catch_up(self, rows: Rows, limits: list[int]) -> list[int]:
-        """What waits is read together with the first guess; after a prompt of one token nothing waits yet."""
+        """Return how many tokens each row may draft: `limits`, but none where no state has come yet.
+
+        Nothing is read here: waiting states are read together with the first guess. After a prompt of one
+        token there is no state before the first step of the target.
+        """
         return [limit if len(self._of(row)) else 0 for row, limit in zip(rows.sequences, limits, strict=True)]
 
     def observe(self, evidence: Evidence) -> None:

@@ -19,7 +19,7 @@ from moedraft.drafting.layer import LoRALinear, Mixed
 from moedraft.feature.model import FeatureDraft
 from moedraft.feature.vocabulary import places, rows_for, union
 
-WORTH = 0.6  # of the rows of each expert: the most that are worth multiplying with low-rank terms beside them
+WORTH = 0.6  # rows are joined only where they are at most this share of the rows of all experts together
 STEP = 1024  # lists are filled up to a multiple of this, so that code is generated for few shapes of products
 
 
