@@ -26,7 +26,8 @@ CONFIG_FILE = "config.toml"
 PREFIX = "MOEDRAFT_"
 
 DistillKind = Literal["fkl", "rkl", "jsd", "tvd"]  # the kinds that `moedraft.kernels.divergence` knows
-ReplayPolicy = Literal["fifo", "reservoir", "hardest"]  # the policies that `moedraft.storage.replay` knows
+# the policies that `moedraft.storage.replay` knows
+ReplayPolicy = Literal["fifo", "reservoir", "hardest", "stratified"]
 
 
 class Settings(BaseSettings):
@@ -121,7 +122,9 @@ class Settings(BaseSettings):
 
     replay_capacity: int = Field(2000, ge=8, description="records kept per domain")
     replay_policy: ReplayPolicy = Field(
-        "fifo", description="what a full buffer keeps: the newest, a sample of all, or the least accepted"
+        "fifo",
+        description="what a full buffer keeps: the newest, a sample of all, the least accepted, or as "
+        "many of each client",
     )
     features: Literal["keep", "recompute"] = Field(
         "recompute",

@@ -25,18 +25,20 @@ from moedraft.storage.version_rows import PURGES, raise_counter
 if TYPE_CHECKING:
     import torch
 
-Policy = Literal["fifo", "reservoir", "hardest"]
+Policy = Literal["fifo", "reservoir", "hardest", "stratified"]
 CHUNK = 32  # rows of a sample that are in memory at once
 
 log = logging.getLogger(__name__)
 
 _drafted = case((replay.c.drafted > 0, replay.c.drafted), else_=1)
 _rate = case((replay.c.drafted > 0, replay.c.accepted * 1.0 / _drafted), else_=1.0)
+_place_of_its_source = func.row_number().over(partition_by=replay.c.source, order_by=replay.c.id.desc())
 # the order in which records are removed when a domain has more than its capacity
 _EVICTION: dict[Policy, tuple[Any, ...]] = {
     "fifo": (replay.c.id,),
     "reservoir": (replay.c.draw.desc(), replay.c.id),
     "hardest": (_rate.desc(), replay.c.id),
+    "stratified": (_place_of_its_source.desc(), replay.c.id),
 }
 
 
@@ -54,7 +56,8 @@ class ReplayBuffer:
     `policy` says which records of a full domain are kept. "fifo": the newest. "reservoir": a uniform sample
     of all that ever came; each record draws a random number once, and those with the smallest numbers stay
     (Vitter's reservoir by random keys). "hardest": those with the smallest share of accepted draft tokens,
-    the newer of two with the same share; records without any draft are removed first. No client fills a
+    the newer of two with the same share; records without any draft are removed first. "stratified": the
+    newest of each client, as many of one as of another where they have so many. No client fills a
     buffer alone where others have records, whatever the policy: see `shares`. `seed` makes the reservoir's
     draws repeatable. Features kept with the records take at most `states_bytes`; 0: none are added.
     """

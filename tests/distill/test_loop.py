@@ -173,7 +173,10 @@ def test_the_divergence_is_a_setting(learned: Callable[..., Update], monkeypatch
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("distill_kind", "'fkl', 'rkl', 'jsd' or 'tvd'"), ("replay_policy", "'fifo', 'reservoir' or 'hardest'")],
+    [
+        ("distill_kind", "'fkl', 'rkl', 'jsd' or 'tvd'"),
+        ("replay_policy", "'fifo', 'reservoir', 'hardest' or 'stratified'"),
+    ],
 )
 def test_a_value_that_does_not_exist_is_refused_in_a_sentence(name: str, words: str) -> None:
     with pytest.raises(InvalidRequest, match=f"setting '{name}': Input should be {words}"):

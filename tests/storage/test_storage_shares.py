@@ -19,13 +19,22 @@ def sources(replay: ReplayBuffer) -> Counter[str]:
     return Counter(one.source for one in replay.records("sql"))
 
 
-@pytest.mark.parametrize("policy", ["fifo", "reservoir", "hardest"])
+@pytest.mark.parametrize("policy", ["fifo", "reservoir", "hardest", "stratified"])
 def test_a_flood_of_pinned_records_takes_no_place_of_others(home: Home, policy: Policy) -> None:
     replay = ReplayBuffer(home, 40, policy, seed=1)
     replay.add([record(source="honest", drafted=4, accepted=4) for _ in range(20)])
     for _ in range(10):
         replay.add([record(source="flood", pinned=True, drafted=4, accepted=0) for _ in range(20)])
     assert sources(replay) == {"honest": 20, "flood": 20}
+
+
+def test_stratified_keeps_as_many_of_each_client_and_the_newest(home: Home) -> None:
+    replay = ReplayBuffer(home, 40, "stratified")
+    for count, name in ((4, "few"), (70, "some"), (200, "many"), (20, "late")):
+        replay.add([record(token=i, source=name) for i in range(count)])
+    assert sources(replay) == {"few": 4, "some": 12, "many": 12, "late": 12}
+    kept = sorted(one.token_ids[0] for one in replay.records("sql") if one.source == "many")
+    assert kept == list(range(188, 200))
 
 
 def test_alone_a_client_fills_everything(home: Home) -> None:
