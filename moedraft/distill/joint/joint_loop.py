@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from moedraft.core import SHARED
 from moedraft.distill.governor import news
+from moedraft.distill.interval import Interval
 from moedraft.distill.joint.joint_trainer import JointTrainer
 from moedraft.distill.loop import DistillLoop, Update
 from moedraft.distill.trainer import OnStep
@@ -28,6 +29,10 @@ class JointLoop(DistillLoop):
 
     trainer: JointTrainer  # type: ignore[assignment]  # same outcome methods, but joint updates
     again: int = 0  # updates without new records that may still follow
+    interval: Interval = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.interval = Interval(self.store, self.every)
 
     def resume(self) -> None:
         """As `DistillLoop.resume`; records that were used before are not new."""
@@ -37,14 +42,17 @@ class JointLoop(DistillLoop):
     def due(self) -> str | None:
         """SHARED, which stands for an update of all, when there are enough new records of any domain.
 
+        How many are enough, `interval` says.
+
         It is due without new records as well, while `again` allows more updates, and never while the shared
         adapter is pinned, since experts are trained on it as the same update leaves it. Each failure in a row
         doubles the new records that are needed.
         """
         if is_pinned(self.store.registry, SHARED):
             return None
-        wanted = self.every * 2 ** min(self.failures.get(SHARED, 0), MOST_DOUBLINGS)
-        return SHARED if self._news() >= wanted or (self.again and not self.failures.get(SHARED)) else None
+        found = self._news()
+        wanted = self.interval.wanted(found) * 2 ** min(self.failures.get(SHARED, 0), MOST_DOUBLINGS)
+        return SHARED if found >= wanted or (self.again and not self.failures.get(SHARED)) else None
 
     def _forget_records(self) -> None:
         super()._forget_records()
@@ -71,13 +79,16 @@ class JointLoop(DistillLoop):
         if is_pinned(self.store.registry, SHARED):
             return None
         began, self.waited = time.monotonic(), 0.0
-        left = MOST_AGAIN if self._news() >= self.every else max(0, self.again - 1)
+        is_fresh = not self.again or self._news() >= self.every
+        left = MOST_AGAIN if is_fresh else self.again - 1
         self.again = 0  # unless the gate says otherwise
         made = self.trainer.update(steps=steps, on_step=on_step)
         if made is None:
             self.outlet.learned(SHARED, self.store.replay.last_id(None), None)
             return None
         updates = self._settle(made.candidates, made.last_id, began, on_step)
+        if is_fresh or updates:
+            self.interval.settled(bool(updates))
         decisions = [one.decision for one in self.outcomes if one.expert == SHARED]
         if self.judge is not None and decisions and decisions[0] in ("promote", "keep"):
             self.again = left
