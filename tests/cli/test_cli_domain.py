@@ -16,6 +16,7 @@ from moedraft import learning_state
 from moedraft.core import ReplayRecord, SamplingParams
 from moedraft.distill.loop import DistillLoop
 from moedraft.distill.warmstart import split_examples
+from moedraft.storage import db
 from moedraft.storage.db import DATABASE
 from moedraft.storage.store import Store
 
@@ -86,7 +87,8 @@ def test_no_text_reaches_the_terminal_as_a_command(run: Run, home: Path, tmp_pat
 
 
 @pytest.mark.usefixtures("registered")
-def test_a_removal_says_what_it_did_not_reach(run: Run, home: Path) -> None:
+def test_a_removal_says_what_it_did_not_reach(run: Run, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(db, "BUSY_SECONDS", 0.5)  # for which it waits for the reader
     (home / f"{DATABASE}.0001").touch()
     with closing(Store.open(home, write=False)) as reader, reader.home.read() as reading:
         reading.exec_driver_sql("SELECT count(*) FROM replay").scalar()

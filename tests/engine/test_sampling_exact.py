@@ -27,7 +27,8 @@ VOCAB = 8
 PROMPT = [3, 1]
 REPEATING = [3, 1, 7, 3, 1]  # 7 is the likeliest token after 3, 1
 LENGTH = 4
-RUNS = 6000
+RUNS = 3000
+MORE = 6000  # where a fault must show clearly
 STRANGER = TinyLM(random_table(VOCAB, 5))  # a draft that knows nothing of the target
 
 
@@ -55,6 +56,7 @@ def sample(
     source: str = "model",
     prompt: list[int] = PROMPT,
     verification: str = "chain",
+    runs: int = RUNS,
 ) -> list[tuple[int, ...]]:
     engine = Engine(
         target,
@@ -74,10 +76,10 @@ def sample(
         SamplingParams(
             params.temperature, params.top_k, params.top_p, LENGTH, seed=None if adaptive else 1000 + i
         )
-        for i in range(RUNS)
+        for i in range(runs)
     ]
-    outputs = engine.generate([prompt] * RUNS, each)
-    least = RUNS if source == "model" else RUNS / 10  # speculation of each kind took place
+    outputs = engine.generate([prompt] * runs, each)
+    least = runs if source == "model" else runs / 10  # speculation of each kind took place
     assert source == "lookup" or sum(o.speculation.num_draft_tokens for o in outputs) > least
     assert source == "model" or sum(o.speculation.num_lookup_tokens for o in outputs) > least
     return [tuple(o.token_ids) for o in outputs]
@@ -196,7 +198,7 @@ def test_negative_control_certain_guesses(
     monkeypatch.setattr(verification_module, "verify_chain", verify)
     monkeypatch.setattr(Budget, "plan", plan)
     params = SamplingParams(1.0)
-    answers = sample(models[0], STRANGER, params, adaptive=True, source="auto", prompt=REPEATING)
+    answers = sample(models[0], STRANGER, params, adaptive=True, source="auto", prompt=REPEATING, runs=MORE)
     assert min(p_values(answers, exact(models[0], params, REPEATING))) < 1e-6
 
 
@@ -224,7 +226,7 @@ def test_negative_controls(
     name = f"verify_{rule}"
     monkeypatch.setattr(verification_module, name, fault(getattr(verification_module, name)))
     params = SamplingParams(1.0)
-    answers = sample(*models, params, verification=rule)
+    answers = sample(*models, params, verification=rule, runs=MORE)
     assert min(p_values(answers, exact(models[0], params))) < 1e-6
 
 
@@ -241,7 +243,7 @@ def test_negative_control_shared_noise(
 
     monkeypatch.setattr(drawing_module, "sample_draft", draw)
     params = SamplingParams(1.0)
-    assert min(p_values(sample(*models, params), exact(models[0], params))) < 1e-6
+    assert min(p_values(sample(*models, params, runs=MORE), exact(models[0], params))) < 1e-6
 
 
 @pytest.mark.parametrize("rule", ["chain", "block"])
@@ -277,7 +279,7 @@ def test_negative_control_coupled_sampling(
         verification_module, "verify_coupled", _wrong_target_distribution(verification_module.verify_coupled)
     )
     params = SamplingParams(1.0)
-    answers = sample(*models, params, verification="coupled")
+    answers = sample(*models, params, verification="coupled", runs=MORE)
     assert min(p_values(answers, exact(models[0], params))) < 1e-6
 
 

@@ -3,10 +3,12 @@
     TRITON_INTERPRET=0 python tests/kernels/compile_offline.py --write    # stores them in compiled.json
 
 The stored resources are what a later state of the kernels is compared with, for each version of Triton apart.
+Beside them stands a digest of the sources that they come from: while it is the same, nothing needs compiling.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import subprocess
@@ -61,6 +63,7 @@ def compile_kernel(
     kernel: Any, warps: int, absent: tuple[str, ...] = (), fusion: bool | None = None, **constants: Any
 ) -> dict[str, Any]:
     """fusion: whether the compiler may make one operation of a product and a sum; None: as it is launched."""
+    shown = constants if fusion is None else constants | {"FUSION": fusion}
     if fusion is None:
         fusion = FUSION or kernel.__module__ == fused_divergence.__name__
     signature: dict[str, str] = {}
@@ -79,7 +82,7 @@ def compile_kernel(
         target=GPUTarget("cuda", 90, 32),
         options={"num_warps": warps, "enable_fp_fusion": fusion},
     )
-    return {"kernel": kernel.__name__, **resources(compiled), "constants": repr(constants)}
+    return {"kernel": kernel.__name__, **resources(compiled), "constants": repr(shown)}
 
 
 def resources(compiled: Any) -> dict[str, int]:
@@ -206,7 +209,7 @@ def losses(vocab: int, kinds: tuple[str, ...] = ("fkl", "rkl", "jsd", "tvd")) ->
 
 
 def known() -> dict[str, Any]:
-    """Resources by version of Triton and variant; {} where the file is missing."""
+    """By version of Triton, resources by variant and what they come from; {} where the file is missing."""
     found: dict[str, Any] = json.loads(KNOWN.read_text()) if KNOWN.exists() else {}
     return found
 
@@ -216,12 +219,20 @@ def version() -> str:
     return ".".join(triton.__version__.split(".")[:2])
 
 
-def shown(stored: dict[str, Any]) -> str:
+def digest() -> str:
+    """Of the kernels' sources and of this file, which says what of them is compiled."""
+    folder = Path(verify.__file__).parent
+    sources = [*sorted(folder.glob("*.py")), Path(__file__)]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+
+
+def as_text(stored: dict[str, Any]) -> str:
     """As JSON with a line for each kernel."""
     parts = []
-    for name, kernels in sorted(stored.items()):
-        lines = [f"  {json.dumps(kernel)}: {json.dumps(found)}" for kernel, found in kernels.items()]
-        parts.append(f" {json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n }")
+    for name, found in sorted(stored.items()):
+        lines = [f"   {json.dumps(kernel)}: {json.dumps(one)}" for kernel, one in found["kernels"].items()]
+        head = f' {json.dumps(name)}: {{\n  "sources": {json.dumps(found["sources"])},\n  "kernels": {{\n'
+        parts.append(head + ",\n".join(lines) + "\n  }\n }")
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
@@ -236,8 +247,9 @@ def main() -> None:
         results += losses(vocab, ("fkl",))
     if sys.argv[1:] == ["--write"]:
         stored = known()
-        stored[version()] = {f"{one.pop('kernel')} {one.pop('constants')}": one for one in results}
-        KNOWN.write_text(shown(stored))
+        kernels = {f"{one.pop('kernel')} {one.pop('constants')}": one for one in results}
+        stored[version()] = {"sources": digest(), "kernels": kernels}
+        KNOWN.write_text(as_text(stored))
     else:
         json.dump({"triton": version(), "kernels": results}, sys.stdout)
 

@@ -41,7 +41,7 @@ def both(chain: Chain, **changes: object) -> bool:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_results_equal_the_references(case: dict[str, object], draft: str, device: str) -> None:
     case = dict(case)
-    batch = 4096 if device == "cuda" else 8
+    batch = 4096 if device == "cuda" else 5
     chain = make_chain(batch, device=device, temperature=TEMPERATURES, **case)  # type: ignore[arg-type]
     chain.lse = chain.extra["lse"] if draft == "with lse" else None
     chain.draft = None if draft == "certain" else chain.draft
@@ -117,7 +117,7 @@ def test_ragged_and_packed_rows(device: str) -> None:
     ("position", "value"), [(0, "nan"), (0, "-inf"), (1, "nan"), (1, "inf"), (3, "nan"), (3, "-inf")]
 )
 def test_broken_target_rows(value: str, position: int, device: str) -> None:
-    chain = make_chain(8, 3, 300, device=device, temperature=TEMPERATURES, spread=0.2)
+    chain = make_chain(4, 3, 300, device=device, temperature=TEMPERATURES, spread=0.2)
     if value == "-inf":
         chain.target[::2, position] = float(value)
     else:
@@ -132,7 +132,7 @@ def test_broken_target_rows(value: str, position: int, device: str) -> None:
 @pytest.mark.parametrize("with_lse", [False, True])
 @pytest.mark.parametrize("how", ["nan", "inf", "-inf", "token"])
 def test_broken_drafts(how: str, with_lse: bool, device: str) -> None:
-    chain = make_chain(8, 3, 300, device=device, temperature=TEMPERATURES, spread=0.2)
+    chain = make_chain(4, 3, 300, device=device, temperature=TEMPERATURES, spread=0.2)
     chain.lse = chain.extra["lse"] if with_lse else None
     assert chain.draft is not None
     if how == "token":

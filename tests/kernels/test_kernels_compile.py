@@ -9,28 +9,46 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import compile_offline
 import pytest
 import triton
 
-SCRIPT = Path(__file__).with_name("compile_offline.py")
-KNOWN = Path(__file__).with_name("compiled.json")
 LESS = ("registers", "spilled", "shared", "narrow_in_loops", "barriers", "barriers_in_loops")
 MORE = ("wide_loads", "wide_stores", "asynchronous")  # accesses of 16 bytes, and copies beside computation
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The version of Triton, and every kernel's resources. Made in a process of its own: this one may have
-    chosen the interpreter."""
+def stored() -> dict[str, Any]:
+    """What compiled.json holds for this version of Triton."""
+    found: dict[str, Any] | None = compile_offline.known().get(compile_offline.version())
+    if found is None:
+        pytest.skip(f"nothing is stored for Triton {compile_offline.version()}")
+    return found
+
+
+def compiled_now(cache: Path) -> dict[str, Any]:
+    """Every kernel's resources, by name and constants.
+
+    Made in a process of its own: this one may have chosen the interpreter.
+    """
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     if not (tools / "cuobjdump").exists() or not (tools / "ptxas").exists():
         pytest.skip("this build of Triton brings no assembler for NVIDIA")
-    cache = str(tmp_path_factory.mktemp("cache"))
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache}
-    run = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, env=environment)
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
+    command = [sys.executable, compile_offline.__file__]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr
-    found: dict[str, Any] = json.loads(run.stdout)
-    return found
+    kernels: list[dict[str, Any]] = json.loads(run.stdout)["kernels"]
+    return {f"{one.pop('kernel')} {one.pop('constants')}": one for one in kernels}
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Every kernel's resources: those that are stored, unless a kernel has changed since."""
+    known = compile_offline.known().get(compile_offline.version())
+    if known is not None and known["sources"] == compile_offline.digest():
+        kernels: dict[str, Any] = known["kernels"]
+        return kernels
+    return compiled_now(tmp_path_factory.mktemp("cache"))
 
 
 def worse(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
@@ -41,23 +59,29 @@ def worse(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
 
 def test_no_kernel_became_worse(compiled: dict[str, Any]) -> None:
     """After a change for the better, or one that is worth it: `compile_offline.py --write`."""
-    before = json.loads(KNOWN.read_text()).get(compiled["triton"])
-    if before is None:
-        pytest.skip(f"nothing is stored for Triton {compiled['triton']}")
-    now = {f"{one['kernel']} {one['constants']}": one for one in compiled["kernels"]}
-    assert set(now) == set(before)
-    assert {name: found for name, one in now.items() if (found := worse(one, before[name]))} == {}
+    before = stored()["kernels"]
+    assert set(compiled) == set(before)
+    assert {name: found for name, one in compiled.items() if (found := worse(one, before[name]))} == {}
+
+
+@pytest.mark.slow
+def test_what_is_stored_is_what_the_compiler_makes(tmp_path: Path) -> None:
+    assert stored()["sources"] == compile_offline.digest()
+    assert compiled_now(tmp_path) == stored()["kernels"]
 
 
 def test_a_kernel_that_became_worse_is_noticed(compiled: dict[str, Any]) -> None:
-    one = compiled["kernels"][0]
+    one = next(iter(compiled.values()))
     assert worse(one, one) == []
     assert worse(one | {"registers": one["registers"] + 1}, one) == ["registers"]
     assert worse(one | {"wide_loads": one["wide_loads"] - 1}, one) == ["wide_loads"]
 
 
 def test_kernels_compile_for_sm_90_without_spilling(compiled: dict[str, Any]) -> None:
-    kernels = compiled["kernels"]
+    kernels = [
+        one | dict(zip(("kernel", "constants"), name.split(" ", 1), strict=True))
+        for name, one in compiled.items()
+    ]
     verification = {"sweep", "resolve", "judge", "sweep_coupled", "choose", "cut"}
     losses = {"_kl", "_mixed", "_topk", "_scale"}
     sums = [kernel["fused"] for kernel in kernels if kernel["kernel"] == "combined"]

@@ -63,7 +63,7 @@ def excess(tokens: Tensor) -> float:
     return worst
 
 
-@pytest.mark.parametrize("drafts", [1, 2, 4, 8])
+@pytest.mark.parametrize("drafts", [1, 2, 8])
 @pytest.mark.parametrize("rule", RULES)
 def test_it_follows_the_target_and_accepts_what_it_promises(rule: str, drafts: int) -> None:
     tokens, count = decode(rule, drafts)

@@ -93,7 +93,7 @@ def test_warming_up_covers_every_shape(monkeypatch: pytest.MonkeyPatch, tmp_path
     seen = set(shapes)
     assert len(seen) == module.FEW * module.MAX_TOKENS // module.STEP
     for count in range(1, module.FEW + 1):
-        for words in range(45):
+        for words in (0, 2, 5, 9, 14, 20, 28, 44):
             embedder.embed(["x " * words] * count)
     assert shapes == seen
     assert len(loads) == 1
