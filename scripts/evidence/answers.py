@@ -41,7 +41,10 @@ class Answers:
         for first in range(0, len(missing), TOGETHER):
             self._answer(missing[first : first + TOGETHER])
         found = [self._load(prompt) for prompt in prompts]
-        return [replace(one, domain=q.domain, expert=q.domain) for one, q in zip(found, queries, strict=True)]
+        return [
+            replace(one, domain=q.domain, expert=q.domain, source=q.source, pinned=bool(q.pinned))
+            for one, q in zip(found, queries, strict=True)
+        ]
 
     def of(self, records: Sequence[ReplayRecord]) -> list[torch.Tensor]:
         """As `RecordStates.of`."""
@@ -49,6 +52,9 @@ class Answers:
         for one, states in zip(unknown, self.states.of(unknown), strict=True):
             self._known[tuple(one.token_ids)] = states
         return [self._known[tuple(one.token_ids)] for one in records]
+
+    def forget(self) -> None:
+        """Do nothing: no record of these homes is ever purged."""
 
     def keep(self, record: ReplayRecord) -> None:
         """Write the file of this answer, with its states."""

@@ -19,7 +19,7 @@ from evidence.arrangements import ARRANGEMENTS, GATED, JOINT, LATEST, MAIN, STAT
 from evidence.figures import Runs
 from evidence.prompts import Query, load_domain, reworded
 from evidence.running import Bench, Plan, Served, run
-from evidence.streams import ONLY, ORDERS, Traffic, traffic
+from evidence.streams import ONLY, ORDERS, POISONED, Traffic, traffic
 from moedraft.distill.joint.record_states import RecordStates
 from moedraft.drafting.base import SHIPPED, load_feature_base, shipped
 from moedraft.models import load_model
@@ -35,7 +35,8 @@ ONE = (STATIC, LATEST, "one-offline", "one-both")
 Job = tuple[str, str]  # pattern, arrangement
 PARTS: dict[str, list[Job]] = {
     "quick": [(p, a) for p in ("steady", "one-by-one") for a in (STATIC, LATEST, JOINT, GATED)],
-    "main": [(pattern, name) for pattern in ORDERS for name in MAIN],
+    "main": [(pattern, name) for pattern in ORDERS if pattern not in POISONED for name in MAIN],
+    "poison": [(pattern, name) for pattern in POISONED for name in (STATIC, JOINT, GATED)],
     "objectives": [("steady", name) for name in OBJECTIVES],
     "interval": [("steady", name) for name in INTERVALS],
     "paper": [(ONLY + domain, name) for domain in PAPER for name in ONE],
@@ -52,7 +53,8 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--doc", type=Path, default=Path("docs/evidence.md"), help="written from the results")
     parser.add_argument("--cache", type=Path, default=Path("~/.cache/moedraft-evidence").expanduser())
     parser.add_argument("--quick", action="store_true", help="the main contrasts in a quarter of an hour")
-    parser.add_argument("--parts", default="main,objectives,interval,paper", help=f"of {', '.join(PARTS)}")
+    usual = "main,poison,objectives,interval,paper"
+    parser.add_argument("--parts", default=usual, help=f"of {', '.join(PARTS)}")
     parser.add_argument("--patterns", help="only these, separated by commas")
     parser.add_argument("--arrangements", help="only these, separated by commas")
     parser.add_argument(
@@ -109,7 +111,8 @@ class Workplace:
     def run(self, pattern: str, arrangement: str, seed: int) -> dict[str, Any]:
         stream = traffic(pattern, self.domains, self.args.requests, seed)
         held = self.held_out(pattern, stream)
-        routed = self.route(stream.registered, [query.prompt for query in stream.queries])
+        by_router = self.route(stream.registered, [query.prompt for query in stream.queries])
+        routed = [query.pinned or name for query, name in zip(stream.queries, by_router, strict=True)]
         found = run(self.bench, ARRANGEMENTS[arrangement], stream, routed, held, seed)
         words = {
             "pattern": pattern,

@@ -11,7 +11,7 @@ from typing import Any
 from evidence import paper
 from evidence.arrangements import ARRANGEMENTS, GATED, JOINT, MAIN, ONLINE, STATIC
 from evidence.figures import Runs
-from evidence.streams import ONLY, ORDERS, title_of
+from evidence.streams import ONLY, ORDERS, POISONED, title_of
 from evidence.summary import summary
 from evidence.words import (
     COMMANDS,
@@ -192,6 +192,8 @@ def pattern_part(whole: Whole, pattern: str) -> str:
         "default (no gate) has more",
     )
     right = f"The router sent {whole['router'][pattern]:.0%} of the requests to their true domain."
+    if pattern in POISONED:
+        right = "Every third request is the poisoner's; what is measured are the others' held-out prompts."
     return "\n\n".join([f"## {title_of(pattern).capitalize()}", right, table(head, rows), by_domain(of)])
 
 

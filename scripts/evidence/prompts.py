@@ -20,6 +20,8 @@ class Query:
 
     domain: str
     prompt: str
+    source: str = ""  # the client that asks
+    pinned: str = ""  # the domain that the client claims, whatever the router says
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from evidence.prompts import Domain, Query, reworded
 
@@ -77,6 +78,10 @@ def late(names: list[str], count: int, rng: random.Random) -> list[str]:
     return steady(known, begin, rng) + order
 
 
+NOISE, LABELS, FLOOD = "poison-noise", "poison-labels", "poison-flood"
+POISONED = (NOISE, LABELS, FLOOD)
+POISONER = "poisoner"  # the client that every third request of these patterns comes from
+
 ORDERS: Mapping[str, Order] = {
     "steady": steady,
     "one-by-one": one_by_one,
@@ -86,6 +91,7 @@ ORDERS: Mapping[str, Order] = {
     "drift": drift,
     "unregistered": steady,
     "reworded": steady,
+    **dict.fromkeys(POISONED, steady),
 }
 TITLES = {
     "steady": "steady mix",
@@ -96,6 +102,9 @@ TITLES = {
     "drift": "slow drift",
     "unregistered": "a domain that nobody registered",
     "reworded": "reworded prompts",
+    NOISE: "a client that sends random letters under the name of any domain",
+    LABELS: "a client that sends each prompt under the name of another domain",
+    FLOOD: "a client that sends one prompt again and again",
 }
 ONLY = "only:"  # a pattern of one domain alone: "only:sql_en"
 
@@ -111,6 +120,8 @@ def traffic(pattern: str, domains: Sequence[Domain], count: int, seed: int) -> T
         return Traffic(_asked([pattern.removeprefix(ONLY)] * count, domains, seed, False), tuple(names))
     order = ORDERS[pattern](names, count, rng)
     queries = _asked(order, domains, seed, pattern == "reworded")
+    if pattern in POISONED:
+        queries = _poisoned(pattern, queries, names, rng)
     registered = tuple(names[:-1] if pattern == "unregistered" else names)
     if pattern == "shift":
         return Traffic(queries, registered, tuple(halves(names)[0]), (count // 3, 2 * (count // 3)))
@@ -127,6 +138,26 @@ def _asked(order: list[str], domains: Sequence[Domain], seed: int, reword: bool)
         domain.name: _endless(domain.served, order.count(domain.name), seed, reword) for domain in domains
     }
     return tuple(Query(name, next(prompts[name])) for name in order)
+
+
+def _poisoned(
+    pattern: str, queries: Sequence[Query], names: list[str], rng: random.Random
+) -> tuple[Query, ...]:
+    """Every third query is the poisoner's instead."""
+
+    def poison(number: int, query: Query) -> Query:
+        if pattern == FLOOD:
+            return replace(queries[2], source=POISONER)
+        other = names[(names.index(query.domain) + 1 + number % (len(names) - 1)) % len(names)]
+        prompt = _letters(rng) if pattern == NOISE else query.prompt
+        return Query(query.domain, prompt, POISONER, other)
+
+    return tuple(poison(i, query) if i % 3 == 2 else query for i, query in enumerate(queries))
+
+
+def _letters(rng: random.Random) -> str:
+    """Words that are none."""
+    return " ".join("".join(rng.choices(string.ascii_letters, k=rng.randint(2, 9))) for _ in range(30))
 
 
 def _endless(served: Sequence[str], wanted: int, seed: int, reword: bool) -> Iterator[str]:

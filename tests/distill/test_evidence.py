@@ -71,7 +71,7 @@ def run(bench: Any, pattern: str, name: str, seed: int = 0, requests: int = 24) 
 # -- traffic ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pattern", [*streams.ORDERS, "only:law"])
+@pytest.mark.parametrize("pattern", [*[name for name in streams.ORDERS if name != streams.FLOOD], "only:law"])
 def test_traffic_is_the_same_for_the_same_seed_and_asks_nothing_twice(pattern: str) -> None:
     found = streams.traffic(pattern, DOMAINS, 24, 1)
     assert found == streams.traffic(pattern, DOMAINS, 24, 1)
@@ -100,6 +100,19 @@ def test_traffic_moves_as_its_pattern_says() -> None:
     assert (
         streams.traffic("reworded", DOMAINS, 6, 0).queries != streams.traffic("steady", DOMAINS, 6, 0).queries
     )
+
+
+def test_a_poisoner_sends_every_third_request_and_claims_domains_that_are_not_its_own() -> None:
+    for pattern in streams.POISONED:
+        queries = streams.traffic(pattern, DOMAINS, 30, 0).queries
+        assert [one.source == streams.POISONER for one in queries] == [i % 3 == 2 for i in range(30)]
+        sent = [one for one in queries if one.source]
+        if pattern == streams.FLOOD:
+            assert len({one.prompt for one in sent}) == 1
+        else:
+            assert all(one.pinned in NAMES and one.pinned != one.domain for one in sent)
+        real = {prompt for domain in DOMAINS for prompt in domain.served}
+        assert all((one.prompt in real) is (pattern != streams.NOISE) for one in sent)
 
 
 # -- arrangements ----------------------------------------------------------------------------------
