@@ -146,7 +146,12 @@ class Settings(BaseSettings):
     learning_rate: float | None = Field(
         None, gt=0, description="of an update's optimiser; unset: 0.004 for a feature drafter, else 0.001"
     )
-    update_every: int = Field(16, ge=1, description="new records of a domain that make an update due")
+    update_every: int = Field(
+        16,
+        ge=1,
+        description="new records that make an update due: of a domain, or of all with a feature drafter, "
+        "whose updates also come sooner after traffic has moved and rarer while they bring nothing",
+    )
     update_steps: int = Field(16, ge=1, description="optimiser steps per update")
     update_tokens: int = Field(
         2048, ge=64, description="of a draft model: tokens per optimiser step, padding included"

@@ -91,7 +91,7 @@ def train_now(settings: Settings, domain: str | None, as_json: bool) -> None:
             count += 1
             show(made, as_json)
     if not count:
-        note(held_up or f"Nothing is due: an update takes {settings.update_every} new records of a domain.")
+        note(held_up or f"Nothing is due: {loop.needs()}")
 
 
 def follow_server(settings: Settings, domain: str | None, as_json: bool) -> None:

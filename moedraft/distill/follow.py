@@ -55,7 +55,7 @@ def follow(settings: Settings, tell: Callable[[StateReport], None] = lambda repo
     `tell` is called with what it does, at each change and now and then. Raises StorageError where there is
     no home, it needs an upgrade, or another trainer learns for it, and what loading a model raises.
     """
-    store = Store.open(settings.home, write=False)
+    store = Store.open(settings.home, write=False, replay_capacity=settings.replay_capacity)
     try:
         with learning_for(settings.home):
             shutil.rmtree(settings.home / TRAINING, ignore_errors=True)  # left by a killed trainer

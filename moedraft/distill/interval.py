@@ -7,15 +7,18 @@ much processor time as others, so after some of them in a row more records must 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from statistics import fmean, variance
+from math import sqrt
+from statistics import NormalDist, fmean, variance
 
 from moedraft.core import SHARED
 from moedraft.storage.requests import outcome_of
 from moedraft.storage.store import Store
 
 NEWEST, BEFORE = 8, 24  # requests of one domain that are compared
-SURE = 3.0  # standard errors between them
+READ = 4 * (NEWEST + BEFORE)  # of which that many are looked for, since some have no guesses of their own
+CHANCE = 0.001  # that all domains together look as if one had moved
 SOONER = 4  # times fewer records than `update_every`, after traffic has moved
 A_FEW = 4  # records after which the requests are compared anew
 PATIENCE, MOST_DOUBLINGS = 3, 2  # updates in a row without a publication that double it, and how often
@@ -27,37 +30,55 @@ class Interval:
     def __init__(self, store: Store, every: int) -> None:
         self.store, self.every = store, every
         self.barren = 0  # updates of new records, in a row, of which nothing was published
+        self._settled_at = 0.0  # epoch s, the last update's end: what came before has been learned from
         self._compared = (-A_FEW, False)  # the newest record when drift was looked for, and what was found
 
     def settled(self, published: bool) -> None:
-        """Note whether an update of new records led to a version that serves."""
+        """Note the end of an update of new records, and whether it led to a version that serves."""
         self.barren = 0 if published else self.barren + 1
+        self._settled_at, self._compared = time.time(), (-A_FEW, False)
 
     def wanted(self, news: int) -> int:
-        """How many new records to wait for, where there are `news` of them now."""
-        soon = max(1, self.every // SOONER)
+        """How many new records to wait for, where there are `news` of them now.
+
+        Never more than half of what the replay of one domain can hold, since more may never be there.
+        """
+        factor = 1 << min(self.barren // PATIENCE, MOST_DOUBLINGS)
+        most = max(1, self.store.replay.capacity // 2)
+        soon = min(most, max(1, self.every // SOONER) * factor)
         if news >= soon and self._has_moved():
             return soon
-        return self.every * 2 ** min(self.barren // PATIENCE, MOST_DOUBLINGS)
+        return min(most, self.every * factor)
 
     def _has_moved(self) -> bool:
         """Whether any domain's traffic has; looked for anew when a few records have come."""
         newest = self.store.replay.last_id()
         if not self._compared[0] <= newest < self._compared[0] + A_FEW:
-            names = [domain.name for domain in self.store.registry.domains()]
-            self._compared = newest, any(has_drifted(self._shares(name)) for name in (*names, SHARED))
+            names = [*(domain.name for domain in self.store.registry.domains()), SHARED]
+            chance = CHANCE / len(names)
+            self._compared = newest, any(has_drifted(self._shares(name), chance) for name in names)
         return self._compared[1]
 
     def _shares(self, name: str) -> list[float]:
-        """The share of right first guesses in the newest requests of a domain, oldest first."""
-        outcomes = map(outcome_of, self.store.requests.rows(expert=name, limit=NEWEST + BEFORE))
-        return [one.accepted_first_guesses / one.first_guesses for one in outcomes if one.first_guesses]
+        """The share of right first guesses in the newest requests of a domain, oldest first.
+
+        None where nobody has asked for the domain since the last update.
+        """
+        rows = self.store.requests.rows(expert=name, limit=READ)
+        if not rows or rows[-1].created_at <= self._settled_at:
+            return []
+        outcomes = [one for one in map(outcome_of, rows) if one.first_guesses]
+        found = [one.accepted_first_guesses / one.first_guesses for one in outcomes]
+        return found[-NEWEST - BEFORE :]
 
 
-def has_drifted(shares: Sequence[float]) -> bool:
-    """Whether the newest of these shares are lower than those before by more than chance (Welch's test)."""
+def has_drifted(shares: Sequence[float], chance: float = CHANCE) -> bool:
+    """Whether the newest of these shares are lower than those before, with so small a chance of error.
+
+    As Welch's test with a normal distribution; differences below three hundredths are never enough.
+    """
     before, newest = shares[:-NEWEST], shares[-NEWEST:]
     if len(before) < NEWEST:
         return False
-    error = (variance(before) / len(before) + variance(newest) / len(newest)) ** 0.5
-    return fmean(newest) < fmean(before) - SURE * max(error, 0.01)
+    error = sqrt(variance(before) / len(before) + variance(newest) / len(newest))
+    return fmean(newest) < fmean(before) + NormalDist().inv_cdf(chance) * max(error, 0.01)

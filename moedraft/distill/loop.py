@@ -17,14 +17,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from moedraft.core import SHARED, AdapterVersion, StorageError, UpdateRecord
+from moedraft.distill.entries import reset_entry, update_entry, withdrawal_entry
 from moedraft.distill.governor import news
 from moedraft.distill.judging.gate import Verdict
 from moedraft.distill.judging.judge import JudgeLike
 from moedraft.distill.judging.second_look import SecondLook
-from moedraft.distill.judging.watch import Watch, Withdrawal
+from moedraft.distill.judging.watch import Watch
 from moedraft.distill.outlet import Outlet
 from moedraft.distill.trainer import OnStep, Trainer
 from moedraft.learning_state import LearningKind, LearningState, paused, waiting
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 EXPECTED_GAIN = 0.05  # rise of the acceptance rate that is expected of an adapter's first update
 LEAST_GAIN = EXPECTED_GAIN / 5  # what every adapter is expected to gain at least: new records may teach more
 REMEMBERED = 200  # updates of the home's log that a new loop learns from
+LOOK_AGAIN = 16  # new records after which published versions are looked at, though no update is due
 NEWEST_WEIGHT = 0.5  # weight of the newest measured gain in the running mean
 
 
@@ -77,6 +79,7 @@ class DistillLoop:
     last_fault: str = ""  # the unexpected error that was logged last
     outcomes: list[UpdateRecord] = field(default_factory=list)  # of the last run, published or not
     purges: int = 0  # of the home, when this loop last looked; records that it remembers may be gone since
+    watched: int = 0  # the newest record when published versions were last looked at
 
     def resume(self) -> None:
         """Restore what earlier loops have recorded: the gains, and the seed of the next draw of records."""
@@ -90,14 +93,19 @@ class DistillLoop:
     def due(self) -> str | None:
         """The adapter to train now; None when none has enough new records."""
         sizes = self.store.replay.sizes()
+        wanted = min(self.every, max(1, self.store.replay.capacity // 2))  # more may never be there
         total = sum(sizes.values())
         promises = {}
         for name, count in news(self.store).items():
-            if count >= self.every and not is_pinned(self.store.registry, name):
+            if count >= wanted and not is_pinned(self.store.registry, name):
                 share = 1.0 if name == SHARED else sizes.get(name, 0) / total
                 gain = max(self.gains.get(name, EXPECTED_GAIN), LEAST_GAIN)
                 promises[name] = gain * share * count * 0.5 ** self.failures.get(name, 0)
         return max(promises, key=lambda name: promises[name]) if promises else None
+
+    def needs(self) -> str:
+        """How many new records make an update due, in words."""
+        return f"an update takes {self.every} new records of a domain."
 
     def held_up(self) -> str | None:
         """What a person must change before an update can run; None where it only waits for new records."""
@@ -112,15 +120,13 @@ class DistillLoop:
         a BaseException that is no Exception, such as SystemExit, is raised.
         """
         self.outcomes = []
-        if (purges := self.store.registry.purges()) != self.purges:
-            self.purges = purges
-            self._forget_records()
         expert = expert or self.due()
         if expert is None:
             self.state = waiting()
             return None
         self.state = LearningState(LearningKind.TRAINING, expert=expert)
         try:
+            self.forget_purged()
             self._look_again(on_step)
             self._gather(on_step)
             update = self._update(expert, steps, on_step)
@@ -135,8 +141,28 @@ class DistillLoop:
         self.state = waiting()
         return update
 
+    def tend(self, on_step: OnStep | None = None) -> None:
+        """What is due while no update is: look at published versions again, when requests have come since.
+
+        Errors are caught as in `run_once`.
+        """
+        try:
+            newest = self.store.replay.last_id()
+            if self.watch is not None and newest - self.watched >= LOOK_AGAIN:
+                self._look_again(on_step)
+        except StorageError as error:
+            self.state = paused(str(error))
+        except Exception as error:
+            self._failed_unexpectedly(SHARED, error)
+
+    def forget_purged(self) -> None:
+        """Drop what is in memory of replay records if some were purged. Raises StorageError."""
+        if (purges := self.store.registry.purges()) != self.purges:
+            self.purges = purges
+            self._forget_records()
+
     def _forget_records(self) -> None:
-        """Drop what is kept in memory of replay records, because some of them were purged."""
+        """Forget replay records, and all candidates that may have learned from them."""
         if self.second_look is not None:
             self.second_look.forget()
 
@@ -144,45 +170,25 @@ class DistillLoop:
         """Withdraw versions that do worse than their predecessors on requests since their publication."""
         if self.watch is None:
             return
+        self.watched = self.store.replay.last_id()
         say = on_step or (lambda done, loss: None)
         base_hash = self.trainer.student.base_hash
         while (found := self.watch(base_hash, lambda: say(0, None))) is not None:
             now = self.outlet.withdraw(found.version.domain, found.version.version)
             self.trainer.forget(found.version.domain)
-            self._write_down(*self._taken_back(found, now))
+            name, verdict = found.version.domain, found.verdict
+            log.warning(
+                "Version %d of %s was taken back: on %d later requests it gave %.3f tokens per step less.",
+                *(found.version.version, name, verdict.records, -(verdict.gain or 0.0)),
+            )
+            used = int(self.store.registry.get_meta(f"trained:{name}") or 0)
+            self._write_down(withdrawal_entry(found, now), used)
 
     def _gather(self, on_step: OnStep | None) -> None:
         """Look at kept candidates again, on the records that came since, before these are trained on."""
         if self.second_look is not None:
             say = on_step or (lambda done, loss: None)
             self.second_look.gather(lambda: say(0, None))
-
-    def _taken_back(self, found: Withdrawal, now: int) -> tuple[UpdateRecord, int]:
-        """The log entry of a withdrawal, and the last record that the adapter has used, which stays used."""
-        name, verdict = found.version.domain, found.verdict
-        log.warning(
-            "Version %d of %s was taken back: on %d requests since then it gave %.3f tokens per step less.",
-            *(found.version.version, name, verdict.records, -(verdict.gain or 0.0)),
-        )
-        record = UpdateRecord(
-            expert=name,
-            version=now,
-            records=0,
-            steps=0,
-            loss=0.0,
-            seconds=0.0,
-            acceptance_before=None,
-            acceptance_after=None,
-            decision="withdraw",
-            gain=verdict.gain,
-            gain_low=verdict.low,
-            gain_high=verdict.high,
-            gate_records=verdict.records,
-            parent=found.version.version,
-            stood_on=found.version.stood_on,
-            reason=verdict.reason,
-        )
-        return record, int(self.store.registry.get_meta(f"trained:{name}") or 0)
 
     def _update(self, expert: str, steps: int | None, on_step: OnStep | None) -> Update | None:
         """Train, publish what passes the gate, and note which records were used."""
@@ -203,6 +209,8 @@ class DistillLoop:
         next update starts from the live versions.
         """
         try:
+            if self.store.registry.purges() != self.purges:
+                return self._dropped(candidates)
             verdicts = self._verdicts(candidates, on_step)
             if self.second_look is not None:
                 self.second_look.settled(candidates, verdicts, last_id)
@@ -219,11 +227,20 @@ class DistillLoop:
             name, version = candidate.expert, versions.get(candidate.expert)
             if version is not None:
                 updates[name] = Update(version, candidate.summary(), seconds)
-            self._write_down(self._record(candidate, version, verdicts.get(name), seconds), last_id)
+            verdict = verdicts.get(name) if self.judge else None
+            entry = update_entry(self.store.registry, candidate, version, verdict, seconds)
+            self._write_down(entry, last_id)
             self._remember_gain(name, updates[name].gain if version else 0.0)
         for name in [name for name in verdicts if name not in names]:
-            self._write_down(self._taken_away(name, candidates[0], verdicts[name]), last_id)
+            entry = reset_entry(self.store.registry, name, candidates[0], verdicts[name])
+            self._write_down(entry, last_id)
         return updates
+
+    def _dropped(self, candidates: Sequence[Candidate]) -> dict[str, Update]:
+        """Forget the candidates of an update during which records were purged; another one is due at once."""
+        for one in candidates:
+            self.trainer.forget(one.expert)
+        return {}
 
     def _write_down(self, record: UpdateRecord, last_id: int) -> None:
         self.outlet.learned(record.expert, last_id, record)
@@ -274,49 +291,6 @@ class DistillLoop:
         names = [name for name, verdict in verdicts.items() if verdict.decision == "reset"]
         lines = {name: self.store.registry.lineage(name, base_hash) for name in names}
         return {name: line[0].version for name, line in lines.items() if line}
-
-    def _taken_away(self, name: str, made: Candidate, verdict: Verdict) -> UpdateRecord:
-        """The log entry of an expert that an update of other adapters has reset to untrained."""
-        versions = [one.version for one in self.store.registry.versions(name)]
-        none = replace(made, expert=name, parent=max(versions, default=0), records=0, steps=0)
-        return self._record(replace(none, acceptance_before=None, acceptance_after=None), None, verdict, 0.0)
-
-    def _record(
-        self, made: Candidate, version: AdapterVersion | None, verdict: Verdict | None, seconds: float
-    ) -> UpdateRecord:
-        """The log entry of an update, for the home."""
-        judged = self.judge is not None and verdict is not None
-        shared = self.store.registry.lineage(SHARED, made.base_hash) if made.expert != SHARED else []
-        record = UpdateRecord(
-            expert=made.expert,
-            version=self._serves(made, version, verdict),
-            records=made.records,
-            steps=made.steps,
-            loss=made.loss,
-            seconds=seconds,
-            acceptance_before=made.acceptance_before,
-            acceptance_after=made.acceptance_after,
-            parent=made.parent,
-            stood_on=None if made.expert == SHARED else shared[0].version if shared else 0,
-        )
-        if not judged or verdict is None:
-            return record
-        return replace(
-            record,
-            decision=verdict.decision,
-            gain=verdict.gain,
-            gain_low=verdict.low,
-            gain_high=verdict.high,
-            gate_records=verdict.records,
-            static_gain=verdict.static,
-            reason=verdict.reason,
-        )
-
-    def _serves(self, made: Candidate, version: AdapterVersion | None, verdict: Verdict | None) -> int:
-        """The version that is live after the update; 0 for an untrained adapter."""
-        if version is not None:
-            return version.version
-        return 0 if verdict is not None and verdict.decision == "reset" else made.parent
 
     def _failed_unexpectedly(self, expert: str, error: Exception) -> None:
         reason = f"{type(error).__name__}: {error}"

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from moedraft.core import AdapterVersion, InvalidRequest, UpdateRecord
 from moedraft.storage.candidate import Candidate, CandidateSummary
-from moedraft.storage.changes import check_not_pinned, rollback
+from moedraft.storage.changes import check_not_pinned
 from moedraft.storage.store import Store
 
 KEEP_VERSIONS = 5  # newest versions of an adapter that stay on disk, besides the live one and its parent
@@ -45,7 +45,8 @@ class Outlet(Protocol):
 class HomeOutlet:
     """Writes straight into a home that is open for writing, and removes old versions.
 
-    An adapter that a person has pinned is refused, whatever the gate said.
+    An adapter that a person has pinned is refused, whatever the gate said. What a person changes waits until
+    a publication is over (`Home.folder_lock`), so that neither overtakes the other.
     """
 
     def __init__(self, store: Store) -> None:
@@ -54,22 +55,25 @@ class HomeOutlet:
     def publish(
         self, candidates: Sequence[Candidate], untrained: Mapping[str, int] | None = None
     ) -> list[AdapterVersion]:
-        self._check([one.expert for one in candidates], untrained)
-        return self._pruned(self.store.adapters.publish_together(candidates, untrained))
+        with self.store.home.folder_lock:
+            self._check([one.expert for one in candidates], untrained)
+            return self._pruned(self.store.adapters.publish_together(candidates, untrained))
 
     def adopt(
         self, staged: Sequence[tuple[CandidateSummary, Path]], untrained: Mapping[str, int] | None = None
     ) -> list[AdapterVersion]:
         """As `publish`, for candidates whose files another process has written into these folders."""
-        self._check([summary.expert for summary, _ in staged], untrained)
-        return self._pruned(self.store.adapters.adopt_together(staged, untrained))
+        with self.store.home.folder_lock:
+            self._check([summary.expert for summary, _ in staged], untrained)
+            return self._pruned(self.store.adapters.adopt_together(staged, untrained))
 
     def withdraw(self, expert: str, version: int) -> int:
-        self._check([expert], None)
-        live = self.store.registry.live(expert)
-        if live is None or live.version != version:
-            raise InvalidRequest(f"the live version of '{expert}' was changed meanwhile.")
-        now = rollback(self.store, expert).live
+        with self.store.home.folder_lock:
+            self._check([expert], None)
+            live = self.store.registry.live(expert)
+            if live is None or live.version != version:
+                raise InvalidRequest(f"the live version of '{expert}' was changed meanwhile.")
+            now = self.store.registry.rollback(expert)
         return 0 if now is None else now.version
 
     def stand_aside(self, names: Collection[str]) -> None:

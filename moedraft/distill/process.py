@@ -18,7 +18,7 @@ from typing import IO
 import torch
 
 from moedraft.config import Settings, load_settings
-from moedraft.core import MoedraftError, StorageError
+from moedraft.core import SHARED, MoedraftError, StorageError
 from moedraft.distill.assembly import build_loop
 from moedraft.distill.background import step_back
 from moedraft.distill.governor import read_load, why_wait
@@ -63,7 +63,10 @@ class Process:
     def turn(self) -> None:
         """Run one update if one is due and the engine leaves room for it; otherwise wait for a moment."""
         reason = self._why_wait()
+        self._forget_purged()
         expert = self._due() if reason is None else None
+        if expert is None and reason is None:
+            self.loop.tend(lambda step, loss: self._between(SHARED, step, loss))
         if expert is None:
             self._say(waiting(reason or self.loop.state.reason), self._error())
             self.link.wait(LOOK_SECONDS)
@@ -96,6 +99,13 @@ class Process:
         while (left := until - time.monotonic()) > 0:
             self._say(waiting("the last update failed"), self._error())
             self.link.wait(min(left, LOOK_SECONDS))
+
+    def _forget_purged(self) -> None:
+        """Forget records that were purged, whether or not anything may be learned now."""
+        try:
+            self.loop.forget_purged()
+        except StorageError as error:
+            self.loop.state = paused(str(error))
 
     def _due(self) -> str | None:
         """The adapter to train now; where it is None, `loop.state` says why."""
@@ -140,7 +150,7 @@ def work(link: ServerLink) -> None:
     begin = link.begin()
     settings = load_settings(**begin.settings)
     link.send(StateReport.of(LearningState(LearningKind.LOADING)))
-    store = Store.open(settings.home, write=False)
+    store = Store.open(settings.home, write=False, replay_capacity=settings.replay_capacity)
     try:
         loop = build_loop(settings, store, ServerOutlet(link, settings.home))
         loop.failures |= begin.failures

@@ -28,7 +28,8 @@ def promote(store: Store, name: str, version: int) -> Changed:
     found = [one for one in store.registry.versions(name) if one.version == version]
     if found:
         store.adapters.load(found[0])
-    return store.registry.change(name, version)
+    with store.home.folder_lock:
+        return store.registry.change(name, version, chosen=True)
 
 
 def rollback(store: Store, name: str) -> Changed:
@@ -38,7 +39,8 @@ def rollback(store: Store, name: str) -> Changed:
     version is live.
     """
     check_expert(store, name)
-    return store.registry.change(name, None)
+    with store.home.folder_lock:
+        return store.registry.change(name, None, chosen=True)
 
 
 def purge(store: Store, name: str | None) -> int:
@@ -97,7 +99,8 @@ def pin(store: Store, name: str, pinned: bool = True) -> None:
     A person may still promote another version or roll back. Raises InvalidRequest.
     """
     check_expert(store, name)
-    store.registry.set_meta(PIN + name, "1" if pinned else None)
+    with store.home.folder_lock:
+        store.registry.set_meta(PIN + name, "1" if pinned else None)
 
 
 def is_pinned(registry: Registry, name: str) -> bool:

@@ -12,6 +12,7 @@ from moedraft.core import DOMAIN_NAME, SHARED, AdapterVersion, Domain, InvalidRe
 from moedraft.storage.db import Home
 from moedraft.storage.tables import adapter_versions, counters, domains, experts, meta, replay
 from moedraft.storage.version_rows import (
+    CHOSEN,
     GENERATION,
     PIN,
     PURGES,
@@ -126,7 +127,9 @@ class Registry:
                 connection.execute(delete(table).where(table.c.domain == name))
             raise_counter(connection, PURGES)
             connection.execute(delete(domains).where(domains.c.name == name))
-            connection.execute(delete(meta).where(meta.c.key.in_([PIN + name, UNADAPTED + name])))
+            connection.execute(
+                delete(meta).where(meta.c.key.in_([PIN + name, CHOSEN + name, UNADAPTED + name]))
+            )
             connection.execute(update(experts).where(experts.c.name == name).values(updates=0))
             raise_generation(connection)
         self._home.checkpoint()  # until then the journal holds its records still
@@ -211,8 +214,10 @@ class Registry:
         """
         return self.change(domain, None).live
 
-    def change(self, domain: str, version: int | None) -> Changed:
+    def change(self, domain: str, version: int | None, *, chosen: bool = False) -> Changed:
         """`promote` where a version is given, `rollback` otherwise; experts go back with the shared adapter.
+
+        chosen: whether a person wants it so; `is_chosen` tells that afterwards.
 
         An expert that was trained on a later shared adapter than the one that serves now goes back to its
         newest version that was not, in the same transaction. One that is pinned stays. The version chosen
@@ -236,8 +241,16 @@ class Registry:
             else:
                 reject_version(connection, before)
             now = live_version(connection, domain)
+            if chosen:
+                connection.execute(delete(meta).where(meta.c.key == CHOSEN + domain))
+                number = "0" if now is None else str(now.version)
+                connection.execute(insert(meta).values(key=CHOSEN + domain, value=number))
             moved = take_experts_back(connection, before, now) if domain == SHARED else ()
             return Changed(now, moved)
+
+    def is_chosen(self, version: AdapterVersion) -> bool:
+        """Whether a person has made this version live, and nothing newer was published since."""
+        return self.get_meta(CHOSEN + version.domain) == str(version.version)
 
     def reject(self, domain: str, version: int) -> AdapterVersion | None:
         """Mark `version` rolled_back. If it was live, an ancestor serves. Returns what is live now."""

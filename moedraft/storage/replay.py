@@ -75,7 +75,7 @@ class ReplayBuffer:
         if capacity < 1:
             raise InvalidRequest(f"replay capacity must be >= 1, not {capacity}.")
         self._home = home
-        self._capacity = capacity
+        self.capacity = capacity
         self._policy = policy
         self._states_bytes = states_bytes
         # With the seed alone, the draws after a restart would repeat those of the records that are kept.
@@ -262,12 +262,12 @@ class ReplayBuffer:
 
     def _evict(self, connection: Connection, domain: str) -> None:
         """Remove records above the capacity: first those of clients above their share, then by the policy."""
-        excess = _count(connection, domain) - self._capacity
+        excess = _count(connection, domain) - self.capacity
         if excess <= 0:
             return
         half, quarter, pinned = (
-            self._capacity // SOURCE_SHARE,
-            self._capacity // PINNED_SHARE,
+            self.capacity // SOURCE_SHARE,
+            self.capacity // PINNED_SHARE,
             replay.c.pinned,
         )
         big = [replay.c.source == source for source in _sources_above(connection, domain, half)]
@@ -275,7 +275,7 @@ class ReplayBuffer:
             *((one & pinned, one, half) for one in big),
             (pinned, pinned, quarter),
             *((one, one, half) for one in big),
-            (true(), true(), self._capacity),
+            (true(), true(), self.capacity),
         ]
         for removed, counted, most in turns:
             too_many = min(excess, _count(connection, domain, counted) - most)

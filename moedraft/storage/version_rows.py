@@ -12,6 +12,7 @@ from moedraft.storage.tables import adapter_versions, counters, domains, experts
 
 PIN = "pinned:"  # with a name: the meta key that exists while this adapter is pinned
 GENERATION = "generation"  # the counter of changes of what serves
+CHOSEN = "chosen:"  # with a name: the meta key with the version of this adapter that a person made live last
 PURGES = "purges"  # the counter of deletions of replay records that somebody asked for
 UNADAPTED = "unadapted:"  # with a name: the one that exists while the draft base alone drafts for it
 

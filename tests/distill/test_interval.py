@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 from distill_rig import record
@@ -14,6 +15,7 @@ from moedraft.storage.store import Store
 
 
 def request(expert: str, hits: int, guesses: int = 20) -> RequestStats:
+    """guesses: by the request's own expert; with 0 another one drafted for it."""
     speculation = SpeculationStats(
         num_steps=guesses,
         num_drafts=guesses,
@@ -28,10 +30,9 @@ def request(expert: str, hits: int, guesses: int = 20) -> RequestStats:
         adapter_version=1,
         lang="",
         num_prompt_tokens=8,
-        num_tokens=guesses,
+        num_tokens=20,
         seconds=1.0,
         finish_reason="length",
-        created_at=0.0,
         speculation=speculation,
     )
 
@@ -81,6 +82,35 @@ def test_chance_is_no_drift(seed: int) -> None:
         for _ in range(300)
     ]
     assert sum(moved) >= 290
+
+
+def test_drift_is_learned_from_once(interval: Interval) -> None:
+    """A domain that fell silent after bad requests does not have everything updated for ever."""
+    interval.store.requests.add([request("code", 2) for _ in range(8)])
+    assert interval.wanted(4) == 4
+    interval.settled(True)
+    assert interval.wanted(4) == 16
+    interval.store.requests.add([request("prose", 9) for _ in range(8)])
+    assert interval.wanted(4) == 16
+    interval.store.requests.add([request("code", 2)])
+    interval.store.replay.add([record(i) for i in range(4)])
+    assert interval.wanted(4) == 4
+
+
+def test_requests_for_which_others_drafted_say_nothing(interval: Interval) -> None:
+    interval.store.requests.add([request("code", 2) for _ in range(8)])
+    interval.store.requests.add([request("code", 0, 0) for _ in range(40)])
+    assert interval.wanted(4) == 4
+
+
+def test_it_never_waits_for_more_than_the_replay_holds(tmp_path: Path) -> None:
+    store = Store.open(tmp_path / "small", replay_capacity=32)
+    interval = Interval(store, every=16)
+    for _ in range(9):
+        interval.settled(False)
+    assert interval.wanted(0) == 16
+    assert Interval(store, every=1000).wanted(0) == 16
+    store.close()
 
 
 def test_few_requests_say_nothing() -> None:

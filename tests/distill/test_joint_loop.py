@@ -134,9 +134,10 @@ def test_records_are_not_used_again_for_ever_nor_without_a_gate(loop: JointLoop)
 
 def test_after_a_purge_no_record_stays_in_memory(loop: JointLoop) -> None:
     loop.store.replay.add([record(1)])
-    loop.run_once()
+    loop.forget_purged()
     assert loop.trainer.states.dropped == 0  # type: ignore[attr-defined]
     loop.store.replay.purge("code")
-    loop.run_once()
-    loop.run_once()
+    loop.forget_purged()
+    loop.forget_purged()
+    assert loop.trainer.forgotten == [SHARED]  # type: ignore[attr-defined]
     assert loop.trainer.states.dropped == 1  # type: ignore[attr-defined]

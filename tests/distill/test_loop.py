@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from distill_rig import record
 from moedraft.config import load_settings
 from moedraft.core import SHARED, AdapterVersion, Domain, InvalidRequest, StorageError
 from moedraft.distill.assembly import build_loop
-from moedraft.distill.loop import DistillLoop, Update
+from moedraft.distill.loop import LOOK_AGAIN, DistillLoop, Update
 from moedraft.distill.outlet import HomeOutlet
 from moedraft.learning_state import waiting
 from moedraft.storage.candidate import Candidate
@@ -196,3 +197,41 @@ def test_what_a_full_buffer_keeps_is_a_setting(tmp_path: Path) -> None:
     sample = kept("reservoir")
     assert len(sample) == 8
     assert sample not in (kept("fifo"), kept("hardest"))
+
+
+def test_candidates_of_an_update_during_which_records_were_purged_are_dropped(store: Store) -> None:
+    loop, trainer = loop_of(store)
+    store.replay.add([record(i) for i in range(EVERY)])
+
+    def purge(_: str) -> None:
+        store.replay.purge("prose")
+
+    trainer.fault = purge
+    assert loop.run_once("code") is None
+    assert store.registry.live("code") is None
+    assert not loop.state.is_paused
+    assert loop.due() == "code" or loop.due() == SHARED
+    trainer.fault = lambda expert: None
+    assert loop.run_once("code") is not None
+
+
+def test_one_domain_in_a_small_buffer_still_learns(tmp_path: Path) -> None:
+    store = Store.open(tmp_path / "small", replay_capacity=16)
+    store.registry.add_domain(Domain("code", "", ("x",) * 8, 0.0))
+    loop, _ = loop_of(store)
+    store.replay.add([record(i) for i in range(200)])
+    assert loop.due() is not None
+    store.close()
+
+
+def test_published_versions_are_looked_at_though_no_update_is_due(store: Store) -> None:
+    loop, _ = loop_of(store)
+    looks: list[str] = []
+    loop.watch = lambda base_hash, on_batch: looks.append(base_hash)  # type: ignore[assignment, func-returns-value]
+    loop.trainer.student = SimpleNamespace(base_hash="base")  # type: ignore[assignment]
+    loop.tend()
+    assert looks == []
+    store.replay.add([record(i) for i in range(LOOK_AGAIN)])
+    loop.tend()
+    loop.tend()
+    assert looks == ["base"]

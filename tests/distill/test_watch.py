@@ -139,8 +139,11 @@ def test_a_version_that_a_person_chose_stays(store: Store) -> None:
     changes.promote(store, SHARED, 1)  # an earlier one
     assert watch("base") is None
     changes.promote(store, SHARED, 2)
-    assert watch("base") is not None
+    assert watch("base") is None
     assert watch("another base") is None
+    published(store, shared=-0.45)  # what comes after it is watched again
+    came(store, first=200)
+    assert watch("base") is not None
 
 
 def a_loop(store: Store) -> DistillLoop:

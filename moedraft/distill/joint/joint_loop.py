@@ -50,17 +50,24 @@ class JointLoop(DistillLoop):
         """
         if is_pinned(self.store.registry, SHARED):
             return None
-        found = self._news()
-        wanted = self.interval.wanted(found) * 2 ** min(self.failures.get(SHARED, 0), MOST_DOUBLINGS)
-        return SHARED if found >= wanted or (self.again and not self.failures.get(SHARED)) else None
+        found, failed = self._news(), self.failures.get(SHARED, 0)
+        wanted = self.interval.wanted(found) * 2 ** min(failed, MOST_DOUBLINGS)
+        wanted = min(wanted, max(1, self.store.replay.capacity // 2))  # more may never be there
+        return SHARED if found >= wanted or (self.again and not failed) else None
 
     def _forget_records(self) -> None:
         super()._forget_records()
         self.trainer.states.forget()
+        self.trainer.forget(SHARED)  # what was trained on them and not published; experts go with it
 
     def _news(self) -> int:
         """Records of all domains since the last update."""
         return news(self.store).get(SHARED, 0)
+
+    def needs(self) -> str:
+        """As `DistillLoop.needs`."""
+        found = self._news()
+        return f"an update takes {self.interval.wanted(found)} new records, and there are {found}."
 
     def held_up(self) -> str | None:
         """As `DistillLoop.held_up`."""

@@ -5,8 +5,8 @@ now and to what served before it, so both can be measured on each of them. That 
 same certainty than sending a share of the traffic to the earlier version, and slows none of them down. A
 version that does clearly worse than the one before it is withdrawn.
 
-Only the newest version of an adapter is looked at: an earlier one that is live was chosen by a person. So was
-one that was taken back and is live again. Nothing is taken back that is pinned.
+Only the newest version of an adapter is looked at: an earlier one that is live was chosen by a person.
+Nothing is taken back that a person has made live or pinned.
 """
 
 from __future__ import annotations
@@ -58,19 +58,14 @@ class Watch:
         return None
 
     def _watched(self, name: str, base_hash: str) -> AdapterVersion | None:
-        """The live version of `name`; None if pinned, not the newest, proved better or withdrawn once."""
+        """The live version of `name`; None if chosen by a person, not the newest, or proved better."""
         registry = self.store.registry
         line = registry.lineage(name, base_hash)
         newest = max((one.version for one in registry.versions(name)), default=0)
         if not line or line[0].state != "live" or line[0].version != newest or is_pinned(registry, name):
             return None
-        taken_back = [
-            update
-            for update in self.store.updates.recent(name, limit=100)
-            if update.decision == "withdraw" and update.parent == newest
-        ]
-        settled = (name, newest) in self._settled
-        return None if taken_back or settled else line[0]
+        settled = (name, newest) in self._settled or registry.is_chosen(line[0])
+        return None if settled else line[0]
 
     def _compared(self, live: AdapterVersion, on_batch: OnBatch) -> Verdict:
         """What serves now against what would serve without `live`, on the records that came since."""

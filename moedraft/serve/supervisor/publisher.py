@@ -46,10 +46,11 @@ class Publisher:
 
     def _publish(self, message: Publish) -> Message:
         """Make trained versions live, all of them or none. Raises MoedraftError if they are refused."""
-        for part in message.parts:
-            self._check(part)
         staged = [(part.summary(), self._store.home.path / TRAINING / part.folder) for part in message.parts]
-        versions = self._outlet.adopt(staged, message.untrained)
+        with self._store.home.folder_lock:  # so that nobody promotes or pins between the check and the end
+            for part in message.parts:
+                self._check(part)
+            versions = self._outlet.adopt(staged, message.untrained)
         self._published()
         return Published(versions=tuple(versions))
 
