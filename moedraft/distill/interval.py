@@ -8,6 +8,7 @@ much processor time as others, so after some of them in a row more records must 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import sqrt
 from statistics import fmean, variance
 
 from moedraft.core import SHARED
@@ -38,7 +39,7 @@ class Interval:
         soon = max(1, self.every // SOONER)
         if news >= soon and self._has_moved():
             return soon
-        return self.every * 2 ** min(self.barren // PATIENCE, MOST_DOUBLINGS)
+        return self.every << min(self.barren // PATIENCE, MOST_DOUBLINGS)
 
     def _has_moved(self) -> bool:
         """Whether any domain's traffic has; looked for anew when a few records have come."""
@@ -59,5 +60,5 @@ def has_drifted(shares: Sequence[float]) -> bool:
     before, newest = shares[:-NEWEST], shares[-NEWEST:]
     if len(before) < NEWEST:
         return False
-    error = (variance(before) / len(before) + variance(newest) / len(newest)) ** 0.5
+    error = sqrt(variance(before) / len(before) + variance(newest) / len(newest))
     return fmean(newest) < fmean(before) - SURE * max(error, 0.01)
