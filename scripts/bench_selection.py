@@ -8,7 +8,8 @@ length, so that tokens per target step follow from the choice alone:
 
     oracle                 the expert of the prompt's own domain
     classifier             the router's choice
-    evidence               that, corrected by what each expert would have guessed
+    evidence               that, corrected by what each expert would have guessed, whatever time that takes
+    evidence as served     the same within the share of the time that a server allows for it
     permuted classifier    a router that takes every domain for another one
     permuted evidence      the same, corrected
     shared                 the shared draft for everything
@@ -16,7 +17,7 @@ length, so that tokens per target step follow from the choice alone:
 Then the same prompts are answered one by one and in batches, with draft lengths as the budget chooses them,
 to see what comparing costs and what of its gain is left in tokens per second. Intervals are those of a
 bootstrap over prompts, 95 %. What the file of the results holds already, with the same settings, is not
-measured again.
+measured again; a run with other `--kinds` adds these.
 """
 
 from __future__ import annotations
@@ -108,7 +109,6 @@ def answers(
 def choosing(system: System, selector: BackgroundSelector) -> None:
     """Have the engine's experts chosen by `selector` from now on."""
     system.engine.selector = selector
-    system.engine.round.learners = (system.engine.chooser, selector)
 
 
 def lengths(outputs: Sequence[RequestOutput]) -> Counts:
@@ -121,7 +121,10 @@ def rounded(estimate: Estimate) -> list[float]:
 
 
 def figures(found: dict[str, list[RequestOutput]], labels: list[str]) -> dict[str, Any]:
-    """Tokens per step of every way and beside the oracle's; what is recovered of a wrong prior's loss."""
+    """Tokens per step of every way and beside the oracle's; what is recovered of a wrong prior's loss.
+
+    The last is None where the wrong prior loses nothing.
+    """
     counts = {name: lengths(outputs) for name, outputs in found.items()}
     means = {name: ratio(each) for name, each in counts.items()}
     result: dict[str, Any] = {
@@ -136,21 +139,30 @@ def figures(found: dict[str, list[RequestOutput]], labels: list[str]) -> dict[st
     }
     lost = means["oracle"].value - means["permuted classifier"].value
     won = means["permuted evidence"].value - means["permuted classifier"].value
-    return result | {"recovered": round(won / lost, 3), "prompts": len(labels)}
+    return result | {"recovered": round(won / lost, 3) if lost > 0 else None, "prompts": len(labels)}
+
+
+def prompts_by_domain(args: argparse.Namespace) -> dict[str, list[str]]:
+    """So many held-out prompts of each domain. Leaves with one sentence where a domain has fewer."""
+    raw = {name: prompts_of(args.data, name, "dev", args.heldout) for name in args.domains.split(",")}
+    for name, prompts in raw.items():
+        if (found := len(prompts)) < args.heldout:
+            raise SystemExit(f"{name} has {found} held-out prompts; --heldout asks for {args.heldout}.")
+    return raw
 
 
 def measure(
     system: System, judge: FeatureJudge, args: argparse.Namespace, report: dict[str, Any]
 ) -> Iterator[str]:
     """Put tokens per step into `report` by kind of prompt, over all and by domain; yields each kind."""
-    names = args.domains.split(",")
+    raw = prompts_by_domain(args)
+    names = list(raw)
     turned = dict(zip(names, [*names[1:], names[0]], strict=True))
     for kind in args.kinds.split(","):
         if kind in report:
             continue
         reworded = KINDS[kind]
         labels = [name for _ in range(args.heldout) for name in names]
-        raw = {name: prompts_of(args.data, name, "dev", args.heldout) for name in names}
         prompts = [
             reworded(raw[name][i], random.Random(f"{name} {i} {kind}"))
             for i in range(args.heldout)
@@ -161,6 +173,7 @@ def measure(
             "oracle": (PromptClassifier(plain), list(labels)),
             "classifier": (PromptClassifier(plain), [None] * len(labels)),
             "evidence": (PromptEvidence(plain, judge, time_share=None), [None] * len(labels)),
+            "evidence as served": (PromptEvidence(plain, judge), [None] * len(labels)),
             "permuted classifier": (PromptClassifier(permuted), [None] * len(labels)),
             "permuted evidence": (PromptEvidence(permuted, judge, time_share=None), [None] * len(labels)),
             "shared": (PromptClassifier(plain), [SHARED] * len(labels)),
@@ -190,11 +203,14 @@ def same(found: dict[str, list[RequestOutput]]) -> float:
 
 def costs(system: System, judge: FeatureJudge, args: argparse.Namespace) -> dict[str, Any]:
     """What comparing takes and brings, with the budget's draft lengths: one by one, and in batches."""
-    names = args.domains.split(",")
-    raw = {name: prompts_of(args.data, name, "dev", args.heldout) for name in names}
-    prompts = [raw[name][i] for i in range(args.timed) for name in names]
+    raw = prompts_by_domain(args)
+    prompts = [raw[name][i] for i in range(min(args.timed, args.heldout)) for name in raw]
     report: dict[str, Any] = {}
     for size in (1, system.settings.max_batch_size):
+        taught = 6 * size // max(1, size // 2)  # the first prompts teach the budget
+        if len(prompts) <= taught:
+            print(f"batch {size}: not timed, since {len(prompts)} prompts are too few", flush=True)
+            continue
         ways = {
             "classifier": BackgroundSelector(system.router),
             "evidence": EvidenceSelector(system.router, judge),
@@ -211,7 +227,7 @@ def costs(system: System, judge: FeatureJudge, args: argparse.Namespace) -> dict
                     began = time.perf_counter()
                     outputs = answers(system, batch, [None] * len(batch), args.max_tokens)
                     spent = time.perf_counter() - began
-                if first >= 6 * size // max(1, size // 2):  # the first ones teach the budget
+                if first >= taught:
                     speeds[name].append((float(sum(len(o.token_ids) for o in outputs)), spent))
                     now = (timer.select_seconds, timer.step_seconds)
                     taken[name] = tuple(  # type: ignore[assignment]
@@ -260,12 +276,13 @@ def main() -> None:
     parser.add_argument("--domains", default=DOMAINS)
     parser.add_argument("--kinds", default=",".join(KINDS), help="of rewording")
     parser.add_argument("--heldout", type=int, default=15, help="prompts of each domain and kind")
-    parser.add_argument("--timed", type=int, default=8, help="prompts of each domain that are timed")
+    parser.add_argument("--timed", type=int, default=8, help="of these, how many are timed")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--draft-length", type=int, default=4)
     args = parser.parse_args()
     settings = load_settings(home=args.home, target=args.target, draft=args.draft, selector="evidence")
-    shown = {key: str(value) for key, value in vars(args).items() if key not in ("home", "data", "out")}
+    free = ("home", "data", "out", "kinds")
+    shown = {key: str(value) for key, value in vars(args).items() if key not in free}
     report = begun(shown, args.out)
     with opened(settings) as system:
         drafter = system.engine.chooser.model

@@ -95,7 +95,7 @@ def router(found: dict[str, Any]) -> str:
     return table(["unseen real prompts", ""], rows)
 
 
-WAYS = ("classifier", "evidence", "permuted classifier", "permuted evidence", "shared")
+WAYS = ("classifier", "evidence", "evidence as served", "permuted classifier", "permuted evidence", "shared")
 
 
 def selection(found: dict[str, Any]) -> str:
@@ -105,7 +105,8 @@ def selection(found: dict[str, Any]) -> str:
         parts = [part[way]["times_oracle"] for way in WAYS]
         shown = [f"{100 * value:.1f} % ({100 * low:.1f} to {100 * high:.1f})" for value, low, high in parts]
         oracle = f"{part['oracle']['tokens_per_step'][0]:.2f}"
-        rows.append([kind, str(part["prompts"]), oracle, *shown, f"{part['recovered']:.0%}"])
+        recovered = "nothing lost" if part["recovered"] is None else f"{part['recovered']:.0%}"
+        rows.append([kind, str(part["prompts"]), oracle, *shown, recovered])
     head = ["prompts", "number", "oracle, tokens per step", *WAYS, "recovered of a permuted prior's loss"]
     costs = [
         f"{size}: {part['share_of_time']['evidence']:.1%} of the time, "

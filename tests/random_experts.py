@@ -33,8 +33,14 @@ def base_of(target: LanguageModel, folder: Path, *, norm_output: bool = False) -
 
 
 def bank_of(base: FeatureBase, lists: dict[str, torch.Tensor | None] = LISTS) -> ExpertBank:
-    """A shared adapter and an expert for each list of tokens; the expert "c" leaves one layer alone."""
+    """The base with a shared adapter and an expert for each list of tokens."""
     bank = ExpertBank(base)
+    publish_random(bank, lists)
+    return bank
+
+
+def publish_random(bank: ExpertBank, lists: dict[str, torch.Tensor | None] = LISTS) -> None:
+    """A shared adapter and an expert for each list of tokens; the expert "c" leaves one layer alone."""
     dtype = bank.layers[HEAD].base_weight().dtype
     for seed, (name, tokens) in enumerate({SHARED: None, **lists}.items()):
         generator = torch.Generator().manual_seed(seed)
@@ -45,4 +51,3 @@ def bank_of(base: FeatureBase, lists: dict[str, torch.Tensor | None] = LISTS) ->
             a, b = (torch.randn(*shape, generator=generator) * 0.3 for shape in ((4, inner), (rows, 4)))
             deltas[layer] = (a.to(dtype), b.to(dtype))
         bank.publish(name, Adapter(seed + 1, deltas, tokens))
-    return bank

@@ -160,15 +160,9 @@ def test_the_selection_table_shows_what_was_measured(tables: ModuleType) -> None
     way = {"tokens_per_step": [2.0, 1.9, 2.1], "times_oracle": [0.987, 0.97, 1.01]}
     kind = dict.fromkeys(("oracle", *tables.WAYS), way) | {"recovered": 0.834, "prompts": 90}
     cost = {"share_of_time": {"evidence": 0.021}, "evidence / classifier": [1.012, 0.99, 1.03]}
-    shown = tables.selection({"tokens per step": {"as is": kind}, "cost": {"batch 1": cost}})
+    kinds = {"as is": kind, "typos": kind | {"recovered": None}}
+    shown = tables.selection({"tokens per step": kinds, "cost": {"batch 1": cost}})
     assert "| as is | 90 | 2.00 | 98.7 % (97.0 to 101.0) |" in shown
     assert "| 83% |" in shown
+    assert "| nothing lost |" in shown
     assert "batch 1: 2.1% of the time, 1.012 × the classifier's tokens/s" in shown
-
-
-def test_a_measurement_of_selection_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
-    begun, file = load_script("bench_selection").begun, tmp_path / "selection.json"
-    assert begun({"heldout": "15"}, file)["tokens per step"] == {}
-    file.write_text('{"settings": {"heldout": "15"}, "tokens per step": {"as is": {}}}')
-    assert begun({"heldout": "15"}, file)["tokens per step"] == {"as is": {}}
-    assert begun({"heldout": "40"}, file)["tokens per step"] == {}

@@ -37,6 +37,7 @@ class Contest:
         self.row = row
         self.standings = Standings(arms)
         self.heard = Standings(arms, rate=HEARD_RATE, share=HEARD_SHARE)  # without the router's prior
+        self.looked_at: set[str] = set()  # arms that were compared
         self.compared = 0  # entries of the drafter's cache that were compared or passed over
         self.times = 0
 
@@ -75,16 +76,21 @@ class Contest:
         known = {arm: found for arm, found in hits.items() if arm in self.standings.arms}
         for standings in (self.standings, self.heard):
             standings.learn(known, 1.0 if self.times else PROMPT_STRENGTH)
+        self.looked_at |= known.keys()
         self.compared = end
         self.times += 1
         if len(self.row.standings) < MOST_STANDINGS:
-            self.row.standings.append(Standing(self.row.num_generated, _kept(self.standings)))
+            self.row.standings.append(Standing(self.row.num_generated, _kept(self.standings.weights)))
         self._choose()
 
     def end(self) -> None:
-        """Leave the final standings with the row, from which its replay record gets them."""
+        """Leave the final standings with the row, from which its replay record gets them.
+
+        The evidence alone says nothing of arms that were never compared.
+        """
         if self.times:
-            self.row.weights, self.row.heard = _kept(self.standings), _kept(self.heard)
+            self.row.weights = _kept(self.standings.weights)
+            self.row.heard = _kept(self.heard.among(self.looked_at))
 
     def _choose(self) -> None:
         """Let the leader draft. An untrained expert keeps its row while SHARED leads, which drafts for it."""
@@ -93,9 +99,9 @@ class Contest:
             row.expert = leader
 
 
-def _kept(standings: Standings) -> dict[str, float]:
-    """The weights of the arms that count, rounded."""
-    return {arm: round(weight, 3) for arm, weight in standings.weights.items() if weight >= LEAST_WEIGHT}
+def _kept(weights: Mapping[str, float]) -> dict[str, float]:
+    """Those of the arms that count, rounded."""
+    return {arm: round(weight, 3) for arm, weight in weights.items() if weight >= LEAST_WEIGHT}
 
 
 def arms_to_compare(contests: Sequence[Contest], arms: Sequence[str], chance: random.Random) -> list[str]:

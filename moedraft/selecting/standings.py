@@ -10,7 +10,7 @@ that was not looked at keeps its weight (Freund et al., "Using and combining pre
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,12 @@ class Standings:
     @property
     def weights(self) -> dict[str, float]:
         return dict(zip(self.arms, self._weights().tolist(), strict=True))
+
+    def among(self, arms: Collection[str]) -> dict[str, float]:
+        """The weights of some arms beside each other alone, summing to 1."""
+        found = {arm: weight for arm, weight in self.weights.items() if arm in arms}
+        total = sum(found.values())
+        return {arm: weight / total for arm, weight in found.items()}
 
     @property
     def leader(self) -> str:

@@ -321,6 +321,36 @@ def test_the_evidence_alone_knows_nothing_of_the_prior(made: list[EvidenceSelect
     assert one.heard == pytest.approx(dict.fromkeys(ARMS, 0.25), abs=0.01)
 
 
+def test_among_many_arms_the_best_one_is_heard(made: list[EvidenceSelector]) -> None:
+    """Arms that were never compared say nothing, so they take nothing from those that were."""
+    arms = [SHARED, *(f"expert {i}" for i in range(15))]
+    route = Route("expert 3", 0.5, dict.fromkeys(arms, 0.5 / 15) | {"expert 3": 0.5})
+    judge = Judged("expert 3", arms)
+    one, selector = question(max_tokens=500), selector_of(made, judge, route)
+    begun(selector, one)
+    selector.settle()
+    selector.settle(one)
+    [(_, compared)] = judge.asked
+    assert len(compared) == ALL_ARMS - 1
+    assert one.heard["expert 3"] > 0.99
+    assert set(one.heard) <= set(compared)
+    assert sum(one.heard.values()) == pytest.approx(1, abs=0.01)
+
+
+def test_many_arms_that_guess_alike_are_heard_alike(made: list[EvidenceSelector]) -> None:
+    arms = [SHARED, *(f"expert {i}" for i in range(15))]
+    judge = Judged("nobody", arms)
+    one, selector = question(max_tokens=500), selector_of(made, judge)
+    begun(selector, one)
+    for _ in range(3):
+        selector.settle()
+        one.token_ids += [1] * 12
+    selector.settle(one)
+    compared = {arm for _, some in judge.asked for arm in some}
+    assert len(compared) < len(arms)
+    assert one.heard == pytest.approx(dict.fromkeys(compared, 1 / len(compared)), abs=0.02)
+
+
 def test_a_row_that_was_never_compared_has_no_standings(made: list[EvidenceSelector]) -> None:
     one, selector = question(), selector_of(made, None)
     begun(selector, one)
