@@ -15,7 +15,6 @@ import hashlib
 import importlib.metadata
 import json
 import logging
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -28,6 +27,7 @@ from platformdirs import user_cache_path
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from moedraft.core import InvalidRequest, MoedraftError
+from moedraft.folders import sync
 from moedraft.model_checks import in_one_line, refuse_holes, refuse_layouts
 
 log = logging.getLogger(__name__)
@@ -169,11 +169,3 @@ def describe(path: Path) -> dict[str, Any]:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     found = path.stat()
     return {"size": found.st_size, "mtime_ns": found.st_mtime_ns, "sha256": digest}
-
-
-def sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

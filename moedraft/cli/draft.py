@@ -72,17 +72,32 @@ def train(
     settings = settings_for(ctx, home=home, target=target, device=device, dtype=dtype)
     chosen = layer_ids(layers)
     pairs = [pair for file in prompts for pair in read_pairs(file, with_answers=texts)]
+    out = (out or settings.home / TRAINED).expanduser().resolve()
     with busy("Loading the target"):
         from moedraft.feature.session import check_texts, chosen_layers
         from moedraft.models import load_model
 
         check_texts(len(pairs))
+        check_out(out)
         model = load_model(settings.target, "target", settings.device, settings.dtype)
     chosen = chosen_layers(chosen, model.num_layers)  # before the target answers, which takes long
-    out = out or settings.home / TRAINED
     found = answers(model, pairs, out, max_tokens)
     report = learn(model, found, out, minutes, vocabulary, chosen)
     show(report, out, as_json)
+
+
+def check_out(out: Path) -> None:
+    """Raise InvalidRequest where the training could not write, or would replace anything but a drafter."""
+    from moedraft.drafting.base import is_feature_checkpoint
+    from moedraft.feature.checkpoint import FILES
+    from moedraft.feature.session import work_folder
+    from moedraft.folders import check_replaceable
+
+    check_replaceable(out, FILES)
+    if out.exists() and any(out.iterdir()) and not is_feature_checkpoint(out):
+        raise InvalidRequest(f"{out} holds something that is no drafter, which is left alone; name another.")
+    if work_folder(out).exists() and not work_folder(out).is_dir():
+        raise InvalidRequest(f"{work_folder(out)} is a file; the training keeps its state in such a folder.")
 
 
 def layer_ids(text: str | None) -> tuple[int, ...]:

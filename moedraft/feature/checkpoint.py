@@ -8,8 +8,6 @@ draft token i is i + d2t[i]; `t2d` tells for each of the target's tokens whether
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,8 +19,10 @@ from safetensors.torch import load_file, save_file
 from moedraft.core import InvalidRequest, UnsupportedModel
 from moedraft.feature.config import FeatureConfig, default_layers
 from moedraft.feature.model import FeatureDraft
+from moedraft.folders import replace_folder
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
+FILES = (WEIGHTS, CONFIG)  # what a drafter's folder holds; one with anything else is never replaced
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 TARGETS = ("embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight")  # not the drafter's own
 VOCABULARY = ("d2t", "t2d")
@@ -49,24 +49,18 @@ def save_draft(
     rows: bool = False,
     steps: int = 3,
 ) -> None:
-    """Write `folder`, or replace it, at once or not at all.
+    """Write `folder`, or replace it, at once or not at all. Raises InvalidRequest where it holds other files.
 
     target: name of the model it was trained for. rows: the output rows too, which other engines want in the
     checkpoint; rows of the drafter's own are always written. steps: tokens it was trained to draft.
     """
-    scratch = folder.with_name(f".{folder.name}.{os.getpid()}")
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
     config = to_json(draft.config, len(draft.vocabulary), target, architectures, dtype, steps)
-    (scratch / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    save_file(tensors_of(draft, dtype, rows), scratch / WEIGHTS, metadata={"format": "pt"})
-    for file in scratch.iterdir():
-        descriptor = os.open(file, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
-    if folder.exists():
-        shutil.rmtree(folder)
-    scratch.rename(folder)
+
+    def write(made: Path) -> None:
+        (made / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        save_file(tensors_of(draft, dtype, rows), made / WEIGHTS, metadata={"format": "pt"})
+
+    replace_folder(folder, FILES, write)
 
 
 def tensors_of(draft: FeatureDraft, dtype: torch.dtype, rows: bool) -> dict[str, torch.Tensor]:

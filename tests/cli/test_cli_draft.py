@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,49 @@ def test_given_answers_are_read_in_place_of_the_targets(
     options = [*TRAIN, "--prompts", tmp_path / "texts.jsonl", "--texts", *pair[:2], "--home", home]
     assert run(*options, "--minutes", 0.001).code == 0
     assert (home / "draft-base" / "model.safetensors").exists()
+
+
+def test_only_a_drafter_is_ever_replaced(
+    run: Run, home: Path, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever else DIR is, it is refused before the target is loaded, and left as it was."""
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": f"{i} {i + 1}"} for i in range(4)])
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter.txt").write_text("kept")
+    shutil.copytree(pair[1], tmp_path / "model", ignore=shutil.ignore_patterns("*token*", "generation*"))
+    (tmp_path / "base-training").write_text("kept")
+    monkeypatch.chdir(tmp_path / "mine")
+    before = {path: path.stat().st_size for path in tmp_path.rglob("*")}
+    options = [*TRAIN, "--prompts", prompts, "--home", home, "--target", tmp_path / "nowhere"]
+    for out, why in {
+        "../mine": "holds other things, letter.txt",
+        ".": "holds other things, letter.txt",
+        "..": "holds other things, ",
+        "/": "holds other things, ",
+        "../model": "is no drafter",
+        "letter.txt": "is a file",
+        "letter.txt/base": "letter.txt is no folder",
+        "../base": "base-training is a file",
+    }.items():
+        result = run(*options, "--out", out)
+        assert result.code == 2, out
+        assert why in result.err, out
+        assert result.err.count("\n") == 1, out
+    assert {path: path.stat().st_size for path in tmp_path.rglob("*")} == before
+
+
+def test_an_empty_folder_and_an_earlier_drafter_are_replaced(
+    run: Run, home: Path, pair: Pair, tmp_path: Path
+) -> None:
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": f"{i} {i + 1}"} for i in range(4)])
+    (tmp_path / "base").mkdir()
+    options = [*TRAIN, "--prompts", prompts, *pair[:2], "--home", home, "--out", tmp_path / "base"]
+    assert run(*options, "--minutes", 0.001).code == 0
+    first = (tmp_path / "base" / "model.safetensors").stat().st_ino
+    assert run(*options, "--minutes", 0.002).code == 0
+    assert (tmp_path / "base" / "model.safetensors").stat().st_ino != first
+    assert {path.name for path in tmp_path.iterdir()} >= {"base", "base-training"}
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
 def test_bad_input_gets_one_sentence(run: Run, home: Path, pair: Pair, tmp_path: Path) -> None:
