@@ -74,12 +74,14 @@ def train(
     pairs = [pair for file in prompts for pair in read_pairs(file, with_answers=texts)]
     out = (out or settings.home / TRAINED).expanduser().resolve()
     with busy("Loading the target"):
+        from moedraft.cpu.threads import set_threads
         from moedraft.feature.session import check_texts, chosen_layers
-        from moedraft.models import load_model
+        from moedraft.models import load_by
 
         check_texts(len(pairs))
         check_out(out)
-        model = load_model(settings.target, "target", settings.device, settings.dtype)
+        model = load_by(settings, "target")
+        set_threads(settings.threads, model)
     chosen = chosen_layers(chosen, model.num_layers)  # before the target answers, which takes long
     found = answers(model, pairs, out, max_tokens)
     report = learn(model, found, out, minutes, vocabulary, chosen)

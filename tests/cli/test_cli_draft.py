@@ -5,11 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from cli_fakes import Pair, Run, write_rows
 
+from moedraft.feature import session
+from moedraft.feature.corpus import TrainingText
 from moedraft.feature.training import FeatureTrainer
+from moedraft.models import LanguageModel
+
+from gguf_files import tiny_llama, write_gguf
 
 TRAIN = ("draft", "train", "--vocabulary", 40, "--layers", "0,1,2", "--max-tokens", 8)
 
@@ -59,6 +66,32 @@ def test_given_answers_are_read_in_place_of_the_targets(
     options = [*TRAIN, "--prompts", tmp_path / "texts.jsonl", "--texts", *pair[:2], "--home", home]
     assert run(*options, "--minutes", 0.001).code == 0
     assert (home / "draft-base" / "model.safetensors").exists()
+
+
+def test_the_target_is_loaded_as_the_settings_say(
+    run: Run, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_gguf(tmp_path / "tiny.gguf", tiny_llama())
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "hello"}, {"prompt": "he"}])
+    for name, value in {"CACHE_DIR": tmp_path / "cache", "THREADS": 2, "CPU_FAST_PATHS": False}.items():
+        monkeypatch.setenv(f"MOEDRAFT_{name}", str(value))
+    seen: list[tuple[LanguageModel, int]] = []
+    collect = session.collect
+
+    def watched(model: LanguageModel, *rest: Any) -> list[TrainingText]:
+        seen.append((model, torch.get_num_threads()))
+        return collect(model, *rest)
+
+    monkeypatch.setattr(session, "collect", watched)
+    options = ["draft", "train", "--vocabulary", 40, "--layers", "0,1", "--max-tokens", 4, "--home", home]
+    result = run(*options, "--target", file, "--prompts", prompts, "--minutes", 0.001)
+    assert result.code == 0, result.err
+    [(model, threads)] = seen
+    assert threads == 2
+    assert not model.cpu_fast_paths
+    assert model.lean is None
+    assert model.folder is not None
+    assert model.folder.is_relative_to(tmp_path / "cache" / "models")
 
 
 def test_only_a_drafter_is_ever_replaced(
