@@ -51,6 +51,20 @@ def find_smollm2() -> Path | None:
     return next((path for path in sorted(found) if path.is_file()), None)
 
 
+def public_name(name: str) -> str:
+    """What others may call the model of this name: a hub id, a folder, or the name of a GGUF file."""
+    if is_gguf(name):
+        return Path(name).stem
+    if (folder := Path(name).expanduser()).is_dir():
+        return str(folder.resolve())
+    return HUB_ID if name == SMOLLM2 else name
+
+
+def is_gguf(name: str) -> bool:
+    """Whether a model of this name is a GGUF file."""
+    return Path(name).suffix.lower() == ".gguf"
+
+
 def converted(file: Path, cache_dir: Path | None = None) -> Path:
     """The folder with what `file` holds as a checkpoint of transformers; made where it is not there.
 

@@ -14,7 +14,7 @@ import transformers
 
 import moedraft.gguf as ours
 from moedraft.core import InvalidRequest, UnsupportedModel
-from moedraft.gguf import MANIFEST, converted, find_smollm2
+from moedraft.gguf import HUB_ID, MANIFEST, converted, find_smollm2, public_name
 from moedraft.models import load_model, resolve
 
 from gguf_files import tiny_llama, tiny_model, write_gguf
@@ -187,3 +187,12 @@ def test_the_real_one_answers() -> None:
     ids = model.tokenizer.apply_chat_template(rows, add_generation_prompt=True, return_dict=False)
     out = model.hf.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)
     assert "Paris" in model.tokenizer.decode(out[0, len(ids) :])
+
+
+def test_others_know_a_model_by_its_public_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never by where its conversion lies."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    names = {"smollm2": HUB_ID, "a/b": "a/b", "mini": "mini", "x/y.Q4.GGUF": "y.Q4"}
+    assert {name: public_name(name) for name in names} == names
+    assert public_name("folder") == str(tmp_path / "folder")

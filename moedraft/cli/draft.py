@@ -31,6 +31,22 @@ app = typer.Typer(name="draft", help="Draft bases: train one for a target.", no_
 
 TRAINED = "draft-base"  # folder of the home in which a target's own drafter is looked for
 LONGEST = 256  # tokens of a prompt with its answer that are read
+PromptFiles = Annotated[
+    list[Path],
+    typer.Option(metavar="FILE", help='JSON lines of {"prompt": …}; may be given more than once.'),
+]
+OutOption = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Where to; by default in the home, where it is found.")
+]
+TextsOption = Annotated[
+    bool, typer.Option("--texts", help='Rows have a "reference", which is read in place of an answer.')
+]
+LayersOption = Annotated[
+    str | None, typer.Option(metavar="I,J,K", help="Target layers to read; default 2, L/2, L−3.")
+]
+RowsOption = Annotated[
+    bool, typer.Option("--rows/--no-rows", help="Store output rows too, which other engines want.")
+]
 
 
 @app.callback()
@@ -41,23 +57,14 @@ def draft() -> None:
 @app.command()
 def train(
     ctx: typer.Context,
-    prompts: Annotated[
-        list[Path],
-        typer.Option(metavar="FILE", help='JSON lines of {"prompt": …}; may be given more than once.'),
-    ],
+    prompts: PromptFiles,
     minutes: Annotated[float, typer.Option(min=0, help="Time to train, once the target has answered.")] = 60,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Where to; by default in the home, where it is found."),
-    ] = None,
-    texts: Annotated[
-        bool, typer.Option("--texts", help='Rows have a "reference", which is read in place of an answer.')
-    ] = False,
+    out: OutOption = None,
+    texts: TextsOption = False,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens that the target answers.")] = 96,
     vocabulary: Annotated[int, typer.Option(min=16, help="Tokens that can be drafted.")] = 12_288,
-    layers: Annotated[
-        str | None, typer.Option(metavar="I,J,K", help="Target layers to read; default 2, L/2, L−3.")
-    ] = None,
+    layers: LayersOption = None,
+    rows: RowsOption = True,
     home: HomeOption = None,
     target: TargetOption = None,
     device: DeviceOption = None,
@@ -67,7 +74,8 @@ def train(
     """Train a feature drafter for the target. Run again, it goes on where it stopped.
 
     The target answers the prompts, then a single layer learns to guess its next tokens from what it computes
-    anyway. The drafter is written in the EAGLE-3 format of speculators, which other engines read too.
+    anyway. The drafter is written in the EAGLE-3 format of speculators, which other engines read too. These
+    look for the target under the name or folder that was given here.
     """
     settings = settings_for(ctx, home=home, target=target, device=device, dtype=dtype)
     chosen = layer_ids(layers)
@@ -84,7 +92,7 @@ def train(
         set_threads(settings.threads, model)
     chosen = chosen_layers(chosen, model.num_layers)  # before the target answers, which takes long
     found = answers(model, pairs, out, max_tokens)
-    report = learn(model, found, out, minutes, vocabulary, chosen)
+    report = learn(model, found, out, minutes, vocabulary, chosen, rows)
     show(report, out, as_json)
 
 
@@ -133,6 +141,7 @@ def learn(
     minutes: float,
     vocabulary: int,
     layers: tuple[int, ...],
+    rows: bool,
 ) -> Report:
     from moedraft.feature.session import Session
 
@@ -147,7 +156,7 @@ def learn(
 
         session.run(minutes * 60, progress)
     with busy("Measuring"):
-        return session.finish()
+        return session.finish(rows=rows)
 
 
 def show(report: Report, out: Path, as_json: bool) -> None:

@@ -23,6 +23,7 @@ from moedraft.feature.corpus import TrainingText, answered, asked, choose_vocabu
 from moedraft.feature.features import Teacher, decoder_layers
 from moedraft.feature.model import FeatureDraft
 from moedraft.feature.training import FeatureTrainer, TrainingPlan
+from moedraft.gguf import public_name
 from moedraft.models import LanguageModel
 
 TEXTS, STATE = "texts.jsonl", "training.safetensors"
@@ -196,12 +197,12 @@ class Session:
                 trainer.save(self.state)
                 kept = now
 
-    def finish(self, depth: int = 5) -> Report:
-        """Measure, and write the drafter."""
+    def finish(self, depth: int = 5, *, rows: bool = True) -> Report:
+        """Measure, and write the drafter; rows: with the output rows, which other engines want."""
         trainer = self.trainer
         architectures = (type(self.model.hf).__name__,)
-        name = str(self.model.folder or self.model.name)
         with trainer.averaged() as draft:
             rates = trainer.acceptance(self.held_out, depth)
-            save_draft(draft, self.out, target=name, architectures=architectures)
+            name = public_name(self.model.name)
+            save_draft(draft, self.out, target=name, architectures=architectures, rows=rows)
         return Report(trainer.steps, trainer.tokens, trainer.seconds, rates)

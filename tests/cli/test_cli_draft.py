@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cli_fakes import Pair, Run, write_rows
+from safetensors.torch import load_file
 
 from moedraft.feature import session
 from moedraft.feature.corpus import TrainingText
@@ -92,6 +93,39 @@ def test_the_target_is_loaded_as_the_settings_say(
     assert model.lean is None
     assert model.folder is not None
     assert model.folder.is_relative_to(tmp_path / "cache" / "models")
+
+
+def test_what_is_written_says_its_target_and_has_the_rows(
+    run: Run, home: Path, pair: Pair, tmp_path: Path
+) -> None:
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": f"{i} {i + 1}"} for i in range(4)])
+    options = [*TRAIN, "--prompts", prompts, *pair[:2], "--home", home, "--out", tmp_path / "base"]
+    assert run(*options, "--minutes", 0.001).code == 0
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    verifier = config["speculators_config"]["verifier"]
+    assert verifier == {"name_or_path": pair[1], "architectures": ["LlamaForCausalLM"]}
+    tensors = load_file(tmp_path / "base" / "model.safetensors")
+    words = tensors["d2t"] + torch.arange(40)
+    target = load_file(Path(pair[1]) / "model.safetensors")
+    assert torch.equal(tensors["lm_head.weight"], target["lm_head.weight"][words].half())
+    assert run(*options, "--minutes", 0.001, "--no-rows").code == 0
+    assert "lm_head.weight" not in load_file(tmp_path / "base" / "model.safetensors")
+
+
+@pytest.mark.filterwarnings("default")
+def test_the_real_package_loads_what_the_command_writes(
+    run: Run, home: Path, pair: Pair, tmp_path: Path
+) -> None:
+    """By itself: target and rows are found by what stands in the folder."""
+    speculators = pytest.importorskip("speculators", reason="the package speculators is not installed")
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": f"{i} {i + 1}"} for i in range(8)])
+    options = [*TRAIN, "--prompts", prompts, *pair[:2], "--home", home, "--out", tmp_path / "base"]
+    assert run(*options, "--minutes", 0.005).code == 0
+    theirs = speculators.SpeculatorModel.from_pretrained(tmp_path / "base")
+    written = load_file(tmp_path / "base" / "model.safetensors")
+    found = dict(theirs.state_dict())
+    for name in ("fc.weight", "lm_head.weight", "layers.0.self_attn.q_proj.weight", "d2t", "t2d"):
+        assert torch.equal(found[name].to(written[name].dtype), written[name]), name
 
 
 def test_only_a_drafter_is_ever_replaced(
