@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from moedraft.core import InvalidRequest, UnsupportedModel
-from moedraft.feature.config import FeatureConfig, default_layers
+from moedraft.feature.config import PARTIAL, FeatureConfig, default_layers
 from moedraft.feature.model import FeatureDraft
 from moedraft.folders import replace_folder
 
@@ -188,6 +188,7 @@ def from_json(config: Mapping[str, Any], num_layers: int) -> FeatureConfig:
     values.setdefault("num_kv_heads", heads)
     values.setdefault("head_dim", layer["hidden_size"] // heads)
     rope = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
+    rope = {PARTIAL: layer[PARTIAL]} | rope if PARTIAL in layer else rope
     theta = layer.get("rope_theta") or rope.get("rope_theta") or 10_000.0
     ids = layers_of(config) or default_layers(num_layers)
     return FeatureConfig(

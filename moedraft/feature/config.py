@@ -11,6 +11,7 @@ from moedraft.core import InvalidRequest, UnsupportedModel
 
 KINDS = ("llama", "qwen3")  # of the decoder layer; qwen3 norms queries and keys as well
 ROPE_TYPES = ("default", "linear", "llama3")
+PARTIAL = "partial_rotary_factor"  # share of a head's dimensions that turn; all of a drafter's do
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class FeatureConfig:
         kind = self.rope_scaling.get("rope_type", self.rope_scaling.get("type", "default"))
         if kind not in ROPE_TYPES:
             raise UnsupportedModel(f"{kind} position scaling is not supported in a drafter.")
+        if self.rope_scaling.get(PARTIAL, 1) != 1:
+            raise UnsupportedModel("a drafter that turns a part of each head's dimensions is not supported.")
 
     @property
     def state_size(self) -> int:
@@ -111,7 +114,7 @@ def config_for(
         "feature_layers": feature_layers or default_layers(target.num_hidden_layers),
         "rms_norm_eps": getattr(target, "rms_norm_eps", None) or 1e-5,
         "rope_theta": float(rope.get("rope_theta") or 10_000.0),
-        "rope_scaling": {key: value for key, value in rope.items() if key != "rope_theta"} if known else {},
+        "rope_scaling": {k: v for k, v in rope.items() if k not in ("rope_theta", PARTIAL)} if known else {},
         "max_len": target.max_position_embeddings,
     }
     return FeatureConfig(**(values | switches))

@@ -79,6 +79,25 @@ def test_the_format_is_that_of_speculators(tmp_path: Path) -> None:
     assert not any(name.startswith("embed") for name in tensors)
 
 
+def test_a_drafter_turns_all_dimensions_whatever_its_target_does(tmp_path: Path) -> None:
+    """NeoX turns a quarter of each head's; that must not be said of the drafter."""
+    model = target("gpt_neox")
+    assert model.hf.config.rope_parameters["partial_rotary_factor"] == 0.25
+    draft = draft_for(model)
+    save_draft(draft, tmp_path / "draft", dtype=torch.float32)
+    layer = json.loads((tmp_path / "draft" / "config.json").read_text())["transformer_layer_config"]
+    assert "partial_rotary_factor" not in layer | layer["rope_parameters"]
+    assert load_draft(tmp_path / "draft", *weights_of(model), num_layers=3).config == draft.config
+    for place in (layer, layer["rope_parameters"]):
+        change(tmp_path / "draft", transformer_layer_config=layer)
+        assert load_draft(tmp_path / "draft", *weights_of(model), num_layers=3)
+        place["partial_rotary_factor"] = 0.5
+        change(tmp_path / "draft", transformer_layer_config=layer)
+        with pytest.raises(UnsupportedModel, match="a part of each head's dimensions"):
+            load_draft(tmp_path / "draft", *weights_of(model), num_layers=3)
+        place["partial_rotary_factor"] = 1.0
+
+
 def test_the_targets_rows_are_recognised_and_own_ones_are_kept(tmp_path: Path) -> None:
     written(tmp_path / "draft", rows=True)
     assert load(tmp_path / "draft").trained is None
