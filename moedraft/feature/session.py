@@ -81,8 +81,10 @@ def collect(
     """Texts of (prompt, answer); where there is no answer the target's own. Kept in `folder` as they come."""
     known = read_texts(folder / TEXTS)
     folder.mkdir(parents=True, exist_ok=True)
+    longest = min(longest, model.max_len)
     texts = [given(model, prompt, answer, longest) for prompt, answer in pairs if answer is not None]
-    prompts = [asked(model.tokenizer, prompt)[-longest:] for prompt, answer in pairs if answer is None]
+    room = min(longest, model.max_len - 1)  # an answer has one token at least
+    prompts = [asked(model.tokenizer, prompt)[-room:] for prompt, answer in pairs if answer is None]
     done = {tuple(text.token_ids[: text.num_prompt_tokens]): text for text in known}
     texts += [done[key] for ids in prompts if (key := tuple(ids)) in done]
     open_ones = [ids for ids in prompts if tuple(ids) not in done]
