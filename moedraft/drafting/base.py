@@ -129,11 +129,12 @@ def feature_folder(name: str) -> Path | None:
 def is_feature_checkpoint(folder: Path) -> bool:
     """Whether the folder's configuration is that of an EAGLE-3 drafter, in one of its layouts."""
     try:
-        config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        config: Any = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    named = " ".join(map(str, config.get("architectures") or ()))
-    return "speculators_model_type" in config or "eagle3" in named.lower()
+    if not isinstance(config, dict):
+        return False
+    return "speculators_model_type" in config or "eagle3" in str(config.get("architectures")).lower()
 
 
 @torch.inference_mode()

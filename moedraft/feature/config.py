@@ -43,8 +43,13 @@ class FeatureConfig:
             raise UnsupportedModel(f"a drafter's layer must be of type llama or qwen3, not {self.kind!r}.")
         if self.norm_before_fc and self.fc_norm:
             raise InvalidRequest("norm_before_fc and fc_norm exclude each other; choose one.")
-        if not self.feature_layers or len(set(self.feature_layers)) != len(self.feature_layers):
-            raise InvalidRequest(f"feature layers must be distinct ids, not {list(self.feature_layers)}.")
+        sizes = (self.hidden_size, self.intermediate_size, self.head_dim, self.vocab_size, self.max_len)
+        numbers = (*sizes, self.num_heads, self.num_kv_heads, self.draft_vocab_size)
+        if not all(type(number) is int and number > 0 for number in numbers):
+            raise InvalidRequest("the drafter's configuration has a size that is no whole number above 0.")
+        ids = self.feature_layers
+        if not all(type(i) is int and i >= 0 for i in ids) or not 0 < len(set(ids)) == len(ids):
+            raise InvalidRequest(f"feature layers must be distinct ids from 0 on, not {list(ids)}.")
         if not 0 < self.draft_vocab_size <= self.vocab_size:
             raise InvalidRequest(
                 f"a draft vocabulary of {self.draft_vocab_size} does not fit {self.vocab_size} tokens."
@@ -56,6 +61,10 @@ class FeatureConfig:
             raise UnsupportedModel(f"{kind} position scaling is not supported in a drafter.")
         if self.rope_scaling.get(PARTIAL, 1) != 1:
             raise UnsupportedModel("a drafter that turns a part of each head's dimensions is not supported.")
+        try:
+            self.frequencies()
+        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+            raise InvalidRequest("the drafter's position scaling lacks a number, or one is wrong.") from error
 
     @property
     def state_size(self) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from moedraft.core import InvalidRequest
 from moedraft.feature import unroll as unrolling
@@ -155,6 +156,20 @@ def test_another_drafters_state_is_refused(tmp_path: Path) -> None:
         training.load(tmp_path / "state.safetensors")
     with pytest.raises(InvalidRequest, match="no text"):
         FeatureTrainer(draft_for(model), teacher_of(model), [], PLAN)
+
+
+@pytest.mark.parametrize("damage", ["shorter", "empty", "no metadata"])
+def test_a_damaged_state_gets_one_sentence(damage: str, tmp_path: Path) -> None:
+    training, file = trainer(), tmp_path / "state.safetensors"
+    training.step(0)
+    training.save(file)
+    if damage == "no metadata":
+        tensors, file = load_file(file), tmp_path / "other.safetensors"
+        save_file(tensors, file)
+    else:
+        file.write_bytes(file.read_bytes()[: 1000 if damage == "shorter" else 0])
+    with pytest.raises(InvalidRequest, match="is damaged; delete it to train from the beginning"):
+        trainer().load(file)
 
 
 def test_every_text_is_read_once_a_pass() -> None:
