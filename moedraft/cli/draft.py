@@ -58,7 +58,7 @@ def draft() -> None:
 def train(
     ctx: typer.Context,
     prompts: PromptFiles,
-    minutes: Annotated[float, typer.Option(min=0, help="Time to train, once the target has answered.")] = 60,
+    minutes: Annotated[float, typer.Option(help="Time to train, once the target has answered.")] = 60,
     out: OutOption = None,
     texts: TextsOption = False,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens that the target answers.")] = 96,
@@ -79,6 +79,8 @@ def train(
     """
     settings = settings_for(ctx, home=home, target=target, device=device, dtype=dtype)
     chosen = layer_ids(layers)
+    if not 0 < minutes < float("inf"):
+        raise InvalidRequest(f"--minutes must be above 0, not {minutes:g}.")
     pairs = [pair for file in prompts for pair in read_pairs(file, with_answers=texts)]
     out = (out or settings.home / TRAINED).expanduser().resolve()
     with busy("Loading the target"):

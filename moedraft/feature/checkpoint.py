@@ -23,7 +23,8 @@ from moedraft.folders import replace_folder
 from moedraft.model_checks import in_one_line
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
-FILES = (WEIGHTS, CONFIG)  # what a drafter's folder holds; one with anything else is never replaced
+TARGET = "target.json"  # which target it was trained for
+FILES = (WEIGHTS, CONFIG, TARGET)  # what a drafter's folder holds; one with anything else is never replaced
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 TARGETS = ("embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight")  # not the drafter's own
 VOCABULARY = ("d2t", "t2d")
@@ -45,6 +46,7 @@ def save_draft(
     folder: Path,
     *,
     target: str | None = None,
+    target_hash: str | None = None,
     architectures: tuple[str, ...] = (),
     dtype: torch.dtype = torch.float16,
     rows: bool = False,
@@ -52,14 +54,17 @@ def save_draft(
 ) -> None:
     """Write `folder`, or replace it, at once or not at all. Raises InvalidRequest where it holds other files.
 
-    target: name of the model it was trained for. rows: the output rows too, which other engines want in the
-    checkpoint; rows of the drafter's own are always written. steps: tokens it was trained to draft.
+    target, target_hash: name and `weights_hash` of the model it was trained for. rows: the output rows too,
+    which other engines want; rows of the drafter's own are always written. steps: tokens it learned to draft.
     """
     config = to_json(draft.config, len(draft.vocabulary), target, architectures, dtype, steps)
 
     def write(made: Path) -> None:
         (made / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         save_file(tensors_of(draft, dtype, rows), made / WEIGHTS, metadata={"format": "pt"})
+        if target_hash is not None:
+            belongs = {"name": target, "weights_hash": target_hash}
+            (made / TARGET).write_text(json.dumps(belongs) + "\n", encoding="utf-8")
 
     replace_folder(folder, FILES, write)
 

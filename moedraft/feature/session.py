@@ -202,9 +202,9 @@ class Session:
     def finish(self, depth: int = 5, *, rows: bool = True) -> Report:
         """Measure, and write the drafter; rows: with the output rows, which other engines want."""
         trainer = self.trainer
-        architectures = (type(self.model.hf).__name__,)
+        kinds = (type(self.model.hf).__name__,)
         with trainer.averaged() as draft:
             rates = trainer.acceptance(self.held_out, depth)
-            name = public_name(self.model.name)
-            save_draft(draft, self.out, target=name, architectures=architectures, rows=rows)
+            name, known = public_name(self.model.name), self.model.weights_hash()
+            save_draft(draft, self.out, target=name, target_hash=known, architectures=kinds, rows=rows)
         return Report(trainer.steps, trainer.tokens, trainer.seconds, rates)

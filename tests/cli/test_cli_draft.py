@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from moedraft.feature import session
 from moedraft.feature.corpus import TrainingText
 from moedraft.feature.training import FeatureTrainer
+from moedraft.model_hash import hash_files
 from moedraft.models import LanguageModel
 
 from gguf_files import tiny_llama, write_gguf
@@ -30,6 +31,8 @@ def test_a_base_is_trained_and_a_second_run_goes_on(run: Run, home: Path, pair: 
     assert len(result.data["acceptance"]) == 5
     first = result.data["steps"]
     config = json.loads((Path(result.data["folder"]) / "config.json").read_text())
+    note = json.loads((Path(result.data["folder"]) / "target.json").read_text())
+    assert note == {"name": pair[1], "weights_hash": hash_files(Path(pair[1]))}
     assert (config["speculators_model_type"], config["draft_vocab_size"]) == ("eagle3", 40)
     answers = (tmp_path / "base-training" / "texts.jsonl").read_text()
     assert len(answers.splitlines()) == 24
@@ -176,6 +179,8 @@ def test_bad_input_gets_one_sentence(run: Run, home: Path, pair: Pair, tmp_path:
     options = [*TRAIN, "--prompts", prompts, *pair[:2], "--home", home]
     result = run(*options, "--texts")
     assert (result.code, result.err) == (2, f"Error: {prompts}, line 1: 'reference' is missing.\n")
+    for minutes in ("0", "-1", "nan", "inf"):
+        assert f"--minutes must be above 0, not {minutes}." in run(*options, f"--minutes={minutes}").err
     assert "such as 2,15,27" in run(*options, "--layers", "two").err
     for wrong in ("0,1,9", "-1,0,1"):
         assert "a drafter reads layers 0 to " in run(*options, f"--layers={wrong}").err

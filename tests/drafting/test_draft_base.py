@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +27,8 @@ from moedraft.engine.engine import Engine
 from moedraft.feature.checkpoint import save_draft
 from moedraft.feature.config import config_for
 from moedraft.feature.model import FeatureDraft
-from moedraft.models import LanguageModel
+from moedraft.model_hash import hash_files
+from moedraft.models import LanguageModel, target_hash
 from moedraft.routing.selector import FixedSelector
 
 from random_models import VOCAB, prompts_of, random_model
@@ -37,15 +40,15 @@ def target() -> LanguageModel:
     return random_model("llama", 0)
 
 
-def saved(target: LanguageModel, folder: Path, layers: tuple[int, ...] = (0, 1, 2)) -> Path:
+def saved(model: LanguageModel, folder: Path, layers: tuple[int, ...] = (0, 1, 2), **options: Any) -> Path:
     torch.manual_seed(5)
     words = torch.arange(1, VOCAB, 2)
-    config = config_for(target.hf.config, draft_vocab_size=len(words), feature_layers=layers)
+    config = config_for(model.hf.config, draft_vocab_size=len(words), feature_layers=layers)
     weights = (
-        target.hf.get_input_embeddings().weight.detach(),
-        target.hf.get_output_embeddings().weight.detach(),
+        model.hf.get_input_embeddings().weight.detach(),
+        model.hf.get_output_embeddings().weight.detach(),
     )
-    save_draft(FeatureDraft(config, words, *weights), folder)
+    save_draft(FeatureDraft(config, words, *weights), folder, **options)
     return folder
 
 
@@ -152,4 +155,30 @@ def test_auto_finds_what_belongs_to_the_target(
     assert draft_name(load_settings(home=home, target="some/model")).endswith("mini-draft")
     saved(target, home / "draft-base")
     assert draft_name(load_settings(home=home, target="some/model")) == str(home / "draft-base")
+    assert draft_name(load_settings(home=home)) == "mini", "it does not say for whom it was trained"
+
+
+def test_a_trained_base_belongs_to_its_target_alone(target: LanguageModel, tmp_path: Path) -> None:
+    """Told by the target's weights, wherever they lie; by its name where these are not at hand."""
+    home, base = tmp_path / "home", tmp_path / "home" / "draft-base"
+    for name, model in (("one", target), ("two", random_model("llama", 1))):
+        model.hf.save_pretrained(tmp_path / name)
+    shutil.copytree(tmp_path / "one", tmp_path / "moved")
+    known = hash_files(tmp_path / "one")
+    saved(target, base, target="one", target_hash=known)
+    for name in ("one", "moved"):
+        assert draft_name(load_settings(home=home, target=str(tmp_path / name))) == str(base)
+    for name in ("two", "some/model"):
+        with pytest.raises(InvalidRequest, match=r"no draft base .* the home was trained for another"):
+            draft_name(load_settings(home=home, target=str(tmp_path / name) if name == "two" else name))
     assert draft_name(load_settings(home=home)) == "mini"
+    saved(target, base, target="some/model", target_hash=known)
+    assert draft_name(load_settings(home=home, target="some/model")) == str(base)
+
+
+def test_a_base_trained_for_the_embedded_target_goes_before_the_embedded_draft(
+    target: LanguageModel, tmp_path: Path
+) -> None:
+    settings = load_settings(home=tmp_path)
+    saved(target, tmp_path / "draft-base", target="mini", target_hash=target_hash(settings))
+    assert draft_name(settings) == str(tmp_path / "draft-base")
