@@ -88,14 +88,34 @@ def converted(file: Path, cache_dir: Path | None = None) -> Path:
     return folder
 
 
-def digest_of(file: Path) -> str:
-    """SHA-256 of a GGUF file. Raises InvalidRequest where it is none."""
+def has_files(name: str, where: Path) -> bool:
+    """Whether the files of a model lie at this place; no: nothing is there, and it may be a hub id.
+
+    They are not read. Raises InvalidRequest where something is there that is no model, or where the name can
+    be nothing but a place.
+    """
+    if is_gguf(str(where)):
+        digest_of(where, only_begin=True)
+    elif where.is_dir():
+        if not (where / "config.json").is_file():
+            raise InvalidRequest(f"{name} is no model folder: it has no config.json.")
+        if not any(file for kind in ("*.safetensors", "pytorch_model*.bin") for file in where.glob(kind)):
+            raise InvalidRequest(f"{name} is no whole model folder: it has no weights.")
+    elif where.exists():
+        raise InvalidRequest(f"{name} is neither a model folder nor a GGUF file.")
+    elif name.startswith(("/", ".", "~")) or name.count("/") > 1:
+        raise InvalidRequest(f"{name} is not there.")
+    return where.exists()
+
+
+def digest_of(file: Path, *, only_begin: bool = False) -> str:
+    """SHA-256 of a GGUF file, or "" where only its begin is read. Raises InvalidRequest where it is none."""
     try:
         with file.open("rb") as opened:
             if opened.read(len(MAGIC)) != MAGIC:
                 raise InvalidRequest(f"{file} is no GGUF file: it does not begin with {MAGIC.decode()}.")
             opened.seek(0)
-            return hashlib.file_digest(opened, "sha256").hexdigest()
+            return "" if only_begin else hashlib.file_digest(opened, "sha256").hexdigest()
     except OSError as error:
         raise InvalidRequest(f"{file} cannot be read: {error.strerror}.") from error
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.resources
 import logging
+import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -157,7 +158,7 @@ def resolve(name: str, role: str) -> str:
     if name == SMOLLM2:
         return str(find_smollm2() or HUB_ID)
     if name != "mini":
-        return name
+        return os.path.expanduser(name)
     folder = Path(str(importlib.resources.files("moedraft.data") / "models" / MINI[role]))
     if not (folder / "config.json").exists():
         raise InvalidRequest(f"the embedded {MINI[role]} is missing from this installation; name a folder.")

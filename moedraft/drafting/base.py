@@ -20,7 +20,7 @@ from moedraft.drafting.model import ModelDrafter
 from moedraft.evidence import HiddenStates
 from moedraft.feature.checkpoint import CONFIG, TARGET, load_draft
 from moedraft.feature.model import FeatureDraft
-from moedraft.gguf import HUB_ID, SMOLLM2, public_name
+from moedraft.gguf import HUB_ID, SMOLLM2, is_gguf, public_name
 from moedraft.model_checks import check_pair
 from moedraft.model_hash import hash_files
 from moedraft.models import LanguageModel, load_by, snapshot_folder, target_hash
@@ -140,7 +140,7 @@ def load_feature_base(folder: Path, target: LanguageModel, dtype: torch.dtype | 
 
 def feature_folder(name: str) -> Path | None:
     """Where the feature drafter of this name lies, a folder or a hub id; None where it is something else."""
-    folder = None if name == MINI else snapshot_folder(name)
+    folder = None if name in (MINI, SMOLLM2) or is_gguf(name) else snapshot_folder(name)
     return folder if folder is not None and is_feature_checkpoint(folder) else None
 
 
