@@ -93,7 +93,7 @@ def train(
         model = load_by(settings, "target")
         set_threads(settings.threads, model)
     chosen = chosen_layers(chosen, model.num_layers)  # before the target answers, which takes long
-    found = answers(model, pairs, out, max_tokens)
+    found = answers(model, pairs, out, max_tokens, vocabulary)
     report = learn(model, found, out, minutes, vocabulary, chosen, rows)
     show(report, out, as_json)
 
@@ -121,7 +121,7 @@ def layer_ids(text: str | None) -> tuple[int, ...]:
 
 
 def answers(
-    model: LanguageModel, pairs: list[tuple[str, str | None]], out: Path, max_tokens: int
+    model: LanguageModel, pairs: list[tuple[str, str | None]], out: Path, max_tokens: int, vocabulary: int
 ) -> list[TrainingText]:
     from moedraft.feature.session import collect, work_folder
 
@@ -133,7 +133,7 @@ def answers(
             done += more
             advance(done)
 
-        return collect(model, pairs, work_folder(out), max_tokens, LONGEST, progress)
+        return collect(model, pairs, work_folder(out), max_tokens, LONGEST, progress, vocabulary)
 
 
 def learn(

@@ -192,8 +192,7 @@ def from_json(config: Mapping[str, Any], num_layers: int) -> FeatureConfig:
     kind = config.get("speculators_model_type", "eagle3")
     if kind != "eagle3":
         raise UnsupportedModel(f"a {kind} drafter is not supported, only eagle3.")
-    nested = "transformer_layer_config" in config
-    layer = section(config, "transformer_layer_config") if nested else config
+    layer = section(config, "transformer_layer_config") if "transformer_layer_config" in config else config
     if layer.get("num_hidden_layers", 1) != 1:
         raise UnsupportedModel("a drafter of more than one layer is not supported.")
     heads = layer["num_attention_heads"]

@@ -77,8 +77,12 @@ def collect(
     max_tokens: int,
     longest: int,
     progress: Progress = lambda done, what: None,
+    size: int = 2**31,
 ) -> list[TrainingText]:
-    """Texts of (prompt, answer); where there is no answer the target's own. Kept in `folder` as they come."""
+    """Texts of (prompt, answer); where there is no answer the target's own. Kept in `folder` as they come.
+
+    size: of the draft vocabulary. Raises InvalidRequest for further texts where a training has begun.
+    """
     known = read_texts(folder / TEXTS)
     folder.mkdir(parents=True, exist_ok=True)
     longest = min(longest, model.max_len)
@@ -88,6 +92,8 @@ def collect(
     done = {tuple(text.token_ids[: text.num_prompt_tokens]): text for text in known}
     texts += [done[key] for ids in prompts if (key := tuple(ids)) in done]
     open_ones = [ids for ids in prompts if tuple(ids) not in done]
+    if open_ones and size < model.vocab_size and (folder / STATE).exists():
+        raise InvalidRequest(f"{folder} holds a training on other prompts; name another folder with --out.")
     progress(len(pairs) - len(open_ones), "")
     for first in range(0, len(open_ones), ANSWERED):
         chosen = open_ones[first : first + ANSWERED]

@@ -174,6 +174,20 @@ def test_an_empty_folder_and_an_earlier_drafter_are_replaced(
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
+def test_further_prompts_are_refused_before_the_target_answers_them(
+    run: Run, home: Path, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"prompt": f"{i} {i + 1}"} for i in range(4)]
+    options = [*TRAIN, "--prompts", tmp_path / "prompts.jsonl", *pair[:2], "--home", home]
+    write_rows(tmp_path / "prompts.jsonl", rows)
+    assert run(*options, "--minutes", 0.001).code == 0
+    write_rows(tmp_path / "prompts.jsonl", [*rows, {"prompt": "9 9 9"}])
+    monkeypatch.setattr(session, "answered", lambda *_: pytest.fail("the target was asked"))
+    result = run(*options, "--minutes", 0.002)
+    assert result.code == 2
+    assert "draft-base-training holds a training on other prompts" in result.err
+
+
 def test_bad_input_gets_one_sentence(run: Run, home: Path, pair: Pair, tmp_path: Path) -> None:
     prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "1 2"}, {"prompt": "3 4"}])
     options = [*TRAIN, "--prompts", prompts, *pair[:2], "--home", home]
