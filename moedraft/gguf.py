@@ -15,7 +15,6 @@ import hashlib
 import importlib.metadata
 import json
 import logging
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -28,6 +27,7 @@ from platformdirs import user_cache_path
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from moedraft.core import InvalidRequest, MoedraftError
+from moedraft.folders import sync
 from moedraft.model_checks import in_one_line, refuse_holes, refuse_layouts
 
 log = logging.getLogger(__name__)
@@ -49,6 +49,20 @@ def find_smollm2() -> Path | None:
         return None
     found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
     return next((path for path in sorted(found) if path.is_file()), None)
+
+
+def public_name(name: str) -> str:
+    """What others may call the model of this name: a hub id, a folder, or the name of a GGUF file."""
+    if is_gguf(name):
+        return Path(name).stem
+    if (folder := Path(name).expanduser()).is_dir():
+        return str(folder.resolve())
+    return HUB_ID if name == SMOLLM2 else name
+
+
+def is_gguf(name: str) -> bool:
+    """Whether a model of this name is a GGUF file."""
+    return Path(name).suffix.lower() == ".gguf"
 
 
 def converted(file: Path, cache_dir: Path | None = None) -> Path:
@@ -74,14 +88,34 @@ def converted(file: Path, cache_dir: Path | None = None) -> Path:
     return folder
 
 
-def digest_of(file: Path) -> str:
-    """SHA-256 of a GGUF file. Raises InvalidRequest where it is none."""
+def has_files(name: str, where: Path) -> bool:
+    """Whether the files of a model lie at this place; no: nothing is there, and it may be a hub id.
+
+    They are not read. Raises InvalidRequest where something is there that is no model, or where the name can
+    be nothing but a place.
+    """
+    if is_gguf(str(where)):
+        digest_of(where, only_begin=True)
+    elif where.is_dir():
+        if not (where / "config.json").is_file():
+            raise InvalidRequest(f"{name} is no model folder: it has no config.json.")
+        if not any(file for kind in ("*.safetensors", "pytorch_model*.bin") for file in where.glob(kind)):
+            raise InvalidRequest(f"{name} is no whole model folder: it has no weights.")
+    elif where.exists():
+        raise InvalidRequest(f"{name} is neither a model folder nor a GGUF file.")
+    elif name.startswith(("/", ".", "~")) or name.count("/") > 1:
+        raise InvalidRequest(f"{name} is not there.")
+    return where.exists()
+
+
+def digest_of(file: Path, *, only_begin: bool = False) -> str:
+    """SHA-256 of a GGUF file, or "" where only its begin is read. Raises InvalidRequest where it is none."""
     try:
         with file.open("rb") as opened:
             if opened.read(len(MAGIC)) != MAGIC:
                 raise InvalidRequest(f"{file} is no GGUF file: it does not begin with {MAGIC.decode()}.")
             opened.seek(0)
-            return hashlib.file_digest(opened, "sha256").hexdigest()
+            return "" if only_begin else hashlib.file_digest(opened, "sha256").hexdigest()
     except OSError as error:
         raise InvalidRequest(f"{file} cannot be read: {error.strerror}.") from error
 
@@ -169,11 +203,3 @@ def describe(path: Path) -> dict[str, Any]:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     found = path.stat()
     return {"size": found.st_size, "mtime_ns": found.st_mtime_ns, "sha256": digest}
-
-
-def sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,8 +1,13 @@
-"""What is refused before it could answer wrongly: layouts, holes in checkpoints, pairs that do not fit."""
+"""What is refused before it could answer wrongly: layouts, holes in checkpoints, pairs that do not fit.
+
+And the bare model's own answers through transformers, which are those that the engine gives.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +36,10 @@ class CheckedModel(Protocol):
     tokenizer: Any
     name: str
     vocab_size: int
+    max_len: int
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]: ...
 
     @property
     def device(self) -> torch.device: ...
@@ -124,6 +133,45 @@ def self_check(model: CheckedModel) -> None:
         problem = f"it does not run over the slot cache ({type(failure).__name__}: {failure})".splitlines()[0]
     if problem:
         raise UnsupportedModel(f"{model.name}: {model.hf.config.model_type} is not supported; {problem}.")
+
+
+@contextmanager
+def bare_generation(model: CheckedModel) -> Iterator[None]:
+    """Meanwhile `generate` heeds nothing of the checkpoint's generation_config but what ends an answer."""
+    own, ends = model.hf.generation_config, sorted(model.eos_token_ids)
+    bare = type(own)(eos_token_id=ends or None, pad_token_id=ends[0] if ends else 0, do_sample=False)
+    model.hf.generation_config = bare  # `generate` takes from it all that is not set
+    try:
+        yield
+    finally:
+        model.hf.generation_config = own
+
+
+@torch.inference_mode()
+def greedy_answers(model: CheckedModel, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    """What the model answers to these prompts in one batch, with the token that ends each answer.
+
+    Prompts are shorter than the model's context; the longest of them with its answer fits into it.
+    """
+    width = max(map(len, prompts))
+    ids = torch.zeros(len(prompts), width, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):  # padded on the left
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        mask[row, width - len(prompt) :] = 1
+    with bare_generation(model):
+        made = model.hf.generate(
+            input_ids=ids.to(model.device),
+            attention_mask=mask.to(model.device),
+            max_new_tokens=min(max_tokens, model.max_len - width),
+        )
+    return [until_end(row, model.eos_token_ids) for row in made[:, width:].tolist()]
+
+
+def until_end(tokens: list[int], ends: Collection[int]) -> list[int]:
+    """Up to and with the first token that ends an answer."""
+    stops = [i for i, token in enumerate(tokens) if token in ends]
+    return tokens[: stops[0] + 1] if stops else tokens
 
 
 def check_pair(target: CheckedModel, draft: CheckedModel) -> None:

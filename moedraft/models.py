@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.resources
 import logging
+import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ from moedraft.cpu import lean, steady
 from moedraft.cpu.independence import independent
 from moedraft.devices import pick_device, pick_dtype
 from moedraft.evidence import Beside, HiddenStates
-from moedraft.gguf import HUB_ID, INSTALL, SMOLLM2, converted, find_smollm2
+from moedraft.gguf import HUB_ID, INSTALL, SMOLLM2, converted, find_smollm2, is_gguf
 from moedraft.model_checks import (
     in_one_line,
     refuse_holes,
@@ -157,11 +158,25 @@ def resolve(name: str, role: str) -> str:
     if name == SMOLLM2:
         return str(find_smollm2() or HUB_ID)
     if name != "mini":
-        return name
+        return os.path.expanduser(name)
     folder = Path(str(importlib.resources.files("moedraft.data") / "models" / MINI[role]))
     if not (folder / "config.json").exists():
         raise InvalidRequest(f"the embedded {MINI[role]} is missing from this installation; name a folder.")
     return str(folder)
+
+
+def unpacked(where: str, cache_dir: Path | None) -> str:
+    """What `resolve` gave, as transformers loads it: the folder of a GGUF file's conversion."""
+    return str(converted(Path(where).expanduser(), cache_dir)) if is_gguf(where) else where
+
+
+def target_hash(settings: Settings) -> str:
+    """`weights_hash` of the target, which is not loaded; "" where its files do not tell, or are not here."""
+    try:
+        folder = folder_of(unpacked(resolve(settings.target, "target"), settings.cache_dir))
+        return hash_files(folder) if folder else ""
+    except (MoedraftError, OSError, ValueError):
+        return ""
 
 
 def load_model(
@@ -183,8 +198,7 @@ def load_model(
     transformers_logging.disable_progress_bar()
     where, on = resolve(name, role), pick_device(device)
     try:
-        if where.endswith(".gguf"):
-            where = str(converted(Path(where).expanduser(), cache_dir))
+        where = unpacked(where, cache_dir)
         config = AutoConfig.from_pretrained(where, trust_remote_code=False)
         refuse_layouts(config, name)
         chosen = pick_dtype(dtype, on)
@@ -230,9 +244,7 @@ def load_tokenizer(settings: Settings) -> Any:
     """The target's tokenizer without the target. Raises InvalidRequest as `load_model` does."""
     where = resolve(settings.target, "target")
     try:
-        if where.endswith(".gguf"):
-            where = str(converted(Path(where).expanduser(), settings.cache_dir))
-        return AutoTokenizer.from_pretrained(where, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(unpacked(where, settings.cache_dir), trust_remote_code=False)
     except MoedraftError:
         raise
     except Exception as error:  # whatever a broken file makes the libraries below raise

@@ -107,7 +107,22 @@ def by_domain(found: dict[str, Any]) -> str:
         "experts, × plain",
         "experts + lookup, × plain",
     ]
-    return f"{table(head, rows)}\n\n{note(found)}"
+    return f"{table(head, rows)}\n\n{note(found)} {costs(found)}"
+
+
+def costs(found: dict[str, Any]) -> str:
+    """What drafting and checking cost at batch 1, by themselves and in whole rounds."""
+    ms = {
+        name: sum(seed["step_ms"][name] for seed in found["seeds"]) for name in found["seeds"][0]["step_ms"]
+    }
+    draft, five = (ms[name] / ms["target_ms"] for name in ("draft_ms", "verify5_ms"))
+    tokens, times = (mean(found, "all", "experts", what) for what in ("tokens_per_step", "times_plain"))
+    assert tokens is not None
+    assert times is not None
+    return (
+        f"At batch 1 a draft step costs {draft:.3f} target steps by itself, checking five tokens {five:.2f}; "
+        f"a round of the experts takes {tokens[0] / times[0]:.2f} plain ones, drafting included."
+    )
 
 
 def signed(figure: list[float] | None) -> str:

@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import aims_table
 import expert_tables
 import kernel_tables
 
@@ -281,6 +282,8 @@ def filled(text: str, results: Path) -> str:
     def replace(match: re.Match[str]) -> str:
         if match[1] == "models":
             body = models(ROOT / "data" / "models")
+        elif match[1] == "aims":
+            body = aims_table.aims(results) or MISSING
         elif match[1] == "kernels":
             body = kernel_tables.tables(results)
         elif match[1] == "kernel_facts":

@@ -71,6 +71,7 @@ FLOORS = {
     "moedraft.model_checks": 1,
     "moedraft.model_hash": 1,
     "moedraft.devices": 1,
+    "moedraft.folders": 1,
     "moedraft.models": 1,
     "moedraft.cache": 1,
     "moedraft.cpu": 1,

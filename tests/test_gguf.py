@@ -14,7 +14,8 @@ import transformers
 
 import moedraft.gguf as ours
 from moedraft.core import InvalidRequest, UnsupportedModel
-from moedraft.gguf import MANIFEST, converted, find_smollm2
+from moedraft.drafting.base import feature_folder
+from moedraft.gguf import HUB_ID, MANIFEST, converted, find_smollm2, public_name
 from moedraft.models import load_model, resolve
 
 from gguf_files import tiny_llama, tiny_model, write_gguf
@@ -187,3 +188,28 @@ def test_the_real_one_answers() -> None:
     ids = model.tokenizer.apply_chat_template(rows, add_generation_prompt=True, return_dict=False)
     out = model.hf.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)
     assert "Paris" in model.tokenizer.decode(out[0, len(ids) :])
+
+
+def test_others_know_a_model_by_its_public_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never by where its conversion lies."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    names = {"smollm2": HUB_ID, "a/b": "a/b", "mini": "mini", "x/y.Q4.GGUF": "y.Q4"}
+    assert {name: public_name(name) for name in names} == names
+    assert public_name("folder") == str(tmp_path / "folder")
+
+
+def test_a_file_in_capitals_is_read_and_never_looked_for_on_the_hub(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loud = tmp_path / "LOUD.GGUF"
+    loud.write_bytes(file.read_bytes())
+    assert load_model(str(loud), "target", "cpu", cache_dir=tmp_path).vocab_size == 261
+    monkeypatch.setattr("moedraft.models.cached_file", lambda *_, **__: pytest.fail("the hub was asked"))
+    for name in (str(loud), "smollm2"):
+        assert feature_folder(name) is None
+
+
+def test_a_folder_is_found_below_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/somewhere")
+    assert [resolve(name, "target") for name in ("~/model", "a/b")] == ["/somewhere/model", "a/b"]

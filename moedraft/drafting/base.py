@@ -18,12 +18,12 @@ from moedraft.drafting.kept import ReadStates, StateKeeper
 from moedraft.drafting.lora import ExpertBank
 from moedraft.drafting.model import ModelDrafter
 from moedraft.evidence import HiddenStates
-from moedraft.feature.checkpoint import CONFIG, load_draft
+from moedraft.feature.checkpoint import CONFIG, TARGET, load_draft
 from moedraft.feature.model import FeatureDraft
-from moedraft.gguf import HUB_ID, SMOLLM2
+from moedraft.gguf import HUB_ID, SMOLLM2, is_gguf, public_name
 from moedraft.model_checks import check_pair
 from moedraft.model_hash import hash_files
-from moedraft.models import LanguageModel, load_by, snapshot_folder
+from moedraft.models import LanguageModel, load_by, snapshot_folder, target_hash
 
 AUTO, MINI = "auto", "mini"
 SHIPPED = {SMOLLM2: "smollm2-eagle3", HUB_ID: "smollm2-eagle3"}  # by target, in moedraft.data
@@ -62,24 +62,42 @@ DraftBase = LanguageModel | FeatureBase
 def draft_name(settings: Settings) -> str:
     """What `settings.draft` stands for where it is "auto" or the name of a drafter that is shipped.
 
-    "auto" is the embedded draft for the embedded target; else a drafter that was trained in the home; else
-    the one that is shipped for this target. Raises InvalidRequest where nothing is known.
+    "auto" is a drafter that was trained in the home for this target; else what is shipped for it. Raises
+    InvalidRequest where nothing is known.
     """
     if settings.draft in SHIPPED.values():
         return shipped(settings.draft)
     if settings.draft != AUTO:
         return settings.draft
+    trained = settings.home / TRAINED
+    if is_for(trained, settings):
+        return str(trained)
     if settings.target == MINI:
         return MINI
-    if (trained := settings.home / TRAINED / CONFIG).exists():
-        return str(trained.parent)
     if settings.target in SHIPPED:
         return shipped(SHIPPED[settings.target])
+    other = ", and the one in the home was trained for another" if (trained / CONFIG).exists() else ""
     raise InvalidRequest(
-        f"no draft base is known for the target {settings.target!r}; name one with --draft: a small model "
-        "with the same tokenizer, a folder with an EAGLE-3 checkpoint (`moedraft draft train` makes one), or "
-        f"one that is shipped for another copy of the target ({', '.join(sorted(set(SHIPPED.values())))})."
+        f"no draft base is known for the target {settings.target!r}{other}; name one with --draft: a small "
+        "model with the same tokenizer, a folder with an EAGLE-3 checkpoint (`moedraft draft train` makes "
+        f"one), or one shipped for another copy of the target ({', '.join(sorted(set(SHIPPED.values())))})."
     )
+
+
+def is_for(folder: Path, settings: Settings) -> bool:
+    """Whether the drafter in this folder was trained for the target: the same weights, wherever they lie.
+
+    One that does not say, because it is older, is taken for any target but the embedded one.
+    """
+    if not (folder / CONFIG).exists():
+        return False
+    try:
+        note = json.loads((folder / TARGET).read_text(encoding="utf-8"))
+        name, known = note["name"], note["weights_hash"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return settings.target != MINI
+    found = target_hash(settings)
+    return bool(found == known if found else name == public_name(settings.target))
 
 
 def shipped(name: str) -> str:
@@ -122,18 +140,19 @@ def load_feature_base(folder: Path, target: LanguageModel, dtype: torch.dtype | 
 
 def feature_folder(name: str) -> Path | None:
     """Where the feature drafter of this name lies, a folder or a hub id; None where it is something else."""
-    folder = None if name == MINI else snapshot_folder(name)
+    folder = None if name in (MINI, SMOLLM2) or is_gguf(name) else snapshot_folder(name)
     return folder if folder is not None and is_feature_checkpoint(folder) else None
 
 
 def is_feature_checkpoint(folder: Path) -> bool:
     """Whether the folder's configuration is that of an EAGLE-3 drafter, in one of its layouts."""
     try:
-        config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        config: Any = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    named = " ".join(map(str, config.get("architectures") or ()))
-    return "speculators_model_type" in config or "eagle3" in named.lower()
+    if not isinstance(config, dict):
+        return False
+    return "speculators_model_type" in config or "eagle3" in str(config.get("architectures")).lower()
 
 
 @torch.inference_mode()

@@ -8,8 +8,6 @@ draft token i is i + d2t[i]; `t2d` tells for each of the target's tokens whether
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,10 +17,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from moedraft.core import InvalidRequest, UnsupportedModel
-from moedraft.feature.config import FeatureConfig, default_layers
+from moedraft.feature.config import PARTIAL, FeatureConfig, default_layers
 from moedraft.feature.model import FeatureDraft
+from moedraft.folders import replace_folder
+from moedraft.model_checks import in_one_line
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
+TARGET = "target.json"  # which target it was trained for
+FILES = (WEIGHTS, CONFIG, TARGET)  # what a drafter's folder holds; one with anything else is never replaced
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 TARGETS = ("embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight")  # not the drafter's own
 VOCABULARY = ("d2t", "t2d")
@@ -44,29 +46,27 @@ def save_draft(
     folder: Path,
     *,
     target: str | None = None,
+    target_hash: str | None = None,
     architectures: tuple[str, ...] = (),
     dtype: torch.dtype = torch.float16,
     rows: bool = False,
     steps: int = 3,
 ) -> None:
-    """Write `folder`, or replace it, at once or not at all.
+    """Write `folder`, or replace it, at once or not at all. Raises InvalidRequest where it holds other files.
 
-    target: name of the model it was trained for. rows: the output rows too, which other engines want in the
-    checkpoint; rows of the drafter's own are always written. steps: tokens it was trained to draft.
+    target, target_hash: name and `weights_hash` of the model it was trained for. rows: the output rows too,
+    which other engines want; rows of the drafter's own are always written. steps: tokens it learned to draft.
     """
-    scratch = folder.with_name(f".{folder.name}.{os.getpid()}")
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
     config = to_json(draft.config, len(draft.vocabulary), target, architectures, dtype, steps)
-    (scratch / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    save_file(tensors_of(draft, dtype, rows), scratch / WEIGHTS, metadata={"format": "pt"})
-    for file in scratch.iterdir():
-        descriptor = os.open(file, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
-    if folder.exists():
-        shutil.rmtree(folder)
-    scratch.rename(folder)
+
+    def write(made: Path) -> None:
+        (made / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        save_file(tensors_of(draft, dtype, rows), made / WEIGHTS, metadata={"format": "pt"})
+        if target_hash is not None:
+            belongs = {"name": target, "weights_hash": target_hash}
+            (made / TARGET).write_text(json.dumps(belongs) + "\n", encoding="utf-8")
+
+    replace_folder(folder, FILES, write)
 
 
 def tensors_of(draft: FeatureDraft, dtype: torch.dtype, rows: bool) -> dict[str, torch.Tensor]:
@@ -130,8 +130,11 @@ def load_draft(folder: Path, embeddings: torch.Tensor, output: torch.Tensor, num
     try:
         config = from_json(json.loads((folder / CONFIG).read_text(encoding="utf-8")), num_layers)
         stored = renamed(read_tensors(folder))
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise InvalidRequest(f"{folder} holds no feature drafter that can be read: {error!r}") from error
+    except KeyError as error:
+        raise InvalidRequest(f"{folder}: the drafter's configuration lacks {error}.") from error
+    except (OSError, ValueError, TypeError, SafetensorError) as error:
+        reason = in_one_line(error)
+        raise InvalidRequest(f"{folder} holds no feature drafter that can be read: {reason}") from error
     vocabulary = vocabulary_of(stored, config, folder)
     own = stored.pop("lm_head.weight", None)
     own = None if own is None else own.to(output.device)
@@ -176,6 +179,8 @@ def vocabulary_of(stored: dict[str, torch.Tensor], config: FeatureConfig, folder
             raise InvalidRequest(f"{folder}: the drafter's checkpoint lacks d2t, the list of its tokens.")
         return torch.arange(config.vocab_size)
     ids = offsets.to(torch.int64) + torch.arange(len(offsets))
+    if not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
+        raise InvalidRequest(f"{folder}: d2t of the drafter's checkpoint names tokens that there are not.")
     if mask is not None and not torch.equal(mask.bool().nonzero()[:, 0], ids):
         raise InvalidRequest(f"{folder}: d2t and t2d of the drafter's checkpoint name different tokens.")
     return ids
@@ -183,17 +188,20 @@ def vocabulary_of(stored: dict[str, torch.Tensor], config: FeatureConfig, folder
 
 def from_json(config: Mapping[str, Any], num_layers: int) -> FeatureConfig:
     """A `speculators` configuration, or one of the original code, where all stands at the top."""
+    config = section({"config.json": config}, "config.json")
     kind = config.get("speculators_model_type", "eagle3")
     if kind != "eagle3":
         raise UnsupportedModel(f"a {kind} drafter is not supported, only eagle3.")
-    layer = config.get("transformer_layer_config", config)
+    layer = section(config, "transformer_layer_config") if "transformer_layer_config" in config else config
     if layer.get("num_hidden_layers", 1) != 1:
         raise UnsupportedModel("a drafter of more than one layer is not supported.")
     heads = layer["num_attention_heads"]
     values = {ours: layer[theirs] for ours, theirs in LAYER_KEYS.items() if layer.get(theirs) is not None}
     values.setdefault("num_kv_heads", heads)
-    values.setdefault("head_dim", layer["hidden_size"] // heads)
-    rope = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
+    if "head_dim" not in values:
+        values["head_dim"] = layer["hidden_size"] // (heads or 1)  # no heads are refused below
+    rope = section(layer, "rope_parameters") or section(layer, "rope_scaling")
+    rope = {PARTIAL: layer[PARTIAL], **rope} if PARTIAL in layer else rope
     theta = layer.get("rope_theta") or rope.get("rope_theta") or 10_000.0
     ids = layers_of(config) or default_layers(num_layers)
     return FeatureConfig(
@@ -211,5 +219,13 @@ def from_json(config: Mapping[str, Any], num_layers: int) -> FeatureConfig:
 def layers_of(config: Mapping[str, Any]) -> list[int] | None:
     """Where the ids of the layers stand, at the top or in an `eagle_config`."""
     name = "eagle_aux_hidden_state_layer_ids"
-    found: list[int] | None = config.get(name) or (config.get("eagle_config") or {}).get(name)
+    found: list[int] | None = config.get(name) or section(config, "eagle_config").get(name)
     return found
+
+
+def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The object of that name; {} where there is none. Raises InvalidRequest where it is something else."""
+    found = config.get(name)
+    if not isinstance(found, dict | None):
+        raise InvalidRequest(f"the drafter's configuration is damaged: {name} is no object.")
+    return found or {}

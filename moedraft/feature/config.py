@@ -11,6 +11,7 @@ from moedraft.core import InvalidRequest, UnsupportedModel
 
 KINDS = ("llama", "qwen3")  # of the decoder layer; qwen3 norms queries and keys as well
 ROPE_TYPES = ("default", "linear", "llama3")
+PARTIAL = "partial_rotary_factor"  # share of a head's dimensions that turn; all of a drafter's do
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,13 @@ class FeatureConfig:
             raise UnsupportedModel(f"a drafter's layer must be of type llama or qwen3, not {self.kind!r}.")
         if self.norm_before_fc and self.fc_norm:
             raise InvalidRequest("norm_before_fc and fc_norm exclude each other; choose one.")
-        if not self.feature_layers or len(set(self.feature_layers)) != len(self.feature_layers):
-            raise InvalidRequest(f"feature layers must be distinct ids, not {list(self.feature_layers)}.")
+        sizes = (self.hidden_size, self.intermediate_size, self.head_dim, self.vocab_size, self.max_len)
+        numbers = (*sizes, self.num_heads, self.num_kv_heads, self.draft_vocab_size)
+        if not all(type(number) is int and number > 0 for number in numbers):
+            raise InvalidRequest("the drafter's configuration has a size that is no whole number above 0.")
+        ids = self.feature_layers
+        if not all(type(i) is int and i >= 0 for i in ids) or not 0 < len(set(ids)) == len(ids):
+            raise InvalidRequest(f"feature layers must be distinct ids from 0 on, not {list(ids)}.")
         if not 0 < self.draft_vocab_size <= self.vocab_size:
             raise InvalidRequest(
                 f"a draft vocabulary of {self.draft_vocab_size} does not fit {self.vocab_size} tokens."
@@ -53,6 +59,12 @@ class FeatureConfig:
         kind = self.rope_scaling.get("rope_type", self.rope_scaling.get("type", "default"))
         if kind not in ROPE_TYPES:
             raise UnsupportedModel(f"{kind} position scaling is not supported in a drafter.")
+        if self.rope_scaling.get(PARTIAL, 1) != 1:
+            raise UnsupportedModel("a drafter that turns a part of each head's dimensions is not supported.")
+        try:
+            self.frequencies()
+        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+            raise InvalidRequest("the drafter's position scaling lacks a number, or one is wrong.") from error
 
     @property
     def state_size(self) -> int:
@@ -111,7 +123,7 @@ def config_for(
         "feature_layers": feature_layers or default_layers(target.num_hidden_layers),
         "rms_norm_eps": getattr(target, "rms_norm_eps", None) or 1e-5,
         "rope_theta": float(rope.get("rope_theta") or 10_000.0),
-        "rope_scaling": {key: value for key, value in rope.items() if key != "rope_theta"} if known else {},
+        "rope_scaling": {k: v for k, v in rope.items() if k not in ("rope_theta", PARTIAL)} if known else {},
         "max_len": target.max_position_embeddings,
     }
     return FeatureConfig(**(values | switches))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 
 from moedraft.chat import prompt_ids
 from moedraft.core import InvalidRequest
+from moedraft.model_checks import greedy_answers
 from moedraft.models import LanguageModel
 
 ANSWER_WEIGHT = 8  # of an answer's token beside a prompt's, when the draft vocabulary is counted
@@ -41,49 +42,22 @@ def given(model: LanguageModel, prompt: str, answer: str, longest: int) -> Train
 
 
 def answered(
-    model: LanguageModel,
-    prompts: list[list[int]],
-    max_tokens: int,
-    rows: int = 32,
-    on_batch: Callable[[int], None] = lambda count: None,
+    model: LanguageModel, prompts: list[list[int]], max_tokens: int, rows: int = 32
 ) -> list[TrainingText]:
-    """Have the target answer, greedily, in batches of prompts of like length; in the prompts' order."""
+    """Have the target answer, greedily, in batches of prompts of like length; in the prompts' order.
+
+    A prompt that leaves less than `max_tokens` of the context is answered alone.
+    """
     texts: dict[int, TrainingText] = {}
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    for first in range(0, len(order), rows):
-        chosen = order[first : first + rows]
-        for i, answer in zip(
-            chosen, answer_batch(model, [prompts[i] for i in chosen], max_tokens), strict=True
-        ):
+    while order:
+        fit = [i for i in order[:rows] if len(prompts[i]) + max_tokens <= model.max_len]
+        chosen = fit or order[:1]
+        order = order[len(chosen) :]
+        answers = greedy_answers(model, [prompts[i] for i in chosen], max_tokens)
+        for i, answer in zip(chosen, answers, strict=True):
             texts[i] = TrainingText(prompts[i] + answer, len(prompts[i]))
-        on_batch(len(chosen))
     return [texts[i] for i in range(len(prompts))]
-
-
-@torch.inference_mode()
-def answer_batch(model: LanguageModel, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-    """Greedy answers, with the token that ends each."""
-    width = max(map(len, prompts))
-    ids = torch.zeros(len(prompts), width, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):  # padded on the left
-        ids[row, width - len(prompt) :] = torch.tensor(prompt)
-        mask[row, width - len(prompt) :] = 1
-    ends = model.eos_token_ids
-    made = model.hf.generate(
-        input_ids=ids.to(model.device),
-        attention_mask=mask.to(model.device),
-        max_new_tokens=max_tokens,
-        do_sample=False,
-        pad_token_id=min(ends) if ends else 0,
-    )
-    return [until_end(row, ends) for row in made[:, width:].tolist()]
-
-
-def until_end(tokens: list[int], ends: Iterable[int]) -> list[int]:
-    """Up to and with the first token that ends an answer."""
-    stops = [i for i, token in enumerate(tokens) if token in set(ends)]
-    return tokens[: stops[0] + 1] if stops else tokens
 
 
 def choose_vocabulary(

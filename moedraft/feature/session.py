@@ -23,6 +23,7 @@ from moedraft.feature.corpus import TrainingText, answered, asked, choose_vocabu
 from moedraft.feature.features import Teacher, decoder_layers
 from moedraft.feature.model import FeatureDraft
 from moedraft.feature.training import FeatureTrainer, TrainingPlan
+from moedraft.gguf import public_name
 from moedraft.models import LanguageModel
 
 TEXTS, STATE = "texts.jsonl", "training.safetensors"
@@ -76,15 +77,23 @@ def collect(
     max_tokens: int,
     longest: int,
     progress: Progress = lambda done, what: None,
+    size: int = 2**31,
 ) -> list[TrainingText]:
-    """Texts of (prompt, answer); where there is no answer the target's own. Kept in `folder` as they come."""
+    """Texts of (prompt, answer); where there is no answer the target's own. Kept in `folder` as they come.
+
+    size: of the draft vocabulary. Raises InvalidRequest for further texts where a training has begun.
+    """
     known = read_texts(folder / TEXTS)
     folder.mkdir(parents=True, exist_ok=True)
+    longest = min(longest, model.max_len)
     texts = [given(model, prompt, answer, longest) for prompt, answer in pairs if answer is not None]
-    prompts = [asked(model.tokenizer, prompt)[-longest:] for prompt, answer in pairs if answer is None]
+    room = min(longest, model.max_len - 1)  # an answer has one token at least
+    prompts = [asked(model.tokenizer, prompt)[-room:] for prompt, answer in pairs if answer is None]
     done = {tuple(text.token_ids[: text.num_prompt_tokens]): text for text in known}
     texts += [done[key] for ids in prompts if (key := tuple(ids)) in done]
     open_ones = [ids for ids in prompts if tuple(ids) not in done]
+    if open_ones and size < model.vocab_size and (folder / STATE).exists():
+        raise InvalidRequest(f"{folder} holds a training on other prompts; name another folder with --out.")
     progress(len(pairs) - len(open_ones), "")
     for first in range(0, len(open_ones), ANSWERED):
         chosen = open_ones[first : first + ANSWERED]
@@ -196,12 +205,12 @@ class Session:
                 trainer.save(self.state)
                 kept = now
 
-    def finish(self, depth: int = 5) -> Report:
-        """Measure, and write the drafter."""
+    def finish(self, depth: int = 5, *, rows: bool = True) -> Report:
+        """Measure, and write the drafter; rows: with the output rows, which other engines want."""
         trainer = self.trainer
-        architectures = (type(self.model.hf).__name__,)
-        name = str(self.model.folder or self.model.name)
+        kinds = (type(self.model.hf).__name__,)
         with trainer.averaged() as draft:
             rates = trainer.acceptance(self.held_out, depth)
-            save_draft(draft, self.out, target=name, architectures=architectures)
+            name, known = public_name(self.model.name), self.model.weights_hash()
+            save_draft(draft, self.out, target=name, target_hash=known, architectures=kinds, rows=rows)
         return Report(trainer.steps, trainer.tokens, trainer.seconds, rates)

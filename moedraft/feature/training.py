@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
@@ -166,9 +166,12 @@ class FeatureTrainer:
 
     def load(self, file: Path) -> None:
         """Take up a training where `save` left it."""
-        with safe_open(file, "pt") as stored:
-            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
-            far = json.loads(stored.metadata()["far"])
+        try:
+            with safe_open(file, "pt") as stored:
+                tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+                far = json.loads(stored.metadata()["far"])
+        except (SafetensorError, OSError, TypeError, KeyError, ValueError) as error:
+            raise InvalidRequest(f"{file} is damaged; delete it to train from the beginning.") from error
         own = {name.removeprefix("draft."): v for name, v in tensors.items() if name.startswith("draft.")}
         before = tensors.get("vocabulary", self.draft.vocabulary)
         if not torch.equal(before.to(self.draft.vocabulary), self.draft.vocabulary):

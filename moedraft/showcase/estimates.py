@@ -32,13 +32,14 @@ class PairedChange:
     before: Estimate
     after: Estimate
     difference: Estimate
+    has_interval: bool = True  # else they are of too few prompts, and the figures' ends are the figures
 
     @property
     def verdict(self) -> str:
         """`better` or `worse` where the whole interval says so, else `open`."""
-        if self.difference.low > 0:
-            return "better"
-        return "worse" if self.difference.high < 0 else "open"
+        if not self.has_interval or self.difference.low <= 0 <= self.difference.high:
+            return "open"
+        return "better" if self.difference.low > 0 else "worse"
 
 
 def ratio(counts: Counts) -> Estimate:
@@ -47,14 +48,19 @@ def ratio(counts: Counts) -> Estimate:
     return _estimate(_ratios(table[None])[0], _ratios(table[_draws(len(table))]))
 
 
-def change(before: Counts, after: Counts) -> PairedChange:
-    """The ratio before and after; both lists are of the same prompts, in the same order."""
+def change(before: Counts, after: Counts, fewest: int = 0) -> PairedChange:
+    """The ratio before and after; both lists are of the same prompts, in the same order.
+
+    With less than `fewest` prompts it has no interval: a bootstrap of so few is too narrow by far.
+    """
     tables = [np.asarray(counts, dtype=float).reshape(-1, 2) for counts in (before, after)]
     picks = _draws(len(tables[0]))
     whole = [float(_ratios(table[None])[0]) for table in tables]
     drawn = [_ratios(table[picks]) for table in tables]
-    difference = _estimate(whole[1] - whole[0], drawn[1] - drawn[0])
-    return PairedChange(_estimate(whole[0], drawn[0]), _estimate(whole[1], drawn[1]), difference)
+    figures = [(whole[0], drawn[0]), (whole[1], drawn[1]), (whole[1] - whole[0], drawn[1] - drawn[0])]
+    few = len(tables[0]) < fewest
+    made = [Estimate(value, value, value) if few else _estimate(value, some) for value, some in figures]
+    return PairedChange(made[0], made[1], made[2], has_interval=not few)
 
 
 def quotient(above: Counts, below: Counts) -> Estimate:

@@ -19,6 +19,7 @@ from moedraft.drafting.budget import Budget
 from moedraft.drafting.costs import RoundCosts
 from moedraft.engine.calibration import calibrate
 from moedraft.engine.warming import warm_up as compile_kernels
+from moedraft.model_checks import bare_generation
 from moedraft.showcase.shipped import Query
 from moedraft.system.build import System
 
@@ -125,18 +126,13 @@ def transformers_runner(target: Any, **options: Any) -> Callable[[str, int], lis
     `options` go to `generate`, such as `assistant_model` or `prompt_lookup_num_tokens`. The penalties of the
     checkpoint are left out, since our engine does not apply them either.
     """
-    own, eos = target.hf.generation_config, sorted(target.eos_token_ids)
-    bare = type(own)(eos_token_id=eos or None, pad_token_id=eos[0] if eos else 0, do_sample=False)
 
     def run(prompt: str, max_tokens: int) -> list[int]:
         ids = torch.tensor([prompt_ids(target.tokenizer, prompt, chat=True)], device=target.device)
-        target.hf.generation_config = bare  # `generate` takes from it all that is not set
-        try:
+        with bare_generation(target):
             out = target.hf.generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, **options
             )
-        finally:
-            target.hf.generation_config = own
         answer: list[int] = out[0, ids.shape[1] :].tolist()
         return answer
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from moedraft.showcase.estimates import Estimate, PairedChange
 from moedraft.showcase.picture import draw
-from moedraft.showcase.report import Result, Row, SystemRow, sentences, summary
+from moedraft.showcase.report import FEWEST, Result, Row, SystemRow, sentences, summary
 
 CSS = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 66rem; margin: 2rem auto; padding: 0 1rem;
@@ -56,7 +56,8 @@ def page(result: Result, picture: str) -> str:
 <h2>By domain, static draft → experts</h2>
 <table><tr><th>domain</th><th>prompts</th><th>tokens per step</th><th>change</th>
 <th>first guess right</th><th>change</th></tr>{rows}</table>
-<p>Intervals: 95 %, over prompts; those of a change compare the same prompts. A grey change may be chance.</p>
+<p>Intervals: 95 %, over prompts; those of a change compare the same prompts. A grey change may be chance;
+one without an interval is of fewer than {FEWEST} prompts.</p>
 <h2>How</h2><ul>{facts}</ul></html>
 """
 
@@ -84,6 +85,6 @@ def _change(one: PairedChange) -> str:
 
 
 def with_interval(figure: Estimate, sign: str = "") -> str:
-    """1.23 (1.20 to 1.26)"""
+    """1.23 (1.20 to 1.26); where both ends are the figure, that alone."""
     value, low, high = (f"{each:{sign}.2f}" for each in (figure.value, figure.low, figure.high))
-    return f"{value} ({low} to {high})"
+    return f"{value} ({low} to {high})" if figure.low < figure.high else value

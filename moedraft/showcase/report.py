@@ -27,6 +27,12 @@ LABELS = {
     "docs-zh": "Chinese docs",
 }
 HARDLY = 1.05  # tokens per step, below which the experts were hardly used
+FEWEST = 5  # prompts, below which a domain's figure has no interval
+SAID = {
+    "better": "Drafts are better than before",
+    "open": "No gain that this few prompts could show yet",
+    "worse": "Drafts are worse than before",
+}
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,12 @@ class Row:
     @property
     def label(self) -> str:
         return LABELS.get(self.domain, self.domain)
+
+    @property
+    def verdict(self) -> str:
+        """`worse` where either figure is worse by its interval, `better` where one is better, else `open`."""
+        found = (self.first_guess.verdict, self.tokens_per_step.verdict)
+        return next((verdict for verdict in ("worse", "better") if verdict in found), "open")
 
 
 @dataclass(frozen=True)
@@ -95,8 +107,8 @@ def _row(trials: Trials, domain: str, indices: list[int]) -> Row:
     return Row(
         domain,
         len(indices),
-        change(emitted(STATIC), emitted(EXPERTS)),
-        change(guessed[STATIC], guessed[EXPERTS]),
+        change(emitted(STATIC), emitted(EXPERTS), FEWEST),
+        change(guessed[STATIC], guessed[EXPERTS], FEWEST),
     )
 
 
@@ -127,6 +139,7 @@ def sentences(result: Result) -> list[str]:
         f"Each step of the target gives {after:.2f} tokens with the experts and {before:.2f} with the "
         "static draft; plain decoding gives 1.",
         *_by_verdict(result.rows),
+        *_full_batch(result.systems),
     ]
     if after < HARDLY:
         found.insert(
@@ -140,17 +153,26 @@ def sentences(result: Result) -> list[str]:
 
 
 def _by_verdict(rows: list[Row]) -> list[str]:
-    names: dict[str, list[str]] = {"better": [], "open": [], "worse": []}
-    for row in rows:
-        names[row.first_guess.verdict].append(row.label)
+    """The domains by what became of first guesses and of tokens per step; a loss in either is named."""
     found = []
-    if names["better"]:
-        found.append(f"The draft guesses better than before in {joined(names['better'])}.")
-    if names["open"]:
-        found.append(f"No gain that this few prompts could show yet in {joined(names['open'])}.")
-    if names["worse"]:
-        found.append(f"The draft guesses worse than before in {joined(names['worse'])}.")
+    for verdict, words in SAID.items():
+        if names := [row.label for row in rows if row.verdict == verdict]:
+            found.append(f"{words} in {joined(names)}.")
+    unsure = [(row.label, row.tokens_per_step) for row in rows if not row.tokens_per_step.has_interval]
+    lost = [(label, one.before.value, one.after.value) for label, one in unsure if one.difference.value < 0]
+    if fewer := [f"{label} ({before:.2f} → {after:.2f})" for label, before, after in lost]:
+        found.append(f"Fewer tokens per step than before, on too few prompts to be sure, in {joined(fewer)}.")
     return found
+
+
+def _full_batch(systems: list[SystemRow]) -> list[str]:
+    plain, static, experts = (one.batched_tokens_per_second for one in systems)
+    if experts >= plain:
+        return []
+    return [
+        f"In a full batch the experts are slower than plain decoding: {experts:.0f} against {plain:.0f} "
+        f"tokens/s; the static draft gives {static:.0f}."
+    ]
 
 
 def joined(names: list[str]) -> str:
@@ -181,7 +203,7 @@ def _row_data(row: Row) -> dict[str, Any]:
         "before": row.first_guess.before.value,
         "after": row.first_guess.after.value,
         "prompts": row.prompts,
-        "verdict": row.first_guess.verdict,
+        "verdict": row.verdict,
         "first_guess": asdict(row.first_guess),
         "tokens_per_step": asdict(row.tokens_per_step),
     }

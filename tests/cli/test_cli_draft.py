@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from cli_fakes import Pair, Run, write_rows
+from safetensors.torch import load_file
 
+from moedraft.feature import session
+from moedraft.feature.corpus import TrainingText
 from moedraft.feature.training import FeatureTrainer
+from moedraft.model_hash import hash_files
+from moedraft.models import LanguageModel
+
+from gguf_files import tiny_llama, write_gguf
 
 TRAIN = ("draft", "train", "--vocabulary", 40, "--layers", "0,1,2", "--max-tokens", 8)
 
@@ -21,6 +31,8 @@ def test_a_base_is_trained_and_a_second_run_goes_on(run: Run, home: Path, pair: 
     assert len(result.data["acceptance"]) == 5
     first = result.data["steps"]
     config = json.loads((Path(result.data["folder"]) / "config.json").read_text())
+    note = json.loads((Path(result.data["folder"]) / "target.json").read_text())
+    assert note == {"name": pair[1], "weights_hash": hash_files(Path(pair[1]))}
     assert (config["speculators_model_type"], config["draft_vocab_size"]) == ("eagle3", 40)
     answers = (tmp_path / "base-training" / "texts.jsonl").read_text()
     assert len(answers.splitlines()) == 24
@@ -60,11 +72,129 @@ def test_given_answers_are_read_in_place_of_the_targets(
     assert (home / "draft-base" / "model.safetensors").exists()
 
 
+def test_the_target_is_loaded_as_the_settings_say(
+    run: Run, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_gguf(tmp_path / "tiny.gguf", tiny_llama())
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "hello"}, {"prompt": "he"}])
+    for name, value in {"CACHE_DIR": tmp_path / "cache", "THREADS": 2, "CPU_FAST_PATHS": False}.items():
+        monkeypatch.setenv(f"MOEDRAFT_{name}", str(value))
+    seen: list[tuple[LanguageModel, int]] = []
+    collect = session.collect
+
+    def watched(model: LanguageModel, *rest: Any) -> list[TrainingText]:
+        seen.append((model, torch.get_num_threads()))
+        return collect(model, *rest)
+
+    monkeypatch.setattr(session, "collect", watched)
+    options = ["draft", "train", "--vocabulary", 40, "--layers", "0,1", "--max-tokens", 4, "--home", home]
+    result = run(*options, "--target", file, "--prompts", prompts, "--minutes", 0.001)
+    assert result.code == 0, result.err
+    [(model, threads)] = seen
+    assert threads == 2
+    assert not model.cpu_fast_paths
+    assert model.lean is None
+    assert model.folder is not None
+    assert model.folder.is_relative_to(tmp_path / "cache" / "models")
+
+
+def test_what_is_written_says_its_target_and_has_the_rows(
+    run: Run, home: Path, pair: Pair, tmp_path: Path
+) -> None:
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": f"{i} {i + 1}"} for i in range(4)])
+    options = [*TRAIN, "--prompts", prompts, *pair[:2], "--home", home, "--out", tmp_path / "base"]
+    assert run(*options, "--minutes", 0.001).code == 0
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    verifier = config["speculators_config"]["verifier"]
+    assert verifier == {"name_or_path": pair[1], "architectures": ["LlamaForCausalLM"]}
+    tensors = load_file(tmp_path / "base" / "model.safetensors")
+    words = tensors["d2t"] + torch.arange(40)
+    target = load_file(Path(pair[1]) / "model.safetensors")
+    assert torch.equal(tensors["lm_head.weight"], target["lm_head.weight"][words].half())
+    assert run(*options, "--minutes", 0.001, "--no-rows").code == 0
+    assert "lm_head.weight" not in load_file(tmp_path / "base" / "model.safetensors")
+
+
+@pytest.mark.filterwarnings("default")
+def test_the_real_package_loads_what_the_command_writes(
+    run: Run, home: Path, pair: Pair, tmp_path: Path
+) -> None:
+    """By itself: target and rows are found by what stands in the folder."""
+    speculators = pytest.importorskip("speculators", reason="the package speculators is not installed")
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": f"{i} {i + 1}"} for i in range(8)])
+    options = [*TRAIN, "--prompts", prompts, *pair[:2], "--home", home, "--out", tmp_path / "base"]
+    assert run(*options, "--minutes", 0.005).code == 0
+    theirs = speculators.SpeculatorModel.from_pretrained(tmp_path / "base")
+    written = load_file(tmp_path / "base" / "model.safetensors")
+    found = dict(theirs.state_dict())
+    for name in ("fc.weight", "lm_head.weight", "layers.0.self_attn.q_proj.weight", "d2t", "t2d"):
+        assert torch.equal(found[name].to(written[name].dtype), written[name]), name
+
+
+def test_only_a_drafter_is_ever_replaced(
+    run: Run, home: Path, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever else DIR is, it is refused before the target is loaded, and left as it was."""
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": f"{i} {i + 1}"} for i in range(4)])
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter.txt").write_text("kept")
+    shutil.copytree(pair[1], tmp_path / "model", ignore=shutil.ignore_patterns("*token*", "generation*"))
+    (tmp_path / "base-training").write_text("kept")
+    monkeypatch.chdir(tmp_path / "mine")
+    before = {path: path.stat().st_size for path in tmp_path.rglob("*")}
+    options = [*TRAIN, "--prompts", prompts, "--home", home, "--target", tmp_path / "nowhere"]
+    for out, why in {
+        "../mine": "holds other things, letter.txt",
+        ".": "holds other things, letter.txt",
+        "..": "holds other things, ",
+        "/": "holds other things, ",
+        "../model": "is no drafter",
+        "letter.txt": "is a file",
+        "letter.txt/base": "letter.txt is no folder",
+        "../base": "base-training is a file",
+    }.items():
+        result = run(*options, "--out", out)
+        assert result.code == 2, out
+        assert why in result.err, out
+        assert result.err.count("\n") == 1, out
+    assert {path: path.stat().st_size for path in tmp_path.rglob("*")} == before
+
+
+def test_an_empty_folder_and_an_earlier_drafter_are_replaced(
+    run: Run, home: Path, pair: Pair, tmp_path: Path
+) -> None:
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": f"{i} {i + 1}"} for i in range(4)])
+    (tmp_path / "base").mkdir()
+    options = [*TRAIN, "--prompts", prompts, *pair[:2], "--home", home, "--out", tmp_path / "base"]
+    assert run(*options, "--minutes", 0.001).code == 0
+    first = (tmp_path / "base" / "model.safetensors").stat().st_ino
+    assert run(*options, "--minutes", 0.002).code == 0
+    assert (tmp_path / "base" / "model.safetensors").stat().st_ino != first
+    assert {path.name for path in tmp_path.iterdir()} >= {"base", "base-training"}
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_further_prompts_are_refused_before_the_target_answers_them(
+    run: Run, home: Path, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"prompt": f"{i} {i + 1}"} for i in range(4)]
+    options = [*TRAIN, "--prompts", tmp_path / "prompts.jsonl", *pair[:2], "--home", home]
+    write_rows(tmp_path / "prompts.jsonl", rows)
+    assert run(*options, "--minutes", 0.001).code == 0
+    write_rows(tmp_path / "prompts.jsonl", [*rows, {"prompt": "9 9 9"}])
+    monkeypatch.setattr(session, "answered", lambda *_: pytest.fail("the target was asked"))
+    result = run(*options, "--minutes", 0.002)
+    assert result.code == 2
+    assert "draft-base-training holds a training on other prompts" in result.err
+
+
 def test_bad_input_gets_one_sentence(run: Run, home: Path, pair: Pair, tmp_path: Path) -> None:
     prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "1 2"}, {"prompt": "3 4"}])
     options = [*TRAIN, "--prompts", prompts, *pair[:2], "--home", home]
     result = run(*options, "--texts")
     assert (result.code, result.err) == (2, f"Error: {prompts}, line 1: 'reference' is missing.\n")
+    for minutes in ("0", "-1", "nan", "inf"):
+        assert f"--minutes must be above 0, not {minutes}." in run(*options, f"--minutes={minutes}").err
     assert "such as 2,15,27" in run(*options, "--layers", "two").err
     for wrong in ("0,1,9", "-1,0,1"):
         assert "a drafter reads layers 0 to " in run(*options, f"--layers={wrong}").err

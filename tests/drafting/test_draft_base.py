@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,14 +20,15 @@ from moedraft.drafting.base import (
     is_feature_checkpoint,
     load_feature_base,
 )
-from moedraft.drafting.drafter import NoDrafter
 from moedraft.drafting.feature import FeatureDrafter
 from moedraft.drafting.lora import ExpertBank
 from moedraft.engine.engine import Engine
 from moedraft.feature.checkpoint import save_draft
 from moedraft.feature.config import config_for
 from moedraft.feature.model import FeatureDraft
-from moedraft.models import LanguageModel
+from moedraft.model_checks import greedy_answers
+from moedraft.model_hash import hash_files
+from moedraft.models import LanguageModel, target_hash
 from moedraft.routing.selector import FixedSelector
 
 from random_models import VOCAB, prompts_of, random_model
@@ -37,15 +40,15 @@ def target() -> LanguageModel:
     return random_model("llama", 0)
 
 
-def saved(target: LanguageModel, folder: Path, layers: tuple[int, ...] = (0, 1, 2)) -> Path:
+def saved(model: LanguageModel, folder: Path, layers: tuple[int, ...] = (0, 1, 2), **options: Any) -> Path:
     torch.manual_seed(5)
     words = torch.arange(1, VOCAB, 2)
-    config = config_for(target.hf.config, draft_vocab_size=len(words), feature_layers=layers)
+    config = config_for(model.hf.config, draft_vocab_size=len(words), feature_layers=layers)
     weights = (
-        target.hf.get_input_embeddings().weight.detach(),
-        target.hf.get_output_embeddings().weight.detach(),
+        model.hf.get_input_embeddings().weight.detach(),
+        model.hf.get_output_embeddings().weight.detach(),
     )
-    save_draft(FeatureDraft(config, words, *weights), folder)
+    save_draft(FeatureDraft(config, words, *weights), folder, **options)
     return folder
 
 
@@ -71,19 +74,23 @@ def test_experts_touch_what_leaves_keys_and_values_alone(base: FeatureBase) -> N
     assert not any(name.startswith("fc") for name in bank.layers)
 
 
-@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "fast"), [("llama", True), ("llama", False), ("qwen2", True), ("gpt_neox", True)]
+)
 def test_experts_are_swapped_in_mid_answer_and_answers_stay_the_targets(
-    target: LanguageModel, base: FeatureBase, fast: bool
+    kind: str, fast: bool, tmp_path: Path
 ) -> None:
-    """Good, random and adversarial versions, any mix of them in a batch."""
+    """Good, random and adversarial versions, any mix of them in a batch; against transformers' `generate`."""
+    target = random_model(kind, 0)
+    base = load_feature_base(saved(target, tmp_path / "draft"), target)
     base.cpu_fast_paths = fast
     bank = ExpertBank(base)
     assert not bank.grouped, "a mixed batch is one product with all experts' low-rank terms"
     drafter = FeatureDrafter(base.hf, bank, 4, VOCAB)
     one = Engine(target, NumberTokenizer(), drafter, FixedSelector(), max_batch_size=4, adaptive_budget=False)
-    prompts, names = prompts_of(9, seed=6), ["a", "b", SHARED]
+    prompts, names = prompts_of(6, seed=6), ["a", "b", SHARED]
     ids = [
-        one.add(prompt, SamplingParams(max_tokens=40), expert=names[i % 3])
+        one.add(prompt, SamplingParams(max_tokens=32), expert=names[i % 3])
         for i, prompt in enumerate(prompts)
     ]
     done, step = {}, 0
@@ -92,9 +99,8 @@ def test_experts_are_swapped_in_mid_answer_and_answers_stay_the_targets(
             bank.publish(names[step % 3], random_adapter(bank, step, [0.01, 0.3, 10.0][step % 3]))
         done |= {o.request_id: o for o in one.step() if o.finish_reason}
         step += 1
-    plain = Engine(target, NumberTokenizer(), NoDrafter(), FixedSelector())
-    expected = plain.generate(prompts, SamplingParams(max_tokens=40))
-    assert [done[i].token_ids for i in ids] == [o.token_ids for o in expected]
+    plain = random_model(kind, 0, cpu_fast_paths=False)
+    assert [done[i].token_ids for i in ids] == [greedy_answers(plain, [one], 32)[0] for one in prompts]
     assert any(o.adapter_version for o in done.values())
     assert bank.shares_cache
 
@@ -152,4 +158,30 @@ def test_auto_finds_what_belongs_to_the_target(
     assert draft_name(load_settings(home=home, target="some/model")).endswith("mini-draft")
     saved(target, home / "draft-base")
     assert draft_name(load_settings(home=home, target="some/model")) == str(home / "draft-base")
+    assert draft_name(load_settings(home=home)) == "mini", "it does not say for whom it was trained"
+
+
+def test_a_trained_base_belongs_to_its_target_alone(target: LanguageModel, tmp_path: Path) -> None:
+    """Told by the target's weights, wherever they lie; by its name where these are not at hand."""
+    home, base = tmp_path / "home", tmp_path / "home" / "draft-base"
+    for name, model in (("one", target), ("two", random_model("llama", 1))):
+        model.hf.save_pretrained(tmp_path / name)
+    shutil.copytree(tmp_path / "one", tmp_path / "moved")
+    known = hash_files(tmp_path / "one")
+    saved(target, base, target="one", target_hash=known)
+    for name in ("one", "moved"):
+        assert draft_name(load_settings(home=home, target=str(tmp_path / name))) == str(base)
+    for name in ("two", "some/model"):
+        with pytest.raises(InvalidRequest, match=r"no draft base .* the home was trained for another"):
+            draft_name(load_settings(home=home, target=str(tmp_path / name) if name == "two" else name))
     assert draft_name(load_settings(home=home)) == "mini"
+    saved(target, base, target="some/model", target_hash=known)
+    assert draft_name(load_settings(home=home, target="some/model")) == str(base)
+
+
+def test_a_base_trained_for_the_embedded_target_goes_before_the_embedded_draft(
+    target: LanguageModel, tmp_path: Path
+) -> None:
+    settings = load_settings(home=tmp_path)
+    saved(target, tmp_path / "draft-base", target="mini", target_hash=target_hash(settings))
+    assert draft_name(settings) == str(tmp_path / "draft-base")

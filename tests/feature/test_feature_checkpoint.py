@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moedraft.core import InvalidRequest, UnsupportedModel
+from moedraft.drafting.base import is_feature_checkpoint
 from moedraft.feature.checkpoint import load_draft, save_draft
 from moedraft.feature.model import FeatureDraft
 
@@ -79,6 +80,25 @@ def test_the_format_is_that_of_speculators(tmp_path: Path) -> None:
     assert not any(name.startswith("embed") for name in tensors)
 
 
+def test_a_drafter_turns_all_dimensions_whatever_its_target_does(tmp_path: Path) -> None:
+    """NeoX turns a quarter of each head's; that must not be said of the drafter."""
+    model = target("gpt_neox")
+    assert model.hf.config.rope_parameters["partial_rotary_factor"] == 0.25
+    draft = draft_for(model)
+    save_draft(draft, tmp_path / "draft", dtype=torch.float32)
+    layer = json.loads((tmp_path / "draft" / "config.json").read_text())["transformer_layer_config"]
+    assert "partial_rotary_factor" not in layer | layer["rope_parameters"]
+    assert load_draft(tmp_path / "draft", *weights_of(model), num_layers=3).config == draft.config
+    for place in (layer, layer["rope_parameters"]):
+        change(tmp_path / "draft", transformer_layer_config=layer)
+        assert load_draft(tmp_path / "draft", *weights_of(model), num_layers=3)
+        place["partial_rotary_factor"] = 0.5
+        change(tmp_path / "draft", transformer_layer_config=layer)
+        with pytest.raises(UnsupportedModel, match="a part of each head's dimensions"):
+            load_draft(tmp_path / "draft", *weights_of(model), num_layers=3)
+        place["partial_rotary_factor"] = 1.0
+
+
 def test_the_targets_rows_are_recognised_and_own_ones_are_kept(tmp_path: Path) -> None:
     written(tmp_path / "draft", rows=True)
     assert load(tmp_path / "draft").trained is None
@@ -141,6 +161,61 @@ def test_what_cannot_be_run_is_refused(tmp_path: Path) -> None:
         load(folder)
     with pytest.raises(InvalidRequest, match="holds no feature drafter"):
         load(tmp_path / "nowhere")
+
+
+LAYER = "transformer_layer_config"
+DAMAGES: dict[str, tuple[Any, str]] = {
+    "a list": ([], "config.json is no object"),
+    "nothing": (None, "lacks 'num_attention"),
+    "a number": (5, "config.json is no object"),
+    "no layer": ({LAYER: None}, "lacks 'num_attention"),
+    "layer": ({LAYER: "llama"}, "transformer_layer_config is no object"),
+    "rope": ({LAYER: {"rope_parameters": "default"}}, "rope_parameters is no object"),
+    "scaling": ({LAYER: {"rope_parameters": {"rope_type": "linear"}}}, "position scaling lacks a number"),
+    "theta": ({LAYER: {"rope_theta": "ten"}}, "could not convert string to float"),
+    "ids elsewhere": ({"eagle_aux_hidden_state_layer_ids": None, "eagle_config": "x"}, "eagle_config is no"),
+    "heads": ({LAYER: {"num_attention_heads": 0, "head_dim": None}}, "no whole number above 0"),
+    "key heads": ({LAYER: {"num_key_value_heads": 0}}, "no whole number above 0"),
+    "size": ({LAYER: {"hidden_size": "32"}}, "no whole number above 0"),
+    "layer ids": ({"eagle_aux_hidden_state_layer_ids": [-1, 0, 2]}, "distinct ids from 0 on, not [-1, 0, 2]"),
+    "layer names": ({"eagle_aux_hidden_state_layer_ids": "0,2"}, "distinct ids from 0 on"),
+}
+
+
+def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    both = {key: merged(old[key], new[key]) for key in new if isinstance(new[key], dict) and key in old}
+    return old | new | both
+
+
+@pytest.mark.parametrize(("damage", "why"), DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_configuration_gets_one_sentence(damage: Any, why: str, tmp_path: Path) -> None:
+    written(tmp_path / "draft")
+    file = tmp_path / "draft" / "config.json"
+    config = merged(json.loads(file.read_text()), damage) if isinstance(damage, dict) else damage
+    file.write_text(json.dumps(config))
+    if isinstance(damage, dict):
+        assert is_feature_checkpoint(tmp_path / "draft")
+    with pytest.raises((InvalidRequest, UnsupportedModel)) as refused:
+        load(tmp_path / "draft")
+    assert why in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("config", ["[]", "null", "5", '"eagle3"', '{"architectures": 5}', "{"])
+def test_what_is_no_configuration_is_no_feature_drafter(config: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(config)
+    assert not is_feature_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("first", [-1, 90])
+def test_a_list_of_tokens_that_there_are_not_gets_one_sentence(first: int, tmp_path: Path) -> None:
+    written(tmp_path / "draft", rows=True)
+    file = tmp_path / "draft" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["d2t"][0 if first < 0 else -1] = first
+    save_file({name: value for name, value in tensors.items() if name != "t2d"}, file)
+    with pytest.raises(InvalidRequest, match="names tokens that there are not"):
+        load(tmp_path / "draft")
 
 
 @pytest.mark.filterwarnings("default")

@@ -7,16 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from moedraft.core import InvalidRequest
 from moedraft.feature import unroll as unrolling
-from moedraft.feature.corpus import TrainingText, answered, choose_vocabulary, until_end
+from moedraft.feature.corpus import TrainingText, answered, choose_vocabulary
 from moedraft.feature.model import FeatureDraft
-from moedraft.feature.session import new_draft
+from moedraft.feature.session import collect, new_draft
 from moedraft.feature.training import FeatureTrainer, TrainingPlan
 from moedraft.feature.unroll import Batch, loss_of
+from moedraft.model_checks import until_end
 
 from feature_rig import VOCABULARY, draft_for, target, teacher_of, texts_of
+from tiny import NumberTokenizer
 
 PLAN = TrainingPlan(rows=4, longest=16, unrolled=2)
 
@@ -155,6 +158,20 @@ def test_another_drafters_state_is_refused(tmp_path: Path) -> None:
         FeatureTrainer(draft_for(model), teacher_of(model), [], PLAN)
 
 
+@pytest.mark.parametrize("damage", ["shorter", "empty", "no metadata"])
+def test_a_damaged_state_gets_one_sentence(damage: str, tmp_path: Path) -> None:
+    training, file = trainer(), tmp_path / "state.safetensors"
+    training.step(0)
+    training.save(file)
+    if damage == "no metadata":
+        tensors, file = load_file(file), tmp_path / "other.safetensors"
+        save_file(tensors, file)
+    else:
+        file.write_bytes(file.read_bytes()[: 1000 if damage == "shorter" else 0])
+    with pytest.raises(InvalidRequest, match="is damaged; delete it to train from the beginning"):
+        trainer().load(file)
+
+
 def test_every_text_is_read_once_a_pass() -> None:
     training = trainer(count=8)
     seen = []
@@ -171,6 +188,33 @@ def test_the_target_answers_as_it_would_alone() -> None:
     for prompt, text in zip(prompts, texts, strict=True):
         alone = model.hf.generate(input_ids=torch.tensor([prompt]), max_new_tokens=6, do_sample=False)
         assert text == TrainingText(alone[0].tolist(), len(prompt))
+
+
+def test_answers_are_the_bare_models_whatever_its_checkpoint_asks_for() -> None:
+    """A checkpoint's penalties and sampling would teach what the engine never says."""
+    model = target()
+    ids, own = [5, 6, 7], model.hf.generation_config
+    own.update(do_sample=True, repetition_penalty=3.0)
+    bare = list(ids)
+    for _ in range(12):
+        bare.append(int(model.hf(input_ids=torch.tensor([bare])).logits[0, -1].argmax()))
+    [text] = answered(model, [ids], max_tokens=12)
+    assert text.token_ids == bare
+    assert model.hf.generation_config is own
+    theirs = model.hf.generate(input_ids=torch.tensor([ids]), max_new_tokens=12, do_sample=False)
+    assert theirs[0].tolist() != bare, "the checkpoint's penalty would have changed the answer"
+
+
+def test_prompt_and_answer_fit_into_the_context(tmp_path: Path) -> None:
+    """GPT-2 has no position behind its last one."""
+    model = target("gpt2")
+    model.tokenizer = lambda text, **_: NumberTokenizer()(text)
+    prompts = [" ".join(str(i % 90) for i in range(length)) for length in (40, 250, 300)]
+    texts = collect(model, [(prompt, None) for prompt in prompts], tmp_path, max_tokens=16, longest=400)
+    sizes = sorted((text.num_prompt_tokens, len(text.token_ids)) for text in texts)
+    assert sizes == [(40, 56), (250, 256), (255, 256)]
+    [given] = collect(model, [(prompts[2], "1 2 3")], tmp_path, max_tokens=16, longest=400)
+    assert len(given.token_ids) == 256
 
 
 def test_the_vocabulary_is_what_answers_use() -> None:

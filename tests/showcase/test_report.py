@@ -18,8 +18,8 @@ ANSWER = list(range(24))
 
 
 def trials() -> Trials:
-    """Two domains of four prompts each: SQL gains, Japanese stays as it was."""
-    made = Trials([Query(f"{d} {n}", d, 24) for n in range(4) for d in ("sql", "docs-ja")])
+    """Two domains of five prompts each: SQL gains, Japanese stays as it was."""
+    made = Trials([Query(f"{d} {n}", d, 24) for n in range(5) for d in ("sql", "docs-ja")])
     for query in made.queries:
         gains = query.domain == "sql"
         for name, steps, seconds in (
@@ -45,12 +45,12 @@ def test_figures_are_those_of_the_measurements(result: Result) -> None:
     assert plain.tokens_per_step.value == 1
     assert static.tokens_per_step.value == pytest.approx(1.2)
     assert experts.speedup.value == pytest.approx(1.5)
-    assert experts.batched_tokens_per_second == pytest.approx(8 * 24)
+    assert experts.batched_tokens_per_second == pytest.approx(10 * 24)
     found = {row.domain: row for row in result.rows}
     assert found["sql"].tokens_per_step.after.value == pytest.approx(2.0)
     assert found["sql"].first_guess.difference.value == pytest.approx(0.25)
     assert found["docs-ja"].first_guess.verdict == "open"
-    assert result.whole.prompts == 8
+    assert result.whole.prompts == 10
 
 
 def test_words_name_what_gained_and_what_did_not(result: Result) -> None:
@@ -60,6 +60,43 @@ def test_words_name_what_gained_and_what_did_not(result: Result) -> None:
     assert "1.50 and 1.20 times the speed of plain decoding" in said
     assert "Every answer is that of plain decoding" in said
     assert "worse" not in said
+    assert "slower" not in said
+
+
+def test_a_domain_that_gives_fewer_tokens_a_step_is_worse_whatever_its_first_guesses_do() -> None:
+    made = trials()
+    for number, query in enumerate(made.queries):
+        if query.domain == "docs-ja":
+            made.alone[EXPERTS][number] = replace(made.alone[EXPERTS][number], steps=22)
+    found = result_of(made, [], [], {})
+    row = {row.domain: row for row in found.rows}["docs-ja"]
+    assert (row.first_guess.verdict, row.tokens_per_step.verdict, row.verdict) == ("open", "worse", "worse")
+    assert "Drafts are worse than before in Japanese docs." in sentences(found)
+    assert summary(found)["domains"]["docs-ja"]["verdict"] == "worse"
+    assert summary(found)["domains"]["sql"]["verdict"] == "better"
+
+
+def test_below_five_prompts_there_is_no_interval_and_a_loss_is_said_all_the_same() -> None:
+    made = trials()
+    made.alone = {name: found[:8] for name, found in made.alone.items()}
+    for number in range(1, 8, 2):
+        made.alone[EXPERTS][number] = replace(made.alone[EXPERTS][number], steps=24)
+    found = result_of(made, [], [], {})
+    row = {row.domain: row for row in found.rows}["docs-ja"]
+    assert not row.tokens_per_step.has_interval
+    assert row.first_guess.has_interval
+    assert row.verdict == "open"
+    [words] = [one for one in sentences(found) if "to be sure" in one]
+    assert words.endswith("too few prompts to be sure, in Japanese docs (1.20 → 1.00).")
+    assert not summary(found)["domains"]["docs-ja"]["tokens_per_step"]["has_interval"]
+    assert ">-0.20<" in page(found, "p.png")
+
+
+def test_a_full_batch_that_is_slower_with_experts_is_said() -> None:
+    made = trials()
+    made.seconds[EXPERTS] = 2.5
+    [said] = [one for one in sentences(result_of(made, [], [], {})) if "full batch" in one]
+    assert "slower than plain decoding: 96 against 120 tokens/s; the static draft gives 150." in said
 
 
 def test_a_difference_from_plain_decoding_is_said() -> None:
@@ -106,7 +143,7 @@ def test_prompts_without_an_answer_of_their_own_still_count_where_they_were_meas
     made.alone = {name: found[:4] for name, found in made.alone.items()}
     found = result_of(made, [], [], {})
     assert found.equal
-    assert found.whole.prompts == 8
+    assert found.whole.prompts == 10
     assert found.systems[2].tokens_per_step.value == pytest.approx(96 / 64)
 
 
