@@ -7,6 +7,7 @@ letter that the server did not answer before it ended is answered by the next on
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -29,6 +30,7 @@ from moedraft.distill.messages import (
     from_server,
     from_trainer,
 )
+from moedraft.learning_state import waiting
 from moedraft.storage.db import storage_errors
 from moedraft.storage.registry import Registry
 
@@ -36,6 +38,7 @@ MAIL = "mail"  # folder in `training/`
 ASK, REPLY = ".ask", ".reply"
 LOOK_SECONDS = 0.1  # between two looks for a reply
 LONGEST = 2**20  # bytes of a letter
+PATIENCE = 10.0  # seconds without a reply after which people are told that there is none
 GRACE = 2.0  # seconds that an answer may take once this process is to end: what is published is noted, too
 
 
@@ -78,8 +81,11 @@ class MailLink:
         return reply
 
     def _wait_for(self, answer: Path) -> None:
-        left = GRACE
+        left, began = GRACE, time.monotonic()
         while not answer.exists():
+            if time.monotonic() - began > PATIENCE:
+                self._tell(StateReport.of(waiting("the server does not answer")))
+                began = math.inf
             if self.stop.is_set():
                 time.sleep(LOOK_SECONDS)
                 left -= LOOK_SECONDS

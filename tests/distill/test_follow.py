@@ -89,6 +89,37 @@ def test_what_is_no_letter_is_refused_and_the_others_are_answered(rig: Rig, text
     assert (folder / f"1{mail.REPLY}").read_bytes() == Noted().line()
 
 
+def test_what_was_done_is_not_done_again_where_the_reply_could_not_be_written(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, room, done = mail_of(rig.store.home.path), mailroom_of(rig), list[Any]()
+    folder.mkdir(parents=True)
+    (folder / f"1{mail.ASK}").write_bytes(NEWS.line())
+    monkeypatch.setattr(Publisher, "done", lambda self, message: done.append(message) or Noted())
+
+    def full(*_: Any) -> None:
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mail, "_put", full)
+        for _ in range(2):
+            with pytest.raises(OSError, match="no space"):
+                room.look()
+    room.look()
+    assert len(done) == 1
+    assert (folder / f"1{mail.REPLY}").read_bytes() == Noted().line()
+
+
+def test_a_server_that_does_not_answer_is_named(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mail, "PATIENCE", 0.1)
+    told: list[StateReport] = []
+    link = MailLink(rig.store.home.path, rig.store.registry, told.append)
+    threading.Timer(0.6, link.stop.set).start()
+    with pytest.raises(SystemExit):
+        link.ask(NEWS)
+    assert [report.state().reason for report in told] == ["the server does not answer"]
+
+
 def test_who_waits_for_an_answer_can_be_stopped(rig: Rig) -> None:
     link = link_to(rig)
     threading.Timer(0.2, link.stop.set).start()

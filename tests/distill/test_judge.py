@@ -81,6 +81,20 @@ def test_one_prompt_counts_once_and_what_is_purged_is_gone(store: Store) -> None
     assert pool.records("code", 1, None) == []
 
 
+def test_records_that_were_evicted_make_room_for_older_ones(tmp_path: Path) -> None:
+    """With a policy that removes the newest records, those that are left still judge."""
+    store = Store.open(tmp_path / "small", replay_capacity=60, replay_policy="hardest")
+    store.registry.add_domain(Domain("code", "", ("x",) * 8, 0.0))
+    store.replay.add([replace(one, drafted=9, accepted=0) for one in held_out(40)])
+    pool = HeldOut(store.replay)
+    pool.records("code", 1, None)
+    store.replay.add([replace(one, drafted=9, accepted=5) for one in held_out(20, first=50_000)])
+    assert len(pool.records("code", 1, None)) == MOST
+    store.replay.add([replace(one, drafted=9, accepted=1) for one in held_out(40, first=90_000)])
+    assert len(pool.records("code", 1, None)) == MOST
+    store.close()
+
+
 @pytest.mark.parametrize("pinned", [False, True])
 def test_no_client_owns_the_held_out_records(store: Store, pinned: bool) -> None:
     """A flood of one client's prompts, all different, leaves the others their part."""

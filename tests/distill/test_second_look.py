@@ -227,6 +227,17 @@ def test_new_records_are_measured_once_before_they_are_trained_on(store: Store) 
     assert seen_records(look, SHARED) == {"code": 8, "prose": 2}
 
 
+def test_prompts_that_were_trained_on_are_not_new_when_they_come_again(store: Store) -> None:
+    """Else a flood of one prompt, or a client that tries again, would show what was learned by heart."""
+    trained = fresh(5)
+    store.replay.add(trained)
+    look = SecondLook(Figures(by_tensors), store)
+    kept(look, "code")
+    store.replay.add([*trained, *fresh(2, first=200_000)])
+    look.gather()
+    assert seen_records(look, "code") == {"code": 2}
+
+
 def test_an_expert_that_learns_alone_is_seen_on_its_own_domain(store: Store) -> None:
     look = SecondLook(Figures(by_tensors), store)
     kept(look, "code")

@@ -38,8 +38,14 @@ class HeldOut:
             self._known, self._seen, self._target = {}, {}, target
         self._look(domain, on_record)
         wanted = max(LEAST, min(MOST, TOGETHER // max(domains, 1)))
-        newest = reversed(self._known.get(domain, {}).values())
-        return list(self.replay.by_ids(sorted(within_shares(newest, wanted), reverse=True)))
+        while True:
+            known = self._known.get(domain, {})
+            chosen = within_shares(reversed(known.values()), wanted)
+            found = list(self.replay.by_ids(sorted(chosen, reverse=True)))
+            gone = set(chosen) - {record.id for record in found}
+            if not gone:
+                return found
+            self._known[domain] = {prompt: one for prompt, one in known.items() if one.id not in gone}
 
     def _look(self, domain: str, on_record: Callable[[], None]) -> None:
         """Take in the held-out records that came since the last call."""

@@ -24,6 +24,7 @@ from moedraft.storage.candidate import Candidate, Weights
 from moedraft.storage.store import TARGET_ID, Store
 
 MOST = 32  # new records that one line is measured on before an update
+REMEMBERED = 512  # of the newest records that an update knew of, those whose prompts count as trained on
 
 OnBatch = Callable[[], None]
 
@@ -35,7 +36,7 @@ class Line:
     made: dict[str, Candidate]
     last_id: int  # the newest record that these candidates may have been trained on
     shared: int  # the version of the shared adapter that serves while the line lasts
-    prompts: set[tuple[int, ...]] = field(default_factory=set)  # that were measured; each counts once
+    prompts: set[int] = field(default_factory=set)  # hashes of those trained on or measured: they are not new
     seen: dict[str, Seen] = field(default_factory=dict)  # by domain
 
 
@@ -58,6 +59,9 @@ class SecondLook:
         if line is None or line.shared != shared or line.made[name].parent != made[name].parent:
             line = self._lines[name] = Line(made, last_id, shared)
         line.made, line.last_id = made, last_id
+        target = self.store.registry.get_meta(TARGET_ID)
+        known = self.store.replay.newest(REMEMBERED, 1, target)
+        line.prompts |= {_prompt(record) for record in known if record.id <= last_id}
 
     def gather(self, on_batch: OnBatch = lambda: None) -> None:
         """Measure the candidate of every line on the records that came since it was made."""
@@ -100,7 +104,7 @@ class SecondLook:
         found: dict[str, list[ReplayRecord]] = {}
         target = self.store.registry.get_meta(TARGET_ID)
         for record in self.store.replay.newest(MOST, line.last_id + 1, target):
-            prompt = tuple(record.token_ids[: record.num_prompt_tokens])
+            prompt = _prompt(record)
             concerned = name in (SHARED, record.domain)
             known = prompt in line.prompts or is_held_out(record)
             if concerned and not known and len(record.topk_ids) >= USABLE:
@@ -120,6 +124,10 @@ class SecondLook:
     def _live(self, name: str, made: Candidate) -> Weights | None:
         found = self.store.adapters.load_live(name, made.base_hash)
         return found[1] if found else None
+
+
+def _prompt(record: ReplayRecord) -> int:
+    return hash(tuple(record.token_ids[: record.num_prompt_tokens]))
 
 
 def _added(seen: Seen | None, before: Measured, after: Measured) -> Seen:

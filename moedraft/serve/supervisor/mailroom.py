@@ -22,6 +22,7 @@ class Mailroom:
     def __init__(self, home: Path, publisher: Publisher) -> None:
         self._home, self._publisher = home, publisher
         self._quit = threading.Event()
+        self._said: dict[str, Message] = {}  # replies that could not be written yet, by the letter's name
         self._thread = threading.Thread(target=self._run, name="moedraft-mail", daemon=True)
 
     def start(self) -> None:
@@ -33,9 +34,12 @@ class Mailroom:
             self._thread.join()
 
     def look(self) -> None:
-        """Answer every letter that is there. Raises OSError."""
+        """Answer every letter that is there, and carry out none twice. Raises OSError."""
         for letter, message in letters(self._home):
-            answer(letter, self._reply(message))
+            if letter.name not in self._said:
+                self._said[letter.name] = self._reply(message)
+            answer(letter, self._said[letter.name])
+            del self._said[letter.name]
 
     def _run(self) -> None:
         said = ""
