@@ -2,20 +2,22 @@
 
 A label comes from the evidence of one answer, without the router's prior, so that the router does not confirm
 itself. The prompts are read from the replay: only requests that may be learned from are used, none whose
-expert the client chose, no client gives more than half of a domain's labels where others give some, and what
-a purge deletes is forgotten with it. Whether a refit serves is decided by the registered examples.
+expert the client chose, no client gives more of a domain's labels than all others together (or four) where
+others give some, and what a purge deletes is forgotten with it. Whether a refit serves is decided by the
+registered examples.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from moedraft.chat import asked_text
 from moedraft.core import SHARED
-from moedraft.routing.labels import MOST_LABELS, Label, Refit
+from moedraft.routing.labels import LEAST_LABELS, MOST_LABELS, Label, Refit
 from moedraft.routing.router import Router
 from moedraft.storage.changes import PURGES_SEEN, REFIT, knows_deleted, last_refit
 from moedraft.storage.shares import Held, within_shares
@@ -73,10 +75,26 @@ def traffic_labels(store: Store, tokenizer: Any) -> list[Label]:
         if best in held and one.heard[best] >= SURE:
             held[best].append(Held(one.id, one.source, False))
             sure[one.id] = best, one.heard[best]
-    chosen = [number for some in held.values() for number in within_shares(some, MOST_LABELS)]
+    chosen = [number for some in held.values() for number in _of_many(some)]
     labels: dict[str, Label] = {}
     for number in chosen:
         for record in store.replay.by_ids([number]):
             text = asked_text(tokenizer, record.token_ids[: record.num_prompt_tokens])
             labels.setdefault(text, Label(text, *sure[number]))
     return list(labels.values())
+
+
+def _of_many(held: Sequence[Held]) -> list[int]:
+    """Ids of MOST_LABELS records of one domain at most, the first ones.
+
+    Where several sources give some, each gives LEAST_LABELS or as many as all others together.
+    """
+    sources = {one.id: one.source for one in held}
+    chosen = within_shares(held, MOST_LABELS)
+    counts = Counter(sources[number] for number in chosen)
+    if len(counts) < 2:
+        return chosen
+    [(loud, count)] = counts.most_common(1)
+    own = [number for number in chosen if sources[number] == loud]
+    dropped = set(own[max(LEAST_LABELS, len(chosen) - count) :])
+    return [number for number in chosen if number not in dropped]

@@ -13,7 +13,7 @@ from routing_fakes import TOPICS, WordEmbedder, prompts
 
 from moedraft.core import SHARED, Domain, ReplayRecord
 from moedraft.insight import inventory
-from moedraft.routing.labels import MOST_LABELS
+from moedraft.routing.labels import LEAST_LABELS, MOST_LABELS
 from moedraft.routing.router import Router
 from moedraft.serve.worker.refits import Refits
 from moedraft.storage.changes import knows_deleted, last_refit, purge
@@ -110,6 +110,19 @@ def test_no_client_gives_most_of_a_domains_labels(store: Store) -> None:
     texts = {one.text for one in traffic_labels(store, Words())}
     assert len(texts) == MOST_LABELS
     assert texts >= set(others)
+
+
+@pytest.mark.usefixtures("router")
+@pytest.mark.parametrize(("quiet", "taken"), [(0, MOST_LABELS), (1, LEAST_LABELS), (9, 9)])
+def test_a_client_gives_at_most_as_many_labels_as_all_others(store: Store, quiet: int, taken: int) -> None:
+    """Unless it is the only one, or gives very few: their places are not filled with its own."""
+    many = list(dict.fromkeys(newer(3 * MOST_LABELS, seed=3)))[: 2 * MOST_LABELS]
+    others, loud = set(many[:quiet]), set(many[quiet:])
+    store.replay.add([answered(text, {"sql": 1.0}, source="quiet") for text in many[:quiet]])
+    store.replay.add([answered(text, {"sql": 1.0}, source="loud") for text in many[quiet:]])
+    texts = {one.text for one in traffic_labels(store, Words())}
+    assert texts & others == others
+    assert len(texts & loud) == taken
 
 
 def test_a_refit_is_due_after_enough_new_answers(store: Store, router: Router, traffic: list[str]) -> None:
