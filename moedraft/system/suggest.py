@@ -1,9 +1,9 @@
 """Which domains could be registered, from prompts that no expert served, and which ones could be merged.
 
-Such prompts are read from the replay: those that fitted no domain, and those that evidence gave to the shared
-draft in the end. So only requests that may be learned from are looked at, and a purge reaches them. What a
-domain would gain is not told, because that would take a trial of learning; what is told is how much of the
-shared draft's guesses is accepted on these prompts now.
+Such prompts are read from the replay: those that fitted no domain, and stayed with the shared draft. So only
+requests that may be learned from are looked at, and a purge reaches them. What the router sent to a domain is
+no other one's because its expert lost. What a domain would gain is not told, because that would take a trial
+of learning; what is told is how much of the shared draft's guesses is accepted on these prompts now.
 """
 
 from __future__ import annotations
