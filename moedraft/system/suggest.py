@@ -17,7 +17,7 @@ from typing import Any
 from moedraft.chat import asked_text
 from moedraft.core import SHARED, ReplayRecord
 from moedraft.routing.clusters import clusters, overlaps
-from moedraft.routing.router import Router
+from moedraft.routing.router import Router, spread
 from moedraft.storage.store import Store
 from moedraft.system.domains import MIN_EXAMPLES
 
@@ -144,6 +144,9 @@ def _group_data(one: Suggestion, *, texts: bool, every_prompt: bool) -> dict[str
 
 
 def overlaps_data(store: Store, router: Router) -> list[dict[str, Any]]:
-    """Pairs of registered domains whose examples overlap, those that share most first."""
-    rows = {one.name: router.features(one.examples) for one in store.registry.domains()}
+    """Pairs of registered domains whose examples overlap, those that share most first.
+
+    The examples are those that the router is fitted on, so that hardly any has to be embedded.
+    """
+    rows = {one.name: router.features(spread(one.examples)) for one in store.registry.domains()}
     return [{**asdict(one), "should_merge": one.should_merge} for one in overlaps(rows)]
