@@ -167,14 +167,14 @@ def test_what_is_deleted_is_unlearned(store: Store, router: Router) -> None:
 def test_what_is_deleted_during_a_refit_is_not_learned(
     store: Store, router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before, fit = routed(router), router.refit
+    before, fit = routed(router), router.try_labels
 
     def purged_meanwhile(*prompts: Any) -> Any:
         found = fit(*prompts)
         purge(store, None)
         return found
 
-    monkeypatch.setattr(router, "refit", purged_meanwhile)
+    monkeypatch.setattr(router, "try_labels", purged_meanwhile)
     assert refit_by_traffic(store, router, Words()) is None
     assert routed(router) == before
     assert not knows_deleted(store.registry)
@@ -186,13 +186,13 @@ def test_a_refit_that_is_not_noted_is_found_by_a_deletion(
     store: Store, router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after a kill between the router's file and the note of it."""
-    fit = router.refit
+    take = router.take
 
     def killed(*prompts: Any) -> Any:
-        fit(*prompts)
+        take(*prompts)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(router, "refit", killed)
+    monkeypatch.setattr(router, "take", killed)
     with pytest.raises(KeyboardInterrupt):
         refit_by_traffic(store, router, Words())
     assert not knows_deleted(store.registry)
@@ -271,3 +271,31 @@ def test_it_looks_by_itself_and_ends_when_it_is_told(serving: Serving) -> None:
     refits.stop(30)
     assert not refits._thread.is_alive()
     assert routed(serving.router) > before
+
+
+def test_nobody_waits_for_a_fit(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A domain that is registered meanwhile stays as it is, and the fit without it is dropped."""
+    fit, store, served = Router.try_labels, serving.store, serving.router
+
+    def registered_meanwhile(router: Router, *prompts: Any) -> Any:
+        found = fit(router, *prompts)
+        assert serving.changing.acquire(timeout=0), "a fit holds up whoever changes domains"
+        register_domain(store, served, "new", [f"word{i} of something else" for i in range(8)])
+        serving.changing.release()
+        return found
+
+    refits = Refits(serving, lambda: True)  # type: ignore[arg-type]
+    with monkeypatch.context() as patch:
+        patch.setattr(Router, "try_labels", registered_meanwhile)
+        assert not refits.look()
+    assert served.domains == tuple(sorted([*EXAMPLES, "new"]))
+    assert last_refit(store.registry) == {}
+    assert refits.look()  # the next one knows it
+    assert served.domains == tuple(sorted([*EXAMPLES, "new"]))
+    assert last_refit(store.registry)["labels"]["sql"] > 0
+
+
+def test_a_router_that_learns_from_examples_alone_is_left_alone(serving: Serving) -> None:
+    serving.router.learns_from_traffic = False
+    assert not Refits(serving, lambda: True).look()  # type: ignore[arg-type]
+    assert last_refit(serving.store.registry) == {}
