@@ -127,6 +127,7 @@ class Sequence:
     expert: str = SHARED  # set by the selector at admission
     confidence: float | None = None  # the router's probability of its domain; None where it was not asked
     routed: str | None = None  # what the router chose; evidence may have chosen another expert since
+    unlearned: bool = False  # that domain has no trained expert that could be compared with others
     prior: dict[str, float] = field(default_factory=dict)  # the router's probabilities, by domain
     standings: list[Standing] = field(default_factory=list)  # the first of them, as they followed each other
     weights: dict[str, float] = field(default_factory=dict)  # see `ReplayRecord`; set when it ends
@@ -165,8 +166,8 @@ class Sequence:
 
     @property
     def domain(self) -> str:
-        """Whose text this is: the expert's, or that of the router's domain where no expert drafts better."""
-        return self.routed or SHARED if self.expert == SHARED else self.expert
+        """Whose text this is: the expert's, or the router's where its domain has none, or none is better."""
+        return self.routed or SHARED if self.expert == SHARED or self.unlearned else self.expert
 
     @property
     def generated(self) -> list[int]:

@@ -34,7 +34,6 @@ from moedraft.routing.embedder import (
     revision,
     write_tensors,
 )
-from moedraft.routing.labels import Label, Refit
 from moedraft.routing.rewording import copies
 from moedraft.routing.router import MAX_COPIES, Router, digest_of, spread
 
@@ -72,6 +71,8 @@ class BertRouter(Router):
 
     Raises InvalidRequest where there is no such model with weights in safetensors.
     """
+
+    learns_from_traffic = False  # each fit takes minutes
 
     def __init__(
         self,
@@ -114,10 +115,6 @@ class BertRouter(Router):
         tuned = self._trained({name: spread(examples[name]) for name in sorted(examples)})
         self._save_tuned(tuned, digest_of(examples))
         self._tuned, self._fitted_on = tuned, digest_of(examples)
-
-    def refit(self, examples: Mapping[str, Sequence[str]], labels: Sequence[Label]) -> Refit | None:
-        """None: this router learns from the examples alone, since each fit takes minutes."""
-        return None
 
     def probabilities(self, texts: Sequence[str]) -> tuple[tuple[str, ...], Floats]:
         tuned = self._tuned  # another thread may fit a new one meanwhile

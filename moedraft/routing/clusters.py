@@ -64,18 +64,22 @@ def overlaps(rows: Mapping[str, Floats]) -> list[Overlap]:
     names = list(rows)
     x = np.vstack([rows[name] for name in names]) if names else np.zeros((0, 1), dtype=np.float32)
     owner = np.repeat(np.arange(len(names)), [len(rows[name]) for name in names])
-    near = x @ x.T
-    np.fill_diagonal(near, -1.0)
-    nearest = owner[near.argmax(axis=1)] if len(x) > 1 else owner
-    found = []
-    for a in range(len(names)):
+    lies_in = np.zeros((len(names), len(names)))  # of a's examples, the share nearest to one of b's
+    alike: dict[tuple[int, int], int] = {}
+    for a in range(len(names)):  # one domain after the other, so that all beside all are never in memory
+        near = x[owner == a] @ x.T
+        near[np.arange(len(near)), np.flatnonzero(owner == a)] = -1.0
+        lies_in[a] = np.bincount(owner[near.argmax(axis=1)], minlength=len(names)) / len(near)
         for b in range(a + 1, len(names)):
-            between = near[np.ix_(owner == a, owner == b)]
-            shares = float((nearest[owner == a] == b).mean()), float((nearest[owner == b] == a).mean())
-            fewer = between if between.shape[0] <= between.shape[1] else between.T
-            same = int((fewer.max(axis=1) >= SAME).sum())
-            if same or any(shares):
-                found.append(Overlap(names[a], names[b], *shares, same, same / len(fewer)))
+            between = near[:, owner == b]
+            fewer = 1 if between.shape[0] <= between.shape[1] else 0
+            alike[a, b] = int((between.max(axis=fewer) >= SAME).sum())
+    found = []
+    for (a, b), same in alike.items():
+        shares = float(lies_in[a, b]), float(lies_in[b, a])
+        if same or any(shares):
+            size = min(len(rows[names[a]]), len(rows[names[b]]))
+            found.append(Overlap(names[a], names[b], *shares, same, same / size))
     return sorted(
         found, key=lambda one: -max(one.first_in_second + one.second_in_first, one.duplicates_share)
     )

@@ -41,7 +41,7 @@ class Label:
 class Refit:
     """What came of a fit on examples and labels, by what it says of examples that were left out."""
 
-    taken: bool  # whether it serves now; otherwise nothing has changed
+    taken: bool  # whether it is to serve; otherwise nothing changes
     labels: dict[str, int]  # how many were fitted on, by domain; domains without any are left out
     examples: int  # that were left out in turn
     right_before: int  # of these, how many the examples alone send to their domain

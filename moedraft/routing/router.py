@@ -55,6 +55,15 @@ class Route:
     probabilities: dict[str, float]
 
 
+@dataclass(frozen=True)
+class TriedFit:
+    """A model that was fitted on labels from the traffic too; nobody is routed by it yet."""
+
+    model: TwoStage
+    examples: str  # `digest_of` those that it was fitted on
+    outcome: Refit
+
+
 class Router:
     """Routes prompts by what it was last fitted on, which it keeps in `folder`.
 
@@ -64,6 +73,8 @@ class Router:
     Most prompts of well-known domains are told by their n-grams alone and not embedded, see `TwoStage`.
     With `first_stage` False every prompt is embedded, which is many times slower; it serves for comparison.
     """
+
+    learns_from_traffic = True
 
     def __init__(
         self, embedder: TextEmbedder, folder: Path, threshold: float = 0.35, *, first_stage: bool = True
@@ -111,18 +122,19 @@ class Router:
             model = TwoStage.fit(*rows) if rows else None
         self._use(model, digest_of(examples))
 
-    def refit(self, examples: Mapping[str, Sequence[str]], labels: Sequence[Label]) -> Refit | None:
-        """Fit on labels from the traffic beside the examples; keep that only if the examples say so.
+    def try_labels(self, examples: Mapping[str, Sequence[str]], labels: Sequence[Label]) -> TriedFit | None:
+        """Fit on labels from the traffic beside the examples, and have the examples judge it.
 
-        Left out in turn, the examples must be as well off as by a fit without the labels, see `loses`. None,
-        and nothing tried, with fewer than three domains, where examples cannot be judged so, and where no
-        label is left to use. Raises as `fit`.
+        Nothing serves otherwise until `take`, and the folder stays as it is. Left out in turn, the examples
+        must be as well off as by a fit without the labels, see `loses`. None, and nothing tried, with fewer
+        than three domains, where examples cannot be judged so, and where no label is left to use. Raises as
+        `fit`.
         """
         known = set().union(*examples.values())
         labels = [label for label in labels if label.text.strip() and label.text not in known]
         if len(examples) < MIN_TRIED or not labels:
             return None
-        own, split, made = self._rows_of(examples)
+        own, split, made = self._rows_of(examples, keep=False)
         x = self._label_features(labels)
         with threadpool_limits(1, user_api="blas"):
             plain, before = TwoStage.fit_and_try(own, split, made)
@@ -130,10 +142,15 @@ class Router:
             if not chosen:
                 return None
             model, after = TwoStage.fit_and_try(own, split, joined(made, _by_domain(own, x, chosen)))
-        if not (lost := loses(before, after, self.threshold)):
-            self._use(model, digest_of(examples))
         right = (one.right(self.threshold)[0] for one in (before, after))
-        return Refit(not lost, counted(chosen), int(after.known.sum()), *right)
+        better = not loses(before, after, self.threshold)
+        outcome = Refit(better, counted(chosen), int(after.known.sum()), *right)
+        return TriedFit(model, digest_of(examples), outcome)
+
+    def take(self, trial: TriedFit) -> None:
+        """Have what was tried serve, if the examples said so. Raises StorageError as `fit`."""
+        if trial.outcome.taken:
+            self._use(trial.model, trial.examples)
 
     def route(self, texts: Sequence[str]) -> list[Route]:
         """One Route per text, in order. Blank texts go to `shared`; without domains all do."""
@@ -176,13 +193,13 @@ class Router:
         return model.deciding(self.threshold) if model and self.first_stage else model
 
     def _rows_of(
-        self, examples: Mapping[str, Sequence[str]]
+        self, examples: Mapping[str, Sequence[str]], *, keep: bool = True
     ) -> tuple[dict[str, Floats], int, dict[str, Copies]]:
         """`_features_of` of what is used of the examples. Raises InvalidRequest."""
         for name, texts in examples.items():
             if len(texts) < 2:
                 raise InvalidRequest(f"domain {name!r} needs at least two example prompts.")
-        return self._features_of({name: spread(texts) for name, texts in examples.items()})
+        return self._features_of({name: spread(texts) for name, texts in examples.items()}, keep=keep)
 
     def _label_features(self, labels: Sequence[Label]) -> Floats:
         """[n, F]. Vectors of the last call are kept in memory; the folder never holds any of the traffic."""
@@ -194,17 +211,17 @@ class Router:
         return features(np.stack([vectors[text] for text in texts]), texts)
 
     def _features_of(
-        self, examples: Mapping[str, Sequence[str]]
+        self, examples: Mapping[str, Sequence[str]], *, keep: bool
     ) -> tuple[dict[str, Floats], int, dict[str, Copies]]:
         """Features of examples {name: [n, d + n-grams]} in the order of names; d, the embedding's width; and
-        the features of their reworded copies."""
+        the features of their reworded copies. keep: the folder then holds these embeddings alone."""
         names = sorted(examples)
         made = {name: copies(examples[name], MAX_COPIES) for name in names}
         groups = [list(examples[name]) for name in names] + [
             [text for _, text in made[name]] for name in names
         ]
         texts = [text for group in groups for text in group]
-        embeddings = self._cache.embed(texts)
+        embeddings = self._cache.embed(texts, keep=keep)
         rows = np.split(features(embeddings, texts), np.cumsum([len(group) for group in groups])[:-1])
         places = [np.array([place for place, _ in made[name]], dtype=np.int64) for name in names]
         copied = map(Copies, rows[len(names) :], places)

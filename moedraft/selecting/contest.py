@@ -65,6 +65,7 @@ class Contest:
             # Drafting with a wrong expert costs little, missing the right one costs all that it would gain.
             # So a domain above the threshold is tried first, even where "none of them" is likelier.
             shares[SHARED] = min(shares[SHARED], shares[chosen] / 2)
+        self.row.unlearned = self.row.routed not in (None, *self.standings.arms)
         self.standings.believe(shares)
         self._choose()
 
@@ -86,9 +87,10 @@ class Contest:
     def end(self) -> None:
         """Leave the final standings with the row, from which its replay record gets them.
 
-        The evidence alone says nothing of arms that were never compared.
+        The evidence alone says nothing of arms that were never compared. Of a domain that has no trained
+        expert yet all of it says nothing, so that its records teach it.
         """
-        if self.times:
+        if self.times and not self.row.unlearned:
             self.row.weights = _kept(self.standings.weights)
             self.row.heard = _kept(self.heard.among(self.looked_at))
 

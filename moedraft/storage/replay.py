@@ -132,8 +132,8 @@ class ReplayBuffer:
         return list(decoded(rows))
 
     def unclaimed(self, limit: int) -> list[ReplayRecord]:
-        """The newest records that the shared adapter drafted for, unless the client had asked for it."""
-        query = select(replay).where(replay.c.expert == SHARED, replay.c.pinned.is_(False))
+        """The newest records that are no domain's, unless the client had asked for the shared adapter."""
+        query = select(replay).where(replay.c.domain == SHARED, replay.c.pinned.is_(False))
         with self._home.read() as connection:
             rows = connection.execute(query.order_by(replay.c.id.desc()).limit(limit)).all()
         return list(decoded(rows))

@@ -2,21 +2,24 @@
 
 A label comes from the evidence of one answer, without the router's prior, so that the router does not confirm
 itself. The prompts are read from the replay: only requests that may be learned from are used, none whose
-expert the client chose, no client gives more than half of a domain's labels where others give some, and what
-a purge deletes is forgotten with it. Whether a refit serves is decided by the registered examples.
+expert the client chose, no client gives more of a domain's labels than all others together (or four) where
+others give some, and what a purge deletes is forgotten with it. Whether a refit serves is decided by the
+registered examples.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
 from moedraft.chat import asked_text
 from moedraft.core import SHARED
-from moedraft.routing.labels import MOST_LABELS, Label, Refit
-from moedraft.routing.router import Router
+from moedraft.routing.labels import LEAST_LABELS, MOST_LABELS, Label, Refit
+from moedraft.routing.router import Router, TriedFit
 from moedraft.storage.changes import PURGES_SEEN, REFIT, knows_deleted, last_refit
 from moedraft.storage.shares import Held, within_shares
 from moedraft.storage.store import Store
@@ -35,33 +38,56 @@ def is_due(store: Store) -> bool:
 
 
 def refit_by_traffic(
-    store: Store, router: Router, tokenizer: Any, still: Callable[[], bool] = lambda: True
+    store: Store,
+    router: Router,
+    tokenizer: Any,
+    still: Callable[[], bool] = lambda: True,
+    changing: AbstractContextManager[Any] | None = None,
 ) -> Refit | None:
     """Refit the router on the registered examples and the traffic, and note what came of it.
 
-    still: asked before anything is fitted; False ends it. None: there was nothing to try, or records were
-    deleted meanwhile and the router knows the examples alone.
+    still: asked before anything is fitted; False ends it. changing: held while the router or what it is
+    fitted on may not change, so not during the fit. None: there was nothing to try, or domains or records
+    were changed meanwhile; what was fitted is dropped then.
     """
-    if knows_deleted(store.registry):
-        refit(store, router)
-    before, purges = last_refit(store.registry), store.registry.purges()
-    if not before:  # so that a deletion finds what is fitted below, whenever this process ends
-        store.registry.set_meta(REFIT, json.dumps({PURGES_SEEN: purges}))
-    newest = store.replay.compared(1)
+    changing = changing or nullcontext()
+    with changing:
+        _unlearn(store, router)
+        purges, newest = store.registry.purges(), store.replay.compared(1)
+        examples = _registered(store)
     labels = traffic_labels(store, tokenizer)
-    examples = {one.name: list(one.examples) for one in store.registry.domains()}
     if not still():
         return None
-    found = router.refit(examples, labels)
-    if store.registry.purges() != purges:
+    trial = router.try_labels(examples, labels)
+    with changing:
+        _unlearn(store, router)
+        if store.registry.purges() != purges or _registered(store) != examples:
+            return None
+        _take(store, router, trial, {"last_id": newest[0].id if newest else 0, PURGES_SEEN: purges})
+    return trial.outcome if trial else None
+
+
+def _unlearn(store: Store, router: Router) -> None:
+    """Fit the router on the examples alone where it may know prompts that were deleted."""
+    if knows_deleted(store.registry):
         refit(store, router)
-        return None
-    last_id = newest[0].id if newest else 0
-    state = {**(asdict(found) if found else {}), "last_id": last_id, PURGES_SEEN: purges}
-    if found is None or not found.taken:  # what served goes on serving
+
+
+def _registered(store: Store) -> dict[str, list[str]]:
+    return {one.name: list(one.examples) for one in store.registry.domains()}
+
+
+def _take(store: Store, router: Router, trial: TriedFit | None, seen: dict[str, int]) -> None:
+    """Have the router use what was tried, if it is better, and note that. seen: what it was made from."""
+    before = last_refit(store.registry)
+    state: dict[str, Any] = {**(asdict(trial.outcome) if trial else {}), **seen}
+    if trial is None or not trial.outcome.taken:  # what served goes on serving
         state["labels"] = before.get("labels", {})
+    else:
+        if not before:  # so that a deletion finds what is written now, whenever this process ends
+            store.registry.set_meta(REFIT, json.dumps({PURGES_SEEN: seen[PURGES_SEEN]}))
+        router.take(trial)
     store.registry.set_meta(REFIT, json.dumps(state))
-    return found
 
 
 def traffic_labels(store: Store, tokenizer: Any) -> list[Label]:
@@ -73,10 +99,26 @@ def traffic_labels(store: Store, tokenizer: Any) -> list[Label]:
         if best in held and one.heard[best] >= SURE:
             held[best].append(Held(one.id, one.source, False))
             sure[one.id] = best, one.heard[best]
-    chosen = [number for some in held.values() for number in within_shares(some, MOST_LABELS)]
+    chosen = [number for some in held.values() for number in _of_many(some)]
     labels: dict[str, Label] = {}
     for number in chosen:
         for record in store.replay.by_ids([number]):
             text = asked_text(tokenizer, record.token_ids[: record.num_prompt_tokens])
             labels.setdefault(text, Label(text, *sure[number]))
     return list(labels.values())
+
+
+def _of_many(held: Sequence[Held]) -> list[int]:
+    """Ids of MOST_LABELS records of one domain at most, the first ones.
+
+    Where several sources give some, each gives LEAST_LABELS or as many as all others together.
+    """
+    sources = {one.id: one.source for one in held}
+    chosen = within_shares(held, MOST_LABELS)
+    counts = Counter(sources[number] for number in chosen)
+    if len(counts) < 2:
+        return chosen
+    [(loud, count)] = counts.most_common(1)
+    own = [number for number in chosen if sources[number] == loud]
+    dropped = set(own[max(LEAST_LABELS, len(chosen) - count) :])
+    return [number for number in chosen if number not in dropped]

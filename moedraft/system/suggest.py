@@ -1,9 +1,9 @@
 """Which domains could be registered, from prompts that no expert served, and which ones could be merged.
 
-Such prompts are read from the replay: those that fitted no domain, and those that evidence gave to the shared
-draft in the end. So only requests that may be learned from are looked at, and a purge reaches them. What a
-domain would gain is not told, because that would take a trial of learning; what is told is how much of the
-shared draft's guesses is accepted on these prompts now.
+Such prompts are read from the replay: those that fitted no domain, and stayed with the shared draft. So only
+requests that may be learned from are looked at, and a purge reaches them. What the router sent to a domain is
+no other one's because its expert lost. What a domain would gain is not told, because that would take a trial
+of learning; what is told is how much of the shared draft's guesses is accepted on these prompts now.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from moedraft.chat import asked_text
 from moedraft.core import SHARED, ReplayRecord
 from moedraft.routing.clusters import clusters, overlaps
-from moedraft.routing.router import Router
+from moedraft.routing.router import Router, spread
 from moedraft.storage.store import Store
 from moedraft.system.domains import MIN_EXAMPLES
 
@@ -144,6 +144,9 @@ def _group_data(one: Suggestion, *, texts: bool, every_prompt: bool) -> dict[str
 
 
 def overlaps_data(store: Store, router: Router) -> list[dict[str, Any]]:
-    """Pairs of registered domains whose examples overlap, those that share most first."""
-    rows = {one.name: router.features(one.examples) for one in store.registry.domains()}
+    """Pairs of registered domains whose examples overlap, those that share most first.
+
+    The examples are those that the router is fitted on, so that hardly any has to be embedded.
+    """
+    rows = {one.name: router.features(spread(one.examples)) for one in store.registry.domains()}
     return [{**asdict(one), "should_merge": one.should_merge} for one in overlaps(rows)]

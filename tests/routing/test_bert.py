@@ -13,7 +13,6 @@ from transformers import BertConfig, BertModel, BertTokenizerFast
 from moedraft.config import load_settings
 from moedraft.core import SHARED, InvalidRequest
 from moedraft.routing.bert import BERT_FILE, BertRouter
-from moedraft.routing.labels import Label
 from moedraft.storage.store import Store
 from moedraft.system.build import open_router
 from moedraft.system.domains import register_domain, remove_domain
@@ -102,7 +101,6 @@ def test_no_domains_and_one_domain(bert: Path, tmp_path: Path) -> None:
     assert made.matches({})
     made.fit({"sql": EXAMPLES["sql"]})
     assert made.route([EXAMPLES["sql"][0]])[0].domain == "sql"
-    assert made.refit(EXAMPLES, [Label("select", "sql", 1.0)]) is None
     with pytest.raises(InvalidRequest, match="at least two"):
         made.fit({"sql": ["one"]})
 

@@ -6,8 +6,12 @@ import numpy as np
 import pytest
 from routing_fakes import WordEmbedder, prompts
 
+from moedraft.core import Domain
 from moedraft.routing.clusters import clusters, overlaps
 from moedraft.routing.embedder import Floats, features
+from moedraft.routing.router import MAX_EXAMPLES, Router
+from moedraft.storage.store import Store
+from moedraft.system.suggest import overlaps_data
 
 EMBEDDER = WordEmbedder()
 
@@ -58,3 +62,14 @@ def test_nothing_overlaps_with_nothing() -> None:
     assert overlaps({"a": rows_of(prompts("sql", 4))}) == []
     apart = overlaps({"a": rows_of(prompts("sql", 12)), "b": rows_of(prompts("garten", 12))})
     assert not any(one.should_merge for one in apart)
+
+
+def test_of_a_large_domain_so_many_examples_are_compared_as_the_router_knows(store: Store) -> None:
+    """An answer to an operator's question must not embed or multiply ten thousand rows."""
+    texts = {"sql": prompts("sql", 1000), "garten": prompts("garten", 40)}
+    for name, some in texts.items():
+        store.registry.add_domain(Domain(name, "", tuple(dict.fromkeys(some)), 1.0))
+    router = Router(EMBEDDER, store.home.path / "router")
+    EMBEDDER.embedded.clear()
+    overlaps_data(store, router)
+    assert len(EMBEDDER.embedded) == MAX_EXAMPLES + len(set(texts["garten"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from moedraft.routing.labels import (
     MOST_LABELS,
     TRAFFIC_SHARE,
     Label,
+    Refit,
     beside,
     plausible,
 )
@@ -37,6 +39,14 @@ def router(tmp_path: Path) -> Router:
     return made
 
 
+def refit(router: Router, examples: Mapping[str, list[str]], labels: list[Label]) -> Refit | None:
+    """Have the router take what was tried with the labels."""
+    if (trial := router.try_labels(examples, labels)) is None:
+        return None
+    router.take(trial)
+    return trial.outcome
+
+
 def routed(router: Router, texts: list[str], domain: str) -> int:
     return sum(route.domain == domain for route in router.route(texts))
 
@@ -44,7 +54,7 @@ def routed(router: Router, texts: list[str], domain: str) -> int:
 def test_another_wording_is_learned_from_the_traffic(router: Router, tmp_path: Path) -> None:
     unseen = newer(40, seed=1)
     before = routed(router, unseen, "sql")
-    found = router.refit(EXAMPLES, [Label(text, "sql", 0.95) for text in newer(30, seed=2)])
+    found = refit(router, EXAMPLES, [Label(text, "sql", 0.95) for text in newer(30, seed=2)])
     assert found is not None
     assert found.taken
     assert found.labels == {"sql": len(set(newer(30, seed=2)))}
@@ -59,9 +69,9 @@ def test_another_wording_is_learned_from_the_traffic(router: Router, tmp_path: P
 def test_labels_that_the_examples_contradict_are_dropped(router: Router) -> None:
     """Prompts that look like one domain, labelled as another because its expert has learned more."""
     wrong = [Label(text, "garten", 1.0) for text in prompts("maths", 40, seed=7)]
-    assert router.refit(EXAMPLES, wrong) is None
+    assert refit(router, EXAMPLES, wrong) is None
     right = [Label(text, "sql", 0.9) for text in newer(30, seed=2)]
-    found = router.refit(EXAMPLES, [*wrong, *right])
+    found = refit(router, EXAMPLES, [*wrong, *right])
     assert found is not None
     assert set(found.labels) == {"sql"}
     assert routed(router, prompts("maths", 20, seed=11), "maths") == 20
@@ -74,7 +84,7 @@ def test_a_refit_that_loses_changes_nothing(router: Router, monkeypatch: pytest.
     monkeypatch.setattr("moedraft.routing.labels.MOST_LABELS", 400)
     poison = [Label(text, "garten", 1.0) for text in prompts("maths", 400, seed=7)]
     file = (router.folder / "router.safetensors").read_bytes()
-    found = router.refit(EXAMPLES, poison)
+    found = refit(router, EXAMPLES, poison)
     assert found is not None
     assert found.right_after < found.right_before
     assert not found.taken
@@ -84,10 +94,10 @@ def test_a_refit_that_loses_changes_nothing(router: Router, monkeypatch: pytest.
 def test_nothing_is_tried_where_nothing_can_be_judged(router: Router) -> None:
     labels = [Label(text, "sql", 1.0) for text in newer(20, seed=2)]
     two = {name: EXAMPLES[name] for name in ("sql", "maths")}
-    assert router.refit(two, labels) is None
-    assert router.refit(EXAMPLES, []) is None
-    assert router.refit(EXAMPLES, [Label(text, "sql", 1.0) for text in EXAMPLES["sql"]]) is None
-    assert router.refit(EXAMPLES, [Label(text, "gone", 1.0) for text in newer(20, seed=2)]) is None
+    assert refit(router, two, labels) is None
+    assert refit(router, EXAMPLES, []) is None
+    assert refit(router, EXAMPLES, [Label(text, "sql", 1.0) for text in EXAMPLES["sql"]]) is None
+    assert refit(router, EXAMPLES, [Label(text, "gone", 1.0) for text in newer(20, seed=2)]) is None
 
 
 def test_the_traffic_is_embedded_once_and_never_written(router: Router) -> None:
@@ -95,9 +105,9 @@ def test_the_traffic_is_embedded_once_and_never_written(router: Router) -> None:
     assert isinstance(embedder, WordEmbedder)
     labels = [Label(text, "sql", 0.9) for text in dict.fromkeys(newer(12, seed=2))]
     kept = (router.folder / "embeddings.safetensors").read_bytes()
-    router.refit(EXAMPLES, labels)
+    refit(router, EXAMPLES, labels)
     embedder.embedded.clear()
-    router.refit(EXAMPLES, labels)
+    refit(router, EXAMPLES, labels)
     assert not set(embedder.embedded) & {label.text for label in labels}
     assert (router.folder / "embeddings.safetensors").read_bytes() == kept
 

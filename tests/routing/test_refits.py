@@ -13,7 +13,7 @@ from routing_fakes import TOPICS, WordEmbedder, prompts
 
 from moedraft.core import SHARED, Domain, ReplayRecord
 from moedraft.insight import inventory
-from moedraft.routing.labels import MOST_LABELS
+from moedraft.routing.labels import LEAST_LABELS, MOST_LABELS
 from moedraft.routing.router import Router
 from moedraft.serve.worker.refits import Refits
 from moedraft.storage.changes import knows_deleted, last_refit, purge
@@ -112,6 +112,19 @@ def test_no_client_gives_most_of_a_domains_labels(store: Store) -> None:
     assert texts >= set(others)
 
 
+@pytest.mark.usefixtures("router")
+@pytest.mark.parametrize(("quiet", "taken"), [(0, MOST_LABELS), (1, LEAST_LABELS), (9, 9)])
+def test_a_client_gives_at_most_as_many_labels_as_all_others(store: Store, quiet: int, taken: int) -> None:
+    """Unless it is the only one, or gives very few: their places are not filled with its own."""
+    many = list(dict.fromkeys(newer(3 * MOST_LABELS, seed=3)))[: 2 * MOST_LABELS]
+    others, loud = set(many[:quiet]), set(many[quiet:])
+    store.replay.add([answered(text, {"sql": 1.0}, source="quiet") for text in many[:quiet]])
+    store.replay.add([answered(text, {"sql": 1.0}, source="loud") for text in many[quiet:]])
+    texts = {one.text for one in traffic_labels(store, Words())}
+    assert texts & others == others
+    assert len(texts & loud) == taken
+
+
 def test_a_refit_is_due_after_enough_new_answers(store: Store, router: Router, traffic: list[str]) -> None:
     assert is_due(store)
     found = refit_by_traffic(store, router, Words())
@@ -154,14 +167,14 @@ def test_what_is_deleted_is_unlearned(store: Store, router: Router) -> None:
 def test_what_is_deleted_during_a_refit_is_not_learned(
     store: Store, router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before, fit = routed(router), router.refit
+    before, fit = routed(router), router.try_labels
 
     def purged_meanwhile(*prompts: Any) -> Any:
         found = fit(*prompts)
         purge(store, None)
         return found
 
-    monkeypatch.setattr(router, "refit", purged_meanwhile)
+    monkeypatch.setattr(router, "try_labels", purged_meanwhile)
     assert refit_by_traffic(store, router, Words()) is None
     assert routed(router) == before
     assert not knows_deleted(store.registry)
@@ -173,13 +186,13 @@ def test_a_refit_that_is_not_noted_is_found_by_a_deletion(
     store: Store, router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after a kill between the router's file and the note of it."""
-    fit = router.refit
+    take = router.take
 
     def killed(*prompts: Any) -> Any:
-        fit(*prompts)
+        take(*prompts)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(router, "refit", killed)
+    monkeypatch.setattr(router, "take", killed)
     with pytest.raises(KeyboardInterrupt):
         refit_by_traffic(store, router, Words())
     assert not knows_deleted(store.registry)
@@ -258,3 +271,31 @@ def test_it_looks_by_itself_and_ends_when_it_is_told(serving: Serving) -> None:
     refits.stop(30)
     assert not refits._thread.is_alive()
     assert routed(serving.router) > before
+
+
+def test_nobody_waits_for_a_fit(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A domain that is registered meanwhile stays as it is, and the fit without it is dropped."""
+    fit, store, served = Router.try_labels, serving.store, serving.router
+
+    def registered_meanwhile(router: Router, *prompts: Any) -> Any:
+        found = fit(router, *prompts)
+        assert serving.changing.acquire(timeout=0), "a fit holds up whoever changes domains"
+        register_domain(store, served, "new", [f"word{i} of something else" for i in range(8)])
+        serving.changing.release()
+        return found
+
+    refits = Refits(serving, lambda: True)  # type: ignore[arg-type]
+    with monkeypatch.context() as patch:
+        patch.setattr(Router, "try_labels", registered_meanwhile)
+        assert not refits.look()
+    assert served.domains == tuple(sorted([*EXAMPLES, "new"]))
+    assert last_refit(store.registry) == {}
+    assert refits.look()  # the next one knows it
+    assert served.domains == tuple(sorted([*EXAMPLES, "new"]))
+    assert last_refit(store.registry)["labels"]["sql"] > 0
+
+
+def test_a_router_that_learns_from_examples_alone_is_left_alone(serving: Serving) -> None:
+    serving.router.learns_from_traffic = False
+    assert not Refits(serving, lambda: True).look()  # type: ignore[arg-type]
+    assert last_refit(serving.store.registry) == {}

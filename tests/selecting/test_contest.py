@@ -92,6 +92,8 @@ def test_the_prompt_alone_may_overrule_the_router(made: list[EvidenceSelector]) 
     assert selector.settle() == [one]
     assert (one.expert, one.routed, one.overruled, one.confidence) == ("french", "sql", True, 0.9)
     assert one.domain == "french"
+    selector.settle(one)
+    assert one.weights["french"] > 0.8
 
 
 def test_a_router_that_is_right_is_left_alone(made: list[EvidenceSelector]) -> None:
@@ -172,13 +174,16 @@ def test_without_a_judge_or_experts_the_router_decides(made: list[EvidenceSelect
 
 
 def test_a_domain_that_never_learned_keeps_its_requests(made: list[EvidenceSelector]) -> None:
-    """Its expert is the shared draft in all but name; a better one may still take over."""
+    """Its expert is the shared draft in all but name. Another one may draft better, and yet the text is not
+    that one's: the domain would never learn otherwise, and the other expert learn what is not its own."""
     route = Route("maths", 0.9, {"maths": 0.9, "sql": 0.05, SHARED: 0.05})
     for best, expected in ((SHARED, "maths"), ("sql", "sql")):
         one, selector = question(), selector_of(made, Judged(best), route)
         begun(selector, one)
         selector.settle()
-        assert one.expert == expected
+        selector.settle(one)
+        assert (one.expert, one.domain) == (expected, "maths")
+        assert one.weights == one.heard == {}  # nobody can tell how the domain's own expert would stand
 
 
 def test_what_the_shared_draft_takes_over_is_still_learned_by_the_domain(
@@ -339,8 +344,8 @@ def test_among_many_arms_the_best_one_is_heard(made: list[EvidenceSelector]) -> 
 
 def test_many_arms_that_guess_alike_are_heard_alike(made: list[EvidenceSelector]) -> None:
     arms = [SHARED, *(f"expert {i}" for i in range(15))]
-    judge = Judged("nobody", arms)
-    one, selector = question(max_tokens=500), selector_of(made, judge)
+    judge, route = Judged("nobody", arms), Route("expert 1", 0.9, {"expert 1": 0.9, SHARED: 0.1})
+    one, selector = question(max_tokens=500), selector_of(made, judge, route)
     begun(selector, one)
     for _ in range(3):
         selector.settle()

@@ -46,13 +46,14 @@ class Refits:
         system = self._system
         if (purges := system.store.registry.purges()) != self._purges:
             self._router, self._purges = None, purges  # it remembers texts that may be deleted now
-        if not self._may() or not is_due(system.store):
-            return False
         router = system.router
-        with system.changing:  # nobody registers or removes a domain meanwhile
-            if self._router is None:
-                self._router = Router(router.embedder, system.settings.home / ROUTER_FOLDER, router.threshold)
-            found = refit_by_traffic(system.store, self._router, self._tokenizer, self._still)
+        if not router.learns_from_traffic or not self._may() or not is_due(system.store):
+            return False
+        if self._router is None:
+            self._router = Router(router.embedder, system.settings.home / ROUTER_FOLDER, router.threshold)
+        # Nobody waits for the fit who registers or removes a domain, or purges; then it is dropped.
+        found = refit_by_traffic(system.store, self._router, self._tokenizer, self._still, system.changing)
+        with system.changing:
             router.load_or_empty()
         if found is not None:
             result = "serves" if found.taken else "was dropped, since the examples lose by it"
