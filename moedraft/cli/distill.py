@@ -47,7 +47,10 @@ def distill(
     ctx: typer.Context,
     domain: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="This one (or `shared`), even without enough new records."),
+        typer.Option(
+            metavar="NAME",
+            help="This one (or `shared`), even without enough new records; a feature drafter trains all.",
+        ),
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimiser steps per update.")] = None,
     kind: Annotated[

@@ -28,6 +28,9 @@ METHOD = """## How it was measured
   many weights take part in each guess. One adapter drafts the tokens of all experts' own lists as well.
 - **Equal updates**: the same number of updates and steps. One record in eight is held back from training in
   every arrangement, since the gate needs it; arrangements without a gate publish every update.
+- **With gate**: the gate and its second look, after each update once. A server does more, which is not in
+  these figures: it makes further updates from the same records while they still bring something, changes the
+  interval between updates, and takes versions back that later requests show to be worse.
 - *Offline bound*: all requests are known beforehand and learned from with three times the updates."""
 
 COMMANDS = """## Run it again
@@ -38,8 +41,9 @@ stopped goes on where it was. All of it takes days of a core.
     python scripts/evidence.py --data ../shared/data --out /tmp/evidence           # all of it
     python scripts/evidence.py --data ../shared/data --out /tmp/quick --quick      # the main contrasts
 
-With `--parts` only a part is run: `main`, `paper` (offline, online, and both), `objectives` (forward KL and
-others) or `interval` (how often to update); `--patterns` and `--arrangements` choose from it."""
+With `--parts` only a part is run: `main`, `poison` (a client that sends rubbish), `paper` (offline, online,
+and both), `objectives` (forward KL and others) or `interval` (how often to update); `--patterns` and
+`--arrangements` choose from it."""
 
 DASH = "—"
 
