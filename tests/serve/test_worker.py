@@ -43,32 +43,40 @@ class Gate:
     """The engine's steps, one at a time: `let(n)` allows n more, `open()` all."""
 
     def __init__(self, system: System, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.allowed = threading.Semaphore(0)
-        self.waiting = threading.Event()  # a step stands at the gate
+        self._changed = threading.Condition()
+        self._allowed, self._standing, self._open = 0, False, False
         self.done = 0
-        self._step, self._open = system.engine.step, False
+        self._step = system.engine.step
         monkeypatch.setattr(system.engine, "step", self._gated)
 
     def let(self, steps: int = 1) -> None:
-        for _ in range(steps):
-            self.allowed.release()
+        with self._changed:
+            self._allowed += steps
+            self._changed.notify_all()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether a step stands at the gate and will not go through by itself."""
+        with self._changed:
+            return self._standing and not self._allowed
 
     @property
     def used_up(self) -> bool:
         """Whether no more steps are allowed."""
-        if free := self.allowed.acquire(blocking=False):
-            self.allowed.release()
-        return not free
+        with self._changed:
+            return not self._allowed
 
     def open(self) -> None:
-        self._open = True
-        self.allowed.release(1000)
+        with self._changed:
+            self._open = True
+            self._changed.notify_all()
 
     def _gated(self) -> list[RequestOutput]:
-        if not self._open:
-            self.waiting.set()
-            self.allowed.acquire()
-            self.waiting.clear()
+        with self._changed:
+            self._standing = True
+            self._changed.wait_for(lambda: self._open or self._allowed)
+            self._allowed -= not self._open
+            self._standing = False
         outputs = self._step()
         self.done += 1
         return outputs
@@ -215,7 +223,7 @@ async def submitted(worker: Worker, gate: Gate, start: int = 1, what: SamplingPa
     asking = asyncio.ensure_future(worker.submit([start, 2], what))
 
     def taken() -> bool:
-        if gate.waiting.is_set() and gate.used_up:
+        if gate.is_closed:
             gate.let()  # never two at once: those left over would let the requests end by themselves
         return asking.done()
 
@@ -247,7 +255,7 @@ def test_leaving_frees_the_slot_within_a_step(gated: Worker, gate: Gate, steps: 
     async def leave() -> None:
         ticket = await submitted(gated, gate)
         gate.let(steps)
-        await until(lambda: gate.waiting.is_set() and gate.used_up)
+        await until(lambda: gate.is_closed)
         if how == "cancel":
             ticket.cancel()
             ticket.cancel()
@@ -302,7 +310,7 @@ def test_leaving_the_queue_never_costs_a_slot(gated: Worker, gate: Gate) -> None
 def test_a_submission_that_is_cancelled_was_never_made(gated: Worker, gate: Gate) -> None:
     async def leave() -> None:
         holder = await submitted(gated, gate)
-        await until(gate.waiting.is_set)
+        await until(lambda: gate.is_closed)
         waiting = [asyncio.ensure_future(gated.submit([1], LONG)) for _ in range(5)]
         await until(lambda: requests_of(gated) == 6)
         for task in waiting:
@@ -523,7 +531,7 @@ def test_a_call_that_was_cancelled_in_time_is_not_run(gated: Worker, gate: Gate)
 
     async def ask() -> None:
         ticket = await submitted(gated, gate)
-        await until(gate.waiting.is_set)
+        await until(lambda: gate.is_closed)
         task = asyncio.ensure_future(gated.call(lambda system: ran.append(1)))
         await soon()
         task.cancel()
@@ -592,7 +600,7 @@ def test_stopping_with_a_frozen_step_hangs_nobody(system: System, monkeypatch: p
 
     async def ask() -> None:
         ticket = await worker.submit("1", LONG)
-        await until(gate.waiting.is_set)
+        await until(lambda: gate.is_closed)
         waiting = asyncio.ensure_future(worker.submit("2", LONG))
         calling = asyncio.ensure_future(worker.call(lambda system: 1))
         await soon()
@@ -699,7 +707,7 @@ def test_a_frozen_step_is_a_stall(
 
     async def ask() -> None:
         ticket = await timed.submit("1", LONG)
-        await until(gate.waiting.is_set)
+        await until(lambda: gate.is_closed)
         assert not timed.progress_stalled(30)
         clock.offset += 29
         assert not timed.progress_stalled(30)
