@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kernel_callers import callers
-from kernel_timing import Bench, Call, measured
+from kernel_timing import Bench, Call, captured, measured
 
 
 class About(NamedTuple):
@@ -81,33 +81,70 @@ class Case:
 
 
 @contextmanager
-def reported(name: str, result: dict[str, Any]) -> Iterator[None]:
-    """Put what stops a contender into the table, so that it does not end the run."""
+def reported(entry: dict[str, Any]) -> Iterator[None]:
+    """Put what stops a measurement beside what it has found so far, so that it does not end the run."""
     try:
         yield
     except ImportError:
-        result[name] = {"status": "not installed"}
+        entry["status"] = "not installed"
     except Exception as error:
-        result[name] = {"status": f"failed: {type(error).__name__}: {str(error)[:200]}"}
+        entry["status"] = f"failed: {type(error).__name__}: {str(error)[:200]}"
 
 
-def run_case(case: Case, bench: Bench, bandwidth: float | None) -> dict[str, Any]:
-    """Measure all contenders, our own first. `bandwidth`: bytes per second of a copy, to compare with."""
-    said = ABOUT[case.operation]
-    results: dict[str, Any] = {}
-    for name, contender in case.contenders().items():
-        with reported(name, results):
-            results[name] = {**measured(contender.make(), bench, contender.graph), **contender.facts()}
+def run_contender(contender: Contender, bench: Bench) -> dict[str, Any]:
+    """What is found of it. The graph comes last, because a failed capture spoils what comes after it."""
+    entry: dict[str, Any] = {}
+    with reported(entry):
+        calls = contender.make()
+        entry |= measured(calls, bench)
+        entry |= contender.facts()
+        if contender.graph and bench.cuda:
+            entry["graph"] = captured(calls, bench, entry["us"])
+    return entry
+
+
+def failed(entry: dict[str, Any]) -> bool:
+    """Whether the process that measured this may have lost the device to a broken capture or kernel."""
+    return entry.get("status", "not installed") != "not installed" or "status" in entry.get("graph", {})
+
+
+def run_case(
+    case: Case, bench: Bench, bandwidth: float | None, known: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Measure all contenders, our own first, beyond those that are known from an earlier process.
+
+    bandwidth: bytes per second of a copy, to compare with. On a CUDA device the first contender that fails is
+    the last to be measured here: "left" says how many are left to a new process, and "broken" that one must
+    take over.
+    """
+    results: dict[str, Any] = dict(known or {})
+    made: dict[str, Contender] = {}
+    unmade: dict[str, Any] = {}
+    with reported(unmade):
+        made = case.contenders()
+    broken = bench.cuda and failed(unmade)
+    if unmade:
+        results["data"] = unmade
+    waiting = [name for name in made if name not in results]
+    while waiting and not broken:
+        name = waiting.pop(0)
+        results[name] = run_contender(made[name], bench)
+        broken = bench.cuda and failed(results[name])
     for entry in results.values():
         for timing in (entry, entry.get("graph", {})):
             if timing.get("us") and bandwidth:
                 timing["share_of_copy"] = round(case.floor_bytes / (timing["us"] * 1e-6) / bandwidth, 4)
-    about = {"launches": said.launches, "replaces": said.replaces, "called_by": said.called_by}
-    shape = {**case.shape, "dtype": str(bench.dtype).removeprefix("torch.")}
+    return described(case, bench) | {"contenders": results, "left": len(waiting), "broken": broken}
+
+
+def described(case: Case, bench: Bench) -> dict[str, Any]:
+    """What is said of a case beside its times."""
+    said = ABOUT[case.operation]
     return {
         "operation": case.operation,
-        "shape": shape,
+        "shape": {**case.shape, "dtype": str(bench.dtype).removeprefix("torch.")},
         "floor_bytes": case.floor_bytes,
-        **about,
-        "contenders": results,
+        "launches": said.launches,
+        "replaces": said.replaces,
+        "called_by": said.called_by,
     }

@@ -9,7 +9,7 @@ import kernel_peers as peers
 import torch
 from kernel_case import Case, Contender
 from kernel_peers import Loss
-from kernel_timing import Bench, Call
+from kernel_timing import Bench, Call, Data
 from torch import Tensor
 
 from moedraft import kernels
@@ -28,12 +28,11 @@ def step(function: Loss, student: Tensor, teacher: Tensor) -> Call:
 
 def relative_errors(bench: Bench, loss: Callable[[Tensor, Tensor], Tensor]) -> dict[str, float]:
     """Relative norms against float64 on a few rows: loss and gradient. `loss` gives one loss a row."""
-    gen = torch.Generator(bench.device).manual_seed(5)
-    errors = {}
+    data, errors = Data(bench, 5), {}
     for dtype in {torch.float32, bench.dtype}:
         size = (min(64, bench.rows), bench.vocab)
-        student = (torch.randn(size, device=bench.device, generator=gen) * 2).to(dtype)
-        teacher = (student + torch.randn(size, device=bench.device, generator=gen)).to(dtype)
+        student = data.normal(*size, scale=2, dtype=dtype)
+        teacher = student + data.normal(*size, dtype=dtype)
         exact, given = student.double().requires_grad_(), student.requires_grad_()
         wanted, found = loss(exact, teacher.double()), loss(given, teacher)
         (wanted_grad,) = torch.autograd.grad(wanted.sum(), exact)
@@ -60,8 +59,9 @@ def topk_case(bench: Bench, kind: Kind, vocab: int, rows: int, plain: bool = Fal
     floor = 2 * rows * vocab * bench.dtype.itemsize
 
     def contenders() -> dict[str, Contender]:
-        student = torch.randn(rows, vocab, device=bench.device).to(bench.dtype)
-        ids, logprobs = topk_of(torch.randn_like(student), bench.top_k)
+        data = Data(bench)
+        student = data.normal(rows, vocab)
+        ids, logprobs = topk_of(data.normal(rows, vocab), bench.top_k)
 
         def ours(inplace: bool) -> Loss:
             return lambda s, _: kernels.divergence(
@@ -96,8 +96,8 @@ def dense_case(bench: Bench, kind: Kind) -> Case:
     floor = 3 * bench.rows * bench.vocab * bench.dtype.itemsize  # two reads and one write
 
     def contenders() -> dict[str, Contender]:
-        student = torch.randn(bench.rows, bench.vocab, device=bench.device).to(bench.dtype)
-        teacher = torch.randn(bench.rows, bench.vocab, device=bench.device).to(bench.dtype)
+        data = Data(bench)
+        student, teacher = (data.normal(bench.rows, bench.vocab) for _ in range(2))
         plain = peers.plain_divergence(kind)
 
         def ours(inplace: bool) -> Loss:
@@ -133,13 +133,14 @@ def linear_case(bench: Bench, width: int = 2048) -> Case:
     floor = 2 * vocab * width * bench.dtype.itemsize  # the weights, read for the product and its gradient
 
     def contenders() -> dict[str, Contender]:
-        hidden, teacher = (torch.randn(rows, width, device=bench.device).to(bench.dtype) for _ in range(2))
-        weight = torch.randn(vocab, width, device=bench.device).mul_(width**-0.5).to(bench.dtype)
+        data = Data(bench)
+        hidden, teacher = (data.normal(rows, width) for _ in range(2))
+        weight = data.normal(vocab, width, scale=width**-0.5)
 
         def ours(s: Tensor, t: Tensor) -> Tensor:
             return kernels.divergence(s @ weight.T, t @ weight.T, kind="jsd", inplace_grad=True)
 
-        ids, logprobs = topk_of(torch.randn(rows, vocab, device=bench.device).to(bench.dtype), bench.top_k)
+        ids, logprobs = topk_of(data.normal(rows, vocab), bench.top_k)
 
         def fused(s: Tensor, _: Tensor) -> Tensor:
             return kernels.linear_divergence(s, weight, teacher_topk=(ids, logprobs))
