@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Everything that needs a CUDA device, in three slices, each of which takes less than eight minutes. Needs python3
-# with torch, triton and pytest; installs and fetches nothing.
+# with torch, triton and pytest, and for the engine benchmark numpy, safetensors, scikit-learn, threadpoolctl and
+# transformers; installs and fetches nothing. All other benchmarks (learning, verification, serving …) need the
+# installed package with its database and settings libraries, and are not for such a machine.
 #
 #   scripts/gpu_check.sh kernels     what only a GPU shows of the kernels, then their benchmark: the cases of most value
 #   scripts/gpu_check.sh tests       all tests of the kernels

@@ -19,14 +19,31 @@ import torch
 from scripts_loader import SCRIPTS, load_script
 from torch.overrides import TorchFunctionMode
 
+# Runs `run` where some packages are not installed.
 WITHOUT = """
-import sys, pytest
-class Missing:
-    def find_spec(self, name, *_):
-        if name.split(".")[0] in {missing}:
-            raise ModuleNotFoundError(name)
-sys.meta_path.insert(0, Missing())
-sys.exit(pytest.main({collect}))
+import sys
+class Hiding:
+    def __init__(self, finder):
+        self.finder = finder
+    def find_spec(self, name, *rest):
+        return None if name.split(".")[0] in {missing} else self.finder.find_spec(name, *rest)
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+sys.meta_path[:] = [Hiding(finder) for finder in sys.meta_path]
+{run}
+"""
+# What the machine for GPU runs has not.
+MISSING = ["sqlalchemy", "alembic", "platformdirs", "pydantic", "pydantic_settings", "gguf"]
+MISSING += ["fastapi", "starlette", "uvicorn", "sse_starlette", "nicegui", "structlog"]
+COLLECT = """
+import pytest
+sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "tests/kernels"]))
+"""
+HELP = """
+import runpy
+sys.argv = ["{script}", "--help"]
+sys.path.insert(0, "scripts")
+runpy.run_path("scripts/{script}", run_name="__main__")
 """
 PEERS = {"FlashInfer", "SGLang", "vLLM", "Liger", "speculators"}
 
@@ -306,15 +323,33 @@ def test_each_slice_on_a_gpu_takes_less_than_eight_minutes() -> None:
             assert int(limit) - 60 * float(minutes) >= 60
 
 
-def test_the_tests_for_a_gpu_need_no_more_than_the_machine_has() -> None:
-    """The machine for GPU runs has torch, triton and pytest, but no database or web library."""
-    missing = ["sqlalchemy", "alembic", "platformdirs", "fastapi", "nicegui", "peft", "sklearn"]
-    collect = ["--collect-only", "-q", "-p", "no:cacheprovider", "tests/kernels"]
-    run = subprocess.run(
-        [sys.executable, "-c", WITHOUT.format(missing=missing, collect=collect)],
+@pytest.mark.parametrize(
+    ("missing", "run"),
+    [
+        (MISSING, COLLECT),
+        ([*MISSING, "peft", "sklearn"], COLLECT),
+        (MISSING, HELP.format(script="bench_kernels.py")),
+        (MISSING, HELP.format(script="bench_engine.py")),
+    ],
+    ids=["tests", "tests without the engine", "kernel benchmark", "engine benchmark"],
+)
+def test_what_runs_on_a_gpu_needs_no_more_than_the_machine_has(missing: list[str], run: str) -> None:
+    """The machine for GPU runs has torch, triton, transformers and pytest, but no library for settings."""
+    ran = without(missing, run)
+    assert ran.returncode == 0, (ran.stdout + ran.stderr)[-2000:]
+
+
+def test_control_a_package_that_is_needed_is_missed() -> None:
+    ran = without(["torch"], HELP.format(script="bench_engine.py"))
+    assert "No module named 'torch'" in ran.stderr
+
+
+def without(missing: list[str], run: str) -> subprocess.CompletedProcess[str]:
+    """What came of `run` where these packages are missing."""
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT.format(missing=missing, run=run)],
         capture_output=True,
         text=True,
         cwd=SCRIPTS.parent,
         timeout=120,
     )
-    assert run.returncode == 0, run.stdout[-2000:]
