@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,35 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from scripts_loader import SCRIPTS, load_script
+from scripts_loader import load_script
 from torch.overrides import TorchFunctionMode
 
-# Runs `run` where some packages are not installed.
-WITHOUT = """
-import sys
-class Hiding:
-    def __init__(self, finder):
-        self.finder = finder
-    def find_spec(self, name, *rest):
-        return None if name.split(".")[0] in {missing} else self.finder.find_spec(name, *rest)
-    def __getattr__(self, name):
-        return getattr(self.finder, name)
-sys.meta_path[:] = [Hiding(finder) for finder in sys.meta_path]
-{run}
-"""
-# What the machine for GPU runs has not.
-MISSING = ["sqlalchemy", "alembic", "platformdirs", "pydantic", "pydantic_settings", "gguf"]
-MISSING += ["fastapi", "starlette", "uvicorn", "sse_starlette", "nicegui", "structlog"]
-COLLECT = """
-import pytest
-sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "tests/kernels"]))
-"""
-HELP = """
-import runpy
-sys.argv = ["{script}", "--help"]
-sys.path.insert(0, "scripts")
-runpy.run_path("scripts/{script}", run_name="__main__")
-"""
 PEERS = {"FlashInfer", "SGLang", "vLLM", "Liger", "speculators"}
 
 
@@ -308,48 +280,3 @@ def test_data_sets_take_several_times_the_cache() -> None:
         assert bench.sets(size) * size >= bench.cold_bytes
         assert bench.sets(size) >= 2
     assert timing.COLD_FACTOR >= 4
-
-
-def test_each_slice_on_a_gpu_takes_less_than_eight_minutes() -> None:
-    """The limits of a slice's steps in gpu_check.sh, added up; and the benchmark stops before its own."""
-    text = (SCRIPTS / "gpu_check.sh").read_text()
-    slices = re.findall(r"^ {8}(\w+)\)\n(.*?);;", text, flags=re.MULTILINE | re.DOTALL)
-    assert [name for name, _ in slices] == ["kernels", "tests", "rest"]
-    for name, body in slices:
-        limits = [int(n) for n in re.findall(r'^ +(?:step "[^"]+"|tests [\w-]+) (\d+)', body, re.MULTILINE)]
-        assert limits, name
-        assert sum(limits) < 480, name
-        for limit, minutes in re.findall(r"benchmark\" (\d+) .*bench_kernels.*--minutes ([\d.]+)", body):
-            assert int(limit) - 60 * float(minutes) >= 60
-
-
-@pytest.mark.parametrize(
-    ("missing", "run"),
-    [
-        (MISSING, COLLECT),
-        ([*MISSING, "peft", "sklearn"], COLLECT),
-        (MISSING, HELP.format(script="bench_kernels.py")),
-        (MISSING, HELP.format(script="bench_engine.py")),
-    ],
-    ids=["tests", "tests without the engine", "kernel benchmark", "engine benchmark"],
-)
-def test_what_runs_on_a_gpu_needs_no_more_than_the_machine_has(missing: list[str], run: str) -> None:
-    """The machine for GPU runs has torch, triton, transformers and pytest, but no library for settings."""
-    ran = without(missing, run)
-    assert ran.returncode == 0, (ran.stdout + ran.stderr)[-2000:]
-
-
-def test_control_a_package_that_is_needed_is_missed() -> None:
-    ran = without(["torch"], HELP.format(script="bench_engine.py"))
-    assert "No module named 'torch'" in ran.stderr
-
-
-def without(missing: list[str], run: str) -> subprocess.CompletedProcess[str]:
-    """What came of `run` where these packages are missing."""
-    return subprocess.run(
-        [sys.executable, "-c", WITHOUT.format(missing=missing, run=run)],
-        capture_output=True,
-        text=True,
-        cwd=SCRIPTS.parent,
-        timeout=120,
-    )
