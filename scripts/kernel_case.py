@@ -14,7 +14,7 @@ from kernel_timing import Bench, Call, captured, measured
 class About(NamedTuple):
     """What is said of an operation beside its times."""
 
-    launches: int  # on the device
+    launches: str  # kernels on the device, of one call; of a divergence with its backward
     replaces: str  # what it stands in for
     when: str  # the package calls it
     function: str  # of moedraft.kernels
@@ -28,22 +28,25 @@ class About(NamedTuple):
 
 
 SAMPLED, FILTERED = "steps that sample", "steps with top-k, top-p or min-p"
+# A divergence's kernel and the one that scales its gradient, beside what makes the rows' weights, sorts the
+# list of tokens and sums the rows' losses: about fifteen operations on tensors of one entry a row or a token.
+LOSS = "2 kernels + small operations"
 ABOUT = {
     "topk divergence": About(
-        1, "log_softmax, gather, scatter and their backward", "updates", "divergence", "teacher_topk"
+        LOSS, "log_softmax, gather, scatter and their backward", "updates", "divergence", "teacher_topk"
     ),
-    "verify_chain": About(2, "two softmaxes, gathers, a draw", SAMPLED, "verify_chain"),
-    "verify_chain, greedy": About(2, "argmax, compare", "greedy steps", "verify_chain"),
-    "verify_chain, filtered": About(3, "sort, softmaxes, a draw", FILTERED, "verify_chain"),
-    "find_cuts": About(1, "a full sort, filtered logits in memory", FILTERED, "find_cuts"),
-    "sample_draft": About(2, "softmax, a draw", "drafted tokens", "sample_draft"),
-    "verify_block": About(2, "softmaxes, all residuals, a draw", "verification = block", "verify_block"),
+    "verify_chain": About("2", "two softmaxes, gathers, a draw", SAMPLED, "verify_chain"),
+    "verify_chain, greedy": About("2 + 1 fill", "argmax, compare", "greedy steps", "verify_chain"),
+    "verify_chain, filtered": About("3", "sort, softmaxes, a draw", FILTERED, "verify_chain"),
+    "find_cuts": About("1", "a full sort, filtered logits in memory", FILTERED, "find_cuts"),
+    "sample_draft": About("2", "softmax, a draw", "drafted tokens", "sample_draft"),
+    "verify_block": About("2", "softmaxes, all residuals, a draw", "verification = block", "verify_block"),
     "verify_coupled": About(
-        2, "noise in memory, argmax, compare", "verification = coupled", "verify_coupled"
+        "2", "noise in memory, argmax, compare", "verification = coupled", "verify_coupled"
     ),
-    "sample_coupled": About(2, "noise in memory, argmax", "verification = coupled", "sample_coupled"),
+    "sample_coupled": About("2", "noise in memory, argmax", "verification = coupled", "sample_coupled"),
     "divergence": About(
-        1,
+        LOSS,
         "two log_softmaxes, products and their backward",
         "base training",
         "divergence",
@@ -51,7 +54,7 @@ ABOUT = {
         False,
     ),
     "linear and divergence": About(
-        1,
+        "each block: products, 1 kernel + small operations",
         "the output layer and the loss after it",
         "updates with its whole output layer",
         "linear_divergence",
@@ -74,6 +77,7 @@ class Case:
     shape: dict[str, Any]
     floor_bytes: int
     contenders: Callable[[], dict[str, Contender]]  # makes the data, so that only one case's lie in memory
+    floor_operations: int = 0  # of matrix products; 0: moving the bytes takes longer
 
     @property
     def key(self) -> str:
@@ -132,7 +136,7 @@ def run_case(
         broken = bench.cuda and failed(results[name])
     for entry in results.values():
         for timing in (entry, entry.get("graph", {})):
-            if timing.get("us") and bandwidth:
+            if timing.get("us") and bandwidth and not case.floor_operations:
                 timing["share_of_copy"] = round(case.floor_bytes / (timing["us"] * 1e-6) / bandwidth, 4)
     return described(case, bench) | {"contenders": results, "left": len(waiting), "broken": broken}
 
@@ -144,6 +148,7 @@ def described(case: Case, bench: Bench) -> dict[str, Any]:
         "operation": case.operation,
         "shape": {**case.shape, "dtype": str(bench.dtype).removeprefix("torch.")},
         "floor_bytes": case.floor_bytes,
+        "floor_operations": case.floor_operations,
         "launches": said.launches,
         "replaces": said.replaces,
         "called_by": said.called_by,

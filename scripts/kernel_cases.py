@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 from kernel_case import Case, reported
-from kernel_loss_cases import dense_case, linear_case, step, topk_case, topk_of
+from kernel_loss_cases import dense_case, linear_cases, step, topk_case, topk_of
 from kernel_peers import Loss
 from kernel_timing import Bench, Data, measured
 from kernel_verify_cases import (
@@ -54,7 +54,7 @@ def cases(bench: Bench) -> list[Case]:
         *(topk_case(bench, kind, bench.vocab, bench.rows) for kind in KINDS if kind != "fkl"),
         *(dense_case(bench, kind) for kind in KINDS if kind != "fkl"),
         *(verify_case(bench, batch, bench.vocab, with_lse=False) for batch in bench.batches),
-        linear_case(bench),
+        *linear_cases(bench),
     ]
     return list({case.key: case for case in found}.values())
 

@@ -124,36 +124,55 @@ def dense_case(bench: Bench, kind: Kind) -> Case:
     return Case("divergence", shape, floor, contenders)
 
 
-def linear_case(bench: Bench, width: int = 2048) -> Case:
+def linear_cases(bench: Bench, width: int = 2048) -> list[Case]:
     """From hidden states: the output layer and the divergence.
 
-    Fused, the logits of a few rows exist at a time; launches and products are per block of rows.
+    Fused, the logits of a few rows exist at a time; kernels and products are per block of rows. Each product
+    with the weights counts 2 · rows · vocab · width operations: the logits, their gradient's way back and, in
+    the second case, the teacher's logits, which all contenders there compute from its hidden states.
     """
     rows, vocab = bench.rows // 4, bench.vocab
-    floor = 2 * vocab * width * bench.dtype.itemsize  # the weights, read for the product and its gradient
+    product, weights = 2 * rows * vocab * width, vocab * width * bench.dtype.itemsize
 
-    def contenders() -> dict[str, Contender]:
+    def layer() -> tuple[Data, Tensor, Tensor]:
         data = Data(bench)
-        hidden, teacher = (data.normal(rows, width) for _ in range(2))
-        weight = data.normal(vocab, width, scale=width**-0.5)
+        return data, data.normal(rows, width), data.normal(vocab, width, scale=width**-0.5)
 
-        def ours(s: Tensor, t: Tensor) -> Tensor:
-            return kernels.divergence(s @ weight.T, t @ weight.T, kind="jsd", inplace_grad=True)
-
-        ids, logprobs = topk_of(data.normal(rows, vocab), bench.top_k)
+    def topk() -> dict[str, Contender]:
+        data, hidden, weight = layer()
+        some = topk_of(data.normal(rows, vocab), bench.top_k)
 
         def fused(s: Tensor, _: Tensor) -> Tensor:
-            return kernels.linear_divergence(s, weight, teacher_topk=(ids, logprobs))
+            return kernels.linear_divergence(s, weight, teacher_topk=some)
 
         def apart(s: Tensor, _: Tensor) -> Tensor:
-            return kernels.divergence(s @ weight.T, teacher_topk=(ids, logprobs), inplace_grad=True)
+            return kernels.divergence(s @ weight.T, teacher_topk=some, inplace_grad=True)
+
+        return {
+            "moedraft": Contender(lambda: [step(fused, hidden, hidden)]),
+            "moedraft after the product": Contender(lambda: [step(apart, hidden, hidden)]),
+        }
+
+    def dense() -> dict[str, Contender]:
+        data, hidden, weight = layer()
+        teacher = data.normal(rows, width)
+
+        def fused(s: Tensor, t: Tensor) -> Tensor:
+            return kernels.linear_divergence(s, weight, teacher_logits=t @ weight.T, kind="jsd")
+
+        def apart(s: Tensor, t: Tensor) -> Tensor:
+            return kernels.divergence(s @ weight.T, t @ weight.T, kind="jsd", inplace_grad=True)
 
         return {
             "moedraft": Contender(lambda: [step(fused, hidden, teacher)]),
-            "moedraft, top-k after the product": Contender(lambda: [step(apart, hidden, teacher)]),
-            "moedraft after the product": Contender(lambda: [step(ours, hidden, teacher)]),
+            "moedraft after the product": Contender(lambda: [step(apart, hidden, teacher)]),
             "Liger, fused": Contender(lambda: [peers.liger_linear_jsd(hidden, weight, teacher)]),
         }
 
-    shape = {"rows": rows, "width": width, "vocab": vocab, "kind": "jsd"}
-    return Case("linear and divergence", shape, floor, contenders)
+    shape = {"rows": rows, "width": width, "vocab": vocab}
+    topk_shape = {**shape, "top_k": bench.top_k, "kind": "fkl"}
+    operation = "linear and divergence"
+    return [
+        Case(operation, topk_shape, 2 * weights, topk, 2 * product),
+        Case(operation, {**shape, "kind": "jsd"}, 3 * weights, dense, 3 * product),
+    ]

@@ -194,9 +194,9 @@ def sample_case(bench: Bench, batch: int) -> Case:
     def contenders() -> dict[str, Contender]:
         data = Data(bench)
         sets = [data.normal(batch, bench.vocab) for _ in range(bench.sets(floor))]
-        seed = torch.arange(batch, device=bench.device)
+        seed, warm = torch.arange(batch, device=bench.device), torch.ones(batch, device=bench.device)
         return {
-            "moedraft": Contender(lambda: [partial(kernels.sample_draft, x, 1.0, seed, seed) for x in sets]),
+            "moedraft": Contender(lambda: [partial(kernels.sample_draft, x, warm, seed, seed) for x in sets]),
             "eager PyTorch": Contender(lambda: [partial(peers.plain_sample, x) for x in sets]),
         }
 
@@ -210,10 +210,11 @@ def sample_coupled_case(bench: Bench, batch: int) -> Case:
         data = Data(bench)
         sets = [data.normal(batch, bench.vocab) for _ in range(bench.sets(floor))]
         seed, choose = torch.arange(batch, device=bench.device), kernels.sample_coupled
+        warm = torch.ones(batch, device=bench.device)
         return {
-            "moedraft": Contender(lambda: [partial(choose, x, 1.0, seed, seed) for x in sets]),
+            "moedraft": Contender(lambda: [partial(choose, x, warm, seed, seed) for x in sets]),
             "PyTorch reference": Contender(
-                lambda: [partial(choose, x, 1.0, seed, seed, "reference") for x in sets], graph=False
+                lambda: [partial(choose, x, warm, seed, seed, "reference") for x in sets], graph=False
             ),
         }
 
