@@ -67,7 +67,7 @@ def verify_chain(
     draft_tokens   int64 [B, K]; the first -1 ends the row, the rest is padding; K may be 0
     draft_logits   [B, K, V] (packed: [Σ num_draft, V]); None: the draft gave each token probability 1
     draft_lse      float32 [B, K], logsumexp(draft_logits / temperature), as `sample_draft` returns it
-    num_draft      int [B], drafted tokens per row, 0 ≤ num_draft ≤ K; None: up to the first -1
+    num_draft      integers [B], drafted tokens per row, 0 ≤ num_draft ≤ K; None: up to the first -1
     target_cuts    what filters leave of the target's rows, as `find_cuts` returns it; None: all
     draft_cuts     the same of the draft's, as it was when the tokens were drawn
     temperature    float32 [B] or one float; a row with at most 1e-5 is greedy
@@ -92,19 +92,18 @@ def verify_chain(
     Positions behind a row's end are not read. Raises ValueError for shapes, types or a backend that does not
     fit.
     """
-    packed = target_logits.dim() == 2
-    check_chain(target_logits, draft_tokens, draft_logits, draft_lse, num_draft, packed)
+    drafts = (draft_tokens, draft_logits, draft_lse, num_draft)
+    check_chain(target_logits, *drafts, temperature, seed, position)
     check_cuts(target_logits, target_cuts, "target_cuts")
     check_cuts(draft_logits, draft_cuts, "draft_cuts")
     if use_triton(backend, target_logits):
         from . import verify  # imported on first use: Triton is optional, and slow to import
 
         return verify.verify_chain(
-            target_logits, draft_tokens, draft_logits, draft_lse, num_draft, temperature, seed, position,
-            target_cuts, draft_cuts,
-        )  # fmt: skip
+            target_logits, *drafts, temperature, seed, position, target_cuts, draft_cuts
+        )
     target_logits, draft_logits = apply_cuts(target_logits, target_cuts), apply_cuts(draft_logits, draft_cuts)
-    if packed:
+    if target_logits.dim() == 2:
         target_logits, draft_logits = padded(target_logits, draft_tokens, draft_logits, num_draft)
     return reference.verify_chain(
         target_logits, draft_tokens, draft_logits, draft_lse, num_draft, temperature, seed, position
@@ -141,19 +140,18 @@ def verify_block(
     Unlike `verify_chain` it reads all of the draft's rows, and the target's twice. Raises ValueError as that
     does.
     """
-    packed = target_logits.dim() == 2
-    check_chain(target_logits, draft_tokens, draft_logits, draft_lse, num_draft, packed)
+    drafts = (draft_tokens, draft_logits, draft_lse, num_draft)
+    check_chain(target_logits, *drafts, temperature, seed, position)
     check_cuts(target_logits, target_cuts, "target_cuts")
     check_cuts(draft_logits, draft_cuts, "draft_cuts")
     if use_triton(backend, target_logits):
         from . import block
 
         return block.verify_block(
-            target_logits, draft_tokens, draft_logits, draft_lse, num_draft, temperature, seed, position,
-            target_cuts, draft_cuts,
-        )  # fmt: skip
+            target_logits, *drafts, temperature, seed, position, target_cuts, draft_cuts
+        )
     target_logits, draft_logits = apply_cuts(target_logits, target_cuts), apply_cuts(draft_logits, draft_cuts)
-    if packed:
+    if target_logits.dim() == 2:
         target_logits, draft_logits = padded(target_logits, draft_tokens, draft_logits, num_draft)
     return reference_block.verify_block(
         target_logits, draft_tokens, draft_logits, draft_lse, num_draft, temperature, seed, position
@@ -182,8 +180,8 @@ def verify_coupled(
     change what is emitted; draft_logits and draft_lse are checked and not read. Greedy rows and
     TARGET_INVALID are `verify_chain`'s. Raises ValueError as `verify_chain` does.
     """
-    packed = target_logits.dim() == 2
-    check_chain(target_logits, draft_tokens, draft_logits, draft_lse, num_draft, packed)
+    drafts = (draft_tokens, draft_logits, draft_lse, num_draft)
+    check_chain(target_logits, *drafts, temperature, seed, position)
     check_cuts(target_logits, target_cuts, "target_cuts")
     check_cuts(draft_logits, draft_cuts, "draft_cuts")
     if use_triton(backend, target_logits):
@@ -193,7 +191,7 @@ def verify_coupled(
             target_logits, draft_tokens, num_draft, temperature, seed, position, target_cuts
         )
     target_logits = apply_cuts(target_logits, target_cuts)
-    if packed:
+    if target_logits.dim() == 2:
         target_logits, _ = padded(target_logits, draft_tokens, None, num_draft)
     return reference_coupled.verify_coupled(
         target_logits, draft_tokens, num_draft, temperature, seed, position
@@ -213,7 +211,7 @@ def sample_coupled(
 
     Two rows with the same seed and position tend to give the same token, the more alike they are.
     """
-    check_draft(logits)
+    check_draft(logits, temperature, seed, position)
     check_cuts(logits, cuts, "cuts")
     if use_triton(backend, logits):
         from . import coupled
@@ -240,7 +238,7 @@ def sample_draft(
     both numbers of the unscaled logits. A row with a NaN, a +inf or nothing but -inf gives token 0 and NaN
     for both. Raises ValueError for shapes or a backend that do not fit.
     """
-    check_draft(logits)
+    check_draft(logits, temperature, seed, position)
     check_cuts(logits, cuts, "cuts")
     if use_triton(backend, logits):
         from . import verify

@@ -21,3 +21,10 @@ def use_triton(backend: str, logits: Tensor) -> bool:
     if backend == "triton" and not logits.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError('backend="triton" needs tensors on a CUDA device.')
     return backend == "triton" or (backend == "auto" and logits.is_cuda and HAS_TRITON)
+
+
+def check_devices(logits: Tensor, **given: object) -> None:
+    """Raises ValueError for a tensor that lies elsewhere than the logits; a kernel would read wild memory."""
+    for name, part in given.items():
+        if isinstance(part, Tensor) and part.device != logits.device:
+            raise ValueError(f"{name} must be where the logits are, on {logits.device}, not {part.device}.")

@@ -7,6 +7,8 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from .backends import check_devices
+
 Given = TypeVar("Given", Tensor, Tensor | None)
 NO_LAST = 2**31 - 1  # all of the tokens that equal the value are left
 
@@ -58,6 +60,7 @@ def check_cuts(logits: Tensor | None, cuts: Cuts | None, name: str) -> None:
         raise ValueError(f"{name} {list(cuts.value.shape)} must have an entry for each row of the logits.")
     if (cuts.value.dtype, cuts.last.dtype) != (torch.float32, torch.int32):
         raise ValueError(f"{name} must be float32 and int32, not {cuts.value.dtype} and {cuts.last.dtype}.")
+    check_devices(logits, **{f"{name}.value": cuts.value, f"{name}.last": cuts.last})
 
 
 def check_limits(logits: Tensor, limits: dict[str, Tensor | None]) -> None:
@@ -67,5 +70,13 @@ def check_limits(logits: Tensor, limits: dict[str, Tensor | None]) -> None:
             f"logits must be floating [B, V] or [B, T, V], not {logits.dtype} {list(logits.shape)}."
         )
     for name, limit in limits.items():
-        if limit is not None and limit.shape != logits.shape[:1]:
-            raise ValueError(f"{name} must be [{logits.shape[0]}], not {list(limit.shape)}.")
+        if limit is None:
+            continue
+        wanted = "int64" if name == "top_k" else "floating"
+        if not isinstance(limit, Tensor):
+            raise ValueError(f"{name} must be a tensor, {wanted} [{logits.shape[0]}], not {limit!r}.")
+        fits = limit.dtype == torch.int64 if name == "top_k" else limit.is_floating_point()
+        if not fits or limit.shape != logits.shape[:1]:
+            shown = f"{limit.dtype} {list(limit.shape)}"
+            raise ValueError(f"{name} must be {wanted} [{logits.shape[0]}], not {shown}.")
+    check_devices(logits, **limits)

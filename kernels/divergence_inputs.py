@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .autograd import Problem
+from .backends import check_devices
 
 
 def problem_of(
@@ -76,14 +77,27 @@ def check_tensors(
         topk[0].shape != topk[1].shape or topk[0].shape[:-1] != lead or topk[0].shape[-1] == 0
     ):
         raise ValueError(f"teacher_topk must be two tensors [{', '.join(map(str, lead))}, k] with k > 0.")
+    if topk is not None and (topk[0].dtype != torch.int64 or not topk[1].is_floating_point()):
+        types = f"{topk[0].dtype} and {topk[1].dtype}"
+        raise ValueError(f"teacher_topk must be int64 ids and floating log-probabilities, not {types}.")
+    if teacher is not None and not teacher.is_floating_point():
+        raise ValueError(f"teacher_logits must be floating, not {teacher.dtype}.")
     if mask is not None and mask.shape != lead:
         raise ValueError(f"mask {list(mask.shape)} must be shaped as the rows, {list(lead)}.")
+    ids, logprobs = topk or (None, None)
+    check_devices(student, teacher_logits=teacher, teacher_ids=ids, teacher_logprobs=logprobs, mask=mask)
 
 
 def check_layer(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, lora: tuple[Tensor, Tensor] | None
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    lora: tuple[Tensor, Tensor] | None,
+    block_rows: int | None,
 ) -> None:
     """Check shapes and types of an output layer and what it is given."""
+    if block_rows is not None and block_rows < 1:
+        raise ValueError(f"block_rows must be at least 1, not {block_rows}.")
     if hidden.dim() < 1 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"hidden {list(hidden.shape)} and weight {list(weight.shape)} must be [..., H] and [V, H]."
@@ -96,6 +110,8 @@ def check_layer(
     ):
         shapes = [list(part.shape) for part in lora]
         raise ValueError(f"lora {shapes} must be two tensors [r, {width}] and [{vocab}, r].")
+    a, b = lora or (None, None)
+    check_devices(hidden, weight=weight, bias=bias, lora_a=a, lora_b=b)
     types = {part.dtype for part in (hidden, weight, bias, *(lora or ())) if part is not None}
     mixed = len(types) > 1 and not torch.is_autocast_enabled(hidden.device.type)
     if mixed or not all(dtype.is_floating_point for dtype in types):

@@ -89,7 +89,7 @@ def linear_divergence(
     With reduction "none", and in a second backward, the logits are computed once more. torch.compile does not
     look inside. Raises as `divergence` does.
     """
-    check_layer(hidden, weight, bias, lora)
+    check_layer(hidden, weight, bias, lora, block_rows)
     fused = "triton" if use_triton(backend, hidden) else "reference"
     late = reduction == "mean" and computed_type(hidden) == torch.float16  # as in `divergence`
     shape = hidden.new_zeros(()).expand(*hidden.shape[:-1], weight.shape[0])  # holds one number

@@ -67,7 +67,8 @@ def noisy(logits: Tensor, temperature: Tensor | float, seed: Tensor, position: T
 def _divisors(temperature: Tensor | float, logits: Tensor) -> Tensor:
     """Temperatures float64 [B, 1, ...], 1 for greedy rows."""
     if not isinstance(temperature, Tensor):
-        return torch.tensor(temperature, dtype=torch.float64, device=logits.device)
+        # not torch.tensor, which would copy a number from the host and wait for the device
+        return torch.full((), temperature, dtype=torch.float64, device=logits.device)
     greedy = greedy_rows(temperature)
     wide = temperature.double()
     if isinstance(greedy, Tensor):

@@ -72,8 +72,8 @@ class Proposal:
     """What is guessed for B rows: at most K tokens each, one after another (a chain).
 
     Padded positions hold token −1. `logits` are what the tokens were drawn from, filtered as the target's
-    will be; None where every row is greedy. Where the filter is in `cuts` it is not in them. `lse` is their
-    log-sum-exp at the row's temperature, filtered.
+    will be; None where nobody asks: every row is greedy, or sampling is coupled. Where the filter is in
+    `cuts` it is not in them. `lse` is their log-sum-exp at the row's temperature, filtered.
     """
 
     token_ids: torch.Tensor  # int64 [B, K]

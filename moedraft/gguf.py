@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from platformdirs import user_cache_path
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from moedraft.core import InvalidRequest, MoedraftError
@@ -72,7 +71,11 @@ def converted(file: Path, cache_dir: Path | None = None) -> Path:
     cannot be read or the folder cannot be written, UnsupportedModel for a model that cannot be run rightly.
     """
     digest = digest_of(file)
-    root = (cache_dir or user_cache_path("moedraft")) / "models"
+    if cache_dir is None:
+        from platformdirs import user_cache_path  # missing where models are only built and run
+
+        cache_dir = user_cache_path("moedraft")
+    root = cache_dir / "models"
     folder = root / f"{file.stem}-{digest[:16]}"
     try:
         root.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ import importlib.resources
 import logging
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -19,7 +19,6 @@ from transformers.utils import logging as transformers_logging
 
 from moedraft import cpu
 from moedraft.cache import SlotCache, cache_argument
-from moedraft.config import Settings
 from moedraft.core import InvalidRequest, MoedraftError, UnsupportedModel
 from moedraft.cpu import lean, steady
 from moedraft.cpu.independence import independent
@@ -34,6 +33,9 @@ from moedraft.model_checks import (
     warn_of_processors,
 )
 from moedraft.model_hash import hash_files, hash_tensors
+
+if TYPE_CHECKING:  # models are also run where the libraries of the settings are missing
+    from moedraft.config import Settings
 
 log = logging.getLogger(__name__)
 

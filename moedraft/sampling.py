@@ -40,7 +40,7 @@ class SamplingBatch:
                 True  # then one kernel is compiled, and not one for each set of filters
             )
         return cls(
-            temperature=torch.tensor([p.temperature for p in params], device=device),
+            temperature=torch.tensor([float(p.temperature) for p in params], device=device),
             top_k=tensor([p.top_k for p in params], ranks),
             top_p=tensor([float(p.top_p) for p in params], masses),
             min_p=tensor([float(p.min_p) for p in params], chances),

@@ -244,6 +244,25 @@ def arguments() -> argparse.Namespace:
     return args
 
 
+def save(pairs: dict[str, Any], args: argparse.Namespace) -> Path:
+    """Write what is known so far; a run that is broken off keeps it."""
+    device = torch.cuda.get_device_name() if args.device.startswith("cuda") else "CPU"
+    result = {
+        "pairs": pairs,
+        "device": device,
+        "dtype": args.dtype,
+        "threads": torch.get_num_threads(),
+        "rounds": args.rounds,
+        "max_tokens": args.max_tokens,
+        "machine": platform.machine(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / f"engine-{device.lower().replace(' ', '-')}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    return path
+
+
 @torch.inference_mode()
 def main() -> None:
     args = arguments()
@@ -263,20 +282,7 @@ def main() -> None:
                 pairs[name].append({"batch": batch, "acceptance": acceptance, "systems": found})
                 shown = ", ".join(f"{system} {one['ratio']:.2f}" for system, one in found.items())
                 print(f"{name}, batch {batch}, acceptance {acceptance}: {shown}", flush=True)
-    device = torch.cuda.get_device_name() if args.device.startswith("cuda") else "CPU"
-    result = {
-        "pairs": pairs,
-        "device": device,
-        "dtype": args.dtype,
-        "threads": torch.get_num_threads(),
-        "rounds": args.rounds,
-        "max_tokens": args.max_tokens,
-        "machine": platform.machine(),
-        "date": time.strftime("%Y-%m-%d"),
-    }
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"engine-{device.lower().replace(' ', '-')}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
+                path = save(pairs, args)
     print("written:", path)
 
 

@@ -6,8 +6,10 @@ copy's (counting the fewest bytes that the operation must move), the peak of ext
 against float64. The caches are cold. Without a CUDA device it measures the PyTorch references alone.
 
 The file is written after every case, and a later run goes on where it stopped, as long as the code, the
-device and the packages are the same. `--minutes` stops before a case that would begin later. `--tune` also
-tries other block sizes for the divergences.
+device and the packages are the same. After a failure on a CUDA device, such as a graph that cannot be made,
+the process begins again and goes on from that file, since nothing that runs on the device later could be
+trusted. `--minutes` stops before a case that would begin later. `--tune` also tries other block sizes for the
+divergences.
 """
 
 from __future__ import annotations
@@ -20,13 +22,14 @@ import importlib.util
 import json
 import math
 import os
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from kernel_case import run_case
+from kernel_case import failed, run_case
 from kernel_cases import cases, tuned
 from kernel_timing import Bench, copy_bandwidth, cpu_bench, cuda_bench
 
@@ -35,6 +38,7 @@ import moedraft.sampling
 
 PEERS = ("torch", "triton", "flashinfer", "sgl_kernel", "vllm", "liger_kernel", "speculators")
 SAME = ("device", "quick", "code", "versions", "bench")  # a file that agrees in these is gone on with
+START = 0.25  # minutes that a new process takes until it measures
 Report = dict[str, Any]
 
 
@@ -101,23 +105,47 @@ def show(case: dict[str, Any]) -> None:
         print(f"  {name:44}", json.dumps(entry), flush=True)
 
 
+def begin_again(until: float) -> NoReturn:
+    """The same command in a new process, which goes on from the file that was written."""
+    sys.stdout.flush()
+    minutes = (until - time.monotonic()) / 60 - START
+    rest = [] if math.isinf(minutes) else ["--minutes", f"{minutes:.3f}"]  # the last of an option counts
+    os.execv(sys.executable, [*sys.orig_argv, *rest])
+
+
 def measure(bench: Bench, report: Report, path: Path, until: float) -> int:
     """Run what the report lacks, saving after every case. Returns how many cases are left."""
     if bench.cuda and "copy_bytes_per_second" not in report:
         report["copy_bytes_per_second"] = copy_bandwidth(bench)
-    done = {case["key"] for case in report["cases"]}
-    waiting = [case for case in cases(bench) if case.key not in done]
+    known = {case["key"]: case for case in report["cases"]}
+    waiting = [case for case in cases(bench) if known.get(case.key, {"left": 1})["left"]]
     for number, case in enumerate(waiting):
         if time.monotonic() > until:
             return len(waiting) - number
         if bench.cuda:
             torch.cuda.empty_cache()
-        start = time.monotonic()
-        found = run_case(case, bench, report.get("copy_bytes_per_second"))
-        report["cases"].append({"key": case.key, **found, "seconds": round(time.monotonic() - start, 1)})
+        start, before = time.monotonic(), known.get(case.key, {"contenders": {}, "seconds": 0.0})
+        found = run_case(case, bench, report.get("copy_bytes_per_second"), before["contenders"])
+        seconds = round(before["seconds"] + time.monotonic() - start, 1)
+        known[case.key] = {"key": case.key, **found, "seconds": seconds}
+        report["cases"] = list(known.values())
         save(report, path)
-        show(report["cases"][-1])
+        show(known[case.key])
+        if found["broken"]:
+            begin_again(until)
     return 0
+
+
+def tune(bench: Bench, report: Report, path: Path, until: float) -> None:
+    """Try the block sizes that the report lacks, saving after each."""
+    known = report.setdefault("tuning", [])
+    for entry in tuned(bench, {(one["loss"], one["block"], one["warps"]) for one in known}):
+        known.append(entry)
+        save(report, path)
+        if failed(entry) and bench.cuda:
+            begin_again(until)
+        if time.monotonic() > until:
+            return
 
 
 def plot(report: Report, path: Path) -> None:
@@ -167,8 +195,8 @@ def main(arguments: list[str] | None = None, bench: Bench | None = None) -> Path
     path: Path = options.out / name
     report = resumed(fresh, [path, options.resume / name])
     left = measure(bench, report, path, until)
-    if options.tune and bench.cuda and not left and "tuning" not in report:
-        report["tuning"] = tuned(bench)
+    if options.tune and bench.cuda and not left and time.monotonic() <= until:
+        tune(bench, report, path, until)
     save(report, path)
     plot(report, path.with_suffix(".png"))
     print("written:", path, f"({left} cases are left: run it again to go on)" if left else "(complete)")

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Everything that needs a CUDA device, in three slices, each of which takes less than eight minutes. Needs python3
-# with torch, triton and pytest; installs and fetches nothing.
+# with torch, triton and pytest, and for the engine benchmark numpy, safetensors, scikit-learn, threadpoolctl and
+# transformers; installs and fetches nothing. All other benchmarks (learning, verification, serving …) need the
+# installed package with its database and settings libraries, and are not for such a machine.
 #
 #   scripts/gpu_check.sh kernels     what only a GPU shows of the kernels, then their benchmark: the cases of most value
 #   scripts/gpu_check.sh tests       all tests of the kernels
@@ -10,7 +12,8 @@
 #   --out FOLDER     where the JSON files go (results/)
 #
 # The kernel benchmark writes its file after every case, and a later slice or run goes on where it stopped; it looks
-# in the folder above and in results/. Ends with a status other than 0 if a test failed or a benchmark broke off.
+# in the folder above and in results/. Tests are noted one by one (FOLDER/NAME.jsonl) and summed up in FOLDER/NAME.json,
+# also where a slice's time ends before they do. Ends with a status other than 0 if a test failed or a benchmark broke off.
 set -uo pipefail
 
 out=results
@@ -57,36 +60,11 @@ step() { # name, seconds, command …
 }
 
 tests() { # name of the report, seconds, tests …
-    local report="$1" seconds="$2"
+    local report="$1" seconds="$2" lines="$out/$1.jsonl"
     shift 2
-    rm -f "$packages/tests.xml"
-    step "$report" "$seconds" env PYTHONSAFEPATH=1 "$python" -m pytest "$@" -q -o addopts= \
-        -o filterwarnings=default -p no:cacheprovider --junitxml "$packages/tests.xml"
-    "$python" - "$packages/tests.xml" "$out/$report.json" <<'PYTHON'
-import datetime, json, pathlib, sys
-import xml.etree.ElementTree as tree
-
-import torch
-
-source, target = map(pathlib.Path, sys.argv[1:])
-report = {
-    "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-    "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-    "torch": torch.__version__,
-    "finished": source.exists(),
-}
-if source.exists():
-    suite = tree.parse(source).getroot().find("testsuite")
-    report |= {key: int(suite.get(key)) for key in ("tests", "failures", "errors", "skipped")}
-    report["seconds"] = float(suite.get("time"))
-    report["failed"] = [
-        f"{case.get('classname')}::{case.get('name')}"
-        for case in suite.iter("testcase")
-        if case.find("failure") is not None or case.find("error") is not None
-    ]
-target.write_text(json.dumps(report, indent=1) + "\n")
-print(json.dumps(report))
-PYTHON
+    step "$report" "$seconds" env PYTHONSAFEPATH=1 PYTHONPATH="$PWD/scripts:$PYTHONPATH" "$python" -m pytest "$@" -q \
+        -o addopts= -o filterwarnings=default -p no:cacheprovider -p gpu_tests --lines "$lines"
+    "$python" scripts/gpu_tests.py "$lines" "$out/$report.json" && rm -f "$lines"
 }
 
 # The limits of a slice add up to less than 480 seconds. A benchmark begins no case in its last minute.
@@ -97,7 +75,9 @@ for slice in "${slices[@]}"; do
             step "kernel benchmark" 330 "$python" scripts/bench_kernels.py --out "$out" --minutes 4.5
             ;;
         tests)
-            tests kernel-tests 460 tests/kernels
+            # What a GPU alone shows comes first. What is compiled without one was tested elsewhere.
+            tests kernel-tests 460 tests/kernels/test_kernels_gpu.py tests/kernels \
+                --ignore tests/kernels/test_kernels_compile.py
             ;;
         rest)
             step "kernel benchmark" 330 "$python" scripts/bench_kernels.py --out "$out" --minutes 4.5 --tune

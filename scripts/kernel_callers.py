@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 from functools import cache
 from pathlib import Path
 
@@ -18,9 +19,15 @@ def callers(name: str, keyword: str = "", given: bool = True) -> tuple[str, ...]
     keyword: only calls that have this argument; with given=False only those that have it not.
     """
     package = Path(moedraft.__file__).parent
-    files = sorted(path for path in package.rglob("*.py") if "kernels" not in path.relative_to(package).parts)
+    files = (path for path in sources(package) if "kernels" not in path.relative_to(package).parts)
     found = (path for path in files if calls(path.read_text(encoding="utf-8"), name, keyword, given))
     return tuple(path.relative_to(package).as_posix() for path in found)
+
+
+def sources(package: Path) -> list[Path]:
+    """All Python files of a package, also where its folders are links, as scripts/gpu_check.sh makes them."""
+    found = (Path(folder, name) for folder, _, names in os.walk(package, followlinks=True) for name in names)
+    return sorted(path for path in found if path.suffix == ".py")
 
 
 def calls(source: str, name: str, keyword: str = "", given: bool = True) -> bool:

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kernel_callers import callers
-from kernel_timing import Bench, Call, measured
+from kernel_timing import Bench, Call, captured, measured
 
 
 class About(NamedTuple):
     """What is said of an operation beside its times."""
 
-    launches: int  # on the device
+    launches: str  # kernels on the device, of one call; of a divergence with its backward
     replaces: str  # what it stands in for
     when: str  # the package calls it
     function: str  # of moedraft.kernels
@@ -28,22 +28,25 @@ class About(NamedTuple):
 
 
 SAMPLED, FILTERED = "steps that sample", "steps with top-k, top-p or min-p"
+# A divergence's kernel and the one that scales its gradient, beside what makes the rows' weights, sorts the
+# list of tokens and sums the rows' losses: about fifteen operations on tensors of one entry a row or a token.
+LOSS = "2 kernels + small operations"
 ABOUT = {
     "topk divergence": About(
-        1, "log_softmax, gather, scatter and their backward", "updates", "divergence", "teacher_topk"
+        LOSS, "log_softmax, gather, scatter and their backward", "updates", "divergence", "teacher_topk"
     ),
-    "verify_chain": About(2, "two softmaxes, gathers, a draw", SAMPLED, "verify_chain"),
-    "verify_chain, greedy": About(2, "argmax, compare", "greedy steps", "verify_chain"),
-    "verify_chain, filtered": About(3, "sort, softmaxes, a draw", FILTERED, "verify_chain"),
-    "find_cuts": About(1, "a full sort, filtered logits in memory", FILTERED, "find_cuts"),
-    "sample_draft": About(2, "softmax, a draw", "drafted tokens", "sample_draft"),
-    "verify_block": About(2, "softmaxes, all residuals, a draw", "verification = block", "verify_block"),
+    "verify_chain": About("2", "two softmaxes, gathers, a draw", SAMPLED, "verify_chain"),
+    "verify_chain, greedy": About("2 + 1 fill", "argmax, compare", "greedy steps", "verify_chain"),
+    "verify_chain, filtered": About("3", "sort, softmaxes, a draw", FILTERED, "verify_chain"),
+    "find_cuts": About("1", "a full sort, filtered logits in memory", FILTERED, "find_cuts"),
+    "sample_draft": About("2", "softmax, a draw", "drafted tokens", "sample_draft"),
+    "verify_block": About("2", "softmaxes, all residuals, a draw", "verification = block", "verify_block"),
     "verify_coupled": About(
-        2, "noise in memory, argmax, compare", "verification = coupled", "verify_coupled"
+        "2", "noise in memory, argmax, compare", "verification = coupled", "verify_coupled"
     ),
-    "sample_coupled": About(2, "noise in memory, argmax", "verification = coupled", "sample_coupled"),
+    "sample_coupled": About("2", "noise in memory, argmax", "verification = coupled", "sample_coupled"),
     "divergence": About(
-        1,
+        LOSS,
         "two log_softmaxes, products and their backward",
         "base training",
         "divergence",
@@ -51,7 +54,7 @@ ABOUT = {
         False,
     ),
     "linear and divergence": About(
-        1,
+        "each block: products, 1 kernel + small operations",
         "the output layer and the loss after it",
         "updates with its whole output layer",
         "linear_divergence",
@@ -74,6 +77,7 @@ class Case:
     shape: dict[str, Any]
     floor_bytes: int
     contenders: Callable[[], dict[str, Contender]]  # makes the data, so that only one case's lie in memory
+    floor_operations: int = 0  # of matrix products; 0: moving the bytes takes longer
 
     @property
     def key(self) -> str:
@@ -81,33 +85,71 @@ class Case:
 
 
 @contextmanager
-def reported(name: str, result: dict[str, Any]) -> Iterator[None]:
-    """Put what stops a contender into the table, so that it does not end the run."""
+def reported(entry: dict[str, Any]) -> Iterator[None]:
+    """Put what stops a measurement beside what it has found so far, so that it does not end the run."""
     try:
         yield
     except ImportError:
-        result[name] = {"status": "not installed"}
+        entry["status"] = "not installed"
     except Exception as error:
-        result[name] = {"status": f"failed: {type(error).__name__}: {str(error)[:200]}"}
+        entry["status"] = f"failed: {type(error).__name__}: {str(error)[:200]}"
 
 
-def run_case(case: Case, bench: Bench, bandwidth: float | None) -> dict[str, Any]:
-    """Measure all contenders, our own first. `bandwidth`: bytes per second of a copy, to compare with."""
-    said = ABOUT[case.operation]
-    results: dict[str, Any] = {}
-    for name, contender in case.contenders().items():
-        with reported(name, results):
-            results[name] = {**measured(contender.make(), bench, contender.graph), **contender.facts()}
+def run_contender(contender: Contender, bench: Bench) -> dict[str, Any]:
+    """What is found of it. The graph comes last, because a failed capture spoils what comes after it."""
+    entry: dict[str, Any] = {}
+    with reported(entry):
+        calls = contender.make()
+        entry |= measured(calls, bench)
+        entry |= contender.facts()
+        if contender.graph and bench.cuda:
+            entry["graph"] = captured(calls, bench, entry["us"])
+    return entry
+
+
+def failed(entry: dict[str, Any]) -> bool:
+    """Whether the process that measured this may have lost the device to a broken capture or kernel."""
+    return entry.get("status", "not installed") != "not installed" or "status" in entry.get("graph", {})
+
+
+def run_case(
+    case: Case, bench: Bench, bandwidth: float | None, known: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Measure all contenders, our own first, beyond those that are known from an earlier process.
+
+    bandwidth: bytes per second of a copy, to compare with. On a CUDA device the first contender that fails is
+    the last to be measured here: "left" says how many are left to a new process, and "broken" that one must
+    take over.
+    """
+    results: dict[str, Any] = dict(known or {})
+    made: dict[str, Contender] = {}
+    unmade: dict[str, Any] = {}
+    with reported(unmade):
+        made = case.contenders()
+    broken = bench.cuda and failed(unmade)
+    if unmade:
+        results["data"] = unmade
+    waiting = [name for name in made if name not in results]
+    while waiting and not broken:
+        name = waiting.pop(0)
+        results[name] = run_contender(made[name], bench)
+        broken = bench.cuda and failed(results[name])
     for entry in results.values():
         for timing in (entry, entry.get("graph", {})):
-            if timing.get("us") and bandwidth:
+            if timing.get("us") and bandwidth and not case.floor_operations:
                 timing["share_of_copy"] = round(case.floor_bytes / (timing["us"] * 1e-6) / bandwidth, 4)
-    about = {"launches": said.launches, "replaces": said.replaces, "called_by": said.called_by}
-    shape = {**case.shape, "dtype": str(bench.dtype).removeprefix("torch.")}
+    return described(case, bench) | {"contenders": results, "left": len(waiting), "broken": broken}
+
+
+def described(case: Case, bench: Bench) -> dict[str, Any]:
+    """What is said of a case beside its times."""
+    said = ABOUT[case.operation]
     return {
         "operation": case.operation,
-        "shape": shape,
+        "shape": {**case.shape, "dtype": str(bench.dtype).removeprefix("torch.")},
         "floor_bytes": case.floor_bytes,
-        **about,
-        "contenders": results,
+        "floor_operations": case.floor_operations,
+        "launches": said.launches,
+        "replaces": said.replaces,
+        "called_by": said.called_by,
     }

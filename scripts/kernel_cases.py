@@ -7,13 +7,14 @@ broken off has lost the least.
 from __future__ import annotations
 
 import importlib
+import itertools
+from collections.abc import Iterator
 from typing import Any, get_args
 
-import torch
-from kernel_case import Case
-from kernel_loss_cases import dense_case, linear_case, step, topk_case, topk_of
+from kernel_case import Case, reported
+from kernel_loss_cases import dense_case, linear_cases, step, topk_case, topk_of
 from kernel_peers import Loss
-from kernel_timing import Bench, measured
+from kernel_timing import Bench, Data, measured
 from kernel_verify_cases import (
     TOP_K,
     filter_case,
@@ -29,6 +30,7 @@ from moedraft import kernels
 from moedraft.kernels import Kind
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
+TILES = ((1024, 4), (2048, 4), (2048, 8), (4096, 8), (4096, 16), (8192, 16), (8192, 32))
 
 
 def cases(bench: Bench) -> list[Case]:
@@ -52,25 +54,35 @@ def cases(bench: Bench) -> list[Case]:
         *(topk_case(bench, kind, bench.vocab, bench.rows) for kind in KINDS if kind != "fkl"),
         *(dense_case(bench, kind) for kind in KINDS if kind != "fkl"),
         *(verify_case(bench, batch, bench.vocab, with_lse=False) for batch in bench.batches),
-        linear_case(bench),
+        *linear_cases(bench),
     ]
     return list({case.key: case for case in found}.values())
 
 
-def tuned(bench: Bench) -> list[dict[str, Any]]:
-    """Times of the divergences with other block sizes and numbers of warps than the usual ones."""
+Tile = tuple[str, int, int]  # a loss, entries of a block, warps
+
+
+def tuned(bench: Bench, known: set[Tile]) -> Iterator[dict[str, Any]]:
+    """Times of the divergences with other block sizes and numbers of warps than the usual ones.
+
+    Those that are known already are left out; one that a device cannot run is named.
+    """
     fused: Any = importlib.import_module("moedraft.kernels.fused_divergence")
-    student = torch.randn(bench.rows, bench.vocab, device=bench.device).to(bench.dtype)
-    teacher, found, table = torch.randn_like(student), [], fused.tile
+    data, table = Data(bench), fused.tile
+    student, teacher = (data.normal(bench.rows, bench.vocab) for _ in range(2))
     ids, logprobs = topk_of(teacher, bench.top_k)
-    for block, warps in ((1024, 4), (2048, 4), (2048, 8), (4096, 8), (4096, 16), (8192, 16), (8192, 32)):
+    losses: dict[str, Loss] = {
+        "topk fkl": lambda s, _: kernels.divergence(s, teacher_topk=(ids, logprobs)),
+        **{kind: lambda s, t, k=kind: kernels.divergence(s, t, kind=k) for kind in KINDS},  # type: ignore[misc]
+    }
+    for (block, warps), (name, loss) in itertools.product(TILES, losses.items()):
+        if (name, block, warps) in known:
+            continue
         fused.tile = lambda vocab, b=block, w=warps: {**table(vocab), "BLOCK": b, "num_warps": w}
-        losses: dict[str, Loss] = {
-            "topk fkl": lambda s, _: kernels.divergence(s, teacher_topk=(ids, logprobs)),
-            **{kind: lambda s, t, k=kind: kernels.divergence(s, t, kind=k) for kind in KINDS},  # type: ignore[misc]
-        }
-        for name, loss in losses.items():
-            timing = measured([step(loss, student, teacher)], bench, graph=False)
-            found.append({"loss": name, "block": block, "warps": warps, **timing})
-    fused.tile = table
-    return found
+        entry: dict[str, Any] = {"loss": name, "block": block, "warps": warps}
+        try:
+            with reported(entry):
+                entry |= measured([step(loss, student, teacher)], bench)
+        finally:
+            fused.tile = table
+        yield entry

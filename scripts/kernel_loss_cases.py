@@ -9,7 +9,7 @@ import kernel_peers as peers
 import torch
 from kernel_case import Case, Contender
 from kernel_peers import Loss
-from kernel_timing import Bench, Call
+from kernel_timing import Bench, Call, Data
 from torch import Tensor
 
 from moedraft import kernels
@@ -28,12 +28,11 @@ def step(function: Loss, student: Tensor, teacher: Tensor) -> Call:
 
 def relative_errors(bench: Bench, loss: Callable[[Tensor, Tensor], Tensor]) -> dict[str, float]:
     """Relative norms against float64 on a few rows: loss and gradient. `loss` gives one loss a row."""
-    gen = torch.Generator(bench.device).manual_seed(5)
-    errors = {}
+    data, errors = Data(bench, 5), {}
     for dtype in {torch.float32, bench.dtype}:
         size = (min(64, bench.rows), bench.vocab)
-        student = (torch.randn(size, device=bench.device, generator=gen) * 2).to(dtype)
-        teacher = (student + torch.randn(size, device=bench.device, generator=gen)).to(dtype)
+        student = data.normal(*size, scale=2, dtype=dtype)
+        teacher = student + data.normal(*size, dtype=dtype)
         exact, given = student.double().requires_grad_(), student.requires_grad_()
         wanted, found = loss(exact, teacher.double()), loss(given, teacher)
         (wanted_grad,) = torch.autograd.grad(wanted.sum(), exact)
@@ -60,8 +59,9 @@ def topk_case(bench: Bench, kind: Kind, vocab: int, rows: int, plain: bool = Fal
     floor = 2 * rows * vocab * bench.dtype.itemsize
 
     def contenders() -> dict[str, Contender]:
-        student = torch.randn(rows, vocab, device=bench.device).to(bench.dtype)
-        ids, logprobs = topk_of(torch.randn_like(student), bench.top_k)
+        data = Data(bench)
+        student = data.normal(rows, vocab)
+        ids, logprobs = topk_of(data.normal(rows, vocab), bench.top_k)
 
         def ours(inplace: bool) -> Loss:
             return lambda s, _: kernels.divergence(
@@ -96,8 +96,8 @@ def dense_case(bench: Bench, kind: Kind) -> Case:
     floor = 3 * bench.rows * bench.vocab * bench.dtype.itemsize  # two reads and one write
 
     def contenders() -> dict[str, Contender]:
-        student = torch.randn(bench.rows, bench.vocab, device=bench.device).to(bench.dtype)
-        teacher = torch.randn(bench.rows, bench.vocab, device=bench.device).to(bench.dtype)
+        data = Data(bench)
+        student, teacher = (data.normal(bench.rows, bench.vocab) for _ in range(2))
         plain = peers.plain_divergence(kind)
 
         def ours(inplace: bool) -> Loss:
@@ -124,35 +124,55 @@ def dense_case(bench: Bench, kind: Kind) -> Case:
     return Case("divergence", shape, floor, contenders)
 
 
-def linear_case(bench: Bench, width: int = 2048) -> Case:
+def linear_cases(bench: Bench, width: int = 2048) -> list[Case]:
     """From hidden states: the output layer and the divergence.
 
-    Fused, the logits of a few rows exist at a time; launches and products are per block of rows.
+    Fused, the logits of a few rows exist at a time; kernels and products are per block of rows. Each product
+    with the weights counts 2 · rows · vocab · width operations: the logits, their gradient's way back and, in
+    the second case, the teacher's logits, which all contenders there compute from its hidden states.
     """
     rows, vocab = bench.rows // 4, bench.vocab
-    floor = 2 * vocab * width * bench.dtype.itemsize  # the weights, read for the product and its gradient
+    product, weights = 2 * rows * vocab * width, vocab * width * bench.dtype.itemsize
 
-    def contenders() -> dict[str, Contender]:
-        hidden, teacher = (torch.randn(rows, width, device=bench.device).to(bench.dtype) for _ in range(2))
-        weight = torch.randn(vocab, width, device=bench.device).mul_(width**-0.5).to(bench.dtype)
+    def layer() -> tuple[Data, Tensor, Tensor]:
+        data = Data(bench)
+        return data, data.normal(rows, width), data.normal(vocab, width, scale=width**-0.5)
 
-        def ours(s: Tensor, t: Tensor) -> Tensor:
-            return kernels.divergence(s @ weight.T, t @ weight.T, kind="jsd", inplace_grad=True)
-
-        ids, logprobs = topk_of(torch.randn(rows, vocab, device=bench.device).to(bench.dtype), bench.top_k)
+    def topk() -> dict[str, Contender]:
+        data, hidden, weight = layer()
+        some = topk_of(data.normal(rows, vocab), bench.top_k)
 
         def fused(s: Tensor, _: Tensor) -> Tensor:
-            return kernels.linear_divergence(s, weight, teacher_topk=(ids, logprobs))
+            return kernels.linear_divergence(s, weight, teacher_topk=some)
 
         def apart(s: Tensor, _: Tensor) -> Tensor:
-            return kernels.divergence(s @ weight.T, teacher_topk=(ids, logprobs), inplace_grad=True)
+            return kernels.divergence(s @ weight.T, teacher_topk=some, inplace_grad=True)
+
+        return {
+            "moedraft": Contender(lambda: [step(fused, hidden, hidden)]),
+            "moedraft after the product": Contender(lambda: [step(apart, hidden, hidden)]),
+        }
+
+    def dense() -> dict[str, Contender]:
+        data, hidden, weight = layer()
+        teacher = data.normal(rows, width)
+
+        def fused(s: Tensor, t: Tensor) -> Tensor:
+            return kernels.linear_divergence(s, weight, teacher_logits=t @ weight.T, kind="jsd")
+
+        def apart(s: Tensor, t: Tensor) -> Tensor:
+            return kernels.divergence(s @ weight.T, t @ weight.T, kind="jsd", inplace_grad=True)
 
         return {
             "moedraft": Contender(lambda: [step(fused, hidden, teacher)]),
-            "moedraft, top-k after the product": Contender(lambda: [step(apart, hidden, teacher)]),
-            "moedraft after the product": Contender(lambda: [step(ours, hidden, teacher)]),
+            "moedraft after the product": Contender(lambda: [step(apart, hidden, teacher)]),
             "Liger, fused": Contender(lambda: [peers.liger_linear_jsd(hidden, weight, teacher)]),
         }
 
-    shape = {"rows": rows, "width": width, "vocab": vocab, "kind": "jsd"}
-    return Case("linear and divergence", shape, floor, contenders)
+    shape = {"rows": rows, "width": width, "vocab": vocab}
+    topk_shape = {**shape, "top_k": bench.top_k, "kind": "fkl"}
+    operation = "linear and divergence"
+    return [
+        Case(operation, topk_shape, 2 * weights, topk, 2 * product),
+        Case(operation, {**shape, "kind": "jsd"}, 3 * weights, dense, 3 * product),
+    ]

@@ -73,6 +73,20 @@ def cpu_bench(quick: bool) -> Bench:
     )
 
 
+class Data:
+    """Random numbers of a generator of its own: the default one can be left unusable by a failed capture."""
+
+    def __init__(self, bench: Bench, seed: int = 0) -> None:
+        self.bench = bench
+        self.generator = torch.Generator(bench.device).manual_seed(seed)
+
+    def normal(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Of the benchmark's type, unless another is asked for."""
+        dtype = dtype or self.bench.dtype
+        found = torch.randn(shape, device=self.bench.device, dtype=dtype, generator=self.generator)
+        return found.mul_(scale)
+
+
 def quantiles(samples: list[float]) -> dict[str, float]:
     """Median, 20 % and 80 % of samples in microseconds."""
     ordered = sorted(samples)
@@ -171,15 +185,17 @@ def copy_bandwidth(bench: Bench) -> float:
     return 2 * source.nbytes / (time_cuda([lambda: target.copy_(source)], bench.seconds)["us"] * 1e-6)
 
 
-def measured(calls: list[Call], bench: Bench, graph: bool) -> dict[str, Any]:
-    """Everything that is measured of one contender. A graph that cannot be made is named, not fatal."""
+def measured(calls: list[Call], bench: Bench) -> dict[str, Any]:
+    """Everything that is measured of one contender outside a CUDA graph."""
     if not bench.cuda:
         return dict(time_cpu(calls[0], bench.seconds))
-    found: dict[str, Any] = {**time_cuda(calls, bench.seconds)}
-    found |= {"host_us": time_host(calls), "extra_mib": peak_mib(calls[0])}
-    if graph:
-        try:
-            found["graph"] = time_graph(calls, bench.seconds, found["us"])
-        except RuntimeError as error:
-            found["graph"] = {"status": f"no graph: {str(error)[:200]}"}
-    return found
+    found = time_cuda(calls, bench.seconds)
+    return {**found, "host_us": time_host(calls), "extra_mib": peak_mib(calls[0])}
+
+
+def captured(calls: list[Call], bench: Bench, eager_us: float) -> dict[str, Any]:
+    """The time in a CUDA graph. One that cannot be made is named; do not trust the device then."""
+    try:
+        return dict(time_graph(calls, bench.seconds, eager_us))
+    except Exception as error:
+        return {"status": f"no graph: {type(error).__name__}: {str(error)[:200]}"}

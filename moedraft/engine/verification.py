@@ -65,9 +65,10 @@ class Verifier:
             target_cuts=cuts,
             draft_cuts=proposal.cuts,
         )
-        counts = accepted.tolist()
-        tokens = [row[: count + 1] for row, count in zip(emitted.tolist(), counts, strict=True)]
-        return tokens, counts, [bool(value & TARGET_INVALID) for value in status.tolist()]
+        found = torch.cat((emitted, torch.stack((accepted, status.to(accepted.dtype)), 1)), 1)
+        rows_found = found.tolist()  # the only time that a round waits for verification
+        tokens = [row[: row[-2] + 1] for row in rows_found]
+        return tokens, [row[-2] for row in rows_found], [bool(row[-1] & TARGET_INVALID) for row in rows_found]
 
 
 def positions(sequences: list[Sequence], device: torch.device) -> torch.Tensor:

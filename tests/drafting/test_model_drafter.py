@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from moedraft.core import SHARED, Sequence
+from moedraft.drafting.drawing import LogitBuffer
 from moedraft.drafting.model import LAG, ModelDrafter
 from moedraft.evidence import NOBODY, Proposal, Rows
 from moedraft.sampling import filter_logits
@@ -149,6 +151,26 @@ def test_the_buffer_of_logits_grows_with_the_batch_and_the_limits() -> None:
         assert drawn.logits is not None
         assert drawn.logits.shape == (count, limit, VOCAB)
         torch.testing.assert_close(drawn.logits[-1, 0], TinyLM(TABLE).logits_after([count]))
+
+
+def test_coupled_rows_come_without_what_nobody_asks_for() -> None:
+    """Verification compares their tokens alone: no logits are kept, and no memory is taken for them."""
+    one = drafter()
+    rows = rows_of(row(0, 1, 2, temperature=1.0, seed=4, top_k=3))
+    coupled = replace(rows, sampling=replace(rows.sampling, coupled=True))
+    drawn = propose(one, coupled, [3])
+    assert (drawn.logits, drawn.lse, drawn.cuts) == (None, None, None)
+    assert one._buffer.of(1, 3).numel() == 0
+    assert drawn.lengths == [3]
+    assert propose(one, rows, [3]).logits is not None  # the control
+
+
+def test_the_buffer_of_logits_moves_with_the_device() -> None:
+    buffer = LogitBuffer()
+    for device in ("cpu", "meta", "cpu"):
+        buffer.put(torch.ones(2, 5, device=device), 0, 3)
+        assert buffer.of(2, 1).device.type == device
+    assert torch.equal(buffer.of(2, 1)[:, 0], torch.ones(2, 5))
 
 
 @pytest.mark.parametrize("of_draft", [8, 16])

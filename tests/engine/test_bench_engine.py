@@ -47,3 +47,23 @@ def test_it_runs_and_measures_what_it_was_told(
         if one["draft_tokens_per_round"] > 0.2:  # the budget may find that it does not pay
             assert one["tokens_per_step"] > 1
             assert 0.3 < one["accepted"] <= 1
+
+
+def test_a_run_that_is_broken_off_keeps_what_it_measured(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small, measured = bench.Shape(32, 2, 4, 2, 64, 211), iter([{"plain": {"ratio": 1.0}}])
+
+    def measure(*_: object) -> Any:
+        if (found := next(measured, None)) is None:
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(bench, "PAIRS", {"tiny": (small, small)})
+    monkeypatch.setattr(bench, "measure", measure)
+    options = "--pair tiny --batch 1 3 --acceptance 0.8 --device cpu --dtype float32 --out"
+    monkeypatch.setattr(sys, "argv", ["bench_engine.py", *options.split(), str(tmp_path)])
+    with pytest.raises(KeyboardInterrupt):
+        bench.main()
+    [found] = json.loads((tmp_path / "engine-cpu.json").read_text())["pairs"]["tiny"]
+    assert (found["batch"], found["systems"]) == (1, {"plain": {"ratio": 1.0}})

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from moedraft.core import Sequence
 from moedraft.engine.capture import Capture
@@ -15,7 +17,7 @@ from moedraft.engine.target import TargetRunner
 from moedraft.engine.verification import Verifier
 from moedraft.evidence import Evidence, Proposal, Reading, Rows
 
-from rounds import chain, row
+from rounds import chain, row, rows_of
 from tiny import TinyLM, random_table
 
 VOCAB = 12
@@ -260,3 +262,34 @@ def test_parameters_are_those_of_the_rows_even_where_an_id_comes_again() -> None
     first, second, third = (rows.sampling for rows in rig.script.seen)
     assert first is second
     assert (third.temperature.tolist(), third.seed.tolist()) == ([0.5], [2])
+
+
+class Waits(TorchFunctionMode):
+    """Counts what makes the host wait for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.count += function in (torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.cpu)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_verification_waits_once(temperature: float) -> None:
+    rows = rows_of(row(0, 1, 2, temperature=temperature, seed=1), row(1, 3, temperature=temperature, seed=2))
+    logits = torch.randn(2, 3, VOCAB)
+    logits[1, 0] = torch.nan
+    proposal = chain([4, 5], [6])
+    if temperature == 0:
+        proposal = chain([int(logits[0, 0].argmax()), 5], [6])
+    with Waits() as waits:
+        tokens, counts, broken = Verifier().verify(rows, proposal, logits)
+    assert waits.count == 1
+    assert [len(one) for one in tokens] == [count + 1 for count in counts]
+    assert (tokens[1], broken) == ([0], [False, True])
+    if temperature == 0:
+        assert counts[0] >= 1

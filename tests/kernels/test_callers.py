@@ -11,6 +11,7 @@ from scripts_loader import load_script
 
 from moedraft import kernels
 
+ROOT = Path(__file__).resolve().parents[2]
 PUBLIC = [name for name in kernels.__all__ if inspect.isfunction(getattr(kernels, name))]
 # Modules that no public function leads to.
 ALONE = {
@@ -31,6 +32,22 @@ def test_what_the_benchmark_names_is_public_and_called() -> None:
         assert said.called_by, operation
     helpers = {"apply_cuts", "round_seeds"}  # plain PyTorch
     assert {said.function for said in about.values()} == set(PUBLIC) - helpers
+
+
+def test_callers_are_found_where_a_package_is_made_of_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As scripts/gpu_check.sh lays it out: each room is a link to its folder."""
+    script, package = load_script("kernel_callers"), tmp_path / "moedraft"
+    package.mkdir()
+    monkeypatch.setattr(script.moedraft, "__file__", str(package / "__init__.py"))
+    find = script.callers.__wrapped__  # what is found is kept otherwise
+    assert find("verify_chain") == ()
+    for part in ("engine", "sampling.py"):
+        (package / part).symlink_to(ROOT / "moedraft" / part)
+    (package / "kernels").symlink_to(ROOT / "kernels")
+    assert find("verify_chain") == ("engine/verification.py",)
+    assert find("find_cuts") == ("sampling.py",)
 
 
 def imported(module: Path) -> set[str]:

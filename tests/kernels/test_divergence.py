@@ -367,6 +367,13 @@ def test_only_the_fused_path_ran(device: str, monkeypatch: pytest.MonkeyPatch) -
         ({"teacher_logits": torch.zeros(2, 7)}, "shaped"),
         ({"mask": torch.ones(3)}, "mask"),
         ({"teacher_logits": None, "teacher_topk": (torch.zeros(2, 3), torch.zeros(2, 4))}, "teacher_topk"),
+        ({"teacher_logits": None, "teacher_topk": (torch.zeros(2, 3), torch.zeros(2, 3))}, "int64 ids"),
+        (
+            {"teacher_logits": None, "teacher_topk": (torch.zeros(2, 3).int(), torch.zeros(2, 3))},
+            r"int64 ids .* not torch\.int32",
+        ),
+        ({"teacher_logits": torch.zeros(2, 8, dtype=torch.int64)}, "teacher_logits must be floating"),
+        ({"teacher_logits": torch.zeros(2, 8, device="meta")}, "teacher_logits must be where"),
         ({"student_logits": torch.zeros(2, 8, dtype=torch.int64)}, "floating"),
     ],
 )

@@ -279,8 +279,24 @@ def test_an_empty_batch_and_bad_arguments(backend: str, device: str) -> None:
     empty = find_cuts(torch.empty(0, 3, 9, device=device), **limits_of(0, device), backend=backend)  # type: ignore[arg-type]
     assert [tuple(part.shape) for part in empty] == [(0, 3)] * 2
     logits = torch.randn(2, 3, 9, device=device)
-    with pytest.raises(ValueError, match=r"top_k must be \[2\], not \[3\]"):
-        find_cuts(logits, **limits_of(2, device), top_k=torch.zeros(3), backend=backend)  # type: ignore[arg-type]
+    right = limits_of(2, device, top_k=2, top_p=0.5)
+    bad: list[tuple[dict[str, object], str]] = [
+        (
+            {"top_k": torch.zeros(3, dtype=torch.int64, device=device)},
+            r"top_k must be int64 \[2\], not .*\[3\]",
+        ),
+        (
+            {"top_k": torch.zeros(2, dtype=torch.int32, device=device)},
+            r"top_k must be int64 \[2\], not torch.int32",
+        ),
+        ({"top_k": 3}, "top_k must be a tensor, int64"),
+        ({"top_p": torch.zeros(2, dtype=torch.int64, device=device)}, "top_p must be floating"),
+        ({"temperature": 1.0}, r"temperature must be a tensor, floating \[2\], not 1.0"),
+        ({"top_p": torch.ones(2, device="meta")}, "top_p must be where the logits are"),
+    ]
+    for changes, message in bad:
+        with pytest.raises(ValueError, match=message):
+            find_cuts(logits, **{**right, **changes}, backend=backend)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="must be floating"):
         find_cuts(logits.long(), **limits_of(2, device), backend=backend)  # type: ignore[arg-type]
     chain = make_chain(2, 2, 9, device=device)
@@ -291,3 +307,5 @@ def test_an_empty_batch_and_bad_arguments(backend: str, device: str) -> None:
         chain.run(backend, draft_logits=None, draft_cuts=cuts)
     with pytest.raises(ValueError, match="float32 and int32"):
         chain.run(backend, target_cuts=Cuts(cuts.value, cuts.last.long()))
+    with pytest.raises(ValueError, match=r"target_cuts\.last must be where the logits are"):
+        chain.run(backend, target_cuts=Cuts(cuts.value, cuts.last.to("meta")))

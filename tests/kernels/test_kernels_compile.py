@@ -14,6 +14,9 @@ import pytest
 import triton
 
 LESS = ("registers", "spilled", "shared", "narrow_in_loops", "barriers", "barriers_in_loops")
+# Where the oldest Triton that the project allows does not keep a limit, and by how much: three blocks of the
+# dense divergences run at once instead of four, and a thread that searches a cut stores two words aside.
+BEYOND = {("3.6", "_kl"): {"registers": 80}, ("3.6", "cut"): {"spilled": 8}}
 MORE = ("wide_loads", "wide_stores", "asynchronous")  # accesses of 16 bytes, and copies beside computation
 
 
@@ -78,6 +81,24 @@ def test_a_kernel_that_became_worse_is_noticed(compiled: dict[str, Any]) -> None
 
 
 def test_kernels_compile_for_sm_90_without_spilling(compiled: dict[str, Any]) -> None:
+    assert_fit(compiled, compile_offline.version())
+
+
+@pytest.mark.parametrize("version", ["3.6", "3.9"])
+def test_what_is_stored_fits_with_the_oldest_triton_and_the_newest(version: str) -> None:
+    """One environment has one version; what the other one made stands in the file."""
+    assert_fit(compile_offline.known()[version]["kernels"], version)
+
+
+def test_control_what_does_not_fit_is_noticed(compiled: dict[str, Any]) -> None:
+    name = next(name for name in compiled if name.startswith("sweep "))
+    for change in ({"registers": 65}, {"spilled": 4}, {"wide_loads": 0}):
+        with pytest.raises(AssertionError):
+            assert_fit({**compiled, name: compiled[name] | change}, compile_offline.version())
+
+
+def assert_fit(compiled: dict[str, Any], version: str) -> None:
+    """No kernel spills, and as many blocks run at once as its launches count on."""
     kernels = [
         one | dict(zip(("kernel", "constants"), name.split(" ", 1), strict=True))
         for name, one in compiled.items()
@@ -92,10 +113,11 @@ def test_kernels_compile_for_sm_90_without_spilling(compiled: dict[str, Any]) ->
     kernels = [kernel for kernel in kernels if kernel["kernel"] != "combined"]
     assert verification | losses == {k["kernel"] for k in kernels}
     for kernel in kernels:
-        assert kernel["spilled"] == 0, kernel
+        beyond = BEYOND.get((version, kernel["kernel"]), {})
+        assert kernel["spilled"] <= beyond.get("spilled", 0), kernel
         # two blocks of 256 threads share a multiprocessor; of what sweeps over all logits four do
         most = 64 if kernel["kernel"] in {"sweep"} | losses else 128
-        assert kernel["registers"] <= most, kernel
+        assert kernel["registers"] <= beyond.get("registers", most), kernel
         # where a row has a residual its programs count themselves, in a way that orders their stores
         counts = kernel["kernel"] in ("resolve", "judge") and "'HAS_DRAFT': True" in kernel["constants"]
         assert kernel["arrivals"] == int(counts), kernel

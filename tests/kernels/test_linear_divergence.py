@@ -165,6 +165,9 @@ def test_it_is_differentiable_once_and_as_often_as_one_likes() -> None:
         ({"bias": torch.ones(3)}, "bias"),
         ({"lora": (torch.ones(2, 5), torch.ones(VOCAB, 2))}, "lora"),
         ({"bias": torch.ones(VOCAB, dtype=torch.float16)}, "one floating type"),
+        ({"bias": torch.ones(VOCAB, device="meta")}, "bias must be where"),
+        ({"block_rows": -1}, "block_rows must be at least 1, not -1"),
+        ({"block_rows": 0}, "block_rows must be at least 1, not 0"),
     ],
 )
 def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:

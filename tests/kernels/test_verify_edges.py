@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from chain_cases import Chain, make_chain, oracle, pack, same
@@ -10,6 +12,7 @@ from moedraft import kernels
 from moedraft.kernels import DRAFT_INVALID, TARGET_INVALID
 
 NEG = float("-inf")
+Rule = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 127, 1000, 4097])
@@ -293,22 +296,70 @@ def test_an_empty_batch_gives_empty_results(backend: str, device: str) -> None:
     assert [tuple(part.shape) for part in empty.run(backend)] == [(0, 3), (0,), (0,)]
 
 
-def test_bad_arguments_are_refused_by_name(backend: str, device: str) -> None:
+RULES = [kernels.verify_chain, kernels.verify_block, kernels.verify_coupled]
+ELSEWHERE = [("draft_tokens", "tokens"), ("draft_logits", "draft"), ("temperature", "temperature")]
+ELSEWHERE += [("seed", "seed"), ("position", "position")]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_bad_arguments_are_refused_by_name(rule: Rule, backend: str, device: str) -> None:
     chain = make_chain(2, 2, 8, device=device)
+    short = torch.zeros(1, dtype=torch.int64, device=device)
     bad: list[tuple[dict[str, object], str]] = [
-        ({"draft_tokens": chain.tokens.to(torch.int32)}, "int64"),
+        ({"draft_tokens": chain.tokens.to(torch.int32)}, "draft_tokens must be int64"),
         ({"target_logits": chain.target[:, :2]}, "must be"),
         ({"target_logits": chain.target.long()}, "floating"),
         ({"target_logits": chain.target[0]}, "num_draft"),
         ({"draft_logits": chain.draft[..., :7]}, "do not fit"),
+        ({"draft_logits": chain.draft.long()}, "do not fit"),
         ({"draft_logits": chain.draft[:, :1]}, "must be"),
-        ({"draft_lse": torch.zeros(2, 3)}, "draft_lse"),
-        ({"num_draft": torch.zeros(3, dtype=torch.int64)}, "num_draft"),
+        ({"draft_lse": torch.zeros(2, 3, device=device)}, "draft_lse"),
+        ({"draft_lse": chain.tokens}, "draft_lse must be floating"),
+        ({"num_draft": torch.zeros(3, dtype=torch.int64, device=device)}, r"num_draft .* \[2\], not .*\[3\]"),
+        ({"num_draft": torch.zeros(2, device=device)}, "num_draft must be of integers"),
+        ({"num_draft": torch.zeros(2, dtype=torch.bool, device=device)}, "num_draft must be of integers"),
+        ({"seed": short}, r"seed must be int64 \[2\], not torch.int64 \[1\]"),
+        ({"seed": chain.seed.to(torch.int32)}, "seed must be int64"),
+        ({"position": short}, r"position must be int64 \[2\]"),
+        ({"position": chain.position.to(torch.int32)}, "position must be int64"),
+        ({"temperature": chain.temperature[:1]}, "temperature must be a number or floating"),
+        ({"temperature": chain.position}, "temperature must be a number or floating"),
+    ]
+    bad += [({name: getattr(chain, field).to("meta")}, f"{name} must be where") for name, field in ELSEWHERE]
+    for changes, message in bad:
+        with pytest.raises(ValueError, match=message):
+            chain.run(backend, rule, **changes)
+    with pytest.raises(ValueError, match="backend"):
+        chain.run("cuda", rule)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_packed_rows_that_cannot_be_are_refused(rule: Rule, backend: str, device: str) -> None:
+    chain = make_chain(3, 2, 8, device=device)
+    counts = torch.tensor([2, 0, 1], device=device)
+    target, draft = pack(chain, counts)
+    given = {"target_logits": target, "draft_logits": draft, "num_draft": counts}
+    chain.run(backend, rule, **given)
+    with pytest.raises(ValueError, match=r"draft_logits must have 3 rows, .* not 2"):
+        chain.run(backend, rule, **{**given, "draft_logits": draft[:2]})  # type: ignore[index]
+    for rows in (2, 10):
+        with pytest.raises(ValueError, match="1 to K"):
+            chain.run(backend, rule, **{**given, "target_logits": target.new_zeros(rows, 8)})
+
+
+@pytest.mark.parametrize("draw", [kernels.sample_draft, kernels.sample_coupled])
+def test_bad_arguments_of_a_draft_are_refused(draw: Rule, backend: str, device: str) -> None:
+    chain = make_chain(2, 2, 8, device=device)
+    good = {"logits": chain.target[:, 0], "temperature": 1.0, "seed": chain.seed, "position": chain.position}
+    bad: list[tuple[dict[str, object], str]] = [
+        ({"logits": chain.target}, "logits must be floating"),
+        ({"seed": chain.seed[:1]}, "seed must be int64"),
+        ({"position": chain.position.to(torch.int32)}, "position must be int64"),
+        ({"temperature": chain.temperature[:1]}, "temperature must be"),
+        ({"seed": chain.seed.to("meta")}, "seed must be where the logits are"),
     ]
     for changes, message in bad:
         with pytest.raises(ValueError, match=message):
-            chain.run(backend, **changes)
-    with pytest.raises(ValueError, match="backend"):
-        chain.run("cuda")
-    with pytest.raises(ValueError, match="logits"):
-        kernels.sample_draft(chain.target, 1.0, chain.seed, chain.position)
+            draw(**{**good, **changes}, backend=backend)
+    numbers = chain.temperature.double(), chain.temperature.half()
+    assert [draw(**{**good, "temperature": t}, backend=backend)[0].shape for t in numbers] == [(2,)] * 2

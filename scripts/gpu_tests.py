@@ -1,0 +1,101 @@
+"""What came of a run of tests on a GPU machine, also where the run is broken off.
+
+    pytest -p gpu_tests --lines FILE …         # as a plugin: JSON when a test begins and when it ends
+    python scripts/gpu_tests.py FILE REPORT    # sums them up in one JSON file
+
+Needs pytest and torch alone. A run that ends in the middle names the test that it ended in.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+WORST = ("failed", "skipped", "passed")  # of a test's three parts the first of these counts
+
+
+class Lines:
+    """Appends to a file, so that nothing is lost with the process."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.parts: list[pytest.TestReport] = []
+
+    def write(self, **fields: Any) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(fields) + "\n")
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.parts = []
+        self.write(began=nodeid)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.parts.append(report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.write(test=report.nodeid, outcome="failed", seconds=0.0, why=reason(report))
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        found = {part.outcome: part for part in self.parts}
+        outcome = next(name for name in WORST if name in found)
+        why = reason(found[outcome]) if outcome == "failed" else ""
+        seconds = round(sum(part.duration for part in self.parts), 2)
+        self.write(test=nodeid, outcome=outcome, seconds=seconds, **({"why": why} if why else {}))
+
+
+def reason(report: pytest.TestReport | pytest.CollectReport) -> str:
+    """The line that says what went wrong."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return str(crash.message if crash else report.longrepr).strip()[:300]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--lines", type=Path, help="write a line of JSON there for each test")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if path := config.getoption("--lines"):
+        path.unlink(missing_ok=True)
+        config.pluginmanager.register(Lines(path))
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if path := session.config.getoption("--lines"):
+        Lines(path).write(status=int(exitstatus))
+
+
+def summary(lines: Path) -> dict[str, Any]:
+    """Counts, seconds, what failed and why, and what was running when the run ended."""
+    found = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
+    tests = [line for line in found if "test" in line]
+    begun = [line["began"] for line in found if "began" in line]
+    ended = {line["test"] for line in tests}
+    failed = [line for line in tests if line["outcome"] == "failed"]
+    return {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "torch": torch.__version__,
+        "finished": any("status" in line for line in found),
+        "tests": len(tests),
+        "skipped": sum(line["outcome"] == "skipped" for line in tests),
+        "seconds": round(sum(line["seconds"] for line in tests), 1),
+        "failed": {line["test"]: line["why"] for line in failed},
+        "broken_off_in": next((name for name in begun if name not in ended), None),
+    }
+
+
+def main(lines: str, report: str) -> None:
+    found = summary(Path(lines))
+    Path(report).write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,131 @@
+"""What runs on a GPU machine: in how much time, with which packages, and what is left of a run cut short."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from scripts_loader import SCRIPTS
+
+# Runs `run` where some packages are not installed.
+WITHOUT = """
+import sys
+class Hiding:
+    def __init__(self, finder):
+        self.finder = finder
+    def find_spec(self, name, *rest):
+        return None if name.split(".")[0] in {missing} else self.finder.find_spec(name, *rest)
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+sys.meta_path[:] = [Hiding(finder) for finder in sys.meta_path]
+{run}
+"""
+# What the machine for GPU runs has not.
+MISSING = ["sqlalchemy", "alembic", "platformdirs", "pydantic", "pydantic_settings", "gguf"]
+MISSING += ["fastapi", "starlette", "uvicorn", "sse_starlette", "nicegui", "structlog"]
+COLLECT = """
+import pytest
+sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "tests/kernels"]))
+"""
+HELP = """
+import runpy
+sys.argv = ["{script}", "--help"]
+sys.path.insert(0, "scripts")
+runpy.run_path("scripts/{script}", run_name="__main__")
+"""
+TESTS = """
+import os, time, pytest
+def test_right(): pass
+def test_wrong(): assert 1 == 2, "not so"
+@pytest.mark.skip(reason="no")
+def test_skipped(): pass
+@pytest.fixture
+def broken(): raise ValueError("no device")
+def test_without_its_fixture(broken): pass
+def test_cut_short():
+    if os.environ.get("CUT"): os._exit(9)
+def test_later(): pass
+"""
+
+
+def test_each_slice_on_a_gpu_takes_less_than_eight_minutes() -> None:
+    """The limits of a slice's steps in gpu_check.sh, added up; and the benchmark stops before its own."""
+    text = (SCRIPTS / "gpu_check.sh").read_text()
+    slices = re.findall(r"^ {8}(\w+)\)\n(.*?);;", text, flags=re.MULTILINE | re.DOTALL)
+    assert [name for name, _ in slices] == ["kernels", "tests", "rest"]
+    for name, body in slices:
+        limits = [int(n) for n in re.findall(r'^ +(?:step "[^"]+"|tests [\w-]+) (\d+)', body, re.MULTILINE)]
+        assert limits, name
+        assert sum(limits) < 480, name
+        for limit, minutes in re.findall(r"benchmark\" (\d+) .*bench_kernels.*--minutes ([\d.]+)", body):
+            assert int(limit) - 60 * float(minutes) >= 60
+
+
+@pytest.mark.parametrize(
+    ("missing", "run"),
+    [
+        (MISSING, COLLECT),
+        ([*MISSING, "peft", "sklearn"], COLLECT),
+        (MISSING, HELP.format(script="bench_kernels.py")),
+        (MISSING, HELP.format(script="bench_engine.py")),
+    ],
+    ids=["tests", "tests without the engine", "kernel benchmark", "engine benchmark"],
+)
+def test_what_runs_on_a_gpu_needs_no_more_than_the_machine_has(missing: list[str], run: str) -> None:
+    """The machine for GPU runs has torch, triton, transformers and pytest, but no library for settings."""
+    ran = without(missing, run)
+    assert ran.returncode == 0, (ran.stdout + ran.stderr)[-2000:]
+
+
+def test_control_a_package_that_is_needed_is_missed() -> None:
+    ran = without(["torch"], HELP.format(script="bench_engine.py"))
+    assert "No module named 'torch'" in ran.stderr
+
+
+def without(missing: list[str], run: str) -> subprocess.CompletedProcess[str]:
+    """What came of `run` where these packages are missing."""
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT.format(missing=missing, run=run)],
+        capture_output=True,
+        text=True,
+        cwd=SCRIPTS.parent,
+        timeout=120,
+    )
+
+
+def reported(folder: Path, **environment: str) -> dict[str, object]:
+    """What is reported of `TESTS`, run as gpu_check.sh runs tests."""
+    (folder / "test_some.py").write_text(TESTS)
+    lines, report = folder / "lines.jsonl", folder / "report.json"
+    options = ["-q", "-p", "no:cacheprovider", "-p", "gpu_tests", "--lines", str(lines)]
+    subprocess.run(
+        [sys.executable, "-m", "pytest", "test_some.py", "--rootdir", str(folder), *options],
+        capture_output=True, cwd=folder, env={**os.environ, "PYTHONPATH": str(SCRIPTS), **environment},
+        timeout=120,
+    )  # fmt: skip
+    subprocess.run([sys.executable, str(SCRIPTS / "gpu_tests.py"), str(lines), str(report)], check=True)
+    found: dict[str, object] = json.loads(report.read_text())
+    return found
+
+
+def test_each_test_is_reported(tmp_path: Path) -> None:
+    found = reported(tmp_path)
+    assert (found["tests"], found["skipped"], found["finished"]) == (6, 1, True)
+    assert found["broken_off_in"] is None
+    failed = found["failed"]
+    assert isinstance(failed, dict)
+    assert list(failed) == ["test_some.py::test_wrong", "test_some.py::test_without_its_fixture"]
+    assert "not so" in failed["test_some.py::test_wrong"]
+    assert "no device" in failed["test_some.py::test_without_its_fixture"]
+
+
+def test_of_a_run_that_is_cut_short_is_known_what_came_before(tmp_path: Path) -> None:
+    found = reported(tmp_path, CUT="1")
+    assert (found["tests"], found["finished"]) == (4, False)
+    assert found["broken_off_in"] == "test_some.py::test_cut_short"
+    assert len(found["failed"]) == 2  # type: ignore[arg-type]
