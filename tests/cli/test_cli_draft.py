@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from cli_fakes import Pair, Run, write_rows
 from safetensors.torch import load_file
 
+from moedraft.core import InvalidRequest
 from moedraft.feature import session
-from moedraft.feature.corpus import TrainingText
 from moedraft.feature.training import FeatureTrainer
 from moedraft.model_hash import hash_files
 from moedraft.models import LanguageModel
@@ -80,16 +79,15 @@ def test_the_target_is_loaded_as_the_settings_say(
     for name, value in {"CACHE_DIR": tmp_path / "cache", "THREADS": 2, "CPU_FAST_PATHS": False}.items():
         monkeypatch.setenv(f"MOEDRAFT_{name}", str(value))
     seen: list[tuple[LanguageModel, int]] = []
-    collect = session.collect
 
-    def watched(model: LanguageModel, *rest: Any) -> list[TrainingText]:
+    def watched(model: LanguageModel, *_: object) -> None:
         seen.append((model, torch.get_num_threads()))
-        return collect(model, *rest)
+        raise InvalidRequest("enough was seen.")
 
     monkeypatch.setattr(session, "collect", watched)
     options = ["draft", "train", "--vocabulary", 40, "--layers", "0,1", "--max-tokens", 4, "--home", home]
     result = run(*options, "--target", file, "--prompts", prompts, "--minutes", 0.001)
-    assert result.code == 0, result.err
+    assert "Error: enough was seen." in result.err
     [(model, threads)] = seen
     assert threads == 2
     assert not model.cpu_fast_paths
