@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any
 
 import typer
@@ -91,7 +92,7 @@ def _write(folder: Path, found: dict[str, Any]) -> None:
             file.writelines(
                 json.dumps({"prompt": text}, ensure_ascii=False) + "\n" for text in one["prompts"]
             )
-        one["command"] = f"moedraft domain register {one['name']} --examples {path}"
+        one["command"] = f"moedraft domain register {one['name']} --examples {quote(str(path))}"
 
 
 def _show(found: dict[str, Any], *, written: bool) -> None:
@@ -106,7 +107,8 @@ def _show(found: dict[str, Any], *, written: bool) -> None:
     title = f"What could be a domain, of the last {found['looked_at']} prompts without an expert"
     print_table(title, ["name", "prompts", "share of traffic", "accepted now", "example"], rows)
     for one in groups:
-        say(one["command"])
+        if one["command"]:
+            say(one["command"])
     if not found["capture"]:
         note(NO_TEXT)
     elif not written:

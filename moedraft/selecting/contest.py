@@ -8,7 +8,7 @@ are compared, and one more at random, so that none is forgotten.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from moedraft import core
 from moedraft.core import SHARED
@@ -69,6 +69,15 @@ class Contest:
         self.standings.believe(shares)
         self._choose()
 
+    def keep(self, arms: Collection[str]) -> None:
+        """Leave out whoever is not among `arms`, because it was removed while the answer went on."""
+        if not set(self.standings.arms) <= set(arms):
+            for standings in (self.standings, self.heard):
+                standings.keep(arms)
+            self.looked_at &= set(arms)
+            if self.row.expert not in arms:
+                self.row.expert = self.standings.leader
+
     def learn(self, hits: Mapping[str, Sequence[float]], end: int) -> None:
         """Take in which tokens the arms would have guessed, up to entry `end` of the drafter's cache.
 
@@ -87,12 +96,12 @@ class Contest:
     def end(self) -> None:
         """Leave the final standings with the row, from which its replay record gets them.
 
-        The evidence alone says nothing of arms that were never compared. Of a domain that has no trained
-        expert yet all of it says nothing, so that its records teach it.
+        The evidence alone says nothing of arms that were never compared, nor of one beside none. Of a domain
+        that has no trained expert yet all of it says nothing, so that its records teach it.
         """
         if self.times and not self.row.unlearned:
             self.row.weights = _kept(self.standings.weights)
-            self.row.heard = _kept(self.heard.among(self.looked_at))
+            self.row.heard = _kept(self.heard.among(self.looked_at)) if len(self.looked_at) > 1 else {}
 
     def _choose(self) -> None:
         """Let the leader draft. An untrained expert keeps its row while SHARED leads, which drafts for it."""

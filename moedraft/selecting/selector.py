@@ -84,6 +84,10 @@ class EvidenceSelector(BackgroundSelector):
         for row in (routed := super().settle(ending)):
             if contest := self._contests.get(row.request_id):
                 contest.believe(row.prior)
+        if self.judge and self._contests:
+            arms = self.judge.arms
+            for contest in self._contests.values():
+                contest.keep(arms)
         if ending is None:
             self._compare()
         elif contest := self._contests.get(ending.request_id):

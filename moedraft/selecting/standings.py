@@ -36,6 +36,13 @@ class Standings:
     def weights(self) -> dict[str, float]:
         return dict(zip(self.arms, self._weights().tolist(), strict=True))
 
+    def keep(self, arms: Collection[str]) -> None:
+        """Leave out all other arms. One at least must stay."""
+        places = [self._place[arm] for arm in self.arms if arm in arms]
+        self.arms = [self.arms[place] for place in places]
+        self._place = {arm: i for i, arm in enumerate(self.arms)}
+        self._set(self._logs[places])
+
     def among(self, arms: Collection[str]) -> dict[str, float]:
         """The weights of some arms beside each other alone, summing to 1."""
         found = {arm: weight for arm, weight in self.weights.items() if arm in arms}

@@ -9,6 +9,7 @@ of learning; what is told is how much of the shared draft's guesses is accepted 
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
@@ -20,12 +21,14 @@ from moedraft.routing.clusters import clusters, overlaps
 from moedraft.routing.router import Router, spread
 from moedraft.storage.store import Store
 from moedraft.system.domains import MIN_EXAMPLES
+from moedraft.system.recorder import script_of
 
 LOOKED_AT = 400  # the newest prompts without an expert; embedding them takes some seconds
 SHOWN = 3  # examples of a group
 SHOWN_CHARACTERS = 300
 MOST_EXAMPLES = 200  # of a group, for the file to register it with
 WORD = re.compile(r"[a-z][a-z0-9]{2,19}")
+TELLING = 0.2  # how much more often a word stands in a group's prompts than in others', to name it
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,9 @@ class Suggestion:
     acceptance: float | None  # of the tokens that were drafted for them, how many were accepted
 
     @property
-    def command(self) -> str:
-        return f"moedraft domain register {self.name} --examples {self.name}.jsonl"
+    def command(self) -> str | None:
+        """What registers it; None where the prompts may not be written, so that there is no file to name."""
+        return f"moedraft domain register {self.name} --examples {self.name}.jsonl" if self.prompts else None
 
 
 @dataclass(frozen=True)
@@ -68,12 +72,13 @@ def suggest(
     groups = _grouped(router, list(by_text), least)
     taken = {SHARED, *(name for name, _ in store.registry.domain_names())}
     found: list[Suggestion] = []
-    for name, texts in zip(names_of(groups, taken), groups, strict=True):
+    names = names_of(groups if capture else [[] for _ in groups], taken)  # a name tells what is asked
+    for name, texts in zip(names, groups, strict=True):
         own = [record for text in texts for record in by_text[text]]
         drafted = sum(one.drafted for one in own)
         found.append(
             Suggestion(
-                name=name if capture else f"new-{len(found) + 1}",
+                name=name,
                 prompts=tuple(texts[:MOST_EXAMPLES]) if capture else (),
                 size=len(texts),
                 requests=len(own),
@@ -102,8 +107,11 @@ def _part(count: int, of: int) -> float | None:
 
 
 def names_of(groups: list[list[str]], taken: Collection[str]) -> list[str]:
-    """A name for each group, different from all others: its two most telling words, or a number."""
-    counts = [Counter(word for text in group for word in set(WORD.findall(text.lower()))) for group in groups]
+    """A name for each group, different from all others.
+
+    Its two most telling words without their accents; where the letters are no Latin ones, the script.
+    """
+    counts = [Counter(word for text in group for word in set(_words(text))) for group in groups]
     names: list[str] = []
     for group, own in zip(groups, counts, strict=True):
 
@@ -112,12 +120,24 @@ def names_of(groups: list[list[str]], taken: Collection[str]) -> list[str]:
             return own[word] / size - others / max(1, sum(map(len, groups)) - size)
 
         best = sorted(own, key=lambda word: (-telling(word), word))[:2]
-        name = "-".join(word for word in best if telling(word) >= 0.2) or "new"
+        name = "-".join(word for word in best if telling(word) >= TELLING) or _script(group)
         number, used = 1, {*taken, *names}
         while (made := name if number == 1 else f"{name}-{number}") in used:
             number += 1
         names.append(made)
     return names
+
+
+def _words(text: str) -> list[str]:
+    """As a name may hold them: "Köcheln" is kocheln, "Größe" grosse."""
+    plain = unicodedata.normalize("NFKD", text.casefold())
+    return WORD.findall("".join(letter for letter in plain if not unicodedata.combining(letter)))
+
+
+def _script(group: list[str]) -> str:
+    """The writing system of most of the texts as a name, "new" where that says nothing."""
+    found = script_of(" ".join(text[:SHOWN_CHARACTERS] for text in group[:SHOWN]))
+    return {"latin": "new", "other": "new", "kana": "japanese"}.get(found, found)
 
 
 def suggestions_data(found: Suggestions, *, texts: bool, every_prompt: bool = False) -> dict[str, Any]:

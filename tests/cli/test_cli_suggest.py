@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from cli_fakes import Pair, Run, numbers, write_rows
 
 from moedraft.cli.suggest import _write
-from moedraft.core import SHARED, InvalidRequest, ReplayRecord, RequestStats
+from moedraft.core import DOMAIN_NAME, SHARED, InvalidRequest, ReplayRecord, RequestStats
 from moedraft.speculation import SpeculationStats
 from moedraft.storage.store import Store
 from moedraft.system.suggest import names_of
@@ -71,7 +72,7 @@ def test_prompts_without_an_expert_are_suggested(run: Run, home: Path, pair: Pai
 
 @pytest.mark.usefixtures("traffic")
 def test_its_command_registers_the_domain(run: Run, home: Path, pair: Pair, tmp_path: Path) -> None:
-    out = tmp_path / "groups"
+    out = tmp_path / "of today"
     (group,) = run("domain", "suggest", "--out", out, "--home", home, *pair[:2], "--json").data["suggestions"]
     assert "prompts" not in group
     texts = [json.loads(line)["prompt"] for line in (out / "new.jsonl").read_text().splitlines()]
@@ -81,7 +82,7 @@ def test_its_command_registers_the_domain(run: Run, home: Path, pair: Pair, tmp_
     again = run("domain", "suggest", "--out", out, "--home", home, *pair[:2])
     assert again.code == 2
     assert "exists already" in again.err
-    command = group["command"].split()
+    command = shlex.split(group["command"])
     assert run(*command[1:], "--home", home).code == 0
     assert "new" in run("domain", "list", "--home", home).out
 
@@ -92,7 +93,10 @@ def test_without_capture_no_text_is_shown(run: Run, home: Path, pair: Pair, tmp_
     found = run("domain", "suggest", "--home", home, *pair[:2], "--json").data
     (group,) = found["suggestions"]
     assert (found["capture"], group["examples"], group["size"]) == (False, [], 12)
-    assert "Capture is off" in run("domain", "suggest", "--home", home, *pair[:2]).err
+    assert group["command"] is None  # there is no file that it could name
+    shown = run("domain", "suggest", "--home", home, *pair[:2])
+    assert "Capture is off" in shown.err
+    assert "register" not in shown.out
     refused = run("domain", "suggest", "--out", tmp_path / "x", "--home", home, *pair[:2])
     assert refused.code == 2
     assert "Capture is off" in refused.err
@@ -129,8 +133,15 @@ def test_names_tell_groups_apart() -> None:
     names = names_of([law, cooking, law, ["語"] * 5], {"shared", "court-clause"})
     assert len(set(names)) == 4
     assert names[1] == "and-oven" or "oven" in names[1]
-    assert names[3] == "new"
+    assert names[3] == "han"
     assert "court-clause" not in names
+
+
+def test_a_group_is_named_in_whatever_script_it_is_written() -> None:
+    japanese, russian, french = ["これは何ですか"] * 5, ["Как дела сегодня"] * 5, ["élève à l'école"] * 5
+    names = names_of([japanese, russian, french, ["1 + 1"] * 5, []], {"japanese", "new"})
+    assert names == ["japanese-2", "cyrillic", "ecole-eleve", "new-2", "new-3"]
+    assert all(DOMAIN_NAME.fullmatch(name) for name in names)
 
 
 @pytest.mark.parametrize("name", ["../../evil", "/tmp/evil", "", "a b; rm -r x", "shared"])

@@ -292,6 +292,35 @@ def test_an_expert_that_came_later_does_not_count() -> None:
     assert set(contest.standings.weights) == set(arms)
 
 
+def test_an_expert_that_is_removed_in_mid_answer_leaves_the_contest(made: list[EvidenceSelector]) -> None:
+    """However well it stood; what is left is shared among the others."""
+    judge = Judged("french")
+    one, selector = question(max_tokens=500), selector_of(made, judge)
+    begun(selector, one)
+    selector.settle()
+    assert one.expert == "french"
+    judge.arms = [SHARED, "sql", "python"]
+    assert selector.settle() == [one]
+    assert one.expert == "sql"  # of the others, the one that the router had chosen
+    one.token_ids += [1] * 12
+    selector.settle(one)
+    assert one.heard.keys() <= {SHARED, "sql", "python"}
+    assert "french" not in {**one.weights, **one.heard}
+    assert sum(one.weights.values()) == pytest.approx(1, abs=0.02)
+
+
+def test_where_only_the_shared_draft_is_left_it_drafts(made: list[EvidenceSelector]) -> None:
+    judge = Judged("sql")
+    one, selector = question(max_tokens=500), selector_of(made, judge)
+    begun(selector, one)
+    selector.settle()
+    judge.arms = [SHARED]
+    selector.settle()
+    assert (one.expert, one.domain) == (SHARED, "sql")
+    selector.settle(one)
+    assert (one.weights, one.heard) == ({SHARED: 1.0}, {})
+
+
 def test_in_time_everybody_is_compared_again() -> None:
     chance = random.Random(0)
     arms, contest = contests_of(12)

@@ -82,5 +82,5 @@ def _group(one: Suggestion, texts: bool) -> Markup:
             tag("span", facts, class_="hint"),
         ),
         tag("ul", *examples) if examples else Markup(),
-        tag("code", one.command) if texts else Markup(),
+        tag("code", one.command) if texts and one.command else Markup(),
     )
