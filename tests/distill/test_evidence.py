@@ -118,7 +118,12 @@ def test_a_poisoner_sends_every_third_request_and_claims_domains_that_are_not_it
 # -- arrangements ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ARRANGEMENTS)
+VARIANTS = ("joint:rkl", "joint:jsd", "joint:double", "one-both", "separate-true", "joint+gate-once")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in VARIANTS else ()) for name in ARRANGEMENTS]
+)
 def test_every_arrangement_runs_and_says_what_it_did(bench: Any, name: str) -> None:
     found = run(bench, "steady", name)
     json.dumps(found)
