@@ -70,13 +70,8 @@ def converted(file: Path, cache_dir: Path | None = None) -> Path:
     cache_dir: where such folders lie; None: in the user's cache folder. Raises InvalidRequest where the file
     cannot be read or the folder cannot be written, UnsupportedModel for a model that cannot be run rightly.
     """
-    digest = digest_of(file)
-    if cache_dir is None:
-        from platformdirs import user_cache_path  # missing where models are only built and run
-
-        cache_dir = user_cache_path("moedraft")
-    root = cache_dir / "models"
-    folder = root / f"{file.stem}-{digest[:16]}"
+    folder, digest = conversion(file, cache_dir)
+    root = folder.parent
     try:
         root.mkdir(parents=True, exist_ok=True)
         with locked(root / f"{folder.name}.lock"):
@@ -89,6 +84,16 @@ def converted(file: Path, cache_dir: Path | None = None) -> Path:
             f"{file.name} cannot be converted into {root}: {reason}; make room there or set `cache_dir`."
         ) from error
     return folder
+
+
+def conversion(file: Path, cache_dir: Path | None = None) -> tuple[Path, str]:
+    """The folder into which `file` is converted, which need not be there, and the file's SHA-256."""
+    digest = digest_of(file)
+    if cache_dir is None:
+        from platformdirs import user_cache_path  # missing where models are only built and run
+
+        cache_dir = user_cache_path("moedraft")
+    return cache_dir / "models" / f"{file.stem}-{digest[:16]}", digest
 
 
 def has_files(name: str, where: Path) -> bool:

@@ -172,15 +172,6 @@ def unpacked(where: str, cache_dir: Path | None) -> str:
     return str(converted(Path(where).expanduser(), cache_dir)) if is_gguf(where) else where
 
 
-def target_hash(settings: Settings) -> str:
-    """`weights_hash` of the target, which is not loaded; "" where its files do not tell, or are not here."""
-    try:
-        folder = folder_of(unpacked(resolve(settings.target, "target"), settings.cache_dir))
-        return hash_files(folder) if folder else ""
-    except (MoedraftError, OSError, ValueError):
-        return ""
-
-
 def load_model(
     name: str,
     role: str,

@@ -20,10 +20,10 @@ from moedraft.drafting.model import ModelDrafter
 from moedraft.evidence import HiddenStates
 from moedraft.feature.checkpoint import CONFIG, TARGET, load_draft
 from moedraft.feature.model import FeatureDraft
-from moedraft.gguf import HUB_ID, SMOLLM2, is_gguf, public_name
+from moedraft.gguf import HUB_ID, SMOLLM2, conversion, is_gguf, public_name
 from moedraft.model_checks import check_pair
 from moedraft.model_hash import hash_files
-from moedraft.models import LanguageModel, load_by, snapshot_folder, target_hash
+from moedraft.models import LanguageModel, folder_of, load_by, resolve, snapshot_folder
 
 AUTO, MINI = "auto", "mini"
 SHIPPED = {SMOLLM2: "smollm2-eagle3", HUB_ID: "smollm2-eagle3"}  # by target, in moedraft.data
@@ -98,6 +98,17 @@ def is_for(folder: Path, settings: Settings) -> bool:
         return settings.target != MINI
     found = target_hash(settings)
     return bool(found == known if found else name == public_name(settings.target))
+
+
+def target_hash(settings: Settings) -> str:
+    """`weights_hash` of the target, which is not loaded; "" where its files do not tell or are not here."""
+    try:
+        where = resolve(settings.target, "target")
+        gguf = is_gguf(where)
+        folder = conversion(Path(where), settings.cache_dir)[0] if gguf else folder_of(where)
+        return hash_files(folder) if folder else ""
+    except (MoedraftError, OSError, ValueError):
+        return ""
 
 
 def shipped(name: str) -> str:

@@ -313,6 +313,20 @@ def test_doctor_tells_models_from_what_only_looks_like_one(
         assert found(run, home, pair, "--target", name)["target"]["state"] == "ok", name
 
 
+def test_doctor_converts_nothing_to_tell_whose_a_trained_base_is(
+    run: Run, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = home / "draft-base"
+    base.mkdir(parents=True)
+    (base / "config.json").write_text('{"speculators_model_type": "eagle3"}')
+    (base / "target.json").write_text('{"name": "tiny", "weights_hash": "0"}')
+    (base / "model.safetensors").write_bytes(b"")
+    file = write_gguf(tmp_path / "tiny.gguf", tiny_llama())
+    monkeypatch.setenv("MOEDRAFT_CACHE_DIR", str(tmp_path / "cache"))
+    assert str(base) in found(run, home, ("--target", str(file)))["draft"]["detail"]
+    assert not (tmp_path / "cache").exists()
+
+
 def test_doctor_says_how_to_get_the_real_model(
     run: Run, home: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

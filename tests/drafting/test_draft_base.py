@@ -19,6 +19,7 @@ from moedraft.drafting.base import (
     first_guesses,
     is_feature_checkpoint,
     load_feature_base,
+    target_hash,
 )
 from moedraft.drafting.feature import FeatureDrafter
 from moedraft.drafting.lora import ExpertBank
@@ -28,7 +29,7 @@ from moedraft.feature.config import config_for
 from moedraft.feature.model import FeatureDraft
 from moedraft.model_checks import greedy_answers
 from moedraft.model_hash import hash_files
-from moedraft.models import LanguageModel, target_hash
+from moedraft.models import LanguageModel
 from moedraft.routing.selector import FixedSelector
 
 from random_models import VOCAB, prompts_of, random_model
