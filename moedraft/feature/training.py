@@ -175,7 +175,7 @@ class FeatureTrainer:
         own = {name.removeprefix("draft."): v for name, v in tensors.items() if name.startswith("draft.")}
         before = tensors.get("vocabulary", self.draft.vocabulary)
         if not torch.equal(before.to(self.draft.vocabulary), self.draft.vocabulary):
-            raise InvalidRequest(f"{file} belongs to a training on other prompts; name another folder.")
+            raise InvalidRequest(f"{file} is of other prompts or another --vocabulary; name another folder.")
         try:
             self.draft.load_state_dict(own)
         except RuntimeError as error:
