@@ -36,8 +36,7 @@ Progress = Callable[[int, str], None]  # how much more is done, and a word about
 
 def work_folder(out: Path) -> Path:
     """Where a training keeps what it needs to go on, for the drafter `out`."""
-    whole = out.resolve()
-    return whole.with_name(f"{whole.name}-training")
+    return out.resolve().with_name(f"{out.resolve().name}-training")
 
 
 @dataclass(frozen=True)
@@ -106,11 +105,12 @@ def collect(
 
 
 def read_texts(file: Path) -> list[TrainingText]:
-    """What an earlier run had answered. A last line that was not finished is left out."""
+    """What an earlier run had answered. A line that is damaged, or was not finished, is left out."""
     texts = []
-    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else []:
         try:
-            texts.append(TrainingText(*json.loads(line)))
+            ids, count = json.loads(line)
+            texts.append(TrainingText([int(token) for token in ids], int(count)))
         except (ValueError, TypeError):
             continue
     return texts

@@ -13,7 +13,7 @@ from moedraft.core import InvalidRequest
 from moedraft.feature import unroll as unrolling
 from moedraft.feature.corpus import TrainingText, answered, choose_vocabulary
 from moedraft.feature.model import FeatureDraft
-from moedraft.feature.session import collect, new_draft
+from moedraft.feature.session import collect, new_draft, read_texts
 from moedraft.feature.training import FeatureTrainer, TrainingPlan
 from moedraft.feature.unroll import Batch, loss_of
 from moedraft.model_checks import until_end
@@ -156,6 +156,13 @@ def test_another_drafters_state_is_refused(tmp_path: Path) -> None:
         training.load(tmp_path / "state.safetensors")
     with pytest.raises(InvalidRequest, match="no text"):
         FeatureTrainer(draft_for(model), teacher_of(model), [], PLAN)
+
+
+def test_damaged_lines_of_answers_are_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "texts.jsonl"
+    file.write_bytes(b'[[1, 2, 3], 2]\n[5, 3]\nnull\n\xff\xfe\n[["a"], 1]\n{}\n[[4, 5], 1]\n[[6, 7')
+    assert read_texts(file) == [TrainingText([1, 2, 3], 2), TrainingText([4, 5], 1)]
+    assert read_texts(tmp_path / "none") == []
 
 
 @pytest.mark.parametrize("damage", ["shorter", "empty", "no metadata"])
