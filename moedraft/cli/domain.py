@@ -93,9 +93,12 @@ def _register(settings: Settings, name: str, prompts: list[str], description: st
     from moedraft.insight.inventory import summary
     from moedraft.system.build import open_router
     from moedraft.system.domains import register_domain
+    from moedraft.system.suggest import coinciding
 
     with writing(settings, create=True) as store, busy("Fitting the router"):
-        return summary(register_domain(store, open_router(settings, store), name, prompts, description))
+        router = open_router(settings, store)
+        domain = register_domain(store, router, name, prompts, description)
+        return {**summary(domain), "coincides_with": coinciding(store, router, name)}
 
 
 def _register_warm(
@@ -135,6 +138,10 @@ def _show_registered(domain: dict[str, Any], warm: WarmStart | None, as_json: bo
         emit({**domain, "warm_start": _warm_data(warm) if warm else None})
         return
     say(f"Domain {domain['name']!r} is registered with {domain['examples']} examples.")
+    if others := domain.get("coincides_with"):
+        note(
+            f"{' and '.join(others)} held nearly the same before; `moedraft domain list --overlap` shows it."
+        )
     if warm:
         gain = f"{rate(warm.acceptance_before)} → {rate(warm.acceptance_after)}"
         say(

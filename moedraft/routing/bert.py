@@ -83,9 +83,15 @@ class BertRouter(Router):
         source: str = CARRIED,
         epochs: int = 3,
         learning_rate: float = 5e-5,
+        new_rate: float = 5e-3,
     ) -> None:
-        """embedder: for `features`, which groups of prompts are found by."""
-        self.source, self.epochs, self.learning_rate = source, epochs, learning_rate
+        """embedder: for `features`, which groups of prompts are found by. new_rate: that of the output layer.
+
+        The output layer is new and its inputs are small: in so few steps it learns nothing at the others'
+        rate, and then no domain is likely enough to be chosen.
+        """
+        self.source, self.epochs = source, epochs
+        self.learning_rate, self.new_rate = learning_rate, new_rate
         self._where = str(get_model_path() if source == CARRIED else Path(source).expanduser())
         self._local = Path(self._where).is_dir()
         self._tuned: Tuned | None = None
@@ -153,7 +159,10 @@ class BertRouter(Router):
         batches = -(-len(rows) // BATCH)
         epochs = max(self.epochs, -(-LEAST_STEPS // batches))
         steps = epochs * batches
-        optimiser = torch.optim.AdamW(model.parameters(), lr=self.learning_rate, weight_decay=0.01)
+        learned = set(model.base_model.parameters())
+        new = [weight for weight in model.parameters() if weight not in learned]
+        groups: list[dict[str, Any]] = [{"params": list(learned)}, {"params": new, "lr": self.new_rate}]
+        optimiser = torch.optim.AdamW(groups, lr=self.learning_rate, weight_decay=0.01)
         falling = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: 1 - step / steps)
         model.train()
         for _ in range(epochs):

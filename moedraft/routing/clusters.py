@@ -59,17 +59,37 @@ class Overlap:
         return mixed >= MERGE or self.duplicates_share >= MERGE
 
 
+def swallowed_by(rows: Mapping[str, Floats], name: str) -> list[str]:
+    """{name: unit rows of its examples} → the domains in which many of this one's examples lie.
+
+    That is, so many lie nearest to one of theirs that the router can hardly tell them apart.
+    """
+    names = list(rows)
+    x, owner = np.vstack(list(rows.values())), np.repeat(np.arange(len(names)), list(map(len, rows.values())))
+    _, lies_in = _beside(x, owner, names.index(name))
+    return [other for other, part in zip(names, lies_in, strict=True) if other != name and part >= MERGE]
+
+
+def _beside(x: Floats, owner: Places, own: int) -> tuple[Floats, NDArray[np.float64]]:
+    """The cosines of domain `own`'s rows to all rows, [m, n], and the share of them nearest to each domain.
+
+    x: unit rows [n, F] of all domains; owner [n]: whose each is. No row is near to itself.
+    """
+    places = np.flatnonzero(owner == own)
+    near = x[places] @ x.T
+    near[np.arange(len(near)), places] = -1.0
+    return near, np.bincount(owner[near.argmax(axis=1)], minlength=int(owner.max()) + 1) / len(near)
+
+
 def overlaps(rows: Mapping[str, Floats]) -> list[Overlap]:
     """{name: unit rows of its examples} → the pairs that share anything, those that share most first."""
     names = list(rows)
     x = np.vstack([rows[name] for name in names]) if names else np.zeros((0, 1), dtype=np.float32)
     owner = np.repeat(np.arange(len(names)), [len(rows[name]) for name in names])
-    lies_in = np.zeros((len(names), len(names)))  # of a's examples, the share nearest to one of b's
+    lies_in = np.zeros((len(names), len(names)))
     alike: dict[tuple[int, int], int] = {}
     for a in range(len(names)):  # one domain after the other, so that all beside all are never in memory
-        near = x[owner == a] @ x.T
-        near[np.arange(len(near)), np.flatnonzero(owner == a)] = -1.0
-        lies_in[a] = np.bincount(owner[near.argmax(axis=1)], minlength=len(names)) / len(near)
+        near, lies_in[a] = _beside(x, owner, a)
         for b in range(a + 1, len(names)):
             between = near[:, owner == b]
             fewer = 1 if between.shape[0] <= between.shape[1] else 0

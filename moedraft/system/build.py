@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +33,12 @@ from moedraft.system.loader import AdapterLoader
 from moedraft.system.recorder import Recorder
 
 ROUTER_FOLDER = "router"
+UNCOMPARED = (
+    "The setting selector = evidence does nothing here: only the experts of a feature drafter are compared, "
+    "and the draft is another model. The router alone decides who drafts."
+)
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -167,6 +174,8 @@ def selector_of(
         return UnaskedSelector(router)
     if settings.selector == "evidence":
         judge = FeatureJudge(drafter, bank) if isinstance(drafter, FeatureDrafter) else None
+        if judge is None:
+            log.warning(UNCOMPARED)
         return EvidenceSelector(router, judge)
     return BackgroundSelector(router)
 

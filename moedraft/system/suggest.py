@@ -17,7 +17,8 @@ from typing import Any
 
 from moedraft.chat import asked_text
 from moedraft.core import SHARED, ReplayRecord
-from moedraft.routing.clusters import clusters, overlaps
+from moedraft.routing.clusters import clusters, overlaps, swallowed_by
+from moedraft.routing.embedder import Floats
 from moedraft.routing.router import Router, spread
 from moedraft.storage.store import Store
 from moedraft.system.domains import MIN_EXAMPLES
@@ -168,5 +169,15 @@ def overlaps_data(store: Store, router: Router) -> list[dict[str, Any]]:
 
     The examples are those that the router is fitted on, so that hardly any has to be embedded.
     """
-    rows = {one.name: router.features(spread(one.examples)) for one in store.registry.domains()}
-    return [{**asdict(one), "should_merge": one.should_merge} for one in overlaps(rows)]
+    found = overlaps(_examples(store, router))
+    return [{**asdict(one), "should_merge": one.should_merge} for one in found]
+
+
+def coinciding(store: Store, router: Router, name: str) -> list[str]:
+    """The registered domains that hold nearly what this one holds."""
+    return swallowed_by(_examples(store, router), name)
+
+
+def _examples(store: Store, router: Router) -> dict[str, Floats]:
+    """What the classifier sees of the examples that the router is fitted on, by domain."""
+    return {one.name: router.features(spread(one.examples)) for one in store.registry.domains()}

@@ -116,7 +116,9 @@ def test_nothing_to_suggest(run: Run, home: Path, pair: Pair, store: Store) -> N
 def test_overlapping_domains_are_told(run: Run, home: Path, low: Path, high: Path, tmp_path: Path) -> None:
     twin = write_rows(tmp_path / "twin.jsonl", numbers(0, 16)[4:])
     for name, path in (("low", low), ("high", high), ("twin", twin)):
-        assert run("domain", "register", name, "--examples", path, "--home", home).code == 0
+        made = run("domain", "register", name, "--examples", path, "--home", home)
+        assert made.code == 0
+        assert ("low held nearly the same before" in made.err) == (name == "twin")
     before = {path: path.read_bytes() for path in (home / "router").iterdir()}
     first = run("domain", "list", "--overlap", "--home", home, "--json").data["overlaps"][0]
     assert (first["first"], first["second"], first["should_merge"]) == ("low", "twin", True)

@@ -94,6 +94,22 @@ def test_another_model_or_a_damaged_file_makes_it_empty(fitted: BertRouter, tmp_
     assert BertRouter(WordEmbedder(), tmp_path, source=str(other)).route(["select"])[0].domain == SHARED
 
 
+def test_the_new_layer_learns_at_a_rate_of_its_own(
+    bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the weights that it came with hardly move."""
+    monkeypatch.setattr("moedraft.routing.bert.LEAST_STEPS", 40)
+    sure = []
+    for rate in (5e-5, 5e-2):
+        made = BertRouter(
+            WordEmbedder(), tmp_path / str(rate), source=str(bert), learning_rate=0.0, new_rate=rate
+        )
+        made.fit(EXAMPLES)
+        names, found = made.probabilities(prompts("sql", 10, seed=3))
+        sure.append(found[:, names.index("sql")].mean())
+    assert sure[1] > 2 * sure[0]
+
+
 def test_no_domains_and_one_domain(bert: Path, tmp_path: Path) -> None:
     made = BertRouter(WordEmbedder(), tmp_path, source=str(bert), **LEARNS)
     made.fit({})

@@ -7,7 +7,7 @@ import pytest
 from routing_fakes import WordEmbedder, prompts
 
 from moedraft.core import Domain
-from moedraft.routing.clusters import clusters, overlaps
+from moedraft.routing.clusters import clusters, overlaps, swallowed_by
 from moedraft.routing.embedder import Floats, features
 from moedraft.routing.router import MAX_EXAMPLES, Router
 from moedraft.storage.store import Store
@@ -62,6 +62,14 @@ def test_nothing_overlaps_with_nothing() -> None:
     assert overlaps({"a": rows_of(prompts("sql", 4))}) == []
     apart = overlaps({"a": rows_of(prompts("sql", 12)), "b": rows_of(prompts("garten", 12))})
     assert not any(one.should_merge for one in apart)
+
+
+def test_a_domain_that_lies_in_another_one_is_known_by_itself() -> None:
+    sql = prompts("sql", 24)
+    rows = {"old": rows_of(sql[:12]), "garten": rows_of(prompts("garten", 12)), "new": rows_of(sql[12:])}
+    assert swallowed_by(rows, "new") == ["old"]
+    assert swallowed_by(rows, "garten") == []
+    assert swallowed_by({"old": rows["old"]}, "old") == []
 
 
 def test_of_a_large_domain_so_many_examples_are_compared_as_the_router_knows(store: Store) -> None:

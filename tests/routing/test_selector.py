@@ -5,13 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from routing_fakes import WordEmbedder, prompts
 
 from moedraft.core import SHARED, SamplingParams, Sequence
+from moedraft.drafting.drafter import NoDrafter
 from moedraft.routing.router import Route, Router
 from moedraft.routing.selector import BackgroundSelector, Selector
+from moedraft.system.build import selector_of
 
 
 def sequence(prompt: str, **fields: object) -> Sequence:
@@ -150,3 +154,13 @@ def test_an_unroutable_seeded_row_stays_shared(
     selector.assign([row])
     assert row.expert == "sql"
     selector.close()
+
+
+@pytest.mark.parametrize(("choice", "told"), [("evidence", True), ("classifier", False)])
+def test_a_start_tells_that_there_is_no_evidence_of_an_independent_draft(
+    gated: GatedRouter, caplog: pytest.LogCaptureFixture, choice: str, told: bool
+) -> None:
+    settings: Any = SimpleNamespace(selector=choice)
+    made = selector_of(settings, gated, NoDrafter(), SimpleNamespace())  # type: ignore[arg-type]
+    made.close()
+    assert ("selector = evidence does nothing here" in caplog.text) == told

@@ -100,6 +100,7 @@ def test_another_kind_is_added_to_those_that_were_measured(
     script: ModuleType, system: System, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So few prompts are not timed."""
+    monkeypatch.setattr(script, "warm_up", lambda system: None)
     first = run(script, system, data, monkeypatch, "--heldout 1 --kinds framed")["tokens per step"]["framed"]
     found = run(script, system, data, monkeypatch, "--heldout 1 --kinds noise")
     assert list(found["tokens per step"]) == ["framed", "noise"]

@@ -88,6 +88,9 @@ class FakeWorker:
     def search(self) -> FakeWorker:
         return self
 
+    async def overlaps(self) -> list[dict[str, Any]]:
+        return [{"first": "sql", "second": "python", "should_merge": True}]
+
     async def suggestions(self) -> Suggestions:
         found = Suggestion("court-clause", (f"{HOSTILE} court", "a clause"), 12, 14, 0.25, 0.5)
         return Suggestions(40, 0.5, True, (found,))

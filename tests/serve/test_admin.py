@@ -76,7 +76,8 @@ def test_prompts_of_no_domain_are_suggested(client: httpx.Client, found: Served)
 
 def test_domains_that_overlap_are_told(client: httpx.Client) -> None:
     rows = {"name": "twin", "examples": list(DOMAINS["code"])}
-    assert client.post("/admin/domains", json=rows).status_code == 201
+    made = client.post("/admin/domains", json=rows)
+    assert (made.status_code, made.json()["coincides_with"]) == (201, ["code"])
     pair = client.get("/admin/overlaps").json()["overlaps"][0]
     assert (pair["first"], pair["second"], pair["should_merge"]) == ("code", "twin", True)
 

@@ -34,7 +34,7 @@ from moedraft.learning_state import LearningKind, LearningState, paused, waiting
 from moedraft.serve.dashboard import markup
 from moedraft.serve.dashboard.overview import MOST_CHARTS
 from moedraft.serve.dashboard.pages import SCRIPT
-from moedraft.serve.dashboard.suggestions import groups_of
+from moedraft.serve.dashboard.suggestions import groups_of, merges_of
 from moedraft.storage.keys import KeyFile
 from moedraft.storage.store import Store
 from moedraft.system.suggest import Suggestion, Suggestions
@@ -368,6 +368,7 @@ def test_a_button_looks_for_domains(served: Site, visit: Visit) -> None:
     page.get_by_text("Look for domains").click()
     expect(page.locator('[data-figure="suggestion"]')).to_have_text("court-clause")
     expect(page.get_by_text("moedraft domain register court-clause")).to_be_visible()
+    expect(page.get_by_text("sql and python.")).to_be_visible()
 
 
 def test_light_and_dark(served: Site, visit: Visit) -> None:
@@ -639,6 +640,12 @@ def test_a_reader_who_is_no_operator_sees_no_prompt() -> None:
     found = groups_of(Suggestions(40, 0.5, True, (GROUP,)), texts=False)
     assert "court" not in found
     assert "12 prompts" in found
+
+
+def test_domains_to_merge_are_shown() -> None:
+    pair = {"first": "sql", "second": "<b>", "should_merge": True}
+    assert "sql and &lt;b&gt;." in merges_of([pair, pair | {"first": "law", "should_merge": False}])
+    assert "law" not in merges_of([pair | {"first": "law", "should_merge": False}])
 
 
 def test_no_group_is_said() -> None:

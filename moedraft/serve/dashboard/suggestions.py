@@ -1,9 +1,10 @@
-"""On the router's page: groups of prompts that no expert serves, looked for when the reader asks for it."""
+"""On the router's page, when asked for: groups of prompts that no expert serves, and domains to merge."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from typing import Any
 
 from nicegui import ui
 
@@ -41,8 +42,10 @@ class SuggestBox:
         self._busy = True
         self._answer.show(tag("p", "Comparing prompts …", class_="hint"))
         try:
-            found = await asyncio.wait_for(self._look.at.worker.search.suggestions(), PATIENCE)
-            self._answer.show(groups_of(found, texts=may_read(self._look)))
+            search = self._look.at.worker.search
+            found = await asyncio.wait_for(search.suggestions(), PATIENCE)
+            pairs = await asyncio.wait_for(search.overlaps(), PATIENCE)
+            self._answer.show(join([groups_of(found, texts=may_read(self._look)), merges_of(pairs)]))
         except Exception as error:  # whatever went wrong, show that the attempt is over
             log.warning("No suggestions: %s", type(error).__name__)
             self._answer.show(notice("Nothing was found out", "Try again in a moment.", "bad"))
@@ -67,6 +70,13 @@ def groups_of(found: Suggestions, *, texts: bool) -> Markup:
         "p", "Their prompts are written by ", tag("code", "moedraft domain suggest --out FOLDER"), "."
     )
     return join([*(_group(one, texts) for one in found.groups[:MOST]), advice])
+
+
+def merges_of(pairs: list[dict[str, Any]]) -> Markup:
+    """The registered domains that the router can hardly tell apart; nothing where there are none."""
+    near = [f"{one['first']} and {one['second']}" for one in pairs if one["should_merge"]]
+    advice = "Remove both and register one with the examples of both."
+    return notice("Hold nearly the same", f"{'; '.join(near[:MOST])}. {advice}") if near else Markup()
 
 
 def _group(one: Suggestion, texts: bool) -> Markup:

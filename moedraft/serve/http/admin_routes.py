@@ -27,7 +27,7 @@ from moedraft.serve.supervisor.supervisor import TrainerSupervisor
 from moedraft.storage import changes
 from moedraft.system.build import System, open_router
 from moedraft.system.domains import check_examples, register_domain, remove_domain
-from moedraft.system.suggest import suggestions_data
+from moedraft.system.suggest import coinciding, suggestions_data
 
 MOST_EXAMPLES = 10_000
 MOST_TEXTS = 16  # texts in one request at most, since seeded requests wait while they are routed
@@ -74,7 +74,7 @@ async def register(request: Request, body: Registration) -> Data:
         with context.worker.system.changing:
             own = open_router(context.settings, context.store)
             found = register_domain(context.store, own, body.name, body.examples, body.description)
-        return inventory.summary(found)
+        return {**inventory.summary(found), "coincides_with": coinciding(context.store, own, body.name)}
 
     return await _change(context, work)
 
