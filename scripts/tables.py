@@ -243,7 +243,28 @@ def verification(data: Any) -> str:
     return table(["", *[f"{length} drafted" for length in lengths]], rows) + f"\n\n{note}"
 
 
+def linear(found: dict[str, Any]) -> str:
+    """Memory and time of the output layer with its loss, by what learns; what is calculated beside it."""
+    rows = []
+    for learns, ways in found["measured"].items():
+        shown = [f"{one['peak_mib']:,.0f} MiB, {one['seconds']:.2f} s" for one in ways.values()]
+        calculated = f"{found['calculated_mib'][learns]:,.0f} MiB"
+        rows.append(
+            [learns, *shown, calculated, f"{found['large']['calculated_mib'][learns] / 1024:.2f} GiB"]
+        )
+    large = found["large"]
+    ways = list(next(iter(found["measured"].values())))
+    head = ["what learns", *ways, "calculated", "calculated, large, on a GPU"]
+    note = (
+        f"Measured on a CPU with {found['threads']} thread(s), float32: {found['rows']:,} rows of width "
+        f"{found['width']}, V = {found['vocab']:,}. Large: {large['rows']:,} rows of width "
+        f"{large['width']:,}, V = {large['vocab']:,}, bfloat16; not measured."
+    )
+    return f"{table(head, rows)}\n\n{note}"
+
+
 SOURCES = {
+    "linear": ("linear_divergence.json", linear),
     "experts": ("smollm2/experts.json", expert_tables.by_domain),
     "serving": ("serve.json", serving),
     "learning_cost": ("serve_learning.json", learning_cost),
