@@ -90,7 +90,8 @@ def main() -> None:
             rows = run(Path(folder) / name)
         for row in rows:
             say(row)
-        found["parts"][name] = {"quick": args.quick, "rows": [row.data for row in rows]}
+        made = {"quick": args.quick, "date": time.strftime("%Y-%m-%d")}
+        found["parts"][name] = {**made, "rows": [row.data for row in rows]}
         if args.out:
             write(args.out, found)
     raise SystemExit(not all(row["kept"] for part in found["parts"].values() for row in part["rows"]))
@@ -134,7 +135,6 @@ def is_done(found: dict[str, Any], name: str, quick: bool) -> bool:
 
 def write(out: Path, found: dict[str, Any]) -> None:
     """In the order of the parts, under another name first, so that a kill leaves a whole file."""
-    found["date"] = time.strftime("%Y-%m-%d")
     found["parts"] = {name: found["parts"][name] for name in parts(QUICK, 0) if name in found["parts"]}
     temporary = out.with_suffix(".tmp")
     temporary.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

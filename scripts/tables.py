@@ -218,7 +218,11 @@ def faults(found: dict[str, Any]) -> str:
         figures = f": {row['figures']}" if row["figures"] else ""
         cases = f"{row['cases']:,}" + (" (quick)" if part["quick"] else "")
         rows.append([row["fault"], row["must"], cases, kept + figures])
-    note = f"Run on {found['date']} on {found['cores']} cores that other work used too."
+    days = sorted({part["date"] for part in found["parts"].values()})
+    when = "; ".join(
+        f"{day}: {', '.join(n for n, p in found['parts'].items() if p['date'] == day)}" for day in days
+    )
+    note = f"Run on {found['cores']} cores that other work used too, part by part ({when})."
     return f"{table(['fault', 'must hold', 'cases', 'found'], rows)}\n\n{note}"
 
 

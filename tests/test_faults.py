@@ -46,8 +46,9 @@ def test_a_broken_promise_ends_it_with_1_and_stands_in_the_file(tmp_path: Path) 
     found: dict[str, Any] = {
         "cores": 2,
         "python": "3",
-        "date": "today",
-        "parts": {one: {"quick": True, "rows": [row] if one == "kills" else []} for one in parts},
+        "parts": {
+            one: {"quick": True, "date": "today", "rows": [row] if one == "kills" else []} for one in parts
+        },
     }
     out.write_text(json.dumps(found), encoding="utf-8")
     command = [sys.executable, str(SCRIPT), "--quick", "--out", str(out)]
