@@ -69,7 +69,7 @@ def test_each_slice_on_a_gpu_takes_less_than_eight_minutes() -> None:
 @pytest.mark.parametrize(
     ("missing", "run"),
     [
-        (MISSING, COLLECT),
+        pytest.param(MISSING, COLLECT, marks=pytest.mark.slow),  # the next one misses more
         ([*MISSING, "peft", "sklearn"], COLLECT),
         (MISSING, HELP.format(script="bench_kernels.py")),
         (MISSING, HELP.format(script="bench_engine.py")),
