@@ -15,6 +15,7 @@ from moedraft.system.build import System
 
 RECENT = 12  # requests of an expert that the live table looks back at
 LEAST_STEPS = 4  # an update of fewer steps is not worth reading its records
+LEAST_SHARE = 0.2  # of the time that serving takes, for learning on a machine that is too slow for the plan
 FIRST_STEPS = 24  # of the first update, before it is known how long a step takes
 
 
@@ -46,7 +47,8 @@ class Pace:
     """Gives learning the time that serving leaves: how many optimiser steps the next update may take.
 
     The stream shall end after `seconds`. What serving still needs is what it needed so far by request, and
-    the rest is shared out among the pauses between windows.
+    the rest is shared out among the pauses between windows. Where serving alone takes all that time, the
+    stream takes longer: a demo in which nothing is learned shows nothing.
     """
 
     seconds: float
@@ -63,9 +65,11 @@ class Pace:
     def pause(self, done: int) -> None:
         """`done` requests are answered, and it is time for learning."""
         now = time.monotonic()
-        serving = (now - self.began - self.trained) / max(done, 1) * (self.requests - done)
+        each = (now - self.began - self.trained) / max(done, 1)
+        serving = each * (self.requests - done)
         pauses = 1 + math.ceil((self.requests - done) / self.window)
-        self.pause_ends = now + max(0.0, self.began + self.seconds - now - serving) / pauses
+        least = LEAST_SHARE * each * self.window
+        self.pause_ends = now + max(least, (self.began + self.seconds - now - serving) / pauses)
 
     def next_steps(self) -> int:
         """Steps of the next update in this pause; 0: go on serving."""
