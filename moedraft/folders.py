@@ -80,7 +80,7 @@ def remove(folder: Path, files: Collection[str]) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until the file or folder is on the disk."""
+    """Wait until a file, or the names in a folder, are on the disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

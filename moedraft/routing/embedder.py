@@ -26,6 +26,7 @@ from sklearn.feature_extraction.text import HashingVectorizer
 
 from moedraft.core import InvalidRequest, StorageError
 from moedraft.cpu.products import multiplies_bfloat16, pack_layers
+from moedraft.folders import sync
 
 Floats = NDArray[np.float32]
 
@@ -219,18 +220,10 @@ def write_tensors(path: Path, tensors: dict[str, NDArray[Any]], metadata: dict[s
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-        _sync_folder(path.parent)
+        sync(path.parent)
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise StorageError(f"the router's file {path} cannot be written: {error.strerror}.") from error
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _pieces(text: str) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moedraft.core import SHARED, AdapterVersion, CorruptAdapter, StorageError
+from moedraft.folders import sync
 from moedraft.storage.adapter_files import (
     MANIFEST,
     checked,
@@ -24,7 +25,6 @@ from moedraft.storage.adapter_files import (
     manifest_of,
     parsed,
     read_manifest,
-    sync,
     vocabulary_in,
 )
 from moedraft.storage.candidate import VOCABULARY, Candidate, CandidateSummary, move_files, write_files

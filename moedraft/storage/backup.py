@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from moedraft.core import InvalidRequest, StorageError
-from moedraft.storage.adapter_files import MANIFEST, sync
+from moedraft.folders import sync
+from moedraft.storage.adapter_files import MANIFEST
 from moedraft.storage.adapters import FOLDER
 from moedraft.storage.db import DATABASE, FULL, storage_errors
 

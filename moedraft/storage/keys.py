@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from moedraft.core import InvalidRequest, StorageError
-from moedraft.storage.adapter_files import sync
+from moedraft.folders import sync
 from moedraft.storage.db import FULL, give_up_reserve, storage_errors
 
 Scope = Literal["infer", "admin", "metrics", "dashboard"]

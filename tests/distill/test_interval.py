@@ -24,17 +24,7 @@ def request(expert: str, hits: int, guesses: int = 20) -> RequestStats:
         drafted_at=[guesses],
         accepted_at=[hits],
     )
-    return RequestStats(
-        request_id="r",
-        expert=expert,
-        adapter_version=1,
-        lang="",
-        num_prompt_tokens=8,
-        num_tokens=20,
-        seconds=1.0,
-        finish_reason="length",
-        speculation=speculation,
-    )
+    return RequestStats("r", expert, 1, "", 8, 20, speculation, 1.0, "length")
 
 
 @pytest.fixture
