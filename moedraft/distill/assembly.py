@@ -13,7 +13,7 @@ from moedraft.distill.judging.measures import JointMeasure, Measure, TextMeasure
 from moedraft.distill.judging.watch import Watch
 from moedraft.distill.loop import DistillLoop
 from moedraft.distill.outlet import HomeOutlet, Outlet
-from moedraft.distill.trainer import Trainer
+from moedraft.distill.single.trainer import Trainer
 from moedraft.drafting.base import FeatureBase, draft_name, feature_folder, load_base
 from moedraft.models import load_by
 from moedraft.storage.store import Store

@@ -27,7 +27,7 @@ from moedraft.distill.judging.judge import JudgeLike
 from moedraft.distill.judging.second_look import SecondLook
 from moedraft.distill.judging.watch import Watch
 from moedraft.distill.outlet import Outlet
-from moedraft.distill.trainer import OnStep, Trainer
+from moedraft.distill.single.trainer import OnStep, Trainer
 from moedraft.learning_state import LearningKind, LearningState, paused, waiting
 from moedraft.storage.candidate import Candidate, CandidateSummary
 from moedraft.storage.changes import is_pinned

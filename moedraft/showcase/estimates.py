@@ -49,10 +49,7 @@ def ratio(counts: Counts) -> Estimate:
 
 
 def change(before: Counts, after: Counts, fewest: int = 0) -> PairedChange:
-    """The ratio before and after; both lists are of the same prompts, in the same order.
-
-    With less than `fewest` prompts it has no interval: a bootstrap of so few is too narrow by far.
-    """
+    """The ratio of the same prompts, in one order, before and after; without interval below `fewest`."""
     tables = [np.asarray(counts, dtype=float).reshape(-1, 2) for counts in (before, after)]
     picks = _draws(len(tables[0]))
     whole = [float(_ratios(table[None])[0]) for table in tables]

@@ -47,8 +47,7 @@ class Pace:
     """Gives learning the time that serving leaves: how many optimiser steps the next update may take.
 
     The stream shall end after `seconds`. What serving still needs is what it needed so far by request, and
-    the rest is shared out among the pauses between windows. Where serving alone takes all that time, the
-    stream takes longer: a demo in which nothing is learned shows nothing.
+    the rest is shared out among the pauses between windows; on a slow machine the stream takes longer.
     """
 
     seconds: float
@@ -66,10 +65,9 @@ class Pace:
         """`done` requests are answered, and it is time for learning."""
         now = time.monotonic()
         each = (now - self.began - self.trained) / max(done, 1)
-        serving = each * (self.requests - done)
+        left = self.began + self.seconds - now - each * (self.requests - done)
         pauses = 1 + math.ceil((self.requests - done) / self.window)
-        least = LEAST_SHARE * each * self.window
-        self.pause_ends = now + max(least, (self.began + self.seconds - now - serving) / pauses)
+        self.pause_ends = now + max(LEAST_SHARE * each * self.window, left / pauses)
 
     def next_steps(self) -> int:
         """Steps of the next update in this pause; 0: go on serving."""

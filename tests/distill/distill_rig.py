@@ -8,7 +8,7 @@ from pathlib import Path
 from moedraft.core import SHARED, Domain, ReplayRecord, SamplingParams, Sequence
 from moedraft.distill.loop import DistillLoop
 from moedraft.distill.outlet import HomeOutlet
-from moedraft.distill.trainer import Trainer
+from moedraft.distill.single.trainer import Trainer
 from moedraft.drafting.lora import ExpertBank
 from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine

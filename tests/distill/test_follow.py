@@ -27,7 +27,7 @@ from moedraft.distill.link import ServerOutlet
 from moedraft.distill.loop import DistillLoop
 from moedraft.distill.mail import MailLink, letters, mail_of
 from moedraft.distill.messages import TRAINING, Learned, Noted, StateReport, Withdraw
-from moedraft.distill.trainer import Trainer
+from moedraft.distill.single.trainer import Trainer
 from moedraft.serve.supervisor.mailroom import Mailroom
 from moedraft.serve.supervisor.publisher import Publisher
 from moedraft.storage.store import Store

@@ -16,7 +16,6 @@ from distill_rig import record
 from feature_records import a_batch, a_draft, a_record, a_target, stir
 
 from moedraft.core import SHARED, Domain, InvalidRequest, ReplayRecord, StorageError
-from moedraft.distill.batches import collate as collate_text
 from moedraft.distill.joint.joint_loop import JointLoop
 from moedraft.distill.joint.joint_loss import acceptance
 from moedraft.distill.joint.joint_student import JointStudent
@@ -28,7 +27,8 @@ from moedraft.distill.judging.judge import ENOUGH, Judge
 from moedraft.distill.judging.measures import JointMeasure, Serving, TextMeasure, instead, runs
 from moedraft.distill.loop import LEAST_GAIN, DistillLoop
 from moedraft.distill.outlet import HomeOutlet
-from moedraft.distill.trainer import Trainer, is_held_out
+from moedraft.distill.single.batches import collate as collate_text
+from moedraft.distill.single.trainer import Trainer, is_held_out
 from moedraft.distill.warmstart import OnTrial
 from moedraft.storage import changes, version_rows
 from moedraft.storage.store import Store

@@ -34,7 +34,7 @@ from moedraft.distill.messages import (
 )
 from moedraft.distill.outlet import HomeOutlet
 from moedraft.distill.process import OutOfMemory, Process
-from moedraft.distill.trainer import Trainer
+from moedraft.distill.single.trainer import Trainer
 from moedraft.learning_state import NO_RECORDS, LearningKind
 from moedraft.storage.store import Store
 

@@ -25,7 +25,7 @@ from moedraft.distill.judging.gate import (
     joined,
 )
 from moedraft.distill.judging.second_look import MOST, SecondLook
-from moedraft.distill.trainer import is_held_out
+from moedraft.distill.single.trainer import is_held_out
 from moedraft.storage.store import TARGET_ID, Store
 
 Pair = tuple[Measured, Measured]

@@ -12,10 +12,10 @@ from candidates import candidate
 from distill_rig import Rig
 
 from moedraft.core import SHARED, SamplingParams, UnsupportedModel
-from moedraft.distill.batches import collate
 from moedraft.distill.loop import DistillLoop
 from moedraft.distill.outlet import HomeOutlet
-from moedraft.distill.trainer import Trainer
+from moedraft.distill.single.batches import collate
+from moedraft.distill.single.trainer import Trainer
 from moedraft.drafting.lora import ExpertBank
 from moedraft.kernels import divergence, linear_divergence
 from moedraft.learning_state import paused
@@ -300,11 +300,11 @@ def test_a_step_that_is_not_finite_is_skipped(rig: Rig, monkeypatch: pytest.Monk
         calls += 1
         return linear_divergence(*args, **options) * (float("nan") if calls == 2 else 1.0)
 
-    monkeypatch.setattr("moedraft.distill.trainer.linear_divergence", sometimes)
+    monkeypatch.setattr("moedraft.distill.single.trainer.linear_divergence", sometimes)
     update = rig.loop.run_once("code", steps=3)
     assert update is not None
     assert update.summary.loss == update.summary.loss
-    nothing = "moedraft.distill.trainer.linear_divergence"
+    nothing = "moedraft.distill.single.trainer.linear_divergence"
     monkeypatch.setattr(nothing, lambda *a, **o: linear_divergence(*a, **o) * float("nan"))
     assert rig.loop.run_once("code", steps=2) is None
     assert "finite" in rig.loop.state.reason

@@ -10,7 +10,7 @@ from moedraft.distill.governor import news
 from moedraft.distill.interval import Interval
 from moedraft.distill.joint.joint_trainer import JointTrainer
 from moedraft.distill.loop import DistillLoop, Update
-from moedraft.distill.trainer import OnStep
+from moedraft.distill.single.trainer import OnStep
 from moedraft.storage.changes import is_pinned
 
 MOST_DOUBLINGS = 5  # of the records that an update waits for, after updates that failed

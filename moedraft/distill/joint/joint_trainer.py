@@ -5,7 +5,7 @@ shared adapter is taught by every batch, and an expert as often as its domain's 
 batch is replay of all domains, evenly, since the shared adapter moves under silent domains' experts too.
 
 The candidates of one update belong together: an expert was trained on the shared adapter as that update left
-it. Like `moedraft.distill.trainer`, this reads storage and writes nothing.
+it. Like `moedraft.distill.single.trainer`, this reads storage and writes nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moedraft.distill.joint.feature_batches import DraftVocabulary, FeatureBatch
 from moedraft.distill.joint.joint_loss import acceptance, loss_of
 from moedraft.distill.joint.joint_student import MODULES, JointStudent
 from moedraft.distill.joint.record_states import States
-from moedraft.distill.trainer import LAST_RATE, MEASURED, OnStep, is_held_out
+from moedraft.distill.single.trainer import LAST_RATE, MEASURED, OnStep, is_held_out
 from moedraft.feature.expert_vocabularies import Vocabularies
 from moedraft.feature.vocabulary import union
 from moedraft.kernels import Kind

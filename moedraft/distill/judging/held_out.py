@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from moedraft.core import ReplayRecord
-from moedraft.distill.trainer import HELD_OUT_EVERY, is_held_out
+from moedraft.distill.single.trainer import HELD_OUT_EVERY, is_held_out
 from moedraft.storage.replay import ReplayBuffer
 from moedraft.storage.shares import Held, within_shares
 

@@ -14,14 +14,14 @@ import numpy as np
 import torch
 
 from moedraft.core import SHARED, ReplayRecord
-from moedraft.distill.batches import collate as collate_text
-from moedraft.distill.batches import grouped
 from moedraft.distill.joint.feature_batches import DraftVocabulary, FeatureBatch, collate
 from moedraft.distill.joint.joint_loss import guessed, loss_of
 from moedraft.distill.joint.joint_student import JointStudent
 from moedraft.distill.joint.joint_trainer import JointTrainer
 from moedraft.distill.judging.gate import FEW, Counts, Measured
-from moedraft.distill.trainer import Trainer
+from moedraft.distill.single.batches import collate as collate_text
+from moedraft.distill.single.batches import grouped
+from moedraft.distill.single.trainer import Trainer
 from moedraft.storage.candidate import Weights
 
 Serving = Mapping[str, Weights | None]  # by name: the shared adapter and an expert; None: untrained

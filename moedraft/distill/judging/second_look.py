@@ -19,7 +19,7 @@ from moedraft.core import SHARED, ReplayRecord
 from moedraft.distill.judging.gate import Measured, Seen, Verdict, joined
 from moedraft.distill.judging.held_out import USABLE
 from moedraft.distill.judging.measures import Measure, Serving
-from moedraft.distill.trainer import is_held_out
+from moedraft.distill.single.trainer import is_held_out
 from moedraft.storage.candidate import Candidate, Weights
 from moedraft.storage.store import TARGET_ID, Store
 

@@ -17,7 +17,7 @@ import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
 from moedraft.core import SHARED, AdapterVersion, UnsupportedModel
-from moedraft.distill.batches import RecordBatch
+from moedraft.distill.single.batches import RecordBatch
 from moedraft.drafting.adapter import LORA_A, PREFIX
 from moedraft.drafting.modules import adaptable
 from moedraft.models import LanguageModel

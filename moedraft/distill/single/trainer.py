@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from moedraft.core import SHARED, AdapterVersion, ReplayRecord
-from moedraft.distill.batches import RecordBatch, collate, grouped, length_of, shuffled_groups
-from moedraft.distill.student import Student, modules_of
+from moedraft.distill.single.batches import RecordBatch, collate, grouped, length_of, shuffled_groups
+from moedraft.distill.single.student import Student, modules_of
 from moedraft.kernels import Kind, divergence, linear_divergence
 from moedraft.models import LanguageModel
 from moedraft.storage.candidate import Candidate
