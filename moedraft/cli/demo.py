@@ -42,7 +42,7 @@ def demo(
     ] = None,
     seconds: Annotated[
         float | None,
-        typer.Option(min=1, help="For stream and learning together (default: 250; embedded pair 100)."),
+        typer.Option(min=1, help="For stream and learning together (default: 240; embedded pair 100)."),
     ] = None,
     requests: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Requests of the stream (default: all).")
@@ -95,7 +95,9 @@ def _checked(settings: Settings, out: Path | None) -> Settings:
         )
     if out:
         out.mkdir(parents=True, exist_ok=True)
-    return settings
+    if "features" in settings.model_fields_set:
+        return settings
+    return settings.model_copy(update={"features": "keep"})  # its records are few, and its time is short
 
 
 def on_real_model(settings: Settings) -> Settings:
@@ -141,7 +143,7 @@ def watch(this: Demo) -> Result:
 
 
 def live_table(this: Demo) -> Table:
-    served = f"{len(this.points)} of {len(this.prompts.stream)} requests served"
+    served = f"{len(this.points)} of {this.requests} requests served"
     table = Table(title=f"{served}, {len(this.updates)} updates")
     for name in ("expert", "requests", "tokens per step at start", "now", "replay", "version"):
         table.add_column(name, justify="left" if name == "expert" else "right")

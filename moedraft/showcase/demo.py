@@ -10,9 +10,10 @@ from moedraft.distill.assembly import build_loop
 from moedraft.drafting.base import MINI, FeatureBase
 from moedraft.showcase import shipped
 from moedraft.showcase.measure import new_budget, warm_up
+from moedraft.showcase.pace import Pace
 from moedraft.showcase.report import Point, Result, result_of
 from moedraft.showcase.shipped import DemoPrompts
-from moedraft.showcase.stream import Event, ExpertProgress, Pace, rate, serve_and_learn
+from moedraft.showcase.stream import Event, ExpertProgress, rate, serve_and_learn
 from moedraft.showcase.trials import PLAIN, Comparison, Trials
 from moedraft.system.build import System
 from moedraft.system.domains import register_all
@@ -22,8 +23,9 @@ from moedraft.system.domains import register_all
 WINDOWS = {True: 64, False: 24}  # by whether the draft is a feature drafter
 JOINT_STEPS = 128  # most optimiser steps of one update where all adapters learn together
 DRAFTED = 3  # tokens in each step of the stream
+WARM_UP = 8  # prompts, one of each domain, that are answered before anything is measured
 ALONE_SECONDS = 80.0  # after which no further held-out prompts are answered one at a time
-SECONDS = {True: 250.0, False: 100.0}  # for stream and learning, likewise
+SECONDS = {True: 240.0, False: 100.0}  # for stream and learning, likewise
 
 
 def prompts_for(target: str) -> DemoPrompts:
@@ -47,6 +49,7 @@ class Demo:
     points: list[Point] = field(default_factory=list)
     updates: list[int] = field(default_factory=list)
     published: int = 0
+    requests: int = 0  # that the stream has
     took: dict[str, float] = field(default_factory=dict)  # seconds by phase
     _open: tuple[str, float] | None = None  # the running phase, and when it began
 
@@ -81,6 +84,7 @@ class Demo:
         chooser = self.system.engine.chooser
         with chooser.using(new_budget(self.system), "model", fixed_length=DRAFTED):
             for event in serve_and_learn(self.system, loop, self.prompts.stream, pace):
+                self.requests = pace.requests
                 self._note(event)
         return pace
 
@@ -98,9 +102,9 @@ class Demo:
     def _measure(self) -> Trials:
         comparison = Comparison(self.system, self.prompts.heldout)
         self._begin("held-out prompts in a queue, eight at a time, three systems in turns")
-        comparison.run_batches(self.prompts.stream[-16:])
+        comparison.run_batches(self.prompts.stream[-WARM_UP:])
         self._begin("held-out prompts one at a time, three systems in turns")
-        return comparison.run(self.prompts.stream[-3:], ALONE_SECONDS)
+        return comparison.run(ALONE_SECONDS)
 
     def _facts(self, trials: Trials, pace: Pace) -> dict[str, str]:
         target, draft, settings = self.system.target, self.system.draft, self.system.settings
@@ -111,7 +115,7 @@ class Demo:
             f"{str(target.dtype).removeprefix('torch.')} on {target.device})",
             "draft base": f"a {kind} with {draft.num_parameters / 1e6:.1f} M weights",
             "domains": str(len(self.prompts.examples)),
-            "stream": f"{len(self.prompts.stream)} requests, {settings.max_batch_size} at once, "
+            "stream": f"{self.requests} requests, {settings.max_batch_size} at once, "
             f"{DRAFTED} tokens drafted at each step",
             "learning": f"{pace.steps} steps in {pace.trained:.0f} s, {pace.step_seconds:.1f} s each; "
             f"{self.published} versions were published in {len(self.updates)} updates",

@@ -37,7 +37,7 @@ class Trials:
 
     queries: list[Query]
     alone: dict[str, list[Trial]] = field(default_factory=dict)  # by system, one prompt at a time
-    together: dict[str, list[list[int]]] = field(default_factory=dict)  # answers of the queue, twice
+    together: dict[str, list[list[int]]] = field(default_factory=dict)  # answers of the queues
     seconds: dict[str, float] = field(default_factory=dict)  # that this took
     guessed: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # first guesses: right, all
 
@@ -60,36 +60,36 @@ class Comparison:
     def __init__(self, system: System, queries: list[Query]) -> None:
         self.system = system
         self.trials = Trials(queries)
-        self.budgets: dict[str, Budget] = {}
+        self.budgets: dict[str, Budget] = {name: new_budget(system) for name in SYSTEMS}
 
     def run_batches(self, warm_up: list[Query], on_prompt: OnPrompt = lambda done: None) -> Trials:
-        """All prompts in one queue, so that batches are full until its end; then first guesses.
+        """The prompts in two queues, so that batches are full until the end of each; then first guesses.
 
-        Each system answers the queue twice, the second time in the opposite order of systems, so that a
-        machine that becomes slower or faster meanwhile favours none. `warm_up`: prompts that are answered
-        first and not measured.
+        The systems answer the second queue in the opposite order, so that a machine that becomes slower or
+        faster meanwhile favours none. `warm_up`: prompts that are answered first and not measured.
         """
         trials, queries = self.trials, self.trials.queries
-        self._warm_up(warm_up, len(warm_up))
+        for name in SYSTEMS:
+            self._answer(name, warm_up)
         trials.seconds = dict.fromkeys(SYSTEMS, 0.0)
-        for order in (SYSTEMS, SYSTEMS[::-1]):
+        half = (len(queries) + 1) // 2
+        for queue, order in ((queries[:half], SYSTEMS), (queries[half:], SYSTEMS[::-1])):
             for name in order:
                 began = time.perf_counter()
-                outputs = self._answer(name, queries)
+                outputs = self._answer(name, queue)
                 trials.seconds[name] += time.perf_counter() - began
                 trials.together.setdefault(name, []).extend(output.token_ids for output in outputs)
-        for done, (query, answer) in enumerate(zip(queries, trials.together[PLAIN], strict=False), 1):
+        for done, (query, answer) in enumerate(zip(queries, trials.together[PLAIN], strict=True), 1):
             self._guess(query, answer)
             on_prompt(done)
         return trials
 
-    def run(self, warm_up: list[Query], seconds: float, on_prompt: OnPrompt = lambda done: None) -> Trials:
-        """One prompt at a time. `warm_up`: prompts that are answered first and not measured.
+    def run(self, seconds: float, on_prompt: OnPrompt = lambda done: None) -> Trials:
+        """One prompt at a time, with what the budgets have learned about drafts in the batches before.
 
         After `seconds` no further round over the domains begins; what is left is not answered alone.
         """
         began = time.monotonic()
-        self._warm_up(warm_up, 1)
         for number, query in enumerate(self.trials.queries):
             whole_round = number and query.domain == self.trials.queries[0].domain
             if whole_round and time.monotonic() - began > seconds:
@@ -98,13 +98,6 @@ class Comparison:
                 self.trials.alone.setdefault(name, []).append(self._alone(name, query))
             on_prompt(number + 1)
         return self.trials
-
-    def _warm_up(self, queries: list[Query], at_once: int) -> None:
-        """New budgets, which learn here what drafting costs with so many rows."""
-        self.budgets = {name: new_budget(self.system) for name in SYSTEMS}
-        for first in range(0, len(queries), max(1, at_once)):
-            for name in SYSTEMS:
-                self._answer(name, queries[first : first + at_once])
 
     def _alone(self, name: str, query: Query) -> Trial:
         began = time.perf_counter()

@@ -625,7 +625,8 @@ def test_a_domain_that_adapters_harm_is_left_to_the_base_until_they_help(store: 
     assert store.registry.live("code") is not None
 
 
-def test_a_few_records_leave_no_domain_to_the_base(store: Store) -> None:
+def test_a_few_records_leave_no_domain_to_the_base(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moedraft.distill.judging.judge.ENOUGH", 12)
     loop, _ = loop_of(store, Together, shared=0.1, code=0.1)
     loop.judge.base_serves, loop.judge.measure.share = True, harmed
     loop.run_once()

@@ -156,11 +156,10 @@ def test_small_helpers() -> None:
 def test_measuring_ends_after_a_whole_round_over_the_domains(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is measured on half of the domains, however slow the machine is."""
     comparison = object.__new__(Comparison)
-    monkeypatch.setattr(comparison, "_warm_up", lambda queries, at_once: None)
     comparison.trials = Trials([Query(f"{d} {n}", d, 4) for n in range(5) for d in ("math", "sql", "python")])
     now = iter(range(1000))
     monkeypatch.setattr("moedraft.showcase.trials.time.monotonic", lambda: float(next(now)))
     monkeypatch.setattr(comparison, "_alone", lambda name, query: Trial([1], 1, 1.0))
-    found = comparison.run([], 1.5)
+    found = comparison.run(1.5)
     assert len(found.queries) == 15
     assert {len(trials) for trials in found.alone.values()} == {6}

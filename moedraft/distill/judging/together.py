@@ -8,8 +8,9 @@ If a domain would almost surely be worse off with any of these, nothing is publi
 
 Losses too small to be seen in one update add up over many. So each domain is also measured against the draft
 base without any adapter. A domain that stands below that gets no new version, and its expert is taken from it
-where it is better off without one. Where the shared adapter alone still harms it, the base alone drafts for
-it, if the drafter can do so, until an update does better than that.
+where it is better off without one. Where it is likelier than not to stand below the base whatever it gets,
+the base alone drafts for it, if the drafter can do so, until an update is likely to do better. This asks for
+less certainty than a publication, since whoever goes back to the base loses nothing against it.
 
 Simulated with five records for each of eight domains that vary as those of small homes do
 (tests/distill/test_together.py): without a gain 9 to 12 % of updates pass, with a loss of .1 tokens per step
@@ -42,7 +43,7 @@ from moedraft.distill.judging.gate import (
 from moedraft.distill.judging.shrinkage import GainEstimate, estimates
 
 NEGLIGIBLE = 0.01  # tokens per step that a domain may lose
-HARMFUL = 0.5  # probability of a loss from which a domain is left out …
+HARMFUL = 0.5  # probability of a loss from which a domain is left out, or to the draft base alone …
 SURE_HARM = 0.95  # … and from which a domain without a better choice stops the whole update
 LARGEST_SHARE = 4.0  # most traffic that a record may stand for, as a multiple of an average record's
 
@@ -93,6 +94,11 @@ class Prospect:
     def below_static(self) -> bool:
         return is_below(self.static)
 
+    @property
+    def yields_to_base(self) -> bool:
+        """Whether the base alone should draft instead."""
+        return is_below(self.static, HARMFUL)
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -108,14 +114,15 @@ def decide_together(
 
     An expert that has not learned has no verdict, unless it is put back to none ("reset").
     """
-    prospects = _prospects(domains)
+    prospects, standing = _prospects(domains), _standing(domains)
     choices = {name: _choice(options, prospects[name]) for name, options in domains.items()}
     stopped = [name for name, choice in choices.items() if choice.stops]
     whole = _whole(domains, choices, kept.get(shared, 0), stopped)
     verdicts = {shared: whole}
     for name, options in domains.items():
         choice, goes = choices[name], whole.decision == "promote"
-        aside = choice.kind == "base" if goes else options.base is not None and _stands_below(options)
+        below = options.base is not None and is_below(standing[name], HARMFUL)
+        aside = choice.kind == "base" if goes else below
         if options.new is not None or aside or (choice.kind == "none" and goes):
             found = bounded(_of_expert(options, choice, prospects[name], whole), kept.get(name, 0))
             if aside and not goes:
@@ -134,9 +141,9 @@ def in_doubt(domains: Mapping[str, Options]) -> list[str]:
     ]
 
 
-def is_below(static: GainEstimate | None) -> bool:
-    """Whether a domain almost surely stands below the draft base alone."""
-    return static is not None and static.worse >= SURE and static.gain < -NEGLIGIBLE
+def is_below(static: GainEstimate | None, sure: float = SURE) -> bool:
+    """Whether a domain stands below the draft base alone, with a probability of at least `sure`."""
+    return static is not None and static.worse >= sure and static.gain < -NEGLIGIBLE
 
 
 def shares_of(domains: Mapping[str, Options], *, again: bool = False) -> Shares:
@@ -202,15 +209,22 @@ def _prospects(domains: Mapping[str, Options]) -> dict[str, dict[Kind, Prospect]
     return found
 
 
+def _standing(domains: Mapping[str, Options]) -> dict[str, GainEstimate]:
+    """By domain, the gain over the draft base alone of what serves now."""
+    statics = [options.static or options.before for options in domains.values()]
+    found = estimates(statics, [options.before for options in domains.values()])
+    return dict(zip(domains, found, strict=True))
+
+
 def _choice(options: Options, prospects: Mapping[Kind, Prospect]) -> Choice:
-    """The first kind that is good enough; else that with the greatest gain, or the base if that harms."""
+    """The first kind that is good enough, else that with the greatest gain; the base where that is better."""
     first = next(iter(prospects))
     adapted: list[Kind] = [kind for kind in prospects if kind != "base"]
     wanted = [kind for kind in adapted if not _will_not_do(prospects[kind])]
     if wanted and wanted[0] == "new" and _old_is_better(options):
         wanted = [kind for kind in wanted if kind != "new"] or wanted
     best: Kind = wanted[0] if wanted else max(adapted, key=lambda kind: prospects[kind].gain.gain)
-    if "base" in prospects and not wanted and (prospects[best].surely_harms or prospects[best].below_static):
+    if "base" in prospects and prospects[best].yields_to_base:
         best = "base"
     counted = best if prospects[first].surely_harms else first
     falls = prospects[best].below_static and not _stands_below(options)
