@@ -37,7 +37,7 @@ class Budget:
     EXPLORE = 128  # rounds in a row without the draft model, after which it is tried again
     PATIENCE = 4  # that number may grow to so many times itself when one trial after another fails
     COMPARE = 128  # every so many drafting rounds some are plain, to know what drafting is worth
-    SETTLED = 8  # drafting rounds before the first of those
+    SETTLED = 8  # drafting rounds before the first of those; before each further one twice as many, up to that
     TRIES = 3  # rounds of such a change; the first one pays for it and tells nothing
 
     def __init__(self, longest: int, ragged: bool = False) -> None:
@@ -48,6 +48,7 @@ class Budget:
         self._rounds: deque[tuple[int, int, int, int]] = deque(maxlen=256)  # rows, steps, verified, tokens
         self._idle, self._patience = 0, self.EXPLORE
         self._busy: dict[int, int] = {}  # drafting rounds since the last plain ones, by rows
+        self._compare: dict[int, int] = {}  # drafting rounds before the next plain ones, by rows
         self._plain = 0  # plain rounds in a row
         self._comparing = 0  # plain rounds still to come of a comparison
 
@@ -119,9 +120,10 @@ class Budget:
 
     def _compares(self, rows: int) -> bool:
         """Whether this round is plain only to be timed. Once begun, it goes on though rows come and go."""
-        known = self.costs.measured(rows, 0, 0) is not None
-        if not self._comparing and self._busy.get(rows, 0) >= (self.COMPARE if known else self.SETTLED):
+        wanted = self._compare.get(rows, self.SETTLED)
+        if not self._comparing and self._busy.get(rows, 0) >= wanted:
             self._comparing, self._busy[rows] = self.TRIES, 0
+            self._compare[rows] = min(2 * wanted, self.COMPARE)
         due = self._comparing > 0
         self._comparing = max(0, self._comparing - 1)
         return due

@@ -82,17 +82,17 @@ class RoundCosts:
     def slopes(self, rows: int) -> Floats:
         """What drafting at all costs, a draft step, and one more verified token per row, in plain rounds.
 
-        Where no round of so many rows was timed, rounds of other numbers of rows are used.
+        Where no round of so many rows was timed, rounds of other numbers of rows are used, if these are
+        no further away than the numbers that were measured before the first request.
         """
         if rows not in self._slopes:
-            every = [point for each in self.samples.values() for point in _points(each)]
-            self._slopes[rows] = _fit(_points(self.samples.get(rows, {})), _fit(every, self._prior(rows)))
+            nearest = min(self.usual, key=lambda known: _distance(known, rows), default=None)
+            prior = PRIOR if nearest is None else self.usual[nearest]
+            reach = math.inf if nearest is None else _distance(nearest, rows)
+            near = [each for number, each in self.samples.items() if _distance(number, rows) <= reach]
+            others = _fit([point for each in near for point in _points(each)], prior)
+            self._slopes[rows] = _fit(_points(self.samples.get(rows, {})), others)
         return self._slopes[rows]
-
-    def _prior(self, rows: int) -> Floats:
-        """The slopes that are known for the nearest number of rows, else the typical ones."""
-        nearest = min(self.usual, key=lambda known: abs(math.log(known / rows)), default=None)
-        return PRIOR if nearest is None else self.usual[nearest]
 
 
 def shape_of(rows: int, steps: int, verified: int) -> Shape:
@@ -101,6 +101,11 @@ def shape_of(rows: int, steps: int, verified: int) -> Shape:
     The latter are rounded to halves, so that shapes are few and each is measured often.
     """
     return steps, max(0.5, round(2 * verified / rows) / 2) if verified else 0.0
+
+
+def _distance(a: int, b: int) -> float:
+    """How far apart two numbers of rows are, as the logarithm of their quotient."""
+    return abs(math.log(a / b))
 
 
 def _points(shapes: dict[Shape, deque[float]]) -> list[Point]:

@@ -171,7 +171,7 @@ def test_now_and_then_a_plain_round_tells_what_drafting_is_worth() -> None:
         else:
             plain += 1
             budget.observe(1, 0, 0, 1, 5.0)
-    assert 6 <= plain <= 15
+    assert 15 <= plain <= 18  # after 8, 16, 32, 64 and 128 drafting rounds, and after 128 more
     assert budget.speedup == pytest.approx(1.25, abs=0.02)
 
 

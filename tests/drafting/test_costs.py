@@ -37,6 +37,17 @@ def test_what_was_measured_before_holds_until_real_rounds_are_timed() -> None:
     assert costs.relative(8, 3, 24) > 2.6
 
 
+def test_full_batches_say_nothing_about_one_row_that_was_measured_before() -> None:
+    """After a busy hour in which drafting did not pay, a single request is drafted for at once."""
+    costs = RoundCosts({1: np.array([0.0, 0.07, 0.02]), 8: np.array([0.1, 0.2, 0.1])})
+    for _ in range(9):
+        for steps, ms in ((0, 60.0), (1, 100.0), (2, 130.0)):
+            costs.observe(8, steps, 8 * steps, ms)
+            costs.observe(6, steps, 6 * steps, ms)
+    assert costs.relative(1, 2, 2) == pytest.approx(1.18)
+    assert costs.relative(7, 1, 7) > 1.5  # as eight rows in truth
+
+
 def test_the_line_follows_what_is_measured() -> None:
     costs = RoundCosts()
     costs.observe(4, 0, 0, 10.0)

@@ -24,7 +24,7 @@ from moedraft.storage.changes import is_pinned
 from moedraft.storage.store import TARGET_ID, Store
 
 OnBatch = Callable[[], None]
-ENOUGH = 6  # held-out records of a domain that may be left to the base alone
+ENOUGH = 3  # held-out records of a domain that may be left to the base alone
 
 
 @dataclass(frozen=True)
