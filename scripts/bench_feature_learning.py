@@ -271,7 +271,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--learning-rate", type=float, default=4e-3)
     parser.add_argument("--weight-decay", type=float, default=0.0)
-    parser.add_argument("--unrolled", type=int, default=3)
+    parser.add_argument("--unrolled", type=int, default=2)
     parser.add_argument("--emitted", type=float, default=0.0, help="weight of the emitted token's own loss")
     parser.add_argument("--kind", default="fkl")
     parser.add_argument(

@@ -144,7 +144,10 @@ def figures(found: dict[str, list[RequestOutput]], labels: list[str]) -> dict[st
 
 def prompts_by_domain(args: argparse.Namespace) -> dict[str, list[str]]:
     """So many held-out prompts of each domain. Leaves with one sentence where a domain has fewer."""
-    raw = {name: prompts_of(args.data, name, "dev", args.heldout) for name in args.domains.split(",")}
+    raw = {}
+    for each in args.domains.split(","):
+        name, _, expert = each.partition("=")
+        raw[expert or name] = prompts_of(args.data, name, "dev", args.heldout)
     for name, prompts in raw.items():
         if (found := len(prompts)) < args.heldout:
             raise SystemExit(f"{name} has {found} held-out prompts; --heldout asks for {args.heldout}.")
@@ -273,7 +276,7 @@ def main() -> None:
     parser.add_argument("--draft", default="auto")
     parser.add_argument("--data", type=Path, required=True, help="folder with stream/ and dev/")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--domains", default=DOMAINS)
+    parser.add_argument("--domains", default=DOMAINS, help="of the data, or NAME=EXPERT of the home")
     parser.add_argument("--kinds", default=",".join(KINDS), help="of rewording")
     parser.add_argument("--heldout", type=int, default=15, help="prompts of each domain and kind")
     parser.add_argument("--timed", type=int, default=8, help="of these, how many are timed")

@@ -45,7 +45,8 @@ def demo(
         typer.Option(min=1, help="For stream and learning together (default: 240; embedded pair 100)."),
     ] = None,
     requests: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Requests of the stream (default: all).")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Requests of the stream, at most; a slow machine has fewer."),
     ] = None,
     held_out: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Prompts a domain to measure with (default: all).")
@@ -88,7 +89,7 @@ def _run(settings: Settings, requests: int | None, held_out: int | None, seconds
 
 
 def _checked(settings: Settings, out: Path | None) -> Settings:
-    """The settings. Raises InvalidRequest if the home is there already, OSError if `out` cannot be made."""
+    """The settings, with features kept. Raises InvalidRequest if the home is there, OSError without `out`."""
     if not is_missing(settings):
         raise InvalidRequest(
             f"The demo needs a fresh home, and {settings.home} has one; name another folder."

@@ -37,7 +37,7 @@ class Budget:
     EXPLORE = 128  # rounds in a row without the draft model, after which it is tried again
     PATIENCE = 4  # that number may grow to so many times itself when one trial after another fails
     COMPARE = 128  # every so many drafting rounds some are plain, to know what drafting is worth
-    SETTLED = 8  # drafting rounds before the first of those; before each further one twice as many, up to that
+    SETTLED = 8  # drafting rounds before the first of those; twice as many before each further one
     TRIES = 3  # rounds of such a change; the first one pays for it and tells nothing
 
     def __init__(self, longest: int, ragged: bool = False) -> None:

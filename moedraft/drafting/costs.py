@@ -89,8 +89,8 @@ class RoundCosts:
             nearest = min(self.usual, key=lambda known: _distance(known, rows), default=None)
             prior = PRIOR if nearest is None else self.usual[nearest]
             reach = math.inf if nearest is None else _distance(nearest, rows)
-            near = [each for number, each in self.samples.items() if _distance(number, rows) <= reach]
-            others = _fit([point for each in near for point in _points(each)], prior)
+            near = [n for n in self.samples if _distance(n, rows) <= reach]
+            others = _fit([point for n in near for point in _points(self.samples[n])], prior)
             self._slopes[rows] = _fit(_points(self.samples.get(rows, {})), others)
         return self._slopes[rows]
 

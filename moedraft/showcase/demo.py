@@ -23,7 +23,7 @@ from moedraft.system.domains import register_all
 WINDOWS = {True: 64, False: 24}  # by whether the draft is a feature drafter
 JOINT_STEPS = 128  # most optimiser steps of one update where all adapters learn together
 DRAFTED = 3  # tokens in each step of the stream
-WARM_UP = 8  # prompts, one of each domain, that are answered before anything is measured
+WARM_UP = 8  # prompts that are answered before anything is measured
 ALONE_SECONDS = 80.0  # after which no further held-out prompts are answered one at a time
 SECONDS = {True: 240.0, False: 100.0}  # for stream and learning, likewise
 
@@ -115,7 +115,7 @@ class Demo:
             f"{str(target.dtype).removeprefix('torch.')} on {target.device})",
             "draft base": f"a {kind} with {draft.num_parameters / 1e6:.1f} M weights",
             "domains": str(len(self.prompts.examples)),
-            "stream": f"{self.requests} requests, {settings.max_batch_size} at once, "
+            "stream": f"{self._served()}, {settings.max_batch_size} at once, "
             f"{DRAFTED} tokens drafted at each step",
             "learning": f"{pace.steps} steps in {pace.trained:.0f} s, {pace.step_seconds:.1f} s each; "
             f"{self.published} versions were published in {len(self.updates)} updates",
@@ -123,6 +123,11 @@ class Demo:
             "were answered one at a time; greedy, without lookup in the text, drafts as long as pays",
             "time": spent,
         }
+
+    def _served(self) -> str:
+        """How many requests the stream had; of how many, where there was no time for all."""
+        served, planned = len(self.points), len(self.prompts.stream)
+        return f"{served} requests" if served == planned else f"{served} of {planned} requests"
 
     def table(self) -> list[tuple[str, int, float | None, float | None, int, int]]:
         """Rows of (expert, requests, tokens per step at the start, now, replay size, version)."""

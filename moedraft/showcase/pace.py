@@ -6,7 +6,7 @@ import math
 import time
 from dataclasses import dataclass, field
 
-LEARNING = 0.45  # share of the time that learning gets at least, where serving all requests leaves less
+LEARNING = 0.45  # share of the time that learning gets, about, where serving all requests leaves less
 LEAST_WINDOWS = 2  # that are served however slow the machine is
 LEAST_STEPS = 16  # an update of fewer steps is not worth reading and measuring its records
 LEAST_SHARE = 0.3  # of the time that serving takes, for learning on a machine that is too slow for the plan
@@ -19,8 +19,8 @@ class Pace:
 
     The stream shall end after `seconds`. What serving still needs is what it needed so far by request, and
     the rest is shared out among the pauses between windows. Where serving would leave learning less than
-    LEARNING of the time, fewer requests are served, but at least LEAST_WINDOWS windows; if even these take
-    too long, so does the stream.
+    LEARNING of the time or so, fewer requests are served, but at least LEAST_WINDOWS windows; if even these
+    take too long, so does the stream.
     """
 
     seconds: float
@@ -34,20 +34,25 @@ class Pace:
     beside: float = 0.0  # s of the last update beside its steps: reading, measuring, publishing
     pause_ends: float = 0.0
 
-    def pause(self, done: int) -> None:
-        """`done` requests are answered, and it is time for learning."""
+    def __post_init__(self) -> None:
+        self.planned = self.requests  # they may become fewer, and more again
+
+    def pause(self, done: int, started: int) -> None:
+        """`done` requests are answered, `started` were begun, and it is time for learning."""
         now = time.monotonic()
-        each = (now - self.began - self.trained) / max(done, 1)
-        self._serve_fewer(done, each)
+        each = (now - self.began - self.trained) / max((done + started) / 2, 1)  # those that run: half
+        self.requests = max(min(self.planned, self._possible(each)), started)
         left = self.began + self.seconds - now - each * (self.requests - done)
         pauses = 1 + math.ceil((self.requests - done) / self.window)
-        self.pause_ends = now + max(LEAST_SHARE * each * self.window, left / pauses)
+        least = LEAST_SHARE * each * self.window
+        if pauses == 1 and self.step_seconds:
+            least = max(least, self.beside + LEAST_STEPS * self.step_seconds)
+        self.pause_ends = now + max(least, left / pauses)
 
-    def _serve_fewer(self, done: int, each: float) -> None:
-        """Leave requests out, by whole windows, where one takes `each` seconds: too long for all of them."""
-        possible = (1 - LEARNING) * self.seconds / max(each, 1e-9) / self.window
-        fewer = max(LEAST_WINDOWS, round(possible)) * self.window
-        self.requests = max(min(self.requests, fewer), done)
+    def _possible(self, each: float) -> int:
+        """How many requests there is time for, in whole windows, where one takes `each` seconds."""
+        windows = round((1 - LEARNING) * self.seconds / max(each, 1e-9) / self.window)
+        return max(LEAST_WINDOWS, windows) * self.window
 
     def next_steps(self) -> int:
         """Steps of the next update in this pause; 0: go on serving."""

@@ -68,7 +68,7 @@ def serve_and_learn(system: System, loop: DistillLoop, queries: list[Query], pac
                 finished += 1
                 yield Event(output=output, query=running.pop(output.request_id))
                 if finished % pace.window == 0 or finished == pace.requests:
-                    pace.pause(finished)
+                    pace.pause(finished, started)
                     yield from learn(system, loop, pace)
 
 

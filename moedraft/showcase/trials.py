@@ -66,20 +66,23 @@ class Comparison:
         """The prompts in two queues, so that batches are full until the end of each; then first guesses.
 
         The systems answer the second queue in the opposite order, so that a machine that becomes slower or
-        faster meanwhile favours none. `warm_up`: prompts that are answered first and not measured.
+        faster meanwhile favours none. A few prompts are one queue, which is answered twice. `warm_up`:
+        prompts that are answered first and not measured.
         """
         trials, queries = self.trials, self.trials.queries
         for name in SYSTEMS:
             self._answer(name, warm_up)
         trials.seconds = dict.fromkeys(SYSTEMS, 0.0)
-        half = (len(queries) + 1) // 2
-        for queue, order in ((queries[:half], SYSTEMS), (queries[half:], SYSTEMS[::-1])):
+        half = len(queries) // 2
+        few = half < 2 * self.system.settings.max_batch_size
+        queues = (queries, queries) if few else (queries[:half], queries[half:])
+        for queue, order in zip(queues, (SYSTEMS, SYSTEMS[::-1]), strict=True):
             for name in order:
                 began = time.perf_counter()
                 outputs = self._answer(name, queue)
                 trials.seconds[name] += time.perf_counter() - began
                 trials.together.setdefault(name, []).extend(output.token_ids for output in outputs)
-        for done, (query, answer) in enumerate(zip(queries, trials.together[PLAIN], strict=True), 1):
+        for done, (query, answer) in enumerate(zip(queries, trials.together[PLAIN], strict=False), 1):
             self._guess(query, answer)
             on_prompt(done)
         return trials

@@ -625,10 +625,26 @@ def test_a_domain_that_adapters_harm_is_left_to_the_base_until_they_help(store: 
     assert store.registry.live("code") is not None
 
 
-def test_a_few_records_leave_no_domain_to_the_base(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moedraft.distill.judging.judge.ENOUGH", 12)
+@pytest.mark.parametrize(("more", "left"), [(0, frozenset()), (1, frozenset({"code"}))])
+def test_a_few_records_leave_no_domain_to_the_base(
+    store: Store, monkeypatch: pytest.MonkeyPatch, more: int, left: frozenset[str]
+) -> None:
     loop, _ = loop_of(store, Together, shared=0.1, code=0.1)
+    found = loop.judge.held_out.records("code", len(store.replay.sizes()), None, lambda: None)
+    monkeypatch.setattr("moedraft.distill.judging.judge.ENOUGH", len(found) + 1 - more)
     loop.judge.base_serves, loop.judge.measure.share = True, harmed
+    loop.run_once()
+    assert store.registry.unadapted() == left
+
+
+def test_what_a_person_has_chosen_is_not_left_to_the_base(store: Store) -> None:
+    loop, _ = loop_of(store, Together, shared=0.1, code=0.1)
+    store.replay.add([*held_out(ENOUGH, "code", first=9000), *held_out(ENOUGH, "prose", first=14000)])
+    loop.judge.base_serves = True
+    loop.run_once()
+    changes.promote(store, "code", 1)
+    loop.judge.measure.share = harmed
+    store.replay.add(held_out(ENOUGH, "code", first=19000))
     loop.run_once()
     assert store.registry.unadapted() == frozenset()
 

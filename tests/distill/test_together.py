@@ -302,6 +302,51 @@ def test_with_the_base_to_fall_back_on_no_domain_ends_far_below_it() -> None:
     assert left >= 0.85 * went
 
 
+def few_of(static: float, new: float, old: float, none: float | None = None) -> dict[str, Options]:
+    """Seven domains that gain, and one with thirty records, for which the base may draft."""
+    rng = np.random.default_rng(3)
+    domains = {f"d{n}": options(rng, 0.3, 0.1, 16, static=-0.1, base=True) for n in range(7)}
+    return domains | {"last": options(rng, new, old, 30, none=none, static=static, base=True)}
+
+
+def test_the_reason_is_told_why_the_base_serves() -> None:
+    found = decide_together(few_of(static=0.0, new=-0.1, old=-0.1, none=-0.1), {}, "shared")["last"]
+    assert found.unadapted
+    assert found.reason is not None
+    assert found.reason.startswith("The domain would probably stand below the draft without any adapter")
+
+
+def test_an_expert_that_is_better_than_the_base_comes_before_it() -> None:
+    found = decide_together(few_of(static=0.0, new=-0.3, old=0.2), {}, "shared")["last"]
+    assert (found.decision, found.unadapted) == ("discard", False)
+
+
+def test_an_update_that_leaves_a_domain_only_the_base_it_was_far_above_is_not_published() -> None:
+    found = decide_together(few_of(static=-0.4, new=-0.5, old=-0.5, none=-0.5), {}, "shared")
+    assert found["shared"].decision != "promote"
+    assert not found["last"].unadapted
+
+
+def test_doing_without_an_expert_is_measured_where_the_base_would_be_better_than_any() -> None:
+    assert in_doubt(few_of(static=0.0, new=-0.1, old=-0.1)) == ["last"]
+
+
+@pytest.mark.parametrize(("gain", "least", "most"), [(0.1, 0.0, 0.01), (0.0, 0.0, 0.08), (-0.2, 0.45, 1.0)])
+def test_in_a_small_home_the_base_serves_whom_adapters_harm_and_hardly_anybody_else(
+    gain: float, least: float, most: float
+) -> None:
+    """Seven domains gain .3 with seven records each; the eighth gains `gain`, whatever it gets."""
+    rng, aside = np.random.default_rng(1), []
+    for _ in range(60):
+        domains = {f"d{n}": options(rng, 0.3, 0.1, 7, none=0.1, static=0.0, base=True) for n in range(7)}
+        domains["last"] = options(rng, gain, gain, 7, none=gain, static=0.0, base=True)
+        found = decide_together(domains, {}, "shared")
+        if found["shared"].decision == "promote":
+            aside.append(bool(found["last"].unadapted))
+    assert len(aside) >= 50
+    assert least <= np.mean(aside) <= most
+
+
 @pytest.mark.parametrize(
     ("new", "none", "static", "decision"),
     [

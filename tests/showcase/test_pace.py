@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moedraft.showcase.pace import FIRST_STEPS, Pace, StepClock
+from moedraft.showcase.pace import FIRST_STEPS, LEAST_STEPS, Pace, StepClock
 
 
 class Clock:
@@ -21,13 +21,18 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def run(clock: Clock, pace: Pace, serving: float, step: float, beside: float = 0.0) -> list[int]:
-    """Serve and train as `serve_and_learn` does, one update a pause. Returns the steps of each update."""
+def run(
+    clock: Clock, pace: Pace, serving: float, step: float, beside: float = 0.0, running: int = 0
+) -> list[int]:
+    """Serve and train as `serve_and_learn` does, one update a pause. Returns the steps of each update.
+
+    running: requests that have begun, beside those that are done.
+    """
     taken, done = [], 0
     while done < pace.requests:
         done, clock.now = done + 1, clock.now + serving
         if done % pace.window == 0 or done == pace.requests:
-            pace.pause(done)
+            pace.pause(done, min(done + running, pace.requests))
             steps = pace.next_steps()
             taken.append(steps)
             if steps:
@@ -58,10 +63,36 @@ def test_two_windows_are_served_in_any_case(clock: Clock) -> None:
     assert pace.requests == 128
 
 
+def test_what_has_begun_is_served(clock: Clock) -> None:
+    """When the machine becomes slow in the middle, the stream ends with the requests that run."""
+    pace = Pace(250, 320, 64, 128)
+    clock.now = 40.0
+    pace.pause(64, 80)
+    assert pace.requests == 256
+    clock.now = 300.0
+    pace.pause(128, 144)
+    assert pace.requests == 144
+
+
+def test_a_slow_first_window_cuts_nothing_for_good(clock: Clock) -> None:
+    pace = Pace(250, 320, 64, 128)
+    clock.now = 80.0
+    pace.pause(64, 64)
+    assert pace.requests == 128
+    clock.now = 90.0
+    pace.pause(128, 128)
+    assert pace.requests == 192
+
+
 def test_something_is_learned_where_serving_takes_all_the_time(clock: Clock) -> None:
     taken = run(clock, Pace(100, 64, 32, 96), serving=2.0, step=1.0)
     assert min(taken) > 0
     assert clock.now <= 128 * 1.35
+
+
+def test_the_last_window_is_learned_from_however_slow_the_machine_is(clock: Clock) -> None:
+    taken = run(clock, Pace(250, 320, 64, 128), serving=2.0, step=2.0, beside=20.0, running=16)
+    assert taken == [FIRST_STEPS, LEAST_STEPS]
 
 
 def test_no_update_is_longer_than_the_most(clock: Clock) -> None:

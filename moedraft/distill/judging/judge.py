@@ -132,9 +132,12 @@ class Judge:
         return own and name != SHARED and not is_pinned(self.store.registry, name)
 
     def _may_stand_aside(self, case: Case) -> bool:
-        """Whether the base alone may serve the domain. A few records show a loss too often by chance."""
-        open_to_it = case.domain != SHARED and not is_pinned(self.store.registry, case.domain)
-        return self.base_serves and open_to_it and len(case.records) >= ENOUGH
+        """Whether the base alone may serve the domain, for all that a person has said and records tell."""
+        registry = self.store.registry
+        free = case.domain != SHARED and not is_pinned(registry, case.domain)
+        live = (registry.live(name) for name in (case.domain, SHARED))
+        chosen = any(version is not None and registry.is_chosen(version) for version in live)
+        return self.base_serves and free and not chosen and len(case.records) >= ENOUGH
 
     def _live(self, name: str, made: Candidate) -> Weights | None:
         found = self.store.adapters.load_live(name, made.base_hash)

@@ -8,9 +8,9 @@ If a domain would almost surely be worse off with any of these, nothing is publi
 
 Losses too small to be seen in one update add up over many. So each domain is also measured against the draft
 base without any adapter. A domain that stands below that gets no new version, and its expert is taken from it
-where it is better off without one. Where it is likelier than not to stand below the base whatever it gets,
-the base alone drafts for it, if the drafter can do so, until an update is likely to do better. This asks for
-less certainty than a publication, since whoever goes back to the base loses nothing against it.
+where it is better off without one. Where it would probably stand below the base with any adapter of an update
+that is published, the base alone drafts for it, if the drafter can do so, until an update would probably not.
+That is likelier than not and no more, since whoever goes back to the base loses nothing against it.
 
 Simulated with five records for each of eight domains that vary as those of small homes do
 (tests/distill/test_together.py): without a gain 9 to 12 % of updates pass, with a loss of .1 tokens per step
@@ -47,7 +47,7 @@ HARMFUL = 0.5  # probability of a loss from which a domain is left out, or to th
 SURE_HARM = 0.95  # … and from which a domain without a better choice stops the whole update
 LARGEST_SHARE = 4.0  # most traffic that a record may stand for, as a multiple of an average record's
 
-BELOW = "The domain stands below the draft without any adapter"
+BELOW = "The domain almost surely stands below the draft without any adapter"
 # The domain's expert as trained, as it was, no expert above the shared adapter, or no adapter at all.
 Kind = Literal["new", "old", "none", "base"]
 KINDS: tuple[Kind, ...] = ("new", "old", "none", "base")  # in the order in which they are wanted
@@ -121,7 +121,7 @@ def decide_together(
     verdicts = {shared: whole}
     for name, options in domains.items():
         choice, goes = choices[name], whole.decision == "promote"
-        below = options.base is not None and is_below(standing[name], HARMFUL)
+        below = options.base is not None and is_below(standing[name])
         aside = choice.kind == "base" if goes else below
         if options.new is not None or aside or (choice.kind == "none" and goes):
             found = bounded(_of_expert(options, choice, prospects[name], whole), kept.get(name, 0))
@@ -134,11 +134,12 @@ def decide_together(
 def in_doubt(domains: Mapping[str, Options]) -> list[str]:
     """Domains for which neither expert is good enough, so that doing without one has to be measured too."""
     prospects = _prospects(domains)
-    return [
-        name
-        for name in domains
-        if all(_will_not_do(prospect) for kind, prospect in prospects[name].items() if kind != "base")
-    ]
+
+    def is_good(domain: str, kind: Kind, prospect: Prospect) -> bool:
+        base = "base" in prospects[domain] and prospect.yields_to_base
+        return kind != "base" and not base and not _will_not_do(prospect)
+
+    return [name for name in domains if not any(is_good(name, *each) for each in prospects[name].items())]
 
 
 def is_below(static: GainEstimate | None, sure: float = SURE) -> bool:
@@ -224,11 +225,11 @@ def _choice(options: Options, prospects: Mapping[Kind, Prospect]) -> Choice:
     if wanted and wanted[0] == "new" and _old_is_better(options):
         wanted = [kind for kind in wanted if kind != "new"] or wanted
     best: Kind = wanted[0] if wanted else max(adapted, key=lambda kind: prospects[kind].gain.gain)
-    if "base" in prospects and prospects[best].yields_to_base:
-        best = "base"
+    if "base" in prospects:
+        best = next((kind for kind in wanted or [best] if not prospects[kind].yields_to_base), "base")
     counted = best if prospects[first].surely_harms else first
-    falls = prospects[best].below_static and not _stands_below(options)
-    stops = best != "base" and not wanted and (prospects[best].surely_harms or falls)
+    falls = best != "base" and prospects[best].below_static and not _stands_below(options)
+    stops = not wanted and (prospects[best].surely_harms or falls)
     return Choice(best, counted, stops)
 
 
@@ -274,6 +275,9 @@ def _of_expert(
 
 def _left_out(found: Verdict, choice: Choice, prospect: Prospect) -> Verdict:
     """The verdict on an expert that is not published, though the shared adapter is."""
+    if choice.kind == "base":
+        reason = "The domain would probably stand below the draft without any adapter, which serves it."
+        return replace(found, decision="keep", reason=reason)
     why = "It is likely to harm this domain"
     if prospect.below_static:
         why = "The domain would stand below the draft without any adapter"
@@ -281,8 +285,6 @@ def _left_out(found: Verdict, choice: Choice, prospect: Prospect) -> Verdict:
         why = "The expert as it was does better above the new shared adapter"
     if choice.kind == "none":
         return replace(found, decision="reset", reason=f"{why}; it gets no expert.")
-    if choice.kind == "base":
-        return replace(found, decision="keep", reason=f"{why}; the draft without any adapter serves it.")
     decision: GateDecision = "discard" if found.better <= 1 - SURE else "keep"
     return replace(found, decision=decision, reason=f"{why}; it keeps the expert that it had.")
 
