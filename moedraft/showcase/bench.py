@@ -146,7 +146,7 @@ def runner_of(
     def answer(prompt: str, max_tokens: int) -> list[int]:
         params = SamplingParams(max_tokens=max_tokens)
         with system.engine.chooser.using(budget, source):
-            [output] = system.engine.generate(prompt, params, chat=True, **options)
+            [output] = system.engine.generate(prompt, params, counted=False, chat=True, **options)
         outputs.setdefault(name, []).append(output)
         return output.token_ids
 

@@ -115,7 +115,9 @@ def engine_runner(
 
     def run(prompt: str, max_tokens: int) -> list[int]:
         params = SamplingParams(max_tokens=max_tokens)
-        return system.engine.generate(prompt, params, draft=draft, expert=expert, chat=True)[0].token_ids
+        return system.engine.generate(prompt, params, draft=draft, expert=expert, counted=False, chat=True)[
+            0
+        ].token_ids
 
     return run
 
@@ -192,6 +194,6 @@ def warm_up(system: System) -> None:
     """
     params = SamplingParams(max_tokens=8)
     for draft in (False, True):
-        system.engine.generate("warm up", params, draft=draft, expert=SHARED)
+        system.engine.generate("warm up", params, draft=draft, expert=SHARED, counted=False)
     compile_kernels(system.engine)
     calibrate(system.engine)

@@ -55,7 +55,10 @@ class Trials:
 
 
 class Comparison:
-    """Runs the three systems on one engine. Each has a draft budget of its own, as if it served alone."""
+    """Runs the three systems on one engine. Each has a draft budget of its own, as if it served alone.
+
+    What they answer is left out of the home's statistics, which are of the stream.
+    """
 
     def __init__(self, system: System, queries: list[Query]) -> None:
         self.system = system
@@ -112,7 +115,9 @@ class Comparison:
         expert = SHARED if name == STATIC else None
         with self._as(name):
             prompts = [query.prompt for query in queries]
-            return self.system.engine.generate(prompts, params, draft=name != PLAIN, expert=expert, chat=True)
+            return self.system.engine.generate(
+                prompts, params, draft=name != PLAIN, expert=expert, counted=False, chat=True
+            )
 
     @contextmanager
     def _as(self, name: str) -> Iterator[None]:

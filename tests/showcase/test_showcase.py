@@ -68,6 +68,8 @@ def test_demo_is_lossless_learns_and_reports(small: None, system: System, tmp_pa
     assert system.store.updates.count()
     assert demo.published == sum(row[-1] > 0 for row in demo.table()) or demo.published > 1
     assert sum(row[1] for row in demo.table()) == len(demo.prompts.stream) == len(result.points)
+    counted = sum(one.requests for one in system.store.requests.summary().values())
+    assert counted == len(result.points)  # nothing but the stream
     paths = publish(result, tmp_path / "report")
     assert paths["picture"].read_bytes().startswith(b"\x89PNG")
     assert json.loads(paths["numbers"].read_text()) == summary(result)
