@@ -81,24 +81,22 @@ def demo(
 
 
 def _run(settings: Settings, requests: int | None, held_out: int | None, seconds: float | None) -> Result:
-    from moedraft.showcase.demo import Demo, prompts_for
+    from moedraft.showcase.demo import Demo, keeping_features, prompts_for
     from moedraft.system.build import opened
 
-    with opened(settings) as system:
+    with opened(keeping_features(settings)) as system:
         return watch(Demo(system, prompts_for(settings.target).shortened(requests, held_out), seconds))
 
 
 def _checked(settings: Settings, out: Path | None) -> Settings:
-    """The settings, with features kept. Raises InvalidRequest if the home is there, OSError without `out`."""
+    """The settings. Raises InvalidRequest if the home is there already, OSError if `out` cannot be made."""
     if not is_missing(settings):
         raise InvalidRequest(
             f"The demo needs a fresh home, and {settings.home} has one; name another folder."
         )
     if out:
         out.mkdir(parents=True, exist_ok=True)
-    if "features" in settings.model_fields_set:
-        return settings
-    return settings.model_copy(update={"features": "keep"})  # its records are few, and its time is short
+    return settings
 
 
 def on_real_model(settings: Settings) -> Settings:

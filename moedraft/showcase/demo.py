@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from moedraft.config import Settings
 from moedraft.distill.assembly import build_loop
 from moedraft.drafting.base import MINI, FeatureBase
 from moedraft.showcase import shipped
@@ -31,6 +32,15 @@ SECONDS = {True: 240.0, False: 100.0}  # for stream and learning, likewise
 def prompts_for(target: str) -> DemoPrompts:
     """What the demo serves and measures on this target: the toy reads all domains within a minute or two."""
     return shipped.everything() if target == MINI else shipped.chosen()
+
+
+def keeping_features(settings: Settings) -> Settings:
+    """The settings, with what a feature drafter read kept beside the records, unless they say otherwise.
+
+    A demo has few records and little time, in which the trainer need not run the target over them again.
+    """
+    asked = "features" in settings.model_fields_set
+    return settings if asked else settings.model_copy(update={"features": "keep"})
 
 
 @dataclass

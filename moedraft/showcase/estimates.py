@@ -49,7 +49,7 @@ def ratio(counts: Counts) -> Estimate:
 
 
 def change(before: Counts, after: Counts, fewest: int = 0) -> PairedChange:
-    """The ratio of the same prompts, in one order, before and after; without interval below `fewest`."""
+    """The ratio of the same prompts before and after; no interval for less than `fewest` prompts."""
     tables = [np.asarray(counts, dtype=float).reshape(-1, 2) for counts in (before, after)]
     picks = _draws(len(tables[0]))
     whole = [float(_ratios(table[None])[0]) for table in tables]

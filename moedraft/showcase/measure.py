@@ -115,9 +115,9 @@ def engine_runner(
 
     def run(prompt: str, max_tokens: int) -> list[int]:
         params = SamplingParams(max_tokens=max_tokens)
-        return system.engine.generate(prompt, params, draft=draft, expert=expert, counted=False, chat=True)[
-            0
-        ].token_ids
+        options = {"draft": draft, "expert": expert, "counted": False, "chat": True}
+        [output] = system.engine.generate(prompt, params, **options)  # type: ignore[arg-type]
+        return output.token_ids
 
     return run
 

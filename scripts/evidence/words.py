@@ -29,7 +29,8 @@ METHOD = """## How it was measured
 - **Equal updates**: the same number of updates and steps. One record in eight is held back from training in
   every arrangement, since the gate needs it; arrangements without a gate publish every update.
 - **With gate**: the gate, after each update once. The runs in `results/evidence` are of 2026-11-23, before
-  its limits were changed and its second look was made (docs/experiments.md has figures of both). A server
+  its limits were changed and its second look was made (docs/experiments.md has figures of both). All updates
+  unrolled three steps then; today it is two, and the gate leaves a domain to the draft base sooner. A server
   does more, which is not in these figures either: it makes further updates from the same records while they
   still bring something, changes the interval between updates, and takes versions back that later requests
   show to be worse.

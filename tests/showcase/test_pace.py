@@ -63,25 +63,19 @@ def test_two_windows_are_served_in_any_case(clock: Clock) -> None:
     assert pace.requests == 128
 
 
-def test_what_has_begun_is_served(clock: Clock) -> None:
-    """When the machine becomes slow in the middle, the stream ends with the requests that run."""
+@pytest.mark.parametrize(
+    "pauses",  # each: the time, requests that are done and begun, and how many the stream has from then on
+    [
+        pytest.param([(40.0, 64, 80, 256), (300.0, 128, 144, 144)], id="what has begun is served"),
+        pytest.param([(80.0, 64, 64, 128), (90.0, 128, 128, 192)], id="a slow start cuts nothing for good"),
+    ],
+)
+def test_the_speed_of_the_machine_may_change(clock: Clock, pauses: list[tuple[float, int, int, int]]) -> None:
     pace = Pace(250, 320, 64, 128)
-    clock.now = 40.0
-    pace.pause(64, 80)
-    assert pace.requests == 256
-    clock.now = 300.0
-    pace.pause(128, 144)
-    assert pace.requests == 144
-
-
-def test_a_slow_first_window_cuts_nothing_for_good(clock: Clock) -> None:
-    pace = Pace(250, 320, 64, 128)
-    clock.now = 80.0
-    pace.pause(64, 64)
-    assert pace.requests == 128
-    clock.now = 90.0
-    pace.pause(128, 128)
-    assert pace.requests == 192
+    for now, done, started, requests in pauses:
+        clock.now = now
+        pace.pause(done, started)
+        assert pace.requests == requests
 
 
 def test_something_is_learned_where_serving_takes_all_the_time(clock: Clock) -> None:

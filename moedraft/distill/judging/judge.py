@@ -132,7 +132,7 @@ class Judge:
         return own and name != SHARED and not is_pinned(self.store.registry, name)
 
     def _may_stand_aside(self, case: Case) -> bool:
-        """Whether the base alone may serve the domain, for all that a person has said and records tell."""
+        """Whether the base alone may serve: enough records, and no version that a person pinned or chose."""
         registry = self.store.registry
         free = case.domain != SHARED and not is_pinned(registry, case.domain)
         live = (registry.live(name) for name in (case.domain, SHARED))
