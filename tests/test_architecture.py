@@ -42,7 +42,7 @@ ROOMS = {
     "serve/http": (21, 2400),
     "serve/supervisor": (6, 850),
     "serve/worker": (7, 1000),
-    "showcase": (12, 1500),
+    "showcase": (12, 1550),
     "storage": (19, 3200),
     "storage/migrations": (14, 360),  # one more for each change of the schema
     "system": (7, 1020),

@@ -42,7 +42,7 @@ def demo(
     ] = None,
     seconds: Annotated[
         float | None,
-        typer.Option(min=1, help="For stream and learning together (default: 240; embedded pair 100)."),
+        typer.Option(min=1, help="For stream and learning together (default: 220; embedded pair 100)."),
     ] = None,
     requests: Annotated[
         int | None,

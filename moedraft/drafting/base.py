@@ -167,20 +167,30 @@ def is_feature_checkpoint(folder: Path) -> bool:
 
 
 @torch.inference_mode()
-def first_guesses(base: DraftBase, target: LanguageModel, token_ids: list[int]) -> list[int]:
-    """By position of a text, what the base would have guessed there as its first token; −1: it cannot.
-
-    A feature drafter reads the target's states for it. The bank decides which expert guesses.
-    """
-    ids = torch.tensor([token_ids], device=target.device)
+def features_of(base: DraftBase, target: LanguageModel, token_ids: list[int]) -> torch.Tensor | None:
+    """What a feature drafter reads of a text: the target's states [1, T - 2, 3 * H]. None for other bases."""
     if isinstance(base, LanguageModel):
-        logits = base.forward(base.new_cache(1), 0, ids.to(base.device), [0])
-        return [-1, *logits[0, :-1].argmax(-1).tolist()]
-    draft, wanted = base.hf, HiddenStates(base.hf.config.feature_layers)
+        return None
+    wanted = HiddenStates(base.hf.config.feature_layers)
+    ids = torch.tensor([token_ids], device=target.device)
     target.forward(target.new_cache(1), 0, ids, [0], keep=1, hidden=wanted)
     features = torch.cat([wanted.states[i] for i in wanted.layers], dim=-1)[:, :-2]
-    states = draft.fuse(features.to(draft.fc.weight.dtype))
-    hidden = draft.advance(draft.new_cache(1), 0, states, ids[:, 1:-1], [0])
+    return features.to(base.hf.fc.weight.dtype)
+
+
+@torch.inference_mode()
+def first_guesses(base: DraftBase, token_ids: list[int], features: torch.Tensor | None) -> list[int]:
+    """By position of a text, what the base would have guessed there as its first token; −1: it cannot.
+
+    `features`: those of this text, `features_of`. The bank decides which expert guesses.
+    """
+    ids = torch.tensor([token_ids], device=base.device)
+    if isinstance(base, LanguageModel):
+        logits = base.forward(base.new_cache(1), 0, ids, [0])
+        return [-1, *logits[0, :-1].argmax(-1).tolist()]
+    assert features is not None
+    draft = base.hf
+    hidden = draft.advance(draft.new_cache(1), 0, draft.fuse(features), ids[:, 1:-1], [0])
     return [-1, -1, *draft.vocabulary[draft.logits(hidden)[0].argmax(-1)].tolist()]
 
 

@@ -13,9 +13,9 @@ from moedraft.showcase import shipped
 from moedraft.showcase.measure import new_budget, warm_up
 from moedraft.showcase.pace import Pace
 from moedraft.showcase.report import Point, Result, result_of
-from moedraft.showcase.shipped import DemoPrompts
+from moedraft.showcase.shipped import DemoPrompts, Query, with_short_answers
 from moedraft.showcase.stream import Event, ExpertProgress, rate, serve_and_learn
-from moedraft.showcase.trials import PLAIN, Comparison, Trials
+from moedraft.showcase.trials import PLAIN, SYSTEMS, Comparison, Trials
 from moedraft.system.build import System
 from moedraft.system.domains import register_all
 
@@ -25,8 +25,11 @@ WINDOWS = {True: 64, False: 24}  # by whether the draft is a feature drafter
 JOINT_STEPS = 128  # most optimiser steps of one update where all adapters learn together
 DRAFTED = 3  # tokens in each step of the stream
 WARM_UP = 8  # prompts that are answered before anything is measured
-ALONE_SECONDS = 80.0  # after which no further held-out prompts are answered one at a time
-SECONDS = {True: 240.0, False: 100.0}  # for stream and learning, likewise
+WARM_UP_TOKENS = 16  # of each, at most
+QUEUE_SECONDS = 100.0  # for the held-out prompts in queues; on a slow machine fewer of them are measured
+LEAST_ROUNDS = 3  # of one held-out prompt for each domain, however slow the machine is
+ALONE_SECONDS = 95.0  # for held-out prompts one at a time
+SECONDS = {True: 220.0, False: 100.0}  # for stream and learning, by whether the draft is a feature drafter
 
 
 def prompts_for(target: str) -> DemoPrompts:
@@ -70,7 +73,7 @@ class Demo:
         warm_up(self.system)
         self._begin("the stream, with learning on")
         pace = self._serve_and_learn()
-        trials = self._measure()
+        trials = self._measure(self.heldout(pace))
         self._begin("done")
         return result_of(trials, self.points, self.updates, self._facts(trials, pace))
 
@@ -109,10 +112,17 @@ class Demo:
             self.published += len(event.published)
         self.on_event(self)
 
-    def _measure(self) -> Trials:
-        comparison = Comparison(self.system, self.prompts.heldout)
+    def heldout(self, pace: Pace) -> list[Query]:
+        """The held-out prompts that there is time for, by how fast the stream was answered; whole rounds."""
+        queries = self.prompts.heldout
+        each = pace.serving_seconds / max(1, len(self.points)) * len(SYSTEMS)
+        domains = len({query.domain for query in queries})
+        return queries[: max(LEAST_ROUNDS, int(QUEUE_SECONDS / max(each, 1e-9) / domains)) * domains]
+
+    def _measure(self, queries: list[Query]) -> Trials:
+        comparison = Comparison(self.system, queries)
         self._begin("held-out prompts in a queue, eight at a time, three systems in turns")
-        comparison.run_batches(self.prompts.stream[-WARM_UP:])
+        comparison.run_batches(with_short_answers(self.prompts.stream[-WARM_UP:], WARM_UP_TOKENS))
         self._begin("held-out prompts one at a time, three systems in turns")
         return comparison.run(ALONE_SECONDS)
 

@@ -14,7 +14,7 @@ import torch
 from moedraft.cache import SlotCache
 from moedraft.chat import prompt_ids
 from moedraft.core import SHARED, RequestOutput, SamplingParams
-from moedraft.drafting.base import DraftBase, FeatureBase, first_guesses
+from moedraft.drafting.base import DraftBase, FeatureBase, features_of, first_guesses
 from moedraft.drafting.budget import Budget
 from moedraft.drafting.costs import RoundCosts
 from moedraft.engine.calibration import calibrate
@@ -53,16 +53,28 @@ def only_base(system: System, on: bool) -> Iterator[None]:
         system.bank.select([SHARED])
 
 
-@torch.inference_mode()
-def right_guesses(system: System, prompt: str, answer: list[int], expert: str) -> tuple[int, int]:
-    """Tokens of the answer that the expert guesses right from those before it, and all of them.
+class AnswerRead:
+    """The target's own answer to a prompt, on which any expert's first guesses can be counted.
 
-    The draft reads the target's own answer, so the share depends neither on draft lengths nor on timing.
+    The draft reads that answer, so the share depends neither on draft lengths nor on timing. The target
+    reads it once, for all experts.
     """
-    text = [*prompt_ids(system.target.tokenizer, prompt, chat=True), *answer]
-    system.bank.select([expert])
-    guesses = first_guesses(system.draft, system.target, text)[-len(answer) :]
-    return sum(g == token for g, token in zip(guesses, answer, strict=True)), len(answer)
+
+    def __init__(self, system: System, prompt: str, answer: list[int]) -> None:
+        self.system, self.answer = system, answer
+        self._text = [*prompt_ids(system.target.tokenizer, prompt, chat=True), *answer]
+        self._features = features_of(system.draft, system.target, self._text)
+
+    def right_guesses(self, expert: str) -> tuple[int, int]:
+        """Tokens of the answer that the expert guesses right from those before it, and all of them."""
+        self.system.bank.select([expert])
+        guesses = first_guesses(self.system.draft, self._text, self._features)[-len(self.answer) :]
+        return sum(g == token for g, token in zip(guesses, self.answer, strict=True)), len(self.answer)
+
+
+def right_guesses(system: System, prompt: str, answer: list[int], expert: str) -> tuple[int, int]:
+    """`AnswerRead.right_guesses` for a single expert."""
+    return AnswerRead(system, prompt, answer).right_guesses(expert)
 
 
 def by_domain(queries: list[Query], values: list[float]) -> dict[str, float]:

@@ -37,10 +37,15 @@ class Pace:
     def __post_init__(self) -> None:
         self.planned = self.requests  # they may become fewer, and more again
 
+    @property
+    def serving_seconds(self) -> float:
+        """Time so far outside of updates."""
+        return time.monotonic() - self.began - self.trained
+
     def pause(self, done: int, started: int) -> None:
         """`done` requests are answered, `started` were begun, and it is time for learning."""
         now = time.monotonic()
-        each = (now - self.began - self.trained) / max((done + started) / 2, 1)  # those that run: half
+        each = self.serving_seconds / max((done + started) / 2, 1)  # those that run: half
         self.requests = max(min(self.planned, self._possible(each)), started)
         left = self.began + self.seconds - now - each * (self.requests - done)
         pauses = 1 + math.ceil((self.requests - done) / self.window)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.resources
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 # The domains of the demo on a real model: what the shipped drafter knows, and what it has never seen.
@@ -74,6 +74,11 @@ def chosen(names: tuple[str, ...] = CHOSEN) -> DemoPrompts:
     longest = min(map(len, stream.values()))  # of the same length, so that the mix stays the same
     mixed = in_turns({name: queries[:longest] for name, queries in stream.items()}, shuffle=True)
     return DemoPrompts({name: found[name][:REGISTERED] for name in names}, mixed, in_turns(kept))
+
+
+def with_short_answers(queries: list[Query], max_tokens: int) -> list[Query]:
+    """The same prompts with answers of at most so many tokens."""
+    return [replace(query, max_tokens=min(query.max_tokens, max_tokens)) for query in queries]
 
 
 def grouped(queries: list[Query], most: int | None = None) -> dict[str, list[Query]]:

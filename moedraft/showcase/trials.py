@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from moedraft.core import SHARED, RequestOutput, SamplingParams
 from moedraft.drafting.budget import Budget
-from moedraft.showcase.measure import new_budget, only_base, right_guesses
+from moedraft.showcase.measure import AnswerRead, new_budget, only_base
 from moedraft.showcase.shipped import Query
 from moedraft.system.build import System
 
@@ -93,13 +93,16 @@ class Comparison:
     def run(self, seconds: float, on_prompt: OnPrompt = lambda done: None) -> Trials:
         """One prompt at a time, with what the budgets have learned about drafts in the batches before.
 
-        After `seconds` no further round over the domains begins; what is left is not answered alone.
+        A round over the domains begins only where it would end within `seconds`, if it takes as long as the
+        one before; the first always does. What is left is not answered alone.
         """
-        began = time.monotonic()
+        began = round_began = time.monotonic()
         for number, query in enumerate(self.trials.queries):
-            whole_round = number and query.domain == self.trials.queries[0].domain
-            if whole_round and time.monotonic() - began > seconds:
-                break
+            if number and query.domain == self.trials.queries[0].domain:
+                now = time.monotonic()
+                if 2 * now - round_began - began > seconds:
+                    break
+                round_began = now
             for name in in_rotation(number):
                 self.trials.alone.setdefault(name, []).append(self._alone(name, query))
             on_prompt(number + 1)
@@ -130,10 +133,10 @@ class Comparison:
         """Which tokens of the target's answer the draft guesses first: the base alone, and the expert."""
         system = self.system
         [route] = system.router.route([query.prompt])
+        read = AnswerRead(system, query.prompt, answer)
         for name, expert in ((STATIC, SHARED), (EXPERTS, route.domain)):
             with only_base(system, name == STATIC):
-                counts = right_guesses(system, query.prompt, answer, expert)
-            self.trials.guessed.setdefault(name, []).append(counts)
+                self.trials.guessed.setdefault(name, []).append(read.right_guesses(expert))
 
 
 def in_rotation(number: int) -> tuple[str, ...]:

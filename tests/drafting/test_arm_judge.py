@@ -10,7 +10,7 @@ from random_experts import bank_of, base_of
 
 from moedraft.core import SHARED, SamplingParams, Sequence
 from moedraft.drafting.arm_judge import FeatureJudge
-from moedraft.drafting.base import FeatureBase, first_guesses
+from moedraft.drafting.base import FeatureBase, features_of, first_guesses
 from moedraft.drafting.feature import FeatureDrafter
 from moedraft.drafting.kept import KEPT, ReadStates
 from moedraft.engine.engine import Engine
@@ -85,7 +85,7 @@ def test_verdicts_are_those_of_each_expert_alone(
         text = one.token_ids
         for arm in looking.judge.arms:
             bank.select([arm])
-            guesses = first_guesses(base, target, text)
+            guesses = first_guesses(base, text, features_of(base, target, text))
             for entry, verdict in looking.verdicts.get(one.request_id, {}).items():
                 assert verdict[arm] == (guesses[entry + 2] == text[entry + 2])
                 compared, right = compared + 1, right + int(verdict[arm])

@@ -16,6 +16,7 @@ from moedraft.drafting.adapter import Adapter
 from moedraft.drafting.base import (
     FeatureBase,
     draft_name,
+    features_of,
     first_guesses,
     is_feature_checkpoint,
     load_feature_base,
@@ -109,18 +110,19 @@ def test_experts_are_swapped_in_mid_answer_and_answers_stay_the_targets(
 def test_an_expert_changes_the_guesses_and_the_zero_adapter_does_not(
     target: LanguageModel, base: FeatureBase
 ) -> None:
-    text = prompts_of(1, seed=2, longest=80)[0]
+    ids = prompts_of(1, seed=2, longest=80)[0]
+    text = ids, features_of(base, target, ids)  # once, for all experts
     bank = ExpertBank(base)
     bank.select([SHARED])
-    before = first_guesses(base, target, text)
+    before = first_guesses(base, *text)
     bank.select(["a"])
-    assert first_guesses(base, target, text) == before
+    assert first_guesses(base, *text) == before
     bank.publish("a", random_adapter(bank, 1, 0.5))
     bank.select(["a"])
-    assert first_guesses(base, target, text) != before
+    assert first_guesses(base, *text) != before
     bank.select(["b"])
-    assert first_guesses(base, target, text) == before
-    assert len(before) == len(text)
+    assert first_guesses(base, *text) == before
+    assert len(before) == len(ids)
     assert before[:2] == [-1, -1]
     assert {token % 2 for token in before[2:]} == {1}  # the draft vocabulary
 

@@ -9,7 +9,7 @@ import torch
 
 from moedraft.core import SHARED, CorruptAdapter, SamplingParams
 from moedraft.drafting.adapter import HEAD, LORA_A, LORA_B, PREFIX, Adapter
-from moedraft.drafting.base import FeatureBase, first_guesses, load_feature_base
+from moedraft.drafting.base import FeatureBase, features_of, first_guesses, load_feature_base
 from moedraft.drafting.drafter import NoDrafter
 from moedraft.drafting.feature import FeatureDrafter
 from moedraft.drafting.lora import ExpertBank
@@ -242,7 +242,7 @@ def test_a_new_version_may_have_another_list(base: FeatureBase, target: Language
         bank.publish("outside", adapter_of(bank, number, tokens))
         bank.select(["outside"])
         allowed = set((GENERAL if tokens is None else tokens).tolist())
-        guesses = first_guesses(base, target, text)
+        guesses = first_guesses(base, text, features_of(base, target, text))
         assert set(guesses[2:]) <= allowed
 
 

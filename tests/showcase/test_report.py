@@ -153,13 +153,22 @@ def test_small_helpers() -> None:
     assert joined(["a", "b", "c"]) == "a, b and c"
 
 
-def test_measuring_ends_after_a_whole_round_over_the_domains(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is measured on half of the domains, however slow the machine is."""
+@pytest.mark.parametrize(("seconds", "rounds"), [(0.1, 1), (11.0, 1), (12.0, 2), (18.5, 3), (99.0, 5)])
+def test_measuring_ends_in_time_after_a_whole_round_over_the_domains(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, rounds: int
+) -> None:
+    """Nothing is measured on half of the domains, however slow the machine is. A round takes six seconds."""
     comparison = object.__new__(Comparison)
-    comparison.trials = Trials([Query(f"{d} {n}", d, 4) for n in range(5) for d in ("math", "sql", "python")])
-    now = iter(range(1000))
-    monkeypatch.setattr("moedraft.showcase.trials.time.monotonic", lambda: float(next(now)))
-    monkeypatch.setattr(comparison, "_alone", lambda name, query: Trial([1], 1, 1.0))
-    found = comparison.run(1.5)
-    assert len(found.queries) == 15
-    assert {len(trials) for trials in found.alone.values()} == {6}
+    comparison.trials = Trials([Query(f"{d} {n}", d, 4) for n in range(5) for d in ("math", "sql")])
+    now = 0.0
+
+    def answer(name: str, query: Query) -> Trial:
+        nonlocal now
+        now += 1.0
+        return Trial([1], 1, 1.0)
+
+    monkeypatch.setattr("moedraft.showcase.trials.time.monotonic", lambda: now)
+    monkeypatch.setattr(comparison, "_alone", answer)
+    found = comparison.run(seconds)
+    assert len(found.queries) == 10
+    assert {len(trials) for trials in found.alone.values()} == {2 * rounds}

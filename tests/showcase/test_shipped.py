@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
+
+import pytest
 
 from moedraft.showcase import shipped
+from moedraft.showcase.demo import Demo
+from moedraft.showcase.report import Point
 
 
 def test_the_real_model_gets_eight_domains_with_forty_requests_each() -> None:
@@ -28,6 +33,16 @@ def test_a_shorter_demo_still_has_every_domain() -> None:
     assert len(prompts.stream) == 24
     assert {q.domain for q in prompts.stream} == set(shipped.CHOSEN)
     assert sorted(q.domain for q in prompts.heldout) == sorted(shipped.CHOSEN)
+
+
+@pytest.mark.parametrize(("each", "rounds"), [(0.3, 6), (0.8, 5), (1.1, 3), (9.0, 3)])
+def test_a_slow_machine_measures_fewer_held_out_prompts(each: float, rounds: int) -> None:
+    """`each`: seconds that a request of the stream took; three systems answer each held-out prompt."""
+    prompts = shipped.chosen()
+    demo = Demo(SimpleNamespace(), prompts)
+    demo.points = [Point(n, 1.0) for n in range(128)]
+    pace = SimpleNamespace(serving_seconds=each * 128)
+    assert demo.heldout(pace) == prompts.heldout[: 8 * rounds]
 
 
 def test_the_embedded_pair_gets_all_fifteen_domains() -> None:
