@@ -132,9 +132,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         starts: the position of each slot's first token. Grows the cache where it is too short.
         """
         count, length = len(starts), max(starts) + width
-        if length > self.capacity:
-            wanted = max(length, self.capacity + GROWTH, self.capacity * 3 // 2)
-            self._grow(wanted + -wanted % GROWTH)  # some readers look at whole blocks of positions
+        self.reserve(length)
         steps = torch.arange(width, device=device)
         if all(start == starts[0] for start in starts):
             positions = (steps + starts[0]).expand(count, width)
@@ -142,6 +140,12 @@ class SlotCache(Cache):  # type: ignore[misc]
         positions = torch.tensor(starts, device=device)[:, None] + steps
         rows = torch.arange(count, device=device)[:, None]
         return Cursor(first, first + count, None, rows, positions, length)
+
+    def reserve(self, length: int) -> None:
+        """Grow the cache where it has fewer positions than `length`."""
+        if length > self.capacity:
+            wanted = max(length, self.capacity + GROWTH, self.capacity * 3 // 2)
+            self._grow(wanted + -wanted % GROWTH)
 
     def swap(self, a: int, b: int, length: int) -> None:
         """Exchange the first `length` positions of two slots."""

@@ -21,7 +21,7 @@ from moedraft import cpu
 from moedraft.cache import SlotCache, cache_argument
 from moedraft.core import InvalidRequest, MoedraftError, UnsupportedModel
 from moedraft.cpu import lean, steady
-from moedraft.cpu.independence import independent
+from moedraft.cpu.independence import independent, sums_alike
 from moedraft.devices import pick_device, pick_dtype
 from moedraft.evidence import Beside, HiddenStates
 from moedraft.gguf import HUB_ID, INSTALL, SMOLLM2, converted, find_smollm2, is_gguf
@@ -290,8 +290,10 @@ def speed_up(model: LanguageModel, role: str) -> bool:
 
 
 def made_independent(model: LanguageModel) -> bool:
-    """Whether its logits do not depend on the batch, in the first arrangement in which this is so."""
+    """Whether its logits do not depend on the batch, in the first arrangement whose sums do not."""
     for number, arranged in enumerate(steady.ARRANGEMENTS[model.dtype]):
+        if not sums_alike(model.hf.config, model.dtype, arranged):
+            continue
         if number:  # the model is in the first one
             model.lean = None  # its copy of the weights, before another is made
             model.lean = steady.SteadyForward(model.hf, arranged)

@@ -10,49 +10,52 @@ together with it, to the last bit:
 
 - weights are laid out for a number of rows for which oneDNN has one order of summing, whatever the rows;
 - many rows are multiplied in pieces of at most `PIECE` rows, since larger ones are summed otherwise;
-- attention reads a whole number of `BLOCK` positions, the last of them masked, and the queries that share a
-  key stand side by side, so that sums over positions do not depend on who else reads how far.
+- attention is computed for numbers of queries and positions that are summed alike (`cpu/attention.py`).
 
-Which layout that is, and whether attention must take each token by itself, differs between processors
-(`Arrangement`). `independent` measures whether all this holds on the CPU at hand. The plain twin is
-transformers' own forward.
+Which layout of the weights that is, and whether attention must take each token by itself, differs between
+processors (`Arrangement`). `cpu/independence.py` measures whether all this holds on the CPU at hand. The
+plain twin is transformers' own forward.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import pad, scaled_dot_product_attention, silu
+from torch.nn.functional import pad, silu
 
 from moedraft.cache import Cursor, SlotCache, SlotLayer
 from moedraft.cpu import SMALL
+from moedraft.cpu.attention import attend, bias_of, positions_read
 from moedraft.cpu.huge_pages import use_huge_pages
 from moedraft.cpu.lean import KNOWN, Packing
 from moedraft.cpu.products import bound_caches, packs
 from moedraft.evidence import Beside, HiddenStates
 
 PIECE = 128  # rows of one product
-BLOCK = 32  # positions that attention reads at a time
 SINGLE, DOUBLE = 8, 16  # code is generated for every number of rows up to 8, every second up to 16, then 8th
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How weights and queries are laid out."""
+    """How weights and queries are laid out and multiplied."""
 
     rows: int  # that a weight is laid out for
     fewest: int = 1  # rows that are multiplied: one row alone may be summed otherwise than several
     apart: bool = False  # attention takes each token by itself, not all tokens of a row in one product
 
 
-# In the order in which they are tried. In bfloat16 the first is for AMX; the second is for processors with
+# In the order in which they are tried. In bfloat16 the first is for AMX, the third for processors with
 # AVX512-BF16 alone, where the sums of small products depend on the number of rows.
 ARRANGEMENTS = {
-    torch.bfloat16: (Arrangement(1), Arrangement(5, fewest=2, apart=True)),
+    torch.bfloat16: (
+        Arrangement(1),
+        Arrangement(1, apart=True),
+        Arrangement(5, fewest=2),
+        Arrangement(5, fewest=2, apart=True),
+    ),
     torch.float32: (Arrangement(5, fewest=2),),
 }
 
@@ -156,7 +159,7 @@ class Span:
     """A part within a forward: its real tokens are rows `first` to `end − 1` of the hidden states [N, H]."""
 
     def __init__(self, part: Part, first: int, bias: torch.Tensor) -> None:
-        """bias [B, 1, T · group, read]: what attention adds to the scores."""
+        """bias [B, 1, queries, read]: what attention adds to the scores, as `attend` takes it."""
         self.cursor, self.hidden, self.bias = part.cursor, part.hidden, bias
         self.packing = Packing.of(part.token_ids, part.lengths)
         self.token_ids = self.flat(part.token_ids)
@@ -203,6 +206,7 @@ class SteadyForward:
         self.layers = [SteadyLayer(layer, hf.config, hf.dtype, arranged) for layer in hf.model.layers]
         self.norm = SteadyNorm(hf.model.norm, hf.dtype)
         self.head = SteadyProduct([hf.lm_head], arranged)
+        self.arranged = arranged
         self.group = hf.config.num_attention_heads // hf.config.num_key_value_heads
         products = [product for layer in self.layers for product in layer.products]
         use_huge_pages(product.blocked for product in (*products, self.head))
@@ -233,12 +237,13 @@ class SteadyForward:
         return cos.to(self.dtype), (sin * signs).to(self.dtype)
 
     def _bias(self, cache: SlotCache, cursor: Cursor) -> torch.Tensor:
-        """What attention adds to the scores: 0 up to a token itself, −∞ after it. [B, 1, T · group, read]"""
+        """What attention adds to the scores: 0 up to a token itself, −∞ after it. [B, 1, queries, read]"""
         assert cursor.positions is not None
-        read = min(cursor.length + -cursor.length % BLOCK, cache.capacity)
+        read = positions_read(cursor.length)
+        cache.reserve(read)
         later = torch.arange(read) > cursor.positions[:, :, None]
         bias = torch.zeros(later.shape, dtype=self.dtype).masked_fill_(later, -torch.inf)
-        return bias.repeat_interleave(self.group, dim=1)[:, None]
+        return bias_of(bias, self.group, self.arranged.apart)
 
 
 class SteadyLayer:
@@ -297,31 +302,5 @@ class SteadyLayer:
         queries = turned[:, :, : self.heads].view(batch, width, self.kv_heads, group, -1)
         queries = queries.transpose(1, 2).flatten(2, 3)
         keys, values = (stored[at.first : at.last, :, :read] for stored in (store.keys, store.values))
-        apart = self.apart and width > 1
-        attend = partial(attend_apart, width=width) if apart else scaled_dot_product_attention
-        mixed = attend(queries, keys, values, span.bias)
+        mixed = attend(queries, keys, values, span.bias, width if self.apart else 1)
         return span.flat(mixed.view(batch, self.kv_heads, width, group, -1).transpose(1, 2).flatten(2))
-
-
-def attend_apart(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor, *, width: int
-) -> torch.Tensor:
-    """Attention in which every product has as many rows as for a single token, so that its sums are the same.
-
-    queries [B, kv_heads, T · group, d], all of one token before all of the next, with T = width; keys and
-    values [B, kv_heads, read, d]; bias [B, 1, T · group, read]. The result has the queries' shape.
-    """
-    batch = queries.shape[0]
-    tokens = queries.view(*queries.shape[:2], width, -1, queries.shape[3])
-    masks = bias.view(*bias.shape[:2], width, -1, bias.shape[3])
-    if batch > width:
-        each = [
-            scaled_dot_product_attention(tokens[:, :, t], keys, values, masks[:, :, t]) for t in range(width)
-        ]
-        return torch.stack(each, dim=2).flatten(2, 3)
-    rows = []
-    for b in range(batch):
-        read = keys[b].expand(width, -1, -1, -1), values[b].expand(width, -1, -1, -1)
-        mixed = scaled_dot_product_attention(tokens[b].transpose(0, 1), *read, masks[b].transpose(0, 1))
-        rows.append(mixed.transpose(0, 1))
-    return torch.stack(rows).flatten(2, 3)

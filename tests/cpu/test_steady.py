@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from moedraft.cpu import steady
+from moedraft.cpu import attention, steady
 from moedraft.cpu.huge_pages import use_huge_pages
-from moedraft.cpu.independence import independent
+from moedraft.cpu.independence import independent, sums_alike
 from moedraft.cpu.products import packs
 from moedraft.evidence import Beside, HiddenStates
 from moedraft.model_checks import self_check
@@ -23,7 +26,20 @@ half = pytest.mark.skipif(
 )
 
 
+SMOLLM2 = SimpleNamespace(
+    hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3, head_dim=64
+)
+TWO_ROWS = steady.Arrangement(5, fewest=2)
 APART = steady.Arrangement(5, fewest=2, apart=True)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Where only one computes, buffers lie alike whatever is computed."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 def steady_model(
@@ -35,7 +51,7 @@ def steady_model(
     return model
 
 
-@pytest.mark.parametrize("arranged", [None, APART], ids=["usual", "apart"])
+@pytest.mark.parametrize("arranged", [None, TWO_ROWS, APART])
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 def test_same_logits_ragged_and_chunked(kind: str, arranged: steady.Arrangement | None) -> None:
     model = steady_model(kind, arranged=arranged)
@@ -126,27 +142,107 @@ def test_what_depends_on_the_batch_is_noticed(monkeypatch: pytest.MonkeyPatch) -
 
 
 @half
-def test_the_first_arrangement_that_is_independent_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = []
-
-    def the_second(model: LanguageModel) -> bool:
-        tried.append(model.lean.layers[0].apart)  # type: ignore[union-attr]
-        return len(tried) == 2
-
-    monkeypatch.setattr("moedraft.models.independent", the_second)
+@pytest.mark.parametrize("found", [0, 1, 3, None])
+def test_the_first_arrangement_whose_sums_are_alike_is_taken(
+    monkeypatch: pytest.MonkeyPatch, found: int | None
+) -> None:
+    arrangements = steady.ARRANGEMENTS[torch.bfloat16]
+    alike = [] if found is None else arrangements[found:]
+    monkeypatch.setattr("moedraft.models.sums_alike", lambda config, dtype, arranged: arranged in alike)
+    monkeypatch.setattr("moedraft.models.independent", lambda model: True)
     model = steady_model("llama", torch.bfloat16)
-    assert made_independent(model)
-    assert tried == [False, True]
+    first = model.lean
+    assert made_independent(model) == (found is not None)
+    assert (model.lean is first) == (not found)
+    if found:
+        assert model.lean.arranged == arrangements[found]
     self_check(model)
 
 
-@pytest.mark.parametrize(("rows", "width"), [(1, 4), (3, 2), (2, 5)])
-def test_attention_of_single_tokens_is_attention(rows: int, width: int) -> None:
-    queries = torch.randn(rows, 2, 3 * width, 8)
-    keys, values = torch.randn(2, rows, 2, 32, 8)
-    bias = torch.zeros(rows, 1, 3 * width, 32).masked_fill_(torch.rand(rows, 1, 3 * width, 32) < 0.3, -9.0)
-    whole = torch.nn.functional.scaled_dot_product_attention(queries, keys, values, bias)
-    torch.testing.assert_close(steady.attend_apart(queries, keys, values, bias, width=width), whole)
+@pytest.fixture
+def summing(two_threads: None) -> None:
+    """A CPU that sums products and attention of float32 in one order, of SmolLM2's sizes."""
+    if not sums_alike(SMOLLM2, torch.float32, TWO_ROWS):
+        pytest.skip("on this CPU sums depend on the rows in float32 as well")
+
+
+@pytest.mark.parametrize("arranged", [TWO_ROWS, APART])
+def test_another_order_of_summing_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, summing: None, arranged: steady.Arrangement
+) -> None:
+    """Negative controls: attention in batches, or a product of several rows, that sums in another order."""
+    product, attend = steady.SteadyProduct._piece, attention.attend
+
+    def backwards(queries, keys, values, bias, singly):
+        if len(queries) == 1:
+            return attend(queries, keys, values, bias, singly)
+        return attend(queries, keys.flip(2), values.flip(2), bias.flip(3), singly)
+
+    def of_two_halves(self, x):
+        if len(x) < 4:
+            return product(self, x)
+        left, right = x.clone(), x.clone()
+        left[:, x.shape[1] // 2 :], right[:, : x.shape[1] // 2] = 0, 0
+        return product(self, left) + product(self, right)
+
+    assert sums_alike(SMOLLM2, torch.float32, arranged)
+    with monkeypatch.context() as patch:
+        patch.setattr(attention, "attend", backwards)
+        assert not sums_alike(SMOLLM2, torch.float32, arranged)
+    monkeypatch.setattr(steady.SteadyProduct, "_piece", of_two_halves)
+    assert not sums_alike(SMOLLM2, torch.float32, arranged)
+
+
+@half
+def test_a_whole_model_in_bfloat16_is_independent_where_its_sums_are(two_threads: None) -> None:
+    """Of SmolLM2's shape and fewer layers, random weights: long rows, prompts in one piece and in several."""
+    arranged = next(
+        (a for a in steady.ARRANGEMENTS[torch.bfloat16] if sums_alike(SMOLLM2, torch.bfloat16, a)), None
+    )
+    if arranged is None:
+        pytest.skip("on this CPU no target runs in bfloat16: its sums depend on the rows in any arrangement")
+    config = LlamaConfig(**vars(SMOLLM2), num_hidden_layers=4, vocab_size=97)
+    torch.manual_seed(1)
+    model = LanguageModel(
+        LlamaForCausalLM(config).to(torch.bfloat16).eval().requires_grad_(False), None, "random"
+    )
+    model.lean = steady.SteadyForward(model.hf, arranged)
+    ids = torch.randint(97, (3, 420))
+    cache = model.new_cache(3)
+    singly = [
+        torch.cat([model.forward(cache, row, ids[row : row + 1, at : at + 1], [at])[0] for at in range(420)])
+        for row in range(3)
+    ]
+    for length in (33, 190, 230, 420):
+        whole = model.forward(model.new_cache(3), 1, ids[1:2, :length], [0])
+        assert torch.equal(whole[0], singly[1][:length])
+    for starts, width in (([5, 190, 340], 5), ([250, 100, 30], 2), ([410, 11, 195], 9)):
+        tokens = torch.stack([ids[row, start : start + width] for row, start in enumerate(starts)])
+        logits = model.forward(cache, 0, tokens, starts)
+        for row, start in enumerate(starts):
+            assert torch.equal(logits[row], singly[row][start : start + width])
+
+
+@pytest.mark.parametrize(
+    ("length", "read"),
+    [(1, 32), (32, 32), (33, 64), (192, 192), (193, 384), (384, 384), (385, 416), (512, 512), (513, 544)],
+)
+def test_as_many_positions_are_read_as_sums_need(length: int, read: int) -> None:
+    assert attention.positions_read(length) == read
+    assert attention.positions_read(length + 512) == read + 512
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (1, 4), (3, 2), (2, 5)])
+@pytest.mark.parametrize("apart", [False, True])
+def test_attention_in_any_arrangement_is_attention(rows: int, width: int, apart: bool) -> None:
+    queries, (keys, values) = torch.randn(rows, 2, 3 * width, 8), torch.randn(2, rows, 2, 32, 8)
+    mask = torch.zeros(rows, width, 32).masked_fill_(torch.rand(rows, width, 32) < 0.3, -9.0)
+    bias = attention.bias_of(mask, 3, apart)
+    assert bias.shape[2] % attention.QUERIES == 0
+    each = mask.repeat_interleave(3, dim=1)[:, None]
+    whole = torch.nn.functional.scaled_dot_product_attention(queries, keys, values, each)
+    singly = width if apart else 1
+    torch.testing.assert_close(attention.attend(queries, keys, values, bias, singly), whole)
 
 
 def test_for_large_models_of_known_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
