@@ -216,8 +216,9 @@ class SteadyForward:
         spans = [Span(part, 0, self._bias(cache, part.cursor))]
         if beside is not None:
             spans.append(Span(beside, spans[0].end, self._bias(cache, beside.cursor)))
-        hidden = self.embed(torch.cat([span.token_ids for span in spans])).float()
-        turns = self._turns(hidden, torch.cat([span.positions for span in spans]))
+        token_ids, positions = self._rows(spans)
+        hidden = self.embed(token_ids).float()
+        turns = self._turns(hidden, positions)
         for number, (layer, store) in enumerate(zip(self.layers, cache.layers, strict=True)):
             for span in spans:
                 span.collect(number, hidden)
@@ -227,6 +228,13 @@ class SteadyForward:
             hidden = wanted.padded(hidden)[:, -part.keep :].flatten(0, 1)
         logits = self.head(self.norm(hidden))
         return logits.view(len(part.token_ids), -1, logits.shape[-1]) if part.keep else wanted.padded(logits)
+
+    def _rows(self, spans: list[Span]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids and positions, [N]; a single token gets a second row here, not before each product."""
+        token_ids = torch.cat([span.token_ids for span in spans])
+        positions = torch.cat([span.positions for span in spans])
+        missing = (0, max(0, self.arranged.fewest - len(token_ids)))
+        return pad(token_ids, missing), pad(positions, missing)
 
     def _turns(self, hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines, and sines with the sign that the exchanged halves get; [N, 1, 2, head_dim / 2]."""
@@ -270,7 +278,9 @@ class SteadyLayer:
         store: SlotLayer,
     ) -> torch.Tensor:
         mixed = self._attend(self.qkv(self.before(hidden)), turns, spans, store)
-        hidden = hidden + self.out(mixed)
+        hidden = hidden + self.out(
+            mixed
+        )  # a second row that only fills up gets the first one's: nobody reads it
         gate, up = self.gate_up(self.between(hidden)).chunk(2, dim=-1)
         return hidden + self.down(silu(gate).mul_(up))
 
