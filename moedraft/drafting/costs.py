@@ -21,6 +21,7 @@ FORGOTTEN = 400  # rounds of as many rows after which a shape's times are too ol
 # with the embedded pair; a GPU has less of the last. Weighs as much as PRIOR_WEIGHT well-known shapes.
 PRIOR = np.array([0.15, 0.12, 0.12])
 PRIOR_WEIGHT = 0.5
+SLIGHT = 0.02  # its weight where several rounds of each kind were timed on purpose, one kind after another
 
 Point = tuple[list[float], float, float]  # features, cost beyond a plain round in plain rounds, weight
 
@@ -94,6 +95,10 @@ class RoundCosts:
             self._slopes[rows] = _fit(_points(self.samples.get(rows, {})), others)
         return self._slopes[rows]
 
+    def calibrated(self) -> dict[int, Floats]:
+        """`slopes` by number of rows, from these rows' own rounds, which were timed on purpose."""
+        return {rows: _fit(_points(shapes), PRIOR, SLIGHT) for rows, shapes in self.samples.items()}
+
 
 def shape_of(rows: int, steps: int, verified: int) -> Shape:
     """The shape under which a round is counted: its draft steps, and the tokens verified per row.
@@ -119,13 +124,13 @@ def _points(shapes: dict[Shape, deque[float]]) -> list[Point]:
     ]
 
 
-def _fit(points: list[Point], prior: Floats) -> Floats:
-    """Least squares with a ridge towards `prior`; no slope is negative."""
+def _fit(points: list[Point], prior: Floats, weight: float = PRIOR_WEIGHT) -> Floats:
+    """Least squares with a ridge towards `prior` of this weight; no slope is negative."""
     if not points:
         return prior
     features, costs, weights = (np.array(column) for column in zip(*points, strict=True))
     # A feature's ridge grows with the feature, so that the prior weighs alike for all.
-    ridge = PRIOR_WEIGHT * np.diag([1.0, 4.0, 9.0])
+    ridge = weight * np.diag([1.0, 4.0, 9.0])
     weighted = features.T * weights
     solved = np.linalg.solve(weighted @ features + ridge, weighted @ costs + ridge @ prior)
     return np.asarray(np.maximum(solved, 0.0))

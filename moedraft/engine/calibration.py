@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
+from itertools import product
 from time import monotonic
 
 from moedraft.core import SHARED, SamplingParams
@@ -18,7 +19,8 @@ from moedraft.engine.engine import Engine
 
 log = logging.getLogger(__name__)
 
-ROUNDS = 7  # timed of each kind
+PASSES = 3  # over all kinds of rounds, so that a slow moment of the machine is not all of one kind's rounds
+ROUNDS = 4  # of each kind in a pass; the first one is not timed, since another kind came before it
 LENGTHS = (0, 1, 3)  # draft tokens of each row; 0 is plain decoding
 TOKENS = 32  # of the text that stands before
 
@@ -27,7 +29,7 @@ def calibrate(engine: Engine, batches: Collection[int] = (), *, seconds: float =
     """Time plain and drafting rounds, and tell the engine's budget. The engine must be idle.
 
     batches: numbers of rows to time; by itself one row, and as many as the engine has slots. After `seconds`
-    no further kind of round is begun. What the guesses were worth says nothing about real requests, so the
+    no further rounds are begun. What the guesses were worth says nothing about real requests, so the
     budget gets the times alone. A fault is logged and changes nothing.
     """
     if not engine.chooser.drafts or engine.has_work:
@@ -35,16 +37,15 @@ def calibrate(engine: Engine, batches: Collection[int] = (), *, seconds: float =
     began, known, chooser = monotonic(), engine.chooser.budget, engine.chooser
     measured = Budget(known.longest, known.ragged)
     try:
-        for rows in sorted({*batches} or {1, engine.scheduler.slots}):
-            for length in LENGTHS:
-                if monotonic() - began < seconds and length <= known.longest:
-                    with chooser.using(budget=measured, source="model", fixed_length=length):
-                        _run(engine, rows, length)
+        kinds = product(range(PASSES), sorted({*batches} or {1, engine.scheduler.slots}), LENGTHS)
+        for _, rows, length in kinds:
+            if monotonic() - began < seconds and length <= known.longest:
+                with chooser.using(budget=measured, source="model", fixed_length=length):
+                    _run(engine, rows, length)
     except Exception:
         log.exception("What rounds cost could not be measured; the budget goes by typical costs.")
         return
-    costs = measured.costs
-    known.costs = RoundCosts({rows: costs.slopes(rows) for rows in costs.samples})
+    known.costs = RoundCosts(measured.costs.calibrated())
 
 
 def _run(engine: Engine, rows: int, length: int) -> None:
