@@ -216,13 +216,20 @@ def load_model(
             ) from error
         raise InvalidRequest(f"{role} {name!r} cannot be loaded: {in_one_line(error)}") from error
     speed_up(model, role)
+    if model.mixes and model.dtype == torch.bfloat16 and not made_independent(model):
+        log.warning("%s: in bfloat16, which was asked for, its answers depend on the batch here.", name)
     return model
 
 
 def load_by(
     settings: Settings, role: Role, dtype: str | None = None, name: str | None = None
 ) -> LanguageModel:
-    """The target or draft model that the settings name (or `name` in its place); raises as `load_model`."""
+    """The target or draft model that the settings name (or `name` in its place); raises as `load_model`.
+
+    The number of threads that is set comes first, since what is checked of a model's sums depends on it.
+    """
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
     return load_model(
         name or getattr(settings, role),
         role,
@@ -290,15 +297,21 @@ def speed_up(model: LanguageModel, role: str) -> bool:
 
 
 def made_independent(model: LanguageModel) -> bool:
-    """Whether its logits do not depend on the batch, in the first arrangement whose sums do not."""
-    for number, arranged in enumerate(steady.ARRANGEMENTS[model.dtype]):
-        if not sums_alike(model.hf.config, model.dtype, arranged):
-            continue
-        if number:  # the model is in the first one
-            model.lean = None  # its copy of the weights, before another is made
-            model.lean = steady.SteadyForward(model.hf, arranged)
-        if independent(model):
-            return True
+    """Whether its logits do not depend on the batch, in the first arrangement whose sums do not.
+
+    No, where that cannot be found out.
+    """
+    try:
+        for number, arranged in enumerate(steady.ARRANGEMENTS[model.dtype]):
+            if not sums_alike(model.hf.config, model.dtype, arranged):
+                continue
+            if number:  # the model is in the first one
+                model.lean = None  # its copy of the weights, before another is made
+                model.lean = steady.SteadyForward(model.hf, arranged)
+            if independent(model):
+                return True
+    except Exception:
+        log.exception("It could not be found out whether answers in bfloat16 depend on the batch.")
     return False
 
 

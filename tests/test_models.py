@@ -13,6 +13,8 @@ import torch
 import transformers
 
 from moedraft.core import InvalidRequest, UnsupportedModel
+from moedraft.cpu import steady
+from moedraft.cpu.products import packs
 from moedraft.devices import pick_device, pick_dtype
 from moedraft.model_checks import check_pair, refuse_layouts, self_check
 from moedraft.models import LanguageModel, load_model, resolve
@@ -110,6 +112,22 @@ def test_a_local_folder_loads_in_float32_on_a_cpu(tmp_path: Path) -> None:
     assert model.vocab_size == 3
     assert load_model(str(tmp_path), "target", "cpu", "bfloat16").dtype == torch.bfloat16
     assert model.weights_hash() == load_model(str(tmp_path), "draft", "cpu", "bfloat16").weights_hash()
+
+
+@pytest.mark.skipif(
+    not packs(torch.ones(1, dtype=torch.bfloat16)), reason="this CPU does not multiply bfloat16 itself"
+)
+@pytest.mark.parametrize("found", [True, False])
+def test_bfloat16_that_was_asked_for_is_independent_or_says_that_it_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, found: bool
+) -> None:
+    wanted = steady.ARRANGEMENTS[torch.bfloat16][-1]
+    monkeypatch.setattr("moedraft.cpu.steady.SMALL", 100)
+    monkeypatch.setattr("moedraft.models.sums_alike", lambda config, dtype, one: found and one == wanted)
+    monkeypatch.setattr("moedraft.models.independent", lambda model: True)
+    model = load_model(str(save(tmp_path, ["<unk>", "a", "b"])), "target", "cpu", "bfloat16")
+    assert (model.lean.arranged == wanted) == found
+    assert ("its answers depend on the batch" in caplog.text) != found
 
 
 @pytest.mark.parametrize(

@@ -42,14 +42,17 @@ def demo(
     ] = None,
     seconds: Annotated[
         float | None,
-        typer.Option(min=1, help="For stream and learning together (default: 220; embedded pair 100)."),
+        typer.Option(min=1, help="For stream and learning together (default: 205; embedded pair 100)."),
     ] = None,
     requests: Annotated[
         int | None,
         typer.Option(min=1, metavar="N", help="Requests of the stream, at most; a slow machine has fewer."),
     ] = None,
     held_out: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Prompts a domain to measure with (default: all).")
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Prompts a domain to measure with, at most; a slow machine has fewer."
+        ),
     ] = None,
     home: HomeOption = None,
     target: TargetOption = None,

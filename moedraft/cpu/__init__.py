@@ -9,6 +9,8 @@ rounding; each module's docstring names that plainer code. The setting `cpu_fast
 | `products` | keeps weights in layouts that oneDNN multiplies faster |
 | `lean` | runs a small Llama-like model with fewer operations than transformers does |
 | `steady` | runs a larger Llama-like model, in bfloat16 where that is exact |
+| `attention` | adds in an order that does not depend on what is computed together |
+| `independence` | finds out whether that is so for a whole model on the CPU at hand |
 | `huge_pages` | puts weights into large memory pages, which are read faster |
 | `groups` | drafts a batch of several experts expert by expert |
 | `threads` | runs a small model on one thread, and what works beside the engine as well |

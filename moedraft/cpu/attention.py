@@ -24,8 +24,9 @@ QUERIES = 4  # attention is computed for a multiple of so many queries
 def positions_read(length: int) -> int:
     """How many positions attention reads so that each token sees at least `length`.
 
-    Sums are taken in parts of `SUMMED` positions where there are at least two of these; in between, in two
-    halves, which end where no other number of positions has an end. So these numbers are left out.
+    A sum over more than `SUMMED` positions, within each `TAKEN`, is taken in parts: in two halves below twice
+    as many, in parts of `SUMMED` from there on. The halves would make a sum depend on how much is read, so
+    these numbers of positions are left out.
     """
     blocks = length + -length % BLOCK
     rest = blocks % TAKEN
@@ -48,8 +49,8 @@ def attend(
 ) -> torch.Tensor:
     """Attention of queries [B, kv_heads, n, d], whose shape the result has.
 
-    keys and values: [B, kv_heads, read, d]. bias: that of `bias_of`, [B, 1, queries, read]. singly: how many
-    products the queries of a row are divided among, by token.
+    keys and values: [B, kv_heads, read, d]. bias: that of `bias_of`, [B, 1, queries, read]. singly: 1, or the
+    tokens of a row where each of them gets a product of its own.
     """
     batch, heads, count, size = queries.shape
     masks = bias.view(batch, 1, singly, -1, bias.shape[-1])

@@ -18,9 +18,12 @@ from moedraft.cpu import attention, steady
 from moedraft.evidence import Beside
 
 ROWS = (1, 2, 3, 5, 8, 11, 16, 24, 40, 128, 150)  # that are multiplied together
+OUTPUTS = 8192  # of a product that are looked at, at most
 SEEN = (20, 64, 100, 160, 200, 300, 500, 700)  # positions that a token sees
 MORE = (0, 40, 150, 400)  # positions that another row in the batch sees beyond these
-BATCHES = ((1, 1), (1, 5), (6, 1), (3, 3), (1, 40), (1, 270))  # rows, tokens
+BATCHES = ((1, 1), (1, 5), (6, 1), (8, 2), (3, 3), (1, 40))  # rows, tokens
+LONG = (200, 800)  # queries of a row, as prompts have; PyTorch takes more of them at a time
+SCALE = 1024.0  # makes what is left of scores that cancel as large as scores usually are
 
 
 class SlotModel(Protocol):
@@ -71,8 +74,13 @@ def independent(model: SlotModel) -> bool:
 def sums_alike(config: Any, dtype: torch.dtype, arranged: steady.Arrangement) -> bool:
     """Whether the products and the attention of such a model sum in one order, whatever goes with a token."""
     random = torch.Generator().manual_seed(0)
-    return all(_products_alike(*shape, dtype, arranged, random) for shape in _shapes(config)) and all(
-        _attention_alike(config, dtype, arranged, seen, random) for seen in SEEN
+    return all(
+        _products_alike(outputs, inputs, biased, dtype, arranged, random)
+        for outputs, inputs, biased in _shapes(config)
+    ) and all(
+        _attention_alike(config, dtype, arranged, seen, of_scores, random)
+        for seen in SEEN
+        for of_scores in (False, True)
     )
 
 
@@ -81,14 +89,16 @@ def _head_size(config: Any) -> int:
     return int(size)
 
 
-def _shapes(config: Any) -> Iterator[tuple[int, int]]:
-    """(outputs, inputs) of the products of a layer."""
+def _shapes(config: Any) -> Iterator[tuple[int, int, bool]]:
+    """(outputs, inputs, whether there may be a bias) of the products of a layer, and of the last one."""
     queries = config.num_attention_heads * _head_size(config)
     keys = config.num_key_value_heads * _head_size(config)
-    yield queries + 2 * keys, config.hidden_size
-    yield config.hidden_size, queries
-    yield 2 * config.intermediate_size, config.hidden_size
-    yield config.hidden_size, config.intermediate_size
+    yield queries + 2 * keys, config.hidden_size, False
+    yield queries + 2 * keys, config.hidden_size, True
+    yield config.hidden_size, queries, False
+    yield 2 * config.intermediate_size, config.hidden_size, False
+    yield config.hidden_size, config.intermediate_size, False
+    yield config.vocab_size, config.hidden_size, False
 
 
 def _cancelling(x: torch.Tensor, sign: int) -> torch.Tensor:
@@ -97,32 +107,55 @@ def _cancelling(x: torch.Tensor, sign: int) -> torch.Tensor:
 
 
 def _products_alike(
-    outputs: int, inputs: int, dtype: torch.dtype, arranged: steady.Arrangement, random: torch.Generator
+    outputs: int,
+    inputs: int,
+    biased: bool,
+    dtype: torch.dtype,
+    arranged: steady.Arrangement,
+    random: torch.Generator,
 ) -> bool:
-    layer = nn.Linear(inputs // 2 * 2, outputs, bias=False, dtype=dtype)
-    layer.weight.copy_(_cancelling(torch.randn(outputs, inputs // 2, generator=random), 1))
+    outputs, half = min(outputs, OUTPUTS), inputs // 2
+    layer = nn.Linear(2 * half, outputs, bias=biased, dtype=dtype, device="meta")
+    weight = _cancelling(torch.randn(outputs, half, generator=random).to(dtype), 1)
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    if biased:
+        layer.bias = nn.Parameter(torch.zeros(outputs, dtype=dtype), requires_grad=False)
     product = steady.SteadyProduct([layer], arranged)
-    x = _cancelling(torch.randn(max(ROWS), inputs // 2, generator=random), -1).to(dtype)
+    x = _cancelling(torch.randn(max(ROWS), half, generator=random), -1).to(dtype)
     singly = torch.cat([product(x[row : row + 1]) for row in range(max(ROWS))])
     return all(torch.equal(product(x[:rows]), singly[:rows]) for rows in ROWS)
 
 
 def _attention_alike(
-    config: Any, dtype: torch.dtype, arranged: steady.Arrangement, seen: int, random: torch.Generator
+    config: Any,
+    dtype: torch.dtype,
+    arranged: steady.Arrangement,
+    seen: int,
+    of_scores: bool,
+    random: torch.Generator,
 ) -> bool:
-    """Of equal tokens that see so many positions, in batches that are read further and further."""
+    """Of equal tokens that see so many positions, in batches that are read further and further.
+
+    of_scores: queries and keys cancel each other, so that sums over them show; else values do.
+    """
     heads, size = config.num_key_value_heads, _head_size(config)
     group = config.num_attention_heads // heads
-    rows, width = (max(batch) for batch in zip(*BATCHES, strict=True))
+    batches = [*BATCHES, *((1, -(-queries // group)) for queries in LONG if seen == SEEN[2])]
+    rows, width = (max(batch) for batch in zip(*batches, strict=True))
     longest = attention.positions_read(seen + max(MORE))
+    part = -(-size // 2) if of_scores else size
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=random)
 
-    queries = normal(rows, heads, 1, group, size).to(dtype).expand(-1, -1, width, -1, -1)
-    keys, values = normal(rows, heads, longest, size), normal(rows, heads, longest, size)
-    half = seen // 2
-    keys[:, :, half : 2 * half], values[:, :, half : 2 * half] = keys[:, :, :half], -values[:, :, :half]
+    queries, keys = normal(rows, heads, 1, group, part), normal(rows, heads, longest, part)
+    values = normal(rows, heads, longest, size)
+    if of_scores:
+        queries, keys = _cancelling(SCALE * queries, -1)[..., :size], _cancelling(SCALE * keys, 1)[..., :size]
+    else:
+        half = seen // 2
+        keys[:, :, half : 2 * half], values[:, :, half : 2 * half] = keys[:, :, :half], -values[:, :, :half]
+    queries = queries.to(dtype).expand(-1, -1, width, -1, -1)
     keys, values = keys.to(dtype), values.to(dtype)
 
     def attended(first: int, batch: int, tokens: int, more: int) -> torch.Tensor:
@@ -135,9 +168,9 @@ def _attention_alike(
         stored = (x[first : first + batch, :, :read] for x in (keys, values))
         return attention.attend(chosen, *stored, bias, singly).view(batch, heads, tokens, group, size)
 
-    singly = torch.cat([attended(row, 1, 1, 0) for row in range(rows)])
+    singles = torch.cat([attended(row, 1, 1, 0) for row in range(rows)])
     return all(
-        torch.equal(attended(0, batch, tokens, more), singly[:batch].expand(-1, -1, tokens, -1, -1))
-        for batch, tokens in BATCHES
+        torch.equal(attended(0, batch, tokens, more), singles[:batch].expand(-1, -1, tokens, -1, -1))
+        for batch, tokens in batches
         for more in MORE
     )

@@ -278,9 +278,8 @@ class SteadyLayer:
         store: SlotLayer,
     ) -> torch.Tensor:
         mixed = self._attend(self.qkv(self.before(hidden)), turns, spans, store)
-        hidden = hidden + self.out(
-            mixed
-        )  # a second row that only fills up gets the first one's: nobody reads it
+        # Where a second row only fills up, it gets the first one's by broadcasting. Nobody reads it.
+        hidden = hidden + self.out(mixed)
         gate, up = self.gate_up(self.between(hidden)).chunk(2, dim=-1)
         return hidden + self.down(silu(gate).mul_(up))
 

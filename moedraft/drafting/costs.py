@@ -97,7 +97,8 @@ class RoundCosts:
 
     def calibrated(self) -> dict[int, Floats]:
         """`slopes` by number of rows, from these rows' own rounds, which were timed on purpose."""
-        return {rows: _fit(_points(shapes), PRIOR, SLIGHT) for rows, shapes in self.samples.items()}
+        points = {rows: _points(shapes) for rows, shapes in self.samples.items()}
+        return {rows: _fit(found, PRIOR, SLIGHT) for rows, found in points.items() if found}
 
 
 def shape_of(rows: int, steps: int, verified: int) -> Shape:
@@ -132,5 +133,12 @@ def _fit(points: list[Point], prior: Floats, weight: float = PRIOR_WEIGHT) -> Fl
     # A feature's ridge grows with the feature, so that the prior weighs alike for all.
     ridge = weight * np.diag([1.0, 4.0, 9.0])
     weighted = features.T * weights
-    solved = np.linalg.solve(weighted @ features + ridge, weighted @ costs + ridge @ prior)
-    return np.asarray(np.maximum(solved, 0.0))
+    left, right = weighted @ features + ridge, weighted @ costs + ridge @ prior
+    solved, free = np.zeros(len(prior)), np.arange(len(prior))
+    while len(free):  # a slope that would be negative is zero, and the others are those without it
+        found = np.linalg.solve(left[np.ix_(free, free)], right[free])
+        if (found >= 0).all():
+            solved[free] = found
+            break
+        free = np.delete(free, found.argmin())
+    return solved

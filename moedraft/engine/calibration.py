@@ -20,7 +20,9 @@ from moedraft.engine.engine import Engine
 log = logging.getLogger(__name__)
 
 PASSES = 3  # over all kinds of rounds, so that a slow moment of the machine is not all of one kind's rounds
-ROUNDS = 4  # of each kind in a pass; the first one is not timed, since another kind came before it
+ROUNDS = (
+    3  # timed of each kind in a pass: one round that follows another kind's is not timed, and runs before
+)
 LENGTHS = (0, 1, 3)  # draft tokens of each row; 0 is plain decoding
 TOKENS = 32  # of the text that stands before
 
@@ -29,7 +31,7 @@ def calibrate(engine: Engine, batches: Collection[int] = (), *, seconds: float =
     """Time plain and drafting rounds, and tell the engine's budget. The engine must be idle.
 
     batches: numbers of rows to time; by itself one row, and as many as the engine has slots. After `seconds`
-    no further rounds are begun. What the guesses were worth says nothing about real requests, so the
+    no further kind of round is begun. What the guesses were worth says nothing about real requests, so the
     budget gets the times alone. A fault is logged and changes nothing.
     """
     if not engine.chooser.drafts or engine.has_work:

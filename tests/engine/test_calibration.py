@@ -43,19 +43,24 @@ def test_the_costs_of_one_row_and_of_a_full_batch_are_known_and_nothing_else() -
     assert not any(row.counted for row in seen)
 
 
-def test_a_slow_moment_does_not_make_drafting_look_expensive(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("slow", [0, 1, 2])
+def test_a_slow_moment_does_not_make_drafting_look_expensive(
+    monkeypatch: pytest.MonkeyPatch, slow: int
+) -> None:
     """A round takes two milliseconds and one for each draft step; for a third of the time ten times that."""
     one, rounds = engine(), 0
 
     def took(budget: Budget, rows: int, steps: int, verified: int, tokens: int, ms: float) -> None:
         nonlocal rounds
         rounds += 1
-        observe(budget, rows, steps, verified, tokens, (2.0 + steps) * (10 if 30 < rounds <= 60 else 1))
+        observe(
+            budget, rows, steps, verified, tokens, (2.0 + steps) * (10 if (rounds - 1) // 24 == slow else 1)
+        )
 
     observe = Budget.observe
     monkeypatch.setattr(Budget, "observe", took)
     calibrate(one)
-    assert rounds == 90
+    assert rounds == 72
     for rows in (1, 4):
         begin, step, each = one.chooser.budget.costs.usual[rows]
         for steps in (1, 3):  # each costs half a plain round
