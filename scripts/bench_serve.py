@@ -4,7 +4,7 @@ r"""Measure the server under load: plain decoding, lookup, a generic draft, expe
 All but the first look drafts up in the text as well. `lookup` does nothing else; the difference to it is what
 a draft model adds.
 
-    moedraft demo --home H                          # experts to measure with
+    moedraft demo --target mini --home H            # experts to measure with
     python scripts/bench_serve.py --home H --out results/serve.json
     python scripts/bench_serve.py --home H --out results/serve_learning.json --load 0.4 --instances 3 \
         --rounds 14 --open-rounds 20 --requests 32 \

@@ -75,8 +75,9 @@ def note(found: dict[str, Any]) -> str:
     return (
         f"SmolLM2-135M-Instruct on {seeds[0]['threads']} threads of a shared machine, {prompts} held-out "
         f"prompts of {domains} domains that the shipped drafter had not read, after {learned['requests']} "
-        f"requests and {learned['updates']} updates; {count}, {found['date']}, 95 % intervals over the "
-        f"prompts, {same} token for token."
+        f"requests and {learned['updates']} updates; {count}, {found['date']}, {same} token for token. "
+        f"Intervals are 95 %, over the prompts, at batch 1; batch 8 is a queue of these prompts that was "
+        f"answered a few times, and its range that of the runs."
     )
 
 

@@ -25,7 +25,7 @@ td.worse { color: #c93c37; font-weight: 600; }
 td.open { color: #808890; }
 img { max-width: 100%; border-radius: 6px; }
 """
-ALT = "Tokens per step of the target over the stream and by domain, and seconds per answer"
+ALT = "Tokens per step of the target over the stream, right guesses by domain, and seconds per answer"
 
 
 def publish(result: Result, folder: Path) -> dict[str, Path]:

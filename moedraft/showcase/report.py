@@ -30,7 +30,7 @@ HARDLY = 1.05  # tokens per step, below which the experts were hardly used
 FEWEST = 5  # prompts of a domain; a bootstrap of fewer is too narrow by far, so there is no interval
 SAID = {
     "better": "Drafts are better than before",
-    "open": "No gain that this few prompts could show yet",
+    "open": "No gain yet that so few prompts could show",
     "worse": "Drafts are worse than before",
 }
 
