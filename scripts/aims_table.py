@@ -60,8 +60,8 @@ NOTE = (
     "steps are of 2026-11-25, on a processor without AMX; plain decoding beside others of 2026-11-22 and 23, "
     "on one with AMX and with the engine of those days. First guess on general English: the drafter's card. "
     "Costs of steps: `results/step.json`, bfloat16, medians; those of the run with the experts stand in "
-    "brackets. Plain decoding: `results/peers.json`, and `results/peers_gguf.json` for llama.cpp and OpenVINO "
-    "with four-bit weights."
+    "brackets. Plain decoding: `results/peers.json`, and `results/peers_gguf.json` for llama.cpp and "
+    "OpenVINO with four-bit weights."
 )
 
 
