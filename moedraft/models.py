@@ -21,7 +21,7 @@ from moedraft import cpu
 from moedraft.cache import SlotCache, cache_argument
 from moedraft.core import InvalidRequest, MoedraftError, UnsupportedModel
 from moedraft.cpu import lean, steady
-from moedraft.cpu.independence import independent, sums_alike
+from moedraft.cpu.independence import made_independent
 from moedraft.devices import pick_device, pick_dtype
 from moedraft.evidence import Beside, HiddenStates
 from moedraft.gguf import HUB_ID, INSTALL, SMOLLM2, converted, find_smollm2, is_gguf
@@ -216,9 +216,14 @@ def load_model(
             ) from error
         raise InvalidRequest(f"{role} {name!r} cannot be loaded: {in_one_line(error)}") from error
     speed_up(model, role)
-    if model.mixes and model.dtype == torch.bfloat16 and not made_independent(model):
-        log.warning("%s: in bfloat16, which was asked for, its answers depend on the batch here.", name)
+    warn_of_batches(model)
     return model
+
+
+def warn_of_batches(model: LanguageModel) -> None:
+    """Say so if bfloat16 was asked for and answers depend on the batch in it."""
+    if model.mixes and model.dtype == torch.bfloat16 and not made_independent(model):
+        log.warning("%s: in bfloat16, which was asked for, its answers depend on the batch here.", model.name)
 
 
 def load_by(
@@ -294,25 +299,6 @@ def speed_up(model: LanguageModel, role: str) -> bool:
     except UnsupportedModel:
         model.lean = None
     return model.lean is not None
-
-
-def made_independent(model: LanguageModel) -> bool:
-    """Whether its logits do not depend on the batch, in the first arrangement whose sums do not.
-
-    No, where that cannot be found out.
-    """
-    try:
-        for number, arranged in enumerate(steady.ARRANGEMENTS[model.dtype]):
-            if not sums_alike(model.hf.config, model.dtype, arranged):
-                continue
-            if number:  # the model is in the first one
-                model.lean = None  # its copy of the weights, before another is made
-                model.lean = steady.SteadyForward(model.hf, arranged)
-            if independent(model):
-                return True
-    except Exception:
-        log.exception("It could not be found out whether answers in bfloat16 depend on the batch.")
-    return False
 
 
 def load_weights(where: str, dtype: torch.dtype | str) -> tuple[PreTrainedModel, dict[str, Any]]:

@@ -23,12 +23,12 @@ MAX_FUNCTION = 40  # lines of a function, its docstring and its decorators not c
 # a little room to grow. Before you raise one, see whether the room has become two.
 ROOMS = {
     "cli": (23, 3300),
-    "cpu": (10, 1200),
+    "cpu": (10, 1250),
     "distill": (18, 1950),
     "distill/joint": (10, 1400),
     "distill/single": (3, 650),
     "distill/judging": (9, 1250),
-    "drafting": (21, 2950),
+    "drafting": (21, 2960),
     "engine": (15, 1600),
     "feature": (12, 1500),
     "insight": (10, 1520),

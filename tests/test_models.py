@@ -123,8 +123,10 @@ def test_bfloat16_that_was_asked_for_is_independent_or_says_that_it_is_not(
 ) -> None:
     wanted = steady.ARRANGEMENTS[torch.bfloat16][-1]
     monkeypatch.setattr("moedraft.cpu.steady.SMALL", 100)
-    monkeypatch.setattr("moedraft.models.sums_alike", lambda config, dtype, one: found and one == wanted)
-    monkeypatch.setattr("moedraft.models.independent", lambda model: True)
+    monkeypatch.setattr(
+        "moedraft.cpu.independence.sums_alike", lambda config, dtype, one: found and one == wanted
+    )
+    monkeypatch.setattr("moedraft.cpu.independence.independent", lambda model: True)
     model = load_model(str(save(tmp_path, ["<unk>", "a", "b"])), "target", "cpu", "bfloat16")
     assert (model.lean.arranged == wanted) == found
     assert ("its answers depend on the batch" in caplog.text) != found

@@ -49,10 +49,7 @@ def demo(
         typer.Option(min=1, metavar="N", help="Requests of the stream, at most; a slow machine has fewer."),
     ] = None,
     held_out: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", help="Prompts a domain to measure with, at most; a slow machine has fewer."
-        ),
+        int | None, typer.Option(min=1, metavar="N", help="Prompts a domain to measure with, at most.")
     ] = None,
     home: HomeOption = None,
     target: TargetOption = None,

@@ -7,6 +7,7 @@ numbers that cancel each other: what is left is nothing but their roundings, so 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -16,6 +17,8 @@ from torch import nn
 from moedraft.cache import SlotCache
 from moedraft.cpu import attention, steady
 from moedraft.evidence import Beside
+
+log = logging.getLogger(__name__)
 
 ROWS = (1, 2, 3, 5, 8, 11, 16, 24, 40, 128, 150)  # that are multiplied together
 OUTPUTS = 8192  # of a product that are looked at, at most
@@ -42,6 +45,35 @@ class SlotModel(Protocol):
         *,
         beside: Beside | None = None,
     ) -> torch.Tensor: ...
+
+
+class FastModel(SlotModel, Protocol):
+    """What `made_independent` needs: the model as transformers has it, and its fast forward."""
+
+    hf: Any
+    lean: Any
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+def made_independent(model: FastModel) -> bool:
+    """Whether its logits do not depend on the batch, in the first arrangement whose sums do not.
+
+    No, where that cannot be found out.
+    """
+    try:
+        for number, arranged in enumerate(steady.ARRANGEMENTS[model.dtype]):
+            if not sums_alike(model.hf.config, model.dtype, arranged):
+                continue
+            if number:  # the model is in the first one
+                model.lean = None  # its copy of the weights, before another is made
+                model.lean = steady.SteadyForward(model.hf, arranged)
+            if independent(model):
+                return True
+    except Exception:
+        log.exception("It could not be found out whether answers in bfloat16 depend on the batch.")
+    return False
 
 
 @torch.inference_mode()
@@ -143,20 +175,9 @@ def _attention_alike(
     batches = [*BATCHES, *((1, -(-queries // group)) for queries in LONG if seen == SEEN[2])]
     rows, width = (max(batch) for batch in zip(*batches, strict=True))
     longest = attention.positions_read(seen + max(MORE))
-    part = -(-size // 2) if of_scores else size
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=random)
-
-    queries, keys = normal(rows, heads, 1, group, part), normal(rows, heads, longest, part)
-    values = normal(rows, heads, longest, size)
-    if of_scores:
-        queries, keys = _cancelling(SCALE * queries, -1)[..., :size], _cancelling(SCALE * keys, 1)[..., :size]
-    else:
-        half = seen // 2
-        keys[:, :, half : 2 * half], values[:, :, half : 2 * half] = keys[:, :, :half], -values[:, :, :half]
-    queries = queries.to(dtype).expand(-1, -1, width, -1, -1)
-    keys, values = keys.to(dtype), values.to(dtype)
+    made = (_scores_cancel if of_scores else _values_cancel)(rows, heads, group, longest, size, seen, random)
+    queries, keys, values = (x.to(dtype) for x in made)
+    queries = queries.expand(-1, -1, width, -1, -1)
 
     def attended(first: int, batch: int, tokens: int, more: int) -> torch.Tensor:
         """[batch, heads, tokens, group, size]"""
@@ -174,3 +195,28 @@ def _attention_alike(
         for batch, tokens in batches
         for more in MORE
     )
+
+
+Made = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # queries [rows, heads, 1, group, size], keys, values
+
+
+def _values_cancel(
+    rows: int, heads: int, group: int, longest: int, size: int, seen: int, random: torch.Generator
+) -> Made:
+    """The second half of the positions that are seen has the first half's keys and its values' negatives."""
+    queries = torch.randn(rows, heads, 1, group, size, generator=random)
+    keys, values = torch.randn(2, rows, heads, longest, size, generator=random)
+    half = seen // 2
+    keys[:, :, half : 2 * half], values[:, :, half : 2 * half] = keys[:, :, :half], -values[:, :, :half]
+    return queries, keys, values
+
+
+def _scores_cancel(
+    rows: int, heads: int, group: int, longest: int, size: int, seen: int, random: torch.Generator
+) -> Made:
+    """The second half of each query is the first half's negative, and of each key the first half."""
+    part = -(-size // 2)
+    queries = SCALE * torch.randn(rows, heads, 1, group, part, generator=random)
+    keys = SCALE * torch.randn(rows, heads, longest, part, generator=random)
+    values = torch.randn(rows, heads, longest, size, generator=random)
+    return _cancelling(queries, -1)[..., :size], _cancelling(keys, 1)[..., :size], values

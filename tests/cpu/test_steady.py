@@ -12,11 +12,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from moedraft.cpu import attention, steady
 from moedraft.cpu.huge_pages import use_huge_pages
-from moedraft.cpu.independence import independent, sums_alike
+from moedraft.cpu.independence import independent, made_independent, sums_alike
 from moedraft.cpu.products import packs
 from moedraft.evidence import Beside, HiddenStates
 from moedraft.model_checks import self_check
-from moedraft.models import LanguageModel, gains_by_bfloat16, made_independent
+from moedraft.models import LanguageModel, gains_by_bfloat16
 
 from random_models import CONFIGS, random_model
 
@@ -141,7 +141,7 @@ def test_what_depends_on_the_batch_is_noticed(monkeypatch: pytest.MonkeyPatch) -
     def mixed(c, f, ids, s, beside=None):
         return forward(c, f, ids, s, beside=beside) * (1 + 2**-6 * (beside is not None))
 
-    monkeypatch.setattr("moedraft.models.sums_alike", lambda config, dtype, arranged: True)
+    monkeypatch.setattr("moedraft.cpu.independence.sums_alike", lambda config, dtype, arranged: True)
     if not made_independent(model):
         pytest.skip("on this CPU this model would run in float32")
     for shaken in (wide, mixed):
@@ -154,7 +154,7 @@ def test_what_depends_on_the_batch_is_noticed(monkeypatch: pytest.MonkeyPatch) -
 def test_what_cannot_be_found_out_is_no(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("moedraft.models.sums_alike", lambda config, dtype, arranged: 1 / 0)
+    monkeypatch.setattr("moedraft.cpu.independence.sums_alike", lambda config, dtype, arranged: 1 / 0)
     assert not made_independent(steady_model("llama", torch.bfloat16))
     assert "could not be found out" in caplog.text
 
@@ -167,8 +167,8 @@ def test_logits_that_differ_rule_out_an_arrangement_as_well(monkeypatch: pytest.
         looked.append(model.lean.arranged)  # type: ignore[union-attr]
         return len(looked) == 3
 
-    monkeypatch.setattr("moedraft.models.sums_alike", lambda config, dtype, arranged: True)
-    monkeypatch.setattr("moedraft.models.independent", the_third)
+    monkeypatch.setattr("moedraft.cpu.independence.sums_alike", lambda config, dtype, arranged: True)
+    monkeypatch.setattr("moedraft.cpu.independence.independent", the_third)
     assert made_independent(steady_model("llama", torch.bfloat16))
     assert looked == list(steady.ARRANGEMENTS[torch.bfloat16][:3])
 
@@ -180,8 +180,10 @@ def test_the_first_arrangement_whose_sums_are_alike_is_taken(
 ) -> None:
     arrangements = steady.ARRANGEMENTS[torch.bfloat16]
     alike = [] if found is None else arrangements[found:]
-    monkeypatch.setattr("moedraft.models.sums_alike", lambda config, dtype, arranged: arranged in alike)
-    monkeypatch.setattr("moedraft.models.independent", lambda model: True)
+    monkeypatch.setattr(
+        "moedraft.cpu.independence.sums_alike", lambda config, dtype, arranged: arranged in alike
+    )
+    monkeypatch.setattr("moedraft.cpu.independence.independent", lambda model: True)
     model = steady_model("llama", torch.bfloat16)
     first = model.lean
     assert made_independent(model) == (found is not None)
