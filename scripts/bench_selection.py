@@ -211,7 +211,7 @@ def costs(system: System, judge: FeatureJudge, args: argparse.Namespace) -> dict
     report: dict[str, Any] = {}
     for size in (1, system.settings.max_batch_size):
         taught = 6 * size // max(1, size // 2)  # the first prompts teach the budget
-        if len(prompts) <= taught:
+        if not any(first >= taught for first in range(0, len(prompts), size)):
             print(f"batch {size}: not timed, since {len(prompts)} prompts are too few", flush=True)
             continue
         ways = {
