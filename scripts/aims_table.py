@@ -11,7 +11,7 @@ from typing import Any
 from expert_tables import mean, shown, table
 
 CARD = Path(__file__).resolve().parents[1] / "data" / "models" / "smollm2-eagle3" / "README.md"
-FILES = ("smollm2/experts", "step", "peers", "peers_gguf")
+FILES = ("smollm2/experts", "step", "peers")
 Figure = list[float]  # estimate, and its interval where it has one
 
 
@@ -48,20 +48,17 @@ def aims(results: Path) -> str:
     paths = [results / f"{name}.json" for name in FILES]
     if not all(path.exists() for path in paths):
         return ""
-    experts, step, peers, gguf = (json.loads(path.read_text(encoding="utf-8")) for path in paths)
-    lines = [*guesses(experts), *speeds(experts), *costs(experts, step["step_ms"]), *plainly(peers, gguf)]
+    experts, step, peers = (json.loads(path.read_text(encoding="utf-8")) for path in paths)
+    lines = [*guesses(experts), *speeds(experts), *costs(experts, step["step_ms"]), *plainly(peers)]
     head = ["aim", "wanted", "measured", "reached", "what holds it back"]
     return f"{table(head, [line.row() for line in lines])}\n\n{NOTE}"
 
 
 NOTE = (
     "Over the six domains of the table above, with 95 % intervals where there are any (at batch 8: the "
-    "range of a few runs). Each ratio is within one run, but the runs are not of one machine: experts and "
-    "steps are of 2026-11-25, on a processor without AMX; plain decoding beside others of 2026-11-22 and 23, "
-    "on one with AMX and with the engine of those days. First guess on general English: the drafter's card. "
-    "Costs of steps: `results/step.json`, bfloat16, medians; those of the run with the experts stand in "
-    "brackets. Plain decoding: `results/peers.json`, and `results/peers_gguf.json` for llama.cpp and "
-    "OpenVINO with four-bit weights."
+    "range of a few runs). Each ratio is within one run, all of 2026-11-25 on one kind of processor, without "
+    "AMX. First guess on general English: the drafter's card. Costs of steps: `results/step.json`, bfloat16, "
+    "medians; those of the run with the experts stand in brackets. Plain decoding: `results/peers.json`."
 )
 
 
@@ -188,7 +185,7 @@ def costs(found: dict[str, Any], step: dict[str, Any]) -> list[Aim]:
     ]
 
 
-def plainly(peers: dict[str, Any], gguf: dict[str, Any]) -> list[Aim]:
+def plainly(peers: dict[str, Any]) -> list[Aim]:
     """Plain decoding beside the best of the others."""
     why = "what a step does between its products"
     lines = []
@@ -197,8 +194,8 @@ def plainly(peers: dict[str, Any], gguf: dict[str, Any]) -> list[Aim]:
             best, rate = best_of(peers["systems"], batch, lambda name, dtype=dtype: name.endswith(dtype))
             own = rate_of(peers["systems"][f"moedraft {dtype}"], batch)
             lines.append(Aim(f"batch {batch}, plain, {dtype}, × {best}", 1.0, [own / rate], why))
-        best, rate = best_of(gguf["systems"], batch, lambda name: name.endswith("as it is"))
-        own = rate_of(gguf["systems"]["moedraft bfloat16"], batch)
+        best, rate = best_of(peers["systems"], batch, lambda name: name.endswith("as it is"))
+        own = rate_of(peers["systems"]["moedraft bfloat16"], batch)
         best = best.removesuffix(" as it is")
         lines.append(
             Aim(f"batch {batch}, plain, bfloat16, × {best} (four bits)", 1.0, [own / rate], FOUR_BITS)
