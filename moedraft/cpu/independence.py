@@ -186,8 +186,8 @@ def _attention_alike(
         mask[..., seen:] = -torch.inf
         bias, singly = attention.bias_of(mask, group, arranged.apart), tokens if arranged.apart else 1
         chosen = queries[first : first + batch, :, :tokens].flatten(2, 3)
-        stored = (x[first : first + batch, :, :read] for x in (keys, values))
-        return attention.attend(chosen, *stored, bias, singly).view(batch, heads, tokens, group, size)
+        stored, held = (x[first : first + batch, :, :read] for x in (keys, values))
+        return attention.attend(chosen, stored, held, bias, singly).view(batch, heads, tokens, group, size)
 
     singles = torch.cat([attended(row, 1, 1, 0) for row in range(rows)])
     return all(
