@@ -4,7 +4,7 @@ PyTorch's attention multiplies by whatever product suits the number of queries a
 own result, compared to the last bit, these numbers matter in three ways, which are avoided here:
 
 - products of fewer than four queries are summed in another way than those of more;
-- on the numbers depends where in memory the buffers of each thread begin, and on that the order of sums;
+- these numbers decide how each thread's buffers are aligned in memory, and the order of sums follows that;
 - long sums are taken in parts, whose sizes depend on how many positions there are.
 
 `cpu/independence.py` measures whether anything is left of this on the CPU at hand.
@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 BLOCK = 32  # attention reads a multiple of so many positions
-SUMMED = 192  # positions of which a product takes the sum at once; up to twice as many are halved first
+SUMMED = 192  # positions that a product sums at once; up to twice as many are summed in two halves
 TAKEN = 512  # positions that PyTorch's attention takes at a time
 QUERIES = 4  # attention is computed for a multiple of so many queries
 

@@ -58,9 +58,9 @@ class FastModel(SlotModel, Protocol):
 
 
 def made_independent(model: FastModel) -> bool:
-    """Whether its logits do not depend on the batch, in the first arrangement whose sums do not.
+    """Bring the model into the first arrangement in which its logits do not depend on the batch.
 
-    No, where that cannot be found out.
+    Returns whether there is one; no, where that cannot be found out.
     """
     try:
         for number, arranged in enumerate(steady.ARRANGEMENTS[model.dtype]):

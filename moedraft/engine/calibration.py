@@ -20,9 +20,7 @@ from moedraft.engine.engine import Engine
 log = logging.getLogger(__name__)
 
 PASSES = 3  # over all kinds of rounds, so that a slow moment of the machine is not all of one kind's rounds
-ROUNDS = (
-    3  # timed of each kind in a pass: one round that follows another kind's is not timed, and runs before
-)
+ROUNDS = 3  # of each kind in a pass, after one that is not timed where another kind came before it
 LENGTHS = (0, 1, 3)  # draft tokens of each row; 0 is plain decoding
 TOKENS = 32  # of the text that stands before
 
