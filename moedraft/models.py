@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 from moedraft import cpu
 from moedraft.cache import SlotCache, cache_argument
 from moedraft.core import InvalidRequest, MoedraftError, UnsupportedModel
-from moedraft.cpu import lean, steady
+from moedraft.cpu import lean, spans, steady
 from moedraft.cpu.independence import made_independent
 from moedraft.devices import pick_device, pick_dtype
 from moedraft.evidence import Beside, HiddenStates
@@ -113,8 +113,8 @@ class LanguageModel:
         that it names, at all positions. beside: tokens of other slots, which are read as well.
         """
         if isinstance(self.lean, steady.SteadyForward):
-            part = steady.Part.at(cache, first, token_ids, starts, lengths, hidden, keep)
-            return self.lean(cache, part, steady.Part.beside(cache, beside) if beside else None)
+            part = spans.Part.at(cache, first, token_ids, starts, lengths, hidden, keep)
+            return self.lean(cache, part, spans.Part.beside(cache, beside) if beside else None)
         if beside is not None:
             at, ids, its = beside.first, beside.token_ids, beside.lengths
             self.forward(cache, at, ids, beside.starts, keep=1, lengths=its, hidden=beside.hidden)

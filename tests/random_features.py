@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from moedraft.cpu.optional import compiled
 from moedraft.feature.config import config_for
 from moedraft.feature.model import FeatureDraft
 from moedraft.models import LanguageModel
@@ -21,4 +22,7 @@ def draft_for(target: LanguageModel, vocabulary: torch.Tensor = SOME) -> Feature
         hf.config, draft_vocab_size=len(vocabulary), feature_layers=LAYERS, fc_norm=True, norm_output=True
     )
     weights = (hf.get_input_embeddings().weight.detach(), hf.get_output_embeddings().weight.detach())
-    return FeatureDraft(config, vocabulary, *weights).eval().requires_grad_(False)
+    draft = FeatureDraft(config, vocabulary, *weights).eval().requires_grad_(False)
+    if (fast := compiled("feature")) and fast.fits(draft):  # as drafters that are loaded
+        draft.faster = fast.FusedFeature(draft)
+    return draft

@@ -153,7 +153,7 @@ def live_table(this: Demo) -> Table:
 
 
 def show(result: Result, console: Console) -> None:
-    """Print the domains before and after, the three systems, and what it means in words."""
+    """Print the domains before and after, the systems, and what it means in words."""
     console.print(domain_table(result))
     console.print(system_table(result))
     for name, fact in result.facts.items():
@@ -188,8 +188,8 @@ def domain_table(result: Result) -> Table:
 
 
 def system_table(result: Result) -> Table:
-    """Plain decoding, static draft and experts."""
-    table = Table(title="Three ways to the same answers")
+    """How fast each system answers."""
+    table = Table(title="Five ways to the same answers")
     for name in ("", "s per answer", "× plain", "tokens per step", "tokens/s alone", "tokens/s full batch"):
         table.add_column(name, justify="right" if name else "left")
     for one in result.systems:

@@ -44,28 +44,53 @@ def bias_of(tokens: torch.Tensor, group: int, apart: bool) -> torch.Tensor:
     return pad(bias, (0, 0, 0, -bias.shape[2] % QUERIES)).flatten(1, 2)[:, None]
 
 
+def places_of(width: int, group: int, apart: bool) -> tuple[int, int]:
+    """How far the queries of two neighbouring tokens lie apart in a row, and how many places a row has.
+
+    width: tokens of a row. group: queries of a token that share a key.
+    """
+    if apart:
+        each = group + -group % QUERIES
+        return each, width * each
+    return group, width * group + -(width * group) % QUERIES
+
+
+def laid_out(queries: torch.Tensor, apart: bool) -> torch.Tensor:
+    """Queries [B, kv_heads, T, group, d] as `attend` takes them, [B, kv_heads, places, d]."""
+    batch, heads, width, _, size = queries.shape
+    asked = queries.reshape(batch, heads, width if apart else 1, -1, size)
+    return pad(asked, (0, 0, 0, -asked.shape[3] % QUERIES)).flatten(2, 3)
+
+
+def taken_back(mixed: torch.Tensor, width: int, group: int, apart: bool) -> torch.Tensor:
+    """The inverse of `laid_out`, for what `attend` gave."""
+    batch, heads, _, size = mixed.shape
+    rows = mixed.unflatten(2, (width if apart else 1, -1))
+    own = rows[:, :, :, : group if apart else width * group]
+    return own.reshape(batch, heads, width, group, size)
+
+
 def attend(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor, singly: int = 1
 ) -> torch.Tensor:
-    """Attention of queries [B, kv_heads, n, d], whose shape the result has.
+    """Attention of queries [B, kv_heads, places, d], whose shape the result has.
 
-    keys and values: [B, kv_heads, read, d]. bias: that of `bias_of`, [B, 1, queries, read]. singly: 1, or the
+    keys and values: [B, kv_heads, read, d]. bias: that of `bias_of`, [B, 1, places, read]. singly: 1, or the
     tokens of a row where each of them gets a product of its own.
     """
-    batch, heads, count, size = queries.shape
+    if singly == 1:
+        return scaled_dot_product_attention(queries, keys, values, bias)
+    batch, heads, _, size = queries.shape
     masks = bias.view(batch, 1, singly, -1, bias.shape[-1])
     asked = queries.view(batch, heads, singly, -1, size)
-    padded = pad(asked, (0, 0, 0, masks.shape[3] - asked.shape[3]))
     if batch >= singly:
         each = [
-            scaled_dot_product_attention(padded[:, :, t], keys, values, masks[:, :, t]) for t in range(singly)
+            scaled_dot_product_attention(asked[:, :, t], keys, values, masks[:, :, t]) for t in range(singly)
         ]
-        mixed = each[0][:, :, None] if singly == 1 else torch.stack(each, dim=2)
-    else:
-        rows = []
-        for b in range(batch):
-            read = keys[b].expand(singly, -1, -1, -1), values[b].expand(singly, -1, -1, -1)
-            one = scaled_dot_product_attention(padded[b].transpose(0, 1), *read, masks[b].transpose(0, 1))
-            rows.append(one.transpose(0, 1))
-        mixed = torch.stack(rows)
-    return mixed[:, :, :, : asked.shape[3]].reshape(batch, heads, count, size)
+        return torch.stack(each, dim=2).flatten(2, 3)
+    rows = []
+    for b in range(batch):
+        read = keys[b].expand(singly, -1, -1, -1), values[b].expand(singly, -1, -1, -1)
+        one = scaled_dot_product_attention(asked[b].transpose(0, 1), *read, masks[b].transpose(0, 1))
+        rows.append(one.transpose(0, 1))
+    return torch.stack(rows).flatten(2, 3)

@@ -185,9 +185,10 @@ def _attention_alike(
         mask = torch.zeros(batch, tokens, read, dtype=dtype)
         mask[..., seen:] = -torch.inf
         bias, singly = attention.bias_of(mask, group, arranged.apart), tokens if arranged.apart else 1
-        chosen = queries[first : first + batch, :, :tokens].flatten(2, 3)
+        asked = attention.laid_out(queries[first : first + batch, :, :tokens], arranged.apart)
         stored, held = (x[first : first + batch, :, :read] for x in (keys, values))
-        return attention.attend(chosen, stored, held, bias, singly).view(batch, heads, tokens, group, size)
+        mixed = attention.attend(asked, stored, held, bias, singly)
+        return attention.taken_back(mixed, tokens, group, arranged.apart)
 
     singles = torch.cat([attended(row, 1, 1, 0) for row in range(rows)])
     return all(

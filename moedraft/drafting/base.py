@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
+from moedraft import cpu
 from moedraft.cache import SlotCache
 from moedraft.config import Settings
 from moedraft.core import InvalidRequest, MoedraftError, UnsupportedModel
+from moedraft.cpu.optional import compiled
 from moedraft.drafting.drafter import ExpertDrafter
 from moedraft.drafting.feature import FeatureDrafter
 from moedraft.drafting.kept import ReadStates, StateKeeper
@@ -146,7 +148,10 @@ def load_feature_base(folder: Path, target: LanguageModel, dtype: torch.dtype | 
     except (RuntimeError, ValueError, IndexError) as error:
         raise InvalidRequest(f"the drafter in {folder} does not fit {target.name}: {error}") from error
     draft = draft.to(target.device, dtype or target.dtype)
-    return FeatureBase(draft.eval().requires_grad_(False), target, folder)
+    base = FeatureBase(draft.eval().requires_grad_(False), target, folder)
+    if dtype is None and cpu.allows(base) and (fast := compiled("feature")) and fast.fits(draft):
+        draft.faster = fast.FusedFeature(draft)
+    return base
 
 
 def feature_folder(name: str) -> Path | None:

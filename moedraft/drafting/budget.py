@@ -136,6 +136,8 @@ class Budget:
         Returns the rate that this promises (tokens in the time of a plain round), the draft length, and how
         many looked-up tokens are verified, by row.
         """
+        if not found:
+            return *self._best_alone(means, rows, least), {}
         most = self.longest if means else least
         steps = np.arange(least, most + 1)[:, None]
         guessed = self._guessed(means)[least : most + 1, None]
@@ -157,6 +159,19 @@ class Budget:
         else:
             far = {b: min(last, len(each)) for b, each in found.items()}
         return float(rates.max()), least + at, {b: count for b, count in far.items() if count}
+
+    def _best_alone(self, means: list[float], rows: int, least: int) -> tuple[float, int]:
+        """The rate and the draft length of `_best` where nothing is looked up."""
+        chances, guessed, best = [1.0] * len(means), 0.0, (0.0, least)
+        each = len(means) if self.ragged else rows
+        for steps in range((self.longest if means else least) + 1):
+            if steps:
+                chances = [chance * min(mean, 0.99) for chance, mean in zip(chances, means, strict=True)]
+                guessed += sum(chances)
+            rate = (rows + guessed) / self.costs.of(rows, steps, each * steps)
+            if steps >= least and rate > best[0]:
+                best = rate, steps
+        return best
 
     def _guessed(self, means: list[float]) -> Floats:
         """Tokens that the model's 0 … longest steps bring, by the rows' mean acceptance alone."""
@@ -192,7 +207,7 @@ class Budget:
         """
         if steps >= self.longest:
             return False
-        now, then = self.costs.relative(rows, [steps, steps + 1], verified).tolist()
+        now, then = (self.costs.of(rows, steps + more, verified[more]) for more in (0, 1))
         gain = sum(s * mean for s, mean in zip(survival, means, strict=True))
         return bool(gain * now >= expected * (then - now))
 

@@ -80,6 +80,11 @@ class RoundCosts:
         drafting = np.asarray(steps, dtype=float)
         return np.asarray(1 + begin * (drafting > 0) + step * drafting + wide / rows * np.asarray(verified))
 
+    def of(self, rows: int, steps: int, verified: int) -> float:
+        """`relative` of a single shape."""
+        begin, step, wide = self.slopes(rows).tolist()
+        return float(1 + begin * (steps > 0) + step * steps + wide / rows * verified)
+
     def slopes(self, rows: int) -> Floats:
         """What drafting at all costs, a draft step, and one more verified token per row, in plain rounds.
 

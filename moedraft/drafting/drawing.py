@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from moedraft.evidence import NOBODY, Proposal, Rows
@@ -109,8 +110,23 @@ def draw(
 
     The mass belongs to the prefix alone, whichever token was drawn: drafting may stop because of it.
     """
+    if sampling.greedy and not sampling.coupled and logits.device.type == "cpu":
+        return most_likely(logits)
     where = torch.tensor(positions, device=logits.device)
     temperature = 0.0 if sampling.greedy else sampling.temperature
     choose = sample_coupled if sampling.coupled else sample_draft
     drawn, lse, top = choose(logits, temperature, sampling.seed, where, cuts=cuts)
     return drawn, lse, top.tolist()
+
+
+def most_likely(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[float]]:
+    """What `draw` gives for greedy rows on a CPU, in a third of the time of `sample_draft`."""
+    rows = logits.float().numpy()
+    best = rows.argmax(-1)  # of the first NaN, where there is one
+    value = rows[np.arange(len(rows)), best]
+    with np.errstate(all="ignore"):
+        total = np.exp(rows - value[:, None]).sum(-1)
+        found = value + np.log(total), 1 / total
+    valid = np.isfinite(value)
+    lse, top = (np.where(valid, each, np.float32(np.nan)) for each in found)
+    return torch.from_numpy(np.where(valid, best, 0)), torch.from_numpy(lse), top.tolist()

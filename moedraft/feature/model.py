@@ -11,6 +11,7 @@ The names of the parameters are those of a `speculators` checkpoint.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -118,6 +119,16 @@ class FeatureLayer(nn.Module):
         return result
 
 
+class FastForward(Protocol):
+    """The same computations in another way, without gradients."""
+
+    def fuse(self, features: torch.Tensor) -> torch.Tensor: ...
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor: ...
+    def advance(
+        self, cache: SlotCache, states: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor: ...
+
+
 class FeatureDraft(nn.Module):
     """A drafter for one target.
 
@@ -150,6 +161,7 @@ class FeatureDraft(nn.Module):
         rows = output[vocabulary] if own_rows is None else own_rows
         self.lm_head = nn.Linear(config.hidden_size, len(vocabulary), bias=False, dtype=rows.dtype)
         self.lm_head.weight = nn.Parameter(rows.detach().clone(), requires_grad=False)
+        self.faster: FastForward | None = None  # runs the drafter where no gradient is asked for
 
     def _check(self, vocabulary: torch.Tensor, rows: torch.Tensor) -> None:
         size, wide = self.config.draft_vocab_size, self.config.hidden_size
@@ -189,6 +201,8 @@ class FeatureDraft(nn.Module):
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """The target's joined features [B, T, 3H] → states [B, T, H]."""
+        if (fast := self._faster()) is not None:
+            return fast.fuse(features)
         if self.config.norm_before_fc:
             features = self.input_norm(features)
         if self.config.fc_norm:
@@ -196,6 +210,9 @@ class FeatureDraft(nn.Module):
             features = torch.cat([norm(x) for norm, x in zip(self.fc_norm, parts, strict=True)], dim=-1)
         fused: torch.Tensor = self.fc(features)
         return fused
+
+    def _faster(self) -> FastForward | None:
+        return None if torch.is_grad_enabled() else self.faster
 
     def embed(self, token_ids: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """int64 [B, T] → [B, T, H] in the precision of `like`."""
@@ -208,7 +225,8 @@ class FeatureDraft(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """What `fed_back` gave [..., H] → logits over the draft vocabulary."""
-        normed = hidden if self.config.norm_output else self.norm(hidden)
+        norm = self.norm if (fast := self._faster()) is None else fast.normed
+        normed = hidden if self.config.norm_output else norm(hidden)
         logits: torch.Tensor = self.lm_head(normed.to(self.lm_head.weight.dtype))
         return logits
 
@@ -233,6 +251,8 @@ class FeatureDraft(nn.Module):
         if states.shape[-1] == self.config.features_size != self.config.hidden_size:
             states = self.fuse(states)
         positions = cache.at(first, starts, token_ids.shape[1], token_ids.device)
+        if (fast := self._faster()) is not None:
+            return fast.advance(cache, states, token_ids, positions)
         length = cache.cursor.length
         mask = torch.arange(length, device=token_ids.device) <= positions[:, None, :, None]
         queries, keys, values = self.layer.project(self.embed(token_ids, states), states, positions)

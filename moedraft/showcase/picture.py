@@ -7,9 +7,18 @@ from typing import Any
 
 from moedraft.showcase.estimates import Estimate
 from moedraft.showcase.report import Result
+from moedraft.showcase.trials import EXPERTS, LOOKUP, PLAIN, SERVED, STATIC
 
 LOOK_BACK = 40  # requests that the line over the stream is a mean of
 GREY, BLUE, ORANGE, INK = "#97a3ae", "#1f5f99", "#d9822b", "#25313b"
+BARS = {PLAIN: "#c6ced5", STATIC: GREY, EXPERTS: BLUE, LOOKUP: GREY, SERVED: BLUE}
+NAMES = {
+    PLAIN: "plain\ndecoding",
+    STATIC: "static\ndraft",
+    EXPERTS: "experts",
+    LOOKUP: "lookup\nin the text",
+    SERVED: "experts\nand lookup,\nas served",
+}
 STYLE = {
     "font.size": 13,
     "axes.titlesize": 15,
@@ -44,7 +53,7 @@ def draw(result: Result, path: Path) -> None:
 
     height = 3.6 + 0.24 * max(8, len(result.rows))
     with pyplot.rc_context(STYLE):
-        figure, axes = pyplot.subplots(1, 3, figsize=(16, height), width_ratios=[5, 4.6, 3.4])
+        figure, axes = pyplot.subplots(1, 3, figsize=(17, height), width_ratios=[5, 4.4, 4.4])
         _stream(axes[0], result)
         _domains(axes[1], result)
         _seconds(axes[2], result)
@@ -106,15 +115,18 @@ def _domains(axis: Any, result: Result) -> None:
 
 def _seconds(axis: Any, result: Result) -> None:
     """How long an answer takes."""
-    names = {"plain decoding": "plain\ndecoding", "static draft": "static\ndraft", "experts": "experts"}
     figures = [one.seconds for one in result.systems]
     highest = max(figure.high for figure in figures)
-    axis.bar(range(3), [f.value for f in figures], 0.62, color=["#c6ced5", GREY, BLUE])
+    axis.bar(
+        range(len(figures)), [f.value for f in figures], 0.66, color=[BARS[o.name] for o in result.systems]
+    )
     for place, (one, figure) in enumerate(zip(result.systems, figures, strict=True)):
         axis.errorbar(place, figure.value, yerr=_arms(figure), fmt="none", color=INK, linewidth=1.5)
         text = f"{figure.value:.2f} s" + (f"\n{one.speedup.value:.2f}×" if place else "")
-        axis.text(place, figure.high + 0.03 * highest, text, ha="center", va="bottom", weight="bold")
-    axis.set_xticks(range(3), [names.get(one.name, one.name) for one in result.systems])
+        axis.text(
+            place, figure.high + 0.03 * highest, text, ha="center", va="bottom", weight="bold", fontsize=12
+        )
+    axis.set_xticks(range(len(figures)), [NAMES[one.name] for one in result.systems], fontsize=11)
     axis.tick_params(axis="x", length=0)
     axis.set(ylim=(0, 1.25 * highest))
     axis.set_title("Seconds per answer,\none at a time")

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from moedraft.showcase.estimates import Counts, Estimate, PairedChange, change, ratio
-from moedraft.showcase.trials import EXPERTS, PLAIN, STATIC, SYSTEMS, Trials
+from moedraft.showcase.trials import EXPERTS, LOOKUP, PLAIN, SERVED, STATIC, SYSTEMS, Trials
 
 LABELS = {
     "general": "General English",
@@ -65,7 +65,7 @@ class Row:
 
 @dataclass(frozen=True)
 class SystemRow:
-    """One of the three systems on the held-out prompts."""
+    """One of the systems on the held-out prompts."""
 
     name: str
     seconds: Estimate  # for an answer, one prompt at a time
@@ -130,12 +130,14 @@ def _system(trials: Trials, name: str) -> SystemRow:
 
 def sentences(result: Result) -> list[str]:
     """What a user should know, good or bad, in a few sentences."""
-    experts, static = result.systems[2], result.systems[1]
-    before, after = static.tokens_per_step.value, experts.tokens_per_step.value
+    systems = {one.name: one for one in result.systems}
+    before, after = (systems[name].tokens_per_step.value for name in (STATIC, EXPERTS))
+    times = {one.name: f"{one.speedup.value:.2f}" for one in result.systems}
     found = [
-        f"An answer takes {experts.seconds.value:.2f} s with the experts, {static.seconds.value:.2f} s with "
-        f"the static draft and {result.systems[0].seconds.value:.2f} s with plain decoding: "
-        f"{experts.speedup.value:.2f} and {static.speedup.value:.2f} times the speed of plain decoding.",
+        f"An answer takes {systems[PLAIN].seconds.value:.2f} s with plain decoding and "
+        f"{systems[SERVED].seconds.value:.2f} s as a server gives it, with experts and lookup in the text: "
+        f"{times[SERVED]} times as fast. Lookup alone is {times[LOOKUP]} times as fast, experts alone "
+        f"{times[EXPERTS]} and the static draft {times[STATIC]} times.",
         f"Each step of the target gives {after:.2f} tokens with the experts and {before:.2f} with the "
         "static draft; plain decoding gives 1.",
         *_by_verdict(result.rows),
@@ -166,13 +168,14 @@ def _by_verdict(rows: list[Row]) -> list[str]:
 
 
 def _full_batch(systems: list[SystemRow]) -> list[str]:
-    plain, static, experts = (one.batched_tokens_per_second for one in systems)
-    if experts >= plain:
+    """What is slower than plain decoding in full batches."""
+    plain, *others = systems
+    fast = plain.batched_tokens_per_second
+    slow = [one for one in others if one.batched_tokens_per_second < fast]
+    if not slow:
         return []
-    return [
-        f"In a full batch the experts are slower than plain decoding: {experts:.0f} against {plain:.0f} "
-        f"tokens/s; the static draft gives {static:.0f}."
-    ]
+    named = joined([f"{one.name} ({one.batched_tokens_per_second:.0f})" for one in slow])
+    return [f"In a full batch these give fewer tokens/s than plain decoding ({fast:.0f}): {named}."]
 
 
 def joined(names: list[str]) -> str:

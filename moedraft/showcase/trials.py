@@ -1,7 +1,7 @@
-"""Held-out prompts answered by three systems in turns: plain decoding, the static draft, the experts.
+"""Held-out prompts answered by five systems: plain decoding, the static draft, experts, lookup, and both.
 
-They take turns, so that a slow minute of the machine hits all alike. All prompts are answered in full
-batches, and as many of them as there is time for one at a time.
+Both together are what a server does. The systems take turns, so that a slow minute of the machine hits all
+alike. All prompts are answered in full batches, and as many of them as there is time for one at a time.
 """
 
 from __future__ import annotations
@@ -13,12 +13,21 @@ from dataclasses import dataclass, field
 
 from moedraft.core import SHARED, RequestOutput, SamplingParams
 from moedraft.drafting.budget import Budget
+from moedraft.drafting.chooser import DraftSource
 from moedraft.showcase.measure import AnswerRead, new_budget, only_base
 from moedraft.showcase.shipped import Query
 from moedraft.system.build import System
 
 PLAIN, STATIC, EXPERTS = "plain decoding", "static draft", "experts"
-SYSTEMS = (PLAIN, STATIC, EXPERTS)
+LOOKUP, SERVED = "lookup in the text", "experts and lookup"
+SOURCES: dict[str, DraftSource] = {
+    PLAIN: "model",  # its requests ask for no draft
+    STATIC: "model",
+    EXPERTS: "model",
+    LOOKUP: "lookup",
+    SERVED: "auto",
+}
+SYSTEMS = tuple(SOURCES)
 OnPrompt = Callable[[int], None]  # is called with the number of prompts that are done
 
 
@@ -55,7 +64,7 @@ class Trials:
 
 
 class Comparison:
-    """Runs the three systems on one engine. Each has a draft budget of its own, as if it served alone.
+    """Runs the five systems on one engine. Each has a draft budget of its own, as if it served alone.
 
     What they answer is left out of the home's statistics, which are of the stream.
     """
@@ -115,7 +124,7 @@ class Comparison:
 
     def _answer(self, name: str, queries: list[Query]) -> list[RequestOutput]:
         params = [SamplingParams(max_tokens=query.max_tokens) for query in queries]
-        expert = SHARED if name == STATIC else None
+        expert = SHARED if name in (STATIC, LOOKUP) else None  # these need no router
         with self._as(name):
             prompts = [query.prompt for query in queries]
             return self.system.engine.generate(
@@ -124,9 +133,9 @@ class Comparison:
 
     @contextmanager
     def _as(self, name: str) -> Iterator[None]:
-        """The engine as this system. Only the draft model guesses: lookup in the text is the same for all."""
+        """The engine as this system."""
         system, budget = self.system, self.budgets[name]
-        with system.engine.chooser.using(budget, "model"), only_base(system, name == STATIC):
+        with system.engine.chooser.using(budget, SOURCES[name]), only_base(system, name == STATIC):
             yield
 
     def _guess(self, query: Query, answer: list[int]) -> None:

@@ -48,18 +48,22 @@ def two_threads() -> Iterator[None]:
 
 
 def steady_model(
-    kind: str, dtype: torch.dtype = torch.float32, arranged: steady.Arrangement | None = None
+    kind: str,
+    dtype: torch.dtype = torch.float32,
+    arranged: steady.Arrangement | None = None,
+    fuse: bool = True,
 ) -> LanguageModel:
     model = random_model(kind, 3)
     model.hf.to(dtype)
-    model.lean = steady.SteadyForward(model.hf, arranged)
+    model.lean = steady.SteadyForward(model.hf, arranged, fuse=fuse)
     return model
 
 
 @pytest.mark.parametrize("arranged", [None, TWO_ROWS, APART])
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_same_logits_ragged_and_chunked(kind: str, arranged: steady.Arrangement | None) -> None:
-    model = steady_model(kind, arranged=arranged)
+@pytest.mark.parametrize("fuse", [True, False])
+def test_same_logits_ragged_and_chunked(fuse: bool, kind: str, arranged: steady.Arrangement | None) -> None:
+    model = steady_model(kind, arranged=arranged, fuse=fuse)
     ids = torch.randint(97, (3, 11))
     whole = model.hf(ids).logits
     self_check(model)
@@ -73,8 +77,9 @@ def test_same_logits_ragged_and_chunked(kind: str, arranged: steady.Arrangement 
     torch.testing.assert_close(model.hf(ids).logits, whole, atol=1e-5, rtol=1e-5)  # its layers still work
 
 
-def test_padding_is_left_out() -> None:
-    model = steady_model("llama")
+@pytest.mark.parametrize("fuse", [True, False])
+def test_padding_is_left_out(fuse: bool) -> None:
+    model = steady_model("llama", fuse=fuse)
     ids = torch.randint(model.vocab_size, (4, 9))
     lengths = [9, 1, 2, 1]
     whole = model.forward(model.new_cache(4), 0, ids, [0] * 4)
@@ -84,9 +89,10 @@ def test_padding_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_prompts_are_read_along_with_rows_that_decode(rows: int) -> None:
+@pytest.mark.parametrize("fuse", [True, False])
+def test_prompts_are_read_along_with_rows_that_decode(fuse: bool, rows: int) -> None:
     """Keys, values and hidden states, and the logits beside them, are those of forwards of their own."""
-    model = steady_model("llama")
+    model = steady_model("llama", fuse=fuse)
     ids = torch.randint(model.vocab_size, (4, 60))
     lengths = [40, 7, 1][:rows]
     together, apart = model.new_cache(4), model.new_cache(4)
@@ -222,7 +228,8 @@ def test_another_order_of_summing_is_noticed(
 
 
 @half
-def test_a_whole_model_in_bfloat16_is_independent_where_its_sums_are(two_threads: None) -> None:
+@pytest.mark.parametrize("fuse", [True, False])
+def test_a_whole_model_in_bfloat16_is_independent_where_its_sums_are(two_threads: None, fuse: bool) -> None:
     """Of SmolLM2's shape and fewer layers, random weights: long rows, prompts in one piece and in several."""
     arranged = next(
         (a for a in steady.ARRANGEMENTS[torch.bfloat16] if sums_alike(SMOLLM2, torch.bfloat16, a)), None
@@ -234,7 +241,7 @@ def test_a_whole_model_in_bfloat16_is_independent_where_its_sums_are(two_threads
     model = LanguageModel(
         LlamaForCausalLM(config).to(torch.bfloat16).eval().requires_grad_(False), None, "random"
     )
-    model.lean = steady.SteadyForward(model.hf, arranged)
+    model.lean = steady.SteadyForward(model.hf, arranged, fuse=fuse)
     ids = torch.randint(97, (3, 420))
     cache = model.new_cache(3)
     singly = [
@@ -263,14 +270,16 @@ def test_as_many_positions_are_read_as_sums_need(length: int, read: int) -> None
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (1, 4), (3, 2), (2, 5)])
 @pytest.mark.parametrize("apart", [False, True])
 def test_attention_in_any_arrangement_is_attention(rows: int, width: int, apart: bool) -> None:
-    queries, (keys, values) = torch.randn(rows, 2, 3 * width, 8), torch.randn(2, rows, 2, 32, 8)
+    queries, (keys, values) = torch.randn(rows, 2, width, 3, 8), torch.randn(2, rows, 2, 32, 8)
     mask = torch.zeros(rows, width, 32).masked_fill_(torch.rand(rows, width, 32) < 0.3, -9.0)
     bias = attention.bias_of(mask, 3, apart)
     assert bias.shape[2] % attention.QUERIES == 0
     each = mask.repeat_interleave(3, dim=1)[:, None]
-    whole = torch.nn.functional.scaled_dot_product_attention(queries, keys, values, each)
-    singly = width if apart else 1
-    torch.testing.assert_close(attention.attend(queries, keys, values, bias, singly), whole)
+    whole = torch.nn.functional.scaled_dot_product_attention(queries.flatten(2, 3), keys, values, each)
+    singly, asked = width if apart else 1, attention.laid_out(queries, apart)
+    assert asked.shape[2] == bias.shape[2] == attention.places_of(width, 3, apart)[1]
+    mixed = attention.attend(asked, keys, values, bias, singly)
+    torch.testing.assert_close(attention.taken_back(mixed, width, 3, apart).flatten(2, 3), whole)
 
 
 def test_for_large_models_of_known_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
