@@ -20,8 +20,10 @@ from transformers.utils import logging as transformers_logging
 from moedraft import cpu
 from moedraft.cache import SlotCache, cache_argument
 from moedraft.core import InvalidRequest, MoedraftError, UnsupportedModel
-from moedraft.cpu import lean, spans, steady
-from moedraft.cpu.independence import made_independent
+from moedraft.cpu import lean
+from moedraft.cpu.steady import forward as steady
+from moedraft.cpu.steady import spans
+from moedraft.cpu.steady.independence import made_independent
 from moedraft.devices import pick_device, pick_dtype
 from moedraft.evidence import Beside, HiddenStates
 from moedraft.gguf import HUB_ID, INSTALL, SMOLLM2, converted, find_smollm2, is_gguf

@@ -23,6 +23,6 @@ def draft_for(target: LanguageModel, vocabulary: torch.Tensor = SOME) -> Feature
     )
     weights = (hf.get_input_embeddings().weight.detach(), hf.get_output_embeddings().weight.detach())
     draft = FeatureDraft(config, vocabulary, *weights).eval().requires_grad_(False)
-    if (fast := compiled("feature")) and fast.fits(draft):  # as drafters that are loaded
+    if (fast := compiled("feature_layer")) and fast.fits(draft):  # as drafters that are loaded
         draft.faster = fast.FusedFeature(draft)
     return draft

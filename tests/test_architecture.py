@@ -23,12 +23,13 @@ MAX_FUNCTION = 40  # lines of a function, its docstring and its decorators not c
 # a little room to grow. Before you raise one, see whether the room has become two.
 ROOMS = {
     "cli": (23, 3300),
-    "cpu": (10, 1250),
+    "cpu": (10, 1150),
+    "cpu/steady": (7, 950),
     "distill": (18, 1950),
     "distill/joint": (10, 1400),
     "distill/single": (3, 650),
     "distill/judging": (9, 1250),
-    "drafting": (21, 2960),
+    "drafting": (21, 3020),
     "engine": (15, 1600),
     "feature": (12, 1500),
     "insight": (10, 1520),
@@ -42,7 +43,7 @@ ROOMS = {
     "serve/http": (21, 2400),
     "serve/supervisor": (6, 850),
     "serve/worker": (7, 1000),
-    "showcase": (12, 1550),
+    "showcase": (12, 1600),
     "storage": (19, 3200),
     "storage/migrations": (14, 360),  # one more for each change of the schema
     "system": (7, 1020),

@@ -13,8 +13,8 @@ import torch
 import transformers
 
 from moedraft.core import InvalidRequest, UnsupportedModel
-from moedraft.cpu import steady
 from moedraft.cpu.products import packs
+from moedraft.cpu.steady import forward as steady
 from moedraft.devices import pick_device, pick_dtype
 from moedraft.model_checks import check_pair, refuse_layouts, self_check
 from moedraft.models import LanguageModel, load_model, resolve
@@ -122,11 +122,11 @@ def test_bfloat16_that_was_asked_for_is_independent_or_says_that_it_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, found: bool
 ) -> None:
     wanted = steady.ARRANGEMENTS[torch.bfloat16][-1]
-    monkeypatch.setattr("moedraft.cpu.steady.SMALL", 100)
+    monkeypatch.setattr("moedraft.cpu.steady.forward.SMALL", 100)
     monkeypatch.setattr(
-        "moedraft.cpu.independence.sums_alike", lambda config, dtype, one: found and one == wanted
+        "moedraft.cpu.steady.independence.sums_alike", lambda config, dtype, one: found and one == wanted
     )
-    monkeypatch.setattr("moedraft.cpu.independence.independent", lambda model: True)
+    monkeypatch.setattr("moedraft.cpu.steady.independence.independent", lambda model: True)
     model = load_model(str(save(tmp_path, ["<unk>", "a", "b"])), "target", "cpu", "bfloat16")
     assert (model.lean.arranged == wanted) == found
     assert ("its answers depend on the batch" in caplog.text) != found

@@ -149,7 +149,7 @@ def load_feature_base(folder: Path, target: LanguageModel, dtype: torch.dtype | 
         raise InvalidRequest(f"the drafter in {folder} does not fit {target.name}: {error}") from error
     draft = draft.to(target.device, dtype or target.dtype)
     base = FeatureBase(draft.eval().requires_grad_(False), target, folder)
-    if dtype is None and cpu.allows(base) and (fast := compiled("feature")) and fast.fits(draft):
+    if dtype is None and cpu.allows(base) and (fast := compiled("feature_layer")) and fast.fits(draft):
         draft.faster = fast.FusedFeature(draft)
     return base
 

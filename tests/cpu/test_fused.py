@@ -8,14 +8,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from moedraft.cpu import optional, steady
+from moedraft.cpu import optional
 from moedraft.cpu.products import packs
+from moedraft.cpu.steady import forward as steady
 from moedraft.feature.config import config_for
 from moedraft.feature.model import FeatureDraft
 
 from random_models import VOCAB, random_model
 
-feature = pytest.importorskip("moedraft.cpu.feature")
+feature = pytest.importorskip("moedraft.cpu.feature_layer")
 DTYPES = [torch.float32, torch.bfloat16]
 SWITCHES = [
     {},
@@ -86,8 +87,8 @@ def test_a_drafter_that_does_not_fit_is_left_to_pytorch(kind: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_norm_is_the_same_and_rounds_as_pytorch_does(dtype: torch.dtype) -> None:
-    from moedraft.cpu.fused import FusedNorm
-    from moedraft.cpu.plain import PlainNorm
+    from moedraft.cpu.steady.fused import FusedNorm
+    from moedraft.cpu.steady.plain import PlainNorm
 
     norm = random_model("llama", 3).hf.model.norm
     hidden = torch.randn(5, norm.weight.numel()) * torch.logspace(-3, 4, 5)[:, None]

@@ -10,10 +10,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from moedraft.cpu import attention, steady
 from moedraft.cpu.huge_pages import use_huge_pages
-from moedraft.cpu.independence import independent, made_independent, sums_alike
 from moedraft.cpu.products import packs
+from moedraft.cpu.steady import attention
+from moedraft.cpu.steady import forward as steady
+from moedraft.cpu.steady.independence import independent, made_independent, sums_alike
 from moedraft.evidence import Beside, HiddenStates
 from moedraft.model_checks import self_check
 from moedraft.models import LanguageModel, gains_by_bfloat16
@@ -147,7 +148,7 @@ def test_what_depends_on_the_batch_is_noticed(monkeypatch: pytest.MonkeyPatch) -
     def mixed(c, f, ids, s, beside=None):
         return forward(c, f, ids, s, beside=beside) * (1 + 2**-6 * (beside is not None))
 
-    monkeypatch.setattr("moedraft.cpu.independence.sums_alike", lambda config, dtype, arranged: True)
+    monkeypatch.setattr("moedraft.cpu.steady.independence.sums_alike", lambda config, dtype, arranged: True)
     if not made_independent(model):
         pytest.skip("on this CPU this model would run in float32")
     for shaken in (wide, mixed):
@@ -160,7 +161,7 @@ def test_what_depends_on_the_batch_is_noticed(monkeypatch: pytest.MonkeyPatch) -
 def test_what_cannot_be_found_out_is_no(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("moedraft.cpu.independence.sums_alike", lambda config, dtype, arranged: 1 / 0)
+    monkeypatch.setattr("moedraft.cpu.steady.independence.sums_alike", lambda config, dtype, arranged: 1 / 0)
     assert not made_independent(steady_model("llama", torch.bfloat16))
     assert "could not be found out" in caplog.text
 
@@ -173,8 +174,8 @@ def test_logits_that_differ_rule_out_an_arrangement_as_well(monkeypatch: pytest.
         looked.append(model.lean.arranged)  # type: ignore[union-attr]
         return len(looked) == 3
 
-    monkeypatch.setattr("moedraft.cpu.independence.sums_alike", lambda config, dtype, arranged: True)
-    monkeypatch.setattr("moedraft.cpu.independence.independent", the_third)
+    monkeypatch.setattr("moedraft.cpu.steady.independence.sums_alike", lambda config, dtype, arranged: True)
+    monkeypatch.setattr("moedraft.cpu.steady.independence.independent", the_third)
     assert made_independent(steady_model("llama", torch.bfloat16))
     assert looked == list(steady.ARRANGEMENTS[torch.bfloat16][:3])
 
@@ -187,9 +188,9 @@ def test_the_first_arrangement_whose_sums_are_alike_is_taken(
     arrangements = steady.ARRANGEMENTS[torch.bfloat16]
     alike = [] if found is None else arrangements[found:]
     monkeypatch.setattr(
-        "moedraft.cpu.independence.sums_alike", lambda config, dtype, arranged: arranged in alike
+        "moedraft.cpu.steady.independence.sums_alike", lambda config, dtype, arranged: arranged in alike
     )
-    monkeypatch.setattr("moedraft.cpu.independence.independent", lambda model: True)
+    monkeypatch.setattr("moedraft.cpu.steady.independence.independent", lambda model: True)
     model = steady_model("llama", torch.bfloat16)
     first = model.lean
     assert made_independent(model) == (found is not None)
@@ -285,7 +286,7 @@ def test_attention_in_any_arrangement_is_attention(rows: int, width: int, apart:
 def test_for_large_models_of_known_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     small = random_model("llama", 0)
     assert not steady.fits(small.hf)
-    monkeypatch.setattr("moedraft.cpu.steady.SMALL", 1000)
+    monkeypatch.setattr("moedraft.cpu.steady.forward.SMALL", 1000)
     assert steady.fits(small.hf)
     assert not steady.fits(random_model("gpt_neox", 0).hf)
     assert not steady.fits(random_model("llama", 0).hf.double())
@@ -294,7 +295,7 @@ def test_for_large_models_of_known_kinds(monkeypatch: pytest.MonkeyPatch) -> Non
 @half
 def test_bfloat16_is_preferred_for_large_known_targets_only(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not gains_by_bfloat16(CONFIGS["llama"])
-    monkeypatch.setattr("moedraft.cpu.steady.SMALL", 1000)
+    monkeypatch.setattr("moedraft.cpu.steady.forward.SMALL", 1000)
     assert gains_by_bfloat16(CONFIGS["llama"])
     assert not gains_by_bfloat16(CONFIGS["gpt2"])
 

@@ -7,7 +7,7 @@ import torch
 from feature_records import CPU, EVERY, LAYERS, SOME, a_batch, a_draft, a_record, a_target
 
 from moedraft.core import ReplayRecord
-from moedraft.cpu.steady import SteadyForward
+from moedraft.cpu.steady.forward import SteadyForward
 from moedraft.distill.joint.feature_batches import OUTSIDE, DraftVocabulary, taught_at, within
 from moedraft.distill.joint.joint_loss import acceptance, loss_of
 from moedraft.distill.joint.joint_student import JointStudent

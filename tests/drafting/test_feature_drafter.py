@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moedraft.core import SamplingParams
-from moedraft.cpu.steady import SteadyForward
+from moedraft.cpu.steady.forward import SteadyForward
 from moedraft.drafting.drafter import NoDrafter, NoExperts
 from moedraft.drafting.feature import MOST_WAITING, FeatureDrafter
 from moedraft.engine.engine import Engine

@@ -7,7 +7,7 @@ own result, compared to the last bit, these numbers matter in three ways, which 
 - these numbers decide how each thread's buffers are aligned in memory, and the order of sums follows that;
 - long sums are taken in parts, whose sizes depend on how many positions there are.
 
-`cpu/independence.py` measures whether anything is left of this on the CPU at hand.
+`cpu/steady/independence.py` measures whether anything is left of this on the CPU at hand.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def laid_out(queries: torch.Tensor, apart: bool) -> torch.Tensor:
 def taken_back(mixed: torch.Tensor, width: int, group: int, apart: bool) -> torch.Tensor:
     """The inverse of `laid_out`, for what `attend` gave."""
     batch, heads, _, size = mixed.shape
-    rows = mixed.unflatten(2, (width if apart else 1, -1))
+    rows = mixed.reshape(batch, heads, width if apart else 1, -1, size)
     own = rows[:, :, :, : group if apart else width * group]
     return own.reshape(batch, heads, width, group, size)
 

@@ -116,36 +116,18 @@ class FusedFeature:
         self._turn_until(at.length)
         group, positions = heads // kv_heads, positions.contiguous()
         queries = x.new_empty(batch, kv_heads, width * group, size)
-        self._turn(
-            self._zero,
-            asked.data_ptr(),
-            made.data_ptr(),
-            held.data_ptr(),
-            heads * size,
-            kv_heads * size,
-            self._cos.data_ptr(),
-            self._sin.data_ptr(),
-            positions.data_ptr(),
-            0,
-            positions.data_ptr(),
-            queries.data_ptr(),
-            store.keys.data_ptr(),
-            store.values.data_ptr(),
-            batch * width,
-            width,
-            at.first,
-            heads,
-            kv_heads,
-            size // 2,
-            store.capacity,
-            group,
-            width * group,
-        )
-        read = (stored[at.first : at.last, :, : at.length] for stored in (store.keys, store.values))
-        mixed = scaled_dot_product_attention(queries, *read, self._mask(at, positions, group))
+        made_of = [each.data_ptr() for each in (asked, made, held)]
+        turned_by = [each.data_ptr() for each in (self._cos, self._sin, positions)]
+        written_to = [each.data_ptr() for each in (queries, store.keys, store.values)]
+        rows, wide = (batch * width, width, at.first), (heads * size, kv_heads * size)
+        sizes = heads, kv_heads, size // 2, store.capacity, group, width * group
+        where = 0, positions.data_ptr()
+        self._turn(self._zero, *made_of, *wide, *turned_by, *where, *written_to, *rows, *sizes)
+        keys, values = (stored[at.first : at.last, :, : at.length] for stored in (store.keys, store.values))
+        mixed = scaled_dot_product_attention(queries, keys, values, self._mask(at, positions, group))
         out = x.new_empty(batch, width, heads * size)
-        sizes = batch * width, batch * width, width, heads, kv_heads, size, group
-        self._take_back(self._zero, mixed.data_ptr(), 0, out.data_ptr(), *sizes, *mixed.stride()[:3])
+        shape = batch * width, batch * width, width, heads, kv_heads, size, group
+        self._take_back(self._zero, mixed.data_ptr(), 0, out.data_ptr(), *shape, *mixed.stride()[:3])
         return out
 
     @staticmethod

@@ -10,11 +10,11 @@ together with it, to the last bit:
 
 - weights are laid out for a number of rows for which oneDNN has one order of summing, whatever the rows;
 - many rows are multiplied in pieces of at most `PIECE` rows, since larger ones are summed otherwise;
-- attention is computed for numbers of queries and positions that are summed alike (`cpu/attention.py`).
+- attention is computed for numbers of queries and positions that are summed alike (`attention.py`).
 
 Which layout of the weights that is, and whether attention must take each token by itself, differs between
-processors (`Arrangement`). `cpu/independence.py` measures whether all this holds on the CPU at hand. The
-plain twin is transformers' own forward.
+processors (`Arrangement`). `independence.py` measures whether all this holds on the CPU at hand. The plain
+twin is transformers' own forward.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from torch.nn.functional import pad, silu
 
 from moedraft.cache import Cursor, SlotCache
 from moedraft.cpu import SMALL
-from moedraft.cpu.attention import bias_of, positions_read
 from moedraft.cpu.huge_pages import use_huge_pages
 from moedraft.cpu.lean import KNOWN
 from moedraft.cpu.optional import compiled
-from moedraft.cpu.plain import PlainMixing, PlainNorm
 from moedraft.cpu.products import bound_caches, packs
-from moedraft.cpu.spans import Part, Span
+from moedraft.cpu.steady.attention import bias_of, positions_read
+from moedraft.cpu.steady.plain import PlainMixing, PlainNorm
+from moedraft.cpu.steady.spans import Part, Span
 
 if TYPE_CHECKING:
-    from moedraft.cpu.fused import FusedMixing, FusedNorm
+    from moedraft.cpu.steady.fused import FusedMixing, FusedNorm
 
 PIECE = 128  # rows of one product
 SINGLE, DOUBLE = 8, 16  # code is generated for every number of rows up to 8, every second up to 16, then 8th
@@ -207,7 +207,7 @@ class Between:
 def between_products(hf: Any, arranged: Arrangement, fuse: bool) -> Between:
     """In compiled functions where Numba is installed and `fuse` is set, else in PyTorch's own operations."""
     parts = hf.config, hf.model.rotary_emb, hf.dtype, arranged.apart
-    if fuse and (fused := compiled("fused")) is not None:
+    if fuse and (fused := compiled("steady.fused")) is not None:
         filled = partial(filled_up, fewest=arranged.fewest)
         return Between(
             lambda norm: fused.FusedNorm(norm, hf.dtype, filled), fused.FusedMixing(*parts, filled)

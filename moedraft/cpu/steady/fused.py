@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from moedraft.cache import SlotLayer
-from moedraft.cpu.attention import attend, places_of
 from moedraft.cpu.compiled import BITS, add_norm, take_back, turn
-from moedraft.cpu.plain import Turns
-from moedraft.cpu.spans import Span
+from moedraft.cpu.steady.attention import attend, places_of
+from moedraft.cpu.steady.plain import Turns
+from moedraft.cpu.steady.spans import Span
 
 Filled = Callable[[int], int]  # rows → how many are multiplied
 
@@ -88,46 +88,16 @@ class FusedMixing:
         half = turns[0].shape[1]
         joined, cos, sin = (span.of(each) for each in (joined, *turns))
         queries = joined.new_zeros(batch, self.kv_heads, places, 2 * half)
-        asking, where, first = joined.data_ptr(), span.places.data_ptr(), span.cursor.first
-        head = 2 * half * joined.itemsize
+        where, first, head = span.places.data_ptr(), span.cursor.first, 2 * half * joined.itemsize
+        made_of = [joined.data_ptr() + heads * head for heads in (0, self.heads, self.heads + self.kv_heads)]
+        turned_by = cos.data_ptr(), sin.data_ptr(), 0
+        written_to = [each.data_ptr() for each in (queries, store.keys, store.values)]
+        wide, sizes = joined.shape[1], (self.heads, self.kv_heads, half, store.capacity, apart, places)
+        read_at = where, span.positions.data_ptr()
         self._turn(
-            self._zero,
-            asking,
-            asking + self.heads * head,
-            asking + (self.heads + self.kv_heads) * head,
-            joined.shape[1],
-            joined.shape[1],
-            cos.data_ptr(),
-            sin.data_ptr(),
-            0,
-            where,
-            span.positions.data_ptr(),
-            queries.data_ptr(),
-            store.keys.data_ptr(),
-            store.values.data_ptr(),
-            rows,
-            width,
-            first,
-            self.heads,
-            self.kv_heads,
-            half,
-            store.capacity,
-            apart,
-            places,
+            self._zero, *made_of, wide, wide, *turned_by, *read_at, *written_to, rows, width, first, *sizes
         )
         keys, values = (stored[first : first + batch, :, :read] for stored in (store.keys, store.values))
         mixed = attend(queries, keys, values, span.bias, width if self.apart else 1)
-        self._take_back(
-            self._zero,
-            mixed.data_ptr(),
-            where,
-            out.data_ptr(),
-            rows,
-            len(out),
-            width,
-            self.heads,
-            self.kv_heads,
-            2 * half,
-            apart,
-            *mixed.stride()[:3],
-        )
+        between = self.heads, self.kv_heads, 2 * half, apart, *mixed.stride()[:3]
+        self._take_back(self._zero, mixed.data_ptr(), where, out.data_ptr(), rows, len(out), width, *between)

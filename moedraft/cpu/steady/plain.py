@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from moedraft.cache import SlotLayer
-from moedraft.cpu.attention import attend, laid_out, taken_back
-from moedraft.cpu.spans import Span
+from moedraft.cpu.steady.attention import attend, laid_out, taken_back
+from moedraft.cpu.steady.spans import Span
 
 Turns = tuple[torch.Tensor, torch.Tensor]  # what rotary positions multiply by
 

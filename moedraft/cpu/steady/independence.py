@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from moedraft.cache import SlotCache
-from moedraft.cpu import attention, steady
+from moedraft.cpu.steady import attention, forward
 from moedraft.evidence import Beside
 
 log = logging.getLogger(__name__)
@@ -63,12 +63,12 @@ def made_independent(model: FastModel) -> bool:
     Returns whether there is one; no, where that cannot be found out.
     """
     try:
-        for number, arranged in enumerate(steady.ARRANGEMENTS[model.dtype]):
+        for number, arranged in enumerate(forward.ARRANGEMENTS[model.dtype]):
             if not sums_alike(model.hf.config, model.dtype, arranged):
                 continue
             if number:  # the model is in the first one
                 model.lean = None  # its copy of the weights, before another is made
-                model.lean = steady.SteadyForward(model.hf, arranged)
+                model.lean = forward.SteadyForward(model.hf, arranged)
             if independent(model):
                 return True
     except Exception:
@@ -103,7 +103,7 @@ def independent(model: SlotModel) -> bool:
 
 
 @torch.inference_mode()
-def sums_alike(config: Any, dtype: torch.dtype, arranged: steady.Arrangement) -> bool:
+def sums_alike(config: Any, dtype: torch.dtype, arranged: forward.Arrangement) -> bool:
     """Whether the products and the attention of such a model sum in one order, whatever goes with a token."""
     random = torch.Generator().manual_seed(0)
     return all(
@@ -143,7 +143,7 @@ def _products_alike(
     inputs: int,
     biased: bool,
     dtype: torch.dtype,
-    arranged: steady.Arrangement,
+    arranged: forward.Arrangement,
     random: torch.Generator,
 ) -> bool:
     outputs, half = min(outputs, OUTPUTS), inputs // 2
@@ -152,7 +152,7 @@ def _products_alike(
     layer.weight = nn.Parameter(weight, requires_grad=False)
     if biased:
         layer.bias = nn.Parameter(torch.zeros(outputs, dtype=dtype), requires_grad=False)
-    product = steady.SteadyProduct([layer], arranged)
+    product = forward.SteadyProduct([layer], arranged)
     x = _cancelling(torch.randn(max(ROWS), half, generator=random), -1).to(dtype)
     singly = torch.cat([product(x[row : row + 1]) for row in range(max(ROWS))])
     return all(torch.equal(product(x[:rows]), singly[:rows]) for rows in ROWS)
@@ -161,7 +161,7 @@ def _products_alike(
 def _attention_alike(
     config: Any,
     dtype: torch.dtype,
-    arranged: steady.Arrangement,
+    arranged: forward.Arrangement,
     seen: int,
     of_scores: bool,
     random: torch.Generator,
