@@ -31,7 +31,7 @@ ROOMS = {
     "distill/judging": (9, 1250),
     "drafting": (21, 3020),
     "engine": (15, 1600),
-    "feature": (12, 1500),
+    "feature": (12, 1530),
     "insight": (10, 1520),
     "kernels": (25, 3900),
     "moedraft": (17, 2500),  # the files that lie in no folder

@@ -28,7 +28,7 @@ WARM_UP = 8  # prompts that are answered before anything is measured
 WARM_UP_TOKENS = 16  # of each, at most
 QUEUE_SECONDS = 100.0  # for the held-out prompts in queues; on a slow machine fewer of them are measured
 LEAST_ROUNDS = 5  # of one held-out prompt for each domain: fewer give no interval for a domain
-ALONE_SECONDS = 150.0  # for held-out prompts one at a time
+ALONE_SECONDS = 130.0  # for held-out prompts one at a time
 SECONDS = {True: 205.0, False: 100.0}  # for stream and learning, by whether the draft is a feature drafter
 
 

@@ -16,8 +16,8 @@ NAMES = {
     PLAIN: "plain\ndecoding",
     STATIC: "static\ndraft",
     EXPERTS: "experts",
-    LOOKUP: "lookup\nin the text",
-    SERVED: "experts\nand lookup,\nas served",
+    LOOKUP: "lookup",
+    SERVED: "experts\n+ lookup,\nas served",
 }
 STYLE = {
     "font.size": 13,
@@ -53,11 +53,11 @@ def draw(result: Result, path: Path) -> None:
 
     height = 3.6 + 0.24 * max(8, len(result.rows))
     with pyplot.rc_context(STYLE):
-        figure, axes = pyplot.subplots(1, 3, figsize=(17, height), width_ratios=[5, 4.4, 4.4])
+        figure, axes = pyplot.subplots(1, 3, figsize=(17, height), width_ratios=[5, 4.4, 5])
         _stream(axes[0], result)
         _domains(axes[1], result)
         _seconds(axes[2], result)
-        figure.tight_layout(w_pad=2.0)
+        figure.tight_layout(w_pad=1.0)
         figure.savefig(path, dpi=110)
         pyplot.close(figure)
 
