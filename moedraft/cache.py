@@ -84,9 +84,9 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def grow(self, capacity: int) -> None:
         if self.is_initialized:
-            extra = capacity - self.capacity
-            self.keys = torch.nn.functional.pad(self.keys, (0, 0, 0, extra))
-            self.values = torch.nn.functional.pad(self.values, (0, 0, 0, extra))
+            more = (0, 0, 0, capacity - self.capacity)
+            keys, values = (torch.nn.functional.pad(store, more) for store in (self.keys, self.values))
+            self.keys, self.values = keys, values  # both or, where memory does not suffice, neither
         self.capacity = capacity
 
     def swap(self, a: int, b: int, length: int) -> None:
@@ -132,6 +132,8 @@ class SlotCache(Cache):  # type: ignore[misc]
         starts: the position of each slot's first token. Grows the cache where it is too short.
         """
         count, length = len(starts), max(starts) + width
+        if first < 0 or first + count > self.slots:
+            raise IndexError(f"the cache has {self.slots} slots, not {first + count}.")
         self.reserve(length)
         steps = torch.arange(width, device=device)
         if all(start == starts[0] for start in starts):

@@ -45,6 +45,12 @@ def bench(found: dict[str, Any]) -> str:
         f"{found['prompts']} prompts, device {found['device']}, {found['threads']} threads; a draft step "
         f"costs {found['cost_ratio']:.2f} target steps, verification {found['verify_share']:.1%} of a step."
     )
+    alike = found.get("answers_as_transformers", found["prompts"])
+    if alike < found["prompts"]:
+        note += (
+            f" Same answers: as each one's own plain decoding; {alike} of the {found['prompts']} without "
+            "drafts are those of transformers too, which rounds otherwise in bfloat16."
+        )
     return f"{table(head, rows)}\n\n{note}"
 
 
@@ -274,6 +280,7 @@ SOURCES = {
     "learning_cost": ("serve_learning.json", learning_cost),
     "learning_cost_closed": ("serve_learning_closed.json", learning_cost),
     "bench": ("bench.json", bench),
+    "bench_smollm2": ("smollm2/bench.json", bench),
     "learning": ("learning.json", learning),
     "router": ("router.json", router),
     "refusals": ("router.json", refusals),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moedraft.cpu.optional import compiled
+from moedraft.cpu.optional import with_compiled
 from moedraft.feature.config import config_for
 from moedraft.feature.model import FeatureDraft
 from moedraft.models import LanguageModel
@@ -23,6 +23,5 @@ def draft_for(target: LanguageModel, vocabulary: torch.Tensor = SOME) -> Feature
     )
     weights = (hf.get_input_embeddings().weight.detach(), hf.get_output_embeddings().weight.detach())
     draft = FeatureDraft(config, vocabulary, *weights).eval().requires_grad_(False)
-    if (fast := compiled("feature_layer")) and fast.fits(draft):  # as drafters that are loaded
-        draft.faster = fast.FusedFeature(draft)
+    draft.faster = with_compiled("feature_layer", lambda module: module.fused_for(draft))  # as when loaded
     return draft

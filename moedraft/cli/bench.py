@@ -100,6 +100,12 @@ def _show(found: dict[str, Any], title: str) -> None:
         row = (f"{one['tokens_per_second']:.1f}", f"{one['ratio']:.2f}", theory, length)
         table.add_row(name, *row, "yes" if one["same_answers"] else "NO")
     Console(highlight=False).print(table)
+    alike = found["answers_as_transformers"]
+    if alike < found["prompts"]:
+        note(
+            f"Same answers: as each one's own plain decoding. Without drafts {alike} of {found['prompts']} "
+            "answers are those of transformers too, which rounds otherwise in half precision."
+        )
     steps = found["step_ms"]
     note(
         f"target step {steps['target_ms']:.2f} ms, draft step {steps['draft_ms']:.2f} ms "

@@ -9,8 +9,11 @@ rounding; each module's docstring names that plainer code. The setting `cpu_fast
 | `products` | keeps weights in layouts that oneDNN multiplies faster |
 | `lean` | runs a small Llama-like model with fewer operations than transformers does |
 | `steady` | runs a larger Llama-like model, in bfloat16 where that is exact |
-| `attention` | adds in an order that does not depend on what is computed together |
-| `independence` | finds out whether that is so for a whole model on the CPU at hand |
+| `steady.attention` | adds in an order that does not depend on what is computed together |
+| `steady.independence` | finds out whether that is so for a whole model on the CPU at hand |
+| `feature_layer` | runs a feature drafter |
+| `compiled` | small operations, compiled by Numba, for `steady` and `feature_layer` |
+| `optional` | what to do where Numba is missing |
 | `huge_pages` | puts weights into large memory pages, which are read faster |
 | `groups` | drafts a batch of several experts expert by expert |
 | `threads` | runs a small model on one thread, and what works beside the engine as well |

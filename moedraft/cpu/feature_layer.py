@@ -9,19 +9,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.nn.functional import scaled_dot_product_attention
 
 from moedraft.cache import Cursor, SlotCache
-from moedraft.cpu.compiled import BITS, add_norm, norm, take_back, turn
+from moedraft.cpu.compiled import BITS, add_norm, gate, norm, take_back, turn
 
 MORE_TURNS = 512  # positions by which the table of turns grows
 
 
-def fits(draft: Any) -> bool:
-    """Whether this module can run it: on a CPU, with a Llama layer, in the precision of the embeddings."""
+def fused_for(draft: Any) -> FusedFeature | None:
+    """For a drafter on a CPU with a Llama layer and in the precision of the embeddings; None for others."""
     dtype = draft.fc.weight.dtype
     known = dtype in BITS and draft.embeddings.dtype == dtype and draft.embeddings.is_contiguous()
-    return known and draft.fc.weight.device.type == "cpu" and draft.config.kind == "llama"
+    fits = known and draft.fc.weight.device.type == "cpu" and draft.config.kind == "llama"
+    return FusedFeature(draft) if fits else None
 
 
 class FusedFeature:
@@ -33,7 +34,7 @@ class FusedFeature:
         self.dtype = draft.fc.weight.dtype
         self._zero = BITS[self.dtype]
         self._norm, self._add_norm = norm(self.dtype), add_norm(self.dtype, self.dtype)
-        self._turn, self._take_back = turn(self.dtype), take_back(self.dtype)
+        self._turn, self._take_back, self._gate = turn(self.dtype), take_back(self.dtype), gate(self.dtype)
         self._embeds, self._states = weights_of(layer.input_layernorm), weights_of(layer.hidden_norm)
         self._between, self._last = weights_of(layer.post_attention_layernorm), weights_of(draft.norm)
         self._features: torch.Tensor | None = None  # float32 [parts, size]
@@ -41,10 +42,11 @@ class FusedFeature:
             self._features = weights_of(draft.input_norm)[None]
         elif self.config.fc_norm:
             self._features = torch.stack([weights_of(one) for one in draft.fc_norm])
-        self._cos = self._sin = torch.empty(0, self.config.head_dim // 2)
+        self._turns = (torch.empty(0, self.config.head_dim // 2),) * 2  # cosines and sines by position
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """As `FeatureDraft.fuse`."""
+        assert features.dtype == self.dtype, "read by its address"
         if self._features is not None:
             normed = torch.empty(features.shape, dtype=self.dtype)
             self._normed(features.contiguous(), self._features, normed, features.shape[-1])
@@ -54,6 +56,7 @@ class FusedFeature:
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
         """The drafter's last norm of [..., H]."""
+        assert hidden.dtype == self.dtype, "read by its address"
         normed = torch.empty(hidden.shape, dtype=self.dtype)
         self._normed(hidden.contiguous(), self._last[None], normed, hidden.shape[-1])
         return normed
@@ -62,6 +65,8 @@ class FusedFeature:
         self, cache: SlotCache, states: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
         """As `FeatureDraft.advance`, for states [B, T, H] at the cache's cursor."""
+        assert (states.dtype, token_ids.dtype) == (self.dtype, torch.int64), "read by their addresses"
+        assert states.shape[:2] == token_ids.shape == positions.shape, "one state for each token"
         layer, size, states = self.layer, states.shape[-1], states.contiguous()
         joined = torch.empty(*token_ids.shape, 2 * size, dtype=self.dtype)
         begin = joined[..., size:]
@@ -70,8 +75,7 @@ class FusedFeature:
         mixed = layer.self_attn.o_proj(self._attend(layer.self_attn, cache, joined, positions))
         residual = begin.contiguous() if layer.norm_before_residual else states
         hidden, normed = self._sum(residual, mixed, self._between)
-        mlp = layer.mlp
-        more = mlp.down_proj(silu(mlp.gate_proj(normed)).mul_(mlp.up_proj(normed)))
+        more = layer.mlp.down_proj(self._gated(layer.mlp, normed))
         hidden, normed = self._sum(hidden, more, self._last)
         return normed if self.config.norm_output else hidden
 
@@ -89,7 +93,8 @@ class FusedFeature:
         where = 0 if chosen is None else chosen.data_ptr()
         epsilon = self.config.rms_norm_eps
         addresses = x.data_ptr(), where, weight.data_ptr(), out.data_ptr()
-        self._norm(self._zero, *addresses, rows, parts, size, step, epsilon)
+        known = x.numel() // (parts * size)
+        self._norm(self._zero, *addresses, rows, known, parts, size, step, epsilon)
 
     def _sum(
         self, hidden: torch.Tensor, added: torch.Tensor, weight: torch.Tensor
@@ -113,11 +118,11 @@ class FusedFeature:
         if not store.is_initialized:
             like = x.new_empty(1, kv_heads, 1, size)
             store.lazy_initialization(like, like)
-        self._turn_until(at.length)
+        turns = self._turns_until(at.length)
         group, positions = heads // kv_heads, positions.contiguous()
         queries = x.new_empty(batch, kv_heads, width * group, size)
         made_of = [each.data_ptr() for each in (asked, made, held)]
-        turned_by = [each.data_ptr() for each in (self._cos, self._sin, positions)]
+        turned_by = [each.data_ptr() for each in (*turns, positions)]
         written_to = [each.data_ptr() for each in (queries, store.keys, store.values)]
         rows, wide = (batch * width, width, at.first), (heads * size, kv_heads * size)
         sizes = heads, kv_heads, size // 2, store.capacity, group, width * group
@@ -138,12 +143,21 @@ class FusedFeature:
         seen = torch.arange(at.length) <= positions[:, :, None]
         return seen.repeat_interleave(group, dim=1)[:, None]
 
-    def _turn_until(self, length: int) -> None:
-        """Have cosines and sines for the positions below `length`."""
-        if length > len(self._cos):
+    def _turns_until(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines for the positions below `length`, and more."""
+        if length > len(self._turns[0]):
             positions = torch.arange(length + MORE_TURNS)[:, None].float()
             angles = positions * self.layer.self_attn.frequencies
-            self._cos, self._sin = angles.cos(), angles.sin()
+            self._turns = angles.cos(), angles.sin()
+        return self._turns
+
+    def _gated(self, mlp: Any, x: torch.Tensor) -> torch.Tensor:
+        """SiLU of the gate's product times the other one, [B, T, I]."""
+        one, other = mlp.gate_proj(x).contiguous(), mlp.up_proj(x).contiguous()
+        out, size = torch.empty_like(one), one.shape[-1]
+        addresses = [each.data_ptr() for each in (one, other, out)]
+        self._gate(self._zero, *addresses, one.numel() // size, size, size)
+        return out
 
 
 def weights_of(layer: Any) -> torch.Tensor:

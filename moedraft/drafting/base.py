@@ -13,7 +13,7 @@ from moedraft import cpu
 from moedraft.cache import SlotCache
 from moedraft.config import Settings
 from moedraft.core import InvalidRequest, MoedraftError, UnsupportedModel
-from moedraft.cpu.optional import compiled
+from moedraft.cpu.optional import with_compiled
 from moedraft.drafting.drafter import ExpertDrafter
 from moedraft.drafting.feature import FeatureDrafter
 from moedraft.drafting.kept import ReadStates, StateKeeper
@@ -149,8 +149,8 @@ def load_feature_base(folder: Path, target: LanguageModel, dtype: torch.dtype | 
         raise InvalidRequest(f"the drafter in {folder} does not fit {target.name}: {error}") from error
     draft = draft.to(target.device, dtype or target.dtype)
     base = FeatureBase(draft.eval().requires_grad_(False), target, folder)
-    if dtype is None and cpu.allows(base) and (fast := compiled("feature_layer")) and fast.fits(draft):
-        draft.faster = fast.FusedFeature(draft)
+    if dtype is None and cpu.allows(base):
+        draft.faster = with_compiled("feature_layer", lambda module: module.fused_for(draft))
     return base
 
 

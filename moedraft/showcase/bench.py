@@ -7,6 +7,7 @@ import platform
 from collections.abc import Callable
 from functools import partial
 from importlib import metadata
+from operator import eq
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from moedraft.showcase.shipped import Query
 from moedraft.system.build import System
 
 BASELINE, ASSISTED = "transformers generate", "transformers assisted"
+PLAIN = "moedraft plain"
 OTHER = ("moedraft other draft", "moedraft other draft + lookup")
 
 
@@ -74,6 +76,7 @@ def run(
         "adapted": bool(system.bank.experts or system.bank.shared),
         "draft": system.draft.name,
         "other_draft": other.draft.name if other else None,
+        "answers_as_transformers": sum(map(eq, timed[PLAIN].answers, timed[BASELINE].answers)),
         "prompts": len(queries),
         **surroundings(system),
     }
@@ -120,7 +123,7 @@ def our_runners(system: System, outputs: Outputs) -> dict[str, Runner]:
     """Our systems. Every answer is added to `outputs` under the name of its system."""
     ours = partial(runner_of, system, outputs)
     return {
-        "moedraft plain": ours("moedraft plain", draft=False),
+        PLAIN: ours(PLAIN, draft=False),
         "moedraft generic draft": base_only(system, ours("moedraft generic draft", "model", expert=SHARED)),
         "moedraft experts": ours("moedraft experts", "model"),
         "moedraft lookup": ours("moedraft lookup", "lookup"),
@@ -156,11 +159,12 @@ def runner_of(
 def figures(name: str, timed: dict[str, Timed], outputs: Outputs, cost_ratio: float) -> dict[str, Any]:
     """What is reported of one system."""
     one, base = timed[name], timed[BASELINE]
+    plain = base if name.startswith("transformers") else timed[PLAIN]
     return {
         "tokens_per_second": round(one.tokens_per_second, 2),
         "rounds": [round(value, 2) for value in one.rounds],
         "ratio": round(one.tokens_per_second / base.tokens_per_second, 3),
-        "same_answers": one.answers == base.answers,
+        "same_answers": one.answers == plain.answers,
         **speculation(outputs.get(name, []), cost_ratio),
     }
 

@@ -29,6 +29,7 @@ WARM_UP_TOKENS = 16  # of each, at most
 QUEUE_SECONDS = 100.0  # for the held-out prompts in queues; on a slow machine fewer of them are measured
 LEAST_ROUNDS = 5  # of one held-out prompt for each domain: fewer give no interval for a domain
 ALONE_SECONDS = 130.0  # for held-out prompts one at a time
+ALL_SECONDS = 440.0  # for everything; on a slow machine fewer prompts are answered one at a time
 SECONDS = {True: 205.0, False: 100.0}  # for stream and learning, by whether the draft is a feature drafter
 
 
@@ -124,7 +125,7 @@ class Demo:
         self._begin("held-out prompts in a queue, eight at a time, five systems in turns")
         comparison.run_batches(with_short_answers(self.prompts.stream[-WARM_UP:], WARM_UP_TOKENS))
         self._begin("held-out prompts one at a time, five systems in turns")
-        return comparison.run(ALONE_SECONDS)
+        return comparison.run(min(ALONE_SECONDS, ALL_SECONDS - sum(self.took.values())))
 
     def _facts(self, trials: Trials, pace: Pace) -> dict[str, str]:
         target, draft, settings = self.system.target, self.system.draft, self.system.settings

@@ -171,7 +171,7 @@ def _full_batch(systems: list[SystemRow]) -> list[str]:
     """What is slower than plain decoding in full batches."""
     plain, *others = systems
     fast = plain.batched_tokens_per_second
-    slow = [one for one in others if one.batched_tokens_per_second < fast]
+    slow = [one for one in others if round(one.batched_tokens_per_second) < round(fast)]
     if not slow:
         return []
     named = joined([f"{one.name} ({one.batched_tokens_per_second:.0f})" for one in slow])

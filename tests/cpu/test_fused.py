@@ -1,22 +1,18 @@
-"""What is compiled computes what PyTorch's own operations do, and its absence changes nothing but time."""
+"""What is compiled computes what PyTorch's own operations do."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from moedraft.cpu import optional
-from moedraft.cpu.products import packs
-from moedraft.cpu.steady import forward as steady
 from moedraft.feature.config import config_for
 from moedraft.feature.model import FeatureDraft
 
 from random_models import VOCAB, random_model
 
-feature = pytest.importorskip("moedraft.cpu.feature_layer")
+feature = pytest.importorskip("moedraft.cpu.feature_layer", exc_type=ImportError)
 DTYPES = [torch.float32, torch.bfloat16]
 SWITCHES = [
     {},
@@ -49,11 +45,10 @@ def test_a_drafter_gives_the_same_in_compiled_functions(
     switches: dict[str, object], dtype: torch.dtype
 ) -> None:
     draft = draft_of(switches, dtype)
-    assert feature.fits(draft)
     features = torch.randn(3, 600, draft.config.features_size).to(dtype)
     ids = torch.randint(VOCAB, (3, 600))
     found = []
-    for fast in (feature.FusedFeature(draft), None):
+    for fast in (feature.fused_for(draft), None):
         draft.faster, cache = fast, draft.new_cache(5)
         states = draft.fuse(features)
         long = draft.advance(cache, 1, states, ids, [0, 0, 0])
@@ -77,12 +72,10 @@ def test_gradients_go_through_the_plain_forward() -> None:
 
 @pytest.mark.parametrize("kind", ["qwen3", "half and single"])
 def test_a_drafter_that_does_not_fit_is_left_to_pytorch(kind: str) -> None:
-    if kind == "qwen3":
-        assert not feature.fits(draft_of({"kind": "qwen3"}, torch.float32))
-        return
-    draft = draft_of({}, torch.float32)
-    draft.embeddings = draft.embeddings.bfloat16()
-    assert not feature.fits(draft)
+    draft = draft_of({"kind": "qwen3"} if kind == "qwen3" else {}, torch.float32)
+    if kind != "qwen3":
+        draft.embeddings = draft.embeddings.bfloat16()
+    assert feature.fused_for(draft) is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -103,21 +96,32 @@ def test_a_norm_is_the_same_and_rounds_as_pytorch_does(dtype: torch.dtype) -> No
         assert normed[3].isnan().all()
 
 
-@pytest.mark.skipif(not packs(torch.ones(1)), reason="no blocked products here")
-def test_without_numba_pytorch_computes_and_the_log_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def missing(name: str) -> None:
-        raise ImportError("Numba needs NumPy 2.4 or less.")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gate_is_the_same_for_each_row_whatever_the_others_are(dtype: torch.dtype) -> None:
+    from moedraft.cpu.steady.fused import FusedGate
+    from moedraft.cpu.steady.plain import plain_gate
 
-    monkeypatch.setattr(optional, "import_module", missing)
-    optional.compiled.cache_clear()
-    with caplog.at_level(logging.INFO):
-        model = random_model("llama", 3)
-        model.lean = steady.SteadyForward(model.hf)
-    optional.compiled.cache_clear()
-    assert type(model.lean.mixing).__name__ == "PlainMixing"
-    assert "Numba needs NumPy 2.4 or less." in caplog.text
-    ids = torch.randint(VOCAB, (1, 9))
-    logits = model.forward(model.new_cache(1), 0, ids, [0])
-    torch.testing.assert_close(logits, model.hf(ids).logits, rtol=1e-4, atol=1e-4)
+    joined = (torch.randn(130, 2 * 1003) * torch.logspace(-2, 2.5, 130)[:, None]).to(dtype)
+    joined[7, 3], joined[8, 5] = torch.nan, torch.inf
+    mixed = FusedGate(dtype)(joined)
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 1e-3}
+    torch.testing.assert_close(mixed, plain_gate(joined), equal_nan=True, **tolerance)
+    for row in range(130):
+        assert torch.equal(FusedGate(dtype)(joined[row : row + 1])[0].nan_to_num(9), mixed[row].nan_to_num(9))
+
+
+@pytest.mark.parametrize("wrong", [-3, VOCAB, 2**40])
+def test_a_token_that_does_not_exist_reads_no_foreign_memory(wrong: int) -> None:
+    draft = draft_of({}, torch.float32)
+    draft.faster = feature.fused_for(draft)
+    states = torch.randn(1, 1, draft.config.hidden_size)
+    found = [draft.advance(draft.new_cache(1), 0, states, torch.tensor([[t]]), [0]) for t in (wrong, 0)]
+    assert torch.equal(*found)
+
+
+def test_a_slot_that_does_not_exist_is_refused() -> None:
+    draft = draft_of({}, torch.float32)
+    states, ids = torch.randn(2, 1, draft.config.hidden_size), torch.zeros(2, 1, dtype=torch.int64)
+    for first in (-1, 2):
+        with pytest.raises(IndexError, match="3 slots"):
+            draft.advance(draft.new_cache(3), first, states, ids, [0, 0])

@@ -25,6 +25,7 @@ from moedraft.showcase.measure import compare, theoretical_speedup, transformers
 from moedraft.showcase.page import publish
 from moedraft.showcase.report import summary
 from moedraft.showcase.shipped import Query
+from moedraft.showcase.trials import SYSTEMS
 from moedraft.system.build import System, build, load, with_other_draft
 
 MODELS = importlib.resources.files("moedraft.data") / "models"
@@ -63,7 +64,8 @@ def test_demo_is_lossless_learns_and_reports(small: None, system: System, tmp_pa
     assert result.equal
     assert phases[-1] == "done"
     assert [row.domain for row in result.rows] == ["docs-de", "math", "sql"]
-    assert [one.name for one in result.systems] == ["plain decoding", "static draft", "experts"]
+    assert [one.name for one in result.systems] == list(SYSTEMS)
+    assert [one.name for one in result.systems][-1] == "experts and lookup"
     assert result.systems[0].tokens_per_step.value == 1
     assert system.store.updates.count()
     assert demo.published == sum(row[-1] > 0 for row in demo.table()) or demo.published > 1

@@ -26,16 +26,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.functional import pad, silu
+from torch.nn.functional import pad
 
 from moedraft.cache import Cursor, SlotCache
 from moedraft.cpu import SMALL
 from moedraft.cpu.huge_pages import use_huge_pages
 from moedraft.cpu.lean import KNOWN
-from moedraft.cpu.optional import compiled
+from moedraft.cpu.optional import with_compiled
 from moedraft.cpu.products import bound_caches, packs
 from moedraft.cpu.steady.attention import bias_of, positions_read
-from moedraft.cpu.steady.plain import PlainMixing, PlainNorm
+from moedraft.cpu.steady.plain import PlainMixing, PlainNorm, plain_gate
 from moedraft.cpu.steady.spans import Part, Span
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class SteadyForward:
     ragged = True  # padding costs as much as tokens do
 
     def __init__(self, hf: Any, arranged: Arrangement | None = None, *, fuse: bool = True) -> None:
-        """arranged: the first of `ARRANGEMENTS` unless another is named. fuse: where Numba is installed."""
+        """arranged: the first of `ARRANGEMENTS` unless another is named. fuse: use compiled functions."""
         arranged = arranged or ARRANGEMENTS[hf.dtype][0]
         between = between_products(hf, arranged, fuse)
         self.dtype, self.arranged = hf.dtype, arranged
@@ -183,7 +183,7 @@ class SteadyLayer:
     def __init__(self, layer: Any, between: Between, arranged: Arrangement) -> None:
         at, mlp = layer.self_attn, layer.mlp
         self.before = between.norm(layer.input_layernorm)
-        self.between = between.norm(layer.post_attention_layernorm)
+        self.between, self.gate = between.norm(layer.post_attention_layernorm), between.gate
         self.qkv = SteadyProduct([at.q_proj, at.k_proj, at.v_proj], arranged)
         self.gate_up = SteadyProduct([mlp.gate_proj, mlp.up_proj], arranged)
         self.out, self.down = SteadyProduct([at.o_proj], arranged), SteadyProduct([mlp.down_proj], arranged)
@@ -192,27 +192,30 @@ class SteadyLayer:
     def finish(self, hidden: torch.Tensor, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """From what attention found to the sum over layers, and what the MLP adds to it."""
         hidden, normed = self.between(hidden, self.out(mixed))
-        gate, up = self.gate_up(normed).chunk(2, dim=-1)
-        return hidden, self.down(silu(gate).mul_(up))
+        return hidden, self.down(self.gate(self.gate_up(normed)))
 
 
 @dataclass(frozen=True)
 class Between:
-    """What lies between the products: norms made of a model's own, and attention."""
+    """What lies between the products: norms made of a model's own, attention, and the gate of an MLP."""
 
     norm: Callable[[Any], PlainNorm | FusedNorm]
     mixing: PlainMixing | FusedMixing
+    gate: Callable[[torch.Tensor], torch.Tensor]
 
 
 def between_products(hf: Any, arranged: Arrangement, fuse: bool) -> Between:
-    """In compiled functions where Numba is installed and `fuse` is set, else in PyTorch's own operations."""
+    """In compiled functions where Numba works and `fuse` is set, else in PyTorch's own operations."""
     parts = hf.config, hf.model.rotary_emb, hf.dtype, arranged.apart
-    if fuse and (fused := compiled("steady.fused")) is not None:
+
+    def compiled(fused: Any) -> Between:
         filled = partial(filled_up, fewest=arranged.fewest)
-        return Between(
-            lambda norm: fused.FusedNorm(norm, hf.dtype, filled), fused.FusedMixing(*parts, filled)
-        )
-    return Between(lambda norm: PlainNorm(norm, hf.dtype), PlainMixing(*parts))
+        fused.FusedNorm(hf.model.norm, hf.dtype, filled)  # what fails, fails here
+        mixing, gate = fused.FusedMixing(*parts, filled), fused.FusedGate(hf.dtype)
+        return Between(lambda norm: fused.FusedNorm(norm, hf.dtype, filled), mixing, gate)
+
+    found = with_compiled("steady.fused", compiled) if fuse else None
+    return found or Between(lambda norm: PlainNorm(norm, hf.dtype), PlainMixing(*parts), plain_gate)
 
 
 def joined(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from moedraft.cache import SlotLayer
-from moedraft.cpu.compiled import BITS, add_norm, take_back, turn
+from moedraft.cpu.compiled import BITS, add_norm, gate, take_back, turn
 from moedraft.cpu.steady.attention import attend, places_of
 from moedraft.cpu.steady.plain import Turns
 from moedraft.cpu.steady.spans import Span
@@ -50,6 +50,20 @@ class FusedNorm:
         return sums, normed
 
 
+class FusedGate:
+    """As `plain_gate`, rounded once."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._call, self._zero = gate(dtype), BITS[dtype]
+
+    def __call__(self, joined: torch.Tensor) -> torch.Tensor:
+        rows, size = joined.shape[0], joined.shape[1] // 2
+        out, first = joined.new_empty(rows, size), joined.data_ptr()
+        second = first + size * joined.itemsize
+        self._call(self._zero, first, second, out.data_ptr(), rows, size, 2 * size)
+        return out
+
+
 class FusedMixing:
     """Turns queries and keys by their positions, stores keys and values, and attends."""
 
@@ -68,7 +82,7 @@ class FusedMixing:
     def __call__(
         self, joined: torch.Tensor, turns: Turns, spans: list[Span], store: SlotLayer
     ) -> torch.Tensor:
-        """As `PlainMixing`'s; both may have more rows than there are tokens."""
+        """As `PlainMixing`'s; `joined` and the result may have more rows than there are tokens."""
         size = 2 * turns[0].shape[1]
         if not store.is_initialized:
             like = joined.new_empty(1, self.kv_heads, 1, size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn.functional import silu
 
 from moedraft.cache import SlotLayer
 from moedraft.cpu.steady.attention import attend, laid_out, taken_back
@@ -28,6 +29,12 @@ class PlainNorm:
         x = hidden if added is None else hidden + added
         factor = (x * x).sum(-1, keepdim=True).add_(self.epsilon).rsqrt_()
         return x, torch.mul(x * factor, self.weight, out=torch.empty_like(x, dtype=self.dtype))
+
+
+def plain_gate(joined: torch.Tensor) -> torch.Tensor:
+    """SiLU of the first half of [N, 2 I] times the second half."""
+    gate, up = joined.chunk(2, dim=-1)
+    return silu(gate).mul_(up)
 
 
 class PlainMixing:
