@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib import metadata
 from operator import eq
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -74,8 +75,8 @@ def run(
         "cost_ratio": round(ratio, 4),
         "verify_share": round(share, 4),
         "adapted": bool(system.bank.experts or system.bank.shared),
-        "draft": system.draft.name,
-        "other_draft": other.draft.name if other else None,
+        "draft": shown_name(system.draft.name),
+        "other_draft": shown_name(other.draft.name) if other else None,
         "answers_as_transformers": sum(map(eq, timed[PLAIN].answers, timed[BASELINE].answers)),
         "prompts": len(queries),
         **surroundings(system),
@@ -167,6 +168,11 @@ def figures(name: str, timed: dict[str, Timed], outputs: Outputs, cost_ratio: fl
         "same_answers": one.answers == plain.answers,
         **speculation(outputs.get(name, []), cost_ratio),
     }
+
+
+def shown_name(name: str) -> str:
+    """A model's name as a report may tell it: of a folder the last part, not where it lies."""
+    return Path(name).name if Path(name).is_dir() else name
 
 
 def surroundings(system: System) -> dict[str, Any]:

@@ -302,6 +302,25 @@ def test_the_plan_is_close_to_the_best_of_all(ragged: bool) -> None:
         assert reached > 0.93 * best
 
 
+@ragged
+def test_without_anything_looked_up_the_length_is_the_best_one(ragged: bool) -> None:
+    """Against brute force, exactly: there is nothing else to choose."""
+    rng = random.Random(2)
+    for _ in range(30):
+        budget = Budget(4, ragged)
+        slopes = rng.uniform(0, 0.3), rng.uniform(0.02, 0.2), rng.uniform(0.01, 0.15)
+        plain_first(budget, *slopes, rows=3)
+        means, least = [rng.uniform(0.2, 0.9) for _ in range(rng.randint(1, 3))], rng.choice([0, 0, 2])
+        rates = {
+            steps: (3 + sum(mean ** (i + 1) for mean in means for i in range(steps)))
+            / float(budget.costs.relative(3, steps, steps * (len(means) if ragged else 3)))
+            for steps in range(least, 5)
+        }
+        rate, steps, far = budget._best(means, {}, 3, least)
+        assert (steps, far) == (max(rates, key=lambda one: rates[one]), {})
+        assert rate == pytest.approx(rates[steps])
+
+
 def _chances(rng: random.Random) -> list[float]:
     start = rng.uniform(0.2, 0.95)
     return [start ** (i + 1) for i in range(rng.randint(1, 4))]

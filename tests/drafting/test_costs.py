@@ -21,6 +21,8 @@ def test_before_anything_is_measured_there_is_a_guess() -> None:
     begin, step, wide = PRIOR
     assert RoundCosts().relative(4, 2, 12) == pytest.approx(1 + begin + 2 * step + 3 * wide)
     assert RoundCosts().relative(4, 0, 0) == 1.0
+    for shape in ((4, 0, 0), (4, 2, 12), (1, 3, 3), (8, 0, 5)):
+        assert RoundCosts().of(*shape) == pytest.approx(float(RoundCosts().relative(*shape)))
 
 
 def test_what_was_measured_before_holds_until_real_rounds_are_timed() -> None:

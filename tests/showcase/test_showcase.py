@@ -19,7 +19,7 @@ from moedraft.feature.config import config_for
 from moedraft.feature.model import FeatureDraft
 from moedraft.models import LanguageModel, load_by
 from moedraft.showcase import shipped
-from moedraft.showcase.bench import OTHER, run
+from moedraft.showcase.bench import OTHER, run, shown_name
 from moedraft.showcase.demo import Demo
 from moedraft.showcase.measure import compare, theoretical_speedup, transformers_runner
 from moedraft.showcase.page import publish
@@ -93,8 +93,14 @@ def test_demo_and_bench_run_as_commands(
     found = json.loads(capsys.readouterr().out)
     assert found == json.loads((tmp_path / "b.json").read_text())
     assert all(one["same_answers"] for one in found["systems"].values())
+    assert found["answers_as_transformers"] == found["prompts"]
     assert main(arguments) == 0
     assert "transformers assisted" in capsys.readouterr().out
+
+
+def test_a_report_tells_no_folder_of_this_machine(tmp_path: Path) -> None:
+    assert shown_name(str(tmp_path)) == tmp_path.name
+    assert shown_name("Qwen/Qwen2.5-0.5B-Instruct") == "Qwen/Qwen2.5-0.5B-Instruct"
 
 
 def test_bench_compares_the_same_answers(small: None, system: System) -> None:
@@ -112,6 +118,7 @@ def test_bench_compares_the_same_answers(small: None, system: System) -> None:
         "moedraft experts + lookup",
     ]
     assert all(one["same_answers"] for one in found["systems"].values())
+    assert found["answers_as_transformers"] == found["prompts"]
     assert found["systems"]["moedraft plain"]["tokens_per_step"] == 1
     ours = [one for name, one in found["systems"].items() if name.startswith("moedraft")]
     assert all(one["tokens_per_step"] >= 1 for one in ours)
@@ -134,7 +141,7 @@ def test_bench_compares_both_kinds_of_draft_bases(small: None, system: System, t
     for name in OTHER:
         assert found["systems"][name]["same_answers"]
     assert found["systems"]["moedraft other draft"]["tokens_per_step"] >= 1
-    assert found["other_draft"] == str(tmp_path / "drafter")
+    assert found["other_draft"] == "drafter"
     assert not other.settings.home.exists()
     assert system.engine.generate("2 + 2 =")[0].token_ids  # its target still answers
 
