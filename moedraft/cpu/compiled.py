@@ -1,7 +1,7 @@
 """Small operations of a decoder layer, each compiled into one function by Numba.
 
-Between two products of a step PyTorch calls a dozen operations or two of a microsecond or two each; with
-SmolLM2 on two cores they took a quarter of a step. Here a norm with the sum before it is one call, and so are
+Between two products of a step PyTorch calls a dozen operations, each of a microsecond or two; with SmolLM2 on
+two cores they took a quarter of a step. Here a norm with the sum before it is one call, and so are
 turning queries and keys and storing keys and values, and the gate of an MLP. A token's numbers come from the
 same instructions whatever else is computed with it: a row is computed by itself, on one thread.
 
