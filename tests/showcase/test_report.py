@@ -111,6 +111,7 @@ def test_a_full_batch_that_is_slower_with_experts_is_said() -> None:
     made.seconds[EXPERTS] = 2.5
     [said] = [one for one in sentences(result_of(made, [], [], {})) if "full batch" in one]
     assert said.endswith("fewer tokens/s than plain decoding (120): experts (96).")
+    assert "each guess adds to what it computes" in " ".join(sentences(result_of(made, [], [], {})))
 
 
 def test_a_difference_from_plain_decoding_is_said() -> None:
