@@ -177,8 +177,8 @@ def _full_batch(systems: list[SystemRow]) -> list[str]:
     named = joined([f"{one.name} ({one.batched_tokens_per_second:.0f})" for one in slow])
     return [
         f"In a full batch these give fewer tokens/s than plain decoding ({fast:.0f}): {named}.",
-        "One step of the target serves all rows there, and each guess adds to what it computes; so do prompts "
-        "that router and drafter read.",
+        "One step of the target serves all rows there, and each guess adds to what it computes; reading "
+        "prompts for router and drafter costs time as well.",
     ]
 
 
