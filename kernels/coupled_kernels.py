@@ -68,7 +68,7 @@ def sweep_coupled(
             if chunk < NC:
                 offsets = chunk * CHUNK + tl.arange(0, CHUNK)
                 x = tl.load(source + offsets.to(tl.int64) * stride_v, mask=offsets < V, other=-INF)
-                wide = left(x, offsets, cut).to(tl.float64) / divisor
+                wide = left(x.to(tl.float64), offsets, cut) / divisor
                 score = wide
                 if (greedy == 0) & (tl.max(wide, axis=0) > -INF):  # a filter leaves whole chunks empty
                     score += gumbel(tl.load(seed + b), tl.load(position + b) + j, chunk * CHUNK, CHUNK)
