@@ -808,7 +808,7 @@ def test_an_engine_that_fails_gets_one_request_at_a_time(
             fault.left = 1
             assert (await (await gated.submit("1", params())).result()).finish_reason == "error"
         assert gated.snapshot().failed is not None
-        trial = await submitted(gated, gate, 0)
+        trial = await gated.submit("0", params())  # taken at once; its step stays at the gate
         with pytest.raises(EngineFailed):
             gated.check_room()
         with pytest.raises(EngineFailed):
