@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from moedraft import core
 from moedraft.core import SHARED
 from moedraft.drafting.adapter import HEAD, Delta
+from moedraft.drafting.drawing import best_tokens
 from moedraft.drafting.feature import FeatureDrafter
 from moedraft.drafting.layer import Multiplies
 from moedraft.drafting.lora import ExpertBank
@@ -97,7 +98,7 @@ class FeatureJudge:
             if arm in experts and arm not in self.bank.unadapted:
                 found = heads.kept.needed({arm: experts[arm]}, lambda one: {HEAD: heads.made(shared, one)})
                 vocabulary, product = heads.vocabulary(experts[arm]), found[arm][HEAD]
-            yield vocabulary[product(states[None])[0].argmax(-1)]
+            yield vocabulary[best_tokens(product(states[None])[0])]
 
     @contextmanager
     def _every(self, arms: Sequence[str]) -> Iterator[None]:

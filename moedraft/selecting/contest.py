@@ -17,6 +17,7 @@ from moedraft.selecting.standings import Standings
 from moedraft.speculation import Standing
 
 GAPS = (6, 12, 24)  # tokens between two comparisons of an answer; the last gap repeats
+SURE = 0.9  # weight of a leader in the answer above which the gap is twice as long
 PROMPT_DEPTH = 24  # of the prompt's last tokens, how many are compared
 ANSWER_DEPTH = 16  # of an answer's last tokens, how many are compared at once
 PROMPT_STRENGTH = 0.6  # how much a token of the prompt counts beside one of the answer
@@ -40,6 +41,7 @@ class Contest:
         self.looked_at: set[str] = set()  # arms that were compared
         self.compared = 0  # entries of the drafter's cache that were compared or passed over
         self.times = 0
+        self.sure = False  # whether the answer itself has confirmed the leader
 
     @property
     def depth(self) -> int:
@@ -51,7 +53,7 @@ class Contest:
         row = self.row
         if passage.end <= passage.first or row.target_cached < row.num_prompt_tokens - 1:
             return False
-        gap = GAPS[min(self.times, len(GAPS)) - 1] if self.times else 0
+        gap = GAPS[min(self.times, len(GAPS)) - 1] * (2 if self.sure else 1) if self.times else 0
         left = row.params.max_tokens - row.num_generated
         return passage.end - self.compared >= gap and left > FEW_LEFT
 
@@ -84,10 +86,12 @@ class Contest:
         Arms that have come since the request began are left out.
         """
         known = {arm: found for arm, found in hits.items() if arm in self.standings.arms}
+        leader = self.standings.leader
         for standings in (self.standings, self.heard):
             standings.learn(known, 1.0 if self.times else PROMPT_STRENGTH)
         self.looked_at |= known.keys()
         self.compared = end
+        self.sure = self.times > 0 and self.standings.weights[leader] >= SURE
         self.times += 1
         if len(self.row.standings) < MOST_STANDINGS:
             self.row.standings.append(Standing(self.row.num_generated, _kept(self.standings.weights)))

@@ -120,8 +120,14 @@ def test_the_answer_is_followed(made: list[EvidenceSelector]) -> None:
         assert one.expert == best
 
 
-def test_a_row_is_compared_often_at_first_and_seldom_later(made: list[EvidenceSelector]) -> None:
-    judge = Judged("sql")
+@pytest.mark.parametrize(
+    ("best", "times"), [("sql", [0, 6, 30, 78, 126, 174]), ("nobody", [0, 6, 18, *range(42, 200, 24)])]
+)
+def test_a_row_is_compared_often_at_first_and_seldom_later(
+    made: list[EvidenceSelector], best: str, times: list[int]
+) -> None:
+    """Half as often where the answer has shown that its leader is right."""
+    judge = Judged(best)
     one, selector = question(max_tokens=500), selector_of(made, judge)
     begun(selector, one)
     at = []
@@ -130,8 +136,7 @@ def test_a_row_is_compared_often_at_first_and_seldom_later(made: list[EvidenceSe
         selector.settle()
         at += [generated] * (len(judge.asked) - before)
         one.token_ids.append(1)
-    assert at[:4] == [0, 6, 18, 42]
-    assert len(at) == 3 + (199 - 18) // 24
+    assert at == times
     assert judge.asked[0][0][0].end - judge.asked[0][0][0].first == 24
     assert all(p.end - p.first <= 16 for passages, _ in judge.asked[1:] for p in passages)
 
