@@ -26,98 +26,36 @@ import argparse
 import json
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from choosers import (
+    Counts,
+    KnownRouter,
+    PromptClassifier,
+    PromptEvidence,
+    answers,
+    choosing,
+    lengths,
+    rounded,
+)
 from feature_answers import prompts_of
 from reworded import KINDS
 
 from moedraft.config import load_settings
-from moedraft.core import SHARED, RequestOutput, SamplingParams
-from moedraft.core import Sequence as Row
+from moedraft.core import SHARED, RequestOutput
 from moedraft.drafting.arm_judge import FeatureJudge
 from moedraft.drafting.feature import FeatureDrafter
-from moedraft.routing.router import Route, Router
 from moedraft.routing.selector import BackgroundSelector
 from moedraft.selecting.selector import EvidenceSelector
 from moedraft.showcase.bench import surroundings
-from moedraft.showcase.estimates import Estimate, quotient, ratio
+from moedraft.showcase.estimates import quotient, ratio
 from moedraft.showcase.measure import new_budget, warm_up
 from moedraft.system.build import System, opened
 
 DOMAINS = "sql_en,code_python,math_en,docs_fr,docs_ja,support"
-Counts = list[tuple[float, float]]  # by prompt: what is counted, and out of how much
-
-
-class KnownRouter(Router):
-    """Answers at once what the router has said of each prompt; `names` puts other domains in their place."""
-
-    def __init__(self, router: Router, prompts: Sequence[str], names: dict[str, str]) -> None:
-        self._names = router.domains
-        self.known = {
-            prompt: Route(
-                names.get(route.domain, route.domain),
-                route.confidence,
-                {names.get(name, name): p for name, p in route.probabilities.items()},
-            )
-            for prompt, route in zip(prompts, router.route(prompts), strict=True)
-        }
-
-    @property
-    def domains(self) -> tuple[str, ...]:
-        return self._names
-
-    def route(self, texts: Sequence[str]) -> list[Route]:
-        return [self.known[text] for text in texts]
-
-
-class PromptClassifier(BackgroundSelector):
-    """Knows every expert before the first token, so that timing plays no part."""
-
-    def assign(self, sequences: list[Row]) -> None:
-        super().assign(sequences)
-        for routed, _ in self._open:
-            routed.result()
-
-
-class PromptEvidence(EvidenceSelector):
-    """As `PromptClassifier`."""
-
-    def assign(self, sequences: list[Row]) -> None:
-        super().assign(sequences)
-        for routed, _ in self._open:
-            routed.result()
-
-
-def answers(
-    system: System, prompts: Sequence[str], experts: Sequence[str | None], max_tokens: int
-) -> list[RequestOutput]:
-    """Answers to all prompts at once."""
-    engine, params = system.engine, SamplingParams(max_tokens=max_tokens)
-    ids = [
-        engine.add(prompt, params, expert=expert, chat=True, topic=prompt)
-        for prompt, expert in zip(prompts, experts, strict=True)
-    ]
-    done: dict[str, RequestOutput] = {}
-    while engine.has_work:
-        done |= {output.request_id: output for output in engine.step() if output.finish_reason}
-    return [done[name] for name in ids]
-
-
-def choosing(system: System, selector: BackgroundSelector) -> None:
-    """Have the engine's experts chosen by `selector` from now on."""
-    system.engine.selector = selector
-
-
-def lengths(outputs: Sequence[RequestOutput]) -> Counts:
-    return [(float(len(o.token_ids)), float(max(1, o.speculation.num_steps))) for o in outputs]
-
-
-def rounded(estimate: Estimate) -> list[float]:
-    """[figure, low, high], as it is stored."""
-    return [round(each, 4) for each in (estimate.value, estimate.low, estimate.high)]
 
 
 def figures(found: dict[str, list[RequestOutput]], labels: list[str]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 
 FRAMES = (
@@ -17,6 +18,22 @@ CHATTER = (
     "ok so last time this worked great, thanks again. ",
 )
 TYPOS = 0.06  # of all letters
+INSTRUCTIONS = (  # what a prompt may say, and the same in German
+    (r"Translate the question into SQL\.", "Übersetze die Frage in SQL."),
+    (r"Given the schema below, write a SQL query\.", "Schreibe zu diesem Schema eine SQL-Abfrage."),
+    (r"Fill in the body of", "Ergänze den Rumpf von"),
+    (r"Write a Python (function|method)", "Schreibe in Python die Funktion"),
+    (r"Complete this Python (function|method)", "Vervollständige diese Python-Funktion"),
+    (r"Rédige la suite de cette page", "Schreibe die Fortsetzung dieser Seite"),
+    (r"Continue cette section de", "Setze diesen Abschnitt fort:"),
+    (r"Que dit la documentation", "Was sagt die Dokumentation"),
+    (r"この(.*?)マニュアルの続きの段落を書いてください。", r"Schreibe in der Anleitung zu \1 weiter."),
+)
+BESIDE = (  # an instruction in another language before a prompt that has none, or another one
+    "Bitte bearbeite die folgende Anfrage:",
+    "Por favor, responde a lo siguiente:",
+    "Responda ao seguinte pedido:",
+)
 
 Rewording = Callable[[str, random.Random], str]
 
@@ -46,9 +63,19 @@ def mistyped(prompt: str, rng: random.Random) -> str:
     return "".join(letters)
 
 
+def translated(prompt: str, rng: random.Random) -> str:
+    """With its instruction in another language; the rest is as it was."""
+    for pattern, other in INSTRUCTIONS:
+        changed, count = re.subn(pattern, other, prompt, count=1)
+        if count:
+            return changed
+    return f"{rng.choice(BESIDE)} {prompt}"
+
+
 KINDS: dict[str, Rewording] = {
     "as is": lambda prompt, _: prompt,
     "framed": framed,
     "typos": mistyped,
     "noise": chatty,
+    "translated": translated,
 }

@@ -1,0 +1,117 @@
+"""Ways of choosing who drafts, for benchmarks: each answers the same prompts through one engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from moedraft.core import RequestOutput, SamplingParams
+from moedraft.core import Sequence as Row
+from moedraft.routing.router import Route, Router
+from moedraft.routing.selector import BackgroundSelector
+from moedraft.selecting.selector import ArmJudge, EvidenceSelector
+from moedraft.showcase.estimates import Estimate
+from moedraft.system.build import System
+
+Counts = list[tuple[float, float]]  # by prompt: what is counted, and out of how much
+
+
+class KnownRouter(Router):
+    """Answers at once what the router has said of each prompt; `names` puts other domains in their place."""
+
+    def __init__(self, router: Router, prompts: Sequence[str], names: dict[str, str]) -> None:
+        self._names = router.domains
+        self.known = {
+            prompt: Route(
+                names.get(route.domain, route.domain),
+                route.confidence,
+                {names.get(name, name): p for name, p in route.probabilities.items()},
+            )
+            for prompt, route in zip(prompts, router.route(prompts), strict=True)
+        }
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        return self._names
+
+    def route(self, texts: Sequence[str]) -> list[Route]:
+        return [self.known[text] for text in texts]
+
+
+class PromptClassifier(BackgroundSelector):
+    """Knows every expert before the first token, so that timing plays no part."""
+
+    def assign(self, sequences: list[Row]) -> None:
+        super().assign(sequences)
+        for routed, _ in self._open:
+            routed.result()
+
+
+class PromptEvidence(EvidenceSelector):
+    """As `PromptClassifier`."""
+
+    def assign(self, sequences: list[Row]) -> None:
+        super().assign(sequences)
+        for routed, _ in self._open:
+            routed.result()
+
+
+class FollowingOwner(BackgroundSelector):
+    """Gives each answer the expert whose text it is; `owners` says by prompt from which token on whose."""
+
+    def __init__(self, router: Router, owners: Mapping[str, Sequence[tuple[int, str]]]) -> None:
+        super().__init__(router)
+        self.owners = owners
+        self.rows: list[Row] = []
+
+    def assign(self, sequences: list[Row]) -> None:
+        self.rows += sequences
+
+    def settle(self, ending: Row | None = None) -> list[Row]:
+        changed = []
+        for row in self.rows:
+            owner = [name for since, name in self.owners[row.prompt] if since <= row.num_generated][-1]
+            if owner != row.expert:
+                row.expert = owner
+                changed.append(row)
+        self.rows = [row for row in self.rows if row is not ending and row.finish_reason is None]
+        return changed
+
+
+class ChosenArms:
+    """A judge that knows only some of the arms of another one."""
+
+    def __init__(self, judge: ArmJudge, arms: Sequence[str]) -> None:
+        self.arms, self.known, self.hits = list(arms), judge.known, judge.hits
+
+
+def answers(
+    system: System,
+    prompts: Sequence[str],
+    experts: Sequence[str | None],
+    max_tokens: int | Sequence[int],
+) -> list[RequestOutput]:
+    """Answers to all prompts at once; max_tokens: of all of them, or of each."""
+    engine = system.engine
+    most = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
+    ids = [
+        engine.add(prompt, SamplingParams(max_tokens=count), expert=expert, chat=True, topic=prompt)
+        for prompt, expert, count in zip(prompts, experts, most, strict=True)
+    ]
+    done: dict[str, RequestOutput] = {}
+    while engine.has_work:
+        done |= {output.request_id: output for output in engine.step() if output.finish_reason}
+    return [done[name] for name in ids]
+
+
+def choosing(system: System, selector: BackgroundSelector) -> None:
+    """Have the engine's experts chosen by `selector` from now on."""
+    system.engine.selector = selector
+
+
+def lengths(outputs: Sequence[RequestOutput]) -> Counts:
+    return [(float(len(o.token_ids)), float(max(1, o.speculation.num_steps))) for o in outputs]
+
+
+def rounded(estimate: Estimate) -> list[float]:
+    """[figure, low, high], as it is stored."""
+    return [round(each, 4) for each in (estimate.value, estimate.low, estimate.high)]
