@@ -27,6 +27,7 @@ import json
 import random
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from typing import Any
 from choosers import (
     Counts,
     KnownRouter,
+    PausedClock,
     PromptClassifier,
     PromptEvidence,
     answers,
@@ -152,9 +154,10 @@ def costs(system: System, judge: FeatureJudge, args: argparse.Namespace) -> dict
         if not any(first >= taught for first in range(0, len(prompts), size)):
             print(f"batch {size}: not timed, since {len(prompts)} prompts are too few", flush=True)
             continue
+        clock = PausedClock()  # of evidence, which may not save up time while the other one is measured
         ways = {
             "classifier": BackgroundSelector(system.router),
-            "evidence": EvidenceSelector(system.router, judge),
+            "evidence": EvidenceSelector(system.router, judge, clock=clock),
         }
         budgets = {name: new_budget(system) for name in ways}
         timer, taken = system.engine.timer, dict.fromkeys(ways, (0.0, 0.0))
@@ -164,7 +167,10 @@ def costs(system: System, judge: FeatureJudge, args: argparse.Namespace) -> dict
             for name in list(ways)[:: 1 if turn % 2 else -1]:
                 choosing(system, ways[name])
                 before = (timer.select_seconds, timer.step_seconds)
-                with system.engine.chooser.using(budgets[name]):
+                with (
+                    system.engine.chooser.using(budgets[name]),
+                    clock.running() if name == "evidence" else nullcontext(),
+                ):
                     began = time.perf_counter()
                     outputs = answers(system, batch, [None] * len(batch), args.max_tokens)
                     spent = time.perf_counter() - began

@@ -271,8 +271,23 @@ def answered(
     return found
 
 
+class Alone:
+    """What every arm gives that drafts all answers alone; the same prompts are answered once."""
+
+    def __init__(self, system: System, args: argparse.Namespace) -> None:
+        self.system, self.args = system, args
+        self._known: dict[tuple[str, ...], Counts] = {}
+
+    def lengths(self, part: Part, arm: str) -> Counts:
+        key = (arm, str(part.scripts), *part.prompts)
+        if key not in self._known:
+            chosen = answered(self.system, part, PromptClassifier(part.router), arm, self.args)
+            self._known[key] = lengths(chosen)
+        return self._known[key]
+
+
 def measured(
-    system: System, judge: FeatureJudge, parts: list[Part], args: argparse.Namespace
+    system: System, judge: FeatureJudge, parts: list[Part], alone: Alone, args: argparse.Namespace
 ) -> dict[str, Any]:
     """Tokens per step of all ways over the parts of one stream, with what choosing took."""
     counts: dict[str, Counts] = {}
@@ -290,9 +305,7 @@ def measured(
             ways["owner"] = FollowingOwner(part.router, dict(zip(part.prompts, part.owners, strict=True)))
         real = [arm for arm in part.arms if not arm.startswith("decoy-")]
         with decoys(system, part.arms, [arm for arm in real if arm != SHARED]):
-            fixed = {
-                arm: lengths(answered(system, part, PromptClassifier(part.router), arm, args)) for arm in real
-            }
+            fixed = {arm: alone.lengths(part, arm) for arm in real}
             best += [max(each, key=lambda one: one[0] / one[1]) for each in zip(*fixed.values(), strict=True)]
             counts.setdefault("shared", []).extend(fixed[SHARED])
             for name, selector in ways.items():
@@ -350,11 +363,11 @@ def main() -> None:
         judge = FeatureJudge(drafter, system.bank)
         warm_up(system)
         report |= surroundings(system)
-        made = Streams(system, args, Path(folder)).all()
+        made, alone = Streams(system, args, Path(folder)).all(), Alone(system, args)
         for name in args.streams.split(",") if args.streams else made:
             if name in report["streams"]:
                 continue
-            found = report["streams"][name] = measured(system, judge, made[name](), args)
+            found = report["streams"][name] = measured(system, judge, made[name](), alone, args)
             print(f"{name}: {found['prompts']} prompts, comparing {found['share_of_time']:.1%} of the time")
             for way, each in found["ways"].items():
                 print(f"  {way:20} {each['tokens_per_step']} × best {each['times_best_fixed']}", flush=True)

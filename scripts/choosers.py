@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from moedraft.core import RequestOutput, SamplingParams
 from moedraft.core import Sequence as Row
@@ -53,6 +55,24 @@ class PromptEvidence(EvidenceSelector):
         super().assign(sequences)
         for routed, _ in self._open:
             routed.result()
+
+
+class PausedClock:
+    """Seconds, of which those do not count in which it is paused; it begins paused."""
+
+    def __init__(self) -> None:
+        self.paused, self._since = 0.0, time.perf_counter()
+        self._running = False
+
+    def __call__(self) -> float:
+        return (time.perf_counter() if self._running else self._since) - self.paused
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        self.paused += time.perf_counter() - self._since
+        self._running = True
+        yield
+        self._since, self._running = time.perf_counter(), False
 
 
 class FollowingOwner(BackgroundSelector):

@@ -67,8 +67,9 @@ class FeatureJudge:
         """The layer's outputs [N, P, H], by arm, from states [N, P, H] and token ids int64 [P]."""
         draft, count = self.drafter.draft, len(states)
         places = torch.cat([torch.arange(p.first, p.end) for p in passages]).to(ids.device)
-        embeds = draft.embed(ids, states).expand(count, -1, -1)
-        queries, _, _ = draft.layer.project(embeds, states, places.expand(count, -1))  # [N, heads, P, d]
+        # All arms read the same, so what they have in common is computed once.
+        queries, _, _ = draft.layer.project(draft.embed(ids, states)[None], states[:1], places[None])
+        queries = queries.expand(count, -1, -1, -1)  # [N, heads, P, d]
         mixed, at = [], 0
         for passage in passages:
             size = passage.end - passage.first
@@ -123,14 +124,19 @@ class FeatureJudge:
 
 
 class EachArm:
-    """x [N, …, in] → x Wᵀ + (x Aₙᵀ) Bₙᵀ in part n: the same rows once for every arm."""
+    """x [N or 1, P, in] → x Wᵀ + (x Aₙᵀ) Bₙᵀ in part n of N: the same rows once for every arm.
+
+    With x [1, P, in] all parts begin with the same rows.
+    """
 
     def __init__(self, plain: Multiplies, deltas: Sequence[Delta | None]) -> None:
         """plain: x → x Wᵀ, what all arms have in common. deltas: by arm; None adds nothing."""
         self.plain, self.deltas = plain, deltas
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.plain(x)
+        y, count = self.plain(x), len(self.deltas)
+        if len(x) < count:
+            x, y = x.expand(count, -1, -1), y.repeat(count, 1, 1)
         for n, delta in enumerate(self.deltas):
             if delta is not None:
                 y[n] += x[n] @ delta[0].T @ delta[1].T

@@ -69,13 +69,15 @@ class Attention(nn.Module):
 
     def project(self, x: torch.Tensor, positions: torch.Tensor) -> Heads:
         """x [B, T, 2H], positions int64 [B, T] → queries, keys and values, rotated."""
-        shape = (*x.shape[:2], -1, self.config.head_dim)
-        queries = self.q_norm(self.q_proj(x).view(shape))
-        keys = self.k_norm(self.k_proj(x).view(shape))
+        queries, keys, values = (
+            rows.unflatten(2, (-1, self.config.head_dim))
+            for rows in (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        )
+        queries, keys = self.q_norm(queries), self.k_norm(keys)
         angles = positions[..., None].float() * self.frequencies
         cos, sin = angles.cos()[:, :, None].to(x.dtype), angles.sin()[:, :, None].to(x.dtype)
         turned = (rotate(each, cos, sin).transpose(1, 2) for each in (queries, keys))
-        return next(turned), next(turned), self.v_proj(x).view(shape).transpose(1, 2)
+        return next(turned), next(turned), values.transpose(1, 2)
 
     def mix(self, mixed: torch.Tensor) -> torch.Tensor:
         """The heads' attention outputs [B, heads, T, head_dim] → the layer's output [B, T, H]."""

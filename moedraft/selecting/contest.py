@@ -1,8 +1,9 @@
 """The contest between the arms for one answer: their standings, and when they are compared next.
 
-Comparing costs time, so it is done where it changes most: at the end of the prompt and in the first tokens of
-the answer, then rarely, so that a change of domain within the answer is noticed. Only arms near the leader
-are compared, and one more at random, so that none is forgotten.
+Comparing costs time, so it is done where it can change something: at the end of the prompt, then each time
+that the target has refused some more guesses, and more seldom while that changes nothing. As long as the one
+who drafts guesses right, nobody guesses better.
+Only arms near the leader are compared, and one more at random, so that none is forgotten.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from moedraft.evidence import Passage
 from moedraft.selecting.standings import Standings
 from moedraft.speculation import Standing
 
-GAPS = (6, 12, 24)  # tokens between two comparisons of an answer; the last gap repeats
-SURE = 0.9  # weight of a leader in the answer above which the gap is twice as long
+REFUSALS = (4, 8, 16)  # guesses refused until arms are compared again, after 0, 1, 2 … calm comparisons
+CALM = 0.8  # weight of an unchanged leader that makes a comparison of an answer a calm one
+LONGEST_GAP = 32  # tokens, after which arms are compared again though hardly anything is drafted
 PROMPT_DEPTH = 24  # of the prompt's last tokens, how many are compared
-ANSWER_DEPTH = 16  # of an answer's last tokens, how many are compared at once
+ANSWER_DEPTH = 8  # of an answer's last tokens, how many are compared at once
 PROMPT_STRENGTH = 0.6  # how much a token of the prompt counts beside one of the answer
 FEW_LEFT = 8  # with at most so many tokens left in an answer, comparing no longer pays
 ALL_ARMS = 8  # up to so many arms are all compared at a prompt
@@ -41,7 +43,8 @@ class Contest:
         self.looked_at: set[str] = set()  # arms that were compared
         self.compared = 0  # entries of the drafter's cache that were compared or passed over
         self.times = 0
-        self.sure = False  # whether the answer itself has confirmed the leader
+        self.calm = 0  # comparisons in a row that left a leader in front who is sure of it
+        self.refused = 0  # guesses that the target had refused by the last comparison
 
     @property
     def depth(self) -> int:
@@ -53,9 +56,11 @@ class Contest:
         row = self.row
         if passage.end <= passage.first or row.target_cached < row.num_prompt_tokens - 1:
             return False
-        gap = GAPS[min(self.times, len(GAPS)) - 1] * (2 if self.sure else 1) if self.times else 0
-        left = row.params.max_tokens - row.num_generated
-        return passage.end - self.compared >= gap and left > FEW_LEFT
+        if row.params.max_tokens - row.num_generated <= FEW_LEFT:
+            return False
+        refused = len(row.rejected) - self.refused
+        enough = not self.times or refused >= REFUSALS[min(self.calm, len(REFUSALS) - 1)]
+        return enough or passage.end - self.compared >= LONGEST_GAP
 
     def believe(self, prior: Mapping[str, float]) -> None:
         """Take in the router's answer: the probability of each domain, and of none of them."""
@@ -91,7 +96,10 @@ class Contest:
             standings.learn(known, 1.0 if self.times else PROMPT_STRENGTH)
         self.looked_at |= known.keys()
         self.compared = end
-        self.sure = self.times > 0 and self.standings.weights[leader] >= SURE
+        now = self.standings
+        if self.times:
+            self.calm = self.calm + 1 if leader == now.leader and now.weights[leader] >= CALM else 0
+        self.refused = len(self.row.rejected)
         self.times += 1
         if len(self.row.standings) < MOST_STANDINGS:
             self.row.standings.append(Standing(self.row.num_generated, _kept(self.standings.weights)))

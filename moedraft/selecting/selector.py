@@ -1,12 +1,12 @@
 """Chooses who drafts, by the router's prior and by which verified tokens every expert would have guessed.
 
 The choice depends on the prompt, on tokens that the target has confirmed, and on when they were compared;
-never on a token that is only proposed. So sampled answers keep the target's distribution. A reproducible
-request keeps the expert that the router chose, since its answer may not depend on timing; under coupled
-verification it does not, whoever drafts, and seeded requests are compared like others.
+never on a token that is proposed and not verified yet. So sampled answers keep the target's distribution. A
+reproducible request keeps the expert that the router chose, since its answer may not depend on timing; under
+coupled verification it does not, whoever drafts, and seeded requests are compared like others.
 
 It compares the experts between rounds, on tokens that have entered the rows and that the drafter has read.
-What a verification accepted it is not shown: that says how the leader guessed and nothing of the others.
+How many guesses were refused tells it only when to compare: that says nothing of those who did not guess.
 """
 
 from __future__ import annotations

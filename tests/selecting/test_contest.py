@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -121,13 +121,18 @@ def test_the_answer_is_followed(made: list[EvidenceSelector]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("best", "times"), [("sql", [0, 6, 30, 78, 126, 174]), ("nobody", [0, 6, 18, *range(42, 200, 24)])]
+    ("right", "times"),
+    [
+        (lambda generated: False, [0, 4, 12, *range(28, 200, 16)]),
+        (lambda generated: True, [0, 32, 64, 96, 128, 160, 192]),
+        (lambda generated: generated >= 12, [0, 4, 12, 44, 76, 108, 140, 172]),
+    ],
+    ids=["all refused", "none refused", "refused at first"],
 )
-def test_a_row_is_compared_often_at_first_and_seldom_later(
-    made: list[EvidenceSelector], best: str, times: list[int]
+def test_arms_are_compared_when_guesses_were_refused(
+    made: list[EvidenceSelector], right: Callable[[int], bool], times: list[int]
 ) -> None:
-    """Half as often where the answer has shown that its leader is right."""
-    judge = Judged(best)
+    judge = Judged("sql")
     one, selector = question(max_tokens=500), selector_of(made, judge)
     begun(selector, one)
     at = []
@@ -135,10 +140,28 @@ def test_a_row_is_compared_often_at_first_and_seldom_later(
         before = len(judge.asked)
         selector.settle()
         at += [generated] * (len(judge.asked) - before)
+        one.rejected += [] if right(generated) else [generated]
         one.token_ids.append(1)
     assert at == times
     assert judge.asked[0][0][0].end - judge.asked[0][0][0].first == 24
-    assert all(p.end - p.first <= 16 for passages, _ in judge.asked[1:] for p in passages)
+    assert all(p.end - p.first <= 8 for passages, _ in judge.asked[1:] for p in passages)
+
+
+def test_arms_are_compared_more_often_where_it_changes_something(made: list[EvidenceSelector]) -> None:
+    """With every comparison another arm is the best; all guesses are refused."""
+    judge = Judged("sql")
+    one, selector = question(max_tokens=500), selector_of(made, judge)
+    begun(selector, one)
+    at = []
+    for generated in range(60):
+        before = len(judge.asked)
+        selector.settle()
+        if len(judge.asked) > before:
+            at.append(generated)
+            judge.best = ARMS[1 + len(at) % 3]
+        one.rejected.append(generated)
+        one.token_ids.append(1)
+    assert at == [0, *range(4, 60, 4)]
 
 
 def test_who_is_left_alone(made: list[EvidenceSelector]) -> None:
@@ -340,6 +363,7 @@ def test_the_final_standings_stay_with_the_row(made: list[EvidenceSelector]) -> 
     selector.settle()
     assert not one.weights
     one.token_ids += [1] * 12
+    one.rejected += [2, 5, 7, 9]
     selector.settle()
     selector.settle(one)
     assert max(one.weights, key=lambda arm: one.weights[arm]) == "french"

@@ -66,7 +66,7 @@ class Noted(EvidenceSelector):
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """The arms are compared after every round, and up to the end of an answer."""
-    monkeypatch.setattr(contest, "GAPS", (1,))
+    monkeypatch.setattr(contest, "REFUSALS", (0,))
     monkeypatch.setattr(contest, "FEW_LEFT", 0)
 
 
