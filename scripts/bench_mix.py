@@ -1,0 +1,176 @@
+#!/usr/bin/env python3
+"""Measure what many experts cost: a full batch of different ones beside one of a single one, and 64 beside 4.
+
+    python scripts/bench_mix.py --home HOME --data ../shared/data --out results/mix.json
+
+All slots are full, every row drafts with a pinned expert of the home and a fixed draft length, and what is
+measured is the time of a step, whatever was accepted. The arrangements are measured in turns; a ratio is the
+median of those of the rounds, beside the smallest and the largest.
+
+    uniform          all rows have one expert, each expert in turn
+    mixed            the rows have different experts
+    4 experts        many short requests, which four experts serve in turns
+    64 experts       the same requests, and 64 experts; copies of the home's own, with weights of their own
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+from feature_answers import prompts_of
+
+from moedraft.config import load_settings
+from moedraft.core import SHARED, SamplingParams
+from moedraft.drafting.adapter import Adapter
+from moedraft.routing.selector import FixedSelector
+from moedraft.showcase.bench import surroundings
+from moedraft.showcase.measure import warm_up
+from moedraft.system.build import System, opened
+
+FEW, MANY = 4, 64  # experts
+WARM = 4  # steps of full slots that are not timed
+SHORT = 16  # tokens of a short request
+
+
+def step_ms(system: System, prompts: Sequence[str], experts: Sequence[str], steps: int) -> float:
+    """Milliseconds of a step with all slots full and these experts in them."""
+    engine, params = system.engine, SamplingParams(max_tokens=500, ignore_eos=True)
+    ids = [
+        engine.add(p, params, expert=e, chat=True, counted=False)
+        for p, e in zip(prompts, experts, strict=True)
+    ]
+    while engine.figures.running < len(ids) or any(not s.num_generated for s in engine.sequences):
+        engine.step()
+    for _ in range(WARM):
+        engine.step()
+    began = time.perf_counter()
+    for _ in range(steps):
+        engine.step()
+    taken = time.perf_counter() - began
+    for name in ids:
+        engine.abort(name)
+    return 1e3 * taken / steps
+
+
+def queue_ms(system: System, prompts: Sequence[str], experts: Sequence[str]) -> float:
+    """Milliseconds of a step while a queue of short requests is served."""
+    engine, params = system.engine, SamplingParams(max_tokens=SHORT, ignore_eos=True)
+    for prompt, expert in zip(cycle(prompts), experts):
+        engine.add(prompt, params, expert=expert, chat=True, counted=False)
+    steps, began = 0, time.perf_counter()
+    while engine.has_work:
+        engine.step()
+        steps += 1
+    return 1e3 * (time.perf_counter() - began) / steps
+
+
+def copies(system: System, names: Sequence[str], count: int) -> list[str]:
+    """Publish copies of the experts, with tensors of their own, until there are `count`; all their names."""
+    bank, made = system.bank, {}
+    for i in range(count - len(names)):
+        one = bank.experts[names[i % len(names)]]
+        deltas = {name: (a.clone(), b.clone()) for name, (a, b) in one.deltas.items()}
+        made[f"copy-{i}"] = Adapter(one.version, deltas, one.vocabulary)
+    bank.take(bank.prepare(made))
+    return [*names, *made]
+
+
+def size(system: System) -> int:
+    """Bytes of all experts' own weights."""
+    adapters = system.bank.experts.values()
+    return sum(t.nbytes for one in adapters for pair in one.deltas.values() for t in pair)
+
+
+def middle(each: Sequence[float]) -> float:
+    return round(statistics.median(each), 3)
+
+
+def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
+    """[median, smallest, largest] of the rounds' quotients."""
+    each = [a / b for a, b in zip(above, below, strict=True)]
+    return [round(x, 4) for x in (statistics.median(each), min(each), max(each))]
+
+
+def mixed_batches(
+    system: System, prompts: Sequence[str], names: Sequence[str], args: argparse.Namespace
+) -> dict[str, Any]:
+    """A full batch of different experts, before and after a full batch of each of them alone."""
+    different = list(islice(cycle(names), len(prompts)))
+    mixed, uniform = [], []
+    for turn in range(args.rounds + 1):
+        both = [step_ms(system, prompts, different, args.steps)]
+        alone = [step_ms(system, prompts, [name] * len(prompts), args.steps) for name in names]
+        both.append(step_ms(system, prompts, different, args.steps))
+        if turn:  # the first one warms up
+            mixed.append(statistics.mean(both))
+            uniform.append(statistics.mean(alone))
+    return {
+        "different": len({*different}),
+        "step_ms": {"uniform": middle(uniform), "mixed": middle(mixed)},
+        "mixed / uniform": ratios(mixed, uniform),
+    }
+
+
+def registered(
+    system: System, prompts: Sequence[str], names: Sequence[str], args: argparse.Namespace
+) -> dict[str, Any]:
+    """A queue that four experts serve, and the same with 64."""
+    own = {"own": size(system)}
+    experts = copies(system, names, MANY)
+    arms = {FEW: experts[:FEW], MANY: experts}
+    taken: dict[int, list[float]] = {FEW: [], MANY: []}
+    for turn in range(args.rounds + 1):
+        for count in (FEW, MANY) if turn % 2 else (MANY, FEW):
+            ms = queue_ms(system, prompts, list(islice(cycle(arms[count]), MANY)))
+            if turn:
+                taken[count].append(ms)
+    return {
+        "bytes": own | {str(MANY): size(system)},
+        "step_ms": {str(count): middle(each) for count, each in taken.items()},
+        f"{MANY} / {FEW}": ratios(taken[MANY], taken[FEW]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--home", type=Path, required=True, help="with learned experts; nothing is kept there"
+    )
+    parser.add_argument("--target", default="smollm2")
+    parser.add_argument("--draft", default="auto")
+    parser.add_argument("--data", type=Path, required=True, help="folder with dev/")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=20, help="that are timed of a full batch")
+    parser.add_argument("--draft-length", type=int, default=4)
+    args = parser.parse_args()
+    settings = load_settings(home=args.home, target=args.target, draft=args.draft)
+    with opened(settings) as system:
+        system.engine.selector = FixedSelector()
+        warm_up(system)
+        names = sorted(name for name in system.bank.experts if name != SHARED)
+        if len(names) < 2:
+            raise SystemExit("The home has fewer than two trained experts.")
+        slots = system.settings.max_batch_size
+        prompts = prompts_of(args.data, "general_en", "dev", slots)
+        report = surroundings(system) | {"date": datetime.now(UTC).date().isoformat()}
+        report |= {"draft_length": args.draft_length, "slots": slots, "experts": len(names)}
+        with system.engine.chooser.using(source="model", fixed_length=args.draft_length):
+            report["batches"] = mixed_batches(system, prompts, names, args)
+            print(report["batches"], flush=True)
+            report["registered"] = registered(system, prompts, names, args)
+            print(report["registered"], flush=True)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
