@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from moedraft.cli.common import (
+    DraftOption,
     HomeOption,
     JsonOption,
     TargetOption,
@@ -38,15 +39,22 @@ def suggest(
         Path | None,
         typer.Option(metavar="FOLDER", help="Write the prompts of each group into a file there."),
     ] = None,
+    trial: Annotated[
+        bool, typer.Option("--trial", help="Fit an expert to each group for a moment and tell its gain.")
+    ] = False,
     home: HomeOption = None,
     server: ServerOption = None,
     target: TargetOption = None,
+    draft: DraftOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show groups of prompts that no expert serves, each with the command that makes it a domain."""
-    settings = settings_for(ctx, home=home, target=target)
-    with busy("Comparing prompts"):
-        found = _found(settings, owner_of(settings, server), every_prompt=out is not None)
+    settings = settings_for(ctx, home=home, target=target, draft=draft)
+    if trial and server is not None:
+        raise InvalidRequest("--trial learns from the records of this machine's home; leave out --server.")
+    with busy("Trying an expert for each group" if trial else "Comparing prompts"):
+        remote = None if trial else owner_of(settings, server)  # a trial only reads, beside any server
+        found = _found(settings, remote, every_prompt=out is not None, trial=trial)
     if out is not None:
         _write(out, found)
     for one in found["suggestions"]:
@@ -54,10 +62,10 @@ def suggest(
     if as_json:
         emit(found)
     else:
-        _show(found, written=out is not None)
+        _show(found, written=out is not None, tried=trial)
 
 
-def _found(settings: Settings, remote: Remote | None, *, every_prompt: bool) -> dict[str, Any]:
+def _found(settings: Settings, remote: Remote | None, *, every_prompt: bool, trial: bool) -> dict[str, Any]:
     if remote is not None:
         return remote.get("admin", "suggestions", prompts="true" if every_prompt else None)
     with reading(settings) as store:
@@ -69,7 +77,14 @@ def _found(settings: Settings, remote: Remote | None, *, every_prompt: bool) -> 
         from moedraft.system.suggest import suggest, suggestions_data
 
         router, tokenizer = open_router(settings, store), load_tokenizer(settings)
-        groups = suggest(store, router, tokenizer, capture=settings.capture)
+        trials = None
+        if trial:
+            from moedraft.distill.assembly import joint_trainer
+            from moedraft.distill.judging.trial import ExpertTrials, TrialTrainer
+
+            trainer = joint_trainer(settings, store, TrialTrainer)
+            trials = ExpertTrials(trainer, max(1, settings.num_speculative_tokens))
+        groups = suggest(store, router, tokenizer, capture=settings.capture, trials=trials)
         return suggestions_data(groups, texts=settings.capture, every_prompt=every_prompt)
 
 
@@ -95,17 +110,22 @@ def _write(folder: Path, found: dict[str, Any]) -> None:
         one["command"] = f"moedraft domain register {one['name']} --examples {quote(str(path))}"
 
 
-def _show(found: dict[str, Any], *, written: bool) -> None:
+def _show(found: dict[str, Any], *, written: bool, tried: bool) -> None:
     groups = found["suggestions"]
     if not groups:
         say(f"No group of prompts is large enough; {found['looked_at']} prompts without an expert were read.")
         return
     rows = [
-        (one["name"], one["size"], rate(one["share"]), rate(one["acceptance"]), _line(one["examples"]))
+        (
+            *(one["name"], one["size"], rate(one["share"]), rate(one["acceptance"])),
+            *((_gain(one["trial"]),) if tried else ()),
+            _line(one["examples"]),
+        )
         for one in groups
     ]
     title = f"What could be a domain, of the last {found['looked_at']} prompts without an expert"
-    print_table(title, ["name", "prompts", "share of traffic", "accepted now", "example"], rows)
+    columns = ["name", "prompts", "share of traffic", "accepted now"]
+    print_table(title, [*columns, *(["tokens per step"] if tried else []), "example"], rows)
     for one in groups:
         if one["command"]:
             say(one["command"])
@@ -113,6 +133,14 @@ def _show(found: dict[str, Any], *, written: bool) -> None:
         note(NO_TEXT)
     elif not written:
         note("--out FOLDER writes the files that these commands name.")
+
+
+def _gain(trial: dict[str, Any] | None) -> str:
+    """Tokens per target step now and with the trial expert, and the interval of the gain."""
+    if trial is None:
+        return "too few"
+    gain = f"{trial['low']:+.2f} to {trial['high']:+.2f}"
+    return f"{trial['before']:.2f} → {trial['after']:.2f} ({gain})"
 
 
 def _line(examples: list[str], width: int = 60) -> str:

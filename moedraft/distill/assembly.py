@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from moedraft.config import Settings
 from moedraft.core import UnsupportedModel
 from moedraft.distill.joint.joint_loop import JointLoop
@@ -18,6 +20,8 @@ from moedraft.drafting.base import FeatureBase, draft_name, feature_folder, load
 from moedraft.models import load_by
 from moedraft.storage.store import Store
 
+Joint = TypeVar("Joint", bound=JointTrainer)
+
 
 def build_loop(settings: Settings, store: Store, outlet: Outlet | None = None) -> DistillLoop:
     """Build a loop with its own float32 copy of the draft base. Without an outlet it writes the home itself.
@@ -28,7 +32,7 @@ def build_loop(settings: Settings, store: Store, outlet: Outlet | None = None) -
     outlet = outlet or HomeOutlet(store)
     name = draft_name(settings)
     if feature_folder(name) is not None:
-        joint = _joint_trainer(settings, store)
+        joint = joint_trainer(settings, store, JointTrainer)
         return _resumed(JointLoop(joint, store, outlet, settings.update_every), settings)
     trainer = Trainer(
         load_by(settings, "draft", "float32", name),
@@ -44,7 +48,7 @@ def build_loop(settings: Settings, store: Store, outlet: Outlet | None = None) -
     return _resumed(DistillLoop(trainer, store, outlet, settings.update_every), settings)
 
 
-def _joint_trainer(settings: Settings, store: Store) -> JointTrainer:
+def joint_trainer(settings: Settings, store: Store, kind: type[Joint]) -> Joint:
     """A joint trainer of these settings, with its own copies of the target and of the draft base.
 
     Raises UnsupportedModel where the draft base is no feature drafter, and what loading a model raises.
@@ -62,7 +66,7 @@ def _joint_trainer(settings: Settings, store: Store) -> JointTrainer:
     )
     kept = kept_in(store.replay, student.base_hash) if settings.states_bytes else None
     states = RecordStates(target, base.hf, kept=kept)
-    return JointTrainer(student, states, store, plan, target.eos_token_ids)
+    return kind(student, states, store, plan, target.eos_token_ids)
 
 
 def _resumed(loop: DistillLoop, settings: Settings) -> DistillLoop:

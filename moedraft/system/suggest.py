@@ -2,8 +2,8 @@
 
 Such prompts are read from the replay: those that fitted no domain, and stayed with the shared draft. So only
 requests that may be learned from are looked at, and a purge reaches them. What the router sent to a domain is
-no other one's because its expert lost. What a domain would gain is not told, because that would take a trial
-of learning; what is told is how much of the shared draft's guesses is accepted on these prompts now.
+no other one's because its expert lost. What is told is how much of the shared draft's guesses is accepted on
+these prompts now; what a domain would gain takes a trial of learning (`moedraft.distill.judging.trial`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moedraft.chat import asked_text
 from moedraft.core import SHARED, ReplayRecord
@@ -23,6 +23,9 @@ from moedraft.routing.router import Router, spread
 from moedraft.storage.store import Store
 from moedraft.system.domains import MIN_EXAMPLES
 from moedraft.system.recorder import script_of
+
+if TYPE_CHECKING:  # a server does not load what learns
+    from moedraft.distill.judging.trial import ExpertTrials, TriedExpert
 
 LOOKED_AT = 400  # the newest prompts without an expert; embedding them takes some seconds
 SHOWN = 3  # examples of a group
@@ -42,6 +45,7 @@ class Suggestion:
     requests: int
     share: float | None  # of the requests that the router decided in that time; None where there was none
     acceptance: float | None  # of the tokens that were drafted for them, how many were accepted
+    trial: TriedExpert | None = None  # what an expert would bring, where that was tried
 
     @property
     def command(self) -> str | None:
@@ -60,9 +64,18 @@ class Suggestions:
 
 
 def suggest(
-    store: Store, router: Router, tokenizer: Any, *, capture: bool, least: int = MIN_EXAMPLES
+    store: Store,
+    router: Router,
+    tokenizer: Any,
+    *,
+    capture: bool,
+    least: int = MIN_EXAMPLES,
+    trials: ExpertTrials | None = None,
 ) -> Suggestions:
-    """Groups of at least `least` different prompts, the largest first. capture: texts may be shown."""
+    """Groups of at least `least` different prompts, the largest first.
+
+    capture: texts may be shown. trials: tries an expert for each group, which takes about half a minute.
+    """
     records = store.replay.unclaimed(LOOKED_AT)
     asked = [asked_text(tokenizer, one.token_ids[: one.num_prompt_tokens]) for one in records]
     by_text: dict[str, list[ReplayRecord]] = {}
@@ -85,6 +98,7 @@ def suggest(
                 requests=len(own),
                 share=_part(len(own), routed),
                 acceptance=sum(one.accepted for one in own) / drafted if drafted else None,
+                trial=trials(name, own) if trials else None,
             )
         )
     return Suggestions(len(records), _part(len(records), routed), capture, tuple(found))
@@ -158,6 +172,7 @@ def _group_data(one: Suggestion, *, texts: bool, every_prompt: bool) -> dict[str
         "requests": one.requests,
         "share": one.share,
         "acceptance": one.acceptance,
+        "trial": asdict(one.trial) | {"gain": one.trial.gain} if one.trial else None,
         "command": one.command,
         "examples": [text[:SHOWN_CHARACTERS] for text in one.prompts[:SHOWN]] if texts else [],
     }

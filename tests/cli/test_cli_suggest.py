@@ -12,6 +12,7 @@ from cli_fakes import Pair, Run, numbers, write_rows
 
 from moedraft.cli.suggest import _write
 from moedraft.core import DOMAIN_NAME, SHARED, InvalidRequest, ReplayRecord, RequestStats
+from moedraft.distill.judging.trial import TriedExpert
 from moedraft.speculation import SpeculationStats
 from moedraft.storage.store import Store
 from moedraft.system.suggest import names_of
@@ -101,6 +102,44 @@ def test_without_capture_no_text_is_shown(run: Run, home: Path, pair: Pair, tmp_
     assert refused.code == 2
     assert "Capture is off" in refused.err
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.usefixtures("traffic")
+def test_what_a_trial_gains_is_shown(
+    run: Run, home: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The groups are tried beside the home's writer; two that are too small are not."""
+    tried: list[tuple[str, int]] = []
+
+    class Trials:
+        def __init__(self, trainer: Any, depth: int) -> None:
+            assert depth == 4
+
+        def __call__(self, name: str, records: list[ReplayRecord]) -> TriedExpert:
+            tried.append((name, len(records)))
+            return TriedExpert(10, 3, 1.5, 1.75, 0.1, 0.4)
+
+    monkeypatch.setattr("moedraft.distill.assembly.joint_trainer", lambda *options: None)
+    monkeypatch.setattr("moedraft.distill.judging.trial.ExpertTrials", Trials)
+    asked = ("domain", "suggest", "--trial", "--home", home, *pair[:2])
+    (group,) = run(*asked, "--json").data["suggestions"]
+    assert tried == [("new", 13)]
+    assert group["trial"] == pytest.approx(
+        {"learned": 10, "held_out": 3, "before": 1.5, "after": 1.75, "low": 0.1, "high": 0.4, "gain": 0.25}
+    )
+    assert "1.50 → 1.75 (+0.10 to +0.40)" in run(*asked).out
+    monkeypatch.setattr(Trials, "__call__", lambda self, name, records: None)
+    assert "too few" in run(*asked).out
+
+
+@pytest.mark.usefixtures("traffic")
+def test_a_trial_needs_the_home_and_a_drafter_that_learns_so(run: Run, home: Path, pair: Pair) -> None:
+    found = run("domain", "suggest", "--trial", "--server", "http://localhost:1", "--home", home)
+    assert found.code == 2
+    assert "leave out --server" in found.err
+    found = run("domain", "suggest", "--trial", "--home", home, *pair)
+    assert found.code == 2
+    assert "feature drafter" in found.err
 
 
 def test_nothing_to_suggest(run: Run, home: Path, pair: Pair, store: Store) -> None:

@@ -1,0 +1,102 @@
+"""An expert is tried for a group of records: it learns from some, is measured on others, and leaves nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from feature_records import VOCAB, a_draft, a_record, a_target
+
+from moedraft.core import SHARED, ReplayRecord
+from moedraft.distill.joint.joint_student import JointStudent
+from moedraft.distill.joint.joint_trainer import JointPlan, JointTrainer
+from moedraft.distill.joint.record_states import RecordStates
+from moedraft.distill.judging import trial
+from moedraft.distill.judging.trial import ExpertTrials, TrialTrainer, split
+from moedraft.models import LanguageModel
+from moedraft.storage.store import Store
+
+PLAN = JointPlan(rows=8, learning_rate=3e-2, unrolled=2)
+
+
+@pytest.fixture(autouse=True)
+def long_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A random target is harder to learn than a real one."""
+    monkeypatch.setattr(trial, "STEPS", 96)
+
+
+@pytest.fixture(scope="module")
+def target() -> LanguageModel:
+    return a_target()
+
+
+def trials_of(store: Store, target: LanguageModel) -> ExpertTrials:
+    draft = a_draft(target)
+    student = JointStudent(draft, "base", rank=4, shared_rank=6)
+    return ExpertTrials(TrialTrainer(student, RecordStates(target, draft), store, PLAN), 2)
+
+
+def alike(target: LanguageModel, count: int) -> list[ReplayRecord]:
+    """Greedy answers that nobody claims, to prompts that differ in their first token."""
+    rest = a_record(target, 1, prompt=6).token_ids[1:6]
+    return [answered(target, [first % VOCAB, *rest]) for first in range(count)]
+
+
+@torch.no_grad()
+def answered(target: LanguageModel, prompt: list[int], length: int = 12) -> ReplayRecord:
+    ids = list(prompt)
+    for _ in range(length):
+        ids.append(int(target.hf(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+    logits = target.hf(input_ids=torch.tensor([ids])).logits[0, len(prompt) - 1 : -1]
+    values, best = logits.log_softmax(-1).topk(8, dim=-1)
+    made = a_record(target, 1, len(prompt), length, SHARED)
+    return replace(made, token_ids=ids, topk_ids=best.tolist(), topk_logprobs=values.tolist())
+
+
+def test_what_can_be_learned_is_a_gain_and_nothing_is_left(store: Store, target: LanguageModel) -> None:
+    trials = trials_of(store, target)
+    parameters = sorted(trials.trainer.student.names)
+    records = alike(target, 16)
+    found = trials("new", records)
+    assert found is not None
+    assert (found.learned, found.held_out) == (12, 4)
+    assert found.gain == pytest.approx(found.after - found.before)
+    assert found.gain > 0.05
+    assert found.low > 0
+    assert sorted(trials.trainer.student.names) == parameters
+    assert store.registry.live("new") is None
+    assert store.registry.live(SHARED) is None
+    assert store.replay.count() == 0
+    again = trials("other", records)
+    assert again is not None
+    assert again.before == found.before
+
+
+def test_the_shared_adapter_is_measured_as_it_serves(store: Store, target: LanguageModel) -> None:
+    records, trials = alike(target, 16), trials_of(store, target)
+    untrained = trials("new", records)
+    store.replay.add(records)
+    learner = JointTrainer(trials_of(store, target).trainer.student, trials.trainer.states, store, PLAN)
+    made = learner.update(steps=96)
+    assert made is not None
+    for one in made.candidates:
+        store.adapters.publish(one)
+    found = trials("new", records)
+    assert untrained is not None
+    assert found is not None
+    assert found.before > untrained.before + 0.05
+
+
+def test_few_prompts_are_not_tried(store: Store, target: LanguageModel) -> None:
+    trials = trials_of(store, target)
+    assert trials("new", alike(target, 8)) is None
+    assert trials("new", alike(target, 1) * 40) is None
+
+
+def test_records_of_one_prompt_stay_together(target: LanguageModel) -> None:
+    records = alike(target, 8)
+    learn, test = split([*records, *records, records[0]])
+    assert (len(learn), len(test)) == (12, 5)
+    prompts = [{tuple(one.token_ids[:6]) for one in part} for part in (learn, test)]
+    assert not prompts[0] & prompts[1]
