@@ -1,4 +1,4 @@
-"""An expert is tried for a group of records: it learns from some, is measured on others, and leaves nothing."""
+"""An expert is tried for a group of records: it learns from some, is measured on others, and is thrown away."""
 
 from __future__ import annotations
 
