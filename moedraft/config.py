@@ -102,9 +102,10 @@ class Settings(BaseSettings):
     merged_cache_mb: int = Field(512, ge=0, description="memory for copies of weights with an expert added")
 
     selector: Literal["classifier", "evidence", "fixed"] = Field(
-        "classifier",
+        "evidence",
         description="who drafts: the router's choice; that, corrected by what each expert would have guessed "
-        "(feature drafters only); or the shared draft for every request that names no expert",
+        "(feature drafters only; with others as classifier); or the shared draft for every request that "
+        "names no expert",
     )
     router: Literal["embedding", "bert"] = Field(
         "embedding",

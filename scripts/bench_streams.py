@@ -256,6 +256,7 @@ def forced(system: System, scripts: dict[str, list[int]]) -> Iterator[None]:
 def answered(
     system: System, part: Part, selector: BackgroundSelector, expert: str | None, args: argparse.Namespace
 ) -> list[RequestOutput]:
+    before = system.engine.selector
     choosing(system, selector)
     scripts = dict(zip(part.prompts, part.scripts, strict=True)) if part.scripts else {}
     longest = [len(script) for script in part.scripts] or args.max_tokens
@@ -265,6 +266,7 @@ def answered(
     ):
         found = answers(system, part.prompts, [expert] * len(part.prompts), longest)
     selector.close()
+    system.engine.selector = before
     if scripts:
         told = [list(output.token_ids) for output in found]
         assert told == part.scripts, "the target did not say what it was made to say"

@@ -15,15 +15,12 @@ from typing import Any
 import aims_table
 import expert_tables
 import kernel_tables
+import selection_tables
+from selection_tables import table
 
 ROOT = Path(__file__).resolve().parents[1]
 MISSING = "not yet measured"
 DOCUMENTS = ("README.md", "docs/benchmarks.md", "docs/robustness.md", "data/models/README.md")
-
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def bench(found: dict[str, Any]) -> str:
@@ -100,28 +97,6 @@ def router(found: dict[str, Any]) -> str:
         ["refit after one more domain, s", f"{speed['fit_seconds_one_domain_added']:.1f}"],
     ]
     return table(["unseen real prompts", ""], rows)
-
-
-WAYS = ("classifier", "evidence", "evidence as served", "permuted classifier", "permuted evidence", "shared")
-
-
-def selection(found: dict[str, Any]) -> str:
-    """Tokens per target step beside those of the prompts' own experts, by kind of prompt and by chooser."""
-    rows = []
-    for kind, part in found["tokens per step"].items():
-        parts = [part[way]["times_oracle"] for way in WAYS]
-        shown = [f"{100 * value:.1f} % ({100 * low:.1f} to {100 * high:.1f})" for value, low, high in parts]
-        oracle = f"{part['oracle']['tokens_per_step'][0]:.2f}"
-        recovered = "nothing lost" if part["recovered"] is None else f"{part['recovered']:.0%}"
-        rows.append([kind, str(part["prompts"]), oracle, *shown, recovered])
-    head = ["prompts", "number", "oracle, tokens per step", *WAYS, "recovered of a permuted prior's loss"]
-    costs = [
-        f"{size}: {part['share_of_time']['evidence']:.1%} of the time, "
-        f"{part['evidence / classifier'][0]:.3f} × the classifier's tokens/s"
-        for size, part in found.get("cost", {}).items()
-    ]
-    note = f"\n\nComparing takes, in {'; '.join(costs)}." if costs else ""
-    return table(head, rows) + note
 
 
 EXAMPLES = {"random": "drawn from all", "first": "of few origins", "one_wording": "of one wording"}
@@ -284,7 +259,9 @@ SOURCES = {
     "learning": ("learning.json", learning),
     "router": ("router.json", router),
     "refusals": ("router.json", refusals),
-    "selection": ("selection.json", selection),
+    "selection": ("selection.json", selection_tables.selection),
+    "streams": ("streams.json", selection_tables.streams),
+    "mix": ("mix.json", selection_tables.mix),
     "verification": ("verification.json", verification),
     "faults": ("faults.json", faults),
 }

@@ -172,11 +172,10 @@ def selector_of(
     """The selector, which decides who drafts. Only the experts of a feature drafter can be compared."""
     if settings.selector == "fixed":
         return UnaskedSelector(router)
-    if settings.selector == "evidence":
-        judge = FeatureJudge(drafter, bank) if isinstance(drafter, FeatureDrafter) else None
-        if judge is None:
-            log.warning(UNCOMPARED)
-        return EvidenceSelector(router, judge)
+    if settings.selector == "evidence" and isinstance(drafter, FeatureDrafter):
+        return EvidenceSelector(router, FeatureJudge(drafter, bank))
+    if settings.selector == "evidence" and "selector" in settings.model_fields_set:
+        log.warning(UNCOMPARED)
     return BackgroundSelector(router)
 
 

@@ -1,4 +1,4 @@
-"""An expert is tried for a group of records: it learns from some, is measured on others, and is thrown away."""
+"""An expert is tried for some records: it learns from a part, is measured on the rest, and is thrown away."""
 
 from __future__ import annotations
 

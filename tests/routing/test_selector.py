@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from routing_fakes import WordEmbedder, prompts
 
+from moedraft.config import Settings
 from moedraft.core import SHARED, SamplingParams, Sequence
 from moedraft.drafting.drafter import NoDrafter
 from moedraft.routing.router import Route, Router
@@ -156,11 +157,14 @@ def test_an_unroutable_seeded_row_stays_shared(
     selector.close()
 
 
-@pytest.mark.parametrize(("choice", "told"), [("evidence", True), ("classifier", False)])
+@pytest.mark.parametrize(
+    ("given", "told"), [({"selector": "evidence"}, True), ({}, False), ({"selector": "classifier"}, False)]
+)
 def test_a_start_tells_that_there_is_no_evidence_of_an_independent_draft(
-    gated: GatedRouter, caplog: pytest.LogCaptureFixture, choice: str, told: bool
+    gated: GatedRouter, caplog: pytest.LogCaptureFixture, given: dict[str, Any], told: bool
 ) -> None:
-    settings: Any = SimpleNamespace(selector=choice)
+    """Where somebody asked for it; it is the default for feature drafters."""
+    settings = Settings(**given)
     made = selector_of(settings, gated, NoDrafter(), SimpleNamespace())  # type: ignore[arg-type]
     made.close()
     assert ("selector = evidence does nothing here" in caplog.text) == told

@@ -85,7 +85,7 @@ def test_all_ways_are_measured_and_timed(
     options = f"--heldout {HELDOUT} --timed {HELDOUT + 3} --kinds"
     found = run(script, system, data, monkeypatch, f"{options} framed")
     framed = found["tokens per step"]["framed"]
-    ways = {"oracle", *load_script("tables").WAYS}
+    ways = {"oracle", *load_script("selection_tables").WAYS}
     assert ways < set(framed)
     assert all(framed[name]["tokens_per_step"][0] >= 1 for name in ways)
     assert framed["same_answers"] == 1

@@ -1,0 +1,85 @@
+"""Makes the tables of who drafts, from what the benchmarks of selection, streams and mixed batches write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+WAYS = ("classifier", "evidence", "evidence as served", "permuted classifier", "permuted evidence", "shared")
+
+
+def selection(found: dict[str, Any]) -> str:
+    """Tokens per target step beside those of the prompts' own experts, by kind of prompt and by chooser."""
+    rows = []
+    for kind, part in found["tokens per step"].items():
+        parts = [part[way]["times_oracle"] for way in WAYS]
+        shown = [f"{100 * value:.1f} % ({100 * low:.1f} to {100 * high:.1f})" for value, low, high in parts]
+        oracle = f"{part['oracle']['tokens_per_step'][0]:.2f}"
+        recovered = "nothing lost" if part["recovered"] is None else f"{part['recovered']:.0%}"
+        rows.append([kind, str(part["prompts"]), oracle, *shown, recovered])
+    head = ["prompts", "number", "oracle, tokens per step", *WAYS, "recovered of a permuted prior's loss"]
+    costs = [
+        f"{size}: {part['share_of_time']['evidence']:.1%} of the time, "
+        f"{part['evidence / classifier'][0]:.3f} × the classifier's tokens/s"
+        for size, part in found.get("cost", {}).items()
+    ]
+    note = f"\n\nComparing takes, in {'; '.join(costs)}." if costs else ""
+    return table(head, rows) + note
+
+
+STREAM_WAYS = ("best fixed", "shared", "classifier", "evidence as served", "evidence")
+
+
+def percent(estimate: list[float]) -> str:
+    value, low, high = (100 * each for each in estimate)
+    return f"{value:.1f} % ({low:.1f} to {high:.1f})"
+
+
+def streams(found: dict[str, Any]) -> str:
+    """Tokens per target step beside those of each request's best fixed drafter, by stream and by chooser."""
+    rows = []
+    for name, part in found["streams"].items():
+        ways = part["ways"]
+        best = f"{ways['best fixed']['tokens_per_step'][0]:.2f}"
+        owner = percent(ways["owner"]["times_best_fixed"]) if "owner" in ways else ""
+        shown = [percent(ways[way]["times_best_fixed"]) for way in STREAM_WAYS[1:]]
+        served = percent(ways["evidence as served"]["times_classifier"])
+        rows.append([name, str(part["prompts"]), best, owner, *shown, served])
+    head = ["stream", "prompts", "best fixed, tokens per step", "right expert", *STREAM_WAYS[1:]]
+    return table([*head, "evidence as served / classifier"], rows)
+
+
+def mix(found: dict[str, Any]) -> str:
+    """What many experts cost in time, as ratios of the median step."""
+    batches, many = found["batches"], found["registered"]
+    names = [name for name in many if "/" in name]
+    rows = [
+        [
+            f"a batch of {found['slots']} with {batches['different']} experts / with one",
+            spread(batches["mixed / uniform"]),
+            f"{batches['step_ms']['mixed']:.1f} / {batches['step_ms']['uniform']:.1f} ms",
+        ],
+        *(
+            [
+                f"{name} experts registered and in use",
+                spread(many[name]),
+                " / ".join(f"{many['step_ms'][count]:.1f}" for count in name.split(" / ")) + " ms",
+            ]
+            for name in names
+        ),
+    ]
+    sizes = {name: size / 2**20 for name, size in many["bytes"].items()}
+    note = f"Weights of the home's {found['experts']} experts take {sizes.pop('own'):.0f} MiB, " + ", ".join(
+        f"those of {name} {size:.0f} MiB" for name, size in sizes.items()
+    )
+    return f"{table(['', 'time of a step', 'median'], rows)}\n\n{note}."
+
+
+def spread(each: list[float]) -> str:
+    middle, low, high = each
+    return f"{middle:.3f} ({low:.3f} to {high:.3f})"

@@ -1,0 +1,136 @@
+"""The benchmarks of who drafts on streams and of many experts, on the shipped target with random experts."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from random_experts import LISTS, base_of, publish_random
+from scripts_loader import load_script
+
+from moedraft.config import load_settings
+from moedraft.core import SHARED
+from moedraft.models import load_by
+from moedraft.system.build import System, opened
+from moedraft.system.domains import register_all
+
+HELDOUT = 2  # prompts of each domain
+FOREIGN = ("x", "y")
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Held-out prompts of every domain, and of some that are not registered."""
+    (tmp_path / "data" / "dev").mkdir(parents=True)
+    for name in (*LISTS, *FOREIGN, "general_en"):
+        lines = [json.dumps({"prompt": f"({name}) What is {i} and {i} together?"}) for i in range(8)]
+        with lzma.open(tmp_path / "data" / "dev" / f"{name}.jsonl.xz", "wt") as file:
+            file.write("\n".join(lines))
+    return tmp_path / "data"
+
+
+@pytest.fixture(scope="module")
+def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    folder = tmp_path_factory.mktemp("system")
+    settings = load_settings(home=folder / "home", target="mini", draft=str(folder / "draft"))
+    settings = settings.model_copy(update={"selector": "evidence", "max_batch_size": 4})
+    base_of(load_by(settings, "target"), folder / "draft")
+    with opened(settings) as made:
+        prompts = {name: [f"Of {name}, question {i}: what is {name} {i}?" for i in range(8)] for name in LISTS}
+        register_all(made.store, made.router, prompts)
+        made.refresh()  # the home has no version of them; what is published below stays
+        publish_random(made.bank)
+        yield made
+
+
+def run(
+    script: ModuleType, system: System, data: Path, monkeypatch: pytest.MonkeyPatch, options: str
+) -> dict[str, Any]:
+    """What the command writes."""
+    out = data / "found.json"
+    monkeypatch.setattr(sys, "argv", ["x", *f"--home unused --data {data} --out {out} {options}".split()])
+    monkeypatch.setattr(script, "opened", lambda settings: nullcontext(system))
+    script.main()
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+def test_all_streams_are_measured(system: System, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = load_script("bench_streams")
+    monkeypatch.setattr(script, "MANY", (6,))
+    before = dict(system.bank.experts)
+    found = run(
+        script,
+        system,
+        data,
+        monkeypatch,
+        f"--domains {','.join(LISTS)} --nowhere {','.join(FOREIGN)} --heldout {HELDOUT} --max-tokens 12",
+    )["streams"]
+    assert list(found) == [
+        *("labelled", "translated", "permuted", "two in a prompt", "change"),
+        *("no domain", "before registration", "6 arms", "6 arms, permuted"),
+    ]
+    assert system.bank.experts == before, "the decoys are gone"
+    for name, part in found.items():
+        ways = part["ways"]
+        assert part["prompts"] == HELDOUT * len(FOREIGN if name == "no domain" else LISTS)
+        assert {"shared", "classifier", "evidence", "evidence as served", "best fixed"} <= set(ways)
+        assert ("owner" in ways) == (name != "two in a prompt")
+        assert ways["best fixed"]["times_best_fixed"][0] == 1
+        assert ways["shared"]["times_best_fixed"][0] <= 1
+    assert found["labelled"]["ways"]["shared"] == found["permuted"]["ways"]["shared"]
+    assert load_script("selection_tables").streams({"streams": found}).count("\n") == len(found) + 1
+
+
+def test_the_text_of_a_changing_answer_is_the_given_one(
+    system: System, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever drafts, and in both halves by the expert whose text it is."""
+    script = load_script("bench_streams")
+    options = f"--domains {','.join(LISTS)} --heldout {HELDOUT} --max-tokens 12 --streams change"
+    drafted: list[list[str]] = []
+    alone = script.Alone.lengths
+
+    def lengths(self: Any, part: Any, arm: str) -> Any:
+        assert all(len(script) == 12 for script in part.scripts)
+        drafted.append([name for owners in part.owners for _, name in owners])
+        return alone(self, part, arm)
+
+    monkeypatch.setattr(script.Alone, "lengths", lengths)
+    run(script, system, data, monkeypatch, options)
+    assert len(drafted) == len(LISTS) + 1
+    assert {*drafted[0]} == {*LISTS}
+
+
+def test_an_expert_that_the_home_lacks_is_named(
+    system: System, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit, match=r"^The home has no trained expert for x\.$"):
+        run(load_script("bench_streams"), system, data, monkeypatch, "--domains a,x --heldout 1")
+
+
+def test_mixed_batches_and_many_experts_are_timed(
+    system: System, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = load_script("bench_mix")
+    before, selector = dict(system.bank.experts), system.engine.selector
+    monkeypatch.setattr(script, "MANY", 8)
+    try:
+        found = run(script, system, data, monkeypatch, "--rounds 2 --steps 2")
+    finally:
+        system.engine.selector = selector
+        system.bank.take(system.bank.prepare(dict.fromkeys(system.bank.experts.keys() - before.keys())))
+    assert found["experts"] == len(LISTS)
+    assert found["batches"]["different"] == len(LISTS)
+    assert found["batches"]["mixed / uniform"][0] > 0
+    assert found["registered"]["8 / 4"][0] > 0
+    assert found["registered"]["bytes"]["8"] > found["registered"]["bytes"]["own"] > 0
+    assert SHARED not in system.bank.experts
+    assert "a batch of 4 with 3 experts" in load_script("selection_tables").mix(found)
