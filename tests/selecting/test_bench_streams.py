@@ -43,7 +43,7 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     settings = settings.model_copy(update={"selector": "evidence", "max_batch_size": 4})
     base_of(load_by(settings, "target"), folder / "draft")
     with opened(settings) as made:
-        prompts = {name: [f"Of {name}, question {i}: what is {name} {i}?" for i in range(8)] for name in LISTS}
+        prompts = {name: [f"Of {name}, question {i}: what is {i}?" for i in range(8)] for name in LISTS}
         register_all(made.store, made.router, prompts)
         made.refresh()  # the home has no version of them; what is published below stays
         publish_random(made.bank)
