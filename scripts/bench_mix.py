@@ -19,7 +19,8 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from itertools import cycle, islice
 from pathlib import Path
@@ -72,15 +73,23 @@ def queue_ms(system: System, prompts: Sequence[str], experts: Sequence[str]) -> 
     return 1e3 * (time.perf_counter() - began) / steps
 
 
-def copies(system: System, names: Sequence[str], count: int) -> list[str]:
-    """Publish copies of the experts, with tensors of their own, until there are `count`; all their names."""
-    bank, made = system.bank, {}
-    for i in range(count - len(names)):
-        one = bank.experts[names[i % len(names)]]
-        deltas = {name: (a.clone(), b.clone()) for name, (a, b) in one.deltas.items()}
-        made[f"copy-{i}"] = Adapter(one.version, deltas, one.vocabulary)
-    bank.take(bank.prepare(made))
-    return [*names, *made]
+@contextmanager
+def copies(system: System, names: Sequence[str], count: int) -> Iterator[list[str]]:
+    """Inside, the bank has `count` experts: of these or copies of them, with tensors of their own.
+
+    Those of the home that are too many are taken away. The first request of each expert prepares it.
+    """
+    bank = system.bank
+    own = {name: bank.experts[name] for name in names}
+    made = {f"copy-{i}": copied(own[names[i % len(names)]]) for i in range(count - len(names))}
+    bank.take(bank.prepare(made | dict.fromkeys(names[count:])))
+    yield [*names[:count], *made]
+    bank.take(bank.prepare(dict.fromkeys(made) | {name: own[name] for name in names[count:]}))
+
+
+def copied(adapter: Adapter) -> Adapter:
+    deltas = {name: (a.clone(), b.clone()) for name, (a, b) in adapter.deltas.items()}
+    return Adapter(adapter.version, deltas, adapter.vocabulary)
 
 
 def size(system: System) -> int:
@@ -123,17 +132,17 @@ def registered(
     system: System, prompts: Sequence[str], names: Sequence[str], args: argparse.Namespace
 ) -> dict[str, Any]:
     """A queue that four experts serve, and the same with 64."""
-    own = {"own": size(system)}
-    experts = copies(system, names, MANY)
-    arms = {FEW: experts[:FEW], MANY: experts}
+    sizes = {"own": size(system)}
     taken: dict[int, list[float]] = {FEW: [], MANY: []}
     for turn in range(args.rounds + 1):
         for count in (FEW, MANY) if turn % 2 else (MANY, FEW):
-            ms = queue_ms(system, prompts, list(islice(cycle(arms[count]), MANY)))
+            with copies(system, names, count) as experts:
+                sizes[str(count)] = size(system)
+                ms = queue_ms(system, prompts, list(islice(cycle(experts), MANY)))
             if turn:
                 taken[count].append(ms)
     return {
-        "bytes": own | {str(MANY): size(system)},
+        "bytes": sizes,
         "step_ms": {str(count): middle(each) for count, each in taken.items()},
         f"{MANY} / {FEW}": ratios(taken[MANY], taken[FEW]),
     }

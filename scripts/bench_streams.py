@@ -11,11 +11,11 @@ The streams:
     two in a prompt      two requests of different domains in one prompt
     change               the answer to one prompt, in whose middle the answer to another domain's begins
     no domain            prompts that belong to none
-    before registration  prompts of a domain that neither router nor experts know yet
+    before registration  prompts of a domain that neither router nor experts know; the shared draft learned it
     4, 16, 64 arms       `labelled` and `permuted` with fewer experts, or with decoys beside them
 
 A decoy is an expert with its parts put together wrongly: it is as large as the expert and guesses badly. The
-router finds a decoy likely in three of ten cases.
+router leaves three tenths of the probability to all decoys together.
 
 In `change` the target's logits are overwritten so that the answer is the given text; everything else is as
 ever, and the text begins and ends in the same way for all. Every fixed expert answers all prompts too. So for
@@ -202,11 +202,11 @@ class Streams:
             "before registration": self.before_registration,
         }
         for turned in (False, True):
-            after = ", permuted" if turned else ""
+            before = "permuted " if turned else ""
             if len(self.names) >= FEW:
-                made[f"{FEW} arms{after}"] = lambda turned=turned: self.few_arms(turned)  # type: ignore[misc]
+                made[f"{before}{FEW} arms"] = lambda turned=turned: self.few_arms(turned)  # type: ignore[misc]
             for count in MANY:
-                made[f"{count} arms{after}"] = (  # type: ignore[misc]
+                made[f"{before}{count} arms"] = (  # type: ignore[misc]
                     lambda count=count, turned=turned: self.many_arms(count, turned)
                 )
         return made
@@ -358,15 +358,19 @@ def main() -> None:
     args = parser.parse_args()
     settings = load_settings(home=args.home, target=args.target, draft=args.draft, selector="evidence")
     free = ("home", "data", "out", "streams")
-    report = begun({key: str(value) for key, value in vars(args).items() if key not in free}, args.out)
+    shown = {key: str(value) for key, value in vars(args).items() if key not in free}
     with opened(settings) as system, TemporaryDirectory() as folder:
         drafter = system.engine.chooser.model
         assert isinstance(drafter, FeatureDrafter), "the experts of a feature drafter alone can be compared"
         judge = FeatureJudge(drafter, system.bank)
         warm_up(system)
-        report |= surroundings(system)
+        versions = {name: system.bank.version(name) for name in (SHARED, *sorted(system.bank.experts))}
+        report = begun(shown | {"versions": str(versions)}, args.out) | surroundings(system)
         made, alone = Streams(system, args, Path(folder)).all(), Alone(system, args)
-        for name in args.streams.split(",") if args.streams else made:
+        chosen = args.streams.split(",") if args.streams else list(made)
+        if unknown := [name for name in chosen if name not in made]:
+            raise SystemExit(f"There is no stream {', '.join(unknown)}; there are {', '.join(made)}.")
+        for name in chosen:
             if name in report["streams"]:
                 continue
             found = report["streams"][name] = measured(system, judge, made[name](), alone, args)

@@ -22,13 +22,13 @@ MAX_FUNCTION = 40  # lines of a function, its docstring and its decorators not c
 # The most files and lines that a room may have; a room is a folder, or a folder in a folder. The bounds leave
 # a little room to grow. Before you raise one, see whether the room has become two.
 ROOMS = {
-    "cli": (23, 3350),
+    "cli": (23, 3360),
     "cpu": (10, 1150),
     "cpu/steady": (7, 950),
     "distill": (18, 1950),
     "distill/joint": (10, 1400),
     "distill/single": (3, 650),
-    "distill/judging": (10, 1350),
+    "distill/judging": (10, 1400),
     "drafting": (21, 3020),
     "engine": (15, 1600),
     "feature": (12, 1530),
@@ -46,7 +46,7 @@ ROOMS = {
     "showcase": (12, 1600),
     "storage": (19, 3200),
     "storage/migrations": (14, 360),  # one more for each change of the schema
-    "system": (7, 1040),
+    "system": (7, 1060),
 }
 
 # Functions that are longer than MAX_FUNCTION, and how long each may be. They may only become shorter.

@@ -186,7 +186,8 @@ def test_a_wrong_name_in_the_architecture_is_found() -> None:
     assert len(wrong_names(text)) == 3
 
 
-def test_the_selection_table_shows_what_was_measured(tables: ModuleType) -> None:
+def test_the_selection_table_shows_what_was_measured() -> None:
+    tables = load_script("selection_tables")
     way = {"tokens_per_step": [2.0, 1.9, 2.1], "times_oracle": [0.987, 0.97, 1.01]}
     kind = dict.fromkeys(("oracle", *tables.WAYS), way) | {"recovered": 0.834, "prompts": 90}
     cost = {"share_of_time": {"evidence": 0.021}, "evidence / classifier": [1.012, 0.99, 1.03]}

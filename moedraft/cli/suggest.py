@@ -40,7 +40,8 @@ def suggest(
         typer.Option(metavar="FOLDER", help="Write the prompts of each group into a file there."),
     ] = None,
     trial: Annotated[
-        bool, typer.Option("--trial", help="Fit an expert to each group for a moment and tell its gain.")
+        bool,
+        typer.Option("--trial", help="Fit an expert to each group for a while, and tell its gain."),
     ] = False,
     home: HomeOption = None,
     server: ServerOption = None,
@@ -138,7 +139,7 @@ def _show(found: dict[str, Any], *, written: bool, tried: bool) -> None:
 def _gain(trial: dict[str, Any] | None) -> str:
     """Tokens per target step now and with the trial expert, and the interval of the gain."""
     if trial is None:
-        return "too few"
+        return "not tried"
     gain = f"{trial['low']:+.2f} to {trial['high']:+.2f}"
     return f"{trial['before']:.2f} → {trial['after']:.2f} ({gain})"
 

@@ -19,7 +19,7 @@ from moedraft.speculation import Standing
 
 REFUSALS = (4, 8, 16)  # guesses refused until arms are compared again, after 0, 1, 2 … calm comparisons
 CALM = 0.8  # weight of an unchanged leader that makes a comparison of an answer a calm one
-LONGEST_GAP = 32  # tokens, after which arms are compared again though hardly anything is drafted
+LONGEST_GAP = 32  # tokens read by the drafter, after which arms are compared though few were refused
 PROMPT_DEPTH = 24  # of the prompt's last tokens, how many are compared
 ANSWER_DEPTH = 8  # of an answer's last tokens, how many are compared at once
 PROMPT_STRENGTH = 0.6  # how much a token of the prompt counts beside one of the answer
@@ -27,7 +27,7 @@ FEW_LEFT = 8  # with at most so many tokens left in an answer, comparing no long
 ALL_ARMS = 8  # up to so many arms are all compared at a prompt
 NEAR_ARMS = 4  # most arms that are compared later on, besides those drawn at random
 HEARD_RATE = 0.7  # RATE of the evidence alone: four more guesses than any other arm make about 90 %
-HEARD_SHARE = 0.001  # SHARE of it: what counts is the whole answer, not its end
+HEARD_SHARE = 0.001  # SHARE of it: what counts is all that was compared of the answer, not its end
 MOST_STANDINGS = 64  # of an answer that are kept, to be shown
 LEAST_WEIGHT = 0.005  # of an arm, to be kept when the request ends
 NEAR = 0.003  # part of the leader's weight that an arm needs to be compared again

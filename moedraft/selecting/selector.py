@@ -6,7 +6,8 @@ reproducible request keeps the expert that the router chose, since its answer ma
 coupled verification it does not, whoever drafts, and seeded requests are compared like others.
 
 It compares the experts between rounds, on tokens that have entered the rows and that the drafter has read.
-How many guesses were refused tells it only when to compare: that says nothing of those who did not guess.
+How many guesses were refused tells it only when to compare: that says nothing of those who did not guess. So
+passages where the leader guessed wrong are compared more often than others.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def our_runners(system: System, outputs: Outputs) -> dict[str, Runner]:
         PLAIN: ours(PLAIN, draft=False),
         "moedraft generic draft": base_only(system, ours("moedraft generic draft", "model", expert=SHARED)),
         "moedraft experts": ours("moedraft experts", "model"),
-        "moedraft lookup": ours("moedraft lookup", "lookup"),
+        "moedraft lookup": ours("moedraft lookup", "lookup", expert=SHARED),
         "moedraft experts + lookup": ours("moedraft experts + lookup"),
     }
 

@@ -172,6 +172,8 @@ def selector_of(
     """The selector, which decides who drafts. Only the experts of a feature drafter can be compared."""
     if settings.selector == "fixed":
         return UnaskedSelector(router)
+    if settings.draft_source == "lookup":  # no expert drafts, so it only matters whom a record teaches
+        return BackgroundSelector(router)
     if settings.selector == "evidence" and isinstance(drafter, FeatureDrafter):
         return EvidenceSelector(router, FeatureJudge(drafter, bank))
     if settings.selector == "evidence" and "selector" in settings.model_fields_set:

@@ -2,8 +2,9 @@
 
 Such prompts are read from the replay: those that fitted no domain, and stayed with the shared draft. So only
 requests that may be learned from are looked at, and a purge reaches them. What the router sent to a domain is
-no other one's because its expert lost. What is told is how much of the shared draft's guesses is accepted on
-these prompts now; what a domain would gain takes a trial of learning (`moedraft.distill.judging.trial`).
+no other one's because its expert lost, and what an expert guessed best in the end is that expert's. What is
+told is how much of the shared draft's guesses is accepted on these prompts now; what a domain would gain
+takes a trial of learning (`moedraft.distill.judging.trial`).
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def suggest(
                 requests=len(own),
                 share=_part(len(own), routed),
                 acceptance=sum(one.accepted for one in own) / drafted if drafted else None,
-                trial=trials(name, own) if trials else None,
+                trial=trials(name, [by_text[text] for text in texts]) if trials else None,
             )
         )
     return Suggestions(len(records), _part(len(records), routed), capture, tuple(found))

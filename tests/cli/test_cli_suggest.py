@@ -108,28 +108,27 @@ def test_without_capture_no_text_is_shown(run: Run, home: Path, pair: Pair, tmp_
 def test_what_a_trial_gains_is_shown(
     run: Run, home: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The groups are tried beside the home's writer; two that are too small are not."""
-    tried: list[tuple[str, int]] = []
+    tried: list[tuple[str, int, int]] = []
 
     class Trials:
         def __init__(self, trainer: Any, depth: int) -> None:
             assert depth == 4
 
-        def __call__(self, name: str, records: list[ReplayRecord]) -> TriedExpert:
-            tried.append((name, len(records)))
+        def __call__(self, name: str, records: list[list[ReplayRecord]]) -> TriedExpert:
+            tried.append((name, len(records), sum(map(len, records))))
             return TriedExpert(10, 3, 1.5, 1.75, 0.1, 0.4)
 
     monkeypatch.setattr("moedraft.distill.assembly.joint_trainer", lambda *options: None)
     monkeypatch.setattr("moedraft.distill.judging.trial.ExpertTrials", Trials)
     asked = ("domain", "suggest", "--trial", "--home", home, *pair[:2])
     (group,) = run(*asked, "--json").data["suggestions"]
-    assert tried == [("new", 13)]
+    assert tried == [("new", 12, 13)]
     assert group["trial"] == pytest.approx(
         {"learned": 10, "held_out": 3, "before": 1.5, "after": 1.75, "low": 0.1, "high": 0.4, "gain": 0.25}
     )
     assert "1.50 → 1.75 (+0.10 to +0.40)" in run(*asked).out
     monkeypatch.setattr(Trials, "__call__", lambda self, name, records: None)
-    assert "too few" in run(*asked).out
+    assert "not tried" in run(*asked).out
 
 
 @pytest.mark.usefixtures("traffic")

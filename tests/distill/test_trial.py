@@ -8,14 +8,14 @@ import pytest
 import torch
 from feature_records import VOCAB, a_draft, a_record, a_target
 
-from moedraft.core import SHARED, ReplayRecord
+from moedraft.core import SHARED, InvalidRequest, ReplayRecord
 from moedraft.distill.joint.joint_student import JointStudent
 from moedraft.distill.joint.joint_trainer import JointPlan, JointTrainer
 from moedraft.distill.joint.record_states import RecordStates
 from moedraft.distill.judging import trial
 from moedraft.distill.judging.trial import ExpertTrials, TrialTrainer, split
 from moedraft.models import LanguageModel
-from moedraft.storage.store import Store
+from moedraft.storage.store import TARGET_ID, Store
 
 PLAN = JointPlan(rows=8, learning_rate=3e-2, unrolled=2)
 
@@ -51,14 +51,25 @@ def answered(target: LanguageModel, prompt: list[int], length: int = 12) -> Repl
     logits = target.hf(input_ids=torch.tensor([ids])).logits[0, len(prompt) - 1 : -1]
     values, best = logits.log_softmax(-1).topk(8, dim=-1)
     made = a_record(target, 1, len(prompt), length, SHARED)
-    return replace(made, token_ids=ids, topk_ids=best.tolist(), topk_logprobs=values.tolist())
+    return replace(
+        made,
+        target_id=target.weights_hash(),
+        token_ids=ids,
+        topk_ids=best.tolist(),
+        topk_logprobs=values.tolist(),
+    )
+
+
+def asked(records: list[ReplayRecord]) -> list[list[ReplayRecord]]:
+    """Each to a question of its own."""
+    return [[one] for one in records]
 
 
 def test_what_can_be_learned_is_a_gain_and_nothing_is_left(store: Store, target: LanguageModel) -> None:
     trials = trials_of(store, target)
     parameters = sorted(trials.trainer.student.names)
     records = alike(target, 16)
-    found = trials("new", records)
+    found = trials("new", asked(records))
     assert found is not None
     assert (found.learned, found.held_out) == (12, 4)
     assert found.gain == pytest.approx(found.after - found.before)
@@ -68,21 +79,21 @@ def test_what_can_be_learned_is_a_gain_and_nothing_is_left(store: Store, target:
     assert store.registry.live("new") is None
     assert store.registry.live(SHARED) is None
     assert store.replay.count() == 0
-    again = trials("other", records)
+    again = trials("other", asked(records))
     assert again is not None
     assert again.before == found.before
 
 
 def test_the_shared_adapter_is_measured_as_it_serves(store: Store, target: LanguageModel) -> None:
     records, trials = alike(target, 16), trials_of(store, target)
-    untrained = trials("new", records)
+    untrained = trials("new", asked(records))
     store.replay.add(records)
     learner = JointTrainer(trials_of(store, target).trainer.student, trials.trainer.states, store, PLAN)
     made = learner.update(steps=96)
     assert made is not None
     for one in made.candidates:
         store.adapters.publish(one)
-    found = trials("new", records)
+    found = trials("new", asked(records))
     assert untrained is not None
     assert found is not None
     assert found.before > untrained.before + 0.05
@@ -90,13 +101,33 @@ def test_the_shared_adapter_is_measured_as_it_serves(store: Store, target: Langu
 
 def test_few_prompts_are_not_tried(store: Store, target: LanguageModel) -> None:
     trials = trials_of(store, target)
-    assert trials("new", alike(target, 8)) is None
-    assert trials("new", alike(target, 1) * 40) is None
+    assert trials("new", asked(alike(target, 8))) is None
+    assert trials("new", [alike(target, 1) * 40]) is None
+    foreign = [[replace(one, target_id="other")] for one in alike(target, 16)]
+    assert trials("new", foreign) is None
+    short = [[replace(one, topk_ids=one.topk_ids[:1])] for one in alike(target, 16)]
+    assert trials("new", short) is None
 
 
-def test_records_of_one_prompt_stay_together(target: LanguageModel) -> None:
-    records = alike(target, 8)
-    learn, test = split([*records, *records, records[0]])
-    assert (len(learn), len(test)) == (12, 5)
-    prompts = [{tuple(one.token_ids[:6]) for one in part} for part in (learn, test)]
-    assert not prompts[0] & prompts[1]
+def test_a_home_of_another_target_is_refused(store: Store, target: LanguageModel) -> None:
+    store.registry.set_meta(TARGET_ID, "other")
+    with pytest.raises(InvalidRequest, match="another target; name that one with --target"):
+        trials_of(store, target)
+
+
+def test_a_group_that_cannot_be_trained_is_told_and_the_next_one_tried(
+    store: Store, target: LanguageModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    trials = trials_of(store, target)
+    with monkeypatch.context() as broken:
+        broken.setattr(trials.trainer, "_step", lambda *options: None)
+        assert trials("new", asked(alike(target, 16))) is None
+    assert "'new' could not be trained" in caplog.text
+    assert trials("other", asked(alike(target, 16))) is not None
+
+
+def test_what_was_asked_alike_stays_together(target: LanguageModel) -> None:
+    groups = [[one, one] for one in alike(target, 8)]
+    learn, test = split(groups)
+    assert (len(learn), len(test)) == (6, 2)
+    assert [*learn, *test] == [*groups[1:4], *groups[5:], groups[0], groups[4]]

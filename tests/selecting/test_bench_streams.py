@@ -75,7 +75,7 @@ def test_all_streams_are_measured(system: System, data: Path, monkeypatch: pytes
     )["streams"]
     assert list(found) == [
         *("labelled", "translated", "permuted", "two in a prompt", "change"),
-        *("no domain", "before registration", "6 arms", "6 arms, permuted"),
+        *("no domain", "before registration", "6 arms", "permuted 6 arms"),
     ]
     assert system.bank.experts == before, "the decoys are gone"
     for name, part in found.items():
@@ -109,6 +109,14 @@ def test_the_text_of_a_changing_answer_is_the_given_one(
     assert {*drafted[0]} == {*LISTS}
 
 
+def test_a_stream_that_does_not_exist_is_named(
+    system: System, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = f"--domains {','.join(LISTS)} --heldout 1 --streams change,flood"
+    with pytest.raises(SystemExit, match=r"^There is no stream flood; there are labelled, "):
+        run(load_script("bench_streams"), system, data, monkeypatch, options)
+
+
 def test_an_expert_that_the_home_lacks_is_named(
     system: System, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,7 +134,7 @@ def test_mixed_batches_and_many_experts_are_timed(
         found = run(script, system, data, monkeypatch, "--rounds 2 --steps 2")
     finally:
         system.engine.selector = selector
-        system.bank.take(system.bank.prepare(dict.fromkeys(system.bank.experts.keys() - before.keys())))
+    assert system.bank.experts == before, "the copies are gone"
     assert found["experts"] == len(LISTS)
     assert found["batches"]["different"] == len(LISTS)
     assert found["batches"]["mixed / uniform"][0] > 0

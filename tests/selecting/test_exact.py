@@ -63,10 +63,10 @@ class Noted(EvidenceSelector):
         return sum(len(set(experts)) > 1 for experts in self.drafted.values())
 
 
-@pytest.fixture
-def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The arms are compared after every round, and up to the end of an answer."""
-    monkeypatch.setattr(contest, "REFUSALS", (0,))
+@pytest.fixture(params=[0, 1], ids=["after every round", "after every refusal"])
+def often(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """The arms are compared very often, and up to the end of an answer."""
+    monkeypatch.setattr(contest, "REFUSALS", (request.param,))
     monkeypatch.setattr(contest, "FEW_LEFT", 0)
 
 

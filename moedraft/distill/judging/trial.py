@@ -5,17 +5,25 @@ The shared adapter stays as it is, so the gain is the expert's alone. Nothing is
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
-from moedraft.core import SHARED, ReplayRecord
+from moedraft.core import SHARED, InvalidRequest, ReplayRecord
 from moedraft.distill.joint.joint_trainer import Drawn, JointTrainer
+from moedraft.distill.joint.record_states import RecordStates
 from moedraft.distill.judging.gate import compare, expected_tokens
 from moedraft.distill.judging.measures import JointMeasure
+from moedraft.storage.store import TARGET_ID
 
 STEPS = 24  # of the optimiser
 HELD_OUT_EVERY = 4  # of the prompts, one is measured and not learned from
 FEWEST = 3  # prompts that must be left to measure with
+
+OTHER_TARGET = "The home's records were made by another target; name that one with --target."
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -23,7 +31,7 @@ class TriedExpert:
     """Tokens per target step on held-out records, drafted by the shared adapter and by a trial expert."""
 
     learned: int  # records
-    held_out: int
+    held_out: int  # records that the expert did not learn from; the shared adapter may have
     before: float
     after: float
     low: float  # the gain lies between these with a probability of 80 %
@@ -37,6 +45,7 @@ class TriedExpert:
 class TrialTrainer(JointTrainer):
     """Learns from the records that it is given, and teaches the expert alone."""
 
+    states: RecordStates
     drawn = Drawn([], [], [])
 
     def draw(self, steps: int, on_record: Callable[[], None] = lambda: None) -> Drawn:
@@ -50,14 +59,31 @@ class ExpertTrials:
     """Tries experts for groups of records, one after another, on copies of the home's models."""
 
     def __init__(self, trainer: TrialTrainer, depth: int) -> None:
-        """depth: tokens drafted in a step."""
+        """depth: tokens drafted in a step. Raises InvalidRequest where the home has served another target."""
         self.trainer, self.measure = trainer, JointMeasure(trainer, depth)
+        self.target_id = trainer.states.target.weights_hash()
+        if trainer.registry.get_meta(TARGET_ID) not in (None, self.target_id):
+            raise InvalidRequest(OTHER_TARGET)
 
-    def __call__(self, name: str, records: Sequence[ReplayRecord]) -> TriedExpert | None:
-        """Try an expert `name` for these records; None where they are too few. Raises FloatingPointError."""
-        learn, test = split([one for one in records if len(one.topk_ids) > 1])
-        if len({_prompt(one) for one in test}) < FEWEST:
+    def __call__(self, name: str, records: Sequence[Sequence[ReplayRecord]]) -> TriedExpert | None:
+        """Try an expert `name` for these records, which are given by what was asked.
+
+        None where too few of them can be learned from, or no step was finite.
+        """
+        usable = [[one for one in alike if self._is_usable(one)] for alike in records]
+        learn, test = split([alike for alike in usable if alike])
+        if len(test) < FEWEST:
             return None
+        try:
+            return self._tried(name, [*chain(*learn)], [*chain(*test)])
+        except FloatingPointError:
+            log.warning("The trial expert %r could not be trained: no step had a finite loss.", name)
+            return None
+
+    def _is_usable(self, record: ReplayRecord) -> bool:
+        return len(record.topk_ids) > 1 and record.target_id == self.target_id
+
+    def _tried(self, name: str, learn: list[ReplayRecord], test: list[ReplayRecord]) -> TriedExpert | None:
         trainer = self.trainer
         trainer.drawn = Drawn([replace(one, domain=name, weights={}) for one in learn], [], [])
         try:
@@ -80,13 +106,9 @@ class ExpertTrials:
         return TriedExpert(len(learn), len(test), old, new, low, high)
 
 
-def split(records: Sequence[ReplayRecord]) -> tuple[list[ReplayRecord], list[ReplayRecord]]:
-    """Those to learn from, and those to measure with. Records of one prompt stay together."""
-    order = {prompt: i for i, prompt in enumerate(dict.fromkeys(map(_prompt, records)))}
-    held_out = [order[_prompt(one)] % HELD_OUT_EVERY == 0 for one in records]
-    pairs = list(zip(records, held_out, strict=True))
-    return [one for one, out in pairs if not out], [one for one, out in pairs if out]
-
-
-def _prompt(record: ReplayRecord) -> tuple[int, ...]:
-    return tuple(record.token_ids[: record.num_prompt_tokens])
+def split(
+    records: Sequence[list[ReplayRecord]],
+) -> tuple[list[list[ReplayRecord]], list[list[ReplayRecord]]]:
+    """Those to learn from, and those to measure with; what was asked alike stays together."""
+    learn = [alike for i, alike in enumerate(records) if i % HELD_OUT_EVERY]
+    return learn, [alike for i, alike in enumerate(records) if i % HELD_OUT_EVERY == 0]

@@ -52,7 +52,7 @@ def shown(found: RequestOutput) -> Markup:
     )
     text = tag("p", found.text[:MOST_SHOWN], class_="hint")
     if not found.standings:
-        why = 'With selector = "evidence" and trained experts of a feature drafter they are.'
+        why = "They are where a feature drafter has trained experts and the setting selector is evidence."
         return join([head, text, notice("The drafts were not compared", why)])
     return join([head, text, _table(found.standings)])
 
