@@ -1,7 +1,8 @@
 """The contest between the arms for one answer: their standings, and when they are compared next.
 
-Comparing costs time, so it is done where it can change something: at the end of the prompt, then each time
-that the target has refused some more guesses, and more seldom while that changes nothing. As long as the one
+Comparing costs time, so it is done where it can change something: at the end of the prompt, unless the router
+is sure, then each time that the target has refused some more guesses, and more seldom while that changes
+nothing. As long as the one
 who drafts guesses right, nobody guesses better.
 Only arms near the leader are compared, and one more at random, so that none is forgotten.
 """
@@ -18,6 +19,8 @@ from moedraft.selecting.standings import Standings
 from moedraft.speculation import Standing
 
 REFUSALS = (4, 8, 16)  # guesses refused until arms are compared again, after 0, 1, 2 … calm comparisons
+TRUSTED = 0.95  # weight of the router's choice with which the prompt is not compared
+PATIENCE = 4  # tokens of an answer by which the router should have said something
 CALM = 0.8  # weight of an unchanged leader that makes a comparison of an answer a calm one
 LONGEST_GAP = 32  # tokens read by the drafter, after which arms are compared though few were refused
 PROMPT_DEPTH = 24  # of the prompt's last tokens, how many are compared
@@ -43,24 +46,32 @@ class Contest:
         self.looked_at: set[str] = set()  # arms that were compared
         self.compared = 0  # entries of the drafter's cache that were compared or passed over
         self.times = 0
+        self.believed = False  # whether the router has said something
         self.calm = 0  # comparisons in a row that left a leader in front who is sure of it
         self.refused = 0  # guesses that the target had refused by the last comparison
 
     @property
     def depth(self) -> int:
         """The most tokens to compare next."""
-        return ANSWER_DEPTH if self.times else PROMPT_DEPTH
+        return PROMPT_DEPTH if self.at_prompt else ANSWER_DEPTH
+
+    @property
+    def at_prompt(self) -> bool:
+        """Whether the end of the prompt is what is compared next."""
+        return not self.times and not (self.believed and max(self.standings.weights.values()) >= TRUSTED)
 
     def wants(self, passage: Passage) -> bool:
         """Whether to compare the arms now, on this passage, and not when there is more of it."""
         row = self.row
         if passage.end <= passage.first or row.target_cached < row.num_prompt_tokens - 1:
             return False
+        if not self.times and not self.believed and row.num_generated < PATIENCE:
+            return False
         if row.params.max_tokens - row.num_generated <= FEW_LEFT:
             return False
         refused = len(row.rejected) - self.refused
-        enough = not self.times or refused >= REFUSALS[min(self.calm, len(REFUSALS) - 1)]
-        return enough or passage.end - self.compared >= LONGEST_GAP
+        enough = self.at_prompt or refused >= REFUSALS[min(self.calm, len(REFUSALS) - 1)]
+        return enough or passage.end - max(self.compared, row.num_prompt_tokens) >= LONGEST_GAP
 
     def believe(self, prior: Mapping[str, float]) -> None:
         """Take in the router's answer: the probability of each domain, and of none of them."""
@@ -72,6 +83,7 @@ class Contest:
             # Drafting with a wrong expert costs little, missing the right one costs all that it would gain.
             # So a domain above the threshold is tried first, even where "none of them" is likelier.
             shares[SHARED] = min(shares[SHARED], shares[chosen] / 2)
+        self.believed = True
         self.row.unlearned = self.row.routed not in (None, *self.standings.arms)
         self.standings.believe(shares)
         self._choose()
@@ -91,13 +103,13 @@ class Contest:
         Arms that have come since the request began are left out.
         """
         known = {arm: found for arm, found in hits.items() if arm in self.standings.arms}
-        leader = self.standings.leader
+        leader, strength = self.standings.leader, PROMPT_STRENGTH if self.at_prompt else 1.0
         for standings in (self.standings, self.heard):
-            standings.learn(known, 1.0 if self.times else PROMPT_STRENGTH)
+            standings.learn(known, strength)
         self.looked_at |= known.keys()
         self.compared = end
         now = self.standings
-        if self.times:
+        if strength == 1:
             self.calm = self.calm + 1 if leader == now.leader and now.weights[leader] >= CALM else 0
         self.refused = len(self.row.rejected)
         self.times += 1

@@ -124,7 +124,7 @@ def test_the_answer_is_followed(made: list[EvidenceSelector]) -> None:
     ("right", "times"),
     [
         (lambda generated: False, [0, 4, 12, *range(28, 200, 16)]),
-        (lambda generated: True, [0, 32, 64, 96, 128, 160, 192]),
+        (lambda generated: True, [0, 34, 66, 98, 130, 162, 194]),
         (lambda generated: generated >= 12, [0, 4, 12, 44, 76, 108, 140, 172]),
     ],
     ids=["all refused", "none refused", "refused at first"],
@@ -145,6 +145,43 @@ def test_arms_are_compared_when_guesses_were_refused(
     assert at == times
     assert judge.asked[0][0][0].end - judge.asked[0][0][0].first == 24
     assert all(p.end - p.first <= 8 for passages, _ in judge.asked[1:] for p in passages)
+
+
+def test_where_the_router_is_sure_the_prompt_is_not_compared(made: list[EvidenceSelector]) -> None:
+    """The answer is, after the first refusals."""
+    judge = Judged("french")
+    sure = Route("sql", 0.99, {"sql": 0.99, "python": 0.01, "french": 0.0, SHARED: 0.0})
+    one, selector = question(max_tokens=500), selector_of(made, judge, sure)
+    begun(selector, one)
+    at = []
+    for generated in range(12):
+        before = len(judge.asked)
+        selector.settle()
+        at += [generated] * (len(judge.asked) - before)
+        one.rejected.append(generated)
+        one.token_ids.append(1)
+    assert at == [4, 8]
+    [passage], arms = judge.asked[0]
+    assert (passage.end - passage.first, sorted(arms)) == (8, sorted(ARMS))
+    assert one.expert == "french"
+
+
+def test_the_router_is_waited_for_but_not_for_long(made: list[EvidenceSelector]) -> None:
+    judge = Judged("french")
+    one, selector = question(max_tokens=500), selector_of(made, judge)
+    one.target_cached = one.num_prompt_tokens - 1
+    selector.assign([one])
+    [(routed, _)] = selector._open
+    selector._open.clear()  # the router does not answer
+    at = []
+    for generated in range(8):
+        before = len(judge.asked)
+        selector.settle()
+        at += [generated] * (len(judge.asked) - before)
+        one.token_ids.append(1)
+    assert at == [4]
+    assert one.expert == "french"
+    routed.result()
 
 
 def test_arms_are_compared_more_often_where_it_changes_something(made: list[EvidenceSelector]) -> None:
