@@ -159,6 +159,10 @@ def costs(system: System, judge: FeatureJudge, args: argparse.Namespace) -> dict
             "classifier": BackgroundSelector(system.router),
             "evidence": EvidenceSelector(system.router, judge, clock=clock),
         }
+        for selector in ways.values():  # what is computed once, and a cold cache, are no part of the costs
+            choosing(system, selector)
+            with system.engine.chooser.using(new_budget(system)):
+                answers(system, prompts[:taught], [None] * taught, args.max_tokens)
         budgets = {name: new_budget(system) for name in ways}
         timer, taken = system.engine.timer, dict.fromkeys(ways, (0.0, 0.0))
         speeds: dict[str, Counts] = {name: [] for name in ways}
