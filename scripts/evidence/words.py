@@ -31,8 +31,8 @@ METHOD = """## How it was measured
 - **With gate**: the gate, after each update once. A server does more, which is not in these figures: it makes
   further updates from the same records while they still bring something, changes the interval between
   updates, and takes versions back that later requests show to be worse. The runs in `results/evidence` are of
-  2026-11-25 and 26. In earlier ones, of 2026-11-23, the gate had cost .012 first guesses in the steady mix and .050
-  in the slow drift; what was changed in it stands in docs/experiments.md.
+  2026-11-25 and 26. In earlier ones, of 2026-11-23, the gate had cost .012 first guesses in the steady mix
+  and .050 in the slow drift; what was changed in it stands in docs/experiments.md.
 - *Offline bound*: all requests are known beforehand and learned from with three times the updates."""
 
 COMMANDS = """## Run it again

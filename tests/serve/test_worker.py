@@ -326,11 +326,17 @@ def test_a_submission_that_is_cancelled_was_never_made(gated: Worker, gate: Gate
     run(leave())
 
 
-def test_a_loop_that_has_gone_leaves_nothing_running(gated: Worker, gate: Gate) -> None:
+@pytest.mark.parametrize("unread", [False, True])
+def test_a_loop_that_has_gone_leaves_nothing_running(gated: Worker, gate: Gate, unread: bool) -> None:
+    """Also where it was told of an output before, which nobody has read."""
     tickets: list[Ticket] = []
 
     async def ask() -> None:
         tickets.append(await submitted(gated, gate))
+        if unread:
+            done = gate.done
+            gate.let()
+            await until(lambda: gate.done > done)
 
     run(ask())  # the loop closes while the request runs; the ticket stays alive
     done = gate.done

@@ -267,6 +267,8 @@ class EngineThread(threading.Thread):
                 self._forget(channel)
             if channel.put(output):
                 due.setdefault(channel.loop, []).append(channel)
+            elif channel.loop.is_closed():  # it was woken before, and nobody will read
+                self.cancel(channel)
         for loop, channels in due.items():
             self._wake(loop, channels)
 
