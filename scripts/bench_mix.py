@@ -16,16 +16,15 @@ median of those of the rounds, beside the smallest and the largest.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from itertools import cycle, islice
-from pathlib import Path
 from typing import Any
 
+from choosers import options, save
 from feature_answers import prompts_of
 
 from moedraft.config import load_settings
@@ -149,17 +148,9 @@ def registered(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--home", type=Path, required=True, help="with learned experts; nothing is kept there"
-    )
-    parser.add_argument("--target", default="smollm2")
-    parser.add_argument("--draft", default="auto")
-    parser.add_argument("--data", type=Path, required=True, help="folder with dev/")
-    parser.add_argument("--out", type=Path, required=True)
+    parser = options(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20, help="that are timed of a full batch")
-    parser.add_argument("--draft-length", type=int, default=4)
     args = parser.parse_args()
     settings = load_settings(home=args.home, target=args.target, draft=args.draft)
     with opened(settings) as system:
@@ -177,8 +168,7 @@ def main() -> None:
             print(report["batches"], flush=True)
             report["registered"] = registered(system, prompts, names, args)
             print(report["registered"], flush=True)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    save(report, args.out)
 
 
 if __name__ == "__main__":

@@ -23,13 +23,10 @@ measured again; a run with other `--kinds` adds these.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from choosers import (
@@ -39,9 +36,13 @@ from choosers import (
     PromptClassifier,
     PromptEvidence,
     answers,
+    begun,
     choosing,
+    judge_of,
     lengths,
+    options,
     rounded,
+    save,
 )
 from feature_answers import prompts_of
 from reworded import KINDS
@@ -49,7 +50,6 @@ from reworded import KINDS
 from moedraft.config import load_settings
 from moedraft.core import SHARED, RequestOutput
 from moedraft.drafting.arm_judge import FeatureJudge
-from moedraft.drafting.feature import FeatureDrafter
 from moedraft.routing.selector import BackgroundSelector
 from moedraft.selecting.selector import EvidenceSelector
 from moedraft.showcase.bench import surroundings
@@ -195,19 +195,6 @@ def costs(system: System, judge: FeatureJudge, args: argparse.Namespace) -> dict
     return report
 
 
-def begun(settings: dict[str, str], file: Path) -> dict[str, Any]:
-    """What an earlier run with the same settings has left in the file, to be gone on with."""
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    if found.get("settings") == settings:
-        return found
-    return {"settings": settings, "date": datetime.now(UTC).date().isoformat(), "tokens per step": {}}
-
-
-def save(report: dict[str, Any], file: Path) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-
-
 def show(kind: str, part: dict[str, Any]) -> None:
     print(f"{kind}: recovered {part['recovered']}, same answers {part['same_answers']}")
     for name, each in part.items():
@@ -216,29 +203,19 @@ def show(kind: str, part: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--home", type=Path, required=True, help="with learned experts; nothing is kept there"
-    )
-    parser.add_argument("--target", default="smollm2")
-    parser.add_argument("--draft", default="auto")
-    parser.add_argument("--data", type=Path, required=True, help="folder with stream/ and dev/")
-    parser.add_argument("--out", type=Path, required=True)
+    parser = options(__doc__)
     parser.add_argument("--domains", default=DOMAINS, help="of the data, or NAME=EXPERT of the home")
     parser.add_argument("--kinds", default=",".join(KINDS), help="of rewording")
     parser.add_argument("--heldout", type=int, default=15, help="prompts of each domain and kind")
     parser.add_argument("--timed", type=int, default=8, help="of these, how many are timed")
     parser.add_argument("--max-tokens", type=int, default=96)
-    parser.add_argument("--draft-length", type=int, default=4)
     args = parser.parse_args()
     settings = load_settings(home=args.home, target=args.target, draft=args.draft, selector="evidence")
     free = ("home", "data", "out", "kinds")
     shown = {key: str(value) for key, value in vars(args).items() if key not in free}
-    report = begun(shown, args.out)
+    report = begun(shown, args.out, "tokens per step")
     with opened(settings) as system:
-        drafter = system.engine.chooser.model
-        assert isinstance(drafter, FeatureDrafter), "the experts of a feature drafter alone can be compared"
-        judge = FeatureJudge(drafter, system.bank)
+        judge = judge_of(system)
         warm_up(system)
         report |= surroundings(system)
         for _ in measure(system, judge, args, report["tokens per step"]):

@@ -1,13 +1,23 @@
-"""Ways of choosing who drafts, for benchmarks: each answers the same prompts through one engine."""
+"""Ways of choosing who drafts, for benchmarks: each answers the same prompts through one engine.
+
+What the benchmarks of who drafts have in common stands here too: their options, and reports that go on.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
 
 from moedraft.core import RequestOutput, SamplingParams
 from moedraft.core import Sequence as Row
+from moedraft.drafting.arm_judge import FeatureJudge
+from moedraft.drafting.feature import FeatureDrafter
 from moedraft.routing.router import Route, Router
 from moedraft.routing.selector import BackgroundSelector
 from moedraft.selecting.selector import ArmJudge, EvidenceSelector
@@ -135,3 +145,40 @@ def lengths(outputs: Sequence[RequestOutput]) -> Counts:
 def rounded(estimate: Estimate) -> list[float]:
     """[figure, low, high], as it is stored."""
     return [round(each, 4) for each in (estimate.value, estimate.low, estimate.high)]
+
+
+def options(doc: str) -> argparse.ArgumentParser:
+    """The command line that all these benchmarks have. doc: what theirs is for, in its first line."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument(
+        "--home", type=Path, required=True, help="with learned experts; nothing is kept there"
+    )
+    parser.add_argument("--target", default="smollm2")
+    parser.add_argument("--draft", default="auto")
+    parser.add_argument("--data", type=Path, required=True, help="folder with stream/ and dev/")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--draft-length", type=int, default=4)
+    return parser
+
+
+def judge_of(system: System) -> FeatureJudge:
+    """What compares the experts of the home."""
+    drafter = system.engine.chooser.model
+    assert isinstance(drafter, FeatureDrafter), "the experts of a feature drafter alone can be compared"
+    return FeatureJudge(drafter, system.bank)
+
+
+def begun(settings: dict[str, str], file: Path, part: str) -> dict[str, Any]:
+    """What an earlier run with the same settings has left in the file, to be gone on with.
+
+    part: what such a run fills, empty at first.
+    """
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    if found.get("settings") == settings:
+        return found
+    return {"settings": settings, "date": datetime.now(UTC).date().isoformat(), part: {}}
+
+
+def save(report: dict[str, Any], file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from markdown_tables import table
+
 WAYS = {
     "plain": "nobody (plain decoding)",
     "static": "the drafter as it is shipped",
@@ -35,11 +37,6 @@ def shown(figure: list[float] | None, digits: int = 2) -> str:
         return ""
     value, low, high = (f"{each:.{digits}f}" for each in figure)
     return value if low == high else f"{value} ({low}–{high})"
-
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def summary(found: dict[str, Any]) -> str:

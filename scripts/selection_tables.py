@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
+from markdown_tables import table
 
 WAYS = ("classifier", "evidence", "evidence as served", "permuted classifier", "permuted evidence", "shared")
 

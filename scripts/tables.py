@@ -16,7 +16,7 @@ import aims_table
 import expert_tables
 import kernel_tables
 import selection_tables
-from selection_tables import table
+from markdown_tables import table
 
 ROOT = Path(__file__).resolve().parents[1]
 MISSING = "not yet measured"

@@ -103,13 +103,13 @@ class Contest:
         Arms that have come since the request began are left out.
         """
         known = {arm: found for arm, found in hits.items() if arm in self.standings.arms}
-        leader, strength = self.standings.leader, PROMPT_STRENGTH if self.at_prompt else 1.0
+        at_prompt, leader = self.at_prompt, self.standings.leader
         for standings in (self.standings, self.heard):
-            standings.learn(known, strength)
+            standings.learn(known, PROMPT_STRENGTH if at_prompt else 1.0)
         self.looked_at |= known.keys()
         self.compared = end
         now = self.standings
-        if strength == 1:
+        if not at_prompt:
             self.calm = self.calm + 1 if leader == now.leader and now.weights[leader] >= CALM else 0
         self.refused = len(self.row.rejected)
         self.times += 1

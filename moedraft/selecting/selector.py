@@ -48,14 +48,14 @@ class ArmJudge(Protocol):
 class EvidenceSelector(BackgroundSelector):
     """The router's choice is where an answer begins; the standings of its arms decide from then on.
 
-    judge: None where the experts cannot be compared; then the router alone decides. time_share: see
-    TIME_SHARE; None: comparing may take any time, so that what is chosen does not depend on the clock.
+    time_share: see TIME_SHARE; None: comparing may take any time, so that what is chosen does not depend on
+    the clock.
     """
 
     def __init__(
         self,
         router: Router,
-        judge: ArmJudge | None,
+        judge: ArmJudge,
         *,
         time_share: float | None = TIME_SHARE,
         clock: Callable[[], float] = time.perf_counter,
@@ -73,7 +73,7 @@ class EvidenceSelector(BackgroundSelector):
     def assign(self, sequences: list[core.Sequence]) -> None:
         """Ask the router, and let the arms of those that it may be wrong about compete."""
         super().assign(sequences)
-        arms = self.judge.arms if self.judge else []
+        arms = self.judge.arms
         if len(arms) > 1:
             for row in sequences:
                 if needs_expert(row) and row.draft and not row.reproducible:
@@ -85,7 +85,7 @@ class EvidenceSelector(BackgroundSelector):
         for row in (routed := super().settle(ending)):
             if contest := self._contests.get(row.request_id):
                 contest.believe(row.prior)
-        if self.judge and self._contests:
+        if self._contests:
             arms = self.judge.arms
             for contest in self._contests.values():
                 contest.keep(arms)
@@ -127,7 +127,6 @@ class EvidenceSelector(BackgroundSelector):
 
     def _compare_due(self) -> None:
         judge = self.judge
-        assert judge is not None, "without a judge nobody competes"
         due = []
         for contest in self._contests.values():
             if contest.row.slot >= 0:

@@ -167,4 +167,5 @@ def test_a_start_tells_that_there_is_no_evidence_of_an_independent_draft(
     settings = Settings(**given)
     made = selector_of(settings, gated, NoDrafter(), SimpleNamespace())  # type: ignore[arg-type]
     made.close()
+    assert type(made) is BackgroundSelector
     assert ("selector = evidence does nothing here" in caplog.text) == told

@@ -125,7 +125,7 @@ def test_where_a_wrong_prior_loses_nothing_nothing_is_recovered(script: ModuleTy
 
 def test_a_measurement_goes_on_where_it_was_interrupted(script: ModuleType, tmp_path: Path) -> None:
     begun, file = script.begun, tmp_path / "selection.json"
-    assert begun({"heldout": "15"}, file)["tokens per step"] == {}
+    assert begun({"heldout": "15"}, file, "tokens per step")["tokens per step"] == {}
     file.write_text('{"settings": {"heldout": "15"}, "tokens per step": {"as is": {}}}')
-    assert begun({"heldout": "15"}, file)["tokens per step"] == {"as is": {}}
-    assert begun({"heldout": "40"}, file)["tokens per step"] == {}
+    assert begun({"heldout": "15"}, file, "tokens per step")["tokens per step"] == {"as is": {}}
+    assert begun({"heldout": "40"}, file, "tokens per step")["tokens per step"] == {}

@@ -64,7 +64,7 @@ def run(
 
 def test_all_streams_are_measured(system: System, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = load_script("bench_streams")
-    monkeypatch.setattr(script, "MANY", (6,))
+    monkeypatch.setattr(sys.modules["selection_streams"], "MANY", (6,))
     before = dict(system.bank.experts)
     found = run(
         script,

@@ -67,7 +67,7 @@ def made() -> Iterator[list[EvidenceSelector]]:
 
 
 def selector_of(
-    made: list[EvidenceSelector], judge: Judged | None, route: Route = SQL, **options: object
+    made: list[EvidenceSelector], judge: Judged, route: Route = SQL, **options: object
 ) -> EvidenceSelector:
     made.append(EvidenceSelector(Answering(route), judge, **options))  # type: ignore[arg-type]
     return made[-1]
@@ -229,13 +229,13 @@ def test_a_request_whose_seed_depends_on_no_draft_may_switch(
     assert one.expert == "french"
 
 
-def test_without_a_judge_or_experts_the_router_decides(made: list[EvidenceSelector]) -> None:
-    for judge in (None, Judged(SHARED, [SHARED])):
-        one, selector = question(), selector_of(made, judge)
-        begun(selector, one)
-        selector.settle()
-        assert one.expert == "sql"
-        assert judge is None or judge.asked == []
+def test_without_experts_the_router_decides(made: list[EvidenceSelector]) -> None:
+    judge = Judged(SHARED, [SHARED])
+    one, selector = question(), selector_of(made, judge)
+    begun(selector, one)
+    selector.settle()
+    assert one.expert == "sql"
+    assert judge.asked == []
 
 
 def test_a_domain_that_never_learned_keeps_its_requests(made: list[EvidenceSelector]) -> None:
