@@ -452,7 +452,7 @@ def test_many_arms_that_guess_alike_are_heard_alike(made: list[EvidenceSelector]
 
 
 def test_a_row_that_was_never_compared_has_no_standings(made: list[EvidenceSelector]) -> None:
-    one, selector = question(), selector_of(made, None)
+    one, selector = question(), selector_of(made, Judged(SHARED, [SHARED]))
     begun(selector, one)
     selector.settle()
     selector.settle(one)
