@@ -68,7 +68,7 @@ class PromptEvidence(EvidenceSelector):
 
 
 class PausedClock:
-    """Seconds, of which those do not count in which it is paused; it begins paused."""
+    """A clock that stands still but for the time that is spent inside `running`."""
 
     def __init__(self) -> None:
         self.paused, self._since = 0.0, time.perf_counter()

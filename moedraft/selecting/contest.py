@@ -21,7 +21,7 @@ from moedraft.speculation import Standing
 REFUSALS = (4, 8, 16)  # guesses refused until arms are compared again, after 0, 1, 2 … calm comparisons
 TRUSTED = 0.95  # weight of the router's choice with which the prompt is not compared
 PATIENCE = 4  # tokens of an answer by which the router should have said something
-CALM = 0.8  # weight of an unchanged leader that makes a comparison of an answer a calm one
+CALM = 0.8  # a comparison is calm where the leader stays in front with at least this weight
 LONGEST_GAP = 32  # tokens read by the drafter, after which arms are compared though few were refused
 PROMPT_DEPTH = 24  # of the prompt's last tokens, how many are compared
 ANSWER_DEPTH = 8  # of an answer's last tokens, how many are compared at once
