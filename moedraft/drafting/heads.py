@@ -82,11 +82,6 @@ class ExpertHeads:
         for expert in ready.keys() & experts.keys():
             self.kept.keep(expert, experts[expert], {HEAD: ready[expert]})
 
-    @property
-    def recent(self) -> list[str]:
-        """The experts whose output rows are kept."""
-        return list(self.kept)
-
     def select(
         self,
         rows: Sequence[str],

@@ -90,8 +90,9 @@ class ExpertBank:
         """Compute what takes long before new versions can be used, for `take`.
 
         Any thread may call this while the engine drafts, but only one thread at a time. Weights of the
-        experts in `recent` are merged, so that a batch of one of them alone can use them at once. unadapted:
-        the experts whose rows the base alone drafts from then on; None: as it is.
+        experts in `recent` are merged, so that a batch of one of them alone can use them at once. Output rows
+        are made for all experts that change, as many as are kept. unadapted: the experts whose rows the base
+        alone drafts from then on; None: as it is.
         """
         alone = self.unadapted if unadapted is None else frozenset(unadapted)
         shared, products = self.shared, self._shared_products
@@ -99,21 +100,18 @@ class ExpertBank:
             shared = changes[SHARED]
             products = self._merged(shared) if shared else {}
         again = [name for name in recent if (SHARED in changes or name in changes) and name not in alone]
-        heads_of = dict.fromkeys([*again, *(self.heads.recent if self.heads and recent else ())])
         adapters = {name: changes.get(name, self._held.get(name)) for name in again}
         merged = {name: (a, self._merged(shared, a)) for name, a in adapters.items() if a is not None}
         heads: dict[str, Product] = {}
         common = None
         if self.heads is not None:
-            for name in heads_of:
-                adapter = changes.get(name, self._held.get(name))
-                if adapter is not None and name not in alone and (SHARED in changes or name in changes):
-                    heads[name] = self.heads.made(shared, adapter)
             if shared is not None and SHARED in changes:
                 heads[SHARED] = self.heads.made(shared)
             experts = {**self._held, **changes}
-            drawn = [one for name, one in experts.items() if one and name not in {SHARED, *alone}]
-            common = self.heads.joined.made(drawn, shared)
+            drawn = {name: one for name, one in experts.items() if one and name not in {SHARED, *alone}}
+            changed = {name: one for name, one in drawn.items() if SHARED in changes or name in changes}
+            heads |= {name: self.heads.made(shared, changed[name]) for name in self.heads.kept.fitting(changed)}
+            common = self.heads.joined.made(list(drawn.values()), shared)
         return Prepared(changes, shared, products, merged, heads, alone, common)
 
     def take(self, prepared: Prepared) -> set[str]:

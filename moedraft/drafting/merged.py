@@ -46,6 +46,17 @@ class MergedExperts:
     def clear(self) -> None:
         self._kept.clear()
 
+    def fitting(self, adapters: Mapping[str, Adapter]) -> list[str]:
+        """As many of these experts as can be kept together, those used last at the end."""
+        used = [name for name in list(self._kept) if name in adapters]
+        names, size = [], 0
+        for name in [*reversed(used), *(name for name in adapters if name not in used)]:
+            size += self._bytes(adapters[name])
+            if size > self.budget:
+                break
+            names.append(name)
+        return names[::-1]
+
     def of(
         self, adapters: Mapping[str, Adapter], merge: Callable[[Adapter], Products]
     ) -> dict[str, Products] | None:

@@ -2,8 +2,8 @@
 
 Comparing costs time, so it is done where it can change something: at the end of the prompt, unless the router
 is sure, then each time that the target has refused some more guesses, and more seldom while that changes
-nothing. As long as the one
-who drafts guesses right, nobody guesses better.
+nothing. As long as the one who drafts guesses right, nobody guesses better; and as long as nobody drafts for
+a row, as in full batches where that does not pay, it makes no difference who would.
 Only arms near the leader are compared, and one more at random, so that none is forgotten.
 """
 
@@ -49,6 +49,7 @@ class Contest:
         self.believed = False  # whether the router has said something
         self.calm = 0  # comparisons in a row that left a leader in front who is sure of it
         self.refused = 0  # guesses that the target had refused by the last comparison
+        self.drafts = 0  # verifications of a draft by then
 
     @property
     def depth(self) -> int:
@@ -64,6 +65,8 @@ class Contest:
         """Whether to compare the arms now, on this passage, and not when there is more of it."""
         row = self.row
         if passage.end <= passage.first or row.target_cached < row.num_prompt_tokens - 1:
+            return False
+        if row.speculation.num_drafts == self.drafts:
             return False
         if not self.times and not self.believed and row.num_generated < PATIENCE:
             return False
@@ -111,7 +114,7 @@ class Contest:
         now = self.standings
         if not at_prompt:
             self.calm = self.calm + 1 if leader == now.leader and now.weights[leader] >= CALM else 0
-        self.refused = len(self.row.rejected)
+        self.refused, self.drafts = len(self.row.rejected), self.row.speculation.num_drafts
         self.times += 1
         if len(self.row.standings) < MOST_STANDINGS:
             self.row.standings.append(Standing(self.row.num_generated, _kept(self.standings.weights)))

@@ -228,11 +228,23 @@ def test_lists_are_kept_to_whatever_little_memory_there_is(base: FeatureBase) ->
     assert not list(bank.heads.kept if bank.heads else [0])
 
 
-def test_the_shared_adapters_next_version_is_ready_for_a_mixed_batch(base: FeatureBase) -> None:
+def test_output_rows_of_new_versions_are_ready_before_they_are_used(base: FeatureBase) -> None:
     bank = bank_of(base)
-    bank.select(["outside", "inside"])
-    prepared = bank.prepare({SHARED: adapter_of(bank, 20, None)}, ["outside"])
-    assert prepared.heads.keys() == {"outside", "inside", SHARED}
+    prepared = bank.prepare({SHARED: adapter_of(bank, 20, None)})
+    assert prepared.heads.keys() == {*LISTS, SHARED}
+    prepared = bank.prepare({"outside": adapter_of(bank, 21, OUTSIDE)})
+    assert prepared.heads.keys() == {"outside"}
+    bank.take(prepared)
+    assert list(bank.heads.kept if bank.heads else []) == [*(LISTS.keys() - {"outside"}), "outside"]
+
+
+def test_as_many_output_rows_are_made_ready_as_are_kept(base: FeatureBase) -> None:
+    bank = bank_of(base)
+    bank.select(["outside"])
+    assert bank.heads is not None
+    bank.heads.kept.budget = bank.heads.kept._bytes(bank.experts["outside"])
+    prepared = bank.prepare({SHARED: adapter_of(bank, 20, None)})
+    assert prepared.heads.keys() == {"outside", SHARED}
 
 
 def test_a_new_version_may_have_another_list(base: FeatureBase, target: LanguageModel) -> None:

@@ -83,7 +83,15 @@ def begun(selector: EvidenceSelector, *rows: core.Sequence) -> None:
 
 
 def question(slot: int = 0, tokens: int = 40, **options: object) -> core.Sequence:
-    return row(slot, *range(tokens), prompt="how many", **options)
+    one = row(slot, *range(tokens), prompt="how many", **options)
+    one.speculation.num_drafts = 1
+    return one
+
+
+def goes_on(one: core.Sequence, *tokens: int) -> None:
+    """The row gets these tokens, after a draft of the model was verified."""
+    one.token_ids += tokens
+    one.speculation.num_drafts += 1
 
 
 def test_the_prompt_alone_may_overrule_the_router(made: list[EvidenceSelector]) -> None:
@@ -102,7 +110,7 @@ def test_a_router_that_is_right_is_left_alone(made: list[EvidenceSelector]) -> N
     selector.settle()
     assert (one.expert, one.overruled) == ("sql", False)
     for _ in range(10):
-        one.token_ids += [1] * 6
+        goes_on(one, *[1] * 6)
         assert selector.settle() == []
 
 
@@ -115,7 +123,7 @@ def test_the_answer_is_followed(made: list[EvidenceSelector]) -> None:
     for best in ("python", "sql", "french"):
         judge.best = best
         for _ in range(10):
-            one.token_ids += [1] * 6
+            goes_on(one, *[1] * 6)
             selector.settle()
         assert one.expert == best
 
@@ -141,10 +149,24 @@ def test_arms_are_compared_when_guesses_were_refused(
         selector.settle()
         at += [generated] * (len(judge.asked) - before)
         one.rejected += [] if right(generated) else [generated]
-        one.token_ids.append(1)
+        goes_on(one, 1)
     assert at == times
     assert judge.asked[0][0][0].end - judge.asked[0][0][0].first == 24
     assert all(p.end - p.first <= 8 for passages, _ in judge.asked[1:] for p in passages)
+
+
+def test_arms_are_not_compared_for_a_row_that_nobody_drafts_for(made: list[EvidenceSelector]) -> None:
+    """In full batches drafting may not pay; then it makes no difference who would draft."""
+    judge = Judged("french")
+    one, selector = question(max_tokens=500), selector_of(made, judge)
+    one.speculation.num_drafts = 0
+    begun(selector, one)
+    for generated in range(200):
+        selector.settle()
+        assert len(judge.asked) == (0 if generated < 50 else 1)
+        one.token_ids.append(1)
+        one.speculation.num_drafts = int(generated >= 49)  # a single draft
+    assert one.expert == "french"
 
 
 def test_where_the_router_is_sure_the_prompt_is_not_compared(made: list[EvidenceSelector]) -> None:
@@ -159,7 +181,7 @@ def test_where_the_router_is_sure_the_prompt_is_not_compared(made: list[Evidence
         selector.settle()
         at += [generated] * (len(judge.asked) - before)
         one.rejected.append(generated)
-        one.token_ids.append(1)
+        goes_on(one, 1)
     assert at == [4, 8]
     [passage], arms = judge.asked[0]
     assert (passage.end - passage.first, sorted(arms)) == (8, sorted(ARMS))
@@ -178,7 +200,7 @@ def test_the_router_is_waited_for_but_not_for_long(made: list[EvidenceSelector])
         before = len(judge.asked)
         selector.settle()
         at += [generated] * (len(judge.asked) - before)
-        one.token_ids.append(1)
+        goes_on(one, 1)
     assert at == [4]
     assert one.expert == "french"
     routed.result()
@@ -197,7 +219,7 @@ def test_arms_are_compared_more_often_where_it_changes_something(made: list[Evid
             at.append(generated)
             judge.best = ARMS[1 + len(at) % 3]
         one.rejected.append(generated)
-        one.token_ids.append(1)
+        goes_on(one, 1)
     assert at == [0, *range(4, 60, 4)]
 
 
@@ -299,7 +321,7 @@ def test_time_is_limited(made: list[EvidenceSelector]) -> None:
     for _ in range(400):
         clock.now += 0.02
         for one in rows:
-            one.token_ids += [1, 1]
+            goes_on(one, 1, 1)
         selector.settle()
     spent = 0.05 * len(judge.asked)
     assert spent <= 0.03 * (clock.now - began) + SAVED + 0.05
@@ -367,7 +389,7 @@ def test_an_expert_that_is_removed_in_mid_answer_leaves_the_contest(made: list[E
     judge.arms = [SHARED, "sql", "python"]
     assert selector.settle() == [one]
     assert one.expert == "sql"  # of the others, the one that the router had chosen
-    one.token_ids += [1] * 12
+    goes_on(one, *[1] * 12)
     selector.settle(one)
     assert one.heard.keys() <= {SHARED, "sql", "python"}
     assert "french" not in {**one.weights, **one.heard}
@@ -399,7 +421,7 @@ def test_the_final_standings_stay_with_the_row(made: list[EvidenceSelector]) -> 
     begun(selector, one)
     selector.settle()
     assert not one.weights
-    one.token_ids += [1] * 12
+    goes_on(one, *[1] * 12)
     one.rejected += [2, 5, 7, 9]
     selector.settle()
     selector.settle(one)
@@ -444,7 +466,7 @@ def test_many_arms_that_guess_alike_are_heard_alike(made: list[EvidenceSelector]
     begun(selector, one)
     for _ in range(3):
         selector.settle()
-        one.token_ids += [1] * 12
+        goes_on(one, *[1] * 12)
     selector.settle(one)
     compared = {arm for _, some in judge.asked for arm in some}
     assert len(compared) < len(arms)
