@@ -110,7 +110,8 @@ class ExpertBank:
             experts = {**self._held, **changes}
             drawn = {name: one for name, one in experts.items() if one and name not in {SHARED, *alone}}
             changed = {name: one for name, one in drawn.items() if SHARED in changes or name in changes}
-            heads |= {name: self.heads.made(shared, changed[name]) for name in self.heads.kept.fitting(changed)}
+            for name in self.heads.kept.fitting(changed):
+                heads[name] = self.heads.made(shared, changed[name])
             common = self.heads.joined.made(list(drawn.values()), shared)
         return Prepared(changes, shared, products, merged, heads, alone, common)
 
