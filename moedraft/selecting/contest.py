@@ -21,7 +21,7 @@ from moedraft.speculation import Standing
 REFUSALS = (4, 8, 16)  # guesses refused until arms are compared again, after 0, 1, 2 … calm comparisons
 TRUSTED = 0.95  # weight of the router's choice with which the prompt is not compared
 PATIENCE = 4  # tokens of an answer by which the router should have said something
-CALM = 0.8  # a comparison is calm where the leader stays in front with at least this weight
+CALM = 0.8  # a comparison is calm where the leader stays, with at least this weight or no less than before
 LONGEST_GAP = 32  # tokens read by the drafter, after which arms are compared though few were refused
 PROMPT_DEPTH = 24  # of the prompt's last tokens, how many are compared
 ANSWER_DEPTH = 8  # of an answer's last tokens, how many are compared at once
@@ -100,25 +100,26 @@ class Contest:
             if self.row.expert not in arms:
                 self.row.expert = self.standings.leader
 
-    def learn(self, hits: Mapping[str, Sequence[float]], end: int) -> None:
+    def learn(self, hits: Mapping[str, Sequence[float]], end: int) -> bool:
         """Take in which tokens the arms would have guessed, up to entry `end` of the drafter's cache.
 
-        Arms that have come since the request began are left out.
+        Returns whether another arm leads since. Arms that have come since the request began are left out.
         """
         known = {arm: found for arm, found in hits.items() if arm in self.standings.arms}
-        at_prompt, leader = self.at_prompt, self.standings.leader
+        at_prompt, now, leader = self.at_prompt, self.standings, self.standings.leader
+        before = now.weights[leader]
         for standings in (self.standings, self.heard):
             standings.learn(known, PROMPT_STRENGTH if at_prompt else 1.0)
         self.looked_at |= known.keys()
         self.compared = end
-        now = self.standings
-        if not at_prompt:
-            self.calm = self.calm + 1 if leader == now.leader and now.weights[leader] >= CALM else 0
+        stays = leader == now.leader
+        self.calm = self.calm + 1 if stays and now.weights[leader] >= min(CALM, before) else 0
         self.refused, self.drafts = len(self.row.rejected), self.row.speculation.num_drafts
         self.times += 1
         if len(self.row.standings) < MOST_STANDINGS:
             self.row.standings.append(Standing(self.row.num_generated, _kept(self.standings.weights)))
         self._choose()
+        return not stays
 
     def end(self) -> None:
         """Leave the final standings with the row, from which its replay record gets them.

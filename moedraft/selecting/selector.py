@@ -25,7 +25,10 @@ from moedraft.routing.selector import BackgroundSelector, needs_expert
 from moedraft.selecting.contest import Contest, arms_to_compare
 
 MOST_ROWS = 4  # rows that are compared at once; the others wait for the next step
-TIME_SHARE = 0.03  # share of the time that comparing may take on average
+TIME_SHARE = 0.03  # share of the time that comparing may take on average, where it often changes who drafts
+LEAST_PART = 0.25  # of it, where it changes nothing
+OFTEN = 0.25  # part of the comparisons that change who drafts, from which on all of TIME_SHARE may be used
+MEMORY = 32  # comparisons over which that part is averaged
 SAVED = 0.03  # seconds that may be saved up while nothing is compared, for the prompts after a pause
 
 log = logging.getLogger(__name__)
@@ -67,6 +70,7 @@ class EvidenceSelector(BackgroundSelector):
         self._clock = clock
         self._settled_at = clock()
         self._balance = SAVED  # seconds that comparing may take now
+        self._changes = OFTEN  # part of the last comparisons that have changed who drafts
         self._contests: dict[str, Contest] = {}  # by request
         self._random = random.Random(0)
 
@@ -119,11 +123,15 @@ class EvidenceSelector(BackgroundSelector):
         self._balance -= self._clock() - began
 
     def _earn(self, seconds: float) -> None:
-        """Add to the time balance for the `seconds` that have passed; without a limit it is always full."""
+        """Add to the time balance for the `seconds` that have passed; without a limit it is always full.
+
+        Where comparing seldom changes who drafts, it earns less of them.
+        """
         if self.time_share is None:
             self._balance = SAVED
         else:
-            self._balance = min(SAVED, self._balance + self.time_share * seconds)
+            part = min(1.0, max(LEAST_PART, self._changes / OFTEN))
+            self._balance = min(SAVED, self._balance + part * self.time_share * seconds)
 
     def _compare_due(self) -> None:
         judge = self.judge
@@ -140,5 +148,6 @@ class EvidenceSelector(BackgroundSelector):
             arms = arms_to_compare(contests, judge.arms, self._random)
             hits = judge.hits([passage for _, passage in chosen], arms)
             for (contest, passage), found in zip(chosen, hits, strict=True):
-                contest.learn(found, passage.end)
+                changed = contest.learn(found, passage.end)
+                self._changes += (changed - self._changes) / MEMORY
             self.comparisons += len(chosen)

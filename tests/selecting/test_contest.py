@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from moedraft.core import SHARED
 from moedraft.evidence import Passage
 from moedraft.routing.router import Route
 from moedraft.selecting.contest import ALL_ARMS, NEAR_ARMS, Contest, arms_to_compare
-from moedraft.selecting.selector import SAVED, EvidenceSelector
+from moedraft.selecting.selector import LEAST_PART, SAVED, TIME_SHARE, EvidenceSelector
 
 from rounds import row
 
@@ -131,9 +132,9 @@ def test_the_answer_is_followed(made: list[EvidenceSelector]) -> None:
 @pytest.mark.parametrize(
     ("right", "times"),
     [
-        (lambda generated: False, [0, 4, 12, *range(28, 200, 16)]),
+        (lambda generated: False, [0, 8, *range(24, 200, 16)]),
         (lambda generated: True, [0, 34, 66, 98, 130, 162, 194]),
-        (lambda generated: generated >= 12, [0, 4, 12, 44, 76, 108, 140, 172]),
+        (lambda generated: generated >= 12, [0, 8, 40, 72, 104, 136, 168]),
     ],
     ids=["all refused", "none refused", "refused at first"],
 )
@@ -220,7 +221,8 @@ def test_arms_are_compared_more_often_where_it_changes_something(made: list[Evid
             judge.best = ARMS[1 + len(at) % 3]
         one.rejected.append(generated)
         goes_on(one, 1)
-    assert at == [0, *range(4, 60, 4)]
+    assert at[:4] == [0, 8, 12, 16]  # the prompt agreed with the router
+    assert sum(b - a == 4 for a, b in pairwise(at)) >= 5
 
 
 def test_who_is_left_alone(made: list[EvidenceSelector]) -> None:
@@ -326,6 +328,32 @@ def test_time_is_limited(made: list[EvidenceSelector]) -> None:
     spent = 0.05 * len(judge.asked)
     assert spent <= 0.03 * (clock.now - began) + SAVED + 0.05
     assert len(judge.asked) > 3
+
+
+def test_comparing_takes_less_time_where_it_changes_nothing(made: list[EvidenceSelector]) -> None:
+    judge, clock = Judged("sql"), Clock()
+    selector = selector_of(made, judge, clock=clock)
+
+    def served(best: tuple[str, str]) -> float:
+        """The share of the time that comparing may take, after some more answers."""
+        for _ in range(60):
+            clock.now += 10.0
+            one = question()
+            begun(selector, one)
+            for name in best:
+                judge.best = name
+                for _ in range(4):
+                    goes_on(one, *[1] * 4)
+                    one.rejected += [len(one.token_ids)] * 4
+                    selector.settle()
+            selector.settle(one)
+        selector._balance = 0.0
+        selector._earn(0.1)
+        return selector._balance / 0.1
+
+    assert served(("sql", "sql")) == pytest.approx(TIME_SHARE * LEAST_PART)
+    assert served(("python", "french")) == pytest.approx(TIME_SHARE)
+    assert served(("sql", "sql")) == pytest.approx(TIME_SHARE * LEAST_PART)
 
 
 def test_a_judge_that_fails_is_given_up_for_these_rows(
