@@ -48,9 +48,9 @@ class FeatureDrafter:
         self.needs = draft.config.feature_layers
         self.max_len = draft.config.max_len
         self.cache = draft.new_cache(slots)
-        self._waiting: dict[
-            str, torch.Tensor
-        ] = {}  # by request, features [n, 3H] from entry `draft_cached` on
+        # By request, features from entry `draft_cached` on, in pieces [n, 3H]. They are joined when they are
+        # read: in batches that are hardly drafted for, many pieces come before that.
+        self._waiting: dict[str, list[torch.Tensor]] = {}
         self._buffer = LogitBuffer()
         self.states, self.keeper = states, keeper
 
@@ -80,14 +80,16 @@ class FeatureDrafter:
         Nothing is read here: waiting states are read together with the first guess. After a prompt of one
         token there is no state before the first step of the target.
         """
-        return [limit if len(self._of(row)) else 0 for row, limit in zip(rows.sequences, limits, strict=True)]
+        return [
+            limit if self._num_waiting(row) else 0 for row, limit in zip(rows.sequences, limits, strict=True)
+        ]
 
     def observe(self, evidence: Evidence) -> None:
         """The features of what was emitted wait until the row is drafted for, whoever drafted it now."""
         features = self._joined(evidence.hidden)
         for b, row in enumerate(evidence.rows):
             self._keep(row, features[b, : evidence.accepted[b] + 1])
-            if len(self._of(row)) > MOST_WAITING:
+            if self._num_waiting(row) > MOST_WAITING:
                 self._read_ahead([row])
         self._give_up_broken(evidence)
 
@@ -102,15 +104,18 @@ class FeatureDrafter:
         """By layer [B, T, H] → [B, T, 3H], a copy."""
         return torch.cat([hidden[layer] for layer in self.needs], dim=-1).to(self.draft.fc.weight.dtype)
 
-    def _of(self, row: Sequence) -> torch.Tensor:
-        return self._waiting.get(row.request_id, self.draft.fc.weight.new_empty(0, 0))
+    def _num_waiting(self, row: Sequence) -> int:
+        return sum(piece.shape[0] for piece in self._waiting.get(row.request_id, ()))
 
     def _keep(self, row: Sequence, features: torch.Tensor) -> None:
-        if row.draft:
-            before = self._waiting.get(row.request_id)
-            self._waiting[row.request_id] = (
-                features.clone() if before is None else torch.cat([before, features])
-            )
+        if row.draft:  # a copy, since a view would keep the whole batch alive
+            self._waiting.setdefault(row.request_id, []).append(features.clone())
+
+    def _take(self, row: Sequence, count: int) -> torch.Tensor:
+        """The first `count` features that wait, [count, 3H]; they wait no longer."""
+        waiting = torch.cat(self._waiting[row.request_id])
+        self._waiting[row.request_id] = [waiting[count:]]
+        return waiting[:count]
 
     def _read_ahead(self, rows: list[Sequence]) -> None:
         """Read all that waits but the last entry, whose output will be the first guess.
@@ -120,7 +125,7 @@ class FeatureDrafter:
         """
         self.bank.select([SHARED] * len(rows))
         known = [len(row.token_ids) - row.draft_cached - 1 for row in rows]
-        waiting = [len(self._of(row)) - 1 for row in rows]
+        waiting = [self._num_waiting(row) - 1 for row in rows]
         self._read(rows, [max(0, min(pair)) for pair in zip(known, waiting, strict=True)])
 
     def _read(self, rows: list[Sequence], counts: list[int]) -> torch.Tensor:
@@ -136,11 +141,10 @@ class FeatureDrafter:
         read = list(zip(rows, starts, counts, strict=True))
         for b, (row, count) in enumerate(zip(rows, counts, strict=True)):
             if count:
-                waiting, first = self._waiting[row.request_id], row.draft_cached + 1
-                states[b, :count] = waiting[:count]
+                first = row.draft_cached + 1
+                states[b, :count] = self._take(row, count)
                 tokens = row.token_ids[first : first + count]
                 ids[b][: len(tokens)] = tokens
-                self._waiting[row.request_id] = waiting[count:]
                 row.draft_cached += count
         if not width:
             return states
@@ -170,7 +174,7 @@ class FeatureDrafter:
 
     def _first(self, rows: list[Sequence], limits: list[int]) -> torch.Tensor:
         """Read what waits; the layer's output [B, 1, H] at each row's last entry."""
-        waiting = [len(self._of(row)) for row in rows]
+        waiting = [self._num_waiting(row) for row in rows]
         width = max(count for count, limit in zip(waiting, limits, strict=True) if limit)
         counts = [count if count <= width else 0 for count in waiting]  # others read on when it is their turn
         hidden = self._read(rows, counts)
@@ -188,7 +192,7 @@ class FeatureDrafter:
             rest = self.draft.fc.weight.new_empty(0, 0)
             try:
                 if waiting is not None and wanted:
-                    rest = self.draft.fuse(waiting[None])[0]
+                    rest = self.draft.fuse(torch.cat(waiting)[None])[0]
             finally:  # what is kept of the row is given back, whatever fails
                 self.keeper.finish(row, rest)
 
