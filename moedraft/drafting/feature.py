@@ -48,8 +48,7 @@ class FeatureDrafter:
         self.needs = draft.config.feature_layers
         self.max_len = draft.config.max_len
         self.cache = draft.new_cache(slots)
-        # By request, features from entry `draft_cached` on, in pieces [n, 3H]. They are joined when they are
-        # read: in batches that are hardly drafted for, many pieces come before that.
+        # By request, features from entry `draft_cached` on, in pieces [n, 3H]: joined when they are read.
         self._waiting: dict[str, list[torch.Tensor]] = {}
         self._buffer = LogitBuffer()
         self.states, self.keeper = states, keeper
@@ -80,9 +79,8 @@ class FeatureDrafter:
         Nothing is read here: waiting states are read together with the first guess. After a prompt of one
         token there is no state before the first step of the target.
         """
-        return [
-            limit if self._num_waiting(row) else 0 for row, limit in zip(rows.sequences, limits, strict=True)
-        ]
+        pairs = zip(rows.sequences, limits, strict=True)
+        return [limit if self._num_waiting(row) else 0 for row, limit in pairs]
 
     def observe(self, evidence: Evidence) -> None:
         """The features of what was emitted wait until the row is drafted for, whoever drafted it now."""
