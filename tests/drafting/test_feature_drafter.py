@@ -102,6 +102,72 @@ def test_each_guess_is_that_of_one_pass_over_the_whole_text(
     assert compared >= at_least
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_an_answer_may_fill_the_context_to_its_last_position(kind: str, adaptive: bool) -> None:
+    one, noted = engine_of(random_model(kind, 0), adaptive_budget=adaptive, max_model_len=256)
+    prompts = [
+        [random.Random(seed).randrange(90) for _ in range(length)] for seed, length in ((4, 230), (5, 250))
+    ]
+    found = one.generate(prompts, SamplingParams(max_tokens=500, ignore_eos=True))
+    for prompt, output in zip(prompts, found, strict=True):
+        assert output.finish_reason == "length"
+        assert output.token_ids == generated(kind, tuple(prompt), 256 - len(prompt))
+    assert any(evidence.drafted_by("feature") for evidence, _ in noted.seen)
+
+
+@pytest.mark.parametrize("longest", [12, 24])
+def test_no_guess_stands_behind_what_the_drafter_can_read(longest: int) -> None:
+    """The answer goes on without drafts; other rows of the batch are drafted for."""
+    one, noted = engine_of(random_model("llama", 0), adaptive_budget=False)
+    one.chooser.model.max_len = longest
+    prompts = prompts_of(6, seed=6, longest=10)
+    found = one.generate(prompts, SamplingParams(max_tokens=40, ignore_eos=True))
+    assert [o.token_ids for o in found] == [generated("llama", tuple(prompt), 40) for prompt in prompts]
+    ends = []
+    for evidence, texts in noted.seen:
+        for b in evidence.drafted_by("feature"):
+            ends.append(len(texts[b]) + evidence.proposal.lengths[b])
+    assert max(ends) == longest
+    assert any(len(text) > longest for _, texts in noted.seen for text in texts)
+
+
+def test_a_cache_of_the_drafter_that_is_not_right_changes_guesses_and_no_answer() -> None:
+    """A negative control of the test above: a shifted cache is noticed in the guesses, and only there."""
+    prompt = [5, 6, 7, 8]
+
+    def guessed(shifts: bool) -> tuple[list[list[int]], list[int]]:
+        one, noted = engine_of(random_model("llama", 0), slots=1, adaptive_budget=False, draft_source="model")
+        one.add(prompt, SamplingParams(max_tokens=40, ignore_eos=True), request_id="x")
+        outputs = [each for _ in range(5) for each in one.step()]
+        if shifts:
+            layer = one.chooser.model.cache.layers[0]  # type: ignore[union-attr]
+            with torch.inference_mode():
+                layer.keys[0] = layer.keys[0].roll(1, dims=0)
+        while one.has_work:
+            outputs += one.step()
+        return [evidence.proposal.token_ids[0].tolist() for evidence, _ in noted.seen], outputs[-1].token_ids
+
+    (right, answer), (wrong, same) = guessed(False), guessed(True)
+    assert right != wrong
+    assert answer == same == generated("llama", tuple(prompt), 40)
+
+
+def test_a_cache_of_the_target_that_is_not_right_is_noticed() -> None:
+    """A negative control: the answers are compared with something that a wrong cache changes."""
+    one, _ = engine_of(random_model("llama", 0), slots=1)
+    one.add([5, 6, 7, 8], SamplingParams(max_tokens=40, ignore_eos=True), request_id="x")
+    for _ in range(3):
+        one.step()
+    layer = one.runner.cache.layers[0]
+    with torch.inference_mode():
+        layer.keys[0] = layer.keys[0].roll(1, dims=0)
+    outputs = []
+    while one.has_work:
+        outputs += one.step()
+    assert outputs[-1].token_ids != generated("llama", (5, 6, 7, 8), 40)
+
+
 def test_what_waits_for_a_row_that_is_not_drafted_for_stays_bounded() -> None:
     """Plain decoding keeps features for the next draft; they are read into the cache from time to time."""
     target = random_model("llama", 0)
