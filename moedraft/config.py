@@ -99,7 +99,9 @@ class Settings(BaseSettings):
     )
     adapter_rank: int = Field(64, ge=1, le=1024, description="LoRA rank of an expert")
     shared_rank: int = Field(64, ge=1, le=1024, description="LoRA rank of the shared adapter")
-    merged_cache_mb: int = Field(512, ge=0, description="memory for copies of weights with an expert added")
+    merged_cache_mb: int = Field(
+        512, ge=0, description="memory for copies of weights with an expert added, of each of two kinds"
+    )
 
     selector: Literal["classifier", "evidence", "fixed"] = Field(
         "evidence",

@@ -35,6 +35,12 @@ class FeatureJudge:
         """Whoever can draft otherwise than others: the shared draft and every expert that was trained."""
         return [SHARED, *self.bank.experts]
 
+    @property
+    def ready(self) -> set[str]:
+        """Those whose output rows are kept; for others they are made first, which takes 20 to 40 ms."""
+        heads = self.bank.heads
+        return {SHARED, *self.bank.unadapted, *(heads.kept if heads is not None else ())}
+
     def known(self, row: core.Sequence, since: int, most: int) -> Passage:
         """The last `most` entries from `since` on that are kept and whose guesses the text can answer.
 

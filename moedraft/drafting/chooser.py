@@ -111,6 +111,12 @@ class Chooser:
         rule = StopRule(self.budget, experts, means, limits, fixed, looked)
         return merged(self.model.propose(rows, limits, rule.another), looked)
 
+    def experts_changed(self, rows: list[Sequence]) -> None:
+        """These rows have another expert, of which what was accepted before says nothing."""
+        for row in rows:
+            self._rows.pop(row.request_id, None)
+        self.model.experts_changed(rows)
+
     def _mean(self, row: Sequence, expert: str) -> float:
         """How likely the next token that this expert drafts for this row is accepted."""
         prior = self.budget.model(expert).mean

@@ -112,7 +112,7 @@ class FeatureDrafter:
     def _take(self, row: Sequence, count: int) -> torch.Tensor:
         """The first `count` features that wait, [count, 3H]; they wait no longer."""
         waiting = torch.cat(self._waiting[row.request_id])
-        self._waiting[row.request_id] = [waiting[count:]]
+        self._waiting[row.request_id] = [waiting[count:].clone()]
         return waiting[:count]
 
     def _read_ahead(self, rows: list[Sequence]) -> None:

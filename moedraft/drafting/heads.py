@@ -79,8 +79,9 @@ class ExpertHeads:
             self.kept.clear()
         for expert in changes:
             self.kept.drop(expert)
-        for expert in ready.keys() & experts.keys():
-            self.kept.keep(expert, experts[expert], {HEAD: ready[expert]})
+        for expert, product in ready.items():  # those used last come last
+            if expert in experts:
+                self.kept.keep(expert, experts[expert], {HEAD: product})
 
     def select(
         self,

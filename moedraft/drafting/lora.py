@@ -86,13 +86,15 @@ class ExpertBank:
         changes: Mapping[str, Adapter | None],
         recent: Sequence[str] = (),
         unadapted: Collection[str] | None = None,
+        *,
+        ahead: bool = False,
     ) -> Prepared:
         """Compute what takes long before new versions can be used, for `take`.
 
         Any thread may call this while the engine drafts, but only one thread at a time. Weights of the
-        experts in `recent` are merged, so that a batch of one of them alone can use them at once. Output rows
-        are made for all experts that change, as many as are kept. unadapted: the experts whose rows the base
-        alone drafts from then on; None: as it is.
+        experts in `recent` are merged, so that a batch of one of them alone can use them at once. ahead: make
+        the output rows of all experts that change, as many as are kept; else each when it is first needed.
+        unadapted: the experts whose rows the base alone drafts from then on; None: as it is.
         """
         alone = self.unadapted if unadapted is None else frozenset(unadapted)
         shared, products = self.shared, self._shared_products
@@ -110,7 +112,7 @@ class ExpertBank:
             experts = {**self._held, **changes}
             drawn = {name: one for name, one in experts.items() if one and name not in {SHARED, *alone}}
             changed = {name: one for name, one in drawn.items() if SHARED in changes or name in changes}
-            for name in self.heads.kept.fitting(changed):
+            for name in self.heads.kept.fitting(changed) if ahead else ():
                 heads[name] = self.heads.made(shared, changed[name])
             common = self.heads.joined.made(list(drawn.values()), shared)
         return Prepared(changes, shared, products, merged, heads, alone, common)

@@ -47,9 +47,10 @@ class MergedExperts:
         self._kept.clear()
 
     def fitting(self, adapters: Mapping[str, Adapter]) -> list[str]:
-        """As many of these experts as can be kept together, those used last at the end."""
-        used = [name for name in list(self._kept) if name in adapters]
-        names, size = [], 0
+        """As many of these experts as can be kept beside the others, those used last at the end."""
+        kept = list(self._kept.items())  # at once: another thread may use them meanwhile
+        used = [name for name, _ in kept if name in adapters]
+        names, size = list[str](), sum(bytes_ for name, (bytes_, _) in kept if name not in adapters)
         for name in [*reversed(used), *(name for name in adapters if name not in used)]:
             size += self._bytes(adapters[name])
             if size > self.budget:

@@ -248,7 +248,7 @@ class Engine(WholeAnswers):
         with self.timer.selecting():
             changed = self.selector.settle(ending)
         if changed:
-            self.chooser.model.experts_changed(changed)
+            self.chooser.experts_changed(changed)
 
     def _decode(self, reading: Reading | None) -> list[RequestOutput]:
         """One round for all rows that are ready; the budget learns what it cost and brought.

@@ -17,8 +17,8 @@ log = logging.getLogger(__name__)
 class ExpertSelector(Protocol):
     """What the engine needs: an expert for each new sequence.
 
-    What a verification showed reaches a selector only by the sequences, as `Sequence.rejected`, or where it
-    is also one of the engine's `learners`; none of those here is.
+    What a verification showed reaches a selector only by the sequences, as `Sequence.rejected` and the counts
+    of `Sequence.speculation`, or where it is also one of the engine's `learners`; none of those here is.
     """
 
     def assign(self, sequences: list[Sequence]) -> None:

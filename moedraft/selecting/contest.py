@@ -2,8 +2,8 @@
 
 Comparing costs time, so it is done where it can change something: at the end of the prompt, unless the router
 is sure, then each time that the target has refused some more guesses, and more seldom while that changes
-nothing. As long as the one who drafts guesses right, nobody guesses better; and as long as nobody drafts for
-a row, as in full batches where that does not pay, it makes no difference who would.
+nothing. As long as the one who drafts guesses right, nobody guesses better; and while nothing is
+drafted for a row, its answer is not compared. Its prompt is: with another arm drafting may pay.
 Only arms near the leader are compared, and one more at random, so that none is forgotten.
 """
 
@@ -66,7 +66,7 @@ class Contest:
         row = self.row
         if passage.end <= passage.first or row.target_cached < row.num_prompt_tokens - 1:
             return False
-        if row.speculation.num_drafts == self.drafts:
+        if row.speculation.num_drafts == self.drafts and not self.at_prompt:
             return False
         if not self.times and not self.believed and row.num_generated < PATIENCE:
             return False
@@ -143,8 +143,18 @@ def _kept(weights: Mapping[str, float]) -> dict[str, float]:
     return {arm: round(weight, 3) for arm, weight in weights.items() if weight >= LEAST_WEIGHT}
 
 
-def arms_to_compare(contests: Sequence[Contest], arms: Sequence[str], chance: random.Random) -> list[str]:
-    """The arms to compare in one pass for these rows: those near the leader of any row, and one more."""
+def arms_to_compare(
+    contests: Sequence[Contest], arms: Sequence[str], chance: random.Random, ready: Collection[str]
+) -> list[str]:
+    """The arms to compare in one pass for these rows: those near the leader of any row, and one more.
+
+    At most one of them is not among `ready`, the arms that can be compared at once.
+    """
+    chosen = _near_and_one_more(contests, arms, chance)
+    return [arm for arm in chosen if arm in ready] + [arm for arm in chosen if arm not in ready][:1]
+
+
+def _near_and_one_more(contests: Sequence[Contest], arms: Sequence[str], chance: random.Random) -> list[str]:
     weights = dict.fromkeys(arms, 0.0)
     for contest in contests:
         found = contest.standings.weights

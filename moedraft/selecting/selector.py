@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from moedraft import core
@@ -29,7 +29,8 @@ TIME_SHARE = 0.03  # share of the time that comparing may take on average, where
 LEAST_PART = 0.25  # of it, where it changes nothing
 OFTEN = 0.25  # part of the comparisons that change who drafts, from which on all of TIME_SHARE may be used
 MEMORY = 32  # comparisons over which that part is averaged
-SAVED = 0.03  # seconds that may be saved up while nothing is compared, for the prompts after a pause
+DEEPEST = 0.3  # seconds of debt at most, so that a single slow comparison does not stop them for minutes
+SAVED = 0.03  # seconds that may be saved up while nothing is compared, for the prompts after a pause, at most
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,10 @@ class ArmJudge(Protocol):
     @property
     def arms(self) -> list[str]:
         """Whoever can draft otherwise than others, the shared draft first."""
+
+    @property
+    def ready(self) -> Collection[str]:
+        """Those of them for whose guesses nothing has to be made first."""
 
     def known(self, row: core.Sequence, since: int, most: int) -> Passage:
         """The last verified positions that can be compared, `most` at most and none before `since`."""
@@ -120,7 +125,7 @@ class EvidenceSelector(BackgroundSelector):
         except Exception:
             log.exception("The experts could not be compared; the router's choice stands.")
             self._contests.clear()
-        self._balance -= self._clock() - began
+        self._balance = max(self._balance - (self._clock() - began), -DEEPEST)
 
     def _earn(self, seconds: float) -> None:
         """Add to the time balance for the `seconds` that have passed; without a limit it is always full.
@@ -131,7 +136,7 @@ class EvidenceSelector(BackgroundSelector):
             self._balance = SAVED
         else:
             part = min(1.0, max(LEAST_PART, self._changes / OFTEN))
-            self._balance = min(SAVED, self._balance + part * self.time_share * seconds)
+            self._balance = min(part * SAVED, self._balance + part * self.time_share * seconds)
 
     def _compare_due(self) -> None:
         judge = self.judge
@@ -145,7 +150,7 @@ class EvidenceSelector(BackgroundSelector):
         due.sort(key=lambda pair: (pair[0].times > 0, max(pair[0].standings.weights.values())))
         if chosen := due[:MOST_ROWS]:
             contests = [contest for contest, _ in chosen]
-            arms = arms_to_compare(contests, judge.arms, self._random)
+            arms = arms_to_compare(contests, judge.arms, self._random, judge.ready)
             hits = judge.hits([passage for _, passage in chosen], arms)
             for (contest, passage), found in zip(chosen, hits, strict=True):
                 changed = contest.learn(found, passage.end)

@@ -1,4 +1,8 @@
-"""Figures with the interval in which they probably lie, from a few measured prompts. Knows no model."""
+"""Figures with the interval in which they probably lie, from a few measured prompts. Knows no model.
+
+The intervals are a bootstrap's over prompts, widened as Student's t is wider than the normal distribution: of
+six prompts alone a bootstrap's is a third too narrow.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.special import stdtrit
 
 DRAWS = 4000  # bootstrap samples
 TAIL = 2.5  # per cent of them on either side that the interval leaves out
@@ -45,7 +50,7 @@ class PairedChange:
 def ratio(counts: Counts) -> Estimate:
     """Σ first / Σ second over all prompts, such as tokens per step."""
     table = np.asarray(counts, dtype=float).reshape(-1, 2)
-    return _estimate(_ratios(table[None])[0], _ratios(table[_draws(len(table))]))
+    return _estimate(_ratios(table[None])[0], _ratios(table[_draws(len(table))]), len(table))
 
 
 def change(before: Counts, after: Counts, fewest: int = 0) -> PairedChange:
@@ -56,7 +61,10 @@ def change(before: Counts, after: Counts, fewest: int = 0) -> PairedChange:
     drawn = [_ratios(table[picks]) for table in tables]
     figures = [(whole[0], drawn[0]), (whole[1], drawn[1]), (whole[1] - whole[0], drawn[1] - drawn[0])]
     few = len(tables[0]) < fewest
-    made = [Estimate(value, value, value) if few else _estimate(value, some) for value, some in figures]
+    count = len(tables[0])
+    made = [
+        Estimate(value, value, value) if few else _estimate(value, some, count) for value, some in figures
+    ]
     return PairedChange(made[0], made[1], made[2], has_interval=not few)
 
 
@@ -66,7 +74,7 @@ def quotient(above: Counts, below: Counts) -> Estimate:
     picks = _draws(len(tables[0]))
     whole = [_ratios(table[None]) for table in tables]
     drawn = [_ratios(table[picks]) for table in tables]
-    return _estimate(float((whole[0] / whole[1])[0]), drawn[0] / drawn[1])
+    return _estimate(float((whole[0] / whole[1])[0]), drawn[0] / drawn[1], len(picks[0]))
 
 
 def _draws(prompts: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
@@ -81,6 +89,16 @@ def _ratios(tables: np.ndarray) -> np.ndarray:
     return ratios
 
 
-def _estimate(value: float, drawn: np.ndarray) -> Estimate:
+def _estimate(value: float, drawn: np.ndarray, prompts: int) -> Estimate:
+    """The interval of a bootstrap over so many prompts."""
     low, high = np.percentile(drawn, [TAIL, 100 - TAIL])
-    return Estimate(float(value), float(low), float(high))
+    wider = _widening(prompts)
+    return Estimate(float(value), float(value + wider * (low - value)), float(value + wider * (high - value)))
+
+
+def _widening(prompts: int) -> float:
+    """Student's t beside the normal distribution, with the variance of so few; 1 for a single prompt."""
+    if prompts < 2:
+        return 1.0
+    student, normal = stdtrit([prompts - 1, np.inf], 1 - TAIL / 100)
+    return float(student / normal * (prompts / (prompts - 1)) ** 0.5)

@@ -77,9 +77,9 @@ class AdapterLoader:
         if self.store.registry.generation() == self.generation:
             self._succeed()
         elif self._thread is None or now:
-            self._use(self._load(), running)
+            self._use(self._load(ahead=not self.bank.names), running)  # at the start nobody waits
         else:
-            self._job = self._thread.submit(self._load, self.bank.recent)
+            self._job = self._thread.submit(self._load, self.bank.recent, ahead=True)
 
     @contextmanager
     def _trying(self) -> Iterator[None]:
@@ -103,7 +103,7 @@ class AdapterLoader:
             log.warning("%s; it is tried again: %s", what, error, exc_info=None if known else error)
 
     @torch.inference_mode()
-    def _load(self, recent: Sequence[str] = ()) -> Loaded:
+    def _load(self, recent: Sequence[str] = (), *, ahead: bool = False) -> Loaded:
         """Read and prepare the versions that have changed.
 
         Adapters that were published together are taken together: where something was published meanwhile,
@@ -116,7 +116,8 @@ class AdapterLoader:
             unadapted = self.store.registry.unadapted()
             if self.store.registry.generation() == generation:
                 break
-        return generation if all(found) else None, self.bank.prepare(changes, recent, unadapted)
+        prepared = self.bank.prepare(changes, recent, unadapted, ahead=ahead)
+        return generation if all(found) else None, prepared
 
     def _use(self, loaded: Loaded, running: Iterable[core.Sequence]) -> None:
         generation, prepared = loaded

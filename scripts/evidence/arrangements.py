@@ -70,8 +70,8 @@ _ALL = (
     Arrangement("separate-true", "separate experts, true labels", SeparateTrainer, True, True, True),
     Arrangement("separate", "separate experts, classifier", SeparateTrainer, True, True),
     Arrangement("turns", "shared and experts in turns", TurnsTrainer),
-    Arrangement(JOINT, "joint (default), no gate"),
-    Arrangement(GATED, "joint (default), with gate", gate=True),
+    Arrangement(JOINT, "joint, no gate"),
+    Arrangement(GATED, "joint, with gate (default)", gate=True),
     Arrangement("joint+gate-once", "joint, gate of one look", gate=True, second_look=False),
     Arrangement("offline", "offline bound", beforehand=1.0),
     Arrangement("one-offline", "one adapter, offline", OneTrainer, False, True, beforehand=1.0),
@@ -87,4 +87,4 @@ ONLINE = (
     "mixed-replay",
     "separate",
     "turns",
-)  # what the default stands beside: hidden labels, online
+)  # what joint learning stands beside: hidden labels, online

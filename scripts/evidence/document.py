@@ -62,10 +62,11 @@ def findings(whole: Whole) -> list[str]:
     for pattern in patterns(whole):
         of = whole["patterns"][pattern]
         sentences = [
+            pays(of, GATED),
+            beside_others(of, GATED),
+            harms(of, GATED),
             pays(of, JOINT),
             beside_others(of, JOINT),
-            pays(of, GATED),
-            harms(of, GATED),
             gated_costs(of),
         ]
         text = " ".join(sentence for sentence in sentences if sentence)
@@ -90,14 +91,17 @@ def pays(of: Whole, name: str) -> str:
 
 
 def beside_others(of: Whole, default: str) -> str:
-    """Whether the default is above, below or level with each other online arrangement."""
+    """Whether joint learning, in this form, is above, below or level with each other online arrangement."""
     if default not in of:
         return ""
     by_verdict: dict[str, list[str]] = {"better": [], "worse": [], "open": []}
     for name in ONLINE:
         one = of.get(name, {}).get("default_more", {}).get(default)
         if one is not None:
-            by_verdict[one["verdict"]].append(f"{ARRANGEMENTS[name].title} ({short_sign(one['value'])})")
+            seeds = how_many(len(one["seeds"]), "seed")
+            by_verdict[one["verdict"]].append(
+                f"{ARRANGEMENTS[name].title} ({short_sign(one['value'])}, {seeds})"
+            )
     said = (("better", "It is above"), ("worse", "It is **below**"), ("open", "Not to be told from it are"))
     return " ".join(f"{words} {listed(by_verdict[key])}." for key, words in said if by_verdict[key])
 
@@ -122,8 +126,15 @@ def gated_costs(of: Whole) -> str:
     one = of.get(JOINT, {}).get("default_more", {}).get(GATED)
     if one is None:
         return ""
-    said = {"better": "The gate brings", "worse": "The gate costs", "open": "What the gate changes is open:"}
-    return f"{said[one['verdict']]} {interval(one)}."
+    seeds = how_many(len(one["seeds"]), "seed")
+    if one["verdict"] == "open":
+        if one["low"] > 0 or one["high"] < 0:
+            return (
+                f"What the gate changes is open: its interval says {interval(one)}, but the {seeds} disagree."
+            )
+        return f"What the gate changes is open: {interval(one)} ({seeds})."
+    said = {"better": "The gate brings", "worse": "The gate costs"}
+    return f"{said[one['verdict']]} {interval(one)} ({seeds})."
 
 
 def forgets(of: Whole, name: str) -> str:
@@ -155,19 +166,19 @@ def settings(whole: Whole) -> str:
         f"of up to {of['max_tokens']} tokens; an update of {of['steps']} steps of {of['rows']} records after "
         f"every {of['every']} requests, adapters of rank {of['rank']}; {of['heldout']} held-out prompts a "
         f"domain. {how_many(whole['runs'], 'run')}; most seeds by pattern: {counts}. Each row of a table "
-        f"says how many seeds it has.{warning(of, min(seeds.values()))}{missing(whole)}"
+        f"says how many seeds it has.{warning(of, seeds)}{missing(whole)}"
     )
 
 
-def warning(of: Whole, seeds: int) -> str:
+def warning(of: Whole, seeds: dict[str, int]) -> str:
     """Whether there is enough behind the figures to claim anything for good."""
-    if seeds >= ENOUGH_SEEDS and of["heldout"] >= ENOUGH_PROMPTS:
-        return ""
-    return (
-        f" **That is less than the {ENOUGH_SEEDS} seeds and {ENOUGH_PROMPTS} held-out prompts a domain that "
-        "a claim should rest on**: what is called sure here is sure for these seeds, and what is open may "
-        "only lack prompts."
-    )
+    said = []
+    if few := [title_of(pattern) for pattern, count in seeds.items() if count < ENOUGH_SEEDS]:
+        said.append(f"no arrangement has {ENOUGH_SEEDS} seeds with {listed(few)}")
+    if of["heldout"] < ENOUGH_PROMPTS:
+        said.append(f"{ENOUGH_PROMPTS} held-out prompts a domain are what a claim should rest on")
+    less = f" **Rows of fewer than {ENOUGH_SEEDS} seeds are sure for these seeds only.**"
+    return less + (f" Note that {' and that '.join(said)}." if said else "")
 
 
 def missing(whole: Whole) -> str:
@@ -189,7 +200,8 @@ def pattern_part(whole: Whole, pattern: str) -> str:
         "first guesses",
         "tokens per step",
         "more than static",
-        "default (no gate) has more",
+        "the default has more",
+        "joint without gate has more",
     )
     right = f"The router sent {whole['router'][pattern]:.0%} of the requests to their true domain."
     if pattern in POISONED:
@@ -199,14 +211,17 @@ def pattern_part(whole: Whole, pattern: str) -> str:
 
 def row(of: Whole, name: str) -> list[str]:
     one = of[name]
-    more = one["default_more"].get(JOINT) if name != STATIC else None
+    more = {
+        default: one["default_more"].get(default) if name != STATIC else None for default in (GATED, JOINT)
+    }
     return [
         ARRANGEMENTS[name].title,
         str(one["seeds"]),
         number(one["first_guess"]),
         number(one["tokens"], 2),
         difference(one["gain"]) if name != STATIC else DASH,
-        difference(more),
+        difference(more[GATED]),
+        difference(more[JOINT]),
     ]
 
 

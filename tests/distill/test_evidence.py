@@ -302,9 +302,10 @@ def test_runs_are_resumed_and_the_document_says_what_the_figures_say(
     command.main([*given, "--quick", "--seeds", "2"])
     assert TinyWorkplace.made == 16
     text = (tmp_path / "docs" / "evidence.md").read_text()
-    assert "Joint (default), no gate is better than the static draft: +.200" in text
-    assert "It is **below** one adapter, latest window (−.100)." in text
-    assert "Joint (default), with gate is worse than the static draft" in text
+    assert "Joint, no gate is better than the static draft: +.200" in text
+    assert "It is **below** one adapter, latest window (−.100, 2 seeds)." in text
+    assert "Joint, with gate (default) is worse than the static draft" in text
+    assert "It is **below** one adapter, latest window (−.400, 2 seeds)." in text
     assert "Below static by its interval: a (−.100) and b (−.100)." in text
     assert "(../out/curves.png)" in text
     assert {file.name for file in (tmp_path / "out").glob("*.png")} == {

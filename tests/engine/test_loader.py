@@ -295,7 +295,7 @@ def test_without_memory_the_old_ones_serve_until_there_is_some(
     monkeypatch.setattr("moedraft.system.loader.POLL_SECONDS", 0.0)
     tries: list[object] = []
 
-    def fails(*_: object) -> None:
+    def fails(*_: object, **__: object) -> None:
         tries.append(None)
         raise fault
 
@@ -363,10 +363,10 @@ def test_now_is_now_even_where_loading_beside_failed(
 ) -> None:
     made, prepare = publish(store, bank, "code"), bank.prepare
 
-    def fails_beside(*given: Any) -> Any:
+    def fails_beside(*given: Any, **options: Any) -> Any:
         if threading.current_thread() is not threading.main_thread():
             raise MemoryError
-        return prepare(*given)
+        return prepare(*given, **options)
 
     monkeypatch.setattr(bank, "prepare", fails_beside)
     loader.refresh([])
@@ -380,7 +380,7 @@ def test_what_fails_again_and_again_is_tried_ever_less_often(
 ) -> None:
     clock, tries = SimpleNamespace(now=0.0), list[float]()
 
-    def fails(*_: object) -> None:
+    def fails(*_: object, **__: object) -> None:
         tries.append(clock.now)
         raise MemoryError
 

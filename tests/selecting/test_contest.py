@@ -28,6 +28,10 @@ class Judged:
         self.best, self.arms = best, arms
         self.asked: list[tuple[list[Passage], list[str]]] = []
 
+    @property
+    def ready(self) -> list[str]:
+        return self.arms
+
     def known(self, row: core.Sequence, since: int, most: int) -> Passage:
         end = len(row.token_ids) - 2
         return Passage(row, max(0, since, end - most), end)
@@ -156,18 +160,25 @@ def test_arms_are_compared_when_guesses_were_refused(
     assert all(p.end - p.first <= 8 for passages, _ in judge.asked[1:] for p in passages)
 
 
-def test_arms_are_not_compared_for_a_row_that_nobody_drafts_for(made: list[EvidenceSelector]) -> None:
-    """In full batches drafting may not pay; then it makes no difference who would draft."""
+def test_where_nothing_is_drafted_prompts_alone_are_compared(made: list[EvidenceSelector]) -> None:
+    """In full batches drafting may not pay with this arm, and yet with another; its answer tells no more."""
     judge = Judged("french")
     one, selector = question(max_tokens=500), selector_of(made, judge)
     one.speculation.num_drafts = 0
     begun(selector, one)
     for generated in range(200):
         selector.settle()
-        assert len(judge.asked) == (0 if generated < 50 else 1)
+        assert len(judge.asked) == (1 if generated < 50 else 2)
         one.token_ids.append(1)
         one.speculation.num_drafts = int(generated >= 49)  # a single draft
     assert one.expert == "french"
+
+
+def test_only_one_arm_is_compared_that_has_to_be_made_ready_first() -> None:
+    contest, chance = Contest(question(), arms := [SHARED, "a", "b", "c", "d"]), random.Random(0)
+    chosen = arms_to_compare([contest], arms, chance, [SHARED, "c"])
+    assert {SHARED, "c"} < set(chosen)
+    assert len(chosen) == 3
 
 
 def test_where_the_router_is_sure_the_prompt_is_not_compared(made: list[EvidenceSelector]) -> None:
@@ -388,14 +399,14 @@ def contests_of(count: int) -> tuple[list[str], Contest]:
 def test_whom_to_compare() -> None:
     chance = random.Random(0)
     arms, contest = contests_of(ALL_ARMS)
-    assert sorted(arms_to_compare([contest], arms, chance)) == arms  # at the prompt, everybody
+    assert sorted(arms_to_compare([contest], arms, chance, arms)) == arms  # at the prompt, everybody
     many, crowd = contests_of(64)
     crowd.standings.believe({"arm 40": 0.9})
-    chosen = arms_to_compare([crowd], many, chance)
+    chosen = arms_to_compare([crowd], many, chance, many)
     assert chosen[0] == "arm 40"
     assert len(chosen) == len(set(chosen)) == ALL_ARMS - 1
     contest.learn({arm: [float(arm == "arm 3")] * 6 for arm in arms}, 6)
-    later = arms_to_compare([contest], arms, chance)
+    later = arms_to_compare([contest], arms, chance, arms)
     assert later[0] == "arm 3"
     assert 2 <= len(later) <= NEAR_ARMS + 1
 
@@ -440,7 +451,7 @@ def test_in_time_everybody_is_compared_again() -> None:
     chance = random.Random(0)
     arms, contest = contests_of(12)
     contest.learn({arm: [float(arm == "arm 3")] * 20 for arm in arms}, 20)
-    assert {arm for _ in range(100) for arm in arms_to_compare([contest], arms, chance)} == set(arms)
+    assert {arm for _ in range(100) for arm in arms_to_compare([contest], arms, chance, arms)} == set(arms)
 
 
 def test_the_final_standings_stay_with_the_row(made: list[EvidenceSelector]) -> None:

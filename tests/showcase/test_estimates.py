@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from moedraft.showcase.estimates import change, quotient, ratio
 
 
 def test_a_ratio_is_that_of_the_sums_and_lies_in_its_interval() -> None:
-    found = ratio([(10, 10), (30, 10), (20, 10)])
+    found = ratio([(10, 10), (30, 10), (20, 10)] * 3)
     assert found.value == pytest.approx(2.0)
     assert 1.0 <= found.low < 2.0 < found.high <= 3.0
+
+
+def test_the_interval_of_few_prompts_holds_the_truth_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(0)
+    for prompts in (6, 12, 40):
+        missed = 0
+        for drawn in rng.normal(2.0, 0.3, (400, prompts)):
+            found = ratio([(float(one), 1.0) for one in drawn])
+            missed += not found.low <= 2.0 <= found.high
+        assert 0.02 <= missed / 400 <= 0.08  # a bootstrap's own interval misses .12 with six
 
 
 def test_equal_prompts_leave_no_doubt() -> None:

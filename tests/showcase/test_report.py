@@ -90,6 +90,21 @@ def test_a_domain_that_gives_fewer_tokens_a_step_is_worse_whatever_its_first_gue
     assert summary(found)["domains"]["sql"]["verdict"] == "better"
 
 
+def test_a_weak_expert_is_named_where_tokens_per_step_show_no_loss() -> None:
+    """First guesses are those of the router's choice; where experts are compared another one may draft."""
+    made = trials()
+    for number, query in enumerate(made.queries):
+        if query.domain == "docs-ja":
+            right, total = made.guessed[STATIC][number]
+            made.guessed[EXPERTS][number] = (right - 2, total)
+    found = result_of(made, [], [], {})
+    row = {row.domain: row for row in found.rows}["docs-ja"]
+    assert (row.first_guess.verdict, row.verdict) == ("worse", "open")
+    said = " ".join(sentences(found))
+    assert "own expert guesses worse than the static draft in Japanese docs; another one may draft" in said
+    assert "Drafts are worse" not in said
+
+
 def test_below_five_prompts_there_is_no_interval_and_a_loss_is_said_all_the_same() -> None:
     made = trials()
     made.alone = {name: found[:8] for name, found in made.alone.items()}
@@ -109,9 +124,11 @@ def test_below_five_prompts_there_is_no_interval_and_a_loss_is_said_all_the_same
 def test_a_full_batch_that_is_slower_with_experts_is_said() -> None:
     made = trials()
     made.seconds[EXPERTS] = 2.5
-    [said] = [one for one in sentences(result_of(made, [], [], {})) if "full batch" in one]
+    [said] = [one for one in sentences(result_of(made, [], [], {})) if "In a full batch" in one]
     assert said.endswith("fewer tokens/s than plain decoding (120): experts (96).")
     assert "each guess adds to what it computes" in " ".join(sentences(result_of(made, [], [], {})))
+    made.seconds[EXPERTS] = 1.01 * made.seconds[PLAIN]
+    assert "full batch" not in " ".join(sentences(result_of(made, [], [], {})))
 
 
 def test_a_difference_from_plain_decoding_is_said() -> None:
