@@ -74,7 +74,8 @@ def note(found: dict[str, Any]) -> str:
         f"prompts of {domains} domains that the shipped drafter had not read, after {learned['requests']} "
         f"requests and {learned['updates']} updates; {count}, {found['date']}, {same} token for token. "
         f"Intervals are 95 %, over the prompts, at batch 1; batch 8 is a queue of these prompts that was "
-        f"answered a few times, and its range that of the runs."
+        f"answered a few times, and its range that of the runs. The true domain of each prompt is given, so "
+        f"routing and the comparing of experts, both on by default, are not in these figures."
     )
 
 

@@ -40,7 +40,8 @@ def bench(found: dict[str, Any]) -> str:
     head = ["system", "tokens/s", "× transformers", "tokens per step", "theory", "same answers"]
     note = (
         f"{found['prompts']} prompts, device {found['device']}, {found['threads']} threads; a draft step "
-        f"costs {found['cost_ratio']:.2f} target steps, verification {found['verify_share']:.1%} of a step."
+        f"costs {found['cost_ratio']:.2f} target steps, deciding which guesses stay "
+        f"{found['verify_share']:.1%} of a step."
     )
     alike = found.get("answers_as_transformers", found["prompts"])
     if alike < found["prompts"]:
@@ -57,7 +58,7 @@ def learning(found: dict[str, Any]) -> str:
         "one": "one online adapter (as OSD)",
         "shared": "shared adapter alone",
         "experts": "experts alone, routed",
-        "both": "shared + experts (default)",
+        "both": "shared + experts in turns",
         "oracle": "shared + experts, true labels",
         "offline": "one adapter, whole stream beforehand",
     }

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 PromptsFile = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Rows as of `generate`; default: the shipped held-out."),
+    typer.Option(metavar="FILE", help="Rows as of `generate`; default: shipped ones of the home's domains."),
 ]
 
 
@@ -60,13 +60,15 @@ def bench(
     from moedraft.showcase.bench import run
     from moedraft.system.build import opened, with_other_draft
 
-    queries = _queries(prompts_file, max_tokens)
-    queries = queries[:: max(1, len(queries) // limit)][:limit]
+    given = _queries(prompts_file, max_tokens)
     settings = settings_for(ctx, home=home, target=target, draft=draft, device=device, dtype=dtype)
     if out:
         check_writable(out)  # now, not after minutes
     with ExitStack() as stack:
         system = stack.enter_context(opened(settings))
+        names = {name for name, _ in system.store.registry.domain_names()}
+        queries = given if prompts_file else _known(given, names)
+        queries = queries[:: max(1, len(queries) // limit)][:limit]
         other = stack.enter_context(with_other_draft(system, against)) if against else None
         advance = stack.enter_context(bar("Measuring", rounds * len(queries)))
         found = run(system, queries, rounds, advance, other)
@@ -89,6 +91,11 @@ def _queries(prompts_file: Path | None, max_tokens: int) -> list[Query]:
     return [Query(row.prompt, row.domain or "", row.max_tokens or max_tokens) for row in rows]
 
 
+def _known(queries: list[Query], domains: set[str]) -> list[Query]:
+    """Those of the home's domains, whose experts can have learned; all where it has none of them."""
+    return [query for query in queries if query.domain in domains] or queries
+
+
 def _show(found: dict[str, Any], title: str) -> None:
     """Print what was measured: one row for each system, then the times of the models' steps."""
     table = Table(title=title)
@@ -109,7 +116,8 @@ def _show(found: dict[str, Any], title: str) -> None:
     steps = found["step_ms"]
     note(
         f"target step {steps['target_ms']:.2f} ms, draft step {steps['draft_ms']:.2f} ms "
-        f"(c = {found['cost_ratio']:.3f}); verification takes {found['verify_share']:.1%} of an engine step."
+        f"(c = {found['cost_ratio']:.3f}); deciding which guesses stay takes {found['verify_share']:.1%} "
+        "of an engine step, the target's forward not counted."
     )
     if found["other_draft"]:
         ratio = steps["other_draft_ms"] / steps["target_ms"]
