@@ -9,6 +9,8 @@ import torch
 from distill_rig import Rig, record
 
 from moedraft.core import SHARED
+from moedraft.distill.single.batches import taught_by
+from moedraft.kernels import Kind, divergence
 
 
 @pytest.fixture
@@ -56,3 +58,23 @@ def test_capped_logits_are_computed_by_the_model_itself(rig: Rig) -> None:
 
     student.model.base_model.model.forward = capped
     assert student.output_layer() is None
+
+
+@pytest.mark.parametrize("kind", ["fkl", "rkl", "jsd", "tvd"])
+def test_a_target_that_is_sure_of_its_token_teaches_by_every_divergence(kind: Kind) -> None:
+    """Its stored tokens have all the probability, and yet the draft may give others some."""
+    logits = torch.randn(3, 20, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    ids = torch.tensor([[4, 5], [6, 7], [8, -1]])
+    logprobs = torch.tensor([[0.7, 0.3], [0.5, 0.2], [1.0, 0.0]]).log()
+    loss = divergence(logits, teacher_topk=(ids, taught_by(logprobs, kind)), kind=kind)
+    loss.backward()
+    assert loss.isfinite()
+    assert logits.grad is not None
+    assert bool(logits.grad.isfinite().all())
+    assert bool((logits.grad.abs().sum(1) > 0).all())  # every row teaches
+    assert bool((logits.grad[[0, 0, 2], [4, 5, 8]] < 0).all())  # towards the target's own tokens
+
+
+def test_what_leaves_others_enough_is_taught_as_it_is() -> None:
+    logprobs = torch.tensor([[0.5, 0.2], [0.6, 0.3]]).log()
+    assert torch.equal(taught_by(logprobs, "rkl"), logprobs)

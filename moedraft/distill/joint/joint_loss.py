@@ -16,6 +16,7 @@ from moedraft.distill.joint.feature_batches import (
     within,
 )
 from moedraft.distill.joint.joint_student import Guesses, JointStudent
+from moedraft.distill.single.batches import taught_by
 from moedraft.kernels import Kind, divergence
 
 
@@ -56,7 +57,7 @@ def _loss(
     if part.numbers is not None:
         own = DraftVocabulary(part.numbers, len(vocabulary))
         tokens, (ids, logprobs) = own(tokens), within(own(ids), logprobs)
-    loss = divergence(logits, teacher_topk=(ids, logprobs), kind=kind, reduction="sum")
+    loss = divergence(logits, teacher_topk=(ids, taught_by(logprobs, kind)), kind=kind, reduction="sum")
     if emitted:
         hard = cross_entropy(logits, tokens, ignore_index=OUTSIDE, reduction="sum")
         loss = (1 - emitted) * loss + emitted * hard

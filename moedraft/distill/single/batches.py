@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from moedraft.core import ReplayRecord
+from moedraft.kernels import Kind
 
 MAX_CONTEXT = 256  # tokens of the prompt that an update reads, from its end
+LEAST_TAIL = 1e-4  # probability that reverse KL leaves at least to the tokens outside the target's top-k
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,18 @@ class RecordBatch:
     mask: torch.Tensor  # bool [B, keep], where an answer token was predicted
     topk_ids: torch.Tensor  # int64 [N, k], N = mask.sum(), row-major
     topk_logprobs: torch.Tensor  # float32 [N, k]
+
+
+def taught_by(logprobs: torch.Tensor, kind: Kind) -> torch.Tensor:
+    """The target's top-k log-probabilities [..., k] as the divergence `kind` can be trained on them.
+
+    Where the target is sure, its stored tokens have all of its probability, and reverse KL is infinite as
+    soon as the draft gives another token any. So `LEAST_TAIL` at least is left to the others.
+    """
+    if kind != "rkl":
+        return logprobs
+    total = logprobs.exp().sum(-1, keepdim=True)
+    return logprobs - (total / (1 - LEAST_TAIL)).clamp(min=1).log()
 
 
 def length_of(record: ReplayRecord, max_tokens: int) -> int:

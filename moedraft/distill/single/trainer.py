@@ -13,7 +13,14 @@ from collections.abc import Callable, Iterator
 import torch
 
 from moedraft.core import SHARED, AdapterVersion, ReplayRecord
-from moedraft.distill.single.batches import RecordBatch, collate, grouped, length_of, shuffled_groups
+from moedraft.distill.single.batches import (
+    RecordBatch,
+    collate,
+    grouped,
+    length_of,
+    shuffled_groups,
+    taught_by,
+)
 from moedraft.distill.single.student import Student, modules_of
 from moedraft.kernels import Kind, divergence, linear_divergence
 from moedraft.models import LanguageModel
@@ -159,7 +166,7 @@ class Trainer:
 
     def loss(self, batch: RecordBatch) -> torch.Tensor:
         """The training loss: the divergence `kind` between target and draft, nats per answer token."""
-        teacher = (batch.topk_ids, batch.topk_logprobs)
+        teacher = (batch.topk_ids, taught_by(batch.topk_logprobs, self.kind))
         layer = self.student.output_layer()
         if layer is None:
             return divergence(self.student.logits(batch), teacher_topk=teacher, kind=self.kind)
