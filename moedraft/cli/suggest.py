@@ -56,14 +56,20 @@ def suggest(
     with busy("Trying an expert for each group" if trial else "Comparing prompts"):
         remote = None if trial else owner_of(settings, server)  # a trial only reads, beside any server
         found = _found(settings, remote, every_prompt=out is not None, trial=trial)
+    refused: InvalidRequest | None = None
     if out is not None:
-        _write(out, found)
+        try:
+            _write(out, found)
+        except InvalidRequest as error:
+            refused = error  # what was found took long, so it is shown all the same
     for one in found["suggestions"]:
         one.pop("prompts", None)
     if as_json:
         emit(found)
     else:
-        _show(found, written=out is not None, tried=trial)
+        _show(found, written=out is not None and refused is None, tried=trial)
+    if refused is not None:
+        raise refused
 
 
 def _found(settings: Settings, remote: Remote | None, *, every_prompt: bool, trial: bool) -> dict[str, Any]:

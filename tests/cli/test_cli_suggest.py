@@ -83,6 +83,7 @@ def test_its_command_registers_the_domain(run: Run, home: Path, pair: Pair, tmp_
     again = run("domain", "suggest", "--out", out, "--home", home, *pair[:2])
     assert again.code == 2
     assert "exists already" in again.err
+    assert "new" in again.out  # what was found is shown all the same
     command = shlex.split(group["command"])
     assert run(*command[1:], "--home", home).code == 0
     assert "new" in run("domain", "list", "--home", home).out
