@@ -76,7 +76,8 @@ def _system(one: SystemRow) -> str:
 def _domain(row: Row) -> str:
     label = "All domains" if row.domain == "all" else row.label
     changes = "".join(map(_change, (row.tokens_per_step, row.first_guess)))
-    return f"<tr><td>{html.escape(label)}</td><td>{row.prompts}</td>{changes}</tr>"
+    prompts = f"{row.prompts}" if row.alone == row.prompts else f"{row.prompts}, {row.alone} of them alone"
+    return f"<tr><td>{html.escape(label)}</td><td>{prompts}</td>{changes}</tr>"
 
 
 def _change(one: PairedChange) -> str:

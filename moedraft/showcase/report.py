@@ -52,6 +52,7 @@ class Row:
     prompts: int
     tokens_per_step: PairedChange
     first_guess: PairedChange  # share of the target's tokens that the draft's first guess hits
+    alone: int = 0  # of the prompts, those answered one at a time, of which tokens per step are
 
     @property
     def label(self) -> str:
@@ -119,6 +120,7 @@ def _row(trials: Trials, domain: str, indices: list[int]) -> Row:
         len(indices),
         change(emitted(STATIC), emitted(EXPERTS), FEWEST),
         change(guessed[STATIC], guessed[EXPERTS], FEWEST),
+        len(emitted(STATIC)),
     )
 
 
@@ -226,6 +228,7 @@ def _row_data(row: Row) -> dict[str, Any]:
         "before": row.first_guess.before.value,
         "after": row.first_guess.after.value,
         "prompts": row.prompts,
+        "answered_alone": row.alone,
         "verdict": row.verdict,
         "first_guess": asdict(row.first_guess),
         "tokens_per_step": asdict(row.tokens_per_step),

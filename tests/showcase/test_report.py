@@ -114,6 +114,8 @@ def test_below_five_prompts_there_is_no_interval_and_a_loss_is_said_all_the_same
     row = {row.domain: row for row in found.rows}["docs-ja"]
     assert not row.tokens_per_step.has_interval
     assert row.first_guess.has_interval
+    assert (row.prompts, row.alone) == (5, 4)
+    assert "<td>5, 4 of them alone</td>" in page(found, "p.png")
     assert row.verdict == "open"
     [words] = [one for one in sentences(found) if "to be sure" in one]
     assert words.endswith("too few prompts to be sure, in Japanese docs (1.20 → 1.00).")
