@@ -112,6 +112,11 @@ class ChosenArms:
 
     def __init__(self, judge: ArmJudge, arms: Sequence[str]) -> None:
         self.arms, self.known, self.hits = list(arms), judge.known, judge.hits
+        self._judge = judge
+
+    @property
+    def ready(self) -> list[str]:
+        return [arm for arm in self.arms if arm in self._judge.ready]
 
 
 def answers(
