@@ -125,7 +125,10 @@ def answers(
     experts: Sequence[str | None],
     max_tokens: int | Sequence[int],
 ) -> list[RequestOutput]:
-    """Answers to all prompts at once; max_tokens: of all of them, or of each."""
+    """Answers to all prompts at once; max_tokens: of all of them, or of each.
+
+    Raises RuntimeError where experts could not be compared: a server goes on then, but figures mean nothing.
+    """
     engine = system.engine
     most = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
     ids = [
@@ -135,6 +138,8 @@ def answers(
     done: dict[str, RequestOutput] = {}
     while engine.has_work:
         done |= {output.request_id: output for output in engine.step() if output.finish_reason}
+    if getattr(engine.selector, "failures", 0):
+        raise RuntimeError("The experts could not be compared; the log says why.")
     return [done[name] for name in ids]
 
 

@@ -72,6 +72,7 @@ class EvidenceSelector(BackgroundSelector):
         self.judge = judge
         self.time_share = time_share
         self.comparisons = 0  # of rows, since the start
+        self.failures = 0  # comparisons that failed
         self._clock = clock
         self._settled_at = clock()
         self._balance = SAVED  # seconds that comparing may take now
@@ -123,6 +124,7 @@ class EvidenceSelector(BackgroundSelector):
         try:
             self._compare_due()
         except Exception:
+            self.failures += 1
             log.exception("The experts could not be compared; the router's choice stands.")
             self._contests.clear()
         self._balance = max(self._balance - (self._clock() - began), -DEEPEST)

@@ -379,6 +379,7 @@ def test_a_judge_that_fails_is_given_up_for_these_rows(
     selector.settle()
     assert one.expert == "sql"
     assert "could not be compared" in caplog.text
+    assert selector.failures == 1
 
 
 def test_nothing_is_kept_of_what_has_ended(made: list[EvidenceSelector]) -> None:
