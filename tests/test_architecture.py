@@ -29,7 +29,7 @@ ROOMS = {
     "distill/joint": (10, 1400),
     "distill/single": (3, 650),
     "distill/judging": (10, 1400),
-    "drafting": (21, 3060),
+    "drafting": (21, 3020),
     "engine": (15, 1600),
     "feature": (12, 1530),
     "insight": (10, 1520),
@@ -43,7 +43,7 @@ ROOMS = {
     "serve/http": (21, 2400),
     "serve/supervisor": (6, 850),
     "serve/worker": (7, 1000),
-    "showcase": (12, 1640),
+    "showcase": (12, 1600),
     "storage": (19, 3200),
     "storage/migrations": (14, 360),  # one more for each change of the schema
     "system": (7, 1060),

@@ -12,9 +12,7 @@ from moedraft.drafting.costs import Floats
 REFIT_EVERY = 100  # verified tokens between two fits of the curve
 RIDGE = 5.0  # how many tokens' worth of belief holds the curve at the draft's own confidence
 BELIEF = 10.0  # how many of its own tokens a row needs to count as much as its expert's mean
-FADE = (
-    0.98  # what is left of a row's tokens after each round: texts change, and so nobody is given up for good
-)
+FADE = 0.98  # what is left of a row's tokens after each round: texts change, nobody is given up for good
 SLOWEST = 0.005  # weight of one more token in an expert's mean
 
 

@@ -61,13 +61,9 @@ class FeatureJudge:
         with self._every(arms):
             hidden = self._outputs(passages, states.expand(len(arms), -1, -1), ids)
         normed = hidden if draft.config.norm_output else draft.norm(hidden)
-        right = torch.stack([guess == truth for guess in self._guesses(normed, arms)]).float().tolist()
-        ends = [sum(len(text) - 1 for text in texts[: i + 1]) for i in range(len(texts))]
-        starts = [0, *ends[:-1]]
-        return [
-            {arm: right[n][start:end] for n, arm in enumerate(arms)}
-            for start, end in zip(starts, ends, strict=True)
-        ]
+        right = torch.stack([guess == truth for guess in self._guesses(normed, arms)]).float()  # [N, P]
+        parts = torch.split(right, [len(text) - 1 for text in texts], dim=1)
+        return [dict(zip(arms, part.tolist(), strict=True)) for part in parts]
 
     def _outputs(self, passages: Sequence[Passage], states: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """The layer's outputs [N, P, H], by arm, from states [N, P, H] and token ids int64 [P]."""
@@ -76,11 +72,9 @@ class FeatureJudge:
         # All arms read the same, so what they have in common is computed once.
         queries, _, _ = draft.layer.project(draft.embed(ids, states)[None], states[:1], places[None])
         queries = queries.expand(count, -1, -1, -1)  # [N, heads, P, d]
-        mixed, at = [], 0
-        for passage in passages:
-            size = passage.end - passage.first
-            mixed.append(self._attended(queries[:, :, at : at + size], passage, places[at : at + size]))
-            at += size
+        sizes = [passage.end - passage.first for passage in passages]
+        parts = zip(torch.split(queries, sizes, 2), passages, torch.split(places, sizes), strict=True)
+        mixed = [self._attended(*part) for part in parts]
         return draft.fed_back(draft.layer.finish(states, torch.cat(mixed, dim=2)))
 
     def _attended(self, queries: torch.Tensor, passage: Passage, places: torch.Tensor) -> torch.Tensor:
@@ -114,19 +108,15 @@ class FeatureJudge:
         Afterwards they are as the bank has set them for the batch.
         """
         before = {name: layer.product for name, layer in self.bank.body.items()}
-        plain = self.bank.common
+        plain, experts = self.bank.common, [self.bank.experts.get(arm) for arm in arms]
         try:
             for name, layer in self.bank.body.items():
-                deltas = [self._delta(arm, name) for arm in arms]
+                deltas = [None if one is None else one.deltas.get(name) for one in experts]
                 layer.product = EachArm(plain.get(name) or layer.base, deltas)
             yield
         finally:
             for name, layer in self.bank.body.items():
                 layer.product = before[name]
-
-    def _delta(self, arm: str, name: str) -> Delta | None:
-        adapter = self.bank.experts.get(arm)
-        return adapter.deltas.get(name) if adapter is not None else None
 
 
 class EachArm:

@@ -86,7 +86,6 @@ class ExpertBank:
         changes: Mapping[str, Adapter | None],
         recent: Sequence[str] = (),
         unadapted: Collection[str] | None = None,
-        *,
         ahead: bool = False,
     ) -> Prepared:
         """Compute what takes long before new versions can be used, for `take`.
@@ -101,17 +100,15 @@ class ExpertBank:
         if SHARED in changes:
             shared = changes[SHARED]
             products = self._merged(shared) if shared else {}
-        again = [name for name in recent if (SHARED in changes or name in changes) and name not in alone]
-        adapters = {name: changes.get(name, self._held.get(name)) for name in again}
-        merged = {name: (a, self._merged(shared, a)) for name, a in adapters.items() if a is not None}
+        experts = {**self._held, **changes}
+        drawn = {name: one for name, one in experts.items() if one and name not in {SHARED, *alone}}
+        changed = {name: one for name, one in drawn.items() if SHARED in changes or name in changes}
+        merged = {n: (changed[n], self._merged(shared, changed[n])) for n in recent if n in changed}
         heads: dict[str, Product] = {}
         common = None
         if self.heads is not None:
             if shared is not None and SHARED in changes:
                 heads[SHARED] = self.heads.made(shared)
-            experts = {**self._held, **changes}
-            drawn = {name: one for name, one in experts.items() if one and name not in {SHARED, *alone}}
-            changed = {name: one for name, one in drawn.items() if SHARED in changes or name in changes}
             for name in self.heads.kept.fitting(changed) if ahead else ():
                 heads[name] = self.heads.made(shared, changed[name])
             common = self.heads.joined.made(list(drawn.values()), shared)

@@ -49,14 +49,12 @@ class MergedExperts:
     def fitting(self, adapters: Mapping[str, Adapter]) -> list[str]:
         """As many of these experts as can be kept beside the others, those used last at the end."""
         kept = list(self._kept.items())  # at once: another thread may use them meanwhile
-        used = [name for name, _ in kept if name in adapters]
-        names, size = list[str](), sum(bytes_ for name, (bytes_, _) in kept if name not in adapters)
-        for name in [*reversed(used), *(name for name in adapters if name not in used)]:
-            size += self._bytes(adapters[name])
-            if size > self.budget:
-                break
-            names.append(name)
-        return names[::-1]
+        order = [name for name, _ in kept]
+        names = sorted(adapters, key=lambda name: order.index(name) if name in order else -1)
+        others = sum(size for name, (size, _) in kept if name not in adapters)
+        while names and others + sum(self._bytes(adapters[name]) for name in names) > self.budget:
+            del names[0]
+        return names
 
     def of(
         self, adapters: Mapping[str, Adapter], merge: Callable[[Adapter], Products]

@@ -2,9 +2,9 @@
 
 Comparing costs time, so it is done where it can change something: at the end of the prompt, unless the router
 is sure, then each time that the target has refused some more guesses, and more seldom while that changes
-nothing. As long as the one who drafts guesses right, nobody guesses better; and while nothing is
-drafted for a row, its answer is not compared. Its prompt is: with another arm drafting may pay.
-Only arms near the leader are compared, and one more at random, so that none is forgotten.
+nothing. As long as the one who drafts guesses right, nobody guesses better. While nothing is drafted for a
+row, its answer is not compared; its prompt is, since with another arm drafting may pay. Only arms near the
+leader are compared, and one more at random, so that none is forgotten.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Contest:
         self.compared = 0  # entries of the drafter's cache that were compared or passed over
         self.times = 0
         self.believed = False  # whether the router has said something
-        self.calm = 0  # comparisons in a row that left a leader in front who is sure of it
+        self.calm = 0  # comparisons in a row that were calm; see CALM
         self.refused = 0  # guesses that the target had refused by the last comparison
         self.drafts = 0  # verifications of a draft by then
 
@@ -106,10 +106,10 @@ class Contest:
         Returns whether another arm leads since. Arms that have come since the request began are left out.
         """
         known = {arm: found for arm, found in hits.items() if arm in self.standings.arms}
-        at_prompt, now, leader = self.at_prompt, self.standings, self.standings.leader
-        before = now.weights[leader]
+        now, strength = self.standings, PROMPT_STRENGTH if self.at_prompt else 1.0
+        leader, before = now.leader, now.weights[now.leader]
         for standings in (self.standings, self.heard):
-            standings.learn(known, PROMPT_STRENGTH if at_prompt else 1.0)
+            standings.learn(known, strength)
         self.looked_at |= known.keys()
         self.compared = end
         stays = leader == now.leader
@@ -155,6 +155,7 @@ def arms_to_compare(
 
 
 def _near_and_one_more(contests: Sequence[Contest], arms: Sequence[str], chance: random.Random) -> list[str]:
+    """As `arms_to_compare`, whether they are ready or not; those nearest to a leader come first."""
     weights = dict.fromkeys(arms, 0.0)
     for contest in contests:
         found = contest.standings.weights

@@ -60,11 +60,9 @@ def change(before: Counts, after: Counts, fewest: int = 0) -> PairedChange:
     whole = [float(_ratios(table[None])[0]) for table in tables]
     drawn = [_ratios(table[picks]) for table in tables]
     figures = [(whole[0], drawn[0]), (whole[1], drawn[1]), (whole[1] - whole[0], drawn[1] - drawn[0])]
-    few = len(tables[0]) < fewest
-    count = len(tables[0])
-    made = [
-        Estimate(value, value, value) if few else _estimate(value, some, count) for value, some in figures
-    ]
+    prompts = len(tables[0])
+    few = prompts < fewest
+    made = [Estimate(one, one, one) if few else _estimate(one, some, prompts) for one, some in figures]
     return PairedChange(made[0], made[1], made[2], has_interval=not few)
 
 
@@ -90,15 +88,9 @@ def _ratios(tables: np.ndarray) -> np.ndarray:
 
 
 def _estimate(value: float, drawn: np.ndarray, prompts: int) -> Estimate:
-    """The interval of a bootstrap over so many prompts."""
-    low, high = np.percentile(drawn, [TAIL, 100 - TAIL])
-    wider = _widening(prompts)
-    return Estimate(float(value), float(value + wider * (low - value)), float(value + wider * (high - value)))
-
-
-def _widening(prompts: int) -> float:
-    """Student's t beside the normal distribution, with the variance of so few; 1 for a single prompt."""
-    if prompts < 2:
-        return 1.0
-    student, normal = stdtrit([prompts - 1, np.inf], 1 - TAIL / 100)
-    return float(student / normal * (prompts / (prompts - 1)) ** 0.5)
+    """The interval of a bootstrap over so many prompts, widened for their small number."""
+    free = max(prompts - 1, 1)  # a single prompt has no interval to be widened
+    student, normal = stdtrit([free, np.inf], 1 - TAIL / 100)
+    wider = student / normal * (prompts / free) ** 0.5
+    low, high = (value + wider * (end - value) for end in np.percentile(drawn, [TAIL, 100 - TAIL]))
+    return Estimate(float(value), float(low), float(high))

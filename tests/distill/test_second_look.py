@@ -132,7 +132,7 @@ def served(found: Sequence[Home]) -> float:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)  # six kinds of lines, 600 homes each
-def test_no_more_is_published_by_chance_and_true_gains_sooner() -> None:
+def test_less_is_published_by_chance_and_true_gains_sooner() -> None:
     """The figures of docs/experiments.md; `always` would serve the mean of `gain` times 1 … 10."""
     trials = 300
     for gain, spread in ((0.0, 0.0), (0.0, 0.02), (-0.02, 0.01), (0.005, 0.005), (0.015, 0.01), (0.03, 0.01)):
@@ -143,7 +143,7 @@ def test_no_more_is_published_by_chance_and_true_gains_sooner() -> None:
             f"worse ones {bad[0]:.2f} → {bad[1]:.2f}, serves {served(once):+.4f} → {served(twice):+.4f}"
         )
         if gain == spread == 0:
-            assert published(twice) < published(once) + 0.1
+            assert published(twice) < published(once)
         elif gain > 0:
             assert served(twice) > served(once)
         else:
@@ -169,15 +169,6 @@ def test_a_line_makes_sure_what_few_records_leave_open() -> None:
     assert decide_again(before, after, line, 0).decision == "promote"
     harm = Seen(line.after, line.before)
     assert decide_again(before, after, harm, 0).decision == "discard"
-
-
-def test_a_line_of_older_weights_does_not_overrule_what_the_candidate_shows() -> None:
-    """The last update was the first that knew a new domain; the one before it could not guess its text."""
-    before, after = figures([50, 51, 49, 50, 52]), figures([58, 57, 59, 58, 57])
-    line = Seen(figures([50] * 20), figures([49, 50] * 10))
-    assert decide_again(before, after, line, 0).decision == "promote"
-    few = [figures(one) for one in ([50, 51, 49], [58, 57, 59])]  # too few to be believed alone
-    assert decide_again(few[0], few[1], line, 0).decision == "keep"
 
 
 def test_a_candidate_that_lost_what_its_line_had_is_not_published() -> None:
@@ -295,7 +286,7 @@ def test_a_kept_update_is_published_with_what_came_since(store: Store) -> None:
     with_second_look(loop)
     assert loop.run_once(SHARED) is None
     assert [one.decision for one in store.updates.recent() if one.expert == SHARED] == ["keep"]
-    loop.second_look.measure = Figures(better_on_new(loop.judge.measure.share))
+    loop.judge.measure.share = better_on_new(loop.judge.measure.share)
     store.replay.add([*fresh(16), *fresh(16, "prose", 400_000)])
     assert loop.run_once(SHARED) is not None
     last = [one for one in store.updates.recent() if one.expert == SHARED][-1]

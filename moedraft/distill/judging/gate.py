@@ -142,21 +142,16 @@ def decide(before: Measured, after: Measured, kept: int = 0, shares: Shares | No
 def decide_again(
     before: Measured, after: Measured, seen: Seen, kept: int, shares: Shares | None = None
 ) -> Verdict:
-    """As `decide`, by the candidate's own records, or else by these and all that its line has shown.
+    """As `decide`, by the candidate's own records and all that its line has shown.
 
-    Since there are more looks, each asks for more certainty. The line's evidence is that of weights from
-    before the last update. It may make sure what the candidate's few records leave open. But it neither
-    overrules them where they are sure, as when the last update was the first that knew a new domain, nor
-    where they speak against the candidate.
+    So that more looks publish no more by chance, more certainty is asked for. The line's evidence is that of
+    weights from before the last update, which must not speak against it.
 
     shares [records]: of the candidate's own records first, then of the line's.
     """
-    own_shares = None if shares is None else shares[: before.records]
-    own = compare(before, after, own_shares, SURE_AGAIN, CONFIRMED_AGAIN)
-    if own.decision == "promote" and own.records >= FEW:
-        return own
     befores, afters = joined([before, seen.before]), joined([after, seen.after])
     found = compare(befores, afters, shares, SURE_AGAIN, CONFIRMED_AGAIN)
+    own = compare(before, after, None if shares is None else shares[: before.records])
     if found.decision == "promote" and own.better < DOUBTFUL:
         reason = "The candidates before it were better than what serves, but it is not likely to be."
         found = replace(found, decision="keep", reason=reason)

@@ -7,7 +7,7 @@ on each of them. What is seen adds up over the line: the candidate, and those tr
 published or thrown away (`gate.decide_again`).
 
 Simulated with sixteen records an update, two of them held out (tests/distill/test_second_look.py): without a
-gain no more lines are published than by one look at each candidate; small gains are published sooner.
+gain fewer lines are published than by one look at each candidate, and small gains are published sooner.
 """
 
 from __future__ import annotations
