@@ -149,6 +149,11 @@ class Settings(BaseSettings):
     learning_rate: float | None = Field(
         None, gt=0, description="of an update's optimiser; unset: 0.004 for a feature drafter, else 0.001"
     )
+    model_updates: Literal["joint", "turns"] = Field(
+        "joint",
+        description="how the adapters of an independent draft model learn: all in the same update, as those "
+        "of a feature drafter always do, or in turns, the one that promises most next",
+    )
     update_every: int = Field(
         16,
         ge=1,

@@ -34,10 +34,10 @@ import torch
 from feature_answers import answers
 
 from moedraft.core import SHARED, ReplayRecord
-from moedraft.distill.joint.feature_batches import DraftVocabulary, FeatureBatch, collate
-from moedraft.distill.joint.joint_loss import acceptance, loss_of
-from moedraft.distill.joint.joint_student import JointStudent
-from moedraft.distill.joint.record_states import RecordStates
+from moedraft.distill.features.feature_batches import DraftVocabulary, FeatureBatch, collate
+from moedraft.distill.features.feature_loss import acceptance, loss_of
+from moedraft.distill.features.feature_student import FeatureStudent
+from moedraft.distill.features.record_states import RecordStates
 from moedraft.feature.checkpoint import load_draft
 from moedraft.feature.model import FeatureDraft
 from moedraft.feature.vocabulary import counted, own_vocabulary, ranked, union
@@ -67,7 +67,7 @@ class Arm:
     """One arrangement: a student, and which of its adapters are on."""
 
     name: str
-    student: JointStudent
+    student: FeatureStudent
     vocabulary: DraftVocabulary
     shared: bool
 
@@ -100,7 +100,7 @@ def arm_of(bench: Bench, name: str) -> Arm:
         draft.use_vocabulary(union([draft.vocabulary, *own_lists(bench).values()]))
         draft.lm_head.requires_grad_(False)
     rank = bench.args.rank
-    student = JointStudent(draft, "", rank=rank, shared_rank=2 * rank if name == "shared" else rank)
+    student = FeatureStudent(draft, "", rank=rank, shared_rank=2 * rank if name == "shared" else rank)
     if name in ("shared", "joint"):
         student.add(SHARED)
     if name in ("experts", "joint"):

@@ -31,8 +31,8 @@ import torch
 from moedraft.config import Settings, load_settings
 from moedraft.core import KeptStates, SamplingParams, Sequence
 from moedraft.distill.assembly import build_loop
+from moedraft.distill.features.record_states import RecordStates
 from moedraft.distill.joint.joint_loop import JointLoop
-from moedraft.distill.joint.record_states import RecordStates
 from moedraft.drafting.base import load_base
 from moedraft.drafting.feature import FeatureDrafter
 from moedraft.drafting.kept import Read, StateKeeper
@@ -160,7 +160,7 @@ def learn(args: argparse.Namespace, home: Path, way: str) -> dict[str, Any]:
     store = Store.open(home, write=False)
     loop = build_loop(settings, store)
     assert isinstance(loop, JointLoop)
-    states = loop.trainer.states
+    states = loop.trainer.lessons.states
     assert isinstance(states, RecordStates)
     times = []
     for _ in range(2):

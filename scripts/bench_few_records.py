@@ -28,7 +28,6 @@ import torch
 from moedraft.config import Settings, load_settings
 from moedraft.core import SHARED, ReplayRecord, SamplingParams
 from moedraft.distill.assembly import build_loop
-from moedraft.distill.joint.joint_loss import guessed
 from moedraft.distill.joint.joint_trainer import Drawn, JointTrainer
 from moedraft.distill.judging.gate import expected_tokens
 from moedraft.distill.single.trainer import LAST_RATE, is_held_out
@@ -119,7 +118,7 @@ def from_nothing(settings: Settings, store: Store) -> JointTrainer:
 def prepare(trainer: JointTrainer, records: Sequence[ReplayRecord]) -> None:
     trainer._choose_vocabularies(records)
     for first in range(0, len(records), trainer.plan.rows):
-        trainer.states.of(records[first : first + trainer.plan.rows])
+        trainer.lessons.states.of(records[first : first + trainer.plan.rows])
 
 
 def learn(trainer: JointTrainer, records: list[ReplayRecord], seconds: float) -> int:
@@ -157,8 +156,10 @@ def guesses(trainer: JointTrainer, records: Sequence[ReplayRecord]) -> dict[str,
     """By domain, hits and tries [DEPTH, 2]."""
     found: dict[str, torch.Tensor] = {}
     for first in range(0, len(records), trainer.plan.rows):
-        batch = trainer._batch(records[first : first + trainer.plan.rows])
-        for owner, counts in zip(batch.owners, guessed(trainer.student, batch, DEPTH).counts, strict=True):
+        chosen = records[first : first + trainer.plan.rows]
+        names = [one.domain for one in chosen]
+        owners, made = trainer.lessons.guessed(chosen, names, DEPTH, trainer.plan.max_tokens)
+        for owner, counts in zip(owners, made.counts, strict=True):
             found[owner] = found.get(owner, torch.zeros_like(counts)) + counts
     return {name: found[name] for name in sorted(found)}
 

@@ -6,36 +6,45 @@ from typing import TypeVar
 
 from moedraft.config import Settings
 from moedraft.core import UnsupportedModel
+from moedraft.distill.features.feature_lessons import FeatureLessons
+from moedraft.distill.features.feature_student import FeatureStudent
+from moedraft.distill.features.record_states import RecordStates, kept_in
 from moedraft.distill.joint.joint_loop import JointLoop
-from moedraft.distill.joint.joint_student import JointStudent
-from moedraft.distill.joint.joint_trainer import JointPlan, JointTrainer
-from moedraft.distill.joint.record_states import RecordStates, kept_in
+from moedraft.distill.joint.joint_trainer import JointTrainer
+from moedraft.distill.joint.plan import JointPlan
 from moedraft.distill.judging.judge import Judge
 from moedraft.distill.judging.measures import JointMeasure, Measure, TextMeasure
 from moedraft.distill.judging.watch import Watch
 from moedraft.distill.loop import DistillLoop
 from moedraft.distill.outlet import HomeOutlet, Outlet
 from moedraft.distill.single.trainer import Trainer
+from moedraft.distill.text.text_lessons import TextLessons
+from moedraft.distill.text.text_student import TextStudent
 from moedraft.drafting.base import FeatureBase, draft_name, feature_folder, load_base
-from moedraft.models import load_by
+from moedraft.models import LanguageModel, load_by
 from moedraft.storage.store import Store
 
 Joint = TypeVar("Joint", bound=JointTrainer)
+TEXT_RATE = 1e-3  # learning rate of an independent draft model's joint updates
 
 
 def build_loop(settings: Settings, store: Store, outlet: Outlet | None = None) -> DistillLoop:
     """Build a loop with its own float32 copy of the draft base. Without an outlet it writes the home itself.
 
-    A feature drafter learns jointly, and its loop has a copy of the target as well: it reads the target's
-    states anew for each record. Raises what loading a model raises.
+    The loop of a feature drafter has a copy of the target as well: it reads the target's states anew for each
+    record. Raises what loading a model raises.
     """
     outlet = outlet or HomeOutlet(store)
     name = draft_name(settings)
     if feature_folder(name) is not None:
         joint = joint_trainer(settings, store, JointTrainer)
         return _resumed(JointLoop(joint, store, outlet, settings.update_every), settings)
+    draft = load_by(settings, "draft", "float32", name)
+    if settings.model_updates == "joint":
+        joint = text_trainer(settings, store, draft)
+        return _resumed(JointLoop(joint, store, outlet, settings.update_every), settings)
     trainer = Trainer(
-        load_by(settings, "draft", "float32", name),
+        draft,
         store,
         scope=settings.adapter_scope,
         rank=settings.adapter_rank,
@@ -48,6 +57,14 @@ def build_loop(settings: Settings, store: Store, outlet: Outlet | None = None) -
     return _resumed(DistillLoop(trainer, store, outlet, settings.update_every), settings)
 
 
+def text_trainer(settings: Settings, store: Store, draft: LanguageModel) -> JointTrainer:
+    """A joint trainer of these settings for an independent draft model. Raises UnsupportedModel."""
+    ranks = {"rank": settings.adapter_rank, "shared_rank": settings.shared_rank}
+    student = TextStudent(draft, scope=settings.adapter_scope, **ranks)
+    plan = _plan(settings, TEXT_RATE)
+    return JointTrainer(TextLessons(student, settings.update_tokens), store, plan)
+
+
 def joint_trainer(settings: Settings, store: Store, kind: type[Joint]) -> Joint:
     """A joint trainer of these settings, with its own copies of the target and of the draft base.
 
@@ -58,28 +75,35 @@ def joint_trainer(settings: Settings, store: Store, kind: type[Joint]) -> Joint:
     if not isinstance(base, FeatureBase):
         raise UnsupportedModel(f"{base.name} is no feature drafter; joint updates are for those alone.")
     ranks = {"rank": settings.adapter_rank, "shared_rank": settings.shared_rank}
-    student = JointStudent(base.hf, base.weights_hash(), name=base.name, **ranks)
-    plan = JointPlan(
-        steps=settings.update_steps,
-        learning_rate=settings.learning_rate or JointPlan.learning_rate,
-        kind=settings.distill_kind,
-    )
+    student = FeatureStudent(base.hf, base.weights_hash(), name=base.name, **ranks)
     kept = kept_in(store.replay, student.base_hash) if settings.states_bytes else None
     states = RecordStates(target, base.hf, kept=kept)
-    return kind(student, states, store, plan, target.eos_token_ids)
+    plan = _plan(settings, JointPlan.learning_rate)
+    return kind(FeatureLessons(student, states), store, plan, target.eos_token_ids)
+
+
+def _plan(settings: Settings, rate: float) -> JointPlan:
+    return JointPlan(
+        steps=settings.update_steps,
+        learning_rate=settings.learning_rate or rate,
+        kind=settings.distill_kind,
+    )
 
 
 def _resumed(loop: DistillLoop, settings: Settings) -> DistillLoop:
     """Attach the gate, unless it is off, and restore what earlier loops have recorded."""
     if settings.gate == "on":
         depth = max(1, settings.num_speculative_tokens)
-        measure: Measure
-        if isinstance(loop, JointLoop):
-            measure = JointMeasure(loop.trainer, depth)
-        else:
-            measure = TextMeasure(loop.trainer, depth)
-        loop.judge = judge = Judge(measure, loop.store, base_serves=isinstance(loop, JointLoop))
+        measure, alone = _measure(loop, depth)
+        loop.judge = judge = Judge(measure, loop.store, base_serves=alone)
         loop.second_look = judge.second_look
         loop.watch = Watch(measure, loop.store)
     loop.resume()
     return loop
+
+
+def _measure(loop: DistillLoop, depth: int) -> tuple[Measure, bool]:
+    """What the gate measures with, and whether the base alone can draft for rows of single domains."""
+    if not isinstance(loop, JointLoop):
+        return TextMeasure(loop.trainer, depth), False
+    return JointMeasure(loop.trainer, depth), isinstance(loop.trainer.student, FeatureStudent)

@@ -20,11 +20,16 @@ MOST_SHARED = 16_384  # of the shared adapter, unless the draft base has more
 class Vocabularies:
     """The lists of all adapters, int64 and ascending."""
 
-    def __init__(self, general: torch.Tensor, vocab_size: int, always: Iterable[int] = ()) -> None:
-        """general: the draft base's list. always: tokens that no list may lack, as those that end answers."""
+    def __init__(
+        self, general: torch.Tensor, vocab_size: int, always: Iterable[int] = (), *, own: bool = True
+    ) -> None:
+        """general: the draft base's list. always: tokens that no list may lack, as those that end answers.
+
+        own: whether experts have lists of their own.
+        """
         self.general, self.always = general.cpu(), sorted(always)
         self.size = min(OWN_TOKENS, len(general))
-        self.useful = self.size < vocab_size  # else every list would hold all tokens
+        self.useful = own and self.size < vocab_size  # else every list would hold all tokens
         self._lists: dict[str, torch.Tensor] = {}
 
     def of(self, name: str) -> torch.Tensor | None:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from evidence.prompts import Query
 from moedraft.core import ReplayRecord
-from moedraft.distill.joint.record_states import RecordStates
+from moedraft.distill.features.record_states import RecordStates
 from moedraft.feature.corpus import asked
 from moedraft.models import LanguageModel
 
@@ -28,7 +28,10 @@ class Answers:
     It stands in for `RecordStates` in a trainer: the target runs only for what no file holds.
     """
 
-    def __init__(self, target: LanguageModel, states: RecordStates, folder: Path, max_tokens: int) -> None:
+    def __init__(
+        self, target: LanguageModel, states: RecordStates | None, folder: Path, max_tokens: int
+    ) -> None:
+        """states: of a feature drafter; an independent draft model reads none."""
         self.target, self.states, self.folder, self.max_tokens = target, states, folder, max_tokens
         self.on_forward: Callable[[], None] = lambda: None
         self._known: dict[tuple[int, ...], torch.Tensor] = {}  # states by token ids
@@ -48,6 +51,8 @@ class Answers:
 
     def of(self, records: Sequence[ReplayRecord]) -> list[torch.Tensor]:
         """As `RecordStates.of`."""
+        if self.states is None:
+            return []
         unknown = [one for one in records if tuple(one.token_ids) not in self._known]
         for one, states in zip(unknown, self.states.of(unknown), strict=True):
             self._known[tuple(one.token_ids)] = states
@@ -64,8 +69,9 @@ class Answers:
             "answer": torch.tensor(record.token_ids[begin:]),
             "ids": torch.tensor(record.topk_ids),
             "logprobs": torch.tensor(record.topk_logprobs),
-            "states": self.states.of([record])[0],
         }
+        if self.states is not None:
+            tensors["states"] = self.states.of([record])[0]
         file = self._file(record.token_ids[:begin])
         scratch = file.with_suffix(f".{os.getpid()}.tmp")
         save_file(tensors, scratch)
@@ -79,7 +85,8 @@ class Answers:
     def _load(self, prompt: list[int]) -> ReplayRecord:
         tensors = load_file(self._file(prompt))
         ids = [*tensors["prompt"].tolist(), *tensors["answer"].tolist()]
-        self._known[tuple(ids)] = tensors["states"]
+        if self.states is not None:
+            self._known[tuple(ids)] = tensors["states"]
         return ReplayRecord(
             domain="",
             expert="",

@@ -60,6 +60,7 @@ class Arrangement:
     beforehand: float = 0.0  # share of the requests that are known before the first one is served
     plan: Mapping[str, Any] = field(default_factory=dict)  # changes of the trainer's plan
     every: float = 1.0  # requests and steps of an update, as a multiple of the usual
+    further: int = 0  # updates without new requests after each window, as many as the gate sees a use in
 
 
 STATIC, JOINT, GATED, LATEST = "static", "joint", "joint+gate", "latest-window"
@@ -79,6 +80,9 @@ _ALL = (
     *(Arrangement(f"joint:{kind}", f"joint, {kind}", plan={"kind": kind}) for kind in ("rkl", "jsd", "tvd")),
     Arrangement("joint:half", "joint, updates twice as often", every=0.5),
     Arrangement("joint:double", "joint, updates half as often", every=2.0),
+    Arrangement("mixed-replay:further", "one adapter, further updates", OneTrainer, False, True, further=2),
+    Arrangement("joint:further", "joint, no gate, further updates", further=2),
+    Arrangement("joint+gate:further", "joint, with gate, further updates", gate=True, further=2),
 )
 ARRANGEMENTS = {one.name: one for one in _ALL}
 MAIN = (STATIC, LATEST, "mixed-replay", "separate-true", "separate", "turns", JOINT, GATED, "offline")

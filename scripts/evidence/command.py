@@ -20,8 +20,9 @@ from evidence.figures import Runs
 from evidence.prompts import Query, load_domain, reworded
 from evidence.running import Bench, Plan, Served, run
 from evidence.streams import ONLY, ORDERS, POISONED, Traffic, traffic
-from moedraft.distill.joint.record_states import RecordStates
-from moedraft.drafting.base import SHIPPED, load_feature_base, shipped
+from moedraft.config import load_settings
+from moedraft.distill.features.record_states import RecordStates
+from moedraft.drafting.base import draft_name, feature_folder, load_feature_base
 from moedraft.models import load_model
 from moedraft.routing.embedder import Embedder
 from moedraft.routing.router import Router
@@ -31,6 +32,7 @@ QUICK = {"requests": 128, "heldout": 12, "seeds": 1, "steps": 8, "rank": 32}
 PAPER = ("sql_en", "math_en", "code_python")  # as its Spider, GSM8K and CodeSearchNet
 OBJECTIVES = (JOINT, "joint:rkl", "joint:jsd", "joint:tvd")
 INTERVALS = (JOINT, "joint:half", "joint:double")
+FURTHER = (STATIC, "mixed-replay:further", "joint:further", "joint+gate:further")
 ONE = (STATIC, LATEST, "one-offline", "one-both")
 Job = tuple[str, str]  # pattern, arrangement
 PARTS: dict[str, list[Job]] = {
@@ -40,6 +42,7 @@ PARTS: dict[str, list[Job]] = {
     "objectives": [("steady", name) for name in OBJECTIVES],
     "interval": [("steady", name) for name in INTERVALS],
     "paper": [(ONLY + domain, name) for domain in PAPER for name in ONE],
+    "further": [(pattern, name) for pattern in ORDERS if pattern not in POISONED for name in FURTHER],
     "gate": [(p, a) for p in ("steady", "drift", "one-by-one") for a in (GATED, "joint+gate-once")],
 }
 
@@ -53,7 +56,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--doc", type=Path, default=Path("docs/evidence.md"), help="written from the results")
     parser.add_argument("--cache", type=Path, default=Path("~/.cache/moedraft-evidence").expanduser())
     parser.add_argument("--quick", action="store_true", help="the main contrasts in a quarter of an hour")
-    usual = "main,poison,objectives,interval,paper"
+    usual = "main,further,poison,objectives,interval,paper"
     parser.add_argument("--parts", default=usual, help=f"of {', '.join(PARTS)}")
     parser.add_argument("--patterns", help="only these, separated by commas")
     parser.add_argument("--arrangements", help="only these, separated by commas")
@@ -61,7 +64,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         "--only-write", action="store_true", help="run nothing; write plots and document anew"
     )
     parser.add_argument("--target", default="smollm2")
-    parser.add_argument("--draft", type=Path, help="folder of a feature drafter; default: the shipped one")
+    parser.add_argument("--draft", help="of any kind; default: the one that is shipped for the target")
     parser.add_argument("--domains", default=DOMAINS)
     parser.add_argument("--requests", type=int, default=480, help="of a run")
     parser.add_argument("--heldout", type=int, default=40, help="prompts a domain to measure with")
@@ -147,8 +150,12 @@ class Workplace:
 
 def _bench(args: argparse.Namespace, plan: Plan) -> Bench:
     target = load_model(args.target, "target")
-    folder = args.draft or Path(shipped(SHIPPED[args.target]))
-    base = load_feature_base(folder, target, torch.float32)
+    name = draft_name(load_settings(target=args.target, draft=str(args.draft or "auto")))
+    if feature_folder(name) is None:
+        draft = load_model(name, "draft", dtype="float32", cpu_fast_paths=False)
+        cache = args.cache / Path(args.target).name
+        return Bench(target, draft, Answers(target, None, cache, args.max_tokens), plan)
+    base = load_feature_base(Path(name), target, torch.float32)
     states = RecordStates(target, base.hf, 2**28)
     # What is cached depends on both models.
     cache = args.cache / f"{Path(args.target).name}-{base.weights_hash()[:12]}"

@@ -19,12 +19,17 @@ from evidence.answers import TARGET, Answers
 from evidence.arrangements import Arrangement
 from evidence.streams import Traffic
 from moedraft.core import SHARED, Domain, ReplayRecord
+from moedraft.distill.assembly import TEXT_RATE
+from moedraft.distill.features.feature_lessons import FeatureLessons
+from moedraft.distill.features.feature_student import FeatureStudent
 from moedraft.distill.joint.joint_loop import JointLoop
-from moedraft.distill.joint.joint_student import JointStudent
-from moedraft.distill.joint.joint_trainer import JointPlan, JointTrainer
+from moedraft.distill.joint.joint_trainer import JointTrainer
+from moedraft.distill.joint.plan import JointPlan, Lessons
 from moedraft.distill.judging.judge import Judge
 from moedraft.distill.judging.measures import JointMeasure
 from moedraft.distill.outlet import HomeOutlet
+from moedraft.distill.text.text_lessons import TextLessons
+from moedraft.distill.text.text_student import TextStudent
 from moedraft.feature.model import FeatureDraft
 from moedraft.models import LanguageModel
 from moedraft.storage.store import TARGET_ID, Store
@@ -58,10 +63,17 @@ class Bench:
     """What all runs have in common."""
 
     target: LanguageModel
-    draft: FeatureDraft
+    draft: FeatureDraft | LanguageModel
     answers: Answers
     plan: Plan
     untrained: dict[tuple[int, ...], list[int]] = field(default_factory=dict)  # counts, by token ids
+
+    def lessons(self, rank: int, shared_rank: int) -> Lessons:
+        """Of a new copy of the draft base, with adapters of these ranks."""
+        ranks = {"rank": rank, "shared_rank": shared_rank}
+        if isinstance(self.draft, LanguageModel):
+            return TextLessons(TextStudent(copy.deepcopy(self.draft), **ranks))
+        return FeatureLessons(FeatureStudent(_copy(self.draft), BASE, **ranks), self.answers)
 
 
 class Run:
@@ -72,16 +84,19 @@ class Run:
         kind = arrangement.trainer or JointTrainer
         plan = bench.plan
         steps = max(1, round(plan.steps * arrangement.every))
-        given = replace(JointPlan(steps=steps, rows=plan.rows), **arrangement.plan)
+        rate = TEXT_RATE if isinstance(bench.draft, LanguageModel) else JointPlan.learning_rate
+        usual = JointPlan(steps=steps, rows=plan.rows, learning_rate=rate)
+        given = replace(usual, **arrangement.plan)
         rank = plan.rank * (2 if arrangement.alone else 1)
         # In a line of separate experts the shared adapter stays zero and takes as few weights as can be.
         shared = 1 if arrangement.alone and arrangement.experts else rank
-        student = JointStudent(_copy(bench.draft), BASE, rank=rank, shared_rank=shared)
-        self.trainer = kind(student, bench.answers, store, given, bench.target.eos_token_ids)
+        self.trainer = kind(bench.lessons(rank, shared), store, given, bench.target.eos_token_ids)
+        self.base = self.trainer.student.base_hash
         self.trainer.seed = 1000 * seed
         self.measure = JointMeasure(self.trainer, DEPTH)
         self.own_measure = self.trainer.measure  # for its log: no decision rests on it, see `learn`
-        judge = Judge(self.measure, store, base_serves=True) if arrangement.gate else None
+        feature = isinstance(bench.draft, FeatureDraft)
+        judge = Judge(self.measure, store, base_serves=feature) if arrangement.gate else None
         self.loop = JointLoop(self.trainer, store, HomeOutlet(store), 1, judge)
         self.loop.second_look = judge.second_look if judge and arrangement.second_look else None
 
@@ -113,6 +128,11 @@ class Run:
             "shared": next((o.decision or "publish" for o in self.loop.outcomes if o.expert == SHARED), ""),
         }
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether a server would make an update without new records: not after the gate threw one away."""
+        return not self.arrangement.gate or bool(self.loop.again)
+
     def counts(self, served: Sequence[Served]) -> list[list[int]]:
         """By prompt: first guesses tried, and how many drafts had a right token number 1, 2 and 3."""
         found: list[list[int]] = [[] for _ in served]
@@ -124,7 +144,7 @@ class Run:
 
     def _counts(self, owner: str, records: list[ReplayRecord]) -> list[list[int]]:
         """As `counts`, of one owner. What nothing has changed is measured once for all runs."""
-        loaded = {name: self.store.adapters.load_live(name, BASE) for name in {SHARED, owner}}
+        loaded = {name: self.store.adapters.load_live(name, self.base) for name in {SHARED, owner}}
         if owner in self.store.registry.unadapted():  # the base alone drafts for it
             loaded = dict.fromkeys(loaded)
         serving = {name: one[1] if one else None for name, one in loaded.items()}
@@ -182,6 +202,9 @@ def _go_online(
         if learns:
             one.feed(window)
             found["updates"].append({"requests": done, **_counted(one, found)})
+            for _ in range(arrangement.further):
+                if one.goes_on:
+                    found["updates"].append({"requests": done, **_counted(one, found)})
         due = number % max(1, round(plan.measured / arrangement.every)) == 0
         if number == len(windows) or (due and learns):
             _note(one, done, held, found)

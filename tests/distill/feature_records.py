@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from moedraft.core import ReplayRecord
-from moedraft.distill.joint.feature_batches import DraftVocabulary, FeatureBatch, collate
-from moedraft.distill.joint.joint_student import JointStudent
-from moedraft.distill.joint.record_states import RecordStates
+from moedraft.distill.features.feature_batches import DraftVocabulary, FeatureBatch, collate
+from moedraft.distill.features.record_states import RecordStates
+from moedraft.distill.joint.adapters import JointAdapters
 from moedraft.feature.config import config_for
 from moedraft.feature.model import FeatureDraft
 from moedraft.models import LanguageModel
@@ -71,7 +71,7 @@ def a_batch(
     return collate(records, owners, RecordStates(target, draft), vocabulary, CPU, max_tokens)
 
 
-def stir(student: JointStudent, seed: int = 0) -> None:
+def stir(student: JointAdapters, seed: int = 0) -> None:
     """Adapters that change something: those that are new do not."""
     generator = torch.Generator().manual_seed(seed)
     for name in sorted(student.names):

@@ -8,11 +8,11 @@ from feature_records import CPU, EVERY, LAYERS, SOME, a_batch, a_draft, a_record
 
 from moedraft.core import ReplayRecord
 from moedraft.cpu.steady.forward import SteadyForward
-from moedraft.distill.joint.feature_batches import OUTSIDE, DraftVocabulary, taught_at, within
-from moedraft.distill.joint.joint_loss import acceptance, loss_of
-from moedraft.distill.joint.joint_student import JointStudent
-from moedraft.distill.joint.joint_unroll import unroll
-from moedraft.distill.joint.record_states import HALF, RecordStates
+from moedraft.distill.features.feature_batches import OUTSIDE, DraftVocabulary, taught_at, within
+from moedraft.distill.features.feature_loss import acceptance, loss_of
+from moedraft.distill.features.feature_student import FeatureStudent
+from moedraft.distill.features.record_states import HALF, RecordStates
+from moedraft.distill.features.unrolled import unroll
 from moedraft.feature import unroll as whole
 from moedraft.feature.features import FeatureCapture
 from moedraft.feature.unroll import Batch
@@ -76,7 +76,7 @@ def test_the_loss_is_that_over_whole_texts_when_all_tokens_are_known() -> None:
     draft = a_draft(target)
     one = a_record(target, 3, prompt=1, answer=9)  # then everything but the first guess is the answer
     batch, vocabulary = a_batch(target, draft, [one]), DraftVocabulary(EVERY, 97)
-    loss = loss_of(JointStudent(draft, "base"), batch, vocabulary, steps=2)
+    loss = loss_of(FeatureStudent(draft, "base"), batch, vocabulary, steps=2)
     teacher = whole.Teacher(target.hf, LAYERS, EVERY)
     read = Batch.read(teacher, [one.token_ids])
     # The twin also teaches what would follow the text's last token; no record knows it.
@@ -184,7 +184,7 @@ def test_acceptance_counts_what_whole_texts_count() -> None:
     target = a_target()
     draft = a_draft(target)
     records = records_of(target)
-    student = JointStudent(draft, "base")
+    student = FeatureStudent(draft, "base")
     ours = acceptance(student, a_batch(target, draft, records), 3).sum(0)
     teacher = whole.Teacher(target.hf, LAYERS, EVERY)
     batch = Batch.read(teacher, [record.token_ids for record in records])

@@ -15,12 +15,14 @@ from safetensors.torch import load_file, save_file
 
 from moedraft.core import SHARED, CorruptAdapter, Domain, ReplayRecord
 from moedraft.distill.export import export_adapter
-from moedraft.distill.joint.feature_batches import DraftVocabulary
-from moedraft.distill.joint.joint_loss import loss_of
-from moedraft.distill.joint.joint_student import HEAD, MODULES, JointStudent
-from moedraft.distill.joint.joint_trainer import JointPlan, JointTrainer
-from moedraft.distill.joint.joint_unroll import unroll
-from moedraft.distill.joint.record_states import RecordStates
+from moedraft.distill.features.feature_batches import DraftVocabulary
+from moedraft.distill.features.feature_lessons import FeatureLessons
+from moedraft.distill.features.feature_loss import loss_of
+from moedraft.distill.features.feature_student import HEAD, MODULES, FeatureStudent
+from moedraft.distill.features.record_states import RecordStates
+from moedraft.distill.features.unrolled import unroll
+from moedraft.distill.joint.joint_trainer import JointTrainer
+from moedraft.distill.joint.plan import JointPlan
 from moedraft.drafting.base import FeatureBase
 from moedraft.drafting.lora import ExpertBank
 from moedraft.drafting.modules import adaptable
@@ -33,8 +35,8 @@ from moedraft.storage.store import Store
 PLAN = JointPlan(steps=12, rows=6, learning_rate=1e-2, unrolled=2)
 
 
-def a_student(draft: FeatureDraft, *names: str) -> JointStudent:
-    student = JointStudent(copy.deepcopy(draft), "base", rank=4, shared_rank=6)
+def a_student(draft: FeatureDraft, *names: str) -> FeatureStudent:
+    student = FeatureStudent(copy.deepcopy(draft), "base", rank=4, shared_rank=6)
     for name in names:
         student.add(name)
     return student
@@ -54,7 +56,9 @@ class Home:
         self.store.registry.set_meta("target_id", "tiny")
         self.put(counts)
         self.student = a_student(self.draft)
-        self.trainer = JointTrainer(self.student, RecordStates(self.target, self.draft), self.store, plan)
+        self.trainer = JointTrainer(
+            FeatureLessons(self.student, RecordStates(self.target, self.draft)), self.store, plan
+        )
 
     def put(self, counts: dict[str, int], seed: int = 0) -> None:
         for name, count in counts.items():
@@ -85,7 +89,7 @@ def test_a_row_is_base_and_shared_and_its_own_expert_and_nothing_else() -> None:
                 if low is not None:
                     weight.data += low.b.data @ low.a.data
         only = a_batch(target, draft, [next(r for r in records if r.domain == name)])
-        plain = list(JointStudent(alone, "base").outputs(only, 2))
+        plain = list(FeatureStudent(alone, "base").outputs(only, 2))
         for ours, theirs in zip(together, plain, strict=True):
             torch.testing.assert_close(ours[row : row + 1, :3], theirs.detach()[:, :3], rtol=1e-4, atol=1e-4)
 
@@ -212,7 +216,7 @@ def test_records_of_another_target_teach_nothing(tmp_path: Path) -> None:
     assert home.trainer.update() is None
 
 
-def written(student: JointStudent, name: str, folder: Path, vocabulary: torch.Tensor | None = None) -> None:
+def written(student: FeatureStudent, name: str, folder: Path, vocabulary: torch.Tensor | None = None) -> None:
     """The two files of an adapter."""
     config, tensors = student.export(name, vocabulary)
     candidate = Candidate(name, 0, "base", 4, MODULES, 1, 0, 1, 0.0, None, None, config, tensors, vocabulary)
@@ -415,7 +419,7 @@ def test_lists_outlive_the_trainer_and_reach_the_engine(tmp_path: Path) -> None:
         expected = home.student.layers[HEAD](hidden)
     places = torch.searchsorted(home.student.draft.vocabulary, tokens)
     torch.testing.assert_close(bank.layers[HEAD](hidden), expected[..., places], rtol=1e-4, atol=1e-4)
-    other = JointTrainer(a_student(home.draft), home.trainer.states, home.store, PLAN)
+    other = JointTrainer(FeatureLessons(a_student(home.draft), home.trainer.lessons.states), home.store, PLAN)
     home.put({"code": 5}, seed=500)
     again = other.update(steps=1)
     assert again is not None
@@ -429,7 +433,9 @@ def test_lists_outlive_the_trainer_and_reach_the_engine(tmp_path: Path) -> None:
 def test_a_base_that_drafts_every_token_needs_no_lists(tmp_path: Path) -> None:
     home = Home(tmp_path, {"code": 8})
     draft = a_draft(home.target, EVERY)
-    trainer = JointTrainer(a_student(draft), RecordStates(home.target, draft), home.store, PLAN)
+    trainer = JointTrainer(
+        FeatureLessons(a_student(draft), RecordStates(home.target, draft)), home.store, PLAN
+    )
     update = trainer.update(steps=1)
     assert update is not None
     assert all(candidate.vocabulary is None for candidate in update.candidates)

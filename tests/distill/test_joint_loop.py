@@ -28,12 +28,17 @@ class FakeStates:
 
 
 @dataclass
+class FakeLessons:
+    states: FakeStates = field(default_factory=FakeStates)
+
+
+@dataclass
 class FakeJoint:
     """Makes candidates for the shared adapter and one expert from whatever is there."""
 
     learned: bool = True
     last: int = 7  # the newest record that an update knows of
-    states: FakeStates = field(default_factory=FakeStates)
+    lessons: FakeLessons = field(default_factory=FakeLessons)
     live: list[tuple[str, int]] = field(default_factory=list)
     forgotten: list[str] = field(default_factory=list)
 
@@ -135,9 +140,9 @@ def test_records_are_not_used_again_for_ever_nor_without_a_gate(loop: JointLoop)
 def test_after_a_purge_no_record_stays_in_memory(loop: JointLoop) -> None:
     loop.store.replay.add([record(1)])
     loop.forget_purged()
-    assert loop.trainer.states.dropped == 0  # type: ignore[attr-defined]
+    assert loop.trainer.lessons.states.dropped == 0  # type: ignore[attr-defined]
     loop.store.replay.purge("code")
     loop.forget_purged()
     loop.forget_purged()
     assert loop.trainer.forgotten == [SHARED]  # type: ignore[attr-defined]
-    assert loop.trainer.states.dropped == 1  # type: ignore[attr-defined]
+    assert loop.trainer.lessons.states.dropped == 1  # type: ignore[attr-defined]

@@ -16,19 +16,22 @@ from distill_rig import record
 from feature_records import a_batch, a_draft, a_record, a_target, stir
 
 from moedraft.core import SHARED, Domain, InvalidRequest, ReplayRecord, StorageError
+from moedraft.distill.features.feature_lessons import FeatureLessons
+from moedraft.distill.features.feature_loss import acceptance
+from moedraft.distill.features.feature_student import FeatureStudent
+from moedraft.distill.features.record_states import RecordStates
 from moedraft.distill.joint.joint_loop import JointLoop
-from moedraft.distill.joint.joint_loss import acceptance
-from moedraft.distill.joint.joint_student import JointStudent
-from moedraft.distill.joint.joint_trainer import JointPlan, JointTrainer, JointUpdate
-from moedraft.distill.joint.record_states import RecordStates
+from moedraft.distill.joint.joint_trainer import JointTrainer, JointUpdate
+from moedraft.distill.joint.plan import JointPlan
 from moedraft.distill.judging.gate import FEW, MOST_KEPT, Measured
 from moedraft.distill.judging.held_out import LEAST, MOST, TOGETHER, HeldOut
 from moedraft.distill.judging.judge import ENOUGH, Judge
-from moedraft.distill.judging.measures import JointMeasure, Serving, TextMeasure, instead, runs
+from moedraft.distill.judging.measures import JointMeasure, Serving, TextMeasure, instead
 from moedraft.distill.loop import LEAST_GAIN, DistillLoop
 from moedraft.distill.outlet import HomeOutlet
 from moedraft.distill.single.batches import collate as collate_text
 from moedraft.distill.single.trainer import Trainer, is_held_out
+from moedraft.distill.text.text_guesses import runs
 from moedraft.distill.warmstart import OnTrial
 from moedraft.storage import changes, version_rows
 from moedraft.storage.store import Store
@@ -123,9 +126,9 @@ def test_runs_are_drafts_from_every_token_on() -> None:
 def a_joint_trainer(store: Store) -> tuple[JointTrainer, Any]:
     target = a_target()
     draft = a_draft(target)
-    student = JointStudent(draft, "base", rank=4, shared_rank=6)
+    student = FeatureStudent(draft, "base", rank=4, shared_rank=6)
     plan = JointPlan(steps=3, rows=4, learning_rate=1e-3, unrolled=2)
-    return JointTrainer(student, RecordStates(target, draft), store, plan), target
+    return JointTrainer(FeatureLessons(student, RecordStates(target, draft)), store, plan), target
 
 
 def test_a_joint_measure_is_what_would_serve_and_leaves_no_trace(store: Store) -> None:

@@ -13,9 +13,9 @@ from sqlalchemy import delete
 from moedraft.config import Settings, load_settings
 from moedraft.core import SHARED, SamplingParams
 from moedraft.distill.assembly import build_loop
+from moedraft.distill.features.feature_lessons import FeatureLessons
+from moedraft.distill.features.record_states import RecordStates, kept_in
 from moedraft.distill.joint.joint_loop import JointLoop
-from moedraft.distill.joint.joint_loss import loss_of
-from moedraft.distill.joint.record_states import RecordStates, kept_in
 from moedraft.feature.checkpoint import save_draft
 from moedraft.feature.config import config_for
 from moedraft.feature.model import FeatureDraft
@@ -65,7 +65,7 @@ def loop_of(system: System) -> JointLoop:
 
 
 def test_what_is_kept_is_what_would_be_computed(keeping: System) -> None:
-    states = loop_of(keeping).trainer.states
+    states = loop_of(keeping).trainer.lessons.states
     assert isinstance(states, RecordStates)
     records = keeping.store.replay.records()
     assert len(records) == len(PROMPTS)
@@ -80,40 +80,41 @@ def test_what_is_kept_is_what_would_be_computed(keeping: System) -> None:
 def test_an_update_has_the_same_loss(keeping: System) -> None:
     """Up to half precision. Control: with the states of other records the loss is another one."""
     trainer = loop_of(keeping).trainer
+    lessons = trainer.lessons
+    assert isinstance(lessons, FeatureLessons)
     records = keeping.store.replay.records()
-    kept = trainer.states
+    kept = lessons.states
     assert isinstance(kept, RecordStates)
     trainer.student.add(SHARED)
 
     def loss() -> float:
-        with torch.no_grad():
-            return loss_of(trainer.student, trainer._batch(records), trainer._vocabulary()).item()
+        return lessons.loss(records, [one.domain for one in records], trainer.plan)
 
     ours = loss()
-    trainer.states = RecordStates(kept.target, kept.draft)
+    lessons.states = RecordStates(kept.target, kept.draft)
     computed = loss()
     assert ours == pytest.approx(computed, rel=1e-3)
     found = dict(zip([one.id for one in records], kept.of(records), strict=True))
     turned = {tuple(one.token_ids): found[one.id].flip(0) for one in records}
-    trainer.states = RecordStates(kept.target, kept.draft, kept=lambda records: turned)
+    lessons.states = RecordStates(kept.target, kept.draft, kept=lambda records: turned)
     assert loss() != pytest.approx(computed, rel=1e-3)
 
 
 def test_whole_updates_make_the_same_adapter(keeping: System, drafter: Path, tmp_path: Path) -> None:
     one = loop_of(keeping).trainer.update(steps=3)
     again = loop_of(keeping).trainer
-    assert isinstance(again.states, RecordStates)
-    again.states.kept = None
+    assert isinstance(again.lessons.states, RecordStates)
+    again.lessons.states.kept = None
     other = again.update(steps=3)
     assert one is not None
     assert other is not None
     assert one.loss == pytest.approx(other.loss, rel=2e-3)
-    assert again.states.tokens_read > 0
+    assert again.lessons.states.tokens_read > 0
 
 
 def test_where_some_are_missing_they_are_computed(keeping: System) -> None:
     records = keeping.store.replay.records()
-    states = loop_of(keeping).trainer.states
+    states = loop_of(keeping).trainer.lessons.states
     assert isinstance(states, RecordStates)
     find = kept_in(keeping.store.replay, keeping.bank.base_hash)
     gone, short = (tuple(one.token_ids) for one in records[:2])
@@ -131,7 +132,7 @@ def test_by_default_nothing_is_kept_and_the_target_is_asked(drafter: Path, tmp_p
     try:
         assert system.store.replay.count() == len(PROMPTS)
         assert system.store.replay.states_size() == 0
-        states = loop_of(system).trainer.states
+        states = loop_of(system).trainer.lessons.states
         assert isinstance(states, RecordStates)
         states.of(system.store.replay.records())
         assert states.tokens_read > 0

@@ -16,6 +16,7 @@ from distill_rig import record
 from moedraft.config import load_settings
 from moedraft.core import SHARED, AdapterVersion, Domain, InvalidRequest, StorageError
 from moedraft.distill.assembly import build_loop
+from moedraft.distill.joint.joint_loop import JointLoop
 from moedraft.distill.loop import LOOK_AGAIN, DistillLoop, Update
 from moedraft.distill.outlet import HomeOutlet
 from moedraft.learning_state import waiting
@@ -172,9 +173,24 @@ def test_the_divergence_is_a_setting(learned: Callable[..., Update], monkeypatch
     assert learned().summary.loss == losses["tvd"]
 
 
+@pytest.mark.parametrize("updates", ["joint", "turns"])
+def test_a_draft_model_learns_jointly_or_in_turns(
+    learned: Callable[..., Update], tmp_path: Path, updates: str
+) -> None:
+    """An update of all adapters publishes the shared one with the expert, one in turns the expert alone."""
+    assert learned(model_updates=updates).summary.expert == "code"
+    with closing(open_store(load_settings(home=tmp_path / "home0"))) as store:
+        loop = build_loop(load_settings(home=tmp_path / "home0", model_updates=updates), store)
+        assert isinstance(loop, JointLoop) == (updates == "joint")
+        assert {one.domain for one in store.registry.versions()} == (
+            {"code", SHARED} if updates == "joint" else {"code"}
+        )
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
+        ("model_updates", "'joint' or 'turns'"),
         ("distill_kind", "'fkl', 'rkl', 'jsd' or 'tvd'"),
         ("replay_policy", "'fifo', 'reservoir', 'hardest' or 'stratified'"),
     ],

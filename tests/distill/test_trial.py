@@ -9,9 +9,11 @@ import torch
 from feature_records import VOCAB, a_draft, a_record, a_target
 
 from moedraft.core import SHARED, InvalidRequest, ReplayRecord
-from moedraft.distill.joint.joint_student import JointStudent
-from moedraft.distill.joint.joint_trainer import JointPlan, JointTrainer
-from moedraft.distill.joint.record_states import RecordStates
+from moedraft.distill.features.feature_lessons import FeatureLessons
+from moedraft.distill.features.feature_student import FeatureStudent
+from moedraft.distill.features.record_states import RecordStates
+from moedraft.distill.joint.joint_trainer import JointTrainer
+from moedraft.distill.joint.plan import JointPlan
 from moedraft.distill.judging import trial
 from moedraft.distill.judging.trial import ExpertTrials, TrialTrainer, split
 from moedraft.models import LanguageModel
@@ -33,8 +35,8 @@ def target() -> LanguageModel:
 
 def trials_of(store: Store, target: LanguageModel) -> ExpertTrials:
     draft = a_draft(target)
-    student = JointStudent(draft, "base", rank=4, shared_rank=6)
-    return ExpertTrials(TrialTrainer(student, RecordStates(target, draft), store, PLAN), 2)
+    student = FeatureStudent(draft, "base", rank=4, shared_rank=6)
+    return ExpertTrials(TrialTrainer(FeatureLessons(student, RecordStates(target, draft)), store, PLAN), 2)
 
 
 def alike(target: LanguageModel, count: int) -> list[ReplayRecord]:
@@ -88,7 +90,7 @@ def test_the_shared_adapter_is_measured_as_it_serves(store: Store, target: Langu
     records, trials = alike(target, 16), trials_of(store, target)
     untrained = trials("new", asked(records))
     store.replay.add(records)
-    learner = JointTrainer(trials_of(store, target).trainer.student, trials.trainer.states, store, PLAN)
+    learner = JointTrainer(trials_of(store, target).trainer.lessons, store, PLAN)
     made = learner.update(steps=96)
     assert made is not None
     for one in made.candidates:

@@ -57,7 +57,7 @@ class JointLoop(DistillLoop):
 
     def _forget_records(self) -> None:
         super()._forget_records()
-        self.trainer.states.forget()
+        self.trainer.lessons.states.forget()
         self.trainer.forget(SHARED)  # what was trained on them and not published; experts go with it
 
     def _news(self) -> int:

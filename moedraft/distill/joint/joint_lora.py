@@ -61,7 +61,7 @@ class FrozenWeight:
     def whole(self) -> torch.Tensor:
         weight, dtype = self.layer.weight, self._dtype()
         if self._whole is None or self._whole[0] is not weight or self._whole[1].dtype != dtype:
-            self._whole = weight, weight.detach().to(dtype)
+            self._whole = weight, self._laid_out(weight.detach()).to(dtype)
             self._picked.clear()
         return self._whole[1]
 
@@ -77,6 +77,10 @@ class FrozenWeight:
             self._picked.popitem(last=False)
         return kept[1]
 
+    def _laid_out(self, weight: torch.Tensor) -> torch.Tensor:
+        """[out, in]"""
+        return weight if isinstance(self.layer, nn.Linear) else weight.T.contiguous()
+
     def _dtype(self) -> torch.dtype:
         device = self.layer.weight.device.type
         cast = torch.is_autocast_enabled(device)
@@ -86,22 +90,27 @@ class FrozenWeight:
 class JointLinear(nn.Module):
     """A linear layer of the draft base that does not learn, with the adapters that do."""
 
-    def __init__(self, base: nn.Linear, routing: Routing) -> None:
+    def __init__(self, base: nn.Module, routing: Routing) -> None:
+        """base: a linear layer, or transformers' `Conv1D`, whose weight lies the other way round."""
         super().__init__()
-        self.base = base.requires_grad_(False)
-        self.frozen = FrozenWeight(base)
+        self.base: nn.Linear = base.requires_grad_(False)  # type: ignore[assignment]
+        self.frozen = FrozenWeight(self.base)
         self.routing = routing
         self.adapters = nn.ModuleDict()
 
     @property
     def weight(self) -> torch.Tensor:
-        """The base layer's weight."""
-        return self.base.weight
+        """The base layer's weight [out, in]."""
+        return self.base.weight if isinstance(self.base, nn.Linear) else self.base.weight.T
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        return self.base.bias
 
     def add(self, name: str, rank: int) -> None:
         """Add an adapter that changes nothing yet."""
-        out, inner = self.base.weight.shape
-        self.adapters[_key(name)] = LowRank(inner, out, rank, self.base.weight.device)
+        out, inner = self.weight.shape
+        self.adapters[_key(name)] = LowRank(inner, out, rank, self.weight.device)
 
     def remove(self, name: str) -> None:
         if _key(name) in self.adapters:
@@ -121,7 +130,7 @@ class JointLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, …, in] → [rows, …, out]; `routing.parts` says which rows belong to which expert."""
-        y = linear(x, self.frozen.whole(), self.base.bias)
+        y = linear(x, self.frozen.whole(), self.bias)
         shared = self.adapter(SHARED) if self.routing.shared else None
         if shared is not None:
             y = y + shared(x).to(y.dtype)

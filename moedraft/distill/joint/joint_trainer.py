@@ -10,6 +10,7 @@ it. Like `moedraft.distill.single.trainer`, this reads storage and writes nothin
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -20,34 +21,14 @@ import torch
 
 from moedraft.core import SHARED, AdapterVersion, ReplayRecord
 from moedraft.distill.joint.averages import AveragingAdamW, averaged
-from moedraft.distill.joint.feature_batches import DraftVocabulary, FeatureBatch, collate
-from moedraft.distill.joint.joint_loss import acceptance, loss_of
-from moedraft.distill.joint.joint_student import MODULES, JointStudent
-from moedraft.distill.joint.record_states import States
+from moedraft.distill.joint.plan import JointPlan, Lessons
 from moedraft.distill.single.trainer import LAST_RATE, MEASURED, OnStep, is_held_out
 from moedraft.feature.expert_vocabularies import Vocabularies
 from moedraft.feature.vocabulary import union
-from moedraft.kernels import Kind
 from moedraft.storage.candidate import Candidate
 from moedraft.storage.store import TARGET_ID, Store
 
 SAMPLE = 512  # records of each kind that one update looks at, at most
-
-
-@dataclass(frozen=True)
-class JointPlan:
-    """How joint updates learn."""
-
-    steps: int = 16
-    rows: int = 12  # records of one step
-    max_tokens: int = 1024  # that an update reads of one record
-    learning_rate: float = 4e-3
-    weight_decay: float = 0.0  # of the experts, towards the shared draft
-    unrolled: int = 2  # steps of the drafter
-    decay: float = 0.8  # factor of the loss at each further step
-    replayed: float = 0.5  # share of a batch that is replay of all domains
-    emitted: float = 0.0  # weight of the emitted token's own loss
-    kind: Kind = "fkl"
 
 
 @dataclass(frozen=True)
@@ -77,18 +58,17 @@ class JointTrainer:
 
     def __init__(
         self,
-        student: JointStudent,
-        states: States,
+        lessons: Lessons,
         store: Store,
         plan: JointPlan | None = None,
         always: Collection[int] = (),
     ) -> None:
         """always: tokens that every expert's vocabulary holds, such as those that end an answer."""
-        self.student, self.states = student, states
+        self.lessons, self.student = lessons, lessons.student
         self.registry, self.replay, self.adapters = store.registry, store.replay, store.adapters
         self.plan = plan or JointPlan()
-        config = student.draft.config
-        self.vocabularies = Vocabularies(student.general, config.vocab_size, always)
+        student = self.student
+        self.vocabularies = Vocabularies(student.general, student.vocab_size, always, own=student.has_lists)
         self.versions: dict[str, int] = {}  # which version an adapter's weights were taken from
         self.last_id = 0  # of the records that the last update knew of
         self.seed = 0  # of the next draw of records
@@ -103,7 +83,7 @@ class JointTrainer:
         FloatingPointError where no step was finite; the next update starts from the live versions then.
         """
         steps, say = steps or self.plan.steps, on_step or (lambda done, loss: None)
-        self.states.on_forward = lambda: say(self._done, None)
+        self.lessons.states.on_forward = lambda: say(self._done, None)
         self._done = 0
         last_id = self.replay.last_id()
         drawn = self.draw(steps, lambda: say(0, None))
@@ -192,16 +172,6 @@ class JointTrainer:
         sure = record.belief
         return record.domain if sure >= 1 or self._chance.random() < sure else SHARED
 
-    def _batch(self, records: Sequence[ReplayRecord], owners: Sequence[str] = ()) -> FeatureBatch:
-        """owners: by record, whose it is; empty: its domain's."""
-        draft = self.student.draft
-        owners = owners or [record.domain for record in records]
-        device = draft.fc.weight.device
-        return collate(records, owners, self.states, self._vocabulary(), device, self.plan.max_tokens)
-
-    def _vocabulary(self) -> DraftVocabulary:
-        return DraftVocabulary(self.student.draft.vocabulary, self.student.draft.config.vocab_size)
-
     def _choose_vocabularies(self, records: Sequence[ReplayRecord]) -> None:
         """A list of tokens for each expert among these records; the student drafts all of them."""
         by_domain: dict[str, list[ReplayRecord]] = {}
@@ -214,9 +184,9 @@ class JointTrainer:
 
     def _widen(self) -> None:
         """Have the student draft every token that some adapter does."""
-        device = self.student.draft.vocabulary.device
-        wanted = union([self.student.draft.vocabulary, self.vocabularies.all().to(device)])
-        if len(wanted) > len(self.student.draft.vocabulary):
+        before = self.student.vocabulary
+        wanted = union([before, self.vocabularies.all().to(before.device)])
+        if len(wanted) > len(before):
             self.student.widen(wanted, self._optimisers.values())
 
     # -- the steps -------------------------------------------------------------------------------
@@ -243,20 +213,10 @@ class JointTrainer:
     def _step(self, records: list[ReplayRecord], owners: list[str], rate: float) -> float | None:
         """One step of the owners' adapters and the shared one; None, and no step, where it is not finite."""
         plan, names = self.plan, self._learners(owners)
-        with self.student.precision():
-            loss = loss_of(
-                self.student,
-                self._batch(records, owners),
-                self._vocabulary(),
-                steps=plan.unrolled,
-                decay=plan.decay,
-                kind=plan.kind,
-                emitted=plan.emitted,
-            )
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss = self.lessons.learn(records, owners, plan)
         parameters = [p for name in names for p in self.student.parameters(name)]
         norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        finite = bool(loss.isfinite()) and bool(norm.isfinite())
+        finite = math.isfinite(loss) and bool(norm.isfinite())
         for name in names:
             optimiser = self._optimiser(name)
             for group in optimiser.param_groups:
@@ -265,7 +225,7 @@ class JointTrainer:
                 optimiser.step()
         for name in {SHARED, *owners}:
             self._optimiser(name).zero_grad(set_to_none=True)
-        return loss.item() if finite else None
+        return loss if finite else None
 
     def _learners(self, owners: Sequence[str]) -> list[str]:
         """The adapters that make a step after a batch with rows of these owners."""
@@ -287,10 +247,10 @@ class JointTrainer:
         """By domain, how many first guesses were the target's token and how many were made; SHARED: all."""
         found: dict[str, tuple[int, int]] = {}
         for first in range(0, len(records), self.plan.rows):
-            batch = self._batch(records[first : first + self.plan.rows])
-            with self.student.precision():
-                counted = acceptance(self.student, batch, 1)[:, 0].tolist()
-            for owner, (hits, tries) in zip(batch.owners, counted, strict=True):
+            chosen = records[first : first + self.plan.rows]
+            names = [record.domain for record in chosen]
+            owners, guessed = self.lessons.guessed(chosen, names, 1, self.plan.max_tokens)
+            for owner, (hits, tries) in zip(owners, guessed.counts[:, 0].tolist(), strict=True):
                 for name in {owner, SHARED}:
                     before = found.get(name, (0, 0))
                     found[name] = before[0] + hits, before[1] + tries
@@ -331,7 +291,7 @@ class JointTrainer:
             parent=self.versions[name],
             base_hash=self.student.base_hash,
             rank=config["r"],
-            modules=tuple(sorted(MODULES)),
+            modules=self.student.modules(name),
             records=used[name],
             held_out=held_out[name],
             steps=steps,

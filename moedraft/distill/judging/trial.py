@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from moedraft.core import SHARED, InvalidRequest, ReplayRecord
+from moedraft.distill.features.record_states import RecordStates
 from moedraft.distill.joint.joint_trainer import Drawn, JointTrainer
-from moedraft.distill.joint.record_states import RecordStates
 from moedraft.distill.judging.gate import compare, expected_tokens
 from moedraft.distill.judging.measures import JointMeasure
 from moedraft.storage.store import TARGET_ID
@@ -45,7 +45,6 @@ class TriedExpert:
 class TrialTrainer(JointTrainer):
     """Learns from the records that it is given, and teaches the expert alone."""
 
-    states: RecordStates
     drawn = Drawn([], [], [])
 
     def draw(self, steps: int, on_record: Callable[[], None] = lambda: None) -> Drawn:
@@ -61,7 +60,9 @@ class ExpertTrials:
     def __init__(self, trainer: TrialTrainer, depth: int) -> None:
         """depth: tokens drafted in a step. Raises InvalidRequest where the home has served another target."""
         self.trainer, self.measure = trainer, JointMeasure(trainer, depth)
-        self.target_id = trainer.states.target.weights_hash()
+        states = trainer.lessons.states
+        assert isinstance(states, RecordStates), "only feature drafters are tried"
+        self.target_id = states.target.weights_hash()
         if trainer.registry.get_meta(TARGET_ID) not in (None, self.target_id):
             raise InvalidRequest(OTHER_TARGET)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch.nn.functional import pad
 
-from moedraft.distill.joint.feature_batches import FeatureBatch
+from moedraft.distill.features.feature_batches import FeatureBatch
 from moedraft.feature.model import FeatureDraft
 from moedraft.feature.unroll import attend
 

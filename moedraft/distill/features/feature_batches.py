@@ -18,7 +18,7 @@ import torch
 from torch.nn.functional import pad
 
 from moedraft.core import ReplayRecord
-from moedraft.distill.joint.record_states import States
+from moedraft.distill.features.record_states import States
 
 MAX_CONTEXT = 256  # tokens of the prompt that the drafter reads in an update, from its end
 OUTSIDE = -1  # a token that cannot be drafted

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch.nn.functional import cross_entropy
 
-from moedraft.distill.joint.feature_batches import (
+from moedraft.distill.features.feature_batches import (
     OUTSIDE,
     DraftVocabulary,
     FeatureBatch,
@@ -15,13 +13,14 @@ from moedraft.distill.joint.feature_batches import (
     taught_at,
     within,
 )
-from moedraft.distill.joint.joint_student import Guesses, JointStudent
+from moedraft.distill.features.feature_student import FeatureStudent, Guesses
+from moedraft.distill.joint.plan import Guessed
 from moedraft.distill.single.batches import taught_by
 from moedraft.kernels import Kind, divergence
 
 
 def loss_of(
-    student: JointStudent,
+    student: FeatureStudent,
     batch: FeatureBatch,
     vocabulary: DraftVocabulary,
     *,
@@ -64,16 +63,8 @@ def _loss(
     return loss
 
 
-@dataclass(frozen=True)
-class Guessed:
-    """How many guesses were right in each row of a batch."""
-
-    counts: torch.Tensor  # int64 [B, depth, 2]: guesses that were the target's next token, and all of them
-    chances: torch.Tensor  # float64 [B, 2]: the probability that first guesses gave it, summed; how many
-
-
 @torch.no_grad()
-def guessed(student: JointStudent, batch: FeatureBatch, depth: int, *, shared: bool = True) -> Guessed:
+def guessed(student: FeatureStudent, batch: FeatureBatch, depth: int, *, shared: bool = True) -> Guessed:
     """Drafts `depth` tokens from every place of the answers, each time the most likely one.
 
     Column j counts starts whose earlier guesses were all right. The first token of an answer is never
@@ -114,7 +105,7 @@ def _chance(logits: torch.Tensor, ids: torch.Tensor, tokens: torch.Tensor) -> to
 
 
 def acceptance(
-    student: JointStudent, batch: FeatureBatch, depth: int, *, shared: bool = True
+    student: FeatureStudent, batch: FeatureBatch, depth: int, *, shared: bool = True
 ) -> torch.Tensor:
     """The counts of `guessed`, int64 [B, depth, 2]."""
     return guessed(student, batch, depth, shared=shared).counts

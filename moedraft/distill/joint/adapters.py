@@ -1,0 +1,154 @@
+"""The adapters on one draft base that learn together: a shared one, and one for each expert.
+
+They are exported in PEFT's format and are read from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import nn
+
+from moedraft.core import SHARED
+from moedraft.distill.joint.joint_lora import JointLinear, LowRank, Routing
+from moedraft.distill.peft_config import peft_config
+from moedraft.drafting.adapter import LORA_A, LORA_B, PREFIX, Delta, read_adapter
+
+
+class JointAdapters:
+    """Puts the adapters into the layers of `model`, whose own weights do not learn."""
+
+    has_lists = False  # whether each expert may guess from tokens of its own alone
+    vocab_size: int  # of the target
+    general: torch.Tensor  # int64, ascending: the tokens that the draft base guesses by itself
+
+    def __init__(
+        self,
+        model: nn.Module,
+        modules: Sequence[str],
+        base_hash: str,
+        *,
+        rank: int,
+        shared_rank: int,
+        name: str = "",
+        of_experts: Sequence[str] | None = None,
+    ) -> None:
+        """modules: of the linear layers. of_experts: those among them that experts change; None: all.
+
+        rank: of an expert's adapter. name: of the draft base, for the adapters' configuration.
+        """
+        model.requires_grad_(False)
+        self.base_hash, self.name = base_hash, name
+        self._ranks = {True: shared_rank, False: rank}
+        self._of_experts = set(modules if of_experts is None else of_experts)
+        self.routing = Routing()
+        self.lists: dict[str, torch.Tensor] = {}  # by expert: numbers in the draft vocabulary
+        self.layers: dict[str, JointLinear] = {}
+        self.names: set[str] = set()  # of the adapters that are there
+        for module in modules:
+            parent, _, leaf = module.rpartition(".")
+            holder = model.get_submodule(parent) if parent else model
+            self.layers[module] = JointLinear(model.get_submodule(module), self.routing)
+            setattr(holder, leaf, self.layers[module])
+
+    @property
+    def vocabulary(self) -> torch.Tensor:
+        """int64, ascending: the tokens that can be drafted now."""
+        return self.general
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.layers.values())).weight.device
+
+    def add(self, name: str) -> None:
+        """Add an adapter of `name` that changes nothing yet, unless there is one."""
+        if name not in self.names:
+            self.names.add(name)
+            for module, layer in self.layers.items():
+                if name == SHARED or module in self._of_experts:
+                    layer.add(name, self._ranks[name == SHARED])
+
+    def remove(self, name: str) -> None:
+        self.names.discard(name)
+        for layer in self.layers.values():
+            layer.remove(name)
+
+    def load(
+        self,
+        name: str,
+        version: int,
+        config: Mapping[str, Any],
+        tensors: Mapping[str, torch.Tensor],
+        vocabulary: torch.Tensor | None = None,
+    ) -> None:
+        """Take the adapter of `name` from PEFT's format. Raises CorruptAdapter where it does not fit.
+
+        vocabulary: the tokens that its output rows stand for; None: those of the draft base.
+        """
+        self._put(name, read_adapter(version, config, tensors, self._shapes()).deltas)
+
+    def export(
+        self, name: str, vocabulary: torch.Tensor | None = None
+    ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """The adapter of `name` as it is now: its PEFT configuration and copies of its tensors.
+
+        vocabulary: the tokens, int64 and ascending, of its output rows; None: those of the draft base.
+        """
+        tensors, ranks = {}, {}
+        for module, part in self._parts(name).items():
+            ranks[module] = len(part.a)
+            for key, value in ((LORA_A, part.a), (LORA_B, self._rows(module, part.b, vocabulary))):
+                tensors[PREFIX + module + key] = (
+                    value.detach().to("cpu", torch.float32, copy=True).contiguous()
+                )
+        config = peft_config(ranks, self.name).to_dict()
+        plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
+        return plain, tensors
+
+    def parameters(self, name: str) -> list[nn.Parameter]:
+        """The parameters of the adapter of `name`."""
+        return [p for part in self._parts(name).values() for p in part.parameters()]
+
+    def modules(self, name: str) -> tuple[str, ...]:
+        """The layers that the adapter of `name` changes, in ascending order."""
+        return tuple(sorted(self._parts(name)))
+
+    def widen(self, vocabulary: torch.Tensor, optimisers: Iterable[torch.optim.Optimizer] = ()) -> None:
+        """Draft these tokens from now on; there is nothing to do where all tokens can be drafted."""
+
+    def use_lists(self, lists: Mapping[str, torch.Tensor]) -> None:
+        """Have these experts guess from their own tokens alone, where `has_lists`."""
+
+    def _rows(self, module: str, b: torch.Tensor, vocabulary: torch.Tensor | None) -> torch.Tensor:
+        """The rows of `b` that are exported."""
+        return b
+
+    def _shapes(self) -> dict[str, torch.Tensor]:
+        """Tensors with the layers' shapes and device, by module; each takes the memory of one number."""
+        return {
+            module: torch.zeros(1, 1, device=layer.weight.device).expand(layer.weight.shape)
+            for module, layer in self.layers.items()
+        }
+
+    def _put(self, name: str, deltas: Mapping[str, Delta]) -> None:
+        """Have `name` be these low-rank terms, in place of what it was."""
+        self.remove(name)
+        self.names.add(name)
+        for module, (a, b) in deltas.items():
+            self.layers[module].add(name, len(a))
+            part = self.layers[module].adapter(name)
+            assert part is not None
+            with torch.no_grad():
+                part.a.copy_(a), part.b.copy_(b)
+
+    def _parts(self, name: str) -> dict[str, LowRank]:
+        parts = {module: layer.adapter(name) for module, layer in self.layers.items()}
+        return {module: part for module, part in parts.items() if part is not None}
+
+    def _route(self, owners: Sequence[str], counts: Sequence[int]) -> None:
+        """Have the next rows, counts[b] for the owner b, go through their owners' adapters."""
+        pairs = groupby(zip(owners, counts, strict=True), key=lambda pair: pair[0])
+        self.routing.parts = [(name, sum(count for _, count in group)) for name, group in pairs]

@@ -1,0 +1,67 @@
+"""How joint updates learn, and what they need of the kind of draft base that learns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from moedraft.core import ReplayRecord
+from moedraft.distill.features.record_states import States
+from moedraft.distill.joint.adapters import JointAdapters
+from moedraft.kernels import Kind
+
+
+@dataclass(frozen=True)
+class JointPlan:
+    """How joint updates learn."""
+
+    steps: int = 16
+    rows: int = 12  # records of one step
+    max_tokens: int = 1024  # that an update reads of one record
+    learning_rate: float = 4e-3
+    weight_decay: float = 0.0  # of the experts, towards the shared draft
+    unrolled: int = 2  # steps of a feature drafter
+    decay: float = 0.8  # factor of the loss at each further step
+    replayed: float = 0.5  # share of a batch that is replay of all domains
+    emitted: float = 0.0  # weight of the emitted token's own loss, of a feature drafter
+    kind: Kind = "fkl"
+
+
+@dataclass(frozen=True)
+class Guessed:
+    """How many guesses were right in each row of a batch."""
+
+    counts: torch.Tensor  # int64 [B, depth, 2]: guesses that were the target's next token, and all of them
+    chances: torch.Tensor  # float64 [B, 2]: the probability that first guesses gave it, summed; how many
+
+
+class Lessons(Protocol):
+    """Has one kind of draft base learn from records, and guess them.
+
+    `owners` are the records' experts, one for each.
+    """
+
+    @property
+    def student(self) -> JointAdapters:
+        """The draft base that learns."""
+
+    @property
+    def states(self) -> States:
+        """Where it has the target's hidden states from, if it reads any."""
+
+    def learn(self, records: Sequence[ReplayRecord], owners: Sequence[str], plan: JointPlan) -> float:
+        """Add the gradients of one step, of the owners' adapters and the shared one; the loss, nats."""
+
+    def loss(self, records: Sequence[ReplayRecord], owners: Sequence[str], plan: JointPlan) -> float:
+        """The loss alone."""
+
+    def guessed(
+        self, records: Sequence[ReplayRecord], owners: Sequence[str], depth: int, max_tokens: int
+    ) -> tuple[list[str], Guessed]:
+        """Greedy drafts of `depth` tokens from every place: the owners in ascending order, and their figures.
+
+        Records of one owner stay in their order.
+        """

@@ -1,0 +1,37 @@
+"""Which tokens of the answers an independent draft model guesses, and how surely."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from moedraft.distill.single.batches import RecordBatch
+
+Row = tuple[NDArray[np.int64], tuple[float, int]]  # [depth, 2], as `runs`; the sum of chances, and how many
+
+
+def guessed_rows(logits: torch.Tensor, batch: RecordBatch, depth: int) -> Iterator[Row]:
+    """By record of the batch: hits and tries of greedy drafts, and what first guesses gave the right token.
+
+    logits [N, V], at the positions of `batch.mask`.
+    """
+    best, lengths = batch.topk_ids[:, 0], batch.mask.sum(1).tolist()
+    right = torch.split(logits.argmax(-1) == best, lengths)
+    given = (logits.gather(1, best.clamp(min=0)[:, None])[:, 0].float() - logits.float().logsumexp(-1)).exp()
+    given = given.masked_fill(best < 0, 0.0)  # a token that the draft lacks
+    for hits, chances in zip(right, torch.split(given, lengths), strict=True):
+        yield runs(hits.cpu().numpy(), depth), (float(chances.sum()), len(chances))
+
+
+def runs(right: np.ndarray[tuple[int], np.dtype[np.bool_]], depth: int) -> NDArray[np.int64]:
+    """bool [tokens], which are guessed right → hits and tries [depth, 2] of the drafts from every token."""
+    counts = np.zeros((depth, 2), np.int64)
+    alive = np.ones(len(right), bool)
+    for step in range(min(depth, len(right))):
+        tried = alive[: len(right) - step]
+        alive = tried & right[step:]
+        counts[step] = alive.sum(), tried.sum()
+    return counts

@@ -1,0 +1,114 @@
+"""An independent draft model that learns jointly: the trainer's own copy, with all adapters on it.
+
+The shared adapter changes every linear layer, an expert those of its scope. With the scope "tail" an expert
+leaves keys and values as the shared adapter makes them, as it does in the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+
+import torch
+from torch import nn
+
+from moedraft.core import SHARED
+from moedraft.distill.joint.adapters import JointAdapters
+from moedraft.distill.joint.joint_lora import LowRank
+from moedraft.distill.single.batches import RecordBatch
+from moedraft.distill.single.student import OutputLayer
+from moedraft.drafting.modules import adaptable
+from moedraft.models import LanguageModel
+
+Part = tuple[str, slice]  # an expert, and its rows
+
+
+class TextStudent(JointAdapters):
+    """Owns its copy of the draft model and all adapters on it.
+
+    Raises UnsupportedModel where there are no layers that an adapter could change.
+    """
+
+    def __init__(
+        self, draft: LanguageModel, *, scope: str = "tail", rank: int = 64, shared_rank: int = 64
+    ) -> None:
+        """scope: of the experts, as in `adaptable`."""
+        modules = adaptable(draft, "full")
+        super().__init__(
+            draft.hf,
+            modules,
+            draft.weights_hash(),
+            rank=rank,
+            shared_rank=shared_rank,
+            name=draft.name,
+            of_experts=adaptable(draft, scope),
+        )
+        self.draft, self.head = draft, self.layers[modules[-1]]
+        self.vocab_size = draft.vocab_size
+        self.general = torch.arange(draft.vocab_size, device=draft.device)
+        self._ends: bool | None = None  # what `ends_in_head` has found; None before its first call
+
+    def logits(self, batch: RecordBatch, owners: Sequence[str]) -> torch.Tensor:
+        """The logits [N, V] at the positions of `batch.mask`. owners: the rows' experts, side by side."""
+        counts = batch.mask.sum(1).tolist()
+
+        def choose(hidden: torch.Tensor) -> torch.Tensor:
+            self._route(owners, counts)
+            return hidden
+
+        return self._forward(batch, owners, choose)
+
+    def hidden(self, batch: RecordBatch, owners: Sequence[str]) -> torch.Tensor:
+        """The output layer's inputs [N, H] at these positions; that layer computes nothing."""
+        read: list[torch.Tensor] = []
+
+        def keep(hidden: torch.Tensor) -> torch.Tensor:
+            self.routing.parts = []
+            read.append(hidden)
+            return hidden[:0]
+
+        self._forward(batch, owners, keep)
+        return read[0]
+
+    def _forward(
+        self, batch: RecordBatch, owners: Sequence[str], given: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """Run the model with `given` applied to the hidden states at `batch.mask` before the output layer."""
+
+        def choose(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            hidden, *rest = inputs
+            return (given(hidden[:, -batch.keep :][batch.mask]), *rest)
+
+        self._route(owners, [1] * len(owners))
+        with self.head.register_forward_pre_hook(choose):
+            out = self.draft.hf(input_ids=batch.token_ids, use_cache=False, logits_to_keep=batch.keep)
+        logits: torch.Tensor = out.logits
+        return logits
+
+    def parts(self, batch: RecordBatch, owners: Sequence[str]) -> Iterator[Part]:
+        """Which of the N positions of `batch.mask` belong to which expert."""
+        first = 0
+        for name, group in groupby(zip(owners, batch.mask.sum(1).tolist(), strict=True), key=lambda p: p[0]):
+            count = sum(number for _, number in group)
+            yield name, slice(first, first + count)
+            first += count
+
+    def output_layer(self, name: str) -> OutputLayer:
+        """The output layer with the shared adapter and that of `name`."""
+        names = dict.fromkeys((SHARED, name) if self.routing.shared else (name,))
+        lows: list[LowRank] = [low for one in names if (low := self.head.adapter(one)) is not None]
+        if not lows:
+            return OutputLayer(self.head.weight, self.head.bias, None)
+        lora = torch.cat([low.a for low in lows]), torch.cat([low.b for low in lows], dim=1)
+        return OutputLayer(self.head.weight, self.head.bias, lora)
+
+    def ends_in_head(self) -> bool:
+        """Whether the logits are the output layer's, neither scaled nor capped, by trying one token."""
+        if self._ends is None:
+            seen: list[torch.Tensor] = []
+            token = torch.zeros(1, 1, dtype=torch.int64, device=self.draft.device)
+            self.routing.parts = []
+            with torch.no_grad(), self.head.register_forward_hook(lambda *call: seen.append(call[2])):
+                logits = self.draft.hf(input_ids=token, use_cache=False).logits
+            self._ends = torch.equal(seen[0], logits)
+        return self._ends
