@@ -157,8 +157,8 @@ class Settings(BaseSettings):
     update_every: int = Field(
         16,
         ge=1,
-        description="new records that make an update due: of a domain, or of all with a feature drafter, "
-        "whose updates also come sooner after traffic has moved and rarer while they bring nothing",
+        description="new records that make an update due: of all domains, sooner after traffic has moved and "
+        "rarer while updates bring nothing, or of one domain where adapters learn in turns",
     )
     update_steps: int = Field(16, ge=1, description="optimiser steps per update")
     update_tokens: int = Field(

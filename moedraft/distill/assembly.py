@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TypeVar
 
 from moedraft.config import Settings
-from moedraft.core import UnsupportedModel
 from moedraft.distill.features.feature_lessons import FeatureLessons
 from moedraft.distill.features.feature_student import FeatureStudent
 from moedraft.distill.features.record_states import RecordStates, kept_in
@@ -21,11 +20,11 @@ from moedraft.distill.single.trainer import Trainer
 from moedraft.distill.text.text_lessons import TextLessons
 from moedraft.distill.text.text_student import TextStudent
 from moedraft.drafting.base import FeatureBase, draft_name, feature_folder, load_base
-from moedraft.models import LanguageModel, load_by
+from moedraft.models import load_by
 from moedraft.storage.store import Store
 
 Joint = TypeVar("Joint", bound=JointTrainer)
-TEXT_RATE = 1e-3  # learning rate of an independent draft model's joint updates
+TEXT_RATE = 1e-3  # learning rate of an independent draft model's updates
 
 
 def build_loop(settings: Settings, store: Store, outlet: Outlet | None = None) -> DistillLoop:
@@ -34,22 +33,17 @@ def build_loop(settings: Settings, store: Store, outlet: Outlet | None = None) -
     The loop of a feature drafter has a copy of the target as well: it reads the target's states anew for each
     record. Raises what loading a model raises.
     """
-    outlet = outlet or HomeOutlet(store)
-    name = draft_name(settings)
-    if feature_folder(name) is not None:
+    outlet, name = outlet or HomeOutlet(store), draft_name(settings)
+    if feature_folder(name) is not None or settings.model_updates == "joint":
         joint = joint_trainer(settings, store, JointTrainer)
         return _resumed(JointLoop(joint, store, outlet, settings.update_every), settings)
-    draft = load_by(settings, "draft", "float32", name)
-    if settings.model_updates == "joint":
-        joint = text_trainer(settings, store, draft)
-        return _resumed(JointLoop(joint, store, outlet, settings.update_every), settings)
     trainer = Trainer(
-        draft,
+        load_by(settings, "draft", "float32", name),
         store,
         scope=settings.adapter_scope,
         rank=settings.adapter_rank,
         shared_rank=settings.shared_rank,
-        learning_rate=settings.learning_rate or 1e-3,
+        learning_rate=settings.learning_rate or TEXT_RATE,
         steps=settings.update_steps,
         tokens_per_step=settings.update_tokens,
         kind=settings.distill_kind,
@@ -57,24 +51,19 @@ def build_loop(settings: Settings, store: Store, outlet: Outlet | None = None) -
     return _resumed(DistillLoop(trainer, store, outlet, settings.update_every), settings)
 
 
-def text_trainer(settings: Settings, store: Store, draft: LanguageModel) -> JointTrainer:
-    """A joint trainer of these settings for an independent draft model. Raises UnsupportedModel."""
-    ranks = {"rank": settings.adapter_rank, "shared_rank": settings.shared_rank}
-    student = TextStudent(draft, scope=settings.adapter_scope, **ranks)
-    plan = _plan(settings, TEXT_RATE)
-    return JointTrainer(TextLessons(student, settings.update_tokens), store, plan)
-
-
 def joint_trainer(settings: Settings, store: Store, kind: type[Joint]) -> Joint:
-    """A joint trainer of these settings, with its own copies of the target and of the draft base.
-
-    Raises UnsupportedModel where the draft base is no feature drafter, and what loading a model raises.
-    """
+    """A joint trainer of these settings, with its own copies of the models. Raises what loading one raises."""
+    name = draft_name(settings)
+    ranks = {"rank": settings.adapter_rank, "shared_rank": settings.shared_rank}
+    if feature_folder(name) is None:
+        draft = load_by(settings, "draft", "float32", name)
+        lessons = TextLessons(
+            TextStudent(draft, scope=settings.adapter_scope, **ranks), settings.update_tokens
+        )
+        return kind(lessons, store, _plan(settings, TEXT_RATE))
     target = load_by(settings, "target")
     base = load_base(settings, target, learns=True)
-    if not isinstance(base, FeatureBase):
-        raise UnsupportedModel(f"{base.name} is no feature drafter; joint updates are for those alone.")
-    ranks = {"rank": settings.adapter_rank, "shared_rank": settings.shared_rank}
+    assert isinstance(base, FeatureBase)
     student = FeatureStudent(base.hf, base.weights_hash(), name=base.name, **ranks)
     kept = kept_in(store.replay, student.base_hash) if settings.states_bytes else None
     states = RecordStates(target, base.hf, kept=kept)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from moedraft.config import Settings
 from moedraft.distill.assembly import build_loop
+from moedraft.distill.joint.joint_loop import JointLoop
 from moedraft.drafting.base import MINI, FeatureBase
 from moedraft.showcase import shipped
 from moedraft.showcase.measure import new_budget, warm_up
@@ -19,9 +20,8 @@ from moedraft.showcase.trials import PLAIN, SYSTEMS, Comparison, Trials
 from moedraft.system.build import System
 from moedraft.system.domains import register_all
 
-# Requests between two pauses for learning. Reading records and the gate take as long as a dozen joint steps,
-# so that few long updates of all adapters teach more than many short ones.
-WINDOWS = {True: 64, False: 24}  # by whether the draft is a feature drafter
+# Requests between two pauses for learning: beside its steps, a joint update takes as long as a dozen of them.
+WINDOWS = {True: 64, False: 24}  # by whether they learn jointly
 JOINT_STEPS = 128  # most optimiser steps of one update where all adapters learn together
 DRAFTED = 3  # tokens in each step of the stream
 WARM_UP = 8  # prompts that are answered before anything is measured
@@ -90,10 +90,10 @@ class Demo:
 
         So one sees what the draft model learns, and not when drafting pays.
         """
-        settings, joint = self.system.settings, isinstance(self.system.draft, FeatureBase)
-        loop = build_loop(settings, self.system.store)
-        seconds = self.seconds or SECONDS[joint]
-        most = JOINT_STEPS if joint else settings.update_steps
+        loop = build_loop(self.system.settings, self.system.store)
+        joint = isinstance(loop, JointLoop)
+        seconds = self.seconds or SECONDS[isinstance(self.system.draft, FeatureBase)]
+        most = JOINT_STEPS if joint else self.system.settings.update_steps
         pace = Pace(seconds, len(self.prompts.stream), WINDOWS[joint], most)
         chooser = self.system.engine.chooser
         with chooser.using(new_budget(self.system), "model", fixed_length=DRAFTED):

@@ -14,9 +14,7 @@ from feature_records import a_record, a_target, stir
 from peft import PeftModel
 from safetensors.torch import save_file
 
-from moedraft.config import Settings
 from moedraft.core import SHARED, ReplayRecord
-from moedraft.distill.assembly import text_trainer
 from moedraft.distill.joint.joint_loop import JointLoop
 from moedraft.distill.joint.joint_trainer import JointTrainer
 from moedraft.distill.joint.plan import JointPlan
@@ -186,8 +184,9 @@ def rig(tmp_path: Path) -> Rig:
 
 
 def joint_loop(rig: Rig, *, gate: bool = False) -> JointLoop:
-    settings = Settings(learning_rate=1e-2, adapter_rank=16, shared_rank=16, update_steps=30)
-    trainer: JointTrainer = text_trainer(settings, rig.store, random_model("llama", 1, layers=2))
+    student = TextStudent(random_model("llama", 1, layers=2), rank=16, shared_rank=16)
+    plan = JointPlan(steps=30, learning_rate=1e-2)
+    trainer = JointTrainer(TextLessons(student), rig.store, plan)
     judge = Judge(JointMeasure(trainer, 4), rig.store) if gate else None
     return JointLoop(trainer, rig.store, HomeOutlet(rig.store), 16, judge)
 

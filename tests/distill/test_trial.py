@@ -16,8 +16,12 @@ from moedraft.distill.joint.joint_trainer import JointTrainer
 from moedraft.distill.joint.plan import JointPlan
 from moedraft.distill.judging import trial
 from moedraft.distill.judging.trial import ExpertTrials, TrialTrainer, split
+from moedraft.distill.text.text_lessons import TextLessons
+from moedraft.distill.text.text_student import TextStudent
 from moedraft.models import LanguageModel
 from moedraft.storage.store import TARGET_ID, Store
+
+from random_models import random_model
 
 PLAN = JointPlan(rows=8, learning_rate=3e-2, unrolled=2)
 
@@ -84,6 +88,16 @@ def test_what_can_be_learned_is_a_gain_and_nothing_is_left(store: Store, target:
     again = trials("other", asked(records))
     assert again is not None
     assert again.before == found.before
+
+
+def test_an_independent_draft_model_is_tried_too(store: Store, target: LanguageModel) -> None:
+    store.registry.set_meta(TARGET_ID, target.weights_hash())
+    student = TextStudent(random_model("llama", seed=2, layers=2), rank=8, shared_rank=8)
+    plan = replace(PLAN, learning_rate=1e-2)
+    found = ExpertTrials(TrialTrainer(TextLessons(student), store, plan), 2)("new", asked(alike(target, 24)))
+    assert found is not None
+    assert found.gain > 0.1
+    assert student.names == set()
 
 
 def test_the_shared_adapter_is_measured_as_it_serves(store: Store, target: LanguageModel) -> None:

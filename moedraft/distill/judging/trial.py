@@ -58,13 +58,17 @@ class ExpertTrials:
     """Tries experts for groups of records, one after another, on copies of the home's models."""
 
     def __init__(self, trainer: TrialTrainer, depth: int) -> None:
-        """depth: tokens drafted in a step. Raises InvalidRequest where the home has served another target."""
+        """depth: tokens drafted in a step.
+
+        Raises InvalidRequest where the home has served another target than the trainer has loaded, if any.
+        """
         self.trainer, self.measure = trainer, JointMeasure(trainer, depth)
-        states = trainer.lessons.states
-        assert isinstance(states, RecordStates), "only feature drafters are tried"
-        self.target_id = states.target.weights_hash()
-        if trainer.registry.get_meta(TARGET_ID) not in (None, self.target_id):
-            raise InvalidRequest(OTHER_TARGET)
+        states, self.target_id = trainer.lessons.states, trainer.registry.get_meta(TARGET_ID)
+        if isinstance(states, RecordStates):
+            loaded = states.target.weights_hash()
+            if self.target_id not in (None, loaded):
+                raise InvalidRequest(OTHER_TARGET)
+            self.target_id = loaded
 
     def __call__(self, name: str, records: Sequence[Sequence[ReplayRecord]]) -> TriedExpert | None:
         """Try an expert `name` for these records, which are given by what was asked.
@@ -82,7 +86,7 @@ class ExpertTrials:
             return None
 
     def _is_usable(self, record: ReplayRecord) -> bool:
-        return len(record.topk_ids) > 1 and record.target_id == self.target_id
+        return len(record.topk_ids) > 1 and self.target_id in (None, record.target_id)
 
     def _tried(self, name: str, learn: list[ReplayRecord], test: list[ReplayRecord]) -> TriedExpert | None:
         trainer = self.trainer
