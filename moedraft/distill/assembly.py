@@ -52,7 +52,7 @@ def build_loop(settings: Settings, store: Store, outlet: Outlet | None = None) -
 
 
 def joint_trainer(settings: Settings, store: Store, kind: type[Joint]) -> Joint:
-    """A joint trainer of these settings, with its own copies of the models. Raises what loading one raises."""
+    """A joint trainer with its own copies of the models. Raises what loading a model raises."""
     name = draft_name(settings)
     ranks = {"rank": settings.adapter_rank, "shared_rank": settings.shared_rank}
     if feature_folder(name) is None:
