@@ -64,6 +64,7 @@ class Arrangement:
 
 
 STATIC, JOINT, GATED, LATEST = "static", "joint", "joint+gate", "latest-window"
+SERVED = "joint+gate:further"  # the default as a server has it
 _ALL = (
     Arrangement(STATIC, "static", trainer=None, experts=False),
     Arrangement(LATEST, "one adapter, latest window", OneTrainer, False, True, plan={"replayed": 0.0}),
@@ -82,13 +83,9 @@ _ALL = (
     Arrangement("joint:double", "joint, updates half as often", every=2.0),
     Arrangement("mixed-replay:further", "one adapter, further updates", OneTrainer, False, True, further=2),
     Arrangement("joint:further", "joint, no gate, further updates", further=2),
-    Arrangement("joint+gate:further", "joint, with gate, further updates", gate=True, further=2),
+    Arrangement(SERVED, "joint, with gate, further updates (as a server)", gate=True, further=2),
 )
 ARRANGEMENTS = {one.name: one for one in _ALL}
 MAIN = (STATIC, LATEST, "mixed-replay", "separate-true", "separate", "turns", JOINT, GATED, "offline")
-ONLINE = (
-    LATEST,
-    "mixed-replay",
-    "separate",
-    "turns",
-)  # what joint learning stands beside: hidden labels, online
+ONLINE = (LATEST, "mixed-replay", "separate", "turns")  # what joint learning stands beside
+FURTHER = ("mixed-replay:further", "joint:further", SERVED)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from evidence import paper
+from evidence import paper, served
 from evidence.arrangements import ARRANGEMENTS, GATED, JOINT, MAIN, ONLINE, STATIC
 from evidence.figures import Runs
 from evidence.streams import ONLY, ORDERS, POISONED, title_of
@@ -22,7 +22,7 @@ from evidence.words import (
     how_many,
     listed,
     number,
-    short,
+    short_sign,
     table,
     waits,
 )
@@ -47,6 +47,7 @@ def write(runs: Runs, out: Path, path: Path, pictures: Sequence[str]) -> None:
         f"![{ABOUT_PICTURES[name]}]({folder / name}.png)\n\n{ABOUT_PICTURES[name]}" for name in pictures
     )
     parts = [INTRODUCTION, "## What was found", *findings(whole), METHOD, settings(whole), shown]
+    parts.append(served.part(whole))
     parts += [pattern_part(whole, name) for name in patterns(whole)]
     parts += [moving(whole), prices(whole), gate(whole), *paper.parts(whole), COMMANDS]
     path.write_text("\n\n".join(part for part in parts if part) + "\n", encoding="utf-8")
@@ -58,7 +59,7 @@ def patterns(whole: Whole) -> list[str]:
 
 def findings(whole: Whole) -> list[str]:
     """The claims that are to hold, pattern by pattern, and whether the figures bear them out."""
-    lines = []
+    lines = [line for line in [served.finding(whole)] if line]
     for pattern in patterns(whole):
         of = whole["patterns"][pattern]
         sentences = [
@@ -148,10 +149,6 @@ def forgets(of: Whole, name: str) -> str:
 
 def interval(one: Whole) -> str:
     return f"{short_sign(one['value'])} [{short_sign(one['low'])}, {short_sign(one['high'])}]"
-
-
-def short_sign(value: float) -> str:
-    return ("+" if value >= 0 else "") + short(value)
 
 
 def settings(whole: Whole) -> str:

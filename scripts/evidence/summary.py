@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from evidence.arrangements import GATED, JOINT, STATIC
+from evidence.arrangements import GATED, JOINT, SERVED, STATIC
 from evidence.figures import (
     Compared,
     Found,
@@ -56,7 +56,7 @@ def of_runs(runs: Runs, pattern: str, name: str) -> dict[str, Any]:
         "tokens_gain": _compared(against(runs, pattern, STATIC, name, tokens_per_step)),
         "default_more": {
             default: _compared(against(runs, pattern, name, default))
-            for default in (JOINT, GATED)
+            for default in (JOINT, GATED, SERVED)
             if default != name
         },
         "domains": {d: _compared(against(runs, pattern, STATIC, name, domains=[d])) for d in held},

@@ -28,11 +28,11 @@ METHOD = """## How it was measured
   many weights take part in each guess. One adapter drafts the tokens of all experts' own lists as well.
 - **Equal updates**: the same number of updates and steps. One record in eight is held back from training in
   every arrangement, since the gate needs it; arrangements without a gate publish every update.
-- **With gate**: the gate, after each update once. A server does more, which is not in these figures: it makes
-  further updates from the same records while they still bring something, changes the interval between
-  updates, and takes versions back that later requests show to be worse. The runs in `results/evidence` are of
-  2026-11-25 and 26. In earlier ones, of 2026-11-23, the gate had cost .012 first guesses in the steady mix
-  and .050 in the slow drift; what was changed in it stands in docs/experiments.md.
+- **With gate**: the gate, after each update once. A server also makes *further updates* from the same records
+  while they still bring something; arrangements with these have a section of their own. Not in these figures:
+  a server changes the interval between updates, and takes versions back that later requests show to be worse.
+  In runs of 2026-11-23 the gate had cost .012 first guesses in the steady mix and .050 in the slow drift;
+  what was changed in it stands in docs/experiments.md.
 - *Offline bound*: all requests are known beforehand and learned from with three times the updates."""
 
 COMMANDS = """## Run it again
@@ -43,9 +43,9 @@ stopped goes on where it was. All of it takes days of a core.
     python scripts/evidence.py --data ../shared/data --out /tmp/evidence           # all of it
     python scripts/evidence.py --data ../shared/data --out /tmp/quick --quick      # the main contrasts
 
-With `--parts` only a part is run: `main`, `poison` (a client that sends rubbish), `paper` (offline, online,
-and both), `objectives` (forward KL and others) or `interval` (how often to update); `--patterns` and
-`--arrangements` choose from it."""
+With `--parts` only a part is run: `main`, `further` (with further updates), `poison` (a client that sends
+rubbish), `paper` (offline, online, and both), `objectives` (forward KL and others) or `interval` (how often to
+update); `--patterns` and `--arrangements` choose from it."""
 
 DASH = "—"
 
@@ -73,6 +73,10 @@ def short(value: float, digits: int = 3) -> str:
     text = f"{abs(value):.{digits}f}"
     sign = "−" if value < 0 and float(text) else ""
     return sign + (text.removeprefix("0") if digits == 3 else text)
+
+
+def short_sign(value: float) -> str:
+    return ("+" if value >= 0 else "") + short(value)
 
 
 def listed(names: Iterable[str]) -> str:

@@ -1,0 +1,106 @@
+"""The default as a server has it: with further updates from the same requests, in time nobody else wants."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from evidence.arrangements import ARRANGEMENTS, FURTHER, GATED, SERVED, STATIC
+from evidence.streams import ONLY, title_of
+from evidence.words import DASH, difference, how_many, listed, number, short_sign, table, waits
+
+Whole = dict[str, Any]
+ONE_FURTHER, FREE = "mixed-replay:further", "joint:further"
+
+
+def patterns(whole: Whole) -> list[str]:
+    return [name for name, of in whole["patterns"].items() if SERVED in of and not name.startswith(ONLY)]
+
+
+def finding(whole: Whole) -> str:
+    """One sentence for each thing that is claimed of the default as a server has it."""
+    names = patterns(whole)
+    gains = {p: of for p in names if (of := whole["patterns"][p][SERVED]["gain"]) is not None}
+    if not gains:
+        return ""
+    least, most = (pick(one["value"] for one in gains.values()) for pick in (min, max))
+    seeds = min(len(one["seeds"]) for one in gains.values())
+    sure = [title_of(p) for p, one in gains.items() if one["verdict"] != "better"]
+    where = f"on {how_many(len(gains), 'pattern')} of traffic with {how_many(seeds, 'seed')} or more"
+    said = [
+        "**As a server learns**, with further updates from the same requests while the gate sees a use in "
+        f"them, joint learning with the gate gains {short_sign(least)} to {short_sign(most)} first guesses on "
+        f"the static draft, {where}"
+        + (f"; not sure with {listed(sure)}." if sure else ", each of them sure.")
+    ]
+    said += [beside(whole, ONE_FURTHER), beside(whole, FREE), below(whole)]
+    return "- " + " ".join(one for one in said if one)
+
+
+def beside(whole: Whole, other: str) -> str:
+    """Where it is above and below another arrangement that learns as much."""
+    by_verdict: dict[str, list[str]] = {"better": [], "worse": [], "open": []}
+    for pattern in patterns(whole):
+        one = whole["patterns"][pattern].get(other, {}).get("default_more", {}).get(SERVED)
+        if one is not None:
+            by_verdict[one["verdict"]].append(f"{title_of(pattern)} ({short_sign(one['value'])})")
+    if not any(by_verdict.values()):
+        return ""
+    words = (("better", "above"), ("worse", "**below**"), ("open", "not to be told from it with"))
+    found = [f"{word} {listed(by_verdict[key])}" for key, word in words if by_verdict[key]]
+    return f"Beside {ARRANGEMENTS[other].title}, it is {', '.join(found)}."
+
+
+def below(whole: Whole) -> str:
+    """The domains that ended below static."""
+    found = [
+        f"{domain} with {title_of(pattern)} ({short_sign(one['value'])})"
+        for pattern in patterns(whole)
+        for domain, one in whole["patterns"][pattern][SERVED]["domains"].items()
+        if one["verdict"] == "worse"
+    ]
+    if found:
+        return f"Below static by its interval: {listed(found)}."
+    return "No domain ends below static by its interval."
+
+
+def part(whole: Whole) -> str:
+    """The table."""
+    rows = []
+    for pattern in patterns(whole):
+        of = whole["patterns"][pattern]
+        for name in (STATIC, GATED, *FURTHER, "offline"):
+            if name in of:
+                rows.append([title_of(pattern), *_row(of, name)])
+    if not rows:
+        return ""
+    about = (
+        "## With further updates\n\nA server does not stop at one update for its new requests: while it has "
+        "time to spare, it makes further ones from the records that are there, until the gate throws one "
+        "away. Here up to two follow each update, so that there are at most as many as the offline bound "
+        "has; the others make all of them. *Until at home*: requests after a new domain came until it had "
+        "80 % of what it gains offline, by seed.\n\n"
+    )
+    head = (
+        "traffic",
+        "arrangement",
+        "seeds",
+        "first guesses",
+        "tokens per step",
+        "more than static",
+        "the default with further updates has more",
+        "until at home",
+    )
+    return about + table(head, rows)
+
+
+def _row(of: Whole, name: str) -> list[str]:
+    one = of[name]
+    return [
+        ARRANGEMENTS[name].title,
+        str(one["seeds"]),
+        number(one["first_guess"]),
+        number(one["tokens"], 2),
+        difference(one["gain"]) if name != STATIC else DASH,
+        difference(one["default_more"].get(SERVED)) if name != STATIC else DASH,
+        waits(one.get("arrival")) if name != STATIC else DASH,
+    ]
