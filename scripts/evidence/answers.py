@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from feature_answers import answered
+from feature_answers import TOPK, answered
 from safetensors.torch import load_file, save_file
 
 from evidence.prompts import Query
@@ -35,6 +35,7 @@ class Answers:
         self.target, self.states, self.folder, self.max_tokens = target, states, folder, max_tokens
         self.on_forward: Callable[[], None] = lambda: None
         self._known: dict[tuple[int, ...], torch.Tensor] = {}  # states by token ids
+        self._drafted: dict[tuple[int, ...], ReplayRecord] = {}  # by prompt
         folder.mkdir(parents=True, exist_ok=True)
 
     def records(self, queries: Sequence[Query]) -> list[ReplayRecord]:
@@ -48,6 +49,23 @@ class Answers:
             replace(one, domain=q.domain, expert=q.domain, source=q.source, pinned=bool(q.pinned))
             for one, q in zip(found, queries, strict=True)
         ]
+
+    def drafted(self, draft: LanguageModel, records: Sequence[ReplayRecord]) -> list[ReplayRecord]:
+        """As the records, but with the draft's own greedy answers, and what the target says of each token."""
+        prompts = [one.token_ids[: one.num_prompt_tokens] for one in records]
+        missing = [prompt for prompt in prompts if tuple(prompt) not in self._drafted]
+        for prompt, one in zip(missing, answered(draft, missing, "", self.max_tokens), strict=True):
+            self._drafted[tuple(prompt)] = self._labelled(one)
+        return [
+            replace(self._drafted[tuple(prompt)], domain=one.domain, expert=one.expert, source=one.source)
+            for prompt, one in zip(prompts, records, strict=True)
+        ]
+
+    @torch.no_grad()
+    def _labelled(self, record: ReplayRecord) -> ReplayRecord:
+        logits = self.target.hf(torch.tensor([record.token_ids], device=self.target.device)).logits[0]
+        values, ids = logits[record.num_prompt_tokens - 1 : -1].log_softmax(-1).topk(TOPK)
+        return replace(record, topk_ids=ids.tolist(), topk_logprobs=values.tolist())
 
     def of(self, records: Sequence[ReplayRecord]) -> list[torch.Tensor]:
         """As `RecordStates.of`."""

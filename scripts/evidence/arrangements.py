@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from moedraft.core import SHARED, ReplayRecord
 from moedraft.distill.joint.joint_trainer import Drawn, JointTrainer
@@ -60,6 +60,9 @@ class Arrangement:
     beforehand: float = 0.0  # share of the requests that are known before the first one is served
     plan: Mapping[str, Any] = field(default_factory=dict)  # changes of the trainer's plan
     every: float = 1.0  # requests and steps of an update, as a multiple of the usual
+    data: Literal["target", "draft", "mixed"] = (
+        "target"  # whose answers are learned from, see `Answers.drafted`
+    )
     further: int = 0  # updates without new requests after each window, as many as the gate sees a use in
 
 
@@ -79,6 +82,9 @@ _ALL = (
     Arrangement("one-offline", "one adapter, offline", OneTrainer, False, True, beforehand=1.0),
     Arrangement("one-both", "one adapter, offline then online", OneTrainer, False, True, beforehand=0.5),
     *(Arrangement(f"joint:{kind}", f"joint, {kind}", plan={"kind": kind}) for kind in ("rkl", "jsd", "tvd")),
+    Arrangement("joint:missed", "joint, fkl, refused guesses count twice", plan={"missed": 2.0}),
+    Arrangement("joint:draft-data", "joint, the draft's own answers", data="draft"),
+    Arrangement("joint:mixed-data", "joint, answers of both", data="mixed"),
     Arrangement("joint:half", "joint, updates twice as often", every=0.5),
     Arrangement("joint:double", "joint, updates half as often", every=2.0),
     Arrangement("mixed-replay:further", "one adapter, further updates", OneTrainer, False, True, further=2),

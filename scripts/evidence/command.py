@@ -30,7 +30,8 @@ from moedraft.routing.router import Router
 DOMAINS = "sql_en,code_python,math_en,docs_fr,docs_ja"
 QUICK = {"requests": 128, "heldout": 12, "seeds": 1, "steps": 8, "rank": 32}
 PAPER = ("sql_en", "math_en", "code_python")  # as its Spider, GSM8K and CodeSearchNet
-OBJECTIVES = (JOINT, "joint:rkl", "joint:jsd", "joint:tvd")
+OBJECTIVES = (JOINT, "joint:rkl", "joint:jsd", "joint:tvd", "joint:missed")
+DATA = (STATIC, JOINT, "joint:draft-data", "joint:mixed-data")
 INTERVALS = (JOINT, "joint:half", "joint:double")
 FURTHER = (STATIC, "mixed-replay:further", "joint:further", "joint+gate:further")
 ONE = (STATIC, LATEST, "one-offline", "one-both")
@@ -41,6 +42,7 @@ PARTS: dict[str, list[Job]] = {
     "poison": [(pattern, name) for pattern in POISONED for name in (STATIC, JOINT, GATED)],
     "objectives": [("steady", name) for name in OBJECTIVES],
     "interval": [("steady", name) for name in INTERVALS],
+    "data": [("steady", name) for name in DATA],
     "paper": [(ONLY + domain, name) for domain in PAPER for name in ONE],
     "further": [(pattern, name) for pattern in ORDERS if pattern not in POISONED for name in FURTHER],
     "gate": [(p, a) for p in ("steady", "drift", "one-by-one") for a in (GATED, "joint+gate-once")],

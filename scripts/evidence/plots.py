@@ -84,7 +84,7 @@ def curves(axis: Any, runs: Runs, pattern: str) -> None:
             )
         else:
             axis.plot(at, shares, color=COLOURS[name], linewidth=1.6, label=ARRANGEMENTS[name].title)
-    example = next(run for name in MAIN for run in runs.of(pattern, name))
+    example = next(run for (p, _), found in runs.by_name.items() if p == pattern for run in found.values())
     for turn in example["turns"] if pattern != "one-by-one" else []:
         axis.axvline(turn, color=GREY, linewidth=0.6, linestyle=":")
     axis.set_xlabel("requests")

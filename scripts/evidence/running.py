@@ -109,6 +109,11 @@ class Run:
     def feed(self, served: Sequence[Served]) -> None:
         """Store what was answered, under the domain that the arrangement knows of."""
         kept = [one.record if self.arrangement.true_labels else _under(one) for one in served]
+        data, draft = self.arrangement.data, self.bench.draft
+        if data != "target":
+            assert isinstance(draft, LanguageModel), "a feature drafter cannot answer by itself"
+            step = 1 if data == "draft" else 2
+            kept[::step] = self.bench.answers.drafted(draft, kept[::step])
         self.store.replay.add(kept)
 
     def learn(self, whole: bool = False) -> dict[str, Any]:

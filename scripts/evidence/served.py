@@ -28,8 +28,8 @@ def finding(whole: Whole) -> str:
     where = f"on {how_many(len(gains), 'pattern')} of traffic with {how_many(seeds, 'seed')} or more"
     said = [
         "**As a server learns**, with further updates from the same requests while the gate sees a use in "
-        f"them, joint learning with the gate gains {short_sign(least)} to {short_sign(most)} first guesses on "
-        f"the static draft, {where}"
+        f"them, joint learning with the gate gains {short_sign(least)} to {short_sign(most)} first guesses "
+        f"on the static draft, {where}"
         + (f"; not sure with {listed(sure)}." if sure else ", each of them sure.")
     ]
     said += [beside(whole, ONE_FURTHER), beside(whole, FREE), below(whole)]

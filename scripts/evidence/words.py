@@ -44,8 +44,9 @@ stopped goes on where it was. All of it takes days of a core.
     python scripts/evidence.py --data ../shared/data --out /tmp/quick --quick      # the main contrasts
 
 With `--parts` only a part is run: `main`, `further` (with further updates), `poison` (a client that sends
-rubbish), `paper` (offline, online, and both), `objectives` (forward KL and others) or `interval` (how often to
-update); `--patterns` and `--arrangements` choose from it."""
+rubbish), `paper` (offline, online, and both), `objectives` (forward KL and others), `interval` (how often to
+update) or `data` (whose answers are learned from; an independent draft model only). `--patterns` and
+`--arrangements` choose from it."""
 
 DASH = "—"
 

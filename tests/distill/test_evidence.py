@@ -19,6 +19,8 @@ from scripts_loader import load_script
 from moedraft.core import SHARED, ReplayRecord
 from moedraft.distill.features.record_states import RecordStates
 
+from random_models import random_model
+
 command, figures, running, streams, summary, document, prompts, answers = (
     load_script(f"evidence.{name}")
     for name in ("command", "figures", "running", "streams", "summary", "document", "prompts", "answers")
@@ -118,11 +120,25 @@ def test_a_poisoner_sends_every_third_request_and_claims_domains_that_are_not_it
 # -- arrangements ----------------------------------------------------------------------------------
 
 
-VARIANTS = ("joint:rkl", "joint:jsd", "joint:double", "one-both", "separate-true", "joint+gate-once")
+OF_MODELS = ("joint:draft-data", "joint:mixed-data")  # of independent draft models alone
+VARIANTS = (
+    "joint:rkl",
+    "joint:missed",
+    "joint:jsd",
+    "joint:double",
+    "one-both",
+    "separate-true",
+    "joint+gate-once",
+)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in VARIANTS else ()) for name in ARRANGEMENTS]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in VARIANTS else ())
+        for name in ARRANGEMENTS
+        if name not in OF_MODELS
+    ],
 )
 def test_every_arrangement_runs_and_says_what_it_did(bench: Any, name: str) -> None:
     found = run(bench, "steady", name)
@@ -143,6 +159,40 @@ def test_every_arrangement_runs_and_says_what_it_did(bench: Any, name: str) -> N
     assert (4 <= len(found["updates"]) <= 12) if further else len(found["updates"]) == expected.get(name, 4)
     assert len(found["stream"]) == {"offline": 0, "one-offline": 0, "one-both": 12}.get(name, 24)
     assert (found["operations"] > 0) == (name != "static")
+
+
+@pytest.fixture(scope="module")
+def text_bench() -> Any:
+    """With an independent draft model."""
+    target = a_target()
+    draft = random_model("llama", 2, layers=2, cpu_fast_paths=False)
+    found = answers.Answers(target, None, Path(), 5)
+    found.records = TinyAnswers(target, a_draft(target, SOME)).records
+    return running.Bench(target, draft, found, PLAN)
+
+
+@pytest.mark.parametrize("name", ["static", "mixed-replay", "separate", "joint+gate:further", *OF_MODELS])
+def test_an_independent_draft_model_runs_in_the_same_arrangements(text_bench: Any, name: str) -> None:
+    found = run(text_bench, "steady", name)
+    json.dumps(found)
+    assert len(found["curve"][-1]["counts"]) == 12
+    learned = found["curve"][0]["counts"] != found["curve"][-1]["counts"]
+    assert learned or name in ("static", "joint+gate:further")  # the gate may have kept everything
+
+
+def test_answers_of_the_draft_are_its_own_and_the_target_labels_them(text_bench: Any) -> None:
+    records = text_bench.answers.records([prompts.Query("law", f"question {i}") for i in range(3)])
+    draft = text_bench.draft
+    for given, found in zip(records, text_bench.answers.drafted(draft, records), strict=True):
+        begin = given.num_prompt_tokens
+        assert found.token_ids[:begin] == given.token_ids[:begin]
+        assert found.domain == "law"
+        for model, tokens in (
+            (draft, found.token_ids[begin:]),
+            (text_bench.target, [t[0] for t in found.topk_ids]),
+        ):
+            logits = model.hf(torch.tensor([found.token_ids])).logits[0, begin - 1 : -1]
+            assert tokens == logits.argmax(-1).tolist()
 
 
 def live(bench: Any, name: str, updates: int = 1) -> dict[str, bool]:

@@ -48,6 +48,7 @@ class FeatureLessons:
                 decay=plan.decay,
                 kind=plan.kind,
                 emitted=plan.emitted,
+                missed=plan.missed,
             )
 
     def _batch(self, records: Sequence[ReplayRecord], owners: Sequence[str], max_tokens: int) -> FeatureBatch:

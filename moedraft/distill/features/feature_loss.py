@@ -28,12 +28,14 @@ def loss_of(
     decay: float = 0.8,
     kind: Kind = "fkl",
     emitted: float = 0.0,
+    missed: float = 1.0,
     shared: bool = True,
 ) -> torch.Tensor:
     """Divergence of the guesses from the target's distributions, nats; step j weighs `decay` ** (j − 1).
 
     `emitted` is the weight of a cross-entropy on the token that the target emitted, where it can be drafted:
-    in greedy decoding only the most likely token is accepted.
+    in greedy decoding only the most likely token is accepted. `missed` is the weight of rows whose most
+    likely guess is not the target's.
     """
     total, weight = torch.zeros((), device=batch.states.device), 1.0
     for step, hidden in enumerate(student.outputs(batch, steps, shared=shared), start=1):
@@ -41,22 +43,30 @@ def loss_of(
         if not sum(taught.counts):
             break
         parts = student.guesses(hidden[taught.rows], batch.owners, taught.counts)
-        loss = sum(_loss(part, taught, vocabulary, kind, emitted) for part in parts) / len(taught.tokens)
+        loss = sum(_loss(part, taught, vocabulary, kind, (emitted, missed)) for part in parts) / len(
+            taught.tokens
+        )
         total = total + weight * loss
         weight *= decay
     return total
 
 
 def _loss(
-    part: Guesses, taught: Taught, vocabulary: DraftVocabulary, kind: Kind, emitted: float
+    part: Guesses, taught: Taught, vocabulary: DraftVocabulary, kind: Kind, weights: tuple[float, float]
 ) -> torch.Tensor:
-    """The sum over the rows of one expert."""
+    """The sum over the rows of one expert. weights: `emitted` and `missed`."""
+    emitted, missed = weights
     ids, logprobs = taught.topk_ids[part.rows], taught.topk_logprobs[part.rows]
     tokens, logits = vocabulary(taught.tokens[part.rows]), part.logits.float()
     if part.numbers is not None:
         own = DraftVocabulary(part.numbers, len(vocabulary))
         tokens, (ids, logprobs) = own(tokens), within(own(ids), logprobs)
-    loss = divergence(logits, teacher_topk=(ids, taught_by(logprobs, kind)), kind=kind, reduction="sum")
+    teacher = ids, taught_by(logprobs, kind)
+    if missed == 1:
+        loss = divergence(logits, teacher_topk=teacher, kind=kind, reduction="sum")
+    else:
+        rows = divergence(logits, teacher_topk=teacher, kind=kind, reduction="none")
+        loss = torch.where(logits.argmax(-1) == ids[:, 0], rows, missed * rows).sum()
     if emitted:
         hard = cross_entropy(logits, tokens, ignore_index=OUTSIDE, reduction="sum")
         loss = (1 - emitted) * loss + emitted * hard
