@@ -16,10 +16,10 @@ from evidence.summary import summary
 from evidence.words import (
     COMMANDS,
     DASH,
-    INTRODUCTION,
     METHOD,
     difference,
     how_many,
+    introduction,
     listed,
     number,
     short_sign,
@@ -46,7 +46,8 @@ def write(runs: Runs, out: Path, path: Path, pictures: Sequence[str]) -> None:
     shown = "\n\n".join(
         f"![{ABOUT_PICTURES[name]}]({folder / name}.png)\n\n{ABOUT_PICTURES[name]}" for name in pictures
     )
-    parts = [INTRODUCTION, "## What was found", *findings(whole), METHOD, settings(whole), shown]
+    first = introduction(whole["settings"].get("target", ""), f"results/{out.name}")
+    parts = [first, "## What was found", *findings(whole), METHOD, settings(whole), shown]
     parts.append(served.part(whole))
     parts += [pattern_part(whole, name) for name in patterns(whole)]
     parts += [moving(whole), prices(whole), gate(whole), *paper.parts(whole), COMMANDS]

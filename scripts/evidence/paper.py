@@ -19,7 +19,7 @@ Whole = dict[str, Any]
 
 
 def parts(whole: Whole) -> list[str]:
-    found = [single(whole), shift(whole), objectives(whole), interval(whole)]
+    found = [single(whole), shift(whole), objectives(whole), data(whole), interval(whole)]
     shown = [part for part in found if part]
     return ["## The paper's experiments in small", *shown] if shown else []
 
@@ -79,13 +79,28 @@ def shift(whole: Whole) -> str:
 def objectives(whole: Whole) -> str:
     """Forward KL, which is the default, against the others."""
     of = whole["patterns"].get("steady", {})
-    names = [name for name in ("joint:rkl", "joint:jsd", "joint:tvd") if name in of]
+    names = [name for name in ("joint:rkl", "joint:jsd", "joint:tvd", "joint:missed") if name in of]
     return _variants(
         of,
         names,
         f"**Objectives**, on the {title_of('steady')}; the default is forward KL. The paper compares forward "
         "KL, reverse KL and JSD on data of teacher, student and both; its figures could not be verified and "
-        "are left out.",
+        "are left out. *Refused guesses count twice*: places where the drafter's most likely token is wrong at "
+        "that moment, so that verification would refuse its draft.",
+    )
+
+
+def data(whole: Whole) -> str:
+    """Whose answers are learned from."""
+    names = [n for n in ("joint:draft-data", "joint:mixed-data") if n in whole["patterns"].get("steady", {})]
+    return _variants(
+        whole["patterns"].get("steady", {}),
+        names,
+        "**Whose answers** are learned from: the target's, those that the draft gives to the same prompts when "
+        "it answers alone, with what the target says of each of their tokens, or half of each. A server has "
+        "the target's answers for nothing; the draft's need a forward of the target more. What verification "
+        "itself computes of a draft's tokens is no third kind: after the first refused token nothing of the "
+        "draft counts, and up to there its tokens are the target's.",
     )
 
 

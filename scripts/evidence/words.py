@@ -5,11 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-INTRODUCTION = """# Does learning pay, and does it do harm?
+MODELS = {
+    "smollm2": "SmolLM2 with the feature drafter that is shipped",
+    "mini": "the embedded toy pair, whose draft is an independent model of a million weights that has "
+    "read such texts already",
+}
+OTHER_PAGE = {
+    "smollm2": " The same with an independent draft model: [a page of its own](evidence-mini.md).",
+    "mini": " On a real model: [evidence](evidence.md). An adapter that stands alone changes all layers of "
+    "this draft, an expert its last layer and its output layer only, so that one adapter has more weights "
+    "at work than a shared one and an expert together.",
+}
 
-This page is written by `scripts/evidence.py` from the files in `results/evidence`; its sentences are computed
-from the figures. Arrangements of adapters learn from the same requests, in the same order and with as many
-updates, on SmolLM2 with the feature drafter that is shipped. They differ in who learns from what."""
+
+def introduction(target: str, results: str) -> str:
+    """The first lines; `results` is the folder of the runs."""
+    return (
+        "# Does learning pay, and does it do harm?\n\n"
+        f"This page is written by `scripts/evidence.py` from the files in `{results}`; its sentences are "
+        "computed from the figures. Arrangements of adapters learn from the same requests, in the same order "
+        f"and with as many updates, on {MODELS.get(target, target)}. They differ in who learns from what."
+        + OTHER_PAGE.get(target, "")
+    )
+
 
 METHOD = """## How it was measured
 
