@@ -83,8 +83,8 @@ def objectives(whole: Whole) -> str:
     return _variants(
         of,
         names,
-        f"**Objectives**, on the {title_of('steady')}; the default is forward KL. The paper compares forward "
-        "KL, reverse KL and JSD on data of teacher, student and both; its figures could not be verified and "
+        f"**Objectives**, on the {title_of('steady')}; the default is forward KL. The paper compares "
+        "forward KL, reverse KL and JSD on data of teacher, student and both; its figures could not be verified and "
         "are left out. *Refused guesses count twice*: places where the drafter's most likely token is wrong at "
         "that moment, so that verification would refuse its draft.",
     )
@@ -92,15 +92,16 @@ def objectives(whole: Whole) -> str:
 
 def data(whole: Whole) -> str:
     """Whose answers are learned from."""
-    names = [n for n in ("joint:draft-data", "joint:mixed-data") if n in whole["patterns"].get("steady", {})]
+    of = whole["patterns"].get("steady", {})
+    names = [name for name in ("joint:draft-data", "joint:mixed-data") if name in of]
     return _variants(
-        whole["patterns"].get("steady", {}),
+        of,
         names,
-        "**Whose answers** are learned from: the target's, those that the draft gives to the same prompts when "
-        "it answers alone, with what the target says of each of their tokens, or half of each. A server has "
-        "the target's answers for nothing; the draft's need a forward of the target more. What verification "
-        "itself computes of a draft's tokens is no third kind: after the first refused token nothing of the "
-        "draft counts, and up to there its tokens are the target's.",
+        "**Whose answers** are learned from: the target's, those that the draft gives to the same prompts "
+        "when it answers alone, with what the target says of each of their tokens, or half of each. A server "
+        "has the target's answers for nothing; the draft's need a forward of the target more. What "
+        "verification itself computes of a draft's tokens is no third kind: after the first refused token "
+        "nothing of the draft counts, and up to there its tokens are the target's.",
     )
 
 
