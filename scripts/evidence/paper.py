@@ -84,9 +84,9 @@ def objectives(whole: Whole) -> str:
         of,
         names,
         f"**Objectives**, on the {title_of('steady')}; the default is forward KL. The paper compares "
-        "forward KL, reverse KL and JSD on data of teacher, student and both; its figures could not be verified and "
-        "are left out. *Refused guesses count twice*: places where the drafter's most likely token is wrong at "
-        "that moment, so that verification would refuse its draft.",
+        "forward KL, reverse KL and JSD on data of teacher, student and both; its figures could not be "
+        "verified and are left out. *Refused guesses count twice*: places where the drafter's most likely "
+        "token is wrong at that moment, so that verification would refuse its draft.",
     )
 
 
