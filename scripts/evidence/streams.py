@@ -82,6 +82,8 @@ NOISE, LABELS, FLOOD = "poison-noise", "poison-labels", "poison-flood"
 POISONED = (NOISE, LABELS, FLOOD)
 POISONER = "poisoner"  # the client that every third request of these patterns comes from
 
+CROSSED = "crossed"
+
 ORDERS: Mapping[str, Order] = {
     "steady": steady,
     "one-by-one": one_by_one,
@@ -91,6 +93,7 @@ ORDERS: Mapping[str, Order] = {
     "drift": drift,
     "unregistered": steady,
     "reworded": steady,
+    CROSSED: steady,
     **dict.fromkeys(POISONED, steady),
 }
 TITLES = {
@@ -102,6 +105,7 @@ TITLES = {
     "drift": "slow drift",
     "unregistered": "a domain that nobody registered",
     "reworded": "reworded prompts",
+    CROSSED: "prompts whose second half is of another domain",
     NOISE: "a client that sends random letters under the name of any domain",
     LABELS: "a client that sends each prompt under the name of another domain",
     FLOOD: "a client that sends one prompt again and again",
@@ -120,6 +124,8 @@ def traffic(pattern: str, domains: Sequence[Domain], count: int, seed: int) -> T
         return Traffic(_asked([pattern.removeprefix(ONLY)] * count, domains, seed, False), tuple(names))
     order = ORDERS[pattern](names, count, rng)
     queries = _asked(order, domains, seed, pattern == "reworded")
+    if pattern == CROSSED:
+        queries = tuple(_crossed(query, rng.choice(queries)) for query in queries)
     if pattern in POISONED:
         queries = _poisoned(pattern, queries, names, rng)
     registered = tuple(names[:-1] if pattern == "unregistered" else names)
@@ -138,6 +144,12 @@ def _asked(order: list[str], domains: Sequence[Domain], seed: int, reword: bool)
         domain.name: _endless(domain.served, order.count(domain.name), seed, reword) for domain in domains
     }
     return tuple(Query(name, next(prompts[name])) for name in order)
+
+
+def _crossed(query: Query, other: Query) -> Query:
+    """The first half of one prompt, and the second half of another; the domain is that of the first."""
+    one, two = query.prompt, other.prompt
+    return replace(query, prompt=f"{one[: len(one) // 2]}\n{two[len(two) // 2 :]}")
 
 
 def _poisoned(

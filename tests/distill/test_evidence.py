@@ -98,6 +98,8 @@ def test_traffic_moves_as_its_pattern_says() -> None:
     assert Counter(names("zipf")).most_common(1)[0][1] > 25
     drift = names("drift")
     assert drift[:20].count(drift[0]) > drift[40:].count(drift[0])
+    crossed = streams.traffic("crossed", DOMAINS, 24, 0).queries
+    assert all(query.prompt.startswith(query.domain[:2]) and "\n" in query.prompt for query in crossed)
     assert streams.traffic("unregistered", DOMAINS, 6, 0).registered == NAMES[:-1]
     assert (
         streams.traffic("reworded", DOMAINS, 6, 0).queries != streams.traffic("steady", DOMAINS, 6, 0).queries
