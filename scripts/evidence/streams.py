@@ -125,7 +125,8 @@ def traffic(pattern: str, domains: Sequence[Domain], count: int, seed: int) -> T
     order = ORDERS[pattern](names, count, rng)
     queries = _asked(order, domains, seed, pattern == "reworded")
     if pattern == CROSSED:
-        queries = tuple(_crossed(query, rng.choice(queries)) for query in queries)
+        others = rng.sample(queries, len(queries))
+        queries = tuple(_crossed(*pair) for pair in zip(queries, others, strict=True))
     if pattern in POISONED:
         queries = _poisoned(pattern, queries, names, rng)
     registered = tuple(names[:-1] if pattern == "unregistered" else names)
