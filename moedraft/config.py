@@ -162,7 +162,10 @@ class Settings(BaseSettings):
     )
     update_steps: int = Field(16, ge=1, description="optimiser steps per update")
     update_tokens: int = Field(
-        2048, ge=64, description="of a draft model: tokens per optimiser step, padding included"
+        2048,
+        ge=64,
+        description="of a draft model: tokens that an update reads at a time, padding included; longer "
+        "records are cut",
     )
 
     host: str = Field(

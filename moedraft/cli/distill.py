@@ -49,7 +49,7 @@ def distill(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="This one (or `shared`), even without enough new records; a feature drafter trains all.",
+            help="This one (or `shared`), even without enough new records; joint updates train all.",
         ),
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimiser steps per update.")] = None,

@@ -24,7 +24,7 @@ from moedraft.cli.common import (
     say,
     settings_for,
 )
-from moedraft.core import StorageError
+from moedraft.core import SHARED, StorageError
 
 if TYPE_CHECKING:
     from moedraft.config import Settings
@@ -85,7 +85,7 @@ def _look(settings: Settings) -> dict[str, Any]:
             note_missing(settings)
         return {
             "experts": {} if store is None else experts(store),
-            "learning": learning_of(store, settings.update_every),
+            "learning": learning_of(store, settings),
             "engine": engine_of(store),
             "routing": routing_of(store),
         }
@@ -173,18 +173,20 @@ def engine_of(store: Store | None) -> dict[str, Any] | None:
     return {"idle": load.idle, "waiting": load.waiting}
 
 
-def learning_of(store: Store | None, update_every: int) -> dict[str, Any]:
-    """How many new records each adapter has, and which adapters have enough for an update."""
+def learning_of(store: Store | None, settings: Settings) -> dict[str, Any]:
+    """How many new records each adapter has, and which have enough for an update, or `shared` for all."""
     from moedraft.distill.governor import news
 
     new_records = news(store) if store else {}
-    due = [name for name, count in new_records.items() if count >= update_every]
+    due = [name for name, count in new_records.items() if count >= settings.update_every]
+    if settings.model_updates == "joint":
+        due = [name for name in due if name == SHARED]
     return {
         "status": f"due: {', '.join(due)}" if due else "waiting for records",
         "due": due,
         "records": store.replay.count() if store else 0,
         "new_records": new_records,
-        "update_every": update_every,
+        "update_every": settings.update_every,
     }
 
 

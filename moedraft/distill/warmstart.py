@@ -167,5 +167,6 @@ def _update(
     if update is None and loop.state.is_paused:
         raise StorageError(loop.state.reason)
     if update is None and not loop.outcomes:
-        raise InvalidRequest("the answers were too few to learn from; let more examples be answered.")
+        too_few = "the answers were too few to learn from; let more examples be answered."
+        raise InvalidRequest(loop.held_up() or too_few)
     return update

@@ -35,6 +35,7 @@ DATA = (STATIC, JOINT, "joint:draft-data", "joint:mixed-data")
 INTERVALS = (JOINT, "joint:half", "joint:double")
 FURTHER = (STATIC, "mixed-replay:further", "joint:further", "joint+gate:further")
 ONE = (STATIC, LATEST, "one-offline", "one-both")
+PAGES = {"smollm2": Path("docs/evidence.md"), "mini": Path("docs/evidence-mini.md")}
 Job = tuple[str, str]  # pattern, arrangement
 PARTS: dict[str, list[Job]] = {
     "quick": [(p, a) for p in ("steady", "one-by-one") for a in (STATIC, LATEST, JOINT, GATED)],
@@ -55,7 +56,9 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, required=True, help="folder of the results, such as results/evidence"
     )
-    parser.add_argument("--doc", type=Path, default=Path("docs/evidence.md"), help="written from the results")
+    parser.add_argument(
+        "--doc", type=Path, help="written from the results; default: the target's page in docs/"
+    )
     parser.add_argument("--cache", type=Path, default=Path("~/.cache/moedraft-evidence").expanduser())
     parser.add_argument("--quick", action="store_true", help="the main contrasts in a quarter of an hour")
     usual = "main,further,poison,objectives,interval,paper"
@@ -77,6 +80,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     for name, value in dataclasses.asdict(Plan()).items():
         parser.add_argument(f"--{name}", type=int, default=value, help="see Plan")
     args = parser.parse_args(given)
+    args.doc = args.doc or PAGES.get(args.target, Path("evidence.md"))
     if args.quick:
         args.parts = "quick"
         vars(args).update(

@@ -16,11 +16,11 @@ from evidence.summary import summary
 from evidence.words import (
     COMMANDS,
     DASH,
-    METHOD,
     difference,
     how_many,
     introduction,
     listed,
+    method,
     number,
     short_sign,
     table,
@@ -46,8 +46,9 @@ def write(runs: Runs, out: Path, path: Path, pictures: Sequence[str]) -> None:
     shown = "\n\n".join(
         f"![{ABOUT_PICTURES[name]}]({folder / name}.png)\n\n{ABOUT_PICTURES[name]}" for name in pictures
     )
-    first = introduction(whole["settings"].get("target", ""), f"results/{out.name}")
-    parts = [first, "## What was found", *findings(whole), METHOD, settings(whole), shown]
+    target = whole["settings"].get("target", "")
+    first = introduction(target, f"results/{out.name}")
+    parts = [first, "## What was found", *findings(whole), method(target), settings(whole), shown]
     parts.append(served.part(whole))
     parts += [pattern_part(whole, name) for name in patterns(whole)]
     parts += [moving(whole), prices(whole), gate(whole), *paper.parts(whole), COMMANDS]
@@ -283,12 +284,17 @@ def prices(whole: Whole) -> str:
             ]
         )
     head = ("arrangement", "gain per update", "gain per minute of one core", "operations, of the target's")
+    reading = (
+        " The trainer also has its own copy of the target read each record once, which is another 100 % here "
+        "and would be saved by keeping the states."
+    )
+    if whole["settings"].get("target") == "mini":
+        reading = ""  # an independent draft model reads no states
     about = (
         "## What it costs\n\nGains are first guesses on all held-out prompts. Operations are those of all "
         "updates, with measuring and judging, out of the target's for the requests that fed them: two for "
         "each weight and token. (A target that decodes reads all its weights for each token, which these do "
-        "not show.) The trainer also has its own copy of the target read each record once, which is "
-        "another 100 % here and would be saved by keeping the states. Minutes are of a core that others used "
+        "not show.)" + reading + " Minutes are of a core that others used "
         "as well, without what the trainer measures for its log. The aim was 5 % of the target's operations: "
         "it is missed by far, since each request is learned from many times and answers here are short. That "
         "work is done in time that the engine leaves idle, or within `train_cpu_share`.\n\n"

@@ -24,13 +24,16 @@ def finding(whole: Whole) -> str:
         return ""
     least, most = (pick(one["value"] for one in gains.values()) for pick in (min, max))
     seeds = min(len(one["seeds"]) for one in gains.values())
-    sure = [title_of(p) for p, one in gains.items() if one["verdict"] != "better"]
     where = f"on {how_many(len(gains), 'pattern')} of traffic with {how_many(seeds, 'seed')} or more"
+    doubts = [
+        f"; {word} with {listed(found)}"
+        for verdict, word in (("open", "not sure"), ("worse", "**worse**"))
+        if (found := [title_of(p) for p, one in gains.items() if one["verdict"] == verdict])
+    ]
     said = [
         "**As a server learns**, with further updates from the same requests while the gate sees a use in "
         f"them, joint learning with the gate gains {short_sign(least)} to {short_sign(most)} first guesses "
-        f"on the static draft, {where}"
-        + (f"; not sure with {listed(sure)}." if sure else ", each of them sure.")
+        f"on the static draft, {where}{''.join(doubts) or ', each of them sure'}."
     ]
     said += [beside(whole, ONE_FURTHER), beside(whole, FREE), below(whole)]
     return "- " + " ".join(one for one in said if one)
@@ -42,12 +45,17 @@ def beside(whole: Whole, other: str) -> str:
     for pattern in patterns(whole):
         one = whole["patterns"][pattern].get(other, {}).get("default_more", {}).get(SERVED)
         if one is not None:
-            by_verdict[one["verdict"]].append(f"{title_of(pattern)} ({short_sign(one['value'])})")
+            seeds = how_many(len(one["seeds"]), "seed")
+            by_verdict[one["verdict"]].append(f"{title_of(pattern)} ({short_sign(one['value'])}, {seeds})")
     if not any(by_verdict.values()):
         return ""
-    words = (("better", "above"), ("worse", "**below**"), ("open", "not to be told from it with"))
+    words = (
+        ("better", "better with"),
+        ("worse", "**worse** with"),
+        ("open", "level, as far as can be told, with"),
+    )
     found = [f"{word} {listed(by_verdict[key])}" for key, word in words if by_verdict[key]]
-    return f"Beside {ARRANGEMENTS[other].title}, it is {', '.join(found)}."
+    return f"Against {ARRANGEMENTS[other].title}: {'; '.join(found)}."
 
 
 def below(whole: Whole) -> str:
@@ -56,7 +64,7 @@ def below(whole: Whole) -> str:
         f"{domain} with {title_of(pattern)} ({short_sign(one['value'])})"
         for pattern in patterns(whole)
         for domain, one in whole["patterns"][pattern][SERVED]["domains"].items()
-        if one["verdict"] == "worse"
+        if one is not None and one["verdict"] == "worse"
     ]
     if found:
         return f"Below static by its interval: {listed(found)}."
@@ -77,8 +85,8 @@ def part(whole: Whole) -> str:
         "## With further updates\n\nA server does not stop at one update for its new requests: while it has "
         "time to spare, it makes further ones from the records that are there, until the gate throws one "
         "away. Here up to two follow each update, so that there are at most as many as the offline bound "
-        "has; the others make all of them. *Until at home*: requests after a new domain came until it had "
-        "80 % of what it gains offline, by seed.\n\n"
+        "has; those without a gate make all of them. *Until at home*: requests after a new domain came until "
+        "it had 80 % of what it gains offline, by seed.\n\n"
     )
     head = (
         "traffic",

@@ -12,9 +12,7 @@ MODELS = {
 }
 OTHER_PAGE = {
     "smollm2": " The same with an independent draft model: [a page of its own](evidence-mini.md).",
-    "mini": " On a real model: [evidence](evidence.md). An adapter that stands alone changes all layers of "
-    "this draft, an expert its last layer and its output layer only, so that one adapter has more weights "
-    "at work than a shared one and an expert together.",
+    "mini": " On a real model: [evidence](evidence.md).",
 }
 
 
@@ -29,7 +27,7 @@ def introduction(target: str, results: str) -> str:
     )
 
 
-METHOD = """## How it was measured
+METHOD_TEXT = """## How it was measured
 
 - **First guesses**: the share of the target's own greedy tokens that the drafter's most likely token hits, on
   held-out prompts that no arrangement learns from, read along the target's cached answers. **Tokens per
@@ -42,16 +40,27 @@ METHOD = """## How it was measured
   of twenty that hide no difference, one is expected to exclude zero.
 - **Labels are hidden**: domains are the router's answer, after it was fitted on 40 example prompts a domain
   that are neither served nor held out. *True labels* is the exception.
-- **Equal weights**: an adapter that stands alone has twice the rank of two that stand on each other, so as
-  many weights take part in each guess. One adapter drafts the tokens of all experts' own lists as well.
+{weights}
 - **Equal updates**: the same number of updates and steps. One record in eight is held back from training in
   every arrangement, since the gate needs it; arrangements without a gate publish every update.
 - **With gate**: the gate, after each update once. A server also makes *further updates* from the same records
   while they still bring something; arrangements with these have a section of their own. Not in these figures:
   a server changes the interval between updates, and takes versions back that later requests show to be worse.
-  In runs of 2026-11-23 the gate had cost .012 first guesses in the steady mix and .050 in the slow drift;
-  what was changed in it stands in docs/experiments.md.
+  In runs on SmolLM2 of 2026-11-23 the gate had cost .012 first guesses in the steady mix and .050 in the slow
+  drift; what was changed in it stands in docs/experiments.md.
 - *Offline bound*: all requests are known beforehand and learned from with three times the updates."""
+
+EQUAL_WEIGHTS = """\
+- **Equal weights**: an adapter that stands alone has twice the rank of two that stand on each other, so as
+  many weights take part in each guess. One adapter drafts the tokens of all experts' own lists as well."""
+UNEQUAL_WEIGHTS = """\
+- **Weights**: an adapter that stands alone has twice the rank of two that stand on each other. It changes all
+  layers, an expert the last layer and the output layer only, so one adapter has more weights at work."""
+
+
+def method(target: str) -> str:
+    return METHOD_TEXT.format(weights=UNEQUAL_WEIGHTS if target == "mini" else EQUAL_WEIGHTS)
+
 
 COMMANDS = """## Run it again
 
@@ -60,6 +69,7 @@ stopped goes on where it was. All of it takes days of a core.
 
     python scripts/evidence.py --data ../shared/data --out /tmp/evidence           # all of it
     python scripts/evidence.py --data ../shared/data --out /tmp/quick --quick      # the main contrasts
+    python scripts/evidence.py --target mini --data ../shared/data --out results/evidence-mini
 
 With `--parts` only a part is run: `main`, `further` (with further updates), `poison` (a client that sends
 rubbish), `paper` (offline, online, and both), `objectives` (forward KL and others), `interval` (how often to

@@ -156,7 +156,7 @@ def test_distill_trains_those_due(
     assert (nothing.code, nothing.out) == (0, "")
     assert "Nothing is due" in nothing.err
     monkeypatch.setenv("MOEDRAFT_UPDATE_EVERY", "8")
-    assert run("stats", "--json", "--home", answered).data["learning"]["due"] == ["shared", "sql"]
+    assert run("stats", "--json", "--home", answered).data["learning"]["due"] == ["shared"]
     rows = run("distill", *options, "--json").rows
     assert [(row["expert"], row["version"], row["steps"]) for row in rows] == [
         ("shared", 1, 2),

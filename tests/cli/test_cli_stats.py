@@ -94,15 +94,15 @@ def test_stats_show_every_expert(run: Run, served: Path) -> None:
     untouched = data["experts"][SHARED]
     assert (untouched["requests"], untouched["acceptance_rate"], untouched["replay_size"]) == (0, None, 20)
     assert data["learning"] == {
-        "status": "due: shared, sql",
-        "due": [SHARED, "sql"],
+        "status": "due: shared",
+        "due": [SHARED],
         "records": 20,
         "new_records": {SHARED: 20, "sql": 20},
         "update_every": 16,
     }
     shown = run("stats", "--home", served).out
     assert "0.667" in shown
-    assert "Learning: due: shared, sql" in shown
+    assert "Learning: due: shared" in shown
 
 
 def test_stats_show_a_change_with_its_interval(run: Run, store: Store, home: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from distill_rig import Rig
 from feature_records import a_record, a_target, stir
 from peft import PeftModel
@@ -25,9 +26,10 @@ from moedraft.distill.single.batches import RecordBatch, collate
 from moedraft.distill.text.text_lessons import TextLessons
 from moedraft.distill.text.text_student import TextStudent
 from moedraft.drafting.modules import adaptable
+from moedraft.kernels import divergence
 from moedraft.models import LanguageModel
 
-from random_models import CONFIGS, VOCAB, random_model
+from random_models import COMMON, CONFIGS, VOCAB, random_model
 
 NAMES = (SHARED, "code", "prose")
 
@@ -120,8 +122,8 @@ def gradients(lessons: TextLessons, records: Sequence[ReplayRecord]) -> dict[str
 
 def test_groups_of_records_add_up_to_the_whole_step() -> None:
     student, records = a_student(), some_records()
-    whole, parts = (gradients(TextLessons(student, tokens), records) for tokens in (4096, 12))
-    assert len(list(TextLessons(student, 12)._groups(records, [r.domain for r in records], 64))) > 1
+    whole, parts = (gradients(TextLessons(student, tokens), records) for tokens in (4096, 20))
+    assert len(list(TextLessons(student, 20)._groups(records, [r.domain for r in records], 64))) > 1
     for name in NAMES:
         for ours, theirs in zip(parts[name], whole[name], strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
@@ -140,9 +142,91 @@ def test_the_loss_is_the_same_with_all_logits_at_once(monkeypatch: pytest.Monkey
             torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
 
 
+OTHERS = {
+    # gives its MLP the positions of all rows one after another
+    "opt": transformers.OPTConfig(
+        vocab_size=VOCAB, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4
+    ),
+    # so do the experts that this one always asks
+    "qwen2_moe": transformers.Qwen2MoeConfig(
+        **COMMON,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=24,
+        num_experts=4,
+    ),
+    # scales its logits
+    "cohere": transformers.CohereConfig(**COMMON, intermediate_size=48, logit_scale=0.25),
+    "granite": transformers.GraniteConfig(**COMMON, intermediate_size=48, logits_scaling=4.0),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(OTHERS))
+@pytest.mark.parametrize("scope", ["tail", "full"])
+def test_other_architectures_learn_as_their_own_forward_says(kind: str, scope: str) -> None:
+    """The loss of all records together is that of each by itself, with its own logits."""
+    torch.manual_seed(0)
+    config = OTHERS[kind]
+    config.bos_token_id = config.eos_token_id = config.pad_token_id = None
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            parameter.data.normal_(std=0.15)
+    student = TextStudent(LanguageModel(model, None, kind, False), scope=scope, rank=3, shared_rank=4)
+    for name in NAMES:
+        student.add(name)
+    stir(student)
+    assert student.ends_in_head() == (kind not in ("cohere", "granite"))
+    records = some_records()
+    together = TextLessons(student).loss(records, [r.domain for r in records], JointPlan())
+    total, count = 0.0, 0
+    for record in records:
+        student.routing.parts = [(record.domain, 1)]
+        logits = model(torch.tensor([record.token_ids])).logits[0, record.num_prompt_tokens - 1 : -1].detach()
+        teacher = torch.tensor(record.topk_ids), torch.tensor(record.topk_logprobs)
+        total += float(divergence(logits, teacher_topk=teacher, kind="fkl", reduction="sum"))
+        count += len(logits)
+    assert together == pytest.approx(total / count, rel=1e-3)
+    found = gradients(TextLessons(student), records)
+    assert all(found[name] and all(bool(g.any()) for g in found[name]) for name in NAMES)
+
+
+def test_there_is_a_heartbeat_after_each_group() -> None:
+    lessons, beats, records = TextLessons(a_student(), tokens=12), [], some_records()
+    owners = [record.domain for record in records]
+    lessons.states.on_forward = lambda: beats.append(1)
+    groups = len(list(lessons._groups(records, owners, 64)))
+    for call in (lessons.learn, lessons.loss):
+        beats.clear()
+        call(records, owners, JointPlan())
+        assert len(beats) >= groups > 1
+    beats.clear()
+    lessons.guessed(records, owners, 2, 64)
+    assert len(beats) == groups
+
+
+def test_records_are_cut_to_the_tokens_that_are_read_at_a_time() -> None:
+    long = a_record(a_target(), 5, prompt=30, answer=40, topk=8)
+    _, found = TextLessons(a_student(), tokens=32).guessed([long], ["code"], 1, 64)
+    assert found.counts[0, 0, 1] < 40
+
+
+def test_a_draft_that_lacks_tokens_of_the_target_learns() -> None:
+    small = random_model("llama", 2, layers=2, vocab=50)
+    student = TextStudent(small, rank=3, shared_rank=4)
+    for name in NAMES:
+        student.add(name)
+    stir(student)
+    lessons, records = TextLessons(student), some_records()
+    assert all(found for found in gradients(lessons, records).values())
+    _, found = lessons.guessed(records, [record.domain for record in records], 1, 64)
+    assert found.chances.isfinite().all()
+
+
 def test_guesses_are_counted_by_owner_in_order() -> None:
     student, records = a_student(), some_records()
-    owners, found = TextLessons(student, tokens=12).guessed(records, [r.domain for r in records], 2, 64)
+    owners, found = TextLessons(student, tokens=20).guessed(records, [r.domain for r in records], 2, 64)
     assert owners == ["code", "code", "prose", "sql"]
     assert found.counts[:, 0, 1].tolist() == [7, 5, 4, 2]
     alone = [TextLessons(student).guessed([r], [r.domain], 2, 64)[1] for r in records]

@@ -22,7 +22,7 @@ class JointAdapters:
     """Puts the adapters into the layers of `model`, whose own weights do not learn."""
 
     has_lists = False  # whether each expert may guess from tokens of its own alone
-    vocab_size: int  # of the target
+    vocab_size: int  # of the tokens that records may hold
     general: torch.Tensor  # int64, ascending: the tokens that the draft base guesses by itself
 
     def __init__(

@@ -129,7 +129,10 @@ class JointLinear(nn.Module):
         return dict(self.adapters.items()).get(_key(name))  # type: ignore[return-value]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [rows, …, in] → [rows, …, out]; `routing.parts` says which rows belong to which expert."""
+        """x [rows, …, in] or [rows · positions, in] → the same with `out` at its end.
+
+        `routing.parts` says which rows belong to which expert.
+        """
         y = linear(x, self.frozen.whole(), self.bias)
         shared = self.adapter(SHARED) if self.routing.shared else None
         if shared is not None:
@@ -150,7 +153,9 @@ class JointLinear(nn.Module):
     def _own(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """What each row's own expert adds."""
         pieces = []
-        sizes = [count for _, count in self.routing.parts]
+        # Some models give a layer the positions of all rows one after another, [rows · positions, in].
+        each = len(x) // sum(count for _, count in self.routing.parts)
+        sizes = [count * each for _, count in self.routing.parts]
         pairs = zip(self.routing.parts, torch.split(x, sizes), torch.split(like, sizes), strict=True)
         for (name, _), piece, same in pairs:
             own = self.adapter(name) if name != SHARED else None

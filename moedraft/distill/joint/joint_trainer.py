@@ -147,7 +147,7 @@ class JointTrainer:
             for record in found:
                 on_record()
                 if len(record.topk_ids) < 2 or (target is not None and record.target_id != target):
-                    continue  # the first token of an answer is never guessed
+                    continue  # a feature drafter never guesses the first token of an answer
                 if not is_held_out(record):
                     groups[-1].append(record)
                 elif len(held_out) < MEASURED:

@@ -27,7 +27,7 @@ class JointPlan:
     decay: float = 0.8  # factor of the loss at each further step
     replayed: float = 0.5  # share of a batch that is replay of all domains
     emitted: float = 0.0  # weight of the emitted token's own loss, of a feature drafter
-    missed: float = 1.0  # weight of places where it guesses wrong now, so that verification refuses its draft
+    missed: float = 1.0  # weight of places where a feature drafter guesses wrong now
     kind: Kind = "fkl"
 
 

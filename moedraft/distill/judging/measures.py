@@ -52,6 +52,7 @@ class JointMeasure:
         own = self.general if who is None or who.vocabulary is None else who.vocabulary
         counted, losses = [np.zeros((0, self.depth, 2), np.int64)], 0.0
         chances = [np.zeros((0, 2))]
+        lessons.states.on_forward = on_batch
         with instead(student, serving):
             student.use_lists({domain: own})
             for first in range(0, len(records), plan.rows):
@@ -87,7 +88,7 @@ class TextMeasure:
         with trainer.student.standing([one for one in serving.values() if one is not None]):
             for chosen in grouped(records, trainer.tokens_per_step):
                 batch = collate_text(chosen, draft.device, trainer.tokens_per_step, draft.vocab_size)
-                for counts, chance in guessed_rows(trainer.student.logits(batch), batch, self.depth):
+                for counts, chance in guessed_rows([trainer.student.logits(batch)], batch, self.depth):
                     counted.append(counts[None])
                     chances.append(np.array([chance]))
                 losses += trainer.loss(batch).item() * len(chosen) if len(records) < FEW else 0.0

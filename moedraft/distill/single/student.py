@@ -28,6 +28,9 @@ from moedraft.storage.candidate import Candidate, Weights
 KEPT = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora")
 
 
+TRIED = 16  # tokens that show whether logits come from the output layer unchanged
+
+
 class OutputLayer(NamedTuple):
     """Arguments of `moedraft.kernels.linear_divergence`."""
 
@@ -132,13 +135,8 @@ class Student:
         return OutputLayer(base.weight, base.bias, lora)
 
     def _ends_there(self, layer: torch.nn.Module) -> bool:
-        """Whether the logits are the output of `layer`, neither scaled nor capped, by trying one token."""
         if self._plain_logits is None:
-            seen: list[torch.Tensor] = []
-            token = torch.zeros(1, 1, dtype=torch.int64, device=self.draft.device)
-            with torch.no_grad(), layer.register_forward_hook(lambda *call: seen.append(call[2])):
-                logits = self.draft.hf(input_ids=token, use_cache=False).logits
-            self._plain_logits = torch.equal(seen[0], logits)
+            self._plain_logits = ends_in(layer, self.draft)
         return self._plain_logits
 
     def export(self, expert: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -247,6 +245,16 @@ class Student:
             other = ", ".join(sorted(held ^ wanted)[:3]) or "something else than lora_A and lora_B"
             raise UnsupportedModel(f"{self.draft.name}: PEFT and the engine do not agree on {other}.")
         return state
+
+
+def ends_in(layer: torch.nn.Module, draft: LanguageModel) -> bool:
+    """Whether the logits are the output of `layer`, neither scaled nor capped, by trying some tokens."""
+    seen: list[torch.Tensor] = []
+    tokens = torch.arange(min(TRIED, draft.vocab_size), device=draft.device)[None]
+    with torch.no_grad(), layer.register_forward_hook(lambda *call: seen.append(call[2])):
+        logits = draft.hf(input_ids=tokens, use_cache=False).logits
+    # The embedding of a padding token may be zero, and so may all its logits.
+    return torch.equal(seen[0], logits) and bool(logits[:, -1].any())
 
 
 def modules_of(tensors: Mapping[str, torch.Tensor]) -> set[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -13,16 +13,22 @@ from moedraft.distill.single.batches import RecordBatch
 Row = tuple[NDArray[np.int64], tuple[float, int]]  # [depth, 2], as `runs`; the sum of chances, and how many
 
 
-def guessed_rows(logits: torch.Tensor, batch: RecordBatch, depth: int) -> Iterator[Row]:
+def guessed_rows(logits: Iterable[torch.Tensor], batch: RecordBatch, depth: int) -> Iterator[Row]:
     """By record of the batch: hits and tries of greedy drafts, and what first guesses gave the right token.
 
-    logits [N, V], at the positions of `batch.mask`.
+    logits: [n, V] each, together those of all positions of `batch.mask`, in their order.
     """
-    best, lengths = batch.topk_ids[:, 0], batch.mask.sum(1).tolist()
-    right = torch.split(logits.argmax(-1) == best, lengths)
-    given = (logits.gather(1, best.clamp(min=0)[:, None])[:, 0].float() - logits.float().logsumexp(-1)).exp()
-    given = given.masked_fill(best < 0, 0.0)  # a token that the draft lacks
-    for hits, chances in zip(right, torch.split(given, lengths), strict=True):
+    best, right, given, first = batch.topk_ids[:, 0], [], [], 0
+    for some in logits:
+        mine = best[first : first + len(some)]
+        first += len(some)
+        right.append(some.argmax(-1) == mine)
+        chosen = some.gather(1, mine.clamp(min=0)[:, None])[:, 0].float()
+        chance = (chosen - some.float().logsumexp(-1)).exp()
+        given.append(chance.masked_fill(mine < 0, 0.0))  # a token that the draft lacks
+    lengths = batch.mask.sum(1).tolist()
+    pairs = zip(torch.split(torch.cat(right), lengths), torch.split(torch.cat(given), lengths), strict=True)
+    for hits, chances in pairs:
         yield runs(hits.cpu().numpy(), depth), (float(chances.sum()), len(chances))
 
 

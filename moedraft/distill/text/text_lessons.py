@@ -14,6 +14,7 @@ from moedraft.distill.text.text_guesses import guessed_rows
 from moedraft.distill.text.text_student import TextStudent
 from moedraft.kernels import divergence, linear_divergence
 
+BLOCK = 256  # rows whose logits exist at a time, where nothing is learned
 Group = tuple[RecordBatch, list[str]]  # some records, and whose each is: those of one expert side by side
 
 
@@ -34,19 +35,21 @@ class TextLessons:
     """See `Lessons`. The records of a step are read in groups, whose gradients add up."""
 
     def __init__(self, student: TextStudent, tokens: int = 2048) -> None:
-        """tokens: of one group, padding included, unless a single record has more."""
+        """tokens: of one group, padding included; longer records are cut."""
         self.student, self.tokens, self.states = student, tokens, NoStates()
 
     def learn(self, records: Sequence[ReplayRecord], owners: Sequence[str], plan: JointPlan) -> float:
-        total = 0.0
-        for part in self._losses(records, owners, plan):
-            part.backward()  # type: ignore[no-untyped-call]
-            total += part.item()
-        return total
+        groups = list(self._groups(records, owners, plan.max_tokens))
+        total = sum(int(batch.mask.sum()) for batch, _ in groups)
+        return sum(self._step(batch, names, plan, total) for batch, names in groups)
 
     @torch.no_grad()
     def loss(self, records: Sequence[ReplayRecord], owners: Sequence[str], plan: JointPlan) -> float:
-        return sum(part.item() for part in self._losses(records, owners, plan))
+        groups = list(self._groups(records, owners, plan.max_tokens))
+        total = sum(int(batch.mask.sum()) for batch, _ in groups)
+        return sum(
+            float(part) / total for batch, names in groups for part in self._sums(batch, names, plan)[0]
+        )
 
     @torch.no_grad()
     def guessed(
@@ -56,7 +59,7 @@ class TextLessons:
         counts, chances = [], []
         for batch, names in self._groups(records, owners, max_tokens):
             found += names
-            for count, chance in guessed_rows(self.student.logits(batch, names), batch, depth):
+            for count, chance in guessed_rows(self._logits(batch, names), batch, depth):
                 counts.append(count)
                 chances.append(chance)
         return found, Guessed(
@@ -64,45 +67,73 @@ class TextLessons:
             torch.tensor(chances, dtype=torch.float64).reshape(-1, 2),
         )
 
-    def _losses(
-        self, records: Sequence[ReplayRecord], owners: Sequence[str], plan: JointPlan
-    ) -> Iterator[torch.Tensor]:
-        """One addend of the loss for each group."""
-        groups = list(self._groups(records, owners, plan.max_tokens))
-        total = sum(int(batch.mask.sum()) for batch, _ in groups)
-        for batch, names in groups:
-            yield self._sum(batch, names, plan) / total
-
     def _groups(
         self, records: Sequence[ReplayRecord], owners: Sequence[str], max_tokens: int
     ) -> Iterator[Group]:
-        """The records by owner; none is longer than `max_tokens`."""
+        """The records by owner; none is longer than `max_tokens` or than a group. A heartbeat after each."""
         names = iter(sorted(owners))
         ordered = [records[i] for i in sorted(range(len(records)), key=lambda i: owners[i])]
         draft = self.student.draft
         for chosen in grouped(ordered, self.tokens):
-            batch = collate(chosen, draft.device, max_tokens, draft.vocab_size)
+            batch = collate(chosen, draft.device, min(max_tokens, self.tokens), draft.vocab_size)
             yield batch, [next(names) for _ in chosen]
+            self.states.on_forward()
 
-    def _sum(self, batch: RecordBatch, names: list[str], plan: JointPlan) -> torch.Tensor:
-        """The divergence of all rows, nats. Logits of all positions exist at once only where they must."""
+    def _step(self, batch: RecordBatch, names: list[str], plan: JointPlan, total: int) -> float:
+        """Add the gradients of one group, whose losses are divided by `total`; returns its part of the loss.
+
+        The output layer is gone through backwards expert by expert, so that its gradients of one expert at a
+        time are in memory.
+        """
+        losses, hidden, read = self._sums(batch, names, plan)
+        found = 0.0
+        for loss in losses:
+            (loss / total).backward()  # type: ignore[no-untyped-call]
+            found += loss.item() / total
+        if hidden is not None and read is not None and read.grad is not None:
+            hidden.backward(read.grad)  # type: ignore[no-untyped-call]
+        self.states.on_forward()
+        return found
+
+    def _sums(
+        self, batch: RecordBatch, names: list[str], plan: JointPlan
+    ) -> tuple[Iterator[torch.Tensor], torch.Tensor | None, torch.Tensor | None]:
+        """The divergences, nats, summed over the rows of one expert after another.
+
+        With them the output layer's inputs, and the same as the divergences read them, cut off from what made
+        them; None where logits of all rows have to exist, because they are not simply that layer's output.
+        """
         student, (ids, logprobs) = self.student, (batch.topk_ids, taught_by(batch.topk_logprobs, plan.kind))
         if not student.ends_in_head():
             logits = student.logits(batch, names)
-            return divergence(logits, teacher_topk=(ids, logprobs), kind=plan.kind, reduction="sum")
-        hidden, total = student.hidden(batch, names), []
-        for name, rows in student.parts(batch, names):
-            weight, bias, lora = student.output_layer(name)
-            teacher = ids[rows], logprobs[rows]
-            total.append(
-                linear_divergence(
-                    hidden[rows],
+            whole = divergence(logits, teacher_topk=(ids, logprobs), kind=plan.kind, reduction="sum")
+            return iter([whole]), None, None
+        hidden = student.hidden(batch, names)
+        read = hidden.detach().requires_grad_(hidden.requires_grad)
+
+        def sums() -> Iterator[torch.Tensor]:
+            for name, rows in student.parts(batch, names):
+                weight, bias, lora = student.output_layer(name)
+                yield linear_divergence(
+                    read[rows],
                     weight,
                     bias=bias,
                     lora=lora,
-                    teacher_topk=teacher,
+                    teacher_topk=(ids[rows], logprobs[rows]),
                     kind=plan.kind,
                     reduction="sum",
                 )
-            )
-        return torch.stack(total).sum()
+
+        return sums(), hidden, read
+
+    def _logits(self, batch: RecordBatch, names: list[str]) -> Iterator[torch.Tensor]:
+        """The logits [n, V] of some rows after others, all rows of `batch.mask` in the end."""
+        student = self.student
+        if not student.ends_in_head():
+            yield student.logits(batch, names)
+            return
+        hidden = student.hidden(batch, names)
+        for name, rows in student.parts(batch, names):
+            for some in torch.split(hidden[rows], BLOCK):
+                student.routing.parts = [(name, len(some))]
+                yield student.head(some)

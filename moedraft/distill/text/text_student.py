@@ -16,7 +16,7 @@ from moedraft.core import SHARED
 from moedraft.distill.joint.adapters import JointAdapters
 from moedraft.distill.joint.joint_lora import LowRank
 from moedraft.distill.single.batches import RecordBatch
-from moedraft.distill.single.student import OutputLayer
+from moedraft.distill.single.student import OutputLayer, ends_in
 from moedraft.drafting.modules import adaptable
 from moedraft.models import LanguageModel
 
@@ -103,12 +103,8 @@ class TextStudent(JointAdapters):
         return OutputLayer(self.head.weight, self.head.bias, lora)
 
     def ends_in_head(self) -> bool:
-        """Whether the logits are the output layer's, neither scaled nor capped, by trying one token."""
+        """Whether the logits are the output layer's, neither scaled nor capped, by trying some tokens."""
         if self._ends is None:
-            seen: list[torch.Tensor] = []
-            token = torch.zeros(1, 1, dtype=torch.int64, device=self.draft.device)
             self.routing.parts = []
-            with torch.no_grad(), self.head.register_forward_hook(lambda *call: seen.append(call[2])):
-                logits = self.draft.hf(input_ids=token, use_cache=False).logits
-            self._ends = torch.equal(seen[0], logits)
+            self._ends = ends_in(self.head, self.draft)
         return self._ends
