@@ -93,8 +93,8 @@ def train_now(settings: Settings, domain: str | None, as_json: bool) -> None:
         for made in run_updates(loop, domain, settings.update_steps):
             count += 1
             show(made, as_json)
-    if not count:
-        note(held_up or f"Nothing is due: {loop.needs()}")
+        if not count:
+            note(held_up or f"Nothing is due: {loop.needs()}")
 
 
 def follow_server(settings: Settings, domain: str | None, as_json: bool) -> None:

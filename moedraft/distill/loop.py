@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from moedraft.core import SHARED, AdapterVersion, StorageError, UpdateRecord
@@ -106,6 +107,10 @@ class DistillLoop:
     def needs(self) -> str:
         """How many new records make an update due, in words."""
         return f"an update takes {self.every} new records of a domain."
+
+    def only(self, expert: str) -> AbstractContextManager[None]:
+        """A context in which updates teach `expert` and no other adapter."""
+        return nullcontext()
 
     def held_up(self) -> str | None:
         """What a person must change before an update can run; None where it only waits for new records."""

@@ -65,8 +65,8 @@ def warm_start(
     """Teach `domain` from `count` of its examples. Versions that pass the gate are published and loaded.
 
     Where so few answers are held out that the gate has nothing to go by, the domain's own expert is published
-    on trial: it is taken back if the other examples do worse with it. What the same updates made of other
-    adapters passes the gate or stays unpublished: these examples say nothing of their domains.
+    on trial: it is taken back if the other examples do worse with it. No other adapter is changed: these
+    examples say nothing of their domains.
 
     chat: the examples go through the model's chat template, where it has one.
 
@@ -76,10 +76,11 @@ def warm_start(
     before = _measure(system, domain.name, held_out, on_progress, "Measuring before", chat)
     _answer(system, domain.name, chosen, on_progress, "Answering examples", chat, learn=True)
     updates: list[Update] = []
-    for part in range(UPDATES):
-        on_trial = part == UPDATES - 1 and not updates and _cannot_tell(loop)
-        update = _update(loop, domain.name, steps // UPDATES, part, on_progress, on_trial=on_trial)
-        updates += [update] if update is not None else []
+    with loop.only(domain.name):
+        for part in range(UPDATES):
+            on_trial = part == UPDATES - 1 and not updates and _cannot_tell(loop)
+            update = _update(loop, domain.name, steps // UPDATES, part, on_progress, on_trial=on_trial)
+            updates += [update] if update is not None else []
     system.refresh()
     after = _measure(system, domain.name, held_out, on_progress, "Measuring after", chat)
     if on_trial and (before or 0.0) > (after or 0.0):

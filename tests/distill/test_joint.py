@@ -145,6 +145,25 @@ def test_updates_teach(tmp_path: Path) -> None:
     assert second.loss < 0.8 * first.loss
 
 
+def test_one_expert_can_learn_alone_above_the_live_shared_adapter(tmp_path: Path) -> None:
+    """As a warm start does: nothing else is taught, and what was not published is dropped first."""
+    home = Home(tmp_path, {"code": 16, "prose": 16})
+    first = home.trainer.update()
+    assert first is not None
+    for made in first.candidates:
+        home.trainer.kept(made)  # the shared adapter in memory is not the one that serves: none is live
+    seen = home.trainer.last_id
+    with home.trainer.only("code"):
+        update = home.trainer.update()
+        assert update is not None
+        assert [one.expert for one in update.candidates] == ["code"]
+        assert all(not p.any() for p in home.student.parameters(SHARED)[1::2])  # B: as it was made
+    assert home.trainer.last_id == seen, "the others have not learned from these records yet"
+    again = home.trainer.update()
+    assert again is not None
+    assert SHARED in [one.expert for one in again.candidates]
+
+
 def test_half_of_each_batch_is_replay_of_all_domains(tmp_path: Path) -> None:
     """One domain's traffic lasts; the other is still learned from."""
     home = Home(tmp_path, {"prose": 20})

@@ -10,7 +10,7 @@ from candidates import candidate
 from distill_rig import record
 
 from moedraft.core import SHARED, Domain, GateDecision, StorageError
-from moedraft.distill.joint.joint_loop import MOST_AGAIN, JointLoop
+from moedraft.distill.joint.joint_loop import HOPELESS, MOST_AGAIN, JointLoop
 from moedraft.distill.joint.joint_trainer import JointUpdate
 from moedraft.distill.judging.gate import Verdict
 from moedraft.distill.outlet import HomeOutlet
@@ -37,6 +37,7 @@ class FakeJoint:
     """Makes candidates for the shared adapter and one expert from whatever is there."""
 
     learned: bool = True
+    learner: str | None = None
     last: int = 7  # the newest record that an update knows of
     lessons: FakeLessons = field(default_factory=FakeLessons)
     live: list[tuple[str, int]] = field(default_factory=list)
@@ -135,6 +136,23 @@ def test_records_are_not_used_again_for_ever_nor_without_a_gate(loop: JointLoop)
         loop.run_once()
         updates += 1
     assert updates == 1 + MOST_AGAIN
+
+
+def test_updates_without_a_visible_gain_follow_each_other_less_often(loop: JointLoop) -> None:
+    """What was kept is not thrown away; the next update from new records goes on with it."""
+    loop.trainer.kept = lambda candidate: None  # type: ignore[method-assign]
+    counts = []
+    for gain in (0.1, 0.0):
+        verdict = Verdict("keep", 8, gain)
+        loop.judge = lambda candidates, on_batch, v=verdict: {one.expert: v for one in candidates}  # type: ignore[assignment, misc]
+        loop.store.replay.add([record(len(counts) * 10 + i) for i in range(4)])
+        loop.trainer.last = loop.store.replay.last_id()  # type: ignore[attr-defined]
+        counts.append(0)
+        while loop.due() is not None:
+            loop.run_once()
+            counts[-1] += 1
+    assert counts == [1 + MOST_AGAIN, 1 + MOST_AGAIN // HOPELESS]
+    assert loop.trainer.forgotten == []  # type: ignore[attr-defined]
 
 
 def test_after_a_purge_no_record_stays_in_memory(loop: JointLoop) -> None:

@@ -354,9 +354,17 @@ def test_what_is_worse_is_thrown_away_and_its_records_still_get_their_turn(store
     assert max(loop.gains.values()) < LEAST_GAIN
 
 
+def test_looks_without_new_records_do_not_use_up_a_candidates_time(store: Store) -> None:
+    loop, trainer = loop_of(store, code=0.0)
+    for _ in range(3 * MOST_KEPT):
+        loop.run_once("code")
+    assert trainer.outcomes == ["code kept"] * 3 * MOST_KEPT
+
+
 def test_what_makes_no_difference_is_trained_on_for_a_while(store: Store) -> None:
     loop, trainer = loop_of(store, code=0.0)
-    for _ in range(MOST_KEPT + 2):
+    for number in range(MOST_KEPT + 2):
+        store.replay.add([record(5000 + number)])
         assert loop.run_once("code") is None
     assert trainer.outcomes == [*["code kept"] * MOST_KEPT, "code forgotten", "code kept"]
     trainer.value["code"] = 0.1

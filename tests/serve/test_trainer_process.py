@@ -688,7 +688,8 @@ def test_the_real_trainer_learns_publishes_and_ends(tmp_path: Path, store: Store
     assert os.getpriority(os.PRIO_PROCESS, state.pid) == 19
     assert int(Path(f"/proc/{state.pid}/oom_score_adj").read_text()) >= 800
     assert os.sched_getscheduler(state.pid) == os.SCHED_IDLE
-    assert (state.updates, state.last_error, state.learning.expert) == (2, None, None)
+    assert (state.last_error, state.learning.expert) == (None, None)
+    assert state.updates >= 2  # further ones follow while the gate sees a use in them
     assert {update.expert for update in store.updates.recent()} == {SHARED, "code"}
     assert {version.domain for version in store.registry.versions()} == {SHARED, "code"}
     began = time.monotonic()

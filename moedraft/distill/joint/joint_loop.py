@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from moedraft.core import SHARED
@@ -15,6 +16,7 @@ from moedraft.storage.changes import is_pinned
 
 MOST_DOUBLINGS = 5  # of the records that an update waits for, after updates that failed
 MOST_AGAIN = 8  # consecutive updates without new records, at most
+HOPELESS = 3  # one that was kept without any visible gain counts as so many of these
 
 
 @dataclass
@@ -22,9 +24,8 @@ class JointLoop(DistillLoop):
     """As `DistillLoop`, but each update trains all adapters, and the gate judges them together.
 
     Requests are scarce, spare time often is not. So further updates are made from the records that are there,
-    until the gate discards one: at once where it did harm, otherwise after a few updates in a row without a
-    visible gain. The gate's held-out records are never trained on, so this ends when nothing more is to be
-    learned from the others.
+    until the gate discards one, which did harm, or a few were kept without a visible gain. The gate's
+    held-out records are never trained on, so this ends when nothing more is to be learned from the others.
     """
 
     trainer: JointTrainer  # type: ignore[assignment]  # same outcome methods, but joint updates
@@ -69,9 +70,13 @@ class JointLoop(DistillLoop):
         found = self._news()
         return f"an update takes {self.interval.wanted(found)} new records, and there are {found}."
 
+    def only(self, expert: str) -> AbstractContextManager[None]:
+        """As `DistillLoop.only`."""
+        return self.trainer.only(expert)
+
     def held_up(self) -> str | None:
         """As `DistillLoop.held_up`."""
-        if not is_pinned(self.store.registry, SHARED):
+        if self.trainer.learner or not is_pinned(self.store.registry, SHARED):
             return None
         return (
             f"The shared adapter, which every update of this draft base teaches, is pinned; "
@@ -83,7 +88,7 @@ class JointLoop(DistillLoop):
 
         Returns the update of `expert` or, where that was not published, the shared adapter's.
         """
-        if is_pinned(self.store.registry, SHARED):
+        if self.held_up():
             return None
         began, self.waited = time.monotonic(), 0.0
         is_fresh = not self.again or self._news() >= self.every
@@ -96,7 +101,8 @@ class JointLoop(DistillLoop):
         updates = self._settle(made.candidates, made.last_id, began, on_step)
         if is_fresh or updates:
             self.interval.settled(bool(updates))
-        decisions = [one.decision for one in self.outcomes if one.expert == SHARED]
-        if self.judge is not None and decisions and decisions[0] in ("promote", "keep"):
-            self.again = left
+        outcome = next((one for one in self.outcomes if one.expert == SHARED), None)
+        if self.judge is not None and outcome is not None and outcome.decision in ("promote", "keep"):
+            hopes = outcome.decision == "promote" or outcome.gain is None or outcome.gain > 0
+            self.again = left if hopes else max(0, left + 1 - HOPELESS)
         return updates.get(expert) or updates.get(SHARED)

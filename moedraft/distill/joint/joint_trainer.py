@@ -14,7 +14,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -72,6 +72,7 @@ class JointTrainer:
         self.versions: dict[str, int] = {}  # which version an adapter's weights were taken from
         self.last_id = 0  # of the records that the last update knew of
         self.seed = 0  # of the next draw of records
+        self.learner: str | None = None  # the only expert that learns, see `only`
         self._chance = random.Random(0)  # whether a record that may be another domain's teaches an expert
         self._done = 0  # steps of the running update
         self._optimisers: dict[str, AveragingAdamW] = {}
@@ -102,17 +103,31 @@ class JointTrainer:
             with self.averaged():
                 after = self.measure(drawn.held_out, lambda: say(steps, loss))
                 rates = before, after
-                made = [self._candidate(name, sizes, steps, loss, rates) for name in (SHARED, *names)]
+                learners = names if self.learner else (SHARED, *names)
+                made = [self._candidate(name, sizes, steps, loss, rates) for name in learners]
         except BaseException:
             for name in (SHARED, *names):
                 self.forget(name)
             raise
-        self.last_id = last_id
+        self.last_id = self.last_id if self.learner else last_id  # the shared adapter has not seen them
         return JointUpdate(tuple(one for one in made if one.records), last_id, loss)
 
     def averaged(self) -> AbstractContextManager[None]:
         """A context in which the student drafts with the averaged weights, as the last candidates do."""
         return averaged(self._optimisers.values())
+
+    @contextmanager
+    def only(self, name: str) -> Iterator[None]:
+        """A context in which updates teach the expert `name` alone, above the shared adapter that is live.
+
+        What was trained before and not published is dropped: its shared adapter is not the live one.
+        """
+        self.forget(SHARED)
+        self.learner = name
+        try:
+            yield
+        finally:
+            self.learner = None
 
     def published(self, version: AdapterVersion) -> None:
         """Note that the candidate of this name is live as `version`; the next update starts from memory."""
@@ -146,6 +161,8 @@ class JointTrainer:
             groups.append([])
             for record in found:
                 on_record()
+                if self.learner not in (None, record.domain):
+                    continue
                 if len(record.topk_ids) < 2 or (target is not None and record.target_id != target):
                     continue  # a feature drafter never guesses the first token of an answer
                 if not is_held_out(record):
@@ -229,7 +246,7 @@ class JointTrainer:
 
     def _learners(self, owners: Sequence[str]) -> list[str]:
         """The adapters that make a step after a batch with rows of these owners."""
-        return sorted({SHARED, *owners})
+        return sorted({SHARED, *owners} if self.learner is None else {*owners} - {SHARED})
 
     def _optimiser(self, name: str) -> AveragingAdamW:
         """The optimiser of an adapter, kept between updates; an expert without records makes no steps."""

@@ -51,6 +51,7 @@ class Judge:
         self.held_out = HeldOut(store.replay)
         self.second_look = SecondLook(measure, store)
         self._kept: dict[str, tuple[int, int]] = {}  # the live version, and candidates kept since
+        self._newest = -1  # record there was when candidates were judged last
         self.base_serves = base_serves
         self._static: dict[str, tuple[int, Measured]] = {}  # by domain: hash of the records, their figures
 
@@ -64,14 +65,17 @@ class Judge:
         made = {one.expert: one for one in candidates if not is_pinned(self.store.registry, one.expert)}
         if not made or (len(candidates) > 1 and SHARED not in made):
             return {}
+        newest, before = self.store.replay.last_id(), self._newest
+        self._newest = newest
         kept = {name: self._kept_before(one) for name, one in made.items()}
         if SHARED in made:
             verdicts = decide_together(self._options(made, on_batch), kept, SHARED)
         else:
             verdicts = {name: self._alone(one, kept[name], on_batch) for name, one in made.items()}
         for name, one in made.items():
-            count = kept[name] + 1 if name in verdicts and verdicts[name].decision == "keep" else 0
-            self._kept[name] = one.parent, count
+            stays = name in verdicts and verdicts[name].decision == "keep"
+            # Without new records a further look tells nothing new; it must not use up the candidate's time.
+            self._kept[name] = one.parent, kept[name] + (newest != before) if stays else 0
         return verdicts
 
     def _kept_before(self, candidate: Candidate) -> int:
