@@ -300,6 +300,8 @@ class One(FakeTrainer):
 
 
 class Together(FakeTrainer):
+    learner: str | None = None
+
     def update(self, **_: object) -> Any:
         return JointUpdate(tuple(self.candidate(name) for name in (SHARED, "code")), last_id=7, loss=0.5)
 
