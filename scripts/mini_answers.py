@@ -18,7 +18,7 @@ from rich.progress import Progress
 from safetensors.torch import load_file, save_file
 
 from moedraft.core import ReplayRecord, SamplingParams
-from moedraft.distill.single.batches import collate
+from moedraft.distill.text.batches import collate
 from moedraft.drafting.drafter import NoDrafter
 from moedraft.engine.engine import Engine
 from moedraft.kernels import divergence

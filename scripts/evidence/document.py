@@ -15,13 +15,12 @@ from evidence.streams import ONLY, ORDERS, POISONED, title_of
 from evidence.summary import summary
 from evidence.words import (
     COMMANDS,
-    DASH,
+    cells,
     difference,
     how_many,
     introduction,
     listed,
     method,
-    number,
     short_sign,
     table,
     waits,
@@ -209,19 +208,9 @@ def pattern_part(whole: Whole, pattern: str) -> str:
 
 
 def row(of: Whole, name: str) -> list[str]:
-    one = of[name]
-    more = {
-        default: one["default_more"].get(default) if name != STATIC else None for default in (GATED, JOINT)
-    }
-    return [
-        ARRANGEMENTS[name].title,
-        str(one["seeds"]),
-        number(one["first_guess"]),
-        number(one["tokens"], 2),
-        difference(one["gain"]) if name != STATIC else DASH,
-        difference(more[GATED]),
-        difference(more[JOINT]),
-    ]
+    one, is_static = of[name], name == STATIC
+    more = [difference(None if is_static else one["default_more"].get(other)) for other in (GATED, JOINT)]
+    return [*cells(ARRANGEMENTS[name].title, one, is_static=is_static), *more]
 
 
 def by_domain(of: Whole) -> str:

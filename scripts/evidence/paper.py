@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from evidence.arrangements import ARRANGEMENTS, JOINT, LATEST, STATIC
@@ -78,11 +79,9 @@ def shift(whole: Whole) -> str:
 
 def objectives(whole: Whole) -> str:
     """Forward KL, which is the default, against the others."""
-    of = whole["patterns"].get("steady", {})
-    names = [name for name in ("joint:rkl", "joint:jsd", "joint:tvd", "joint:missed") if name in of]
     return _variants(
-        of,
-        names,
+        whole,
+        ("joint:rkl", "joint:jsd", "joint:tvd", "joint:missed"),
         f"**Objectives**, on the {title_of('steady')}; the default is forward KL. The paper compares "
         "forward KL, reverse KL and JSD on data of teacher, student and both; its figures could not be "
         "verified and are left out. *Refused guesses count twice*: places where the drafter's most likely "
@@ -92,11 +91,9 @@ def objectives(whole: Whole) -> str:
 
 def data(whole: Whole) -> str:
     """Whose answers are learned from."""
-    of = whole["patterns"].get("steady", {})
-    names = [name for name in ("joint:draft-data", "joint:mixed-data") if name in of]
     return _variants(
-        of,
-        names,
+        whole,
+        ("joint:draft-data", "joint:mixed-data"),
         "**Whose answers** are learned from: the target's, those that the draft gives to the same prompts "
         "when it answers alone, with what the target says of each of their tokens, or half of each. A server "
         "has the target's answers for nothing; the draft's need a forward of the target more. What "
@@ -107,17 +104,18 @@ def data(whole: Whole) -> str:
 
 def interval(whole: Whole) -> str:
     """How often there is an update, for the same number of steps."""
-    of = whole["patterns"].get("steady", {})
-    names = [name for name in ("joint:half", "joint:double") if name in of]
     every = whole["settings"]["every"]
     about = (
         "**Update interval**, with as many steps in all; the default is an update after every "
         f"{every} requests. The paper fixed 8."
     )
-    return _variants(of, names, about)
+    return _variants(whole, ("joint:half", "joint:double"), about)
 
 
-def _variants(of: Whole, names: list[str], about: str) -> str:
+def _variants(whole: Whole, wanted: Sequence[str], about: str) -> str:
+    """A table of these arrangements beside joint learning, in the steady mix."""
+    of = whole["patterns"].get("steady", {})
+    names = [name for name in wanted if name in of]
     if not names or JOINT not in of:
         return ""
     rows = [

@@ -6,7 +6,7 @@ from typing import Any
 
 from evidence.arrangements import ARRANGEMENTS, FURTHER, GATED, SERVED, STATIC
 from evidence.streams import ONLY, title_of
-from evidence.words import DASH, difference, how_many, listed, number, short_sign, table, waits
+from evidence.words import cells, difference, how_many, listed, short_sign, table, waits
 
 Whole = dict[str, Any]
 ONE_FURTHER, FREE = "mixed-replay:further", "joint:further"
@@ -102,13 +102,7 @@ def part(whole: Whole) -> str:
 
 
 def _row(of: Whole, name: str) -> list[str]:
-    one = of[name]
-    return [
-        ARRANGEMENTS[name].title,
-        str(one["seeds"]),
-        number(one["first_guess"]),
-        number(one["tokens"], 2),
-        difference(one["gain"]) if name != STATIC else DASH,
-        difference(one["default_more"].get(SERVED)) if name != STATIC else DASH,
-        waits(one.get("arrival")) if name != STATIC else DASH,
-    ]
+    one, is_static = of[name], name == STATIC
+    more = difference(None if is_static else one["default_more"].get(SERVED))
+    wait = waits(None if is_static else one.get("arrival"))
+    return [*cells(ARRANGEMENTS[name].title, one, is_static=is_static), more, wait]

@@ -108,6 +108,12 @@ def short_sign(value: float) -> str:
     return ("+" if value >= 0 else "") + short(value)
 
 
+def cells(title: str, one: dict[str, Any], *, is_static: bool) -> list[str]:
+    """An arrangement's first cells: title, seeds, both figures, and what it has more than static."""
+    gain = DASH if is_static else difference(one["gain"])
+    return [title, str(one["seeds"]), number(one["first_guess"]), number(one["tokens"], 2), gain]
+
+
 def listed(names: Iterable[str]) -> str:
     """`a, b and c`"""
     names = list(names)

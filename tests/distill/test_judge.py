@@ -29,8 +29,8 @@ from moedraft.distill.judging.judge import ENOUGH, Judge
 from moedraft.distill.judging.measures import JointMeasure, Serving, TextMeasure, instead
 from moedraft.distill.loop import LEAST_GAIN, DistillLoop
 from moedraft.distill.outlet import HomeOutlet
-from moedraft.distill.single.batches import collate as collate_text
 from moedraft.distill.single.trainer import Trainer, is_held_out
+from moedraft.distill.text.batches import collate as collate_text
 from moedraft.distill.text.text_guesses import runs
 from moedraft.distill.warmstart import OnTrial
 from moedraft.storage import changes, version_rows

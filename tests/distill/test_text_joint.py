@@ -22,7 +22,7 @@ from moedraft.distill.joint.plan import JointPlan
 from moedraft.distill.judging.judge import Judge
 from moedraft.distill.judging.measures import JointMeasure
 from moedraft.distill.outlet import HomeOutlet
-from moedraft.distill.single.batches import RecordBatch, collate
+from moedraft.distill.text.batches import RecordBatch, collate
 from moedraft.distill.text.text_lessons import TextLessons
 from moedraft.distill.text.text_student import TextStudent
 from moedraft.drafting.modules import adaptable

@@ -14,8 +14,8 @@ from distill_rig import Rig
 from moedraft.core import SHARED, SamplingParams, UnsupportedModel
 from moedraft.distill.loop import DistillLoop
 from moedraft.distill.outlet import HomeOutlet
-from moedraft.distill.single.batches import collate
 from moedraft.distill.single.trainer import Trainer
+from moedraft.distill.text.batches import collate
 from moedraft.drafting.lora import ExpertBank
 from moedraft.kernels import divergence, linear_divergence
 from moedraft.learning_state import paused

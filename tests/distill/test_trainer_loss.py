@@ -9,7 +9,7 @@ import torch
 from distill_rig import Rig, record
 
 from moedraft.core import SHARED
-from moedraft.distill.single.batches import taught_by
+from moedraft.distill.text.batches import taught_by
 from moedraft.kernels import Kind, divergence
 
 

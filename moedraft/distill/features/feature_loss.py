@@ -15,7 +15,7 @@ from moedraft.distill.features.feature_batches import (
 )
 from moedraft.distill.features.feature_student import FeatureStudent, Guesses
 from moedraft.distill.joint.plan import Guessed
-from moedraft.distill.single.batches import taught_by
+from moedraft.distill.text.batches import taught_by
 from moedraft.kernels import Kind, divergence
 
 

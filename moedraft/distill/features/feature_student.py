@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -18,8 +17,8 @@ from torch import nn
 from moedraft.cpu.products import multiplies_bfloat16
 from moedraft.distill.features.feature_batches import FeatureBatch
 from moedraft.distill.features.unrolled import unroll
-from moedraft.distill.joint.adapters import JointAdapters
-from moedraft.drafting.adapter import HEAD, read_adapter
+from moedraft.distill.joint.adapters import JointAdapters, side_by_side
+from moedraft.drafting.adapter import HEAD
 from moedraft.feature.model import FeatureDraft
 from moedraft.feature.vocabulary import checked, places, rows_for
 
@@ -61,23 +60,16 @@ class FeatureStudent(JointAdapters):
 
     # -- adapters --------------------------------------------------------------------------------
 
-    def load(
-        self,
-        name: str,
-        version: int,
-        config: Mapping[str, Any],
-        tensors: Mapping[str, torch.Tensor],
-        vocabulary: torch.Tensor | None = None,
-    ) -> None:
-        """As `JointAdapters.load`; what the adapter's tokens lack of the draft vocabulary is zero."""
-        own = self.general
-        if vocabulary is not None:
-            own = checked(vocabulary, self.vocab_size).to(own.device)
-        deltas = dict(read_adapter(version, config, tensors, self._shapes(), own).deltas)
-        if HEAD in deltas:
-            a, b = deltas[HEAD]
-            deltas[HEAD] = a, rows_for(b, own, self.draft.vocabulary)
-        self._put(name, deltas)
+    def _listed(self, vocabulary: torch.Tensor | None) -> torch.Tensor:
+        if vocabulary is None:
+            return self.general
+        return checked(vocabulary, self.vocab_size).to(self.general.device)
+
+    def _placed(self, module: str, b: torch.Tensor, own: torch.Tensor | None) -> torch.Tensor:
+        if module != HEAD:
+            return b
+        assert own is not None
+        return rows_for(b, own, self.draft.vocabulary)  # tokens that the adapter lacks get zeros
 
     def _rows(self, module: str, b: torch.Tensor, vocabulary: torch.Tensor | None) -> torch.Tensor:
         if module != HEAD:
@@ -124,8 +116,7 @@ class FeatureStudent(JointAdapters):
     def guesses(self, hidden: torch.Tensor, owners: list[str], counts: list[int]) -> Iterator[Guesses]:
         """As `logits`, but one result for each expert, over the tokens of its own list alone."""
         first = 0
-        for name, group in groupby(zip(owners, counts, strict=True), key=lambda pair: pair[0]):
-            count = sum(number for _, number in group)
+        for name, count in side_by_side(owners, counts):
             mine, numbers = slice(first, first + count), self.lists.get(name)
             first += count
             if not count:

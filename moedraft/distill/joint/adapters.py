@@ -88,7 +88,9 @@ class JointAdapters:
 
         vocabulary: the tokens that its output rows stand for; None: those of the draft base.
         """
-        self._put(name, read_adapter(version, config, tensors, self._shapes()).deltas)
+        own = self._listed(vocabulary)
+        deltas = read_adapter(version, config, tensors, self._shapes(), own).deltas
+        self._put(name, {module: (a, self._placed(module, b, own)) for module, (a, b) in deltas.items()})
 
     def export(
         self, name: str, vocabulary: torch.Tensor | None = None
@@ -122,6 +124,14 @@ class JointAdapters:
     def use_lists(self, lists: Mapping[str, torch.Tensor]) -> None:
         """Have these experts guess from their own tokens alone, where `has_lists`."""
 
+    def _listed(self, vocabulary: torch.Tensor | None) -> torch.Tensor | None:
+        """What an adapter's output rows stand for; None: every row of the layer. Raises CorruptAdapter."""
+        return None
+
+    def _placed(self, module: str, b: torch.Tensor, own: torch.Tensor | None) -> torch.Tensor:
+        """`b` of an adapter with these tokens, with the rows that the layer has here."""
+        return b
+
     def _rows(self, module: str, b: torch.Tensor, vocabulary: torch.Tensor | None) -> torch.Tensor:
         """The rows of `b` that are exported."""
         return b
@@ -150,5 +160,10 @@ class JointAdapters:
 
     def _route(self, owners: Sequence[str], counts: Sequence[int]) -> None:
         """Have the next rows, counts[b] for the owner b, go through their owners' adapters."""
-        pairs = groupby(zip(owners, counts, strict=True), key=lambda pair: pair[0])
-        self.routing.parts = [(name, sum(count for _, count in group)) for name, group in pairs]
+        self.routing.parts = side_by_side(owners, counts)
+
+
+def side_by_side(owners: Sequence[str], counts: Sequence[int]) -> list[tuple[str, int]]:
+    """Each owner once for its neighbouring rows, with all of their counts."""
+    pairs = groupby(zip(owners, counts, strict=True), key=lambda pair: pair[0])
+    return [(name, sum(count for _, count in group)) for name, group in pairs]

@@ -40,7 +40,7 @@ class Guessed:
 
 
 class Lessons(Protocol):
-    """Has one kind of draft base learn from records, and guess them.
+    """How one kind of draft base learns from records, and what it guesses of their answers.
 
     `owners` are the records' experts, one for each.
     """

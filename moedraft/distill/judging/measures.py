@@ -17,9 +17,9 @@ from moedraft.core import SHARED, ReplayRecord
 from moedraft.distill.joint.adapters import JointAdapters
 from moedraft.distill.joint.joint_trainer import JointTrainer
 from moedraft.distill.judging.gate import FEW, Measured
-from moedraft.distill.single.batches import collate as collate_text
-from moedraft.distill.single.batches import grouped
 from moedraft.distill.single.trainer import Trainer
+from moedraft.distill.text.batches import collate as collate_text
+from moedraft.distill.text.batches import grouped
 from moedraft.distill.text.text_guesses import guessed_rows
 from moedraft.storage.candidate import Weights
 

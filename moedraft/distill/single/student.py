@@ -9,15 +9,16 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
 from moedraft.core import SHARED, AdapterVersion, UnsupportedModel
-from moedraft.distill.single.batches import RecordBatch
+from moedraft.distill.text.batches import RecordBatch
+from moedraft.distill.text.forward import OutputLayer, ends_in_head, hidden_at, logits_at
 from moedraft.drafting.adapter import LORA_A, PREFIX
 from moedraft.drafting.modules import adaptable
 from moedraft.models import LanguageModel
@@ -26,17 +27,6 @@ from moedraft.storage.candidate import Candidate, Weights
 
 # What a new version takes over from the configuration of the stored one.
 KEPT = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora")
-
-
-TRIED = 16  # tokens that show whether logits come from the output layer unchanged
-
-
-class OutputLayer(NamedTuple):
-    """Arguments of `moedraft.kernels.linear_divergence`."""
-
-    weight: torch.Tensor  # [V, H]
-    bias: torch.Tensor | None  # [V]
-    lora: tuple[torch.Tensor, torch.Tensor] | None  # [r, H] and [V, r], all adapters together, scaled
 
 
 class Student:
@@ -87,42 +77,18 @@ class Student:
         return self._optimisers[expert]
 
     def logits(self, batch: RecordBatch) -> torch.Tensor:
-        """The logits [N, V] at the positions of `batch.mask`.
-
-        The output layer, the largest of all, is given only those positions.
-        """
-
-        return self._forward(batch, lambda chosen: chosen)
+        """The logits [N, V] at the positions of `batch.mask`."""
+        return logits_at(self.draft, batch, lambda chosen: chosen)
 
     def hidden(self, batch: RecordBatch) -> torch.Tensor:
-        """The output layer's inputs [N, H] at the positions of `batch.mask`; that layer computes nothing."""
-        read: list[torch.Tensor] = []
-
-        def keep(chosen: torch.Tensor) -> torch.Tensor:
-            read.append(chosen)
-            return chosen[:0]
-
-        self._forward(batch, keep)
-        return read[0]
-
-    def _forward(self, batch: RecordBatch, given: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Run the model with `given` applied to the hidden states at `batch.mask` before the output layer."""
-
-        def choose(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-            hidden, *rest = inputs
-            return (given(hidden[:, -batch.keep :][batch.mask]), *rest)
-
-        model = self.draft.hf  # PEFT's layers are in it; its own wrapper needs an adapter to be active
-        with model.get_output_embeddings().register_forward_pre_hook(choose):
-            out = model(input_ids=batch.token_ids, use_cache=False, logits_to_keep=batch.keep)
-        logits: torch.Tensor = out.logits
-        return logits
+        """The output layer's inputs [N, H] at these positions."""
+        return hidden_at(self.draft, batch)
 
     def output_layer(self) -> OutputLayer | None:
         """The output layer with its active adapters; None where the logits are not simply its output."""
         layer = self.draft.hf.get_output_embeddings()
         base = getattr(layer, "base_layer", layer)
-        if type(base) is not torch.nn.Linear or not self._ends_there(layer):
+        if type(base) is not torch.nn.Linear or not self._ends_there():
             return None
         names = [
             name for name in self.model.base_model.active_adapters if name in getattr(layer, "lora_A", ())
@@ -134,9 +100,9 @@ class Student:
             lora = below, torch.cat(scaled, dim=1)
         return OutputLayer(base.weight, base.bias, lora)
 
-    def _ends_there(self, layer: torch.nn.Module) -> bool:
+    def _ends_there(self) -> bool:
         if self._plain_logits is None:
-            self._plain_logits = ends_in(layer, self.draft)
+            self._plain_logits = ends_in_head(self.draft)
         return self._plain_logits
 
     def export(self, expert: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -245,16 +211,6 @@ class Student:
             other = ", ".join(sorted(held ^ wanted)[:3]) or "something else than lora_A and lora_B"
             raise UnsupportedModel(f"{self.draft.name}: PEFT and the engine do not agree on {other}.")
         return state
-
-
-def ends_in(layer: torch.nn.Module, draft: LanguageModel) -> bool:
-    """Whether the logits are the output of `layer`, neither scaled nor capped, by trying some tokens."""
-    seen: list[torch.Tensor] = []
-    tokens = torch.arange(min(TRIED, draft.vocab_size), device=draft.device)[None]
-    with torch.no_grad(), layer.register_forward_hook(lambda *call: seen.append(call[2])):
-        logits = draft.hf(input_ids=tokens, use_cache=False).logits
-    # The embedding of a padding token may be zero, and so may all its logits.
-    return torch.equal(seen[0], logits) and bool(logits[:, -1].any())
 
 
 def modules_of(tensors: Mapping[str, torch.Tensor]) -> set[str]:

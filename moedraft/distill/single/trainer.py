@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from moedraft.core import SHARED, AdapterVersion, ReplayRecord
-from moedraft.distill.single.batches import (
+from moedraft.distill.single.student import Student, modules_of
+from moedraft.distill.text.batches import (
     RecordBatch,
     collate,
     grouped,
@@ -21,7 +22,6 @@ from moedraft.distill.single.batches import (
     shuffled_groups,
     taught_by,
 )
-from moedraft.distill.single.student import Student, modules_of
 from moedraft.kernels import Kind, divergence, linear_divergence
 from moedraft.models import LanguageModel
 from moedraft.storage.candidate import Candidate

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moedraft.distill.single.batches import RecordBatch
+from moedraft.distill.text.batches import RecordBatch
 
 Row = tuple[NDArray[np.int64], tuple[float, int]]  # [depth, 2], as `runs`; the sum of chances, and how many
 

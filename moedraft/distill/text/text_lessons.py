@@ -9,7 +9,7 @@ import torch
 
 from moedraft.core import ReplayRecord
 from moedraft.distill.joint.plan import Guessed, JointPlan
-from moedraft.distill.single.batches import RecordBatch, collate, grouped, taught_by
+from moedraft.distill.text.batches import RecordBatch, collate, grouped, taught_by
 from moedraft.distill.text.text_guesses import guessed_rows
 from moedraft.distill.text.text_student import TextStudent
 from moedraft.kernels import divergence, linear_divergence
@@ -45,11 +45,11 @@ class TextLessons:
 
     @torch.no_grad()
     def loss(self, records: Sequence[ReplayRecord], owners: Sequence[str], plan: JointPlan) -> float:
-        groups = list(self._groups(records, owners, plan.max_tokens))
-        total = sum(int(batch.mask.sum()) for batch, _ in groups)
-        return sum(
-            float(part) / total for batch, names in groups for part in self._sums(batch, names, plan)[0]
-        )
+        found, total = 0.0, 0
+        for batch, names in self._groups(records, owners, plan.max_tokens):
+            found += sum(float(part) for part in self._divergences(batch, names, plan))
+            total += int(batch.mask.sum())
+        return found / total
 
     @torch.no_grad()
     def guessed(
@@ -80,51 +80,46 @@ class TextLessons:
             self.states.on_forward()
 
     def _step(self, batch: RecordBatch, names: list[str], plan: JointPlan, total: int) -> float:
-        """Add the gradients of one group, whose losses are divided by `total`; returns its part of the loss.
-
-        The output layer is gone through backwards expert by expert, so that its gradients of one expert at a
-        time are in memory.
-        """
-        losses, hidden, read = self._sums(batch, names, plan)
+        """Add the gradients of one group, whose loss is divided by `total`; returns its part of the loss."""
+        student = self.student
+        hidden = student.hidden(batch, names) if student.ends_in_head() else None
+        # Backwards through the output layer expert by expert: only one's gradients of it are in memory then;
+        # what they say of its inputs then goes into the layers below at once.
+        inputs = None if hidden is None else hidden.detach().requires_grad_(hidden.requires_grad)
         found = 0.0
-        for loss in losses:
-            (loss / total).backward()  # type: ignore[no-untyped-call]
-            found += loss.item() / total
-        if hidden is not None and read is not None and read.grad is not None:
-            hidden.backward(read.grad)  # type: ignore[no-untyped-call]
+        for part in self._divergences(batch, names, plan, inputs):
+            (part / total).backward()  # type: ignore[no-untyped-call]
+            found += part.item() / total
+        if hidden is not None and inputs is not None and inputs.grad is not None:
+            hidden.backward(inputs.grad)  # type: ignore[no-untyped-call]
         self.states.on_forward()
         return found
 
-    def _sums(
-        self, batch: RecordBatch, names: list[str], plan: JointPlan
-    ) -> tuple[Iterator[torch.Tensor], torch.Tensor | None, torch.Tensor | None]:
-        """The divergences, nats, summed over the rows of one expert after another.
+    def _divergences(
+        self, batch: RecordBatch, names: list[str], plan: JointPlan, inputs: torch.Tensor | None = None
+    ) -> Iterator[torch.Tensor]:
+        """The divergence, nats, summed over the rows of one expert after another.
 
-        With them the output layer's inputs, and the same as the divergences read them, cut off from what made
-        them; None where logits of all rows have to exist, because they are not simply that layer's output.
+        inputs [N, H]: of the output layer; None: they are computed. Where the logits are not simply that
+        layer's output, those of all rows have to exist, and there is one divergence of all.
         """
         student, (ids, logprobs) = self.student, (batch.topk_ids, taught_by(batch.topk_logprobs, plan.kind))
         if not student.ends_in_head():
             logits = student.logits(batch, names)
-            whole = divergence(logits, teacher_topk=(ids, logprobs), kind=plan.kind, reduction="sum")
-            return iter([whole]), None, None
-        hidden = student.hidden(batch, names)
-        read = hidden.detach().requires_grad_(hidden.requires_grad)
-
-        def sums() -> Iterator[torch.Tensor]:
-            for name, rows in student.parts(batch, names):
-                weight, bias, lora = student.output_layer(name)
-                yield linear_divergence(
-                    read[rows],
-                    weight,
-                    bias=bias,
-                    lora=lora,
-                    teacher_topk=(ids[rows], logprobs[rows]),
-                    kind=plan.kind,
-                    reduction="sum",
-                )
-
-        return sums(), hidden, read
+            yield divergence(logits, teacher_topk=(ids, logprobs), kind=plan.kind, reduction="sum")
+            return
+        hidden = student.hidden(batch, names) if inputs is None else inputs
+        for name, rows in student.parts(batch, names):
+            weight, bias, lora = student.output_layer(name)
+            yield linear_divergence(
+                hidden[rows],
+                weight,
+                bias=bias,
+                lora=lora,
+                teacher_topk=(ids[rows], logprobs[rows]),
+                kind=plan.kind,
+                reduction="sum",
+            )
 
     def _logits(self, batch: RecordBatch, names: list[str]) -> Iterator[torch.Tensor]:
         """The logits [n, V] of some rows after others, all rows of `batch.mask` in the end."""

@@ -6,17 +6,15 @@ leaves keys and values as the shared adapter makes them, as it does in the engin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
+from collections.abc import Iterator, Sequence
 
 import torch
-from torch import nn
 
 from moedraft.core import SHARED
-from moedraft.distill.joint.adapters import JointAdapters
+from moedraft.distill.joint.adapters import JointAdapters, side_by_side
 from moedraft.distill.joint.joint_lora import LowRank
-from moedraft.distill.single.batches import RecordBatch
-from moedraft.distill.single.student import OutputLayer, ends_in
+from moedraft.distill.text.batches import RecordBatch
+from moedraft.distill.text.forward import OutputLayer, ends_in_head, hidden_at, logits_at
 from moedraft.drafting.modules import adaptable
 from moedraft.models import LanguageModel
 
@@ -56,40 +54,18 @@ class TextStudent(JointAdapters):
             self._route(owners, counts)
             return hidden
 
-        return self._forward(batch, owners, choose)
+        self._route(owners, [1] * len(owners))
+        return logits_at(self.draft, batch, choose)
 
     def hidden(self, batch: RecordBatch, owners: Sequence[str]) -> torch.Tensor:
-        """The output layer's inputs [N, H] at these positions; that layer computes nothing."""
-        read: list[torch.Tensor] = []
-
-        def keep(hidden: torch.Tensor) -> torch.Tensor:
-            self.routing.parts = []
-            read.append(hidden)
-            return hidden[:0]
-
-        self._forward(batch, owners, keep)
-        return read[0]
-
-    def _forward(
-        self, batch: RecordBatch, owners: Sequence[str], given: Callable[[torch.Tensor], torch.Tensor]
-    ) -> torch.Tensor:
-        """Run the model with `given` applied to the hidden states at `batch.mask` before the output layer."""
-
-        def choose(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-            hidden, *rest = inputs
-            return (given(hidden[:, -batch.keep :][batch.mask]), *rest)
-
+        """The output layer's inputs [N, H] at these positions."""
         self._route(owners, [1] * len(owners))
-        with self.head.register_forward_pre_hook(choose):
-            out = self.draft.hf(input_ids=batch.token_ids, use_cache=False, logits_to_keep=batch.keep)
-        logits: torch.Tensor = out.logits
-        return logits
+        return hidden_at(self.draft, batch)
 
     def parts(self, batch: RecordBatch, owners: Sequence[str]) -> Iterator[Part]:
         """Which of the N positions of `batch.mask` belong to which expert."""
         first = 0
-        for name, group in groupby(zip(owners, batch.mask.sum(1).tolist(), strict=True), key=lambda p: p[0]):
-            count = sum(number for _, number in group)
+        for name, count in side_by_side(owners, batch.mask.sum(1).tolist()):
             yield name, slice(first, first + count)
             first += count
 
@@ -106,5 +82,5 @@ class TextStudent(JointAdapters):
         """Whether the logits are the output layer's, neither scaled nor capped, by trying some tokens."""
         if self._ends is None:
             self.routing.parts = []
-            self._ends = ends_in(self.head, self.draft)
+            self._ends = ends_in_head(self.draft)
         return self._ends
