@@ -653,7 +653,7 @@ def test_overview(stage: Stage, tabs: Tabs, client: httpx.Client) -> None:
     assert {name: float(text.replace("\u202f", "")) for name, text in seen.facts.items()} == {
         "Steps": scrape.total("engine_steps"),
         "Tokens since the start": scrape.total("generation_tokens_total"),
-        "Updates": scrape.total("trainer_updates"),
+        "Versions published": scrape.total("trainer_updates"),
         "Restarts of the trainer": scrape.total("trainer_restarts"),
     }
     tokens = sum(row.num_tokens for row in stage.rows)

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,9 +33,10 @@ from moedraft.core import (
     ReplayRecord,
     SamplingParams,
     StorageError,
+    UpdateRecord,
 )
 from moedraft.distill.governor import Load, write_load
-from moedraft.distill.messages import TRAINING, Begin
+from moedraft.distill.messages import TRAINING, Begin, Learned
 from moedraft.learning_state import LearningKind
 from moedraft.serve.supervisor.child import CHUNK, Child, ChildFailed
 from moedraft.serve.supervisor.conversation import Conversation
@@ -670,6 +672,18 @@ def record(number: int) -> ReplayRecord:
         drafted=3,
         accepted=1,
     )
+
+
+def test_the_time_that_an_update_was_suspended_is_taken_from_all_of_its_parts(
+    store: Store, settings: Settings
+) -> None:
+    """A joint update of two adapters took 10 s in all, 7 of which it was suspended."""
+    one, hold = TrainerSupervisor(settings, store), SimpleNamespace(seconds=7.0)
+    for name in (SHARED, "code"):
+        part = UpdateRecord(name, 0, 4, 2, 1.0, 5.0, None, None, decision="keep")
+        one._note(Learned(expert=name, last_id=0, update=part), hold)  # type: ignore[arg-type]
+    assert {part.expert: part.seconds for part in store.updates.recent()} == {SHARED: 0.0, "code": 3.0}
+    assert hold.seconds == 0
 
 
 def test_the_real_trainer_learns_publishes_and_ends(tmp_path: Path, store: Store) -> None:

@@ -268,7 +268,7 @@ def _state(view: OverviewPageData) -> Markup:
     facts = [("Steps", count(now.steps)), ("Tokens since the start", count(now.tokens_total))]
     if view.trainer:
         facts += [
-            ("Updates", count(view.trainer.updates)),
+            ("Versions published", count(view.trainer.updates)),
             ("Restarts of the trainer", count(view.trainer.restarts)),
         ]
     if now.learning.is_paused:

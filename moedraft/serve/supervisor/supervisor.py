@@ -265,11 +265,13 @@ class TrainerSupervisor:
         self._set(learning=report.state(), last_error=report.error or self._state.last_error)
 
     def _note(self, message: Learned, hold: Hold) -> Message:
-        update, held = message.update, hold.seconds
-        hold.seconds = 0.0
+        # The trainer cannot know for how long it was suspended. An update of several adapters is written down
+        # in as many parts, each with its share of the time; what one has no room for, the next bears.
+        update = message.update
+        held = min(update.seconds, hold.seconds) if update is not None else hold.seconds
+        hold.seconds -= held
         if update is not None:
-            # the trainer cannot know for how long it was suspended
-            update = replace(update, seconds=max(0.0, update.seconds - held))
+            update = replace(update, seconds=update.seconds - held)
         reply = self._publisher.done(message.model_copy(update={"update": update}))
         if update is not None and update.decision is not None:
             self._set(decisions=Counter(self._state.decisions) + Counter([update.decision]))
