@@ -97,7 +97,12 @@ class Settings(BaseSettings):
         "tail",
         description="what an expert of a draft model changes: its last layer and output layer, or all layers",
     )
-    adapter_rank: int = Field(64, ge=1, le=1024, description="LoRA rank of an expert")
+    adapter_rank: int = Field(
+        64,
+        ge=1,
+        le=1024,
+        description="LoRA rank that an expert learns with; it is published with what it needs of it",
+    )
     shared_rank: int = Field(64, ge=1, le=1024, description="LoRA rank of the shared adapter")
     merged_cache_mb: int = Field(
         512, ge=0, description="memory for copies of weights with an expert added, of each of two kinds"

@@ -31,8 +31,8 @@ import torch
 import transformers
 
 from moedraft.core import SHARED, SamplingParams, Sequence
-from moedraft.drafting.adapter import Adapter
-from moedraft.drafting.lora import ExpertBank
+from moedraft.drafting.experts.adapter import Adapter
+from moedraft.drafting.experts.lora import ExpertBank
 from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine
 from moedraft.models import LanguageModel

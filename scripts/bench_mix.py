@@ -29,7 +29,7 @@ from feature_answers import prompts_of
 
 from moedraft.config import load_settings
 from moedraft.core import SHARED, SamplingParams
-from moedraft.drafting.adapter import Adapter
+from moedraft.drafting.experts.adapter import Adapter
 from moedraft.routing.selector import FixedSelector
 from moedraft.showcase.bench import surroundings
 from moedraft.showcase.measure import warm_up

@@ -51,8 +51,8 @@ from selection_streams import Part, Streams
 
 from moedraft.config import load_settings
 from moedraft.core import SHARED, RequestOutput
-from moedraft.drafting.adapter import Adapter
 from moedraft.drafting.arm_judge import FeatureJudge
+from moedraft.drafting.experts.adapter import Adapter
 from moedraft.evidence import Proposal, Rows
 from moedraft.routing.selector import BackgroundSelector
 from moedraft.showcase.bench import surroundings

@@ -17,7 +17,7 @@ from fault_tools import Row, candidate, new_home, record, timed, until_its_end
 
 from moedraft.config import load_settings
 from moedraft.core import Domain, MoedraftError, RequestStats
-from moedraft.drafting.adapter import PREFIX
+from moedraft.drafting.experts.adapter import PREFIX
 from moedraft.speculation import SpeculationStats
 from moedraft.storage import db
 from moedraft.storage.candidate import Candidate

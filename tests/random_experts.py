@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from moedraft.core import SHARED
-from moedraft.drafting.adapter import HEAD, Adapter
 from moedraft.drafting.base import FeatureBase, load_feature_base
-from moedraft.drafting.lora import ExpertBank
+from moedraft.drafting.experts.adapter import HEAD, Adapter
+from moedraft.drafting.experts.lora import ExpertBank
 from moedraft.feature.checkpoint import save_draft
 from moedraft.feature.config import config_for
 from moedraft.feature.model import FeatureDraft

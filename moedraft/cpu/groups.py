@@ -2,8 +2,8 @@
 
 The time of a product with few rows is the time of reading its weight. So each expert's merged weight
 multiplies the rows of that expert, and with many experts in one batch, which would mean reading many weights,
-the shared draft serves all rows. The plain twin is `moedraft.drafting.joined`, which adds the low-rank
-terms of all experts to one product and takes any number of experts; every other model uses it.
+the shared draft serves all rows. The plain twin is `moedraft.drafting.experts.joined`, which adds the
+low-rank terms of all experts to one product and takes any number of experts; every other model uses it.
 """
 
 from __future__ import annotations

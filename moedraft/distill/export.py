@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from moedraft.core import SHARED, AdapterVersion, InvalidRequest
 from moedraft.distill.peft_config import peft_config
-from moedraft.drafting.adapter import HEAD, LORA_A, LORA_B, PREFIX, Delta, scaling
+from moedraft.drafting.experts.adapter import HEAD, LORA_A, LORA_B, PREFIX, Delta, scaling
 from moedraft.feature.vocabulary import rows_for
 from moedraft.storage.adapters import LoadedAdapter
 from moedraft.storage.candidate import CONFIG, VOCABULARY, WEIGHTS

@@ -15,11 +15,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from moedraft import core
 from moedraft.core import SHARED
-from moedraft.drafting.adapter import HEAD, Delta
 from moedraft.drafting.drawing import best_tokens
+from moedraft.drafting.experts.adapter import HEAD, Delta
+from moedraft.drafting.experts.layer import Multiplies
+from moedraft.drafting.experts.lora import ExpertBank
 from moedraft.drafting.feature import FeatureDrafter
-from moedraft.drafting.layer import Multiplies
-from moedraft.drafting.lora import ExpertBank
 from moedraft.evidence import Passage
 
 

@@ -15,9 +15,9 @@ from moedraft.config import Settings
 from moedraft.core import InvalidRequest, MoedraftError, UnsupportedModel
 from moedraft.cpu.optional import with_compiled
 from moedraft.drafting.drafter import ExpertDrafter
+from moedraft.drafting.experts.lora import ExpertBank
 from moedraft.drafting.feature import FeatureDrafter
 from moedraft.drafting.kept import ReadStates, StateKeeper
-from moedraft.drafting.lora import ExpertBank
 from moedraft.drafting.model import ModelDrafter
 from moedraft.evidence import HiddenStates
 from moedraft.feature.checkpoint import CONFIG, TARGET, load_draft

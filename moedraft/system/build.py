@@ -16,8 +16,8 @@ from moedraft.cpu.threads import set_threads
 from moedraft.drafting.arm_judge import FeatureJudge
 from moedraft.drafting.base import DraftBase, drafter_of, load_base
 from moedraft.drafting.drafter import ExpertDrafter
+from moedraft.drafting.experts.lora import ExpertBank
 from moedraft.drafting.feature import FeatureDrafter
-from moedraft.drafting.lora import ExpertBank
 from moedraft.engine.engine import Engine
 from moedraft.models import LanguageModel, load_by
 from moedraft.routing.bert import BertRouter

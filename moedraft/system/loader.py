@@ -14,8 +14,8 @@ from moedraft import core
 from moedraft.core import SHARED, AdapterVersion, CorruptAdapter, StorageError
 from moedraft.cpu.memory import return_free_memory
 from moedraft.cpu.threads import compute_alone
-from moedraft.drafting.adapter import Adapter
-from moedraft.drafting.lora import ExpertBank, Prepared
+from moedraft.drafting.experts.adapter import Adapter
+from moedraft.drafting.experts.lora import ExpertBank, Prepared
 from moedraft.storage.store import Store
 
 POLL_SECONDS = 0.5  # between two looks at the registry; doubled with every failure in a row

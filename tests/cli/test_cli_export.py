@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from moedraft.core import SHARED, Domain, InvalidRequest
 from moedraft.distill.export import export_adapter
-from moedraft.drafting.lora import ExpertBank
-from moedraft.drafting.modules import adaptable
+from moedraft.drafting.experts.lora import ExpertBank
+from moedraft.drafting.experts.modules import adaptable
 from moedraft.models import LanguageModel, load_model
 from moedraft.storage.store import Store
 

@@ -16,7 +16,7 @@ from moedraft.core import SamplingParams
 from moedraft.cpu.groups import Grouped
 from moedraft.cpu.products import PackedLinear, pays
 from moedraft.cpu.threads import set_threads
-from moedraft.drafting.adapter import Adapter
+from moedraft.drafting.experts.adapter import Adapter
 from moedraft.routing import embedder as embedder_module
 from moedraft.routing.embedder import Embedder
 from moedraft.system.build import System, opened

@@ -9,7 +9,7 @@ from moedraft.core import SHARED, Domain, ReplayRecord, SamplingParams, Sequence
 from moedraft.distill.loop import DistillLoop
 from moedraft.distill.outlet import HomeOutlet
 from moedraft.distill.single.trainer import Trainer
-from moedraft.drafting.lora import ExpertBank
+from moedraft.drafting.experts.lora import ExpertBank
 from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine
 from moedraft.routing.selector import FixedSelector

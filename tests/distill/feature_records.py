@@ -9,7 +9,7 @@ import torch
 from moedraft.core import ReplayRecord
 from moedraft.distill.features.feature_batches import DraftVocabulary, FeatureBatch, collate
 from moedraft.distill.features.record_states import RecordStates
-from moedraft.distill.joint.adapters import JointAdapters
+from moedraft.distill.lora.adapters import JointAdapters
 from moedraft.feature.config import config_for
 from moedraft.feature.model import FeatureDraft
 from moedraft.models import LanguageModel

@@ -24,15 +24,16 @@ from moedraft.distill.features.unrolled import unroll
 from moedraft.distill.joint.joint_trainer import JointTrainer
 from moedraft.distill.joint.plan import JointPlan
 from moedraft.drafting.base import FeatureBase
-from moedraft.drafting.lora import ExpertBank
-from moedraft.drafting.modules import adaptable
+from moedraft.drafting.experts.lora import ExpertBank
+from moedraft.drafting.experts.modules import adaptable
 from moedraft.feature.model import FeatureDraft
 from moedraft.feature.vocabulary import checked, own_vocabulary, ranked, rows_for, union
 from moedraft.models import LanguageModel
 from moedraft.storage.candidate import CONFIG, Candidate, write_files
 from moedraft.storage.store import Store
 
-PLAN = JointPlan(steps=12, rows=6, learning_rate=1e-2, unrolled=2)
+# Experts are published whole, so that what is published can be compared with what learns; see `test_ranks`.
+PLAN = JointPlan(steps=12, rows=6, learning_rate=1e-2, unrolled=2, kept=1.0)
 
 
 def a_student(draft: FeatureDraft, *names: str) -> FeatureStudent:
@@ -211,6 +212,23 @@ def test_a_record_that_teaches_the_shared_adapter_alone_gives_no_expert_a_gradie
         for name in (SHARED, "code")
     }
     assert moved == {SHARED: True, "code": False}
+
+
+def test_an_expert_is_published_with_few_directions_and_learns_on_with_all(tmp_path: Path) -> None:
+    home = Home(tmp_path, {"code": 16}, replace(PLAN, kept=0.5))
+    update = home.trainer.update()
+    assert update is not None
+    ranks = {one.expert: one.rank for one in update.candidates}
+    assert ranks[SHARED] == 6
+    assert 1 <= ranks["code"] < 4
+    for candidate in update.candidates:
+        home.store.adapters.publish(candidate)
+    home.trainer.forget(SHARED)  # as after a restart
+    home.trainer._follow("code")
+    assert {len(part.a) for part in home.student._parts("code").values()} == {4}
+    again = home.trainer.update()
+    assert again is not None
+    assert {one.expert: one.parent for one in again.candidates} == {SHARED: 1, "code": 1}
 
 
 def test_no_records_no_update(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from moedraft.core import SHARED
-from moedraft.distill.joint.joint_lora import LISTS_KEPT, FrozenWeight, JointLinear, Routing
+from moedraft.distill.lora.joint_lora import LISTS_KEPT, FrozenWeight, JointLinear, Routing
 
 
 def layer_with(*names: str) -> JointLinear:

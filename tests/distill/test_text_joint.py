@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from moedraft.distill.outlet import HomeOutlet
 from moedraft.distill.text.batches import RecordBatch, collate
 from moedraft.distill.text.text_lessons import TextLessons
 from moedraft.distill.text.text_student import TextStudent
-from moedraft.drafting.modules import adaptable
+from moedraft.drafting.experts.modules import adaptable
 from moedraft.kernels import divergence
 from moedraft.models import LanguageModel
 
@@ -299,6 +300,7 @@ def test_the_engine_drafts_as_the_trainer_guesses(rig: Rig) -> None:
     for seed, name in enumerate(("code", "prose")):
         rig.serve(name, 24, seed)
     loop = joint_loop(rig)
+    loop.trainer.plan = replace(loop.trainer.plan, kept=1.0)
     assert loop.run_once(SHARED) is not None
     record = rig.store.replay.records("code")[0]
     student: TextStudent = loop.trainer.student  # type: ignore[assignment]

@@ -16,7 +16,7 @@ from moedraft.distill.loop import DistillLoop
 from moedraft.distill.outlet import HomeOutlet
 from moedraft.distill.single.trainer import Trainer
 from moedraft.distill.text.batches import collate
-from moedraft.drafting.lora import ExpertBank
+from moedraft.drafting.experts.lora import ExpertBank
 from moedraft.kernels import divergence, linear_divergence
 from moedraft.learning_state import paused
 from moedraft.models import LanguageModel

@@ -12,7 +12,6 @@ import torch
 from moedraft.config import load_settings
 from moedraft.core import SHARED, InvalidRequest, SamplingParams, UnsupportedModel
 from moedraft.drafting import base as base_module
-from moedraft.drafting.adapter import Adapter
 from moedraft.drafting.base import (
     FeatureBase,
     draft_name,
@@ -22,8 +21,9 @@ from moedraft.drafting.base import (
     load_feature_base,
     target_hash,
 )
+from moedraft.drafting.experts.adapter import Adapter
+from moedraft.drafting.experts.lora import ExpertBank
 from moedraft.drafting.feature import FeatureDrafter
-from moedraft.drafting.lora import ExpertBank
 from moedraft.engine.engine import Engine
 from moedraft.feature.checkpoint import save_draft
 from moedraft.feature.config import config_for

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from moedraft.core import SHARED, CorruptAdapter, SamplingParams
-from moedraft.drafting.adapter import HEAD, LORA_A, LORA_B, PREFIX, Adapter
 from moedraft.drafting.base import FeatureBase, features_of, first_guesses, load_feature_base
 from moedraft.drafting.drafter import NoDrafter
+from moedraft.drafting.experts.adapter import HEAD, LORA_A, LORA_B, PREFIX, Adapter
+from moedraft.drafting.experts.lora import ExpertBank
 from moedraft.drafting.feature import FeatureDrafter
-from moedraft.drafting.lora import ExpertBank
 from moedraft.engine.engine import Engine
 from moedraft.feature.checkpoint import save_draft
 from moedraft.feature.config import config_for
@@ -135,7 +135,10 @@ def test_a_batch_that_failed_to_be_joined_is_joined_at_the_next(
     bank.publish("outside", None)
     bank.publish("again", adapter_of(bank, 8, GENERAL))
     wanted = logits_of(base, bank, rows)
-    for place in ("moedraft.drafting.joined_heads.Factors", "moedraft.drafting.joined.Factors"):
+    for place in (
+        "moedraft.drafting.experts.joined_heads.Factors",
+        "moedraft.drafting.experts.joined.Factors",
+    ):
         bank.publish("again", adapter_of(bank, 8, GENERAL))
         with monkeypatch.context() as broken:
             broken.setattr(place, None)

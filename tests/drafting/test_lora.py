@@ -10,12 +10,12 @@ import transformers
 
 from moedraft.core import SHARED, CorruptAdapter, SamplingParams, Sequence, UnsupportedModel
 from moedraft.cpu.groups import Grouped
-from moedraft.drafting.adapter import PREFIX, Adapter
-from moedraft.drafting.joined import Factors
-from moedraft.drafting.layer import LoRALinear, Mixed
-from moedraft.drafting.lora import ExpertBank
+from moedraft.drafting.experts.adapter import PREFIX, Adapter
+from moedraft.drafting.experts.joined import COLUMNS, STEP, Factors, residents
+from moedraft.drafting.experts.layer import LoRALinear, Mixed
+from moedraft.drafting.experts.lora import ExpertBank
+from moedraft.drafting.experts.modules import adaptable, keeps_cache
 from moedraft.drafting.model import ModelDrafter
-from moedraft.drafting.modules import adaptable, keeps_cache
 from moedraft.engine.engine import Engine
 from moedraft.models import LanguageModel
 from moedraft.routing.selector import FixedSelector
@@ -365,6 +365,39 @@ def test_a_mixed_layer_takes_any_shape_of_rows(shape: tuple[int, ...]) -> None:
     want = torch.cat([layer.base(x[:half]) + x[:half] @ a[:1].T @ b[:, :1].T])
     other = layer.base(x[half:]) + x[half:] @ a[1:].T @ b[:, 1:].T
     torch.testing.assert_close(layer(x), torch.cat([want, other]), atol=1e-5, rtol=1e-5)
+
+
+def an_adapter(rank: int) -> Adapter:
+    return Adapter(1, {"layer": (torch.randn(rank, 6), torch.randn(5, rank))})
+
+
+def test_factors_of_any_ranks_are_each_experts_own() -> None:
+    """Their number is filled up, so that few shapes of products are met; what was filled in is nobody's."""
+    adapters = {"a": an_adapter(3), "b": an_adapter(STEP), "c": an_adapter(1)}
+    numbers = {name: number for number, name in enumerate(adapters)}
+    deltas = {name: one.deltas["layer"] for name, one in adapters.items()}
+    factors, x = Factors(deltas, numbers, small=False), torch.randn(4, 1, 6)
+    assert len(factors.owners) == 2 * STEP
+    rows = ["b", "", "a", "c"]
+    mask = factors.mask(torch.tensor([numbers.get(row, -1) for row in rows]))
+    found = factors.up(factors.down(x) * mask)
+    for row, name in enumerate(rows):
+        a, b = deltas.get(name, (torch.zeros(1, 6), torch.zeros(5, 1)))
+        torch.testing.assert_close(found[row], x[row] @ a.T @ b.T, rtol=1e-4, atol=1e-4)
+
+
+def test_experts_stay_joined_while_their_factors_have_room() -> None:
+    """Those used last stay longest; an expert of a low rank takes little room."""
+    small = {f"small-{i}": an_adapter(8) for i in range(COLUMNS // 8)}
+    assert list(residents(small, {})) == list(small)
+    now = {"large": an_adapter(16)}
+    assert list(residents(small, now)) == [*list(small)[2:], "large"]
+    newest = {"small-3": an_adapter(8)}
+    found = residents(small, newest)
+    assert list(found) == [name for name in small if name != "small-3"] + ["small-3"]
+    assert found["small-3"] is newest["small-3"]
+    too_large = {"one": an_adapter(COLUMNS), "two": an_adapter(COLUMNS)}
+    assert list(residents(small, too_large)) == ["one", "two"], "what a batch has is always joined"
 
 
 def test_routed_experts_and_routers_are_left_out() -> None:

@@ -19,8 +19,8 @@ from waiting import wait_for
 
 from moedraft.core import SHARED, AdapterVersion, Domain, StorageError
 from moedraft.distill.outlet import HomeOutlet
-from moedraft.drafting.adapter import PREFIX
-from moedraft.drafting.lora import ExpertBank, Prepared
+from moedraft.drafting.experts.adapter import PREFIX
+from moedraft.drafting.experts.lora import ExpertBank, Prepared
 from moedraft.storage.adapter_files import sealed
 from moedraft.storage.store import Store
 from moedraft.system.loader import AdapterLoader

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from moedraft.core import SHARED, RequestOutput, SamplingParams
-from moedraft.drafting.adapter import Adapter
 from moedraft.drafting.drafter import NoDrafter, NoExperts
-from moedraft.drafting.lora import ExpertBank
+from moedraft.drafting.experts.adapter import Adapter
+from moedraft.drafting.experts.lora import ExpertBank
 from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine
 from moedraft.models import LanguageModel

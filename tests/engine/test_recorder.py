@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from moedraft.core import SHARED, Domain, SamplingParams, Sequence, StorageError, TokenLogprobs
-from moedraft.drafting.lora import ExpertBank
+from moedraft.drafting.experts.lora import ExpertBank
 from moedraft.learning_state import paused
 from moedraft.storage.store import Store
 from moedraft.system.loader import AdapterLoader

@@ -11,12 +11,12 @@ from random_experts import bank_of, base_of
 
 from moedraft import core
 from moedraft.core import SHARED, SamplingParams
-from moedraft.drafting.adapter import HEAD, Adapter
 from moedraft.drafting.arm_judge import FeatureJudge
 from moedraft.drafting.drafter import Another, NoDrafter
+from moedraft.drafting.experts.adapter import HEAD, Adapter
+from moedraft.drafting.experts.lora import ExpertBank
 from moedraft.drafting.feature import FeatureDrafter
 from moedraft.drafting.kept import ReadStates
-from moedraft.drafting.lora import ExpertBank
 from moedraft.engine.engine import Engine
 from moedraft.evidence import Evidence, Proposal, Rows
 from moedraft.feature.config import config_for

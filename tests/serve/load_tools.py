@@ -32,9 +32,9 @@ from moedraft.core import SHARED, RequestOutput
 from moedraft.cpu.groups import Grouped
 from moedraft.cpu.products import Product
 from moedraft.distill.outlet import HomeOutlet
-from moedraft.drafting.adapter import LORA_A, LORA_B, PREFIX
-from moedraft.drafting.layer import LoRALinear
-from moedraft.drafting.lora import ExpertBank
+from moedraft.drafting.experts.adapter import LORA_A, LORA_B, PREFIX
+from moedraft.drafting.experts.layer import LoRALinear
+from moedraft.drafting.experts.lora import ExpertBank
 from moedraft.evidence import Proposal
 from moedraft.serve.run import SERVER_FILE
 from moedraft.system.build import System

@@ -17,8 +17,8 @@ from torch import nn
 from moedraft.cpu.products import multiplies_bfloat16
 from moedraft.distill.features.feature_batches import FeatureBatch
 from moedraft.distill.features.unrolled import unroll
-from moedraft.distill.joint.adapters import JointAdapters, side_by_side
-from moedraft.drafting.adapter import HEAD
+from moedraft.distill.lora.adapters import JointAdapters, side_by_side
+from moedraft.drafting.experts.adapter import HEAD
 from moedraft.feature.model import FeatureDraft
 from moedraft.feature.vocabulary import checked, places, rows_for
 

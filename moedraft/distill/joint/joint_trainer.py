@@ -286,6 +286,7 @@ class JointTrainer:
             stored = found[1]
             self._widen()
             self.student.load(name, version, stored.config, stored.tensors, stored.vocabulary)
+            self.student.grow(name)
         else:
             self.student.add(name)
         self.versions[name] = version
@@ -301,7 +302,8 @@ class JointTrainer:
         """Export `name`. sizes: records used and held out, by adapter; rates: `measure` before and after."""
         used, held_out = sizes
         vocabulary = self.vocabularies.of(name)
-        config, tensors = self.student.export(name, vocabulary)
+        kept = 1.0 if name == SHARED else self.plan.kept
+        config, tensors = self.student.export(name, vocabulary, kept)
         before, after = (one.get(name, (0, 0)) for one in rates)
         return Candidate(
             expert=name,

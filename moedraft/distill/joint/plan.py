@@ -10,7 +10,7 @@ import torch
 
 from moedraft.core import ReplayRecord
 from moedraft.distill.features.record_states import States
-from moedraft.distill.joint.adapters import JointAdapters
+from moedraft.distill.lora.adapters import JointAdapters
 from moedraft.kernels import Kind
 
 
@@ -29,6 +29,7 @@ class JointPlan:
     emitted: float = 0.0  # weight of the emitted token's own loss, of a feature drafter
     missed: float = 1.0  # weight of places where a feature drafter guesses wrong now
     kind: Kind = "fkl"
+    kept: float = 0.97  # share of an expert's squares that decides the rank it is published with
 
 
 @dataclass(frozen=True)

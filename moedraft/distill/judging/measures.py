@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from moedraft.core import SHARED, ReplayRecord
-from moedraft.distill.joint.adapters import JointAdapters
 from moedraft.distill.joint.joint_trainer import JointTrainer
 from moedraft.distill.judging.gate import FEW, Measured
+from moedraft.distill.lora.adapters import JointAdapters
 from moedraft.distill.single.trainer import Trainer
 from moedraft.distill.text.batches import collate as collate_text
 from moedraft.distill.text.batches import grouped

@@ -19,8 +19,8 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft
 from moedraft.core import SHARED, AdapterVersion, UnsupportedModel
 from moedraft.distill.text.batches import RecordBatch
 from moedraft.distill.text.forward import OutputLayer, ends_in_head, hidden_at, logits_at
-from moedraft.drafting.adapter import LORA_A, PREFIX
-from moedraft.drafting.modules import adaptable
+from moedraft.drafting.experts.adapter import LORA_A, PREFIX
+from moedraft.drafting.experts.modules import adaptable
 from moedraft.models import LanguageModel
 from moedraft.storage.adapters import AdapterStore
 from moedraft.storage.candidate import Candidate, Weights

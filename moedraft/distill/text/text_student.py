@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from moedraft.core import SHARED
-from moedraft.distill.joint.adapters import JointAdapters, side_by_side
-from moedraft.distill.joint.joint_lora import LowRank
+from moedraft.distill.lora.adapters import JointAdapters, side_by_side
+from moedraft.distill.lora.joint_lora import LowRank
 from moedraft.distill.text.batches import RecordBatch
 from moedraft.distill.text.forward import OutputLayer, ends_in_head, hidden_at, logits_at
-from moedraft.drafting.modules import adaptable
+from moedraft.drafting.experts.modules import adaptable
 from moedraft.models import LanguageModel
 
 Part = tuple[str, slice]  # an expert, and its rows

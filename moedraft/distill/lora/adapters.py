@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from moedraft.core import SHARED
-from moedraft.distill.joint.joint_lora import JointLinear, LowRank, Routing
+from moedraft.distill.lora.joint_lora import JointLinear, LowRank, Routing
+from moedraft.distill.lora.ranks import cut
 from moedraft.distill.peft_config import peft_config
-from moedraft.drafting.adapter import LORA_A, LORA_B, PREFIX, Delta, read_adapter
+from moedraft.drafting.experts.adapter import LORA_A, LORA_B, PREFIX, Delta, read_adapter
 
 
 class JointAdapters:
@@ -93,22 +94,33 @@ class JointAdapters:
         self._put(name, {module: (a, self._placed(module, b, own)) for module, (a, b) in deltas.items()})
 
     def export(
-        self, name: str, vocabulary: torch.Tensor | None = None
+        self, name: str, vocabulary: torch.Tensor | None = None, kept: float = 1.0
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """The adapter of `name` as it is now: its PEFT configuration and copies of its tensors.
 
         vocabulary: the tokens, int64 and ascending, of its output rows; None: those of the draft base.
+        kept: share of the squares that decides its rank, see `cut`.
         """
+        parts = {
+            module: (part.a, self._rows(module, part.b, vocabulary))
+            for module, part in self._parts(name).items()
+        }
         tensors, ranks = {}, {}
-        for module, part in self._parts(name).items():
-            ranks[module] = len(part.a)
-            for key, value in ((LORA_A, part.a), (LORA_B, self._rows(module, part.b, vocabulary))):
+        for module, pair in cut(parts, kept).items():
+            ranks[module] = len(pair[0])
+            for key, value in zip((LORA_A, LORA_B), pair, strict=True):
                 tensors[PREFIX + module + key] = (
                     value.detach().to("cpu", torch.float32, copy=True).contiguous()
                 )
         config = peft_config(ranks, self.name).to_dict()
         plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
         return plain, tensors
+
+    def grow(self, name: str) -> None:
+        """Give the adapter of `name`, which guesses as before, the rank that it learns with."""
+        for layer in self.layers.values():
+            if (part := layer.adapter(name)) is not None:
+                layer.put(name, part.grown(self._ranks[name == SHARED]))
 
     def parameters(self, name: str) -> list[nn.Parameter]:
         """The parameters of the adapter of `name`."""

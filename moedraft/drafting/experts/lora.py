@@ -17,13 +17,13 @@ from moedraft import cpu
 from moedraft.core import SHARED, CorruptAdapter
 from moedraft.cpu import groups
 from moedraft.cpu.products import Product
-from moedraft.drafting.adapter import HEAD, Adapter, opposite, read_adapter
-from moedraft.drafting.heads import ExpertHeads
-from moedraft.drafting.joined import JoinedExperts
-from moedraft.drafting.joined_heads import CommonRows
-from moedraft.drafting.layer import LoRALinear, Multiplies
-from moedraft.drafting.merged import MergedExperts, Products
-from moedraft.drafting.modules import AdaptableBase, adaptable, keeps_cache
+from moedraft.drafting.experts.adapter import HEAD, Adapter, opposite, read_adapter
+from moedraft.drafting.experts.heads import ExpertHeads
+from moedraft.drafting.experts.joined import JoinedExperts
+from moedraft.drafting.experts.joined_heads import CommonRows
+from moedraft.drafting.experts.layer import LoRALinear, Multiplies
+from moedraft.drafting.experts.merged import MergedExperts, Products
+from moedraft.drafting.experts.modules import AdaptableBase, adaptable, keeps_cache
 from moedraft.feature.model import FeatureDraft
 
 

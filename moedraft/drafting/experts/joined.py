@@ -7,10 +7,32 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 
 from moedraft.cpu.products import Product
-from moedraft.drafting.adapter import Adapter, Delta
-from moedraft.drafting.layer import LoRALinear, Mixed
+from moedraft.drafting.experts.adapter import Adapter, Delta
+from moedraft.drafting.experts.layer import LoRALinear, Mixed
 
-RESIDENT = 8  # experts whose factors stay joined though the batch at hand has fewer
+NOBODY = -2  # no row's expert; a row without one has the number −1
+COLUMNS = 512  # of joined factors: experts stay among them, though no row is theirs, while there is room
+STEP = 64  # columns are filled up to a multiple of this, so that code is generated for few shapes of products
+
+
+def residents(known: Mapping[str, Adapter], present: Mapping[str, Adapter]) -> dict[str, Adapter]:
+    """The experts `present`, and before them those of `known` that there is room for.
+
+    known: the expert that was used last at its end, and it is the last to go.
+    """
+    room = COLUMNS - sum(_rank(adapter) for adapter in present.values())
+    staying: dict[str, Adapter] = {}
+    for name, adapter in reversed(list(known.items())):
+        room -= 0 if name in present else _rank(adapter)
+        if room < 0:
+            break
+        staying[name] = adapter
+    others = {name: adapter for name, adapter in reversed(staying.items()) if name not in present}
+    return others | dict(present)
+
+
+def _rank(adapter: Adapter) -> int:
+    return max((len(a) for a, _ in adapter.deltas.values()), default=0)
 
 
 class Factors:
@@ -18,11 +40,13 @@ class Factors:
 
     def __init__(self, deltas: Mapping[str, Delta], numbers: Mapping[str, int], *, small: bool) -> None:
         """deltas: by expert. numbers: by expert, as rows name it. small: as `LoRALinear`'s."""
-        down = torch.cat([a for a, _ in deltas.values()])  # [R, in]
-        up = torch.cat([b for _, b in deltas.values()], dim=1)  # [out, R]
-        self.down, self.up = Product(down, small=small), Product(up, small=small)
         owners = [numbers[expert] for expert, (a, _) in deltas.items() for _ in range(a.shape[0])]
-        self.owners = torch.tensor(owners, device=down.device)  # [R]
+        spare = -len(owners) % STEP
+        downs, ups = [a for a, _ in deltas.values()], [b for _, b in deltas.values()]
+        down = torch.cat([*downs, downs[0].new_zeros(spare, downs[0].shape[1])])  # [R, in]
+        up = torch.cat([*ups, ups[0].new_zeros(len(ups[0]), spare)], dim=1)  # [out, R]
+        self.down, self.up = Product(down, small=small), Product(up, small=small)
+        self.owners = torch.tensor(owners + [NOBODY] * spare, device=down.device)  # [R]
         self.dtype = down.dtype
 
     def mask(self, rows: torch.Tensor) -> torch.Tensor:
@@ -58,9 +82,7 @@ class JoinedExperts:
             self._adapters, self._factors = {}, {}
 
     def _join(self, present: Mapping[str, Adapter]) -> None:
-        others = [(name, one) for name, one in self._adapters.items() if name not in present]
-        leaving = max(0, len(others) + len(present) - RESIDENT)
-        adapters = dict(others[leaving:]) | dict(present)
+        adapters = residents(self._adapters, present)
         numbers = {name: number for number, name in enumerate(adapters)}
         factors = {}
         for name, layer in self.layers.items():

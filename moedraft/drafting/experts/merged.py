@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 from moedraft.cpu.products import Product
-from moedraft.drafting.adapter import Adapter
+from moedraft.drafting.experts.adapter import Adapter
 
 RECENT = 2  # experts whose next version is merged before it is used
 

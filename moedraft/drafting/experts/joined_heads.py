@@ -13,13 +13,14 @@ from dataclasses import dataclass
 import torch
 
 from moedraft.cpu.products import Product
-from moedraft.drafting.adapter import HEAD, Adapter
-from moedraft.drafting.joined import RESIDENT, Factors
-from moedraft.drafting.layer import LoRALinear, Mixed
+from moedraft.drafting.experts.adapter import HEAD, Adapter
+from moedraft.drafting.experts.joined import Factors, residents
+from moedraft.drafting.experts.layer import LoRALinear, Mixed
 from moedraft.feature.model import FeatureDraft
 from moedraft.feature.vocabulary import places, rows_for, union
 
 WORTH = 0.6  # rows are joined only where they are at most this share of the rows of all experts together
+USUAL = 8  # experts of one batch, at most
 STEP = 1024  # lists are filled up to a multiple of this, so that code is generated for few shapes of products
 
 
@@ -58,8 +59,8 @@ class JoinedHeads:
             return None
         known, spare = self.common, self.list_of(shared)
         tokens = union([self.list_of(adapter) for adapter in experts])
-        longest = sorted(len(self.list_of(adapter)) for adapter in experts)[-RESIDENT:]
-        if len(tokens) > WORTH * sum(longest):  # no batch of RESIDENT experts or fewer would gain by it
+        longest = sorted(len(self.list_of(adapter)) for adapter in experts)[-USUAL:]
+        if len(tokens) > WORTH * sum(longest):  # no batch of as many experts or fewer would gain by it
             return None
         others = spare[places(spare, tokens) < 0]
         tokens = union([tokens, others[: -len(tokens) % STEP]])
@@ -96,9 +97,7 @@ class JoinedHeads:
         )
 
     def _join(self, present: Mapping[str, Adapter], tokens: torch.Tensor) -> None:
-        others = [(name, one) for name, one in self._members.items() if name not in present]
-        leaving = max(0, len(others) + len(present) - RESIDENT)
-        members = dict(others[leaving:]) | dict(present)
+        members = residents(self._members, present)
         numbers = {name: number for number, name in enumerate(members)}
         deltas = {}
         for name, adapter in members.items():
