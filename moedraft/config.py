@@ -98,12 +98,14 @@ class Settings(BaseSettings):
         description="what an expert of a draft model changes: its last layer and output layer, or all layers",
     )
     adapter_rank: int = Field(
-        64,
+        32,
         ge=1,
         le=1024,
         description="LoRA rank that an expert learns with; it is published with what it needs of it",
     )
-    shared_rank: int = Field(64, ge=1, le=1024, description="LoRA rank of the shared adapter")
+    shared_rank: int = Field(
+        128, ge=1, le=1024, description="LoRA rank of the shared adapter, which costs nothing in serving"
+    )
     merged_cache_mb: int = Field(
         512, ge=0, description="memory for copies of weights with an expert added, of each of two kinds"
     )

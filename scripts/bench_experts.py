@@ -295,8 +295,6 @@ def run(args: argparse.Namespace, seed: int, home: Path) -> dict[str, Any]:
         update_every=args.update_every,
         gate=args.gate,
         update_steps=args.update_steps,
-        adapter_rank=args.rank,
-        shared_rank=args.rank,
     )
     with opened(settings) as system:
         warm_up(system)
@@ -347,7 +345,6 @@ def main() -> None:
     parser.add_argument("--homes", type=Path, help="folder that keeps the homes, so that a run can go on")
     parser.add_argument("--update-every", type=int, default=32)
     parser.add_argument("--update-steps", type=int, default=16)
-    parser.add_argument("--rank", type=int, default=64)
     parser.add_argument("--gate", choices=["on", "off"], default="on")
     args = parser.parse_args()
     report: dict[str, Any] = {

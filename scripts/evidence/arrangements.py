@@ -1,7 +1,7 @@
 """Who learns from what: the arrangements that are compared, each a variation of moedraft's joint trainer.
 
 All of them learn in the same steps from as many records, and as many adapter weights take part in each guess:
-where one adapter stands alone it has twice the rank of those that stand on each other. All of them draft the
+where one adapter stands alone it has the rank of the two that stand on each other. All of them draft the
 same tokens, own lists of the experts included, so that no one wins by its vocabulary alone.
 """
 
@@ -53,7 +53,7 @@ class Arrangement:
     title: str
     trainer: type[JointTrainer] | None = JointTrainer  # None: nothing learns
     experts: bool = True  # whether a domain's own expert drafts; else the shared adapter alone
-    alone: bool = False  # whether one adapter stands alone, with twice the rank
+    alone: bool = False  # whether one adapter stands alone, with the rank of two that stand on each other
     true_labels: bool = False  # else the classifier's
     gate: bool = False
     second_look: bool = True  # whether the gate looks again at what it kept
@@ -63,11 +63,13 @@ class Arrangement:
     data: Literal["target", "draft", "mixed"] = (
         "target"  # whose answers are learned from, see `Answers.drafted`
     )
+    shared: int = 1  # rank of the shared adapter, as a multiple of an expert's
     further: int = 0  # updates without new requests after each window, as many as the gate sees a use in
 
 
 STATIC, JOINT, GATED, LATEST = "static", "joint", "joint+gate", "latest-window"
-SERVED = "joint+gate:further"  # the default as a server has it
+WIDE = 4  # rank of the shared adapter, as a multiple of an expert's, where nothing else is set
+SERVED = "joint+gate:wide"  # the default as a server has it
 _ALL = (
     Arrangement(STATIC, "static", trainer=None, experts=False),
     Arrangement(LATEST, "one adapter, latest window", OneTrainer, False, True, plan={"replayed": 0.0}),
@@ -89,9 +91,21 @@ _ALL = (
     Arrangement("joint:double", "joint, updates half as often", every=2.0),
     Arrangement("mixed-replay:further", "one adapter, further updates", OneTrainer, False, True, further=2),
     Arrangement("joint:further", "joint, no gate, further updates", further=2),
-    Arrangement(SERVED, "joint, with gate, further updates (as a server)", gate=True, further=2),
+    Arrangement("joint+gate:further", "joint, with gate, further updates", gate=True, further=2),
+    Arrangement(
+        "mixed-replay:wide",
+        "one wide adapter, further updates",
+        OneTrainer,
+        False,
+        True,
+        shared=WIDE,
+        further=2,
+    ),
+    Arrangement(
+        SERVED, "joint, with gate, wide, further updates (as a server)", gate=True, shared=WIDE, further=2
+    ),
 )
 ARRANGEMENTS = {one.name: one for one in _ALL}
 MAIN = (STATIC, LATEST, "mixed-replay", "separate-true", "separate", "turns", JOINT, GATED, "offline")
 ONLINE = (LATEST, "mixed-replay", "separate", "turns")  # what joint learning stands beside
-FURTHER = ("mixed-replay:further", "joint:further", SERVED)
+FURTHER = ("mixed-replay:further", "joint:further", "joint+gate:further", "mixed-replay:wide", SERVED)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from evidence import document, plots
+from evidence import arrangements, document, plots
 from evidence.answers import Answers
 from evidence.arrangements import ARRANGEMENTS, GATED, JOINT, LATEST, MAIN, STATIC
 from evidence.figures import Runs
@@ -33,7 +33,7 @@ PAPER = ("sql_en", "math_en", "code_python")  # as its Spider, GSM8K and CodeSea
 OBJECTIVES = (JOINT, "joint:rkl", "joint:jsd", "joint:tvd", "joint:missed")
 DATA = (STATIC, JOINT, "joint:draft-data", "joint:mixed-data")
 INTERVALS = (JOINT, "joint:half", "joint:double")
-FURTHER = (STATIC, "mixed-replay:further", "joint:further", "joint+gate:further")
+FURTHER = (STATIC, *arrangements.FURTHER)
 ONE = (STATIC, LATEST, "one-offline", "one-both")
 PAGES = {"smollm2": Path("docs/evidence.md"), "mini": Path("docs/evidence-mini.md")}
 Job = tuple[str, str]  # pattern, arrangement

@@ -45,7 +45,7 @@ class Plan:
     every: int = 16  # requests of a window, after which an update follows
     steps: int = 16  # of an update
     rows: int = 12  # records of a step
-    rank: int = 64  # of an expert and of the shared adapter; twice where one adapter stands alone
+    rank: int = 64  # of an expert; of the shared adapter and of one that stands alone see `Arrangement`
     measured: int = 3  # updates between two measurements on held-out prompts
     beforehand: int = 3  # times the updates of an online run, where all requests are known beforehand
 
@@ -87,9 +87,12 @@ class Run:
         rate = TEXT_RATE if isinstance(bench.draft, LanguageModel) else JointPlan.learning_rate
         usual = JointPlan(steps=steps, rows=plan.rows, learning_rate=rate)
         given = replace(usual, **arrangement.plan)
-        rank = plan.rank * (2 if arrangement.alone else 1)
-        # In a line of separate experts the shared adapter stays zero and takes as few weights as can be.
-        shared = 1 if arrangement.alone and arrangement.experts else rank
+        shared = plan.rank * arrangement.shared
+        rank = shared + plan.rank if arrangement.alone else plan.rank
+        if (
+            arrangement.alone
+        ):  # in a line of separate experts the shared adapter stays zero, as small as can be
+            shared = 1 if arrangement.experts else rank
         self.trainer = kind(bench.lessons(rank, shared), store, given, bench.target.eos_token_ids)
         self.base = self.trainer.student.base_hash
         self.trainer.seed = 1000 * seed

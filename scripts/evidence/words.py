@@ -51,10 +51,10 @@ METHOD_TEXT = """## How it was measured
 - *Offline bound*: all requests are known beforehand and learned from with three times the updates."""
 
 EQUAL_WEIGHTS = """\
-- **Equal weights**: an adapter that stands alone has twice the rank of two that stand on each other, so as
+- **Equal weights**: an adapter that stands alone has the rank of two that stand on each other, so as
   many weights take part in each guess. One adapter drafts the tokens of all experts' own lists as well."""
 UNEQUAL_WEIGHTS = """\
-- **Weights**: an adapter that stands alone has twice the rank of two that stand on each other. It changes all
+- **Weights**: an adapter that stands alone has the rank of two that stand on each other. It changes all
   layers, an expert the last layer and the output layer only, so one adapter has more weights at work."""
 
 
