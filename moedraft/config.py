@@ -101,10 +101,14 @@ class Settings(BaseSettings):
         32,
         ge=1,
         le=1024,
-        description="LoRA rank that an expert learns with; it is published with what it needs of it",
+        description="LoRA rank that an expert learns with; a version that was learned jointly is cut to the "
+        "directions that matter",
     )
     shared_rank: int = Field(
-        128, ge=1, le=1024, description="LoRA rank of the shared adapter, which costs nothing in serving"
+        128,
+        ge=1,
+        le=1024,
+        description="LoRA rank of the shared adapter, which is merged into the draft base's weights",
     )
     merged_cache_mb: int = Field(
         512, ge=0, description="memory for copies of weights with an expert added, of each of two kinds"

@@ -231,7 +231,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--updates-per-window", type=int, default=3)
     parser.add_argument("--every", type=int, default=8)
     parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--one-rank", type=int, default=96)
+    parser.add_argument("--one-rank", type=int, default=160)
     parser.add_argument("--order", choices=["mixed", "by-domain"], default="mixed")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--seed", type=int, default=0)

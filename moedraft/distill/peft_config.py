@@ -5,8 +5,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
+import torch
 from peft import LoraConfig
+from torch.nn.functional import pad
+
+from moedraft.drafting.experts.adapter import LORA_A
 
 
 def peft_config(ranks: Mapping[str, int], base: str | None, task: str | None = None) -> LoraConfig:
@@ -24,3 +29,25 @@ def peft_config(ranks: Mapping[str, int], base: str | None, task: str | None = N
         inference_mode=True,
         base_model_name_or_path=base,
     )
+
+
+def widened(
+    config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], rank: int
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """An adapter that guesses as this one does, of the rank `rank` at least, so that it can learn more.
+
+    Adapters whose rank or scaling differs by module stay as they are.
+    """
+    before = config.get("r", 0)
+    odd = config.get("rank_pattern") or config.get("alpha_pattern") or config.get("use_rslora")
+    if odd or config.get("lora_alpha") != before or before >= rank:
+        return dict(config), dict(tensors)
+    made = {}
+    for key, tensor in tensors.items():
+        if key.endswith(LORA_A):
+            new = torch.empty(rank - before, tensor.shape[1], dtype=tensor.dtype)
+            bound = tensor.shape[1] ** -0.5
+            made[key] = torch.cat([tensor, new.uniform_(-bound, bound)])
+        else:
+            made[key] = pad(tensor, (0, rank - before))  # nothing is added yet
+    return dict(config) | {"r": rank, "lora_alpha": rank}, made

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
+
+import pytest
 import torch
 from feature_records import a_draft, a_target
+from peft import PeftModel
 from torch import nn
 from torch.nn.functional import linear
 
-from moedraft.core import SHARED
+from moedraft.core import SHARED, Domain
 from moedraft.distill.features.feature_student import FeatureStudent
 from moedraft.distill.lora.joint_lora import LowRank
 from moedraft.distill.lora.ranks import cut
-from moedraft.drafting.experts.adapter import Delta
+from moedraft.distill.peft_config import widened
+from moedraft.distill.single.student import Student
+from moedraft.distill.text.text_student import TextStudent
+from moedraft.drafting.experts.adapter import LORA_A, Delta
+from moedraft.models import LanguageModel
+from moedraft.storage.candidate import Candidate, write_files
+from moedraft.storage.store import Store
+
+from random_models import random_model
 
 
 def a_term(squares: list[float], size_in: int = 12, size_out: int = 9) -> Delta:
@@ -89,3 +102,63 @@ def test_an_exported_expert_is_small_says_so_and_guesses_nearly_the_same() -> No
         assert torch.linalg.norm(part.b @ part.a - whole) < 0.05 * torch.linalg.norm(whole)
     other.grow("code")
     assert {len(p) for p in other.parameters("code") if p.shape[0] == 4} == {4}
+
+
+@pytest.mark.filterwarnings("ignore:.*(tie_word_embeddings|fan_in_fan_out)")
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])  # the layers of the second lie the other way round
+def test_peft_loads_an_independent_drafts_expert_that_was_cut(tmp_path: Path, kind: str) -> None:
+    def a_model() -> LanguageModel:
+        return random_model(kind, 2, layers=2, cpu_fast_paths=False)
+
+    student = TextStudent(a_model(), rank=4, shared_rank=4)
+    student.add("code")
+    for module, part in student._parts("code").items():
+        out, inner = student.layers[module].weight.shape
+        part.a.data, part.b.data = a_term([0.08, 0.04, 1e-5, 1e-5], inner, out)
+    config, tensors = student.export("code", kept=0.95)
+    assert config["r"] == 2
+    modules = student.modules("code")
+    made = Candidate("code", 0, "base", 2, modules, 1, 0, 1, 0.0, None, None, config, tensors, None)
+    (tmp_path / "code").mkdir()
+    write_files(made, tmp_path / "code")
+    plain, ids = a_model().hf, torch.randint(97, (1, 9))
+    peft = PeftModel.from_pretrained(copy.deepcopy(plain), str(tmp_path / "code"))
+    student.routing.parts = [("code", 1)]
+    with torch.no_grad():
+        ours, theirs, without = student.draft.hf(ids).logits, peft(ids).logits, plain(ids).logits
+    assert (theirs - ours).norm() < 0.1 * (theirs - without).norm()
+
+
+def test_an_expert_that_was_cut_learns_on_in_turns_with_its_whole_rank(store: Store) -> None:
+    draft = random_model("llama", 2, layers=2)
+    joint = TextStudent(draft, rank=4, shared_rank=4)
+    store.registry.add_domain(Domain("code", "", ("x",) * 8, 0.0))
+    joint.add("code")
+    for module, part in joint._parts("code").items():
+        out, inner = joint.layers[module].weight.shape
+        part.a.data, part.b.data = a_term([0.08, 0.04, 1e-5, 1e-5], inner, out)
+    config, tensors = joint.export("code", kept=0.95)
+    summary = ("code", 0, joint.base_hash, 2, joint.modules("code"), 1, 0, 1, 0.0, None, None)
+    store.adapters.publish(Candidate(*summary, config, tensors, None))
+    turns = Student(random_model("llama", 2, layers=2), store.adapters, scope="tail", rank=4, shared_rank=4)
+    turns.activate("code")
+    config, wide = turns.export("code")
+    assert config["r"] == 4
+    for key in (key for key in tensors if key.endswith(LORA_A)):
+        other = key.replace("lora_A", "lora_B")
+        assert len(wide[key]) == 4
+        torch.testing.assert_close(wide[other] @ wide[key], tensors[other] @ tensors[key])
+
+
+def test_what_has_a_scaling_of_its_own_is_not_widened() -> None:
+    tensors = {f"x{LORA_A}": torch.ones(2, 3), "x.lora_B.weight": torch.ones(5, 2)}
+    for odd in ({"lora_alpha": 4}, {"lora_alpha": 2, "rank_pattern": {"x": 2}}):
+        config, same = widened({"r": 2} | odd, tensors, 4)
+        assert config["r"] == 2
+        assert same == tensors
+    config, wide = widened({"r": 2, "lora_alpha": 2}, tensors, 4)
+    assert (config["r"], config["lora_alpha"]) == (4, 4)
+    assert {key: tuple(value.shape) for key, value in wide.items()} == {
+        f"x{LORA_A}": (4, 3),
+        "x.lora_B.weight": (5, 4),
+    }

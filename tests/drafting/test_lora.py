@@ -11,7 +11,7 @@ import transformers
 from moedraft.core import SHARED, CorruptAdapter, SamplingParams, Sequence, UnsupportedModel
 from moedraft.cpu.groups import Grouped
 from moedraft.drafting.experts.adapter import PREFIX, Adapter
-from moedraft.drafting.experts.joined import COLUMNS, STEP, Factors, residents
+from moedraft.drafting.experts.joined import RESIDENT, STEP, Factors, numbered, residents
 from moedraft.drafting.experts.layer import LoRALinear, Mixed
 from moedraft.drafting.experts.lora import ExpertBank
 from moedraft.drafting.experts.modules import adaptable, keeps_cache
@@ -359,7 +359,7 @@ def test_mixed_batches_where_layers_see_flattened_rows() -> None:
 def test_a_mixed_layer_takes_any_shape_of_rows(shape: tuple[int, ...]) -> None:
     layer = LoRALinear(torch.nn.Linear(8, 5))
     x, a, b = torch.randn(shape), torch.randn(2, 8), torch.randn(5, 2)
-    factors = Factors({"a": (a[:1], b[:, :1]), "b": (a[1:], b[:, 1:])}, {"a": 0, "b": 1}, small=False)
+    factors = Factors({0: (a[:1], b[:, :1]), 1: (a[1:], b[:, 1:])}, small=False)
     layer.product = Mixed(layer.base, factors.down, factors.up, factors.mask(torch.tensor([0, 1])))
     half = len(x) // 2
     want = torch.cat([layer.base(x[:half]) + x[:half] @ a[:1].T @ b[:, :1].T])
@@ -376,7 +376,8 @@ def test_factors_of_any_ranks_are_each_experts_own() -> None:
     adapters = {"a": an_adapter(3), "b": an_adapter(STEP), "c": an_adapter(1)}
     numbers = {name: number for number, name in enumerate(adapters)}
     deltas = {name: one.deltas["layer"] for name, one in adapters.items()}
-    factors, x = Factors(deltas, numbers, small=False), torch.randn(4, 1, 6)
+    by_number = {numbers[name]: delta for name, delta in deltas.items()}
+    factors, x = Factors(by_number, small=False), torch.randn(4, 1, 6)
     assert len(factors.owners) == 2 * STEP
     rows = ["b", "", "a", "c"]
     mask = factors.mask(torch.tensor([numbers.get(row, -1) for row in rows]))
@@ -386,18 +387,23 @@ def test_factors_of_any_ranks_are_each_experts_own() -> None:
         torch.testing.assert_close(found[row], x[row] @ a.T @ b.T, rtol=1e-4, atol=1e-4)
 
 
-def test_experts_stay_joined_while_their_factors_have_room() -> None:
-    """Those used last stay longest; an expert of a low rank takes little room."""
-    small = {f"small-{i}": an_adapter(8) for i in range(COLUMNS // 8)}
-    assert list(residents(small, {})) == list(small)
-    now = {"large": an_adapter(16)}
-    assert list(residents(small, now)) == [*list(small)[2:], "large"]
-    newest = {"small-3": an_adapter(8)}
-    found = residents(small, newest)
-    assert list(found) == [name for name in small if name != "small-3"] + ["small-3"]
-    assert found["small-3"] is newest["small-3"]
-    too_large = {"one": an_adapter(COLUMNS), "two": an_adapter(COLUMNS)}
-    assert list(residents(small, too_large)) == ["one", "two"], "what a batch has is always joined"
+def test_the_experts_used_last_stay_joined() -> None:
+    known = {f"known-{i}": an_adapter(8) for i in range(RESIDENT)}
+    assert list(residents(known, {})) == list(known)
+    now = {"new": an_adapter(600)}
+    assert list(residents(known, now)) == [*list(known)[1:], "new"]
+    newer = {"known-3": an_adapter(8)}
+    found = residents(known, newer)
+    assert list(found) == [name for name in known if name != "known-3"] + ["known-3"]
+    assert found["known-3"] is newer["known-3"]
+    many = {f"new-{i}": an_adapter(1) for i in range(RESIDENT + 2)}
+    assert list(residents(known, many)) == list(many), "what a batch has is always joined"
+
+
+def test_rows_that_one_adapter_serves_share_its_factors() -> None:
+    """As all rows of the base alone do in a mixed batch, whose adapter takes the shared one away."""
+    away = an_adapter(4)
+    assert numbered({"a": away, "b": an_adapter(4), "c": away}) == {"a": 0, "b": 1, "c": 0}
 
 
 def test_routed_experts_and_routers_are_left_out() -> None:

@@ -103,8 +103,10 @@ class JointTrainer:
             with self.averaged():
                 after = self.measure(drawn.held_out, lambda: say(steps, loss))
                 rates = before, after
-                learners = names if self.learner else (SHARED, *names)
-                made = [self._candidate(name, sizes, steps, loss, rates) for name in learners]
+                made = []
+                for name in names if self.learner else (SHARED, *names):
+                    made.append(self._candidate(name, sizes, steps, loss, rates))
+                    say(steps, loss)
         except BaseException:
             for name in (SHARED, *names):
                 self.forget(name)

@@ -1,8 +1,8 @@
 """The rank that an expert is published with, which follows from what it has learned.
 
-Experts learn with a high rank, because that finds more, but what they have learned mostly lies in few
-directions. Cut to these by singular values, an expert guesses as before, and costs a fraction in files, in
-memory and in batches of several experts. The weights that learn on keep their rank.
+What an expert has learned mostly lies in few directions. Cut to these by singular values, it guesses nearly
+as before, and costs a fraction in files, in memory and in batches of several experts. The trainer's own
+weights keep their rank; one that is loaded from storage is filled up again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from moedraft.drafting.experts.adapter import Delta
 def cut(deltas: Mapping[str, Delta], kept: float) -> dict[str, Delta]:
     """These low-rank terms with the smallest rank that keeps the share `kept` of all their squares.
 
-    All of them get the same rank, but none a higher one than before. kept ≥ 1 leaves them as they are.
+    All of them get the same rank, but none a higher one than before or than its layer allows. Where kept is 1
+    or more they stay as they are.
     """
     if kept >= 1:
         return dict(deltas)

@@ -17,6 +17,7 @@ import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
 from moedraft.core import SHARED, AdapterVersion, UnsupportedModel
+from moedraft.distill.peft_config import widened
 from moedraft.distill.text.batches import RecordBatch
 from moedraft.distill.text.forward import OutputLayer, ends_in_head, hidden_at, logits_at
 from moedraft.drafting.experts.adapter import LORA_A, PREFIX
@@ -175,7 +176,12 @@ class Student:
         if self.versions.get(name) == version:
             return
         self.forget(name)
-        config = self._config(name, found[1] if found else None)
+        stored = found[1] if found else None
+        if stored is not None:  # one that was learned jointly has been cut to a lower rank
+            rank = self._shared_rank if name == SHARED else self._rank
+            wide, tensors = widened(stored.config, stored.tensors, rank)
+            stored = stored._replace(config=wide, tensors=tensors)
+        config = self._config(name, stored)
         self._configs[name] = copy.deepcopy(config)  # PEFT may change its own
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PEFT's advice about tied output layers; we merge into a copy
@@ -184,8 +190,8 @@ class Student:
             else:
                 self.model.add_adapter(key, config)
             self._state(name)  # refuses a model whose adapters could never be published
-            if found:
-                set_peft_model_state_dict(self.model, found[1].tensors, adapter_name=key)
+            if stored is not None:
+                set_peft_model_state_dict(self.model, stored.tensors, adapter_name=key)
         self.versions[name] = version
 
     def _config(self, name: str, stored: Weights | None) -> LoraConfig:

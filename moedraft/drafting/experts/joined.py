@@ -11,36 +11,32 @@ from moedraft.drafting.experts.adapter import Adapter, Delta
 from moedraft.drafting.experts.layer import LoRALinear, Mixed
 
 NOBODY = -2  # no row's expert; a row without one has the number −1
-COLUMNS = 512  # of joined factors: experts stay among them, though no row is theirs, while there is room
+RESIDENT = 8  # experts whose factors stay joined though the batch at hand has fewer
 STEP = 64  # columns are filled up to a multiple of this, so that code is generated for few shapes of products
 
 
 def residents(known: Mapping[str, Adapter], present: Mapping[str, Adapter]) -> dict[str, Adapter]:
-    """The experts `present`, and before them those of `known` that there is room for.
+    """The experts `present` and, before them, those of `known` that were used last: RESIDENT, if there are.
 
-    known: the expert that was used last at its end, and it is the last to go.
+    known: the expert that was used last at its end.
     """
-    room = COLUMNS - sum(_rank(adapter) for adapter in present.values())
-    staying: dict[str, Adapter] = {}
-    for name, adapter in reversed(list(known.items())):
-        room -= 0 if name in present else _rank(adapter)
-        if room < 0:
-            break
-        staying[name] = adapter
-    others = {name: adapter for name, adapter in reversed(staying.items()) if name not in present}
-    return others | dict(present)
+    others = [(name, adapter) for name, adapter in known.items() if name not in present]
+    leaving = max(0, len(others) + len(present) - RESIDENT)
+    return dict(others[leaving:]) | dict(present)
 
 
-def _rank(adapter: Adapter) -> int:
-    return max((len(a) for a, _ in adapter.deltas.values()), default=0)
+def numbered(adapters: Mapping[str, Adapter]) -> dict[str, int]:
+    """A number for each expert; those that are served by one and the same adapter share one."""
+    numbers: dict[int, int] = {}
+    return {name: numbers.setdefault(id(adapter), len(numbers)) for name, adapter in adapters.items()}
 
 
 class Factors:
-    """A and B of one layer: the factors of all these experts, end to end."""
+    """A and B of one layer: the factors of several experts, end to end."""
 
-    def __init__(self, deltas: Mapping[str, Delta], numbers: Mapping[str, int], *, small: bool) -> None:
-        """deltas: by expert. numbers: by expert, as rows name it. small: as `LoRALinear`'s."""
-        owners = [numbers[expert] for expert, (a, _) in deltas.items() for _ in range(a.shape[0])]
+    def __init__(self, deltas: Mapping[int, Delta], *, small: bool) -> None:
+        """deltas: by the expert's number. small: as `LoRALinear`'s."""
+        owners = [number for number, (a, _) in deltas.items() for _ in range(a.shape[0])]
         spare = -len(owners) % STEP
         downs, ups = [a for a, _ in deltas.values()], [b for _, b in deltas.values()]
         down = torch.cat([*downs, downs[0].new_zeros(spare, downs[0].shape[1])])  # [R, in]
@@ -83,11 +79,11 @@ class JoinedExperts:
 
     def _join(self, present: Mapping[str, Adapter]) -> None:
         adapters = residents(self._adapters, present)
-        numbers = {name: number for number, name in enumerate(adapters)}
+        numbers = numbered(adapters)
         factors = {}
         for name, layer in self.layers.items():
-            deltas = {expert: a.deltas[name] for expert, a in adapters.items() if name in a.deltas}
+            deltas = {numbers[one]: a.deltas[name] for one, a in adapters.items() if name in a.deltas}
             if deltas:
-                factors[name] = Factors(deltas, numbers, small=layer.small)
+                factors[name] = Factors(deltas, small=layer.small)
         # All at once, at the end: what failed above is tried again at the next batch.
         self._adapters, self._numbers, self._factors = adapters, numbers, factors

@@ -14,13 +14,12 @@ import torch
 
 from moedraft.cpu.products import Product
 from moedraft.drafting.experts.adapter import HEAD, Adapter
-from moedraft.drafting.experts.joined import Factors, residents
+from moedraft.drafting.experts.joined import RESIDENT, Factors, residents
 from moedraft.drafting.experts.layer import LoRALinear, Mixed
 from moedraft.feature.model import FeatureDraft
 from moedraft.feature.vocabulary import places, rows_for, union
 
 WORTH = 0.6  # rows are joined only where they are at most this share of the rows of all experts together
-USUAL = 8  # experts of one batch, at most
 STEP = 1024  # lists are filled up to a multiple of this, so that code is generated for few shapes of products
 
 
@@ -59,8 +58,8 @@ class JoinedHeads:
             return None
         known, spare = self.common, self.list_of(shared)
         tokens = union([self.list_of(adapter) for adapter in experts])
-        longest = sorted(len(self.list_of(adapter)) for adapter in experts)[-USUAL:]
-        if len(tokens) > WORTH * sum(longest):  # no batch of as many experts or fewer would gain by it
+        longest = sorted(len(self.list_of(adapter)) for adapter in experts)[-RESIDENT:]
+        if len(tokens) > WORTH * sum(longest):  # no batch of RESIDENT experts or fewer would gain by it
             return None
         others = spare[places(spare, tokens) < 0]
         tokens = union([tokens, others[: -len(tokens) % STEP]])
@@ -98,13 +97,13 @@ class JoinedHeads:
 
     def _join(self, present: Mapping[str, Adapter], tokens: torch.Tensor) -> None:
         members = residents(self._members, present)
-        numbers = {name: number for number, name in enumerate(members)}
+        numbers = {name: number for number, name in enumerate(members)}  # also of `_outside`
         deltas = {}
         for name, adapter in members.items():
             if HEAD in adapter.deltas:
                 a, b = adapter.deltas[HEAD]
-                deltas[name] = a, rows_for(b, self.list_of(adapter), tokens)
-        factors = Factors(deltas, numbers, small=self.layer.small) if deltas else None
+                deltas[numbers[name]] = a, rows_for(b, self.list_of(adapter), tokens)
+        factors = Factors(deltas, small=self.layer.small) if deltas else None
         inside = torch.stack([places(tokens, self.list_of(one)) >= 0 for one in members.values()])
         zeros = torch.zeros(inside.shape, dtype=self.draft.fc.weight.dtype, device=tokens.device)
         outside = zeros.masked_fill_(~inside, -torch.inf)
