@@ -347,10 +347,10 @@ def main() -> None:
     parser.add_argument("--update-steps", type=int, default=16)
     parser.add_argument("--gate", choices=["on", "off"], default="on")
     args = parser.parse_args()
+    given = {key: str(value) for key, value in vars(args).items() if key not in ("data", "out", "homes")}
+    usual = load_settings(target=args.target)
     report: dict[str, Any] = {
-        "settings": {
-            key: str(value) for key, value in vars(args).items() if key not in ("data", "out", "homes")
-        },
+        "settings": given | {key: str(getattr(usual, key)) for key in ("adapter_rank", "shared_rank")},
         "date": datetime.now(UTC).date().isoformat(),
         "seeds": [],
     }

@@ -78,7 +78,7 @@ _ALL = (
     Arrangement("separate", "separate experts, classifier", SeparateTrainer, True, True),
     Arrangement("turns", "shared and experts in turns", TurnsTrainer),
     Arrangement(JOINT, "joint, no gate"),
-    Arrangement(GATED, "joint, with gate (default)", gate=True),
+    Arrangement(GATED, "joint, with gate", gate=True),
     Arrangement("joint+gate-once", "joint, gate of one look", gate=True, second_look=False),
     Arrangement("offline", "offline bound", beforehand=1.0),
     Arrangement("one-offline", "one adapter, offline", OneTrainer, False, True, beforehand=1.0),

@@ -162,7 +162,7 @@ def settings(whole: Whole) -> str:
     return (
         f"A run: {of['requests']} requests of the domains {of['domains'].replace(',', ', ')}, with answers "
         f"of up to {of['max_tokens']} tokens; an update of {of['steps']} steps of {of['rows']} records after "
-        f"every {of['every']} requests, adapters of rank {of['rank']}; {of['heldout']} held-out prompts a "
+        f"every {of['every']} requests, experts of rank {of['rank']}; {of['heldout']} held-out prompts a "
         f"domain. {how_many(whole['runs'], 'run')}; most seeds by pattern: {counts}. Each row of a table "
         f"says how many seeds it has.{warning(of, seeds)}{missing(whole)}"
     )
@@ -198,7 +198,7 @@ def pattern_part(whole: Whole, pattern: str) -> str:
         "first guesses",
         "tokens per step",
         "more than static",
-        "the default has more",
+        "with gate has more",
         "joint without gate has more",
     )
     right = f"The router sent {whole['router'][pattern]:.0%} of the requests to their true domain."

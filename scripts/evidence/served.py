@@ -86,7 +86,8 @@ def part(whole: Whole) -> str:
         "time to spare, it makes further ones from the records that are there, until the gate throws one "
         "away. Here up to two follow each update, so that there are at most as many as the offline bound "
         "has; those without a gate make all of them. *Wide*: the shared adapter has four times an expert's "
-        "rank, as a server's has by default, and one adapter that stands alone as much as both. *Until at "
+        "rank, as a server's has by default, and one adapter that stands alone as much as both. The experts "
+        "of wide runs are cut to the directions that matter, as a server's are since 2026-11-26. *Until at "
         "home*: requests after a new domain came until it had 80 % of what it gains offline, by seed.\n\n"
     )
     head = (

@@ -371,7 +371,7 @@ def test_runs_are_resumed_and_the_document_says_what_the_figures_say(
     text = (tmp_path / "docs" / "evidence.md").read_text()
     assert "Joint, no gate is better than the static draft: +.200" in text
     assert "It is **below** one adapter, latest window (−.100, 2 seeds)." in text
-    assert "Joint, with gate (default) is worse than the static draft" in text
+    assert "Joint, with gate is worse than the static draft" in text
     assert "It is **below** one adapter, latest window (−.400, 2 seeds)." in text
     assert "Below static by its interval: a (−.100) and b (−.100)." in text
     assert "(../out/curves.png)" in text

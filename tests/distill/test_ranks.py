@@ -104,7 +104,7 @@ def test_an_exported_expert_is_small_says_so_and_guesses_nearly_the_same() -> No
     assert {len(p) for p in other.parameters("code") if p.shape[0] == 4} == {4}
 
 
-@pytest.mark.filterwarnings("ignore:.*(tie_word_embeddings|fan_in_fan_out)")
+@pytest.mark.filterwarnings("ignore:.*(tie_word_embeddings|is_gradient_checkpointing|fan_in_fan_out)")
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])  # the layers of the second lie the other way round
 def test_peft_loads_an_independent_drafts_expert_that_was_cut(tmp_path: Path, kind: str) -> None:
     def a_model() -> LanguageModel:
