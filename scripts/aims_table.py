@@ -130,7 +130,12 @@ def speeds(found: dict[str, Any]) -> list[Aim]:
             measured(found, "batch", "experts", "times_plain"),
             "cost of verification, which grows with the rows, and of drafting for rows of several experts",
         ),
-        Aim("batch 8, experts, × static", 1.10, measured(found, "batch", "experts", "times_static")),
+        Aim(
+            "batch 8, experts, × static",
+            1.10,
+            measured(found, "batch", "experts", "times_static"),
+            "cost of checking and drafting further, which takes back most of what better guesses bring",
+        ),
         Aim(
             "batch 1, experts with lookup, × lookup alone",
             1.10,
