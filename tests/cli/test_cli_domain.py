@@ -150,7 +150,7 @@ def brief(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small steps and short answers."""
     home.mkdir()
     (home / "config.toml").write_text("update_tokens = 256\nadapter_rank = 8\nlearning_rate = 0.02\n")
-    monkeypatch.setattr("moedraft.distill.warmstart.PARAMS", SamplingParams(max_tokens=12))
+    monkeypatch.setattr("moedraft.distill.warmstart.PARAMS", SamplingParams(max_tokens=24))
 
 
 @pytest.mark.usefixtures("brief")
