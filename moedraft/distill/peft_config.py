@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
-from torch.nn.functional import pad
 
-from moedraft.drafting.experts.adapter import LORA_A
+from moedraft.distill.lora.ranks import filled_up
+from moedraft.drafting.experts.adapter import LORA_A, LORA_B
 
 
 def peft_config(ranks: Mapping[str, int], base: str | None, task: str | None = None) -> LoraConfig:
@@ -43,11 +43,7 @@ def widened(
     if odd or config.get("lora_alpha") != before or before >= rank:
         return dict(config), dict(tensors)
     made = {}
-    for key, tensor in tensors.items():
-        if key.endswith(LORA_A):
-            new = torch.empty(rank - before, tensor.shape[1], dtype=tensor.dtype)
-            bound = tensor.shape[1] ** -0.5
-            made[key] = torch.cat([tensor, new.uniform_(-bound, bound)])
-        else:
-            made[key] = pad(tensor, (0, rank - before))  # nothing is added yet
+    for first in (key for key in tensors if key.endswith(LORA_A)):
+        second = first.removesuffix(LORA_A) + LORA_B
+        made[first], made[second] = filled_up(tensors[first], tensors[second], rank)
     return dict(config) | {"r": rank, "lora_alpha": rank}, made

@@ -38,7 +38,7 @@ class CandidateSummary:
     steps: int  # of the optimiser
     loss: float  # mean over the update, nats per token
     acceptance_before: float | None  # share of held-out tokens whose most likely token the draft gets right
-    acceptance_after: float | None
+    acceptance_after: float | None  # the same of what was learned, before an expert is cut to its rank
 
 
 class Weights(Protocol):

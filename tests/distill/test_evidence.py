@@ -16,6 +16,7 @@ import torch
 from feature_records import SOME, a_draft, a_record, a_target
 from scripts_loader import load_script
 
+from moedraft.config import Settings
 from moedraft.core import SHARED, ReplayRecord
 from moedraft.distill.features.record_states import RecordStates
 
@@ -25,7 +26,8 @@ command, figures, running, streams, summary, document, prompts, answers = (
     load_script(f"evidence.{name}")
     for name in ("command", "figures", "running", "streams", "summary", "document", "prompts", "answers")
 )
-ARRANGEMENTS = load_script("evidence.arrangements").ARRANGEMENTS
+arrangements = load_script("evidence.arrangements")
+ARRANGEMENTS = arrangements.ARRANGEMENTS
 
 NAMES = ("code", "law", "prose")
 PLAN = running.Plan(every=6, steps=2, rows=4, rank=2, measured=2, beforehand=2)
@@ -166,6 +168,11 @@ def test_every_arrangement_runs_and_says_what_it_did(bench: Any, name: str) -> N
     assert (4 <= len(found["updates"]) <= 12) if further else len(found["updates"]) == expected.get(name, 4)
     assert len(found["stream"]) == {"offline": 0, "one-offline": 0, "one-both": 12}.get(name, 24)
     assert (found["operations"] > 0) == (name != "static")
+
+
+def test_the_wide_arrangement_has_the_ranks_that_a_server_has_by_default() -> None:
+    settings = Settings.model_fields
+    assert settings["shared_rank"].default == arrangements.WIDE * settings["adapter_rank"].default
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,10 @@ import pytest
 import torch
 from feature_records import a_draft, a_target
 from peft import PeftModel
-from torch import nn
-from torch.nn.functional import linear
 
 from moedraft.core import SHARED, Domain
 from moedraft.distill.features.feature_student import FeatureStudent
-from moedraft.distill.lora.joint_lora import LowRank
-from moedraft.distill.lora.ranks import cut
+from moedraft.distill.lora.ranks import cut, filled_up
 from moedraft.distill.peft_config import widened
 from moedraft.distill.single.student import Student
 from moedraft.distill.text.text_student import TextStudent
@@ -63,15 +60,15 @@ def test_a_term_that_has_learned_nothing_has_rank_one() -> None:
 
 def test_growing_changes_nothing_yet_and_can_learn() -> None:
     torch.manual_seed(0)
-    small = LowRank(6, 5, 2, torch.device("cpu"))
-    nn.init.normal_(small.b)
-    wide, x = small.grown(4), torch.randn(3, 6)
-    assert wide.a.shape == (4, 6)
-    torch.testing.assert_close(wide(x), linear(x, small.b @ small.a))
-    wide(x).sum().backward()
-    assert wide.b.grad is not None
-    assert wide.b.grad[:, 2:].abs().min() > 0
-    assert small.grown(1).a.shape == (2, 6)
+    small_a, small_b, x = torch.randn(2, 6), torch.randn(5, 2), torch.randn(3, 6)
+    a, b = filled_up(small_a, small_b, 4)
+    assert (a.shape, b.shape) == ((4, 6), (5, 4))
+    torch.testing.assert_close(x @ a.T @ b.T, x @ small_a.T @ small_b.T)
+    b.requires_grad_()
+    (x @ a.T @ b.T).sum().backward()
+    assert b.grad is not None
+    assert b.grad[:, 2:].abs().min() > 0
+    assert filled_up(small_a, small_b, 1)[0].shape == (2, 6)
 
 
 def taught(squares: list[float]) -> FeatureStudent:

@@ -14,7 +14,7 @@ from torch import nn
 
 from moedraft.core import SHARED
 from moedraft.distill.lora.joint_lora import JointLinear, LowRank, Routing
-from moedraft.distill.lora.ranks import cut
+from moedraft.distill.lora.ranks import cut, filled_up
 from moedraft.distill.peft_config import peft_config
 from moedraft.drafting.experts.adapter import LORA_A, LORA_B, PREFIX, Delta, read_adapter
 
@@ -118,9 +118,8 @@ class JointAdapters:
 
     def grow(self, name: str) -> None:
         """Give the adapter of `name`, which guesses as before, the rank that it learns with."""
-        for layer in self.layers.values():
-            if (part := layer.adapter(name)) is not None:
-                layer.put(name, part.grown(self._ranks[name == SHARED]))
+        rank = self._ranks[name == SHARED]
+        self._put(name, {module: filled_up(p.a, p.b, rank) for module, p in self._parts(name).items()})
 
     def parameters(self, name: str) -> list[nn.Parameter]:
         """The parameters of the adapter of `name`."""

@@ -45,14 +45,6 @@ class LowRank(nn.Module):
         x = x if torch.is_autocast_enabled(x.device.type) else x.to(self.a.dtype)
         return linear(linear(x, self.a), b)
 
-    def grown(self, rank: int) -> LowRank:
-        """The same term with at least this rank; what is new in it changes nothing yet."""
-        known, (size_out, size_in) = len(self.a), (len(self.b), self.a.shape[1])
-        wide = LowRank(size_in, size_out, max(rank, known), self.a.device)
-        with torch.no_grad():
-            wide.a[:known], wide.b[:, :known] = self.a, self.b
-        return wide
-
 
 class FrozenWeight:
     """A weight that does not learn, kept in the precision that its products are computed in.

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from torch.nn.functional import pad
 
 from moedraft.drafting.experts.adapter import Delta
 
@@ -32,6 +33,13 @@ def cut(deltas: Mapping[str, Delta], kept: float) -> dict[str, Delta]:
         module: (v[:rank].contiguous(), (u[:, :rank] * values[:rank]).contiguous())
         for module, (u, values, v) in found.items()
     }
+
+
+def filled_up(a: torch.Tensor, b: torch.Tensor, rank: int) -> Delta:
+    """The term B·A with the rank `rank` at least; what is new in it changes nothing yet, and can learn."""
+    spare, bound = max(rank - len(a), 0), a.shape[1] ** -0.5
+    a, b = a.detach(), b.detach()
+    return torch.cat([a, a.new_empty(spare, a.shape[1]).uniform_(-bound, bound)]), pad(b, (0, spare))
 
 
 def _singular(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
