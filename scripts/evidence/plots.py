@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import matplotlib
@@ -54,7 +55,7 @@ def panels(runs: Runs, patterns: Sequence[str], draw: Draw, path: Path) -> None:
             axis.set_visible(place < len(patterns))
             if place < len(patterns):
                 draw(axis, runs, patterns[place])
-                axis.set_title(title_of(patterns[place]))
+                axis.set_title(fill(title_of(patterns[place]), 32))
         handles = {
             label: line
             for axis in axes.flat
