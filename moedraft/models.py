@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.resources
 import logging
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -329,11 +330,11 @@ def snapshot_folder(name: str) -> Path | None:
     """Where a checkpoint's files lie, fetched from the hub if need be; None where there is none."""
     if (folder := Path(name).expanduser()).is_dir():
         return folder
-    try:
-        files = [cached_file(name, file) for file in ("config.json", "model.safetensors")]
-    except OSError:  # no such model, or it cannot be fetched; whoever loads it says so
-        return None
-    return Path(files[0]).parent if files[0] else None
+    found = None
+    with suppress(OSError):  # no such model or file, or it cannot be fetched; whoever loads it says so
+        found = cached_file(name, "config.json")
+        cached_file(name, "model.safetensors")
+    return Path(found).parent if found else None
 
 
 def folder_of(where: str) -> Path | None:

@@ -10,8 +10,10 @@ turns:
     plain               the target alone
     static              the draft base as it came
     experts             the same with shared adapter and experts, after the stream
+    one adapter         the same with one adapter for all domains (`selector = "fixed"`), as large as those
+                        two, that has learned from the same requests
     lookup              guesses from the text alone
-    experts + lookup    both, the better one for each row
+    ... + lookup        both, the better one for each row
 
 Reported are, with 95 % intervals over the prompts (bootstrap, paired): tokens per second at batch 1 and at
 batch 8 with all domains mixed, tokens per target step, and the share of the target's tokens that the
@@ -35,11 +37,12 @@ from typing import Any
 
 from feature_answers import prompts_of
 
-from moedraft.config import Settings, load_settings
-from moedraft.core import RequestOutput, SamplingParams
+from moedraft.config import load_settings
+from moedraft.core import SHARED, RequestOutput, SamplingParams
 from moedraft.distill.assembly import build_loop
 from moedraft.distill.joint.joint_loop import JointLoop
 from moedraft.distill.loop import DistillLoop
+from moedraft.drafting.base import load_base
 from moedraft.showcase.bench import surroundings
 from moedraft.showcase.estimates import Estimate, change, quotient, ratio
 from moedraft.showcase.measure import (
@@ -48,12 +51,20 @@ from moedraft.showcase.measure import (
     step_costs,
     warm_up,
 )
-from moedraft.system.build import System, opened
+from moedraft.system.build import System, assemble, open_store, opened
 from moedraft.system.domains import register_all
 
 DOMAINS = "sql_en,code_python,math_en,docs_fr,docs_ja,support"
-SOURCES = {"static": "model", "experts": "model", "lookup": "lookup", "experts + lookup": "auto"}
-BATCHED = ("plain", "static", "experts", "lookup", "experts + lookup")  # that are measured in full batches
+ONE = "one adapter"
+SOURCES = {
+    "static": "model",
+    "experts": "model",
+    ONE: "model",
+    "lookup": "lookup",
+    "experts + lookup": "auto",
+    f"{ONE} + lookup": "auto",
+}
+BATCHED = ("plain", *SOURCES)  # that are measured in full batches
 QUEUE = 5  # requests that one place in the batch serves of a queue
 LEARNED = "bench_experts.json"  # in a home: what was learned
 Prompts = list[tuple[str, str]]  # domain and prompt
@@ -63,17 +74,27 @@ Batches = tuple[dict[str, list[Pair]], dict[str, list[list[int]]]]  # by system:
 
 
 class Systems:
-    """What is compared, on one engine; each with a draft budget of its own, as if it served alone."""
+    """What is compared, on one target; each with a draft budget of its own, as if it served alone."""
 
-    def __init__(self, system: System) -> None:
-        self.system = system
-        self.budgets = {name: copy.deepcopy(system.engine.chooser.budget) for name in ("plain", *SOURCES)}
+    def __init__(self, system: System, one: System) -> None:
+        """one: with one adapter for all domains; the other has experts."""
+        self.system, self.one = system, one
+        self.budgets = {
+            name: copy.deepcopy(self.of(name).engine.chooser.budget) for name in ("plain", *SOURCES)
+        }
         self.budgets["static"].acceptance.clear()  # what is known there is the experts' acceptance
+
+    def of(self, name: str) -> System:
+        return self.one if name.startswith(ONE) else self.system
+
+    def drafts(self, name: str, domain: str) -> str:
+        """Who drafts for a request of this domain."""
+        return SHARED if name.startswith(ONE) else domain
 
     @contextmanager
     def serving(self, name: str) -> Iterator[None]:
         """The engine as this system; `plain` is what requests ask for themselves."""
-        source, system = SOURCES.get(name, "auto"), self.system
+        source, system = SOURCES.get(name, "auto"), self.of(name)
         drafting = system.engine.chooser.using(self.budgets[name], source)  # type: ignore[arg-type]
         with drafting, only_base(system, name == "static"):
             yield
@@ -83,11 +104,12 @@ def answer(
     systems: Systems, name: str, prompts: Prompts, max_tokens: int
 ) -> tuple[list[RequestOutput], float]:
     """The answers to all prompts at once, and the seconds they took."""
-    engine, params = systems.system.engine, SamplingParams(max_tokens=max_tokens)
+    engine, params = systems.of(name).engine, SamplingParams(max_tokens=max_tokens)
     with systems.serving(name):
         began = time.perf_counter()
+        options: dict[str, Any] = {"draft": name != "plain", "capture": False, "chat": True}
         ids = [
-            engine.add(prompt, params, expert=domain, draft=name != "plain", capture=False, chat=True)
+            engine.add(prompt, params, expert=systems.drafts(name, domain), **options)
             for domain, prompt in prompts
         ]
         done: dict[str, RequestOutput] = {}
@@ -196,7 +218,7 @@ def figures(found: Answered, hits: dict[str, list[Pair]]) -> dict[str, Any]:
         name: [(float(len(o.token_ids)), float(max(1, o.speculation.num_steps))) for o in outputs]
         for name, (outputs, _) in found.items()
     }
-    gain = change(hits["static"], hits["experts"])
+    gain, beside = change(hits["static"], hits["experts"]), change(hits[ONE], hits["experts"])
     result: dict[str, Any] = {
         name: {
             "tokens_per_second": rounded(ratio(speed[name])),
@@ -210,13 +232,22 @@ def figures(found: Answered, hits: dict[str, list[Pair]]) -> dict[str, Any]:
             "tokens_per_second": rounded(quotient(speed["experts"], speed["static"])),
             "tokens_per_step": rounded(quotient(length["experts"], length["static"])),
         },
+        f"experts / {ONE}": {
+            "tokens_per_second": rounded(quotient(speed["experts"], speed[ONE])),
+            "tokens_per_step": rounded(quotient(length["experts"], length[ONE])),
+        },
         "experts + lookup / lookup": {
             "tokens_per_second": rounded(quotient(speed["experts + lookup"], speed["lookup"]))
+        },
+        f"experts + lookup / {ONE} + lookup": {
+            "tokens_per_second": rounded(quotient(speed["experts + lookup"], speed[f"{ONE} + lookup"]))
         },
         "first_step": {
             "static": rounded(gain.before),
             "experts": rounded(gain.after),
+            ONE: rounded(beside.before),
             "gain": rounded(gain.difference),
+            f"more than {ONE}": rounded(beside.difference),
         },
     }
 
@@ -226,13 +257,13 @@ def first_guesses(
 ) -> dict[str, list[Pair]]:
     """By system and prompt: the answer's tokens that the drafter's first guess hits, and all of them."""
     hits = {}
-    for name in ("static", "experts"):
+    for name in ("static", "experts", ONE):
         with systems.serving(name):
-            pairs = zip(prompts, answers, strict=True)
-            hits[name] = [
-                (float(right), float(tried))
-                for right, tried in (right_guesses(systems.system, p, o.token_ids, d) for (d, p), o in pairs)
+            found = [
+                right_guesses(systems.of(name), prompt, output.token_ids, systems.drafts(name, domain))
+                for (domain, prompt), output in zip(prompts, answers, strict=True)
             ]
+        hits[name] = [(float(right), float(tried)) for right, tried in found]
     return hits
 
 
@@ -275,15 +306,35 @@ def prompts_for(args: argparse.Namespace, split: str, count: int, seed: int) -> 
     return [(name, each[name][i]) for i in range(count) for name in names if i < len(each[name])]
 
 
-def taught(system: System, settings: Settings, stream: Prompts, max_tokens: int, seed: int) -> dict[str, Any]:
-    """Register the domains, serve the stream and learn from it."""
-    examples: dict[str, list[str]] = {}
-    for name, prompt in stream:
-        examples.setdefault(name, []).append(prompt)
-    register_all(system.store, system.router, {name: some[:20] for name, some in examples.items()})
-    loop = build_loop(settings, system.store)
-    loop.trainer.seed = 1000 * seed
-    return learn(system, loop, stream, max_tokens)
+def taught(system: System, stream: Prompts, max_tokens: int, seed: int) -> dict[str, Any]:
+    """Register the domains, serve the stream and learn from it, unless the home has done so before."""
+    done = system.settings.home / LEARNED
+    if not done.exists():
+        if system.settings.selector == "fixed":
+            stream = [(SHARED, prompt) for _, prompt in stream]
+        examples: dict[str, list[str]] = {}
+        for name, prompt in stream:
+            if name != SHARED:
+                examples.setdefault(name, []).append(prompt)
+        register_all(system.store, system.router, {name: some[:20] for name, some in examples.items()})
+        loop = build_loop(system.settings, system.store)
+        loop.trainer.seed = 1000 * seed
+        done.write_text(json.dumps(learn(system, loop, stream, max_tokens)), encoding="utf-8")
+    learned: dict[str, Any] = json.loads(done.read_text(encoding="utf-8"))
+    return learned
+
+
+@contextmanager
+def with_one_adapter(system: System) -> Iterator[System]:
+    """A second engine over the same target, in a home within the first one's, without experts."""
+    usual = system.settings
+    changed = {"selector": "fixed", "shared_rank": usual.shared_rank + usual.adapter_rank}
+    settings = usual.model_copy(update={**changed, "home": usual.home / "one"})
+    one = assemble(settings, open_store(settings), system.target, load_base(settings, system.target))
+    try:
+        yield one
+    finally:
+        one.close()
 
 
 def run(args: argparse.Namespace, seed: int, home: Path) -> dict[str, Any]:
@@ -296,20 +347,21 @@ def run(args: argparse.Namespace, seed: int, home: Path) -> dict[str, Any]:
         gate=args.gate,
         update_steps=args.update_steps,
     )
-    with opened(settings) as system:
-        warm_up(system)
+    with opened(settings) as system, with_one_adapter(system) as one:
         stream = prompts_for(args, "stream", args.requests, seed)
-        done = home / LEARNED
-        if not done.exists():
-            learned = taught(system, settings, stream, args.max_tokens, seed)
-            done.write_text(json.dumps(learned), encoding="utf-8")
-        learned = json.loads(done.read_text(encoding="utf-8"))
-        systems = Systems(system)
+        for each in (system, one):
+            warm_up(each)
+        learned = {"learning": taught(system, stream, args.max_tokens, seed)}
+        learned["learning of one adapter"] = taught(one, stream, args.max_tokens, seed)
+        systems = Systems(system, one)
         for name in systems.budgets:  # each budget sees a few answers before anything is timed
             for prompt in stream[: 2 * args.domains.count(",") + 2]:
                 answer(systems, name, [prompt], args.max_tokens)
         measured = measure(systems, prompts_for(args, "dev", args.heldout, seed), args)
-        return {"learning": learned, "step_ms": step_costs(system), **measured, **surroundings(system)}
+        costs = step_costs(system)
+        own = [step_costs(system, domain)["draft_ms"] for domain in args.domains.split(",")]
+        costs["draft_own_list_ms"] = sum(own) / len(own)
+        return {**learned, "step_ms": costs, **measured, **surroundings(system)}
 
 
 def show(seed: int, found: dict[str, Any]) -> None:

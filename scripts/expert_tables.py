@@ -14,8 +14,10 @@ WAYS = {
     "plain": "nobody (plain decoding)",
     "static": "the drafter as it is shipped",
     "experts": "the drafter with experts",
+    "one adapter": "the drafter with one adapter as large, for all domains",
     "lookup": "lookup in the text alone",
     "experts + lookup": "experts and lookup",
+    "one adapter + lookup": "one adapter and lookup",
 }
 
 
@@ -93,6 +95,7 @@ def by_domain(found: dict[str, Any]) -> str:
                 shown(mean(found, *path, "experts / static", "tokens_per_step")),
                 shown(mean(found, *path, "static", "times_plain")),
                 shown(mean(found, *path, "experts", "times_plain")),
+                shown(mean(found, *path, "experts / one adapter", "tokens_per_second")),
                 shown(mean(found, *path, "experts + lookup", "times_plain")),
             ]
         )
@@ -104,6 +107,7 @@ def by_domain(found: dict[str, Any]) -> str:
         "tokens per step, × static",
         "static, × plain",
         "experts, × plain",
+        "experts, × one adapter",
         "experts + lookup, × plain",
     ]
     return f"{table(head, rows)}\n\n{note(found)} {costs(found)}"
@@ -114,13 +118,14 @@ def costs(found: dict[str, Any]) -> str:
     ms = {
         name: sum(seed["step_ms"][name] for seed in found["seeds"]) for name in found["seeds"][0]["step_ms"]
     }
-    draft, five = (ms[name] / ms["target_ms"] for name in ("draft_ms", "verify5_ms"))
+    draft, own, five = (ms[f"{name}_ms"] / ms["target_ms"] for name in ("draft", "draft_own_list", "verify5"))
     tokens, times = (mean(found, "all", "experts", what) for what in ("tokens_per_step", "times_plain"))
     assert tokens is not None
     assert times is not None
     return (
-        f"At batch 1 a draft step costs {draft:.3f} target steps by itself, checking five tokens {five:.2f}; "
-        f"a round of the experts takes {tokens[0] / times[0]:.2f} plain ones, drafting included."
+        f"At batch 1 a draft step costs {draft:.3f} target steps by itself with the shared list of tokens, "
+        f"{own:.3f} with an expert's own; checking five tokens costs {five:.2f}; a round of the experts "
+        f"takes {tokens[0] / times[0]:.2f} plain ones, drafting included."
     )
 
 

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moedraft.core import ReplayRecord
-from moedraft.feature.corpus import asked
+from moedraft.feature.training.corpus import asked
 from moedraft.model_checks import until_end
 from moedraft.models import LanguageModel
 

@@ -35,7 +35,8 @@ ROOMS = {
     "drafting": (14, 2110),
     "drafting/experts": (9, 1020),
     "engine": (15, 1600),
-    "feature": (12, 1530),
+    "feature": (9, 1070),
+    "feature/training": (5, 650),
     "insight": (10, 1520),
     "kernels": (25, 3900),
     "moedraft": (17, 2500),  # the files that lie in no folder

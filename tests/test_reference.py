@@ -101,7 +101,9 @@ def test_figures_of_several_seeds_are_averaged(tables: ModuleType, tmp_path: Pat
         part = {**ways, "first_step": first, "experts / static": {"tokens_per_step": [1.5, 1.25, 1.75]}}
         learned = {"requests": 600, "updates": 19}
         facts = {"prompts": 120, "threads": 2, "same_answers": True, "batch": ways, "learning": learned}
-        facts |= {"step_ms": {"target_ms": 20.0, "draft_ms": 1.0, "verify5_ms": 22.0}}
+        facts |= {
+            "step_ms": {"target_ms": 20.0, "draft_ms": 1.0, "draft_own_list_ms": 0.5, "verify5_ms": 22.0}
+        }
         return {"all": part, "by_domain": {"sql": part}, **facts}
 
     (tmp_path / "smollm2").mkdir()
@@ -114,7 +116,8 @@ def test_figures_of_several_seeds_are_averaged(tables: ModuleType, tmp_path: Pat
     )
     assert "| sql | 0.25 (0.20–0.30) | 0.50 (0.40–0.60) | +0.250 (+0.100 to +0.400) |" in filled
     assert "2 seeds" in filled
-    assert "a draft step costs 0.050 target steps by itself, checking five tokens 1.10; a round" in filled
+    assert "a draft step costs 0.050 target steps by itself with the shared list of tokens" in filled
+    assert "0.025 with an expert's own; checking five tokens costs 1.10; a round" in filled
     assert "takes 1.33 plain ones" in filled
 
 

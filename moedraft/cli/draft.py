@@ -1,4 +1,4 @@
-"""`moedraft draft`: draft bases. `train` makes a feature drafter for a target, from prompts alone."""
+"""`moedraft draft`: draft bases. `train` makes a feature drafter from prompts, `export` hands one on."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import typer
 
 from moedraft.cli.common import (
     DeviceOption,
+    DraftOption,
     DtypeOption,
     HomeOption,
     JsonOption,
@@ -23,11 +24,11 @@ from moedraft.cli.files import read_pairs
 from moedraft.core import InvalidRequest
 
 if TYPE_CHECKING:
-    from moedraft.feature.corpus import TrainingText
-    from moedraft.feature.session import Report
+    from moedraft.feature.training.corpus import TrainingText
+    from moedraft.feature.training.session import Report, Session
     from moedraft.models import LanguageModel
 
-app = typer.Typer(name="draft", help="Draft bases: train one for a target.", no_args_is_help=True)
+app = typer.Typer(name="draft", help="Draft bases: train one for a target, export one.", no_args_is_help=True)
 
 TRAINED = "draft-base"  # folder of the home in which a target's own drafter is looked for
 LONGEST = 256  # tokens of a prompt with its answer that are read
@@ -35,36 +36,24 @@ PromptFiles = Annotated[
     list[Path],
     typer.Option(metavar="FILE", help='JSON lines of {"prompt": …}; may be given more than once.'),
 ]
-OutOption = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Where to; by default in the home, where it is found.")
-]
-TextsOption = Annotated[
-    bool, typer.Option("--texts", help='Rows have a "reference", which is read in place of an answer.')
-]
-LayersOption = Annotated[
-    str | None, typer.Option(metavar="I,J,K", help="Target layers to read; default 2, L/2, L−3.")
-]
-RowsOption = Annotated[
-    bool, typer.Option("--rows/--no-rows", help="Store output rows too, which other engines want.")
-]
 
 
 @app.callback()
 def draft() -> None:
-    """Draft bases: train one for a target."""
+    """Draft bases: train one for a target, export one."""
 
 
 @app.command()
 def train(
     ctx: typer.Context,
     prompts: PromptFiles,
-    minutes: Annotated[float, typer.Option(help="Time to train, once the target has answered.")] = 60,
-    out: OutOption = None,
-    texts: TextsOption = False,
+    minutes: Annotated[float, typer.Option(help="Training, earlier runs included; answering is extra.")] = 60,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where to; by default in the home.")] = None,
+    texts: Annotated[bool, typer.Option("--texts", help='Read "reference" where a row has one.')] = False,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens that the target answers.")] = 96,
     vocabulary: Annotated[int, typer.Option(min=16, help="Tokens that can be drafted.")] = 12_288,
-    layers: LayersOption = None,
-    rows: RowsOption = True,
+    layers: Annotated[str | None, typer.Option(metavar="I,J,K", help="Layers; default 2, L/2, L−3.")] = None,
+    rows: Annotated[bool, typer.Option(help="Store output rows too, which other engines want.")] = True,
     home: HomeOption = None,
     target: TargetOption = None,
     device: DeviceOption = None,
@@ -85,30 +74,52 @@ def train(
     out = (out or settings.home / TRAINED).expanduser().resolve()
     with busy("Loading the target"):
         from moedraft.cpu.threads import set_threads
-        from moedraft.feature.session import check_texts, chosen_layers
+        from moedraft.feature.training.session import Session, check_texts, chosen_layers
         from moedraft.models import load_by
 
         check_texts(len(pairs))
-        check_out(out)
+        check_out(out, trains=True)
         model = load_by(settings, "target")
         set_threads(settings.threads, model)
     chosen = chosen_layers(chosen, model.num_layers)  # before the target answers, which takes long
     found = answers(model, pairs, out, max_tokens, vocabulary)
-    report = learn(model, found, out, minutes, vocabulary, chosen, rows)
+    report = learn(Session(model, found, out, size=vocabulary, layers=chosen), minutes * 60, rows)
     show(report, out, as_json)
 
 
-def check_out(out: Path) -> None:
-    """Raise InvalidRequest where the training could not write, or would replace anything but a drafter."""
+@app.command()
+def export(
+    ctx: typer.Context,
+    out: Annotated[Path, typer.Argument(metavar="DIR", help="Where to; a new folder.")],
+    home: HomeOption = None,
+    target: TargetOption = None,
+    draft: DraftOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write the feature drafter in use, shipped or trained, as other engines want it: with output rows."""
+    settings = settings_for(ctx, home=home, target=target, draft=draft)
+    check_out(out := out.expanduser().resolve())
+    with busy("Loading the target"):
+        from moedraft.drafting.base import export_base
+
+        source = export_base(settings, out)
+    if as_json:
+        emit({"folder": str(out), "draft": source.name})
+    else:
+        say(f"{out}: the drafter {source.name} with its output rows, for {settings.target}.")
+
+
+def check_out(out: Path, *, trains: bool = False) -> None:
+    """Raise InvalidRequest where a drafter could not be written, or would replace anything but a drafter."""
     from moedraft.drafting.base import is_feature_checkpoint
     from moedraft.feature.checkpoint import FILES
-    from moedraft.feature.session import work_folder
+    from moedraft.feature.training.session import work_folder
     from moedraft.folders import check_replaceable
 
     check_replaceable(out, FILES)
     if out.exists() and any(out.iterdir()) and not is_feature_checkpoint(out):
         raise InvalidRequest(f"{out} holds something that is no drafter, which is left alone; name another.")
-    if work_folder(out).exists() and not work_folder(out).is_dir():
+    if trains and work_folder(out).exists() and not work_folder(out).is_dir():
         raise InvalidRequest(f"{work_folder(out)} is a file; the training keeps its state in such a folder.")
 
 
@@ -123,7 +134,7 @@ def layer_ids(text: str | None) -> tuple[int, ...]:
 def answers(
     model: LanguageModel, pairs: list[tuple[str, str | None]], out: Path, max_tokens: int, vocabulary: int
 ) -> list[TrainingText]:
-    from moedraft.feature.session import collect, work_folder
+    from moedraft.feature.training.session import collect, work_folder
 
     with bar("The target answers", len(pairs)) as advance:
         done = 0
@@ -136,19 +147,8 @@ def answers(
         return collect(model, pairs, work_folder(out), max_tokens, LONGEST, progress, vocabulary)
 
 
-def learn(
-    model: LanguageModel,
-    texts: list[TrainingText],
-    out: Path,
-    minutes: float,
-    vocabulary: int,
-    layers: tuple[int, ...],
-    rows: bool,
-) -> Report:
-    from moedraft.feature.session import Session
-
-    session = Session(model, texts, out, size=vocabulary, layers=layers)
-    with bar("Training the drafter", int(minutes * 60)) as advance:
+def learn(session: Session, seconds: float, rows: bool) -> Report:
+    with bar("Training the drafter", int(seconds)) as advance:
         done = 0
 
         def progress(more: int, what: str) -> None:
@@ -156,7 +156,7 @@ def learn(
             done += more
             advance(done, what or None)
 
-        session.run(minutes * 60, progress)
+        session.run(seconds, progress)
     with busy("Measuring"):
         return session.finish(rows=rows)
 

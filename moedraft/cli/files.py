@@ -46,11 +46,14 @@ def read_pairs(path: Path, *, with_answers: bool) -> list[tuple[str, str | None]
     """Prompt and, where wanted, its "reference" (else None) of each row. Raises InvalidRequest or OSError."""
     pairs: list[tuple[str, str | None]] = []
     for where, row in _objects(path):
-        for key in ("prompt", "reference") if with_answers else ("prompt",):
+        answered = with_answers and "reference" in row
+        for key in ("prompt", "reference") if answered else ("prompt",):
             _check_string(row.get(key), where, key)
-        pairs.append((row["prompt"], row["reference"] if with_answers else None))
+        pairs.append((row["prompt"], row["reference"] if answered else None))
     if not pairs:
         raise InvalidRequest(f"{_title(path)} holds no prompts.")
+    if with_answers and all(reference is None for _, reference in pairs):
+        raise InvalidRequest(f"{_title(path)}: no row has a 'reference'.")
     return pairs
 
 

@@ -20,7 +20,7 @@ from moedraft.drafting.feature import FeatureDrafter
 from moedraft.drafting.kept import ReadStates, StateKeeper
 from moedraft.drafting.model import ModelDrafter
 from moedraft.evidence import HiddenStates
-from moedraft.feature.checkpoint import CONFIG, TARGET, load_draft
+from moedraft.feature.checkpoint import CONFIG, TARGET, load_draft, save_draft, stored_as
 from moedraft.feature.model import FeatureDraft
 from moedraft.gguf import HUB_ID, SMOLLM2, conversion, is_gguf, public_name
 from moedraft.model_checks import check_pair
@@ -155,9 +155,50 @@ def load_feature_base(folder: Path, target: LanguageModel, dtype: torch.dtype | 
 
 
 def feature_folder(name: str) -> Path | None:
-    """Where the feature drafter of this name lies, a folder or a hub id; None where it is something else."""
+    """Where the feature drafter of this name lies, a folder or a hub id; None where it is something else.
+
+    Raises InvalidRequest for a drafter on the hub whose weights cannot be fetched.
+    """
     folder = None if name in (MINI, SMOLLM2) or is_gguf(name) else snapshot_folder(name)
-    return folder if folder is not None and is_feature_checkpoint(folder) else None
+    if folder is None or not is_feature_checkpoint(folder):
+        return None
+    if not Path(name).expanduser().is_dir() and not any(folder.glob("*.safetensors")):
+        raise InvalidRequest(
+            f"the hub gives no model.safetensors of the drafter {name}; download one that is stored in parts "
+            "into a folder and name that; .bin files are not read."
+        )
+    return folder
+
+
+def export_base(settings: Settings, out: Path) -> FeatureBase:
+    """Write the feature drafter that the settings name to `out`, with output rows; what was written.
+
+    Engines with a reduced vocabulary want these rows; they are the target's unless it has its own. Raises
+    InvalidRequest where the draft is of another kind or `out` is in use, and as loading and `save_draft` do.
+    """
+    name = draft_name(settings)
+    folder = feature_folder(name)
+    if folder is None:
+        raise InvalidRequest(f"the draft {name} is no feature drafter; only those are exported.")
+    if out.resolve() in (folder.resolve(), (settings.home / TRAINED).resolve()):
+        raise InvalidRequest(
+            f"{out} is where drafters are served from, and experts belong to them; name another."
+        )
+    exact = settings.model_copy(update={"cpu_fast_paths": False})  # `auto` could round the rows else
+    target = load_by(exact, "target")
+    base = load_feature_base(folder, target, torch.float32)
+    dtype, steps = stored_as(folder)
+    save_draft(
+        base.hf,
+        out,
+        target=public_name(target.name),
+        target_hash=target.weights_hash(),
+        architectures=(type(target.hf).__name__,),
+        dtype=dtype,
+        rows=True,
+        steps=steps,
+    )
+    return base
 
 
 def is_feature_checkpoint(folder: Path) -> bool:

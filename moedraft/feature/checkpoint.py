@@ -8,6 +8,7 @@ draft token i is i + d2t[i]; `t2d` tells for each of the target's tokens whether
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,17 @@ from moedraft.feature.model import FeatureDraft
 from moedraft.folders import replace_folder
 from moedraft.model_checks import in_one_line
 
+log = logging.getLogger(__name__)
+
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 TARGET = "target.json"  # which target it was trained for
 FILES = (WEIGHTS, CONFIG, TARGET)  # what a drafter's folder holds; one with anything else is never replaced
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-TARGETS = ("embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight")  # not the drafter's own
+EMBEDDINGS = "embed_tokens.weight"
+TARGETS = (EMBEDDINGS, "verifier_lm_head.weight", "verifier_norm.weight")  # not the drafter's own
 VOCABULARY = ("d2t", "t2d")
+STEPS = 3  # tokens that a drafter learned to draft, where nothing is said
+COMPARED = 4096  # rows of the embeddings at least, spread over all of them
 LAYER_KEYS = {  # of ours and of transformers'
     "hidden_size": "hidden_size",
     "intermediate_size": "intermediate_size",
@@ -50,7 +56,7 @@ def save_draft(
     architectures: tuple[str, ...] = (),
     dtype: torch.dtype = torch.float16,
     rows: bool = False,
-    steps: int = 3,
+    steps: int = STEPS,
 ) -> None:
     """Write `folder`, or replace it, at once or not at all. Raises InvalidRequest where it holds other files.
 
@@ -136,6 +142,7 @@ def load_draft(folder: Path, embeddings: torch.Tensor, output: torch.Tensor, num
         reason = in_one_line(error)
         raise InvalidRequest(f"{folder} holds no feature drafter that can be read: {reason}") from error
     vocabulary = vocabulary_of(stored, config, folder)
+    warn_of_embeddings(stored, embeddings, folder)
     own = stored.pop("lm_head.weight", None)
     own = None if own is None else own.to(output.device)
     if own is not None and own.shape == output[vocabulary].shape and is_targets(own, output[vocabulary]):
@@ -153,6 +160,30 @@ def load_draft(folder: Path, embeddings: torch.Tensor, output: torch.Tensor, num
 def is_targets(own: torch.Tensor, rows: torch.Tensor) -> bool:
     """Whether stored rows are the target's, but for having been rounded to half precision."""
     return bool(torch.allclose(own.float(), rows.float(), rtol=1e-2, atol=1e-2 * rows.float().std().item()))
+
+
+def warn_of_embeddings(stored: Mapping[str, torch.Tensor], embeddings: torch.Tensor, folder: Path) -> None:
+    """Say so if the drafter learned with embeddings of its own, as `embed_requires_grad` has it."""
+    own = stored.get(EMBEDDINGS)
+    if own is None:
+        return
+    count = min(len(own), len(embeddings))
+    every = max(1, count // COMPARED)
+    rows, theirs = own[:count:every].to(embeddings.device), embeddings[:count:every]
+    if rows.shape != theirs.shape or not is_targets(rows, theirs):
+        log.warning(
+            "%s: the drafter's own embeddings are not used, so it guesses worse than it could.", folder
+        )
+
+
+def stored_as(folder: Path) -> tuple[torch.dtype, int]:
+    """In what precision the drafter in `folder` is stored, and how many tokens it says that it drafts."""
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    try:
+        steps = int(config["speculators_config"]["proposal_methods"][0]["speculative_tokens"])
+    except (KeyError, IndexError, TypeError, ValueError):
+        steps = STEPS
+    return renamed(read_tensors(folder))["fc.weight"].dtype, steps
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:

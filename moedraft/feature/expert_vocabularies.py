@@ -1,7 +1,8 @@
 """Which tokens each expert of a joint trainer drafts: those that its domain's traffic holds.
 
-The shared adapter, which drafts where no expert is known, has the draft base's own list and what all experts
-have beside it, up to a bound. Lists live as long as the trainer, and come back from the stored versions.
+The shared adapter, which drafts where no expert is known, has the draft base's own list, and what all experts
+and its own traffic have beside it, up to a bound. Lists live as long as the trainer, and come back from the
+stored versions.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Vocabularies:
                 self._lists[name] = own_vocabulary(
                     counted(some), self.size, [*learned, *before, *general], self.always
                 )
-        others = [token for token in self.all().tolist() if token not in known]
+        others = [token for token in sorted({*self.all().tolist(), *together}) if token not in known]
         room = max(MOST_SHARED - len(known), 0)
         chosen = ranked(torch.tensor(others, dtype=torch.int64), together)[:room]
         self._lists[SHARED] = union([self.general, torch.tensor(chosen, dtype=torch.int64)])

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from moedraft.core import CorruptAdapter, ReplayRecord
-from moedraft.feature.corpus import ANSWER_WEIGHT
+
+ANSWER_WEIGHT = 8  # of an answer's token beside a prompt's, when tokens are counted for a list
 
 
 def counted(records: Iterable[ReplayRecord]) -> Counter[int]:

@@ -165,20 +165,20 @@ def theoretical_speedup(acceptance: float, length: float, cost: float) -> float:
 
 
 @torch.inference_mode()
-def step_costs(system: System, context: int = 128, repeats: int = 30) -> dict[str, float]:
+def step_costs(system: System, expert: str = SHARED) -> dict[str, float]:
     """Median milliseconds at batch 1: a target step, a draft step, a target forward over five tokens."""
 
     def measure(forward: Forward, cache: SlotCache, width: int) -> float:
-        ids = torch.zeros(1, context, dtype=torch.int64, device=system.target.device)
+        ids = torch.zeros(1, 128, dtype=torch.int64, device=system.target.device)
         forward(cache, ids, 0)
         times = []
-        for _ in range(repeats):
+        for _ in range(30):
             began = time.perf_counter()
-            forward(cache, ids[:, :width], context).sum().item()
+            forward(cache, ids[:, :width], ids.shape[1]).sum().item()
             times.append((time.perf_counter() - began) * 1e3)
         return median(times)
 
-    system.bank.select([SHARED])
+    system.bank.select([expert])
     target, draft = system.target, system.draft
     return {
         "target_ms": measure(_forward_of(target), target.new_cache(1), 1),

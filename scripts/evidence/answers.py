@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from evidence.prompts import Query
 from moedraft.core import ReplayRecord
 from moedraft.distill.features.record_states import RecordStates
-from moedraft.feature.corpus import asked
+from moedraft.feature.training.corpus import asked
 from moedraft.models import LanguageModel
 
 TARGET = "target"  # its id in the records

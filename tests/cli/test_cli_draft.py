@@ -1,4 +1,4 @@
-"""`draft train` on a tiny target, end to end."""
+"""`draft train` and `draft export` on a tiny target, end to end."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from cli_fakes import Pair, Run, write_rows
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from moedraft.core import InvalidRequest
-from moedraft.feature import session
-from moedraft.feature.training import FeatureTrainer
+from moedraft.drafting.base import features_of, first_guesses, load_feature_base
+from moedraft.feature.training import session
+from moedraft.feature.training.trainer import FeatureTrainer
 from moedraft.model_hash import hash_files
-from moedraft.models import LanguageModel
+from moedraft.models import LanguageModel, load_model
 
 from gguf_files import tiny_llama, write_gguf
 
@@ -69,6 +70,15 @@ def test_given_answers_are_read_in_place_of_the_targets(
     options = [*TRAIN, "--prompts", tmp_path / "texts.jsonl", "--texts", *pair[:2], "--home", home]
     assert run(*options, "--minutes", 0.001).code == 0
     assert (home / "draft-base" / "model.safetensors").exists()
+
+
+def test_texts_and_own_answers_can_be_mixed(run: Run, home: Path, pair: Pair, tmp_path: Path) -> None:
+    """Rows without a reference are answered; these are the first texts, on which acceptance is measured."""
+    rows: list[dict[str, str]] = [{"prompt": f"{i} 1", "reference": f"{i} 2 3 4"} for i in range(4)]
+    prompts = write_rows(tmp_path / "prompts.jsonl", [*rows, {"prompt": "7 8"}])
+    options = [*TRAIN, "--prompts", prompts, "--texts", *pair[:2], "--home", home]
+    assert run(*options, "--minutes", 0.001).code == 0
+    assert len((home / "draft-base-training" / "texts.jsonl").read_text().splitlines()) == 1
 
 
 def test_the_target_is_loaded_as_the_settings_say(
@@ -190,7 +200,12 @@ def test_bad_input_gets_one_sentence(run: Run, home: Path, pair: Pair, tmp_path:
     prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "1 2"}, {"prompt": "3 4"}])
     options = [*TRAIN, "--prompts", prompts, *pair[:2], "--home", home]
     result = run(*options, "--texts")
-    assert (result.code, result.err) == (2, f"Error: {prompts}, line 1: 'reference' is missing.\n")
+    assert (result.code, result.err) == (2, f"Error: {prompts}: no row has a 'reference'.\n")
+    half = write_rows(
+        tmp_path / "half.jsonl", [{"prompt": "1 2", "reference": "3"}, {"prompt": "3", "reference": 4}]
+    )
+    result = run(*TRAIN, "--prompts", half, *pair[:2], "--home", home, "--texts")
+    assert (result.code, "line 2: 'reference' must be" in result.err) == (2, True), result.err
     for minutes in ("0", "-1", "nan", "inf"):
         assert f"--minutes must be above 0, not {minutes}." in run(*options, f"--minutes={minutes}").err
     assert "such as 2,15,27" in run(*options, "--layers", "two").err
@@ -200,3 +215,84 @@ def test_bad_input_gets_one_sentence(run: Run, home: Path, pair: Pair, tmp_path:
     alone = write_rows(tmp_path / "one.jsonl", [{"prompt": "1 2"}])
     assert "at least two texts" in run(*TRAIN, "--prompts", alone, *pair[:2], "--home", home).err
     assert not home.exists()
+
+
+@pytest.fixture
+def trained(run: Run, home: Path, pair: Pair, tmp_path: Path) -> Path:
+    """A drafter in the home, without output rows."""
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": f"{i} {i + 1}"} for i in range(8)])
+    options = [*TRAIN, "--prompts", prompts, *pair[:2], "--home", home, "--no-rows"]
+    assert run(*options, "--minutes", 0.005).code == 0
+    return home / "draft-base"
+
+
+def test_an_exported_drafter_has_the_targets_rows_and_guesses_the_same(
+    run: Run, home: Path, pair: Pair, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:  # a large target in bfloat16 would have rounded rows
+        patch.setattr("moedraft.models.gains_by_bfloat16", lambda config: pytest.fail("it was rounded"))
+        result = run("draft", "export", out, *pair[:2], "--home", home, "--json")
+    assert result.code == 0, result.err
+    assert result.data == {"folder": str(out), "draft": str(trained)}
+    before, after = (load_file(folder / "model.safetensors") for folder in (trained, out))
+    assert after.keys() - before.keys() == {"lm_head.weight"}
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    words = after["d2t"] + torch.arange(40)
+    rows = load_file(Path(pair[1]) / "model.safetensors")["lm_head.weight"][words]
+    assert torch.equal(after["lm_head.weight"], rows.half())
+    for name in ("config.json", "target.json"):
+        assert (out / name).read_text() == (trained / name).read_text()
+    target, ids = load_model(pair[1], "target"), [(5 * i * i + 3) % 97 for i in range(40)]
+    bases = [load_feature_base(folder, target) for folder in (trained, out)]
+    guesses = [first_guesses(base, ids, features_of(base, target, ids)) for base in bases]
+    assert guesses[0] == guesses[1]
+    assert len(set(guesses[0])) > 2
+    assert run("generate", "1 2 3", *pair[:2], "--draft", out, "--home", tmp_path / "other").code == 0
+
+
+def test_an_export_replaces_a_drafter_and_nothing_else(
+    run: Run, home: Path, pair: Pair, trained: Path, tmp_path: Path
+) -> None:
+    """Nor one that is served, since experts belong to its very weights."""
+    options = ["draft", "export", *pair[:2], "--home", home]
+    for folder in ("out", "copy"):
+        assert run(*options, tmp_path / folder).code == 0
+    result = run(*options, tmp_path / "out")
+    assert (result.code, result.out.count("with its output rows")) == (0, 1)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter.txt").write_text("kept")
+    copy = ("--draft", tmp_path / "copy")
+    for out, more, why in (
+        (tmp_path / "mine", (), "holds other things, letter.txt"),
+        (trained, (), "is where drafters are served from"),
+        (trained, copy, "is where drafters are served from"),
+        (tmp_path / "copy", copy, "is where drafters are served from"),
+        (tmp_path / "new", pair[2:], f"the draft {pair[3]} is no feature drafter; only those are exported."),
+    ):
+        before = {path: path.stat().st_size for path in tmp_path.rglob("*")}
+        result = run(*options, out, *more)
+        assert result.code == 2, out
+        assert why in result.err
+        assert result.err.count("\n") == 1
+        assert {path: path.stat().st_size for path in tmp_path.rglob("*")} == before
+
+
+def test_precision_and_length_of_drafts_are_exported_as_they_were(
+    run: Run, home: Path, pair: Pair, trained: Path, tmp_path: Path
+) -> None:
+    config = json.loads((trained / "config.json").read_text())
+    config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = 5
+    (trained / "config.json").write_text(json.dumps(config))
+    tensors = load_file(trained / "model.safetensors")
+    wide = {name: value.float() if value.is_floating_point() else value for name, value in tensors.items()}
+    save_file(wide, trained / "model.safetensors")
+    for steps in (5, 3):
+        assert run("draft", "export", tmp_path / "out", *pair[:2], "--home", home).code == 0
+        written = json.loads((tmp_path / "out" / "config.json").read_text())
+        [method] = written["speculators_config"]["proposal_methods"]
+        assert (written["dtype"], method["speculative_tokens"]) == ("float32", steps)
+        assert load_file(tmp_path / "out" / "model.safetensors")["fc.weight"].dtype == torch.float32
+        del config["speculators_config"]["proposal_methods"]
+        (trained / "config.json").write_text(json.dumps(config))
+        config["speculators_config"]["proposal_methods"] = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moedraft.core import InvalidRequest, UnsupportedModel
-from moedraft.drafting.base import is_feature_checkpoint
+from moedraft.drafting.base import feature_folder, is_feature_checkpoint
 from moedraft.feature.checkpoint import load_draft, save_draft
 from moedraft.feature.model import FeatureDraft
 
@@ -129,6 +130,51 @@ def test_the_original_layout_is_read(tmp_path: Path) -> None:
     assert again.config.feature_layers == LAYERS
     for name, value in draft.state_dict().items():
         assert torch.equal(value, again.state_dict()[name]), name
+
+
+def test_embeddings_of_its_own_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """`embed_requires_grad` of speculators lets a head learn them; the target's own may be rounded."""
+    written(tmp_path / "draft")
+    file = tmp_path / "draft" / "model.safetensors"
+    tensors, theirs = load_file(file), weights_of(target())[0]
+    learned, longer = theirs.clone(), torch.cat([theirs, torch.randn(31, 32)])
+    learned[40] += 0.1 * theirs.std()
+    for embeddings, named in (
+        (theirs.half(), False),
+        (theirs.bfloat16(), False),
+        (longer, False),
+        (learned, True),
+        (torch.randn(97, 16), True),
+    ):
+        caplog.clear()
+        save_file(tensors | {"embed_tokens.weight": embeddings.contiguous()}, file)
+        with caplog.at_level(logging.WARNING):
+            load(tmp_path / "draft")
+        assert ("the drafter's own embeddings are not used" in caplog.text) == named
+
+
+@pytest.mark.parametrize(
+    "config", [{"speculators_model_type": "eagle3"}, {"architectures": ["LlamaForCausalLM"]}]
+)
+def test_a_drafter_on_the_hub_without_the_usual_file_gets_one_sentence(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights lie in parts, or are no safetensors. What is no drafter is left to who loads it."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    def cached_file(name: str, file: str) -> str:
+        if file == "config.json":
+            return str(tmp_path / file)
+        raise OSError(f"{name} does not appear to have a file named {file}.")
+
+    monkeypatch.setattr("moedraft.models.cached_file", cached_file)
+    if "architectures" in config:
+        assert feature_folder("some/head") is None
+        return
+    with pytest.raises(InvalidRequest, match=r"no model\.safetensors of the drafter some/head; download"):
+        feature_folder("some/head")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert feature_folder("some/head") == tmp_path
 
 
 def test_what_cannot_be_run_is_refused(tmp_path: Path) -> None:

@@ -138,6 +138,15 @@ def test_default_layers_are_three_different_ones() -> None:
     assert default_layers(2) == (0, 1, 2)
 
 
+def test_default_layers_are_such_as_every_engine_reads() -> None:
+    """From four layers on: neither the embeddings, which are id 0, nor what leaves the last layer."""
+    for count in range(4, 130):
+        ids = default_layers(count)
+        assert len(set(ids)) == 3
+        assert min(ids) > 0
+        assert max(ids) < count
+
+
 def test_a_llama3_scale_slows_slow_rotations_only() -> None:
     model = target()
     scaling = {

@@ -11,10 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from moedraft.core import InvalidRequest
 from moedraft.feature import unroll as unrolling
-from moedraft.feature.corpus import TrainingText, answered, choose_vocabulary
 from moedraft.feature.model import FeatureDraft
-from moedraft.feature.session import collect, new_draft, read_texts
-from moedraft.feature.training import FeatureTrainer, TrainingPlan
+from moedraft.feature.training.corpus import TrainingText, answered, choose_vocabulary
+from moedraft.feature.training.reading import Reader
+from moedraft.feature.training.session import collect, new_draft, read_texts
+from moedraft.feature.training.trainer import FeatureTrainer, TrainingPlan
 from moedraft.feature.unroll import Batch, loss_of
 from moedraft.model_checks import until_end
 
@@ -108,6 +109,24 @@ def test_a_resumed_training_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     assert (second.steps, second.tokens) == (whole.steps, whole.tokens)
     for name, value in whole.draft.state_dict().items():
         assert torch.equal(value, second.draft.state_dict()[name]), name
+
+
+def test_the_target_reads_a_text_once_while_there_is_room() -> None:
+    model, read = target(), []
+    texts = list(enumerate(texts_of(3, 12)))
+    texts[1] = (1, texts[1][1][:5])
+    reader = Reader(teacher_of(model), room=12 * (3 + 1) * 32 * 4 + 1)  # float32, of the first text alone
+    model.hf.base_model.register_forward_pre_hook(lambda *_: read.append(1))
+    fresh, again = reader.batch(texts), reader.batch(texts)
+    assert len(read) == 2  # the others are read once more
+    assert reader.batch(texts[:1]).token_ids.tolist() == [texts[0][1]]
+    assert len(read) == 2
+    assert fresh.lengths.tolist() == [12, 5, 12]
+    whole = Batch.read(reader.teacher, [text for _, text in texts])
+    for name in ("token_ids", "lengths", "features", "states"):
+        real = torch.arange(12) < torch.tensor([[12], [5], [12]]) if name != "lengths" else slice(None)
+        for found in (fresh, again):
+            torch.testing.assert_close(getattr(found, name)[real], getattr(whole, name)[real])
 
 
 def test_what_is_kept_is_an_average_of_the_steps(tmp_path: Path) -> None:

@@ -23,9 +23,10 @@ from torch import nn
 
 from moedraft.core import InvalidRequest
 from moedraft.cpu.products import multiplies_bfloat16
-from moedraft.feature.corpus import TrainingText
 from moedraft.feature.features import Teacher
 from moedraft.feature.model import FeatureDraft
+from moedraft.feature.training.corpus import TrainingText
+from moedraft.feature.training.reading import Reader
 from moedraft.feature.unroll import Batch, acceptance, loss_of
 
 WARM_UP = 40  # steps
@@ -62,6 +63,7 @@ class FeatureTrainer:
         if not texts:
             raise InvalidRequest("there is no text to train a drafter on.")
         self.draft, self.teacher, self.texts = draft.train(), teacher, texts
+        self.reader = Reader(teacher)
         self.plan = plan or TrainingPlan()
         self.steps, self.tokens, self.seconds = 0, 0, 0.0
         draft.lm_head.weight.requires_grad_(False)
@@ -82,9 +84,9 @@ class FeatureTrainer:
 
     def step(self, share: float) -> float:
         """Learn from the next few texts; `share` of the training is done. Returns the loss in nats."""
-        chosen = [self.texts[i].token_ids[: self.plan.longest] for i in self._next()]
+        chosen = [(i, self.texts[i].token_ids[: self.plan.longest]) for i in self._next()]
         unrolled = self.plan.unrolled if share >= UNROLLED else 1
-        batch = Batch.read(self.teacher, chosen)
+        batch = self.reader.batch(chosen)
         with self._precision():
             loss = loss_of(self.draft, self.teacher, batch, unrolled, self.plan.decay, self.plan.skip)
         self.draft.zero_grad()

@@ -11,10 +11,9 @@ import torch
 
 from moedraft.chat import prompt_ids
 from moedraft.core import InvalidRequest
+from moedraft.feature.vocabulary import ANSWER_WEIGHT
 from moedraft.model_checks import greedy_answers
 from moedraft.models import LanguageModel
-
-ANSWER_WEIGHT = 8  # of an answer's token beside a prompt's, when the draft vocabulary is counted
 
 
 @dataclass(frozen=True)

@@ -19,15 +19,15 @@ import torch
 from moedraft.core import InvalidRequest
 from moedraft.feature.checkpoint import save_draft
 from moedraft.feature.config import config_for, default_layers
-from moedraft.feature.corpus import TrainingText, answered, asked, choose_vocabulary, given
 from moedraft.feature.features import Teacher, decoder_layers
 from moedraft.feature.model import FeatureDraft
-from moedraft.feature.training import FeatureTrainer, TrainingPlan
+from moedraft.feature.training.corpus import TrainingText, answered, asked, choose_vocabulary, given
+from moedraft.feature.training.trainer import FeatureTrainer, TrainingPlan
 from moedraft.gguf import public_name
 from moedraft.models import LanguageModel
 
 TEXTS, STATE = "texts.jsonl", "training.safetensors"
-HELD_OUT, MOST_HELD_OUT = 0.05, 60  # share and number of texts that acceptance is measured on
+HELD_OUT, MOST_HELD_OUT = 0.05, 60  # share and number of texts, the first, that acceptance is measured on
 ANSWERED = 64  # prompts between two notes of how far it is
 KEPT_EVERY = 120.0  # seconds between two states on disk
 
@@ -78,18 +78,20 @@ def collect(
     progress: Progress = lambda done, what: None,
     size: int = 2**31,
 ) -> list[TrainingText]:
-    """Texts of (prompt, answer); where there is no answer the target's own. Kept in `folder` as they come.
+    """Texts of (prompt, answer); where there is no answer the target's own, which come first.
+
+    What the target answers is kept in `folder` as it comes.
 
     size: of the draft vocabulary. Raises InvalidRequest for further texts where a training has begun.
     """
     known = read_texts(folder / TEXTS)
     folder.mkdir(parents=True, exist_ok=True)
     longest = min(longest, model.max_len)
-    texts = [given(model, prompt, answer, longest) for prompt, answer in pairs if answer is not None]
+    read = [given(model, prompt, answer, longest) for prompt, answer in pairs if answer is not None]
     room = min(longest, model.max_len - 1)  # an answer has one token at least
     prompts = [asked(model.tokenizer, prompt)[-room:] for prompt, answer in pairs if answer is None]
     done = {tuple(text.token_ids[: text.num_prompt_tokens]): text for text in known}
-    texts += [done[key] for ids in prompts if (key := tuple(ids)) in done]
+    texts = [done[key] for ids in prompts if (key := tuple(ids)) in done]
     open_ones = [ids for ids in prompts if tuple(ids) not in done]
     if open_ones and size < model.vocab_size and (folder / STATE).exists():
         raise InvalidRequest(f"{folder} holds a training on other prompts; name another folder with --out.")
@@ -101,7 +103,7 @@ def collect(
             file.writelines(json.dumps([t.token_ids, t.num_prompt_tokens]) + "\n" for t in fresh)
         texts += fresh
         progress(len(chosen), "")
-    return texts
+    return texts + read
 
 
 def read_texts(file: Path) -> list[TrainingText]:
