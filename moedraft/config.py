@@ -25,6 +25,9 @@ from moedraft.core import KEY_VARIABLE, InvalidRequest, StorageError
 CONFIG_FILE = "config.toml"
 PREFIX = "MOEDRAFT_"
 
+# where prompts would be shown
+NO_TEXT = "Capture is off, so no prompt is shown or written; the setting `capture` switches it on."
+
 DistillKind = Literal["fkl", "rkl", "jsd", "tvd"]  # the kinds that `moedraft.kernels.divergence` knows
 # the policies that `moedraft.storage.replay` knows
 ReplayPolicy = Literal["fifo", "reservoir", "hardest", "stratified"]

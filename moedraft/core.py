@@ -130,6 +130,7 @@ class Sequence:
     unlearned: bool = False  # that domain has no trained expert that could be compared with others
     prior: dict[str, float] = field(default_factory=dict)  # the router's probabilities, by domain
     standings: list[Standing] = field(default_factory=list)  # the first of them, as they followed each other
+    uncompared: str = ""  # a sentence: why the drafts of the answer were not compared, though they could be
     weights: dict[str, float] = field(default_factory=dict)  # see `ReplayRecord`; set when it ends
     heard: dict[str, float] = field(default_factory=dict)  # the same
     pinned: bool = False  # the caller chose the expert
@@ -321,6 +322,7 @@ class RequestOutput:
     logprobs: list[TokenLogprobs] | None = None  # by token of `token_ids`, where asked for
     overruled: bool = False  # evidence put another expert in the place of the router's
     standings: tuple[Standing, ...] = ()  # of a whole answer whose drafts were compared
+    uncompared: str = ""  # the sequence's
 
     @property
     def tokens_per_second(self) -> float:

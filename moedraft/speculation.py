@@ -53,7 +53,7 @@ class SpeculationStats:
 
     @property
     def first_step_share(self) -> float | None:
-        """How often the model's first guess of a round was the target's token; None without a draft."""
+        """How often the model's first draft token of a round was accepted; None without a draft."""
         drafted, accepted = sum(self.drafted_at[:1]), sum(self.accepted_at[:1])
         return accepted / drafted if drafted else None
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from expert_tables import mean, shown, table
+from expert_tables import mean, shown
+from markdown_tables import table
 
 CARD = Path(__file__).resolve().parents[1] / "data" / "models" / "smollm2-eagle3" / "README.md"
 FILES = ("smollm2/experts", "step", "peers")

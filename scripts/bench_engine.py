@@ -93,9 +93,16 @@ class Scripted:
         self.device, self.new_cache = model.device, model.new_cache
 
     def forward(
-        self, cache: Any, first: int, token_ids: torch.Tensor, starts: list[int], keep: int = 0, **rest: Any
+        self,
+        cache: Any,
+        first: int,
+        token_ids: torch.Tensor,
+        starts: list[int],
+        keep: int = 0,
+        *rest: Any,
+        **named: Any,
     ) -> torch.Tensor:
-        logits = self.model.forward(cache, first, token_ids, starts, keep, **rest)
+        logits = self.model.forward(cache, first, token_ids, starts, keep, *rest, **named)
         width = logits.shape[1]
         positions = torch.tensor(starts, device=self.device)[:, None] + torch.arange(
             token_ids.shape[1], device=self.device
@@ -258,7 +265,7 @@ def save(pairs: dict[str, Any], args: argparse.Namespace) -> Path:
         "date": time.strftime("%Y-%m-%d"),
     }
     args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"engine-{device.lower().replace(' ', '-')}.json"
+    path: Path = args.out / f"engine-{device.lower().replace(' ', '-')}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
     return path
 

@@ -156,7 +156,7 @@ def learn(bench: Bench, arm: Arm, seed: int, watch: Callable[[int, float], None]
                 shared=arm.shared,
             )
         optimiser.zero_grad(set_to_none=True)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimiser.step()
         losses.append(loss.item())

@@ -150,7 +150,8 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     if args.one:
-        print(json.dumps(measure(*args.one, args)))
+        way, learns = args.one
+        print(json.dumps(measure(way, learns, args)))
         return
     here = {"rows": args.rows, "width": args.width, "vocab": args.vocab}
     found: dict[str, Any] = {}

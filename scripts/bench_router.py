@@ -198,7 +198,8 @@ def few_domains(
     embedder: TextEmbedder, fit: dict[str, list[str]], tests: dict[str, list[str]], threshold: float
 ) -> dict[str, Any]:
     """The same with 1, 2, 3 … domains registered, averaged over runs of neighbours in the list of domains."""
-    names, result = list(fit), {}
+    names = list(fit)
+    result: dict[str, Any] = {}
     for count in (1, 2, 3, 5, 8, 10):
         own, other, by_full = [], [], []
         for start in range(len(names)):
@@ -208,7 +209,7 @@ def few_domains(
             own.append(np.mean([r.domain == d for d in chosen for r in router.route(tests[d][:20])]))
             other.append(_shared(router, strange))
             by_full.append(_shared(full, strange))
-        result[count] = {
+        result[str(count)] = {
             "own_right": round(float(np.mean(own)), 3),
             "others_to_shared": round(float(np.mean(other)), 3),
             "others_to_shared_full_model": round(float(np.mean(by_full)), 3),

@@ -7,12 +7,14 @@ The streams:
 
     labelled             held-out prompts of the registered domains
     translated           the same, with their instruction in another language
+    framed, typos, noise the same, inside another template, mistyped, with something else before them
+    few origins          the same, with a router fitted on examples of one or two sources a domain
     permuted             the same, with a router that takes every domain for another one
     two in a prompt      two requests of different domains in one prompt
     change               the answer to one prompt, in whose middle the answer to another domain's begins
     no domain            prompts that belong to none
     before registration  prompts of a domain that neither router nor experts know; the shared draft learned it
-    4, 16, 64 arms       `labelled` and `permuted` with fewer experts, or with decoys beside them
+    4, 8, 16, 64 arms    `labelled` and `permuted` with fewer experts, or with decoys beside them
 
 A decoy is an expert with its parts put together wrongly: it is as large as the expert and guesses badly. The
 router leaves three tenths of the probability to all decoys together.
@@ -147,6 +149,11 @@ def measured(
     """Tokens per step of all ways over the parts of one stream, with what choosing took."""
     counts: dict[str, Counts] = {}
     best: Counts = []
+    sent = [
+        route.domain == owners[0][1]
+        for part in parts
+        for route, owners in zip(part.router.route(part.prompts), part.owners, strict=bool(part.owners))
+    ]
     spent = 0.0
     total = 0.0
     for part in parts:
@@ -172,6 +179,7 @@ def measured(
     counts["best fixed"] = best
     return {
         "prompts": len(best),
+        "sent_right": round(sum(sent) / len(sent), 4) if sent else None,
         "share_of_time": round(spent / total, 4),
         "ways": {
             name: {

@@ -143,7 +143,7 @@ NEEDED: dict[str, list[str]] = {
 
 
 def _value(rng: random.Random, depth: int) -> Any:
-    plain = [
+    plain: list[Any] = [
         None,
         True,
         False,

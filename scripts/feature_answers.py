@@ -10,6 +10,7 @@ import json
 import lzma
 import random
 from importlib.resources import files
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -38,6 +39,14 @@ def prompts_of(data: Path, domain: str, split: str, count: int, seed: int = 0) -
     short = sorted({prompt for prompt in prompts if len(prompt) < LONGEST})
     random.Random(seed).shuffle(short)
     return short[:count]
+
+
+def first_prompts(data: Path, domain: str, count: int) -> list[str]:
+    """Those that come first in the data for training, as they stand there; of a shipped domain any others."""
+    if domain in SHIPPED:
+        return prompts_of(data, domain, "stream", count)
+    with lzma.open(data / "train" / f"{domain}.jsonl.xz", "rt", encoding="utf-8") as lines:
+        return [json.loads(line)["prompt"] for line in islice(lines, count)]
 
 
 def answers(

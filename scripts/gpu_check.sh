@@ -11,7 +11,9 @@
 #
 #   --out FOLDER     where the JSON files go (results/)
 #
-# The kernel benchmark writes its file after every case, and a later slice or run goes on where it stopped; it looks
+# Peers to compare with may lie in a folder that PYTHONPATH names (pip install --target); see docs/benchmarks.md.
+#
+# The kernel benchmark writes its file after every contender, and a later slice or run goes on where it stopped; it looks
 # in the folder above and in results/. Tests are noted one by one (FOLDER/NAME.jsonl) and summed up in FOLDER/NAME.json,
 # also where a slice's time ends before they do. Ends with a status other than 0 if a test failed or a benchmark broke off.
 set -uo pipefail

@@ -27,6 +27,7 @@ class About(NamedTuple):
         return ", ".join(callers(self.function, self.keyword, self.given))
 
 
+NOT_INSTALLED, LEFT_OUT = "not installed", "left out"  # what may stand in place of a contender's times
 SAMPLED, FILTERED = "steps that sample", "steps with top-k, top-p or min-p"
 # A divergence's kernel and the one that scales its gradient, beside what makes the rows' weights, sorts the
 # list of tokens and sums the rows' losses: about fifteen operations on tensors of one entry a row or a token.
@@ -84,13 +85,19 @@ class Case:
         return f"{self.operation} {self.shape}"
 
 
+class LeftOut(Exception):
+    """Says why a contender is not measured. Nothing is wrong."""
+
+
 @contextmanager
 def reported(entry: dict[str, Any]) -> Iterator[None]:
     """Put what stops a measurement beside what it has found so far, so that it does not end the run."""
     try:
         yield
     except ImportError:
-        entry["status"] = "not installed"
+        entry["status"] = NOT_INSTALLED
+    except LeftOut as reason:
+        entry["status"] = f"{LEFT_OUT}: {reason}"
     except Exception as error:
         entry["status"] = f"failed: {type(error).__name__}: {str(error)[:200]}"
 
@@ -103,19 +110,20 @@ def run_contender(contender: Contender, bench: Bench) -> dict[str, Any]:
         entry |= measured(calls, bench)
         entry |= contender.facts()
         if contender.graph and bench.cuda:
-            entry["graph"] = captured(calls, bench, entry["us"])
+            entry["graph"] = captured(calls, bench)
     return entry
 
 
 def failed(entry: dict[str, Any]) -> bool:
     """Whether the process that measured this may have lost the device to a broken capture or kernel."""
-    return entry.get("status", "not installed") != "not installed" or "status" in entry.get("graph", {})
+    status = str(entry.get("status", NOT_INSTALLED)).split(":")[0]
+    return status not in (NOT_INSTALLED, LEFT_OUT) or "status" in entry.get("graph", {})
 
 
 def run_case(
     case: Case, bench: Bench, bandwidth: float | None, known: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """Measure all contenders, our own first, beyond those that are known from an earlier process.
+) -> Iterator[dict[str, Any]]:
+    """Measure all contenders, our own first, beyond those that are known; after each, what is known then.
 
     bandwidth: bytes per second of a copy, to compare with. On a CUDA device the first contender that fails is
     the last to be measured here: "left" says how many are left to a new process, and "broken" that one must
@@ -126,19 +134,25 @@ def run_case(
     unmade: dict[str, Any] = {}
     with reported(unmade):
         made = case.contenders()
-    broken = bench.cuda and failed(unmade)
     if unmade:
         results["data"] = unmade
-    waiting = [name for name in made if name not in results]
+    waiting, broken = [name for name in made if name not in results], bench.cuda and failed(unmade)
     while waiting and not broken:
         name = waiting.pop(0)
         results[name] = run_contender(made[name], bench)
         broken = bench.cuda and failed(results[name])
-    for entry in results.values():
-        for timing in (entry, entry.get("graph", {})):
-            if timing.get("us") and bandwidth and not case.floor_operations:
-                timing["share_of_copy"] = round(case.floor_bytes / (timing["us"] * 1e-6) / bandwidth, 4)
-    return described(case, bench) | {"contenders": results, "left": len(waiting), "broken": broken}
+        if bandwidth and not case.floor_operations:
+            compare(results[name], case.floor_bytes, bandwidth)
+        yield described(case, bench) | {"contenders": dict(results), "left": len(waiting), "broken": broken}
+    if not made:
+        yield described(case, bench) | {"contenders": results, "left": 0, "broken": broken}
+
+
+def compare(entry: dict[str, Any], size: int, bandwidth: float) -> None:
+    """Add to times what share of a copy's bandwidth they stand for."""
+    for timing in (entry, entry.get("graph", {})):
+        if timing.get("us"):
+            timing["share_of_copy"] = round(size / (timing["us"] * 1e-6) / bandwidth, 4)
 
 
 def described(case: Case, bench: Bench) -> dict[str, Any]:

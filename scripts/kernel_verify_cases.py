@@ -81,7 +81,7 @@ def verify_case(bench: Bench, batch: int, vocab: int, with_lse: bool = True, man
             "eager PyTorch": Contender(lambda: [partial(peers.plain_verify, *p) for p in plain]),
         }
         if many_peers:
-            compiled = torch.compile(peers.plain_verify)
+            compiled = torch.compile(peers.plain_verify, dynamic=False)  # each shape on its own
             found |= {
                 "torch.compile": Contender(lambda: [partial(compiled, *p) for p in plain]),
                 "FlashInfer (with its softmax)": Contender(lambda: [*map(peers.flashinfer_verify, sets)]),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from choosers import KnownRouter, PromptClassifier, answers, choosing
-from feature_answers import prompts_of
+from feature_answers import first_prompts, prompts_of
 from reworded import KINDS
 
 from moedraft.core import SHARED
@@ -17,7 +17,9 @@ from moedraft.routing.router import Router
 from moedraft.system.build import System
 
 FEW = 4  # arms, in the stream with few of them
-MANY = (16, 64)
+MANY = (8, 16, 64)
+REWORDED = ("translated", "framed", "typos", "noise")
+FEW_ORIGINS = 60  # examples of a domain, those that come first in the data, from one or two sources
 DECOYED = 0.3  # what the router's probabilities leave to decoys
 
 Owners = list[tuple[int, str]]  # from which token of an answer on whose expert is the right one
@@ -41,9 +43,11 @@ class Streams:
         self.system, self.args, self.folder = system, args, folder
         self.names: list[str] = []
         self.prompts: dict[str, list[str]] = {}
+        self.sources: dict[str, str] = {}  # by domain of the home, that of the data
         for each in args.domains.split(","):
             name, _, expert = each.partition("=")
             self.names.append(expert or name)
+            self.sources[self.names[-1]] = name
             self.prompts[self.names[-1]] = prompts_of(args.data, name, "dev", args.heldout)
         missing = [name for name in self.names if name not in system.bank.experts]
         if missing:
@@ -68,10 +72,19 @@ class Streams:
         prompts, owners = self.labelled()
         return [Part(prompts, self.known(prompts), self.arms, owners)]
 
-    def translated(self) -> list[Part]:
+    def reworded(self, kind: str) -> list[Part]:
         prompts, owners = self.labelled()
-        prompts = [KINDS["translated"](prompt, random.Random(prompt)) for prompt in prompts]
+        prompts = [KINDS[kind](prompt, random.Random(prompt)) for prompt in prompts]
         return [Part(prompts, self.known(prompts), self.arms, owners)]
+
+    def few_origins(self) -> list[Part]:
+        """With a router fitted on examples of few origins, from which the prompts differ in wording."""
+        router = Router(self.system.router.embedder, self.folder / "few", self.system.router.threshold)
+        router.fit(
+            {name: first_prompts(self.args.data, self.sources[name], FEW_ORIGINS) for name in self.names}
+        )
+        prompts, owners = self.labelled()
+        return [Part(prompts, KnownRouter(router, prompts, {}), self.arms, owners)]
 
     def permuted(self) -> list[Part]:
         prompts, owners = self.labelled()
@@ -143,7 +156,8 @@ class Streams:
     def all(self) -> dict[str, Callable[[], list[Part]]]:
         made: dict[str, Callable[[], list[Part]]] = {
             "labelled": self.plain,
-            "translated": self.translated,
+            **{kind: lambda kind=kind: self.reworded(kind) for kind in REWORDED},  # type: ignore[misc]
+            "few origins": self.few_origins,
             "permuted": self.permuted,
             "two in a prompt": self.two_in_a_prompt,
             "change": self.change,

@@ -45,8 +45,10 @@ def streams(found: dict[str, Any]) -> str:
         owner = percent(ways["owner"]["times_best_fixed"]) if "owner" in ways else ""
         shown = [percent(ways[way]["times_best_fixed"]) for way in STREAM_WAYS[1:]]
         served = percent(ways["evidence as served"]["times_classifier"])
-        rows.append([name, str(part["prompts"]), best, owner, *shown, served])
-    head = ["stream", "prompts", "best fixed, tokens per step", "right expert", *STREAM_WAYS[1:]]
+        right = "" if part.get("sent_right") is None else f"{part['sent_right']:.0%}"
+        rows.append([name, str(part["prompts"]), right, best, owner, *shown, served])
+    head = ["stream", "prompts", "sent to the right expert", "best fixed, tokens per step", "right expert"]
+    head += STREAM_WAYS[1:]
     return table([*head, "evidence as served / classifier"], rows)
 
 

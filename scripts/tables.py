@@ -52,34 +52,6 @@ def bench(found: dict[str, Any]) -> str:
     return f"{table(head, rows)}\n\n{note}"
 
 
-def learning(found: dict[str, Any]) -> str:
-    names = {
-        "static": "static generic draft",
-        "one": "one online adapter (as OSD)",
-        "shared": "shared adapter alone",
-        "experts": "experts alone, routed",
-        "both": "shared + experts in turns",
-        "oracle": "shared + experts, true labels",
-        "offline": "one adapter, whole stream beforehand",
-    }
-    base = found["arms"].get("static", {}).get("acceptance")
-    rows = [
-        [
-            names[name],
-            f"{arm['acceptance']:.3f}",
-            "" if base is None else f"{arm['acceptance'] - base:+.3f}",
-            str(arm["updates"]),
-        ]
-        for name, arm in found["arms"].items()
-    ]
-    settings = found["settings"]
-    note = (
-        f"{settings['requests']} served and {settings['heldout']} held-out queries per domain, "
-        f"{settings['domains']} domains, {settings['order']} order."
-    )
-    return f"{table(['arrangement', 'acceptance', 'gain', 'updates'], rows)}\n\n{note}"
-
-
 def router(found: dict[str, Any]) -> str:
     speed, plain, beside = found["speed"], found["plain"], found["in_target_steps"]
 
@@ -257,7 +229,6 @@ SOURCES = {
     "learning_cost_closed": ("serve_learning_closed.json", learning_cost),
     "bench": ("bench.json", bench),
     "bench_smollm2": ("smollm2/bench.json", bench),
-    "learning": ("learning.json", learning),
     "router": ("router.json", router),
     "refusals": ("router.json", refusals),
     "selection": ("selection.json", selection_tables.selection),

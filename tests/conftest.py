@@ -32,6 +32,12 @@ def _fixed_seeds() -> None:
 
 
 @pytest.fixture
+def unseeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the engine draws for requests without a seed is the same whenever the test runs."""
+    monkeypatch.setattr("moedraft.engine.engine.secrets.randbits", random.Random(0).getrandbits)
+
+
+@pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
     """Of a new home, open for writing."""
     # Imported here, because the kernels' tests also run on machines that have no database library.

@@ -21,14 +21,17 @@ GENERAL = torch.arange(1, VOCAB, 2)
 LISTS = {"a": torch.arange(0, VOCAB, 3), "b": None, "c": torch.arange(1, VOCAB, 6)}
 
 
-def base_of(target: LanguageModel, folder: Path, *, norm_output: bool = False) -> FeatureBase:
-    """A drafter for `target` that guesses the tokens of GENERAL; written to `folder` and read again."""
+def base_of(
+    target: LanguageModel, folder: Path, *, norm_output: bool = False, vocabulary: torch.Tensor = GENERAL
+) -> FeatureBase:
+    """A drafter for `target` that guesses the tokens of `vocabulary`; written to `folder` and read again."""
     torch.manual_seed(5)
+    size, layers = len(vocabulary), (0, 1, 2)
     config = config_for(
-        target.hf.config, draft_vocab_size=len(GENERAL), feature_layers=(0, 1, 2), norm_output=norm_output
+        target.hf.config, draft_vocab_size=size, feature_layers=layers, norm_output=norm_output
     )
-    layers = target.hf.get_input_embeddings(), target.hf.get_output_embeddings()
-    save_draft(FeatureDraft(config, GENERAL, *(one.weight.detach() for one in layers)), folder)
+    tables = target.hf.get_input_embeddings(), target.hf.get_output_embeddings()
+    save_draft(FeatureDraft(config, vocabulary, *(one.weight.detach() for one in tables)), folder)
     return load_feature_base(folder, target)
 
 
@@ -39,10 +42,13 @@ def bank_of(base: FeatureBase, lists: dict[str, torch.Tensor | None] = LISTS) ->
     return bank
 
 
-def publish_random(bank: ExpertBank, lists: dict[str, torch.Tensor | None] = LISTS) -> None:
-    """A shared adapter and an expert for each list of tokens; the expert "c" leaves one layer alone."""
+def publish_random(bank: ExpertBank, lists: dict[str, torch.Tensor | None] = LISTS, first: int = 0) -> None:
+    """A shared adapter and an expert for each list of tokens; the expert "c" leaves one layer alone.
+
+    first: the seed of the first of them; the others have those after it, and so have their versions.
+    """
     dtype = bank.layers[HEAD].base_weight().dtype
-    for seed, (name, tokens) in enumerate({SHARED: None, **lists}.items()):
+    for seed, (name, tokens) in enumerate({SHARED: None, **lists}.items(), start=first):
         generator = torch.Generator().manual_seed(seed)
         deltas = {}
         for layer in sorted(bank.tail)[1 if name == "c" else 0 :]:

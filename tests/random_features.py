@@ -2,17 +2,51 @@
 
 from __future__ import annotations
 
+from functools import cache
+
+import pytest
 import torch
 
 from moedraft.cpu.optional import with_compiled
+from moedraft.cpu.products import packs
+from moedraft.cpu.steady.forward import SteadyForward
 from moedraft.feature.config import config_for
 from moedraft.feature.model import FeatureDraft
+from moedraft.model_checks import greedy_answers
 from moedraft.models import LanguageModel
 
-from random_models import VOCAB
+from random_models import VOCAB, random_model
 
 LAYERS = (0, 1, 2)
 SOME = torch.arange(0, VOCAB, 2)  # the draft vocabulary: every second token
+# A Llama that is run as large models are on a CPU: it reads prompts along with rounds.
+STEADY = pytest.param(
+    "steady", marks=pytest.mark.skipif(not packs(torch.ones(1)), reason="no blocked products here")
+)
+
+
+def target_of(kind: str, vocab: int = VOCAB) -> LanguageModel:
+    """A random model of this kind, or of "steady"."""
+    target = random_model(family(kind), 0, vocab=vocab)
+    if kind == "steady":
+        target.lean = SteadyForward(target.hf)
+        assert target.mixes
+    return target
+
+
+def bare_target_of(kind: str, vocab: int = VOCAB) -> LanguageModel:
+    """The same model without any fast path of ours."""
+    return random_model(family(kind), 0, vocab=vocab, cpu_fast_paths=False)
+
+
+def family(kind: str) -> str:
+    return "llama" if kind == "steady" else kind
+
+
+@cache
+def generated(kind: str, prompt: tuple[int, ...], count: int) -> list[int]:
+    """What transformers' `generate` answers, without any fast path of ours."""
+    return greedy_answers(bare_target_of(kind), [list(prompt)], count)[0]
 
 
 def draft_for(target: LanguageModel, vocabulary: torch.Tensor = SOME) -> FeatureDraft:

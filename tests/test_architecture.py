@@ -58,7 +58,7 @@ ROOMS = {
 LONG_FUNCTIONS = {
     # one launch on the device is one function of Triton
     "moedraft.kernels.fused_divergence._kl": 50,
-    "moedraft.kernels.fused_divergence._topk": 66,
+    "moedraft.kernels.fused_divergence._topk": 57,
     "moedraft.kernels.verify_kernels.resolve": 71,
     "moedraft.kernels.block_kernels.judge": 80,
 }

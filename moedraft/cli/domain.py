@@ -96,7 +96,7 @@ def _register(settings: Settings, name: str, prompts: list[str], description: st
     from moedraft.system.suggest import coinciding
 
     with writing(settings, create=True) as store, busy("Fitting the router"):
-        router = open_router(settings, store)
+        router = open_router(settings, store, fit=False)
         domain = register_domain(store, router, name, prompts, description)
         return {**summary(domain), "coincides_with": coinciding(store, router, name)}
 
@@ -178,8 +178,13 @@ def list_(
         emit({"domains": found})
         return
     keys = ("name", "description", "examples", "version", "replay_size")
-    rows = [(*(one[key] for key in keys), moment(one["created_at"])) for one in found]
-    print_table("Domains", ["name", "description", "examples", "version", "replay", "registered"], rows)
+    covered = [rate((one.get("vocabulary") or {}).get("share")) for one in found]  # an older server has none
+    rows = [
+        (*(one[key] for key in keys), guessed, moment(one["created_at"]))
+        for one, guessed in zip(found, covered, strict=True)
+    ]
+    columns = ["name", "description", "examples", "version", "replay", "can be guessed", "registered"]
+    print_table("Domains", columns, rows)
 
 
 @app.command()
@@ -210,12 +215,9 @@ def show(
     if found["unadapted"]:
         say("The draft without any adapter serves it now, since that does better than what was learned.")
     if guessed := found.get("vocabulary"):
-        shared = guessed["shared"]
-        general = "" if shared is None else f"; the shared draft's hold {rate(shared)}"
-        say(
-            f"Its expert guesses from {guessed['tokens']} tokens of its own, which hold "
-            f"{rate(guessed['share'])} of its last answers{general}."
-        )
+        basis = guessed.get("basis", f"{guessed['tokens']} tokens of its own")  # an older server does not say
+        general = "" if guessed["shared"] is None else f" By the shared draft's: {rate(guessed['shared'])}."
+        say(f"Of its answers {rate(guessed['share'])} can be guessed: by {basis}.{general}")
     if count := found.get("examples_from_traffic"):  # an older server does not say
         say(f"The router is fitted on {count} prompts of the traffic as well.")
     print_table(f"{len(examples)} examples", ["prompt"], [[example] for example in examples])
@@ -243,13 +245,12 @@ def remove(
 def _remove(settings: Settings, name: str) -> dict[str, Any]:
     with writing(settings) as store:
         find_domain(store, name)
-        from moedraft.storage.changes import left_of_deleted
         from moedraft.system.build import open_router
         from moedraft.system.domains import remove_domain
 
         with busy("Fitting the router"):
-            remove_domain(store, open_router(settings, store), name)
-        return {"removed": name, **left_of_deleted(store)}
+            left = remove_domain(store, open_router(settings, store, fit=False), name)
+        return {"removed": name, **left}
 
 
 def _warm_data(warm: WarmStart) -> dict[str, Any]:

@@ -40,7 +40,7 @@ ServerOption = Annotated[
 
 
 class Unreachable(MoedraftError):
-    """No moedraft server answers at the URL."""
+    """No moedraft server answers at the URL, or none in time."""
 
 
 class _NoRedirects(HTTPRedirectHandler):
@@ -101,6 +101,11 @@ class Remote:
                     f"The server at {self.url} closed the connection while {size} bytes were sent; "
                     "it refuses more than its max_body_bytes."
                 ) from cause
+            if isinstance(error, TimeoutError):  # raised only after the request was sent
+                raise Unreachable(
+                    f"The server at {self.url} has not answered for {seconds:.0f} seconds and may still be "
+                    "working; `moedraft domain list` shows what it has done."
+                ) from error
             raise Unreachable(f"No moedraft server answers at {self.url}: {cause}.") from (
                 cause if isinstance(cause, BaseException) else error
             )

@@ -26,10 +26,9 @@ from moedraft.cli.common import (
 )
 from moedraft.cli.remote import Remote, ServerOption, owner_of
 from moedraft.cli.replay import private
-from moedraft.config import Settings
+from moedraft.config import NO_TEXT, Settings
 from moedraft.core import InvalidRequest
 
-NO_TEXT = "Capture is off, so no prompt is shown or written; the setting `capture` switches it on."
 NOTHING: dict[str, Any] = {"looked_at": 0, "unknown_share": None, "capture": True, "suggestions": []}
 
 
@@ -161,6 +160,9 @@ def show_overlaps(settings: Settings, remote: Remote | None, as_json: bool) -> N
         pairs = _overlaps(settings, remote)
     if as_json:
         emit({"overlaps": pairs})
+        return
+    if not pairs:
+        say("No two domains overlap.")
         return
     rows = [
         (

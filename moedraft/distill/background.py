@@ -25,9 +25,13 @@ def step_back() -> None:
     os.nice(19)
     if (prctl := getattr(ctypes.CDLL(None), "prctl", None)) is not None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    with suppress(AttributeError, OSError):  # on Linux: run only while nobody else wants the core
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     try:
         Path("/proc/self/oom_score_adj").write_bytes(FIRST_TO_DIE)
     except OSError:
         log.debug("This system has no oom_score_adj.")
+
+
+def run_when_idle() -> None:
+    """On Linux: run only while nobody else wants the core. A share of a busy core would not be got then."""
+    with suppress(AttributeError, OSError):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))

@@ -22,9 +22,10 @@ from moedraft.distill.governor import read_load, why_wait
 from moedraft.distill.link import ServerOutlet
 from moedraft.distill.mail import MailLink
 from moedraft.distill.messages import TRAINING, StateReport
-from moedraft.distill.process import Process
+from moedraft.distill.process import LOOK_SECONDS, Process
 from moedraft.storage.store import Store
 
+LONGEST_PAUSE = 120.0  # s between two batches, at most, whatever its share
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -34,12 +35,18 @@ class FollowingProcess(Process):
 
     worked_since: float = field(default_factory=time.monotonic)
 
+    def turn(self) -> None:
+        self.worked_since = time.monotonic()  # whatever was waited for before is no work
+        super().turn()
+
     def _between(self, expert: str, step: int, loss: float | None) -> None:
         share = self.settings.train_cpu_share
-        if 0 < share < 1 and self._is_busy():
-            pause = (time.monotonic() - self.worked_since) * (1 / share - 1)
-            self.link.wait(pause)
-            self.loop.waited += pause
+        if 0 < share < 1:
+            began = time.monotonic()
+            until = began + min(LONGEST_PAUSE, (began - self.worked_since) * (1 / share - 1))
+            while (left := until - time.monotonic()) > 0 and self._is_busy():
+                self.link.wait(min(left, LOOK_SECONDS))
+            self.loop.waited += time.monotonic() - began
         super()._between(expert, step, loss)
         self.worked_since = time.monotonic()
 

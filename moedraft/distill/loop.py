@@ -16,17 +16,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
-from moedraft.core import SHARED, AdapterVersion, StorageError, UpdateRecord
+from moedraft.core import SHARED, AdapterVersion, MoedraftError, StorageError, UpdateRecord
 from moedraft.distill.entries import reset_entry, update_entry, withdrawal_entry
 from moedraft.distill.governor import news
 from moedraft.distill.judging.gate import Verdict
 from moedraft.distill.judging.judge import JudgeLike
 from moedraft.distill.judging.second_look import SecondLook
-from moedraft.distill.judging.watch import Watch
+from moedraft.distill.judging.watch import Watch, followers
 from moedraft.distill.outlet import Outlet
 from moedraft.distill.single.trainer import OnStep, Trainer
 from moedraft.learning_state import LearningKind, LearningState, paused, waiting
@@ -80,6 +80,7 @@ class DistillLoop:
     last_fault: str = ""  # the unexpected error that was logged last
     outcomes: list[UpdateRecord] = field(default_factory=list)  # of the last run, published or not
     purges: int = 0  # of the home, when this loop last looked; records that it remembers may be gone since
+    generation: int = 0  # of what served when the running update began
     watched: int = 0  # the newest record when published versions were last looked at
 
     def resume(self) -> None:
@@ -134,6 +135,7 @@ class DistillLoop:
             self.forget_purged()
             self._look_again(on_step)
             self._gather(on_step)
+            self.generation = self.store.registry.generation()
             update = self._update(expert, steps, on_step)
         except StorageError as error:
             self._failed(expert, str(error))
@@ -177,8 +179,9 @@ class DistillLoop:
             return
         self.watched = self.store.replay.last_id()
         say = on_step or (lambda done, loss: None)
-        base_hash = self.trainer.student.base_hash
+        base_hash, registry = self.trainer.student.base_hash, self.store.registry
         while (found := self.watch(base_hash, lambda: say(0, None))) is not None:
+            live = [one for one in registry.versions() if one.state == "live"]
             now = self.outlet.withdraw(found.version.domain, found.version.version)
             self.trainer.forget(found.version.domain)
             name, verdict = found.version.domain, found.verdict
@@ -186,8 +189,9 @@ class DistillLoop:
                 "Version %d of %s was taken back: on %d later requests it gave %.3f tokens per step less.",
                 *(found.version.version, name, verdict.records, -(verdict.gain or 0.0)),
             )
-            used = int(self.store.registry.get_meta(f"trained:{name}") or 0)
-            self._write_down(withdrawal_entry(found, now), used)
+            for one, serves in [(found, now), *followers(registry, found, live)]:
+                used = int(registry.get_meta(f"trained:{one.version.domain}") or 0)
+                self._write_down(withdrawal_entry(one, serves), used)
 
     def _gather(self, on_step: OnStep | None) -> None:
         """Look at kept candidates again, on the records that came since, before these are trained on."""
@@ -211,8 +215,9 @@ class DistillLoop:
         """Ask the gate, publish or drop each candidate of an update as it says, and log the outcome.
 
         Returns what was published, by name. If anything is raised, all candidates are forgotten, and the
-        next update starts from the live versions.
+        next update starts from the live versions. So it is where a person has changed meanwhile what serves.
         """
+        verdicts: dict[str, Verdict] = {}
         try:
             if self.store.registry.purges() != self.purges:
                 return self._dropped(candidates)
@@ -221,11 +226,12 @@ class DistillLoop:
                 self.second_look.settled(candidates, verdicts, last_id)
             seconds = (time.monotonic() - began - self.waited) / len(candidates)
             versions = self._publish(candidates, verdicts)
-            self._stand_aside(verdicts)
-        except BaseException:
-            for one in candidates:
-                self.trainer.forget(one.expert)
-            raise
+        except BaseException as error:
+            self._dropped(candidates)
+            if not isinstance(error, MoedraftError) or not self._is_overtaken(verdicts):
+                raise
+            return {}
+        self._stand_aside(verdicts)
         updates: dict[str, Update] = {}
         names = [one.expert for one in candidates]
         for candidate in candidates:
@@ -242,10 +248,15 @@ class DistillLoop:
         return updates
 
     def _dropped(self, candidates: Sequence[Candidate]) -> dict[str, Update]:
-        """Forget the candidates of an update during which records were purged; another one is due at once."""
+        """Forget the candidates of an update that came to nothing; its records are new still."""
         for one in candidates:
             self.trainer.forget(one.expert)
         return {}
+
+    def _is_overtaken(self, judged: Iterable[str]) -> bool:
+        """Whether a person has pinned one of these, or changed what serves, since the update began."""
+        registry = self.store.registry
+        return registry.generation() != self.generation or any(is_pinned(registry, name) for name in judged)
 
     def _write_down(self, record: UpdateRecord, last_id: int) -> None:
         self.outlet.learned(record.expert, last_id, record)

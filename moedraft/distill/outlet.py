@@ -12,7 +12,7 @@ from typing import Protocol
 
 from moedraft.core import AdapterVersion, InvalidRequest, UpdateRecord
 from moedraft.storage.candidate import Candidate, CandidateSummary
-from moedraft.storage.changes import check_not_pinned
+from moedraft.storage.changes import check_not_pinned, is_pinned
 from moedraft.storage.store import Store
 
 KEEP_VERSIONS = 5  # newest versions of an adapter that stay on disk, besides the live one and its parent
@@ -36,7 +36,7 @@ class Outlet(Protocol):
         """
 
     def stand_aside(self, names: Collection[str]) -> None:
-        """Have the draft base alone draft for these domains from now on, and for no others."""
+        """Have the draft base alone draft for these domains, unless they are pinned, and for no others."""
 
     def learned(self, expert: str, last_id: int, update: UpdateRecord | None) -> None:
         """Note that `expert` has used its records up to `last_id`, and log `update` where there was one."""
@@ -77,7 +77,9 @@ class HomeOutlet:
         return 0 if now is None else now.version
 
     def stand_aside(self, names: Collection[str]) -> None:
-        self.store.registry.set_unadapted(names)
+        with self.store.home.folder_lock:
+            registry = self.store.registry
+            registry.set_unadapted([name for name in names if not is_pinned(registry, name)])
 
     def learned(self, expert: str, last_id: int, update: UpdateRecord | None) -> None:
         self.store.registry.set_meta(f"trained:{expert}", str(last_id))

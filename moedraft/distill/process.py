@@ -20,7 +20,7 @@ import torch
 from moedraft.config import Settings, load_settings
 from moedraft.core import SHARED, MoedraftError, StorageError
 from moedraft.distill.assembly import build_loop
-from moedraft.distill.background import step_back
+from moedraft.distill.background import run_when_idle, step_back
 from moedraft.distill.governor import read_load, why_wait
 from moedraft.distill.link import Link, ServerLink, ServerOutlet
 from moedraft.distill.loop import DistillLoop
@@ -149,6 +149,8 @@ def work(link: ServerLink) -> None:
     """Begin with the server's first message, and learn until stdin ends. Raises MoedraftError, SystemExit."""
     begin = link.begin()
     settings = load_settings(**begin.settings)
+    if not settings.train_cpu_share:
+        run_when_idle()
     link.send(StateReport.of(LearningState(LearningKind.LOADING)))
     store = Store.open(settings.home, write=False, replay_capacity=settings.replay_capacity)
     try:

@@ -14,6 +14,7 @@ RIDGE = 5.0  # how many tokens' worth of belief holds the curve at the draft's o
 BELIEF = 10.0  # how many of its own tokens a row needs to count as much as its expert's mean
 FADE = 0.98  # what is left of a row's tokens after each round: texts change, nobody is given up for good
 SLOWEST = 0.005  # weight of one more token in an expert's mean
+INHERITED = 50  # verified tokens of an expert's version before that count where a new one drafts
 
 
 class AcceptanceModel:
@@ -24,15 +25,20 @@ class AcceptanceModel:
         self.mean = 0.6  # running acceptance rate over its requests, for the token not drafted yet
         self.seen: deque[tuple[float, float]] = deque(maxlen=1000)  # (logit(confidence), accepted)
         self._counted, self._pending = 10, 0  # the first mean counts for so many tokens
+        self._version: int | None = None
 
     def predict(self, confidence: float) -> float:
         return _sigmoid(self.w * _logit(confidence) + self.b)
 
-    def observe(self, confidences: list[float], accepted: int) -> None:
+    def observe(self, confidences: list[float], accepted: int, version: int = 0) -> None:
         """`confidences` of the drafted tokens, of which the first `accepted` were taken.
 
-        Only verified positions count: those accepted and the first one refused.
+        Only verified positions count: those accepted and the first one refused. version: of the expert's
+        adapter. Of what was seen of another one little is kept.
         """
+        if version != self._version:
+            self._version, self._counted = version, min(self._counted, INHERITED)
+            self.seen = deque([*self.seen][-INHERITED:], self.seen.maxlen)
         for index, confidence in enumerate(confidences[: accepted + 1]):
             hit = float(index < accepted)
             self.seen.append((_logit(confidence), hit))

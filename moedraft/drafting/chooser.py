@@ -154,7 +154,8 @@ class Chooser:
         for b in drafted:
             # A draft that gives NaN is refused by verification; its confidence is none.
             chances = [0.0 if math.isnan(chance) else chance for chance in proposal.confidences[b]]
-            self.budget.model(proposal.experts[b]).observe(chances, evidence.accepted[b])
+            model = self.budget.model(proposal.experts[b])
+            model.observe(chances, evidence.accepted[b], proposal.versions[b])
         for b, row in enumerate(evidence.rows):
             lately = self._rows.setdefault(row.request_id, RowAcceptance())
             lately.observe(*((proposal.lengths[b], evidence.accepted[b]) if b in drafted else (0, 0)))

@@ -124,4 +124,5 @@ def output_of(row: Sequence, delta: str, now: float) -> RequestOutput:
         logprobs=list(row.logprobs) if row.params.logprobs is not None else None,
         overruled=row.overruled,
         standings=tuple(row.standings) if row.finish_reason else (),
+        uncompared=row.uncompared,
     )

@@ -1,7 +1,7 @@
 """How much a figure changed between an expert's first requests and its last, and how sure that is.
 
-Both figures are ratios of sums over requests: tokens over steps of the target, accepted first guesses over
-first guesses. Requests differ much from each other, so a change is given with its 95 % interval.
+Both figures are ratios of sums over requests: tokens over steps of the target, accepted first draft tokens
+over those drafted. Requests differ much from each other, so a change is given with its 95 % interval.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def tokens_per_step(window: Window) -> float | None:
 
 
 def first_step_share(window: Window) -> float | None:
-    """How often the first guess of a round hit in these requests; None without a guess."""
+    """How often the first draft token of a round was accepted in these requests; None without a draft."""
     return _ratio((one.accepted_first_guesses, one.first_guesses) for one in window)
 
 

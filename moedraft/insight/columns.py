@@ -129,9 +129,10 @@ class Requests:
 
     @property
     def first_step_share(self) -> float | None:
-        """The share of the target's tokens that the first guess of a round hit; None without a guess.
+        """How often the first draft token of a round was accepted; None without a draft of the model.
 
-        Requests from before this was counted have no positions and are left out.
+        The budget and the lookup choose the rounds in which the model drafts. Requests from before this was
+        counted have no positions and are left out.
         """
         return ratio(int(self.accepted_at[:, 0].sum()), int(self.drafted_at[:, 0].sum()))
 

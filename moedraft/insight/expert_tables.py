@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from moedraft.core import AdapterVersion
 from moedraft.insight.change import Change
 from moedraft.insight.columns import Requests
+from moedraft.insight.figures import FIRST_STEP
 from moedraft.insight.table import Column, Kind, Row, Table
 from moedraft.insight.views import Expert
 
@@ -20,19 +21,20 @@ def experts_table(experts: tuple[Expert, ...]) -> Table:
         Column("tokens_per_step", "tokens per target step", "number"),
         Column("recent_tokens_per_step", "now", "number"),
         *_change_columns("tokens_per_step", "number"),
-        Column("first_step_share", "first guess right", "share"),
+        FIRST_STEP,
         Column("recent_first_step_share", "now", "share"),
         *_change_columns("first_step_share", "gain"),
         Column("acceptance_rate", "accepted of drafted", "share"),
         Column("mean_acceptance_length", "mean length", "number"),
+        Column("coverage", "can be guessed", "share"),
         Column("replay_size", "replay", "count"),
         Column("version", "version", "count"),
         Column("updates", "updates", "count"),
         Column("all_requests", "requests ever", "count"),
         Column("all_tokens", "tokens ever", "count"),
         Column("all_steps", "target steps ever", "count"),
-        Column("all_first_guesses", "first guesses ever", "count"),
-        Column("all_accepted_first_guesses", "of these right, ever", "count"),
+        Column("all_first_guesses", "first draft tokens ever", "count"),
+        Column("all_accepted_first_guesses", "of these accepted, ever", "count"),
         Column("all_drafts", "drafts ever", "count"),
         Column("all_draft_tokens", "drafted ever", "count"),
         Column("all_accepted_tokens", "accepted ever", "count"),
@@ -63,6 +65,7 @@ def _expert_row(expert: Expert) -> Row:
         *(expert.first_step_share, expert.recent_first_step_share),
         *_change_cells(expert.change_of_first_step_share),
         *(expert.acceptance, expert.mean_acceptance_length),
+        expert.coverage.share if expert.coverage else None,
         *(expert.replay_size, expert.version, expert.updates),
         *ever,
     )
@@ -85,7 +88,7 @@ def versions_table(versions: Sequence[AdapterVersion], requests: Requests, exper
         Column("held_out_acceptance", "when made", "share"),
         Column("requests", "requests", "count"),
         Column("tokens_per_step", "tokens per target step", "number"),
-        Column("first_step_share", "first guess right", "share"),
+        FIRST_STEP,
     )
     rows = tuple(_version_row(version, requests, expert) for version in reversed(versions))
     return Table("versions", columns, rows)

@@ -18,11 +18,11 @@ ALL = "all experts"
 AT = Column("at", "from", "time")
 LENGTH = Column("mean_acceptance_length", "mean length", "number")
 PER_STEP = Column("tokens_per_step", "tokens per target step", "number")
-FIRST_STEP = Column("first_step_share", "first guess right", "share")
+FIRST_STEP = Column("first_step_share", "first draft token accepted", "share")
 SPEED = (Column("tokens", "tokens", "count"), Column("steps", "target steps", "count"), PER_STEP)
 FIRST_GUESSES = (
-    Column("first_guesses", "first guesses", "count"),
-    Column("accepted_first_guesses", "of these right", "count"),
+    Column("first_guesses", "first draft tokens", "count"),
+    Column("accepted_first_guesses", "of these accepted", "count"),
     FIRST_STEP,
 )
 ACCEPTANCE = (
@@ -97,7 +97,7 @@ def progress(requests: Requests, expert: str, grid: Grid) -> Table:
 
 
 def _first_guesses(requests: Requests, groups: Codes, count: int) -> list[tuple[int, int]]:
-    """By group: the first guesses of rounds, and how many of them were right."""
+    """By group: the first draft tokens of rounds, and how many of them were accepted."""
     columns = (requests.drafted_at[:, 0], requests.accepted_at[:, 0])
     sums = [np.bincount(groups, weights=column, minlength=count).astype(int).tolist() for column in columns]
     return list(zip(*sums, strict=True))
@@ -235,20 +235,23 @@ def updates_table(updates: Sequence[UpdateRecord], grid: Grid) -> Table:
     columns = (
         Column("at", "at", "time"),
         Column("expert", "expert", "text"),
-        Column("version", "version", "count"),
-        Column("records", "records", "count"),
-        Column("steps", "steps", "count"),
+        *(Column(key, key, "count") for key in ("version", "records", "steps")),
         Column("loss", "loss", "number"),
         Column("seconds", "time", "seconds"),
         Column("acceptance_before", "before", "share"),
         Column("acceptance_after", "after", "share"),
         Column("gain", "gain", "gain"),
         Column("decision", "gate", "text"),
+        Column("gate_gain", "tokens per step", "number"),
+        *(Column(f"gate_{key}", f"at {key}", "number") for key in ("least", "most")),
+        Column("gate_records", "judged by", "count"),
+        Column("reason", "reason", "text"),
     )
     rows = tuple(
         (
             *(one.created_at, one.expert, one.version, one.records, one.steps, one.loss, one.seconds),
             *(one.acceptance_before, one.acceptance_after, gain_of(one), one.decision),
+            *(one.gain, one.gain_low, one.gain_high, one.gate_records, one.reason),
         )
         for one in updates
     )

@@ -40,18 +40,14 @@ def domains(store: Store) -> list[Data]:
 
 
 def domain(store: Store, name: str) -> Data:
-    """One domain with its examples, and what its expert can guess at all.
-
-    Raises InvalidRequest if it does not exist.
-    """
-    found, guessed = find_domain(store, name), coverage(store, name)
+    """One domain with its examples. Raises InvalidRequest if it does not exist."""
+    found = find_domain(store, name)
     refit = last_refit(store.registry)
     return {
         **summary(found),
         "examples": list(found.examples),
         "examples_from_traffic": refit.get("labels", {}).get(name, 0),
         **_state(store, name),
-        "vocabulary": None if guessed is None else asdict(guessed),
     }
 
 
@@ -164,12 +160,14 @@ def _change(change: Change | None) -> Data | None:
 
 
 def _state(store: Store, name: str) -> Data:
-    live = store.registry.live(name)
+    """What serves the domain, and what that can guess at all."""
+    live, guessed = store.registry.live(name), coverage(store, name)
     return {
         "version": live.version if live else 0,
         "unadapted": name in store.registry.unadapted(),
         "updates": store.registry.updates(name),
         "replay_size": store.replay.count(name),
+        "vocabulary": None if guessed is None else asdict(guessed),
     }
 
 

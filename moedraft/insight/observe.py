@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from moedraft.core import SHARED, UpdateRecord
+from moedraft.core import SHARED, ReplayRecord, UpdateRecord
 from moedraft.insight import figures
 from moedraft.insight.columns import RequestReader, Requests, ratio
 from moedraft.insight.coverage import Coverage, coverage
@@ -138,16 +138,24 @@ class Observer:
             acceptance=drafts.acceptance,
             mean_acceptance_length=drafts.mean_acceptance_length,
             replay_size=size,
-            replay_oldest=oldest,
-            replay_newest=newest,
+            replay_oldest=oldest.created_at if oldest else None,
+            replay_newest=newest.created_at if newest else None,
             version=live.version if live else 0,
             unadapted=name in self._store.registry.unadapted(),
             updates=self._store.registry.updates(name),
+            coverage=self._coverage(name, newest.id if newest else 0),
         )
 
-    def _replay_end(self, name: str, newest: bool) -> float | None:
-        found = self._store.replay.records(name, limit=1, newest_first=newest)
-        return found[0].created_at if found else None
+    def _replay_end(self, name: str, newest: bool) -> ReplayRecord | None:
+        return next(iter(self._store.replay.records(name, limit=1, newest_first=newest)), None)
+
+    def _coverage(self, name: str, last_id: int) -> Coverage | None:
+        """Counted again only where another version serves somewhere, or the domain has a new answer."""
+        key = (self._store.registry.generation(), last_id)
+        before = self._covered.get(name)
+        if before is None or before[0] != key:
+            self._covered[name] = before = key, coverage(self._store, name) if last_id else None
+        return before[1]
 
     def _expert(self, name: str, span: TimeSpan) -> ExpertView | None:
         requests, grid = self._look(span)
@@ -157,21 +165,12 @@ class Observer:
             return None
         return ExpertView(
             expert=expert,
-            coverage=self._coverage(expert),
             experts=experts,
             progress=figures.progress(requests, name, grid),
             by_position=figures.by_position(requests.drafted_by(name)),
             by_language=figures.by_language(requests, name),
             versions=versions_table(self._store.registry.versions(name), requests, name),
         )
-
-    def _coverage(self, expert: Expert) -> Coverage | None:
-        """Read again only when there is a new version, or there are new answers."""
-        key = (expert.version, self._store.replay.last_id())
-        before = self._covered.get(expert.name)
-        if before is None or before[0] != key:
-            self._covered[expert.name] = before = key, coverage(self._store, expert.name)
-        return before[1]
 
     # -- router ----------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ class Overview:
     requests: int
     tokens: int
     tokens_per_step: float | None  # of the target
-    first_step_share: float | None  # of the first guesses of rounds, how many were right
+    first_step_share: float | None  # of rounds in which the model drafted: their first token was accepted
     acceptance: float | None
     mean_acceptance_length: float | None
     time_to_first_token: float | None  # median, seconds
@@ -57,6 +57,7 @@ class Expert:
     version: int  # live; 0 is the untrained expert
     unadapted: bool  # whether the draft base alone serves it now, since it does better than any adapter
     updates: int
+    coverage: Coverage | None  # None: every token can be guessed, or there is no answer yet
 
     @property
     def serving(self) -> str:
@@ -89,7 +90,6 @@ class ExpertView:
     """The page of one expert; `experts` are all there are."""
 
     expert: Expert
-    coverage: Coverage | None
     experts: tuple[Expert, ...]
     progress: Table  # its figures over time
     by_position: Table

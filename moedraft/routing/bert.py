@@ -73,6 +73,7 @@ class BertRouter(Router):
     """
 
     learns_from_traffic = False  # each fit takes minutes
+    file = BERT_FILE
 
     def __init__(
         self,
@@ -120,7 +121,7 @@ class BertRouter(Router):
                 raise InvalidRequest(f"domain {name!r} needs at least two example prompts.")
         tuned = self._trained({name: spread(examples[name]) for name in sorted(examples)})
         self._save_tuned(tuned, digest_of(examples))
-        self._tuned, self._fitted_on = tuned, digest_of(examples)
+        self._tuned, self._fitted_on, self._seen = tuned, digest_of(examples), self._stamp()
 
     def probabilities(self, texts: Sequence[str]) -> tuple[tuple[str, ...], Floats]:
         tuned = self._tuned  # another thread may fit a new one meanwhile
@@ -130,6 +131,7 @@ class BertRouter(Router):
         return tuned.names, _probabilities(tuned, logits, states).numpy()
 
     def load_or_empty(self) -> None:
+        self._seen = self._stamp()
         tensors, metadata = read_tensors(self.folder / BERT_FILE) or ({}, {})
         ours = all(metadata.get(key) == value for key, value in self._origin().items())
         self._tuned = _unpacked(tensors, metadata) if ours else None

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from moedraft.core import SHARED, InvalidRequest
+from moedraft.core import SHARED, InvalidRequest, StorageError
+from moedraft.folders import sync
 from moedraft.routing.embedder import (
     FEW,
     MAX_TOKENS,
@@ -75,6 +76,7 @@ class Router:
     """
 
     learns_from_traffic = True
+    file = ROUTER_FILE  # in the folder
 
     def __init__(
         self, embedder: TextEmbedder, folder: Path, threshold: float = 0.35, *, first_stage: bool = True
@@ -86,6 +88,7 @@ class Router:
         self._cache = EmbeddingCache(embedder, folder / CACHE_FILE)
         self._model: TwoStage | None = None
         self._fitted_on = ""
+        self._seen: tuple[int, ...] | None = None  # the file as it was read or written last
         self._vectors: dict[str, Floats] = {}  # of the labels that `refit` saw last
         self.load_or_empty()
 
@@ -179,14 +182,29 @@ class Router:
 
     def load_or_empty(self) -> None:
         """Use what the folder holds. The router becomes empty where that is nothing usable."""
+        self._seen = self._stamp()
         tensors, metadata = read_tensors(self.folder / ROUTER_FILE) or ({}, {})
         ours = metadata.get("version") == str(ROUTER_VERSION) and metadata.get("embedder") == self.embedder.id
         model = TwoStage.unpack(tensors, metadata) if ours else None
         self._fitted_on = metadata.get("examples", "") if model else ""
         self._model = self._deciding(model)  # one assignment: other threads read `domains` meanwhile
 
+    def reload(self) -> None:
+        """As `load_or_empty`, where the file is not the one that was read or written last."""
+        if self._stamp() != self._seen:
+            self.load_or_empty()
+
+    def _stamp(self) -> tuple[int, ...] | None:
+        """What tells two files of that name apart; None where there is none."""
+        try:
+            found = (self.folder / self.file).stat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size
+
     def _use(self, model: TwoStage | None, digest: str) -> None:
         self._save(model, digest)
+        self._seen = self._stamp()
         self._model, self._fitted_on = self._deciding(model), digest
 
     def _deciding(self, model: TwoStage | None) -> TwoStage | None:
@@ -252,6 +270,17 @@ def _by_domain(
         places, sure = [place for place, _ in pairs], np.array([one for _, one in pairs], np.float32)
         found[name] = beside(own[name], x[places], sure)
     return found
+
+
+def forget(folder: Path) -> None:
+    """Delete what a `Router` keeps in the folder, and may be fitted on traffic. Raises StorageError."""
+    path = folder / ROUTER_FILE
+    try:
+        if path.exists():
+            path.unlink()
+            sync(folder)
+    except OSError as error:
+        raise StorageError(f"the router's file {path} cannot be deleted: {error.strerror}.") from error
 
 
 def spread(texts: Sequence[str]) -> list[str]:

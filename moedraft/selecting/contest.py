@@ -35,6 +35,14 @@ MOST_STANDINGS = 64  # of an answer that are kept, to be shown
 LEAST_WEIGHT = 0.005  # of an arm, to be kept when the request ends
 NEAR = 0.003  # part of the leader's weight that an arm needs to be compared again
 
+# Why an answer was not compared
+SURE = "The router was sure, and few of its expert's guesses were refused."
+UNGUESSED = "The router was sure, and the draft model guessed nothing: lookup did, or nobody."
+LATE = "The router was sure, and guesses were refused only at its end, where comparing no longer pays."
+SHORT = "The answer was too short."
+NO_TIME = "The time for comparing was used up by other answers."
+FAILED = "The comparison failed; the server's log says why."
+
 
 class Contest:
     """The arms of one request."""
@@ -48,6 +56,7 @@ class Contest:
         self.times = 0
         self.believed = False  # whether the router has said something
         self.calm = 0  # comparisons in a row that were calm; see CALM
+        self.waited = False  # whether there was no time for it once
         self.refused = 0  # guesses that the target had refused by the last comparison
         self.drafts = 0  # verifications of a draft by then
 
@@ -127,9 +136,21 @@ class Contest:
         The evidence alone says nothing of arms that were never compared, nor of one beside none. Of a domain
         that has no trained expert yet all of it says nothing, so that its records teach it.
         """
+        self.row.uncompared = "" if self.times else self._why_not()
         if self.times and not self.row.unlearned:
             self.row.weights = _kept(self.standings.weights)
             self.row.heard = _kept(self.heard.among(self.looked_at)) if len(self.looked_at) > 1 else {}
+
+    def _why_not(self) -> str:
+        row = self.row
+        if not self.at_prompt:
+            if not row.speculation.num_drafts:
+                return UNGUESSED
+            if len(row.rejected) < REFUSALS[0]:
+                return SURE
+        elif row.num_generated < PATIENCE or not self.waited:
+            return SHORT
+        return NO_TIME if self.waited else LATE
 
     def _choose(self) -> None:
         """Let the leader draft. An untrained expert keeps its row while SHARED leads, which drafts for it."""

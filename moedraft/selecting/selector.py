@@ -15,14 +15,14 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
 from moedraft import core
 from moedraft.evidence import Passage
 from moedraft.routing.router import Router
 from moedraft.routing.selector import BackgroundSelector, needs_expert
-from moedraft.selecting.contest import Contest, arms_to_compare
+from moedraft.selecting.contest import FAILED, Contest, arms_to_compare
 
 MOST_ROWS = 4  # rows that are compared at once; the others wait for the next step
 TIME_SHARE = 0.03  # share of the time that comparing may take on average, where it often changes who drafts
@@ -120,12 +120,15 @@ class EvidenceSelector(BackgroundSelector):
         self._earn(began - self._settled_at)
         self._settled_at = began
         if self._balance <= 0 or not self._contests:
+            _wait(self._contests.values())
             return
         try:
             self._compare_due()
         except Exception:
             self.failures += 1
             log.exception("The experts could not be compared; the router's choice stands.")
+            for contest in self._contests.values():
+                contest.row.uncompared = FAILED
             self._contests.clear()
         self._balance = max(self._balance - (self._clock() - began), -DEEPEST)
 
@@ -150,6 +153,7 @@ class EvidenceSelector(BackgroundSelector):
                     due.append((contest, passage))
         # Those that were never compared go first, then those whose leader is least sure.
         due.sort(key=lambda pair: (pair[0].times > 0, max(pair[0].standings.weights.values())))
+        _wait(contest for contest, _ in due[MOST_ROWS:])
         if chosen := due[:MOST_ROWS]:
             contests = [contest for contest, _ in chosen]
             arms = arms_to_compare(contests, judge.arms, self._random, judge.ready)
@@ -158,3 +162,9 @@ class EvidenceSelector(BackgroundSelector):
                 changed = contest.learn(found, passage.end)
                 self._changes += (changed - self._changes) / MEMORY
             self.comparisons += len(chosen)
+
+
+def _wait(contests: Iterable[Contest]) -> None:
+    """Note that there was no time to compare them."""
+    for contest in contests:
+        contest.waited = True

@@ -96,10 +96,13 @@ def find_domain(store: Store, name: str) -> Domain:
 def pin(store: Store, name: str, pinned: bool = True) -> None:
     """Keep `name` at the version that serves: no update is published for it until it is unpinned.
 
-    A person may still promote another version or roll back. Raises InvalidRequest.
+    It serves even where the draft base alone drafted before. A person may still promote another version or
+    roll back. Raises InvalidRequest.
     """
     check_expert(store, name)
     with store.home.folder_lock:
+        if pinned:
+            store.registry.set_unadapted(store.registry.unadapted() - {name})
         store.registry.set_meta(PIN + name, "1" if pinned else None)
 
 

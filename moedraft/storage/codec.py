@@ -66,7 +66,28 @@ def encode(record: ReplayRecord) -> bytes:
 
 
 def decode(payload: bytes, num_prompt_tokens: int) -> Payload:
-    """The inverse of `encode`, with log-probabilities in float16 precision. Raises DamagedPayload.
+    """The inverse of `encode`, with log-probabilities in float16 precision. Raises DamagedPayload."""
+    body, k, n_tokens, answer, n_rejected = _checked(payload, num_prompt_tokens)
+    tokens, rejected, ids = np.split(
+        np.frombuffer(body, "<i4", n_tokens + n_rejected + answer * k), [n_tokens, n_tokens + n_rejected]
+    )
+    logprobs = np.frombuffer(body, "<f2", offset=len(body) - 2 * answer * k)
+    return Payload(
+        tokens.tolist(),
+        rejected.tolist(),
+        ids.reshape(answer, k).tolist(),
+        logprobs.reshape(answer, k).tolist(),
+    )
+
+
+def answer_in(payload: bytes, num_prompt_tokens: int) -> Array:
+    """The answer's token ids alone, int32 [answer], in a fraction of the time. Raises DamagedPayload."""
+    body, _, n_tokens, *_ = _checked(payload, num_prompt_tokens)
+    return np.frombuffer(body, "<i4", n_tokens)[num_prompt_tokens:]
+
+
+def _checked(payload: bytes, num_prompt_tokens: int) -> tuple[bytes, int, int, int, int]:
+    """The body, and k, tokens, answer and rejected as in the header. Raises DamagedPayload.
 
     `num_prompt_tokens` is stored beside the payload; the checksum does not cover it.
     """
@@ -80,16 +101,7 @@ def decode(payload: bytes, num_prompt_tokens: int) -> Payload:
         raise DamagedPayload("its bytes have changed")
     if not 1 <= num_prompt_tokens == n_tokens - answer:
         raise DamagedPayload(f"it has no room for a prompt of {num_prompt_tokens} tokens")
-    tokens, rejected, ids = np.split(
-        np.frombuffer(body, "<i4", n_tokens + n_rejected + answer * k), [n_tokens, n_tokens + n_rejected]
-    )
-    logprobs = np.frombuffer(body, "<f2", offset=len(body) - 2 * answer * k)
-    return Payload(
-        tokens.tolist(),
-        rejected.tolist(),
-        ids.reshape(answer, k).tolist(),
-        logprobs.reshape(answer, k).tolist(),
-    )
+    return body, k, n_tokens, answer, n_rejected
 
 
 def _matrix(rows: list[list[Any]], answer: int, kind: str) -> Array:

@@ -220,13 +220,14 @@ class Registry:
         chosen: whether a person wants it so; `is_chosen` tells that afterwards.
 
         An expert that was trained on a later shared adapter than the one that serves now goes back to its
-        newest version that was not, in the same transaction. One that is pinned stays. The version chosen
-        here drafts, even where the draft base alone drafted before.
+        newest version that was not, in the same transaction. One that is pinned stays. The version that a
+        person chose drafts, even where the draft base alone drafted before.
         """
         with self._home.write(durable=True) as connection:
             last_version(connection, domain)
-            others = names_under(connection, UNADAPTED) - {domain}
-            set_unadapted(connection, () if domain == SHARED else others)
+            if chosen:
+                others = names_under(connection, UNADAPTED) - {domain}
+                set_unadapted(connection, () if domain == SHARED else others)
             before = live_version(connection, domain)
             if version is not None:
                 found = find_version(connection, domain, version)

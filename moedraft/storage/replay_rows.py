@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from sqlalchemy import Row
 
 from moedraft.core import ReplayRecord
-from moedraft.storage.codec import DamagedPayload, decode, encode, shares_of
+from moedraft.storage.codec import DamagedPayload, answer_in, decode, encode, shares_of
 
 log = logging.getLogger(__name__)
 
@@ -59,3 +62,10 @@ def decoded(rows: Iterable[Row[Any]]) -> Iterator[ReplayRecord]:
             id=row.id,
             **payload._asdict(),
         )
+
+
+def answers_in(rows: Iterable[Row[Any]]) -> Iterator[NDArray[np.int32]]:
+    """The answers' token ids; a damaged record is left out, and logged by those who learn from it."""
+    for row in rows:
+        with suppress(DamagedPayload):
+            yield answer_in(row.payload, row.num_prompt_tokens)

@@ -69,7 +69,7 @@ class ExpertStats:
 
     @property
     def first_step_share(self) -> float | None:
-        """The share of the target's tokens that the expert's first guess of a round hit."""
+        """How often the expert's first draft token of a round was accepted, in rounds in which it drafted."""
         return _rate(self.accepted_first_guesses, self.first_guesses)
 
 

@@ -2,18 +2,20 @@
 
 A client can choose the domain of its requests, and so put what it likes into any domain's replay. Therefore
 one source (a key) has at most half of a full buffer and of a sample, and records whose domain the client
-chose at most a quarter. Either may have more where others leave room. Knows no database.
+chose at most a quarter. In a buffer either may have more where others leave room; of what is drawn, one
+source never has more than all others together, but for a few records. Knows no database.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from random import Random
 from typing import NamedTuple
 
 SOURCE_SHARE = 2  # one source has at most 1 / 2
 PINNED_SHARE = 4  # records whose domain the client chose have at most 1 / 4
+LEAST_TAUGHT = 32  # records of one source that are learned from, though others give fewer
 
 
 class Held(NamedTuple):
@@ -25,12 +27,20 @@ class Held(NamedTuple):
 
 
 def draw(held: list[Held], n: int, random: Random) -> list[int]:
-    """Ids of `n` different records in random order; all of them where there are fewer.
-
-    Uniformly, as far as the shares allow; what they leave open is filled with the others.
-    """
-    chosen = within_shares(random.sample(held, len(held)), n)
+    """Ids of `n` different records in random order, drawn uniformly as far as `of_many` allows."""
+    chosen = of_many(random.sample(held, len(held)), n, LEAST_TAUGHT)
     return random.sample(chosen, len(chosen))
+
+
+def of_many(held: Sequence[Held], n: int, least: int) -> list[int]:
+    """As `within_shares`; where several sources give some, each gives `least` or as many as all others."""
+    sources = {one.id: one.source for one in held}
+    chosen = within_shares(held, n)
+    loud = Counter(sources[number] for number in chosen).most_common(1)[0][0] if chosen else ""
+    own = [number for number in chosen if sources[number] == loud]
+    others = len(chosen) - len(own)
+    dropped = set(own[max(least, others) :] if others else ())
+    return [number for number in chosen if number not in dropped]
 
 
 def within_shares(held: Iterable[Held], n: int) -> list[int]:

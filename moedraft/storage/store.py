@@ -12,6 +12,7 @@ from moedraft.storage.replay import Policy, ReplayBuffer
 from moedraft.storage.requests import RequestLog
 from moedraft.storage.updates import UpdateLog
 
+GENERAL_LIST = "general_list"  # meta key: bits in hex, 1 for each token that its draft base can guess
 TARGET_ID = "target_id"  # meta key: hash of the target that the home was last opened with
 
 

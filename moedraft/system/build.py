@@ -11,6 +11,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
+
 from moedraft.config import Settings, check_home, load_settings
 from moedraft.cpu.threads import set_threads
 from moedraft.drafting.arm_judge import FeatureJudge
@@ -22,12 +24,12 @@ from moedraft.engine.engine import Engine
 from moedraft.models import LanguageModel, load_by
 from moedraft.routing.bert import BertRouter
 from moedraft.routing.embedder import Embedder
-from moedraft.routing.router import Router
+from moedraft.routing.router import Router, forget
 from moedraft.routing.selector import BackgroundSelector, ExpertSelector, UnaskedSelector
 from moedraft.selecting.selector import EvidenceSelector
-from moedraft.storage.changes import knows_deleted
+from moedraft.storage.changes import REFIT, knows_deleted, last_refit
 from moedraft.storage.db import DATABASE
-from moedraft.storage.store import TARGET_ID, Store
+from moedraft.storage.store import GENERAL_LIST, TARGET_ID, Store
 from moedraft.system.domains import refit
 from moedraft.system.loader import AdapterLoader
 from moedraft.system.recorder import Recorder
@@ -37,6 +39,8 @@ UNCOMPARED = (
     "The setting selector = evidence does nothing here: only the experts of a feature drafter are compared, "
     "and the draft is another model. The router alone decides who drafts."
 )
+FITTING = "The router's BERT is fitted on the examples of all domains now, which takes minutes."
+NO_BERT = "The setting router_model does nothing here: the router is a BERT only with router = bert."
 
 log = logging.getLogger(__name__)
 
@@ -77,19 +81,27 @@ def open_store(settings: Settings, *, write: bool = True) -> Store:
     )
 
 
-def open_router(settings: Settings, store: Store) -> Router:
+def open_router(settings: Settings, store: Store, *, fit: bool = True) -> Router:
     """The home's router, refitted where it knows other domains than are registered, or deleted prompts.
 
-    Raises InvalidRequest where the model of a BERT router cannot be loaded.
+    fit: False where the caller will fit it at once. Raises InvalidRequest where the model of a BERT router
+    cannot be loaded.
     """
     embedder = Embedder(settings.embedder, cpu_fast_paths=settings.cpu_fast_paths)
     folder, threshold = settings.home / ROUTER_FOLDER, settings.unknown_threshold
     if settings.router == "bert":
         router: Router = BertRouter(embedder, folder, threshold, source=settings.router_model)
+        if store.home.writable:  # no purge would reach what the other router has learned from the traffic
+            forget(folder)
+            if last_refit(store.registry):
+                store.registry.set_meta(REFIT, None)
     else:
         router = Router(embedder, folder, threshold)
     registered = {domain.name: list(domain.examples) for domain in store.registry.domains()}
-    if store.home.writable and (not router.matches(registered) or knows_deleted(store.registry)):
+    outdated = not router.matches(registered) or knows_deleted(store.registry)
+    if fit and store.home.writable and outdated:
+        if settings.router == "bert" and registered:
+            log.warning(FITTING)
         refit(store, router)
     return router
 
@@ -98,6 +110,8 @@ def build(settings: Settings) -> System:
     """Models, home, router, experts and engine of these settings."""
     # A home that is there is claimed before the models are loaded, a new one is made only after they fit.
     check_home(settings.home)
+    if settings.router != "bert" and "router_model" in settings.model_fields_set:
+        log.warning(NO_BERT)
     store = open_store(settings) if (settings.home / DATABASE).exists() else None
     try:
         target, draft = load_pair(settings)
@@ -125,6 +139,7 @@ def assemble(settings: Settings, store: Store, target: LanguageModel, draft: Dra
     loader = AdapterLoader(store, bank, tend_memory=settings.cpu_fast_paths)
     recorder = Recorder(store, target.weights_hash(), bank.base_hash)
     store.registry.set_meta(TARGET_ID, recorder.target_id)
+    store.registry.set_meta(GENERAL_LIST, general_list(bank))
     engine = Engine(
         target,
         target.tokenizer,
@@ -147,6 +162,16 @@ def assemble(settings: Settings, store: Store, target: LanguageModel, draft: Dra
     )
     loader.refresh([], now=True)
     return System(settings, store, router, target, draft, bank, loader, recorder, engine)
+
+
+def general_list(bank: ExpertBank) -> str | None:
+    """What is noted as GENERAL_LIST, for people to see; None where the draft base guesses every token."""
+    heads = bank.heads
+    if heads is None or len(heads.general) >= heads.draft.config.vocab_size:
+        return None
+    bits = np.zeros(heads.draft.config.vocab_size, np.uint8)
+    bits[heads.general.cpu().numpy()] = 1
+    return np.packbits(bits).tobytes().hex()
 
 
 @contextmanager

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from typing import Any
 
-from moedraft.core import Domain, InvalidRequest
+from moedraft.core import Domain, InvalidRequest, MoedraftError
 from moedraft.routing.router import Router
-from moedraft.storage.changes import REFIT
+from moedraft.storage.changes import REFIT, left_of_deleted
 from moedraft.storage.registry import check_domain_name
 from moedraft.storage.store import Store
 
 MIN_EXAMPLES = 8
+
+log = logging.getLogger(__name__)
 
 
 def check_examples(name: str, examples: list[str]) -> list[str]:
@@ -48,13 +52,24 @@ def register_all(store: Store, router: Router, examples: dict[str, list[str]]) -
     refit(store, router)
 
 
-def remove_domain(store: Store, router: Router, name: str) -> None:
-    """Forget a domain: its examples, replay, adapters. Raises InvalidRequest for an unknown name."""
+def remove_domain(store: Store, router: Router, name: str) -> dict[str, Any]:
+    """Forget a domain: its examples, replay, adapters. Returns `left_of_deleted`.
+
+    Where the router cannot be fitted without it, it is removed all the same. Raises InvalidRequest for an
+    unknown name.
+    """
     store.registry.domain(name)
     store.replay.purge(name)  # in pieces, which needs less room than all at once
     store.adapters.remove(name)
     store.registry.remove_domain(name)
-    refit(store, router)
+    fitted = True
+    try:
+        refit(store, router)
+    except MoedraftError as error:
+        log.warning("The domain is removed, but the router was not fitted without it: %s", error)
+        fitted = False
+    left = left_of_deleted(store)
+    return {**left, "router": fitted and left["router"]}
 
 
 def refit(store: Store, router: Router) -> None:

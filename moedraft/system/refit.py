@@ -10,8 +10,7 @@ registered examples.
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any
@@ -21,12 +20,11 @@ from moedraft.core import SHARED
 from moedraft.routing.labels import LEAST_LABELS, MOST_LABELS, Label, Refit
 from moedraft.routing.router import Router, TriedFit
 from moedraft.storage.changes import PURGES_SEEN, REFIT, knows_deleted, last_refit
-from moedraft.storage.shares import Held, within_shares
+from moedraft.storage.shares import Held, of_many
 from moedraft.storage.store import Store
 from moedraft.system.domains import refit
 
 EVERY = 32  # new compared answers that make a refit due
-LOOKED_AT = 2000  # the newest compared answers, of which labels are taken
 SURE = 0.9  # the evidence for one arm that makes a label
 
 
@@ -94,31 +92,15 @@ def traffic_labels(store: Store, tokenizer: Any) -> list[Label]:
     """The newest sure labels of each registered domain, MOST_LABELS at most; each prompt once."""
     held: dict[str, list[Held]] = {name: [] for name, _ in store.registry.domain_names()}
     sure: dict[int, tuple[str, float]] = {}
-    for one in store.replay.compared(LOOKED_AT):
+    for one in store.replay.compared():  # all of them: a flood of one client hides no other's
         best = max(one.heard, key=lambda arm: one.heard[arm], default=SHARED)
         if best in held and one.heard[best] >= SURE:
             held[best].append(Held(one.id, one.source, False))
             sure[one.id] = best, one.heard[best]
-    chosen = [number for some in held.values() for number in _of_many(some)]
+    chosen = [number for some in held.values() for number in of_many(some, MOST_LABELS, LEAST_LABELS)]
     labels: dict[str, Label] = {}
     for number in chosen:
         for record in store.replay.by_ids([number]):
             text = asked_text(tokenizer, record.token_ids[: record.num_prompt_tokens])
             labels.setdefault(text, Label(text, *sure[number]))
     return list(labels.values())
-
-
-def _of_many(held: Sequence[Held]) -> list[int]:
-    """Ids of MOST_LABELS records of one domain at most, the first ones.
-
-    Where several sources give some, each gives LEAST_LABELS or as many as all others together.
-    """
-    sources = {one.id: one.source for one in held}
-    chosen = within_shares(held, MOST_LABELS)
-    counts = Counter(sources[number] for number in chosen)
-    if len(counts) < 2:
-        return chosen
-    [(loud, count)] = counts.most_common(1)
-    own = [number for number in chosen if sources[number] == loud]
-    dropped = set(own[max(LEAST_LABELS, len(chosen) - count) :])
-    return [number for number in chosen if number not in dropped]

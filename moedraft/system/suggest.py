@@ -1,10 +1,10 @@
 """Which domains could be registered, from prompts that no expert served, and which ones could be merged.
 
-Such prompts are read from the replay: those that fitted no domain, and stayed with the shared draft. So only
-requests that may be learned from are looked at, and a purge reaches them. What the router sent to a domain is
-no other one's because its expert lost, and what an expert guessed best in the end is that expert's. What is
-told is how much of the shared draft's guesses is accepted on these prompts now; what a domain would gain
-takes a trial of learning (`moedraft.distill.judging.trial`).
+Such prompts are read from the replay: those that fitted no domain, stayed with the shared draft, and fit none
+today. So only requests that may be learned from are looked at, and a purge reaches them. What the router sent
+to a domain is no other one's because its expert lost, and what an expert guessed best in the end is that
+expert's. What is told is how much of the shared draft's guesses is accepted on these prompts now; what a
+domain would gain takes a trial of learning (`moedraft.distill.judging.trial`).
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ class Suggestion:
 
 @dataclass(frozen=True)
 class Suggestions:
-    """What was found among the newest `looked_at` records without an expert."""
+    """What was found among `looked_at` records without an expert, of the newest LOOKED_AT.
+
+    Those that are a domain's today are left out.
+    """
 
     looked_at: int
     unknown: float | None  # `looked_at` by the requests that the router decided in that time
@@ -78,12 +81,15 @@ def suggest(
     capture: texts may be shown. trials: tries an expert for each group, which takes about half a minute.
     """
     records = store.replay.unclaimed(LOOKED_AT)
-    asked = [asked_text(tokenizer, one.token_ids[: one.num_prompt_tokens]) for one in records]
-    by_text: dict[str, list[ReplayRecord]] = {}
-    for text, record in zip(asked, records, strict=True):
-        if text:
-            by_text.setdefault(text, []).append(record)
     routed = _routed_since(store, records)
+    by_text: dict[str, list[ReplayRecord]] = {}
+    for record in records:
+        asked = asked_text(tokenizer, record.token_ids[: record.num_prompt_tokens])
+        by_text.setdefault(asked, []).append(record)
+    for text in _claimed(store, router, list(by_text)):
+        del by_text[text]
+    left = sum(map(len, by_text.values()))
+    by_text.pop("", None)
     groups = _grouped(router, list(by_text), least)
     taken = {SHARED, *(name for name, _ in store.registry.domain_names())}
     found: list[Suggestion] = []
@@ -102,7 +108,14 @@ def suggest(
                 trial=trials(name, [by_text[text] for text in texts]) if trials else None,
             )
         )
-    return Suggestions(len(records), _part(len(records), routed), capture, tuple(found))
+    return Suggestions(left, _part(left, routed), capture, tuple(found))
+
+
+def _claimed(store: Store, router: Router, texts: list[str]) -> list[str]:
+    """Those that are a domain's today: its examples, and what the router would send to it."""
+    examples = {one.strip() for domain in store.registry.domains() for one in domain.examples}
+    routes = zip(texts, router.route(texts), strict=True)
+    return [text for text, route in routes if text in examples or route.domain != SHARED]
 
 
 def _grouped(router: Router, texts: list[str], least: int) -> list[list[str]]:

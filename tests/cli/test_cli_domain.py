@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ from candidates import candidate
 from cli_fakes import Pair, Run, numbers, write_rows
 
 from moedraft import learning_state
-from moedraft.core import ReplayRecord, SamplingParams
+from moedraft.core import InvalidRequest, ReplayRecord, SamplingParams
 from moedraft.distill.loop import DistillLoop
 from moedraft.distill.warmstart import split_examples
+from moedraft.routing.router import Router
 from moedraft.storage import db
 from moedraft.storage.db import DATABASE
 from moedraft.storage.store import Store
@@ -95,6 +97,36 @@ def test_a_removal_says_what_it_did_not_reach(run: Run, home: Path, monkeypatch:
         done = run("domain", "remove", "low", "--home", home)
     assert "Something reads the home" in done.err
     assert f"{DATABASE}.0001" in " ".join(done.err.split())
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_removal_whose_fit_fails_says_that_the_domain_is_gone(
+    run: Run, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise InvalidRequest("the router's model 'gone' cannot be loaded.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Router, "fit", fails)
+        done = run("domain", "remove", "low", "--home", home)
+    assert done.code == 0
+    assert "Domain 'low' is removed." in done.out
+    assert "the next start fits it without them" in " ".join(done.err.split())
+    assert "low" not in run("domain", "list", "--home", home).out
+
+
+def test_a_registration_fits_the_router_once(
+    run: Run, home: Path, low: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it did not match the domains that were there; a BERT takes minutes for each fit."""
+    store.close()
+    fitted, fit = list[list[str]](), Router.fit
+    monkeypatch.setattr(Router, "fit", lambda router, some: (fitted.append(sorted(some)), fit(router, some)))
+    assert run("domain", "register", "low", "--examples", low, "--home", home).code == 0
+    assert fitted == [["low", "sql"]]
+    (home / "router" / "router.safetensors").unlink()
+    assert run("domain", "remove", "low", "--home", home).code == 0
+    assert fitted[1:] == [["sql"]]
 
 
 def test_a_missing_home_counts_as_empty(run: Run, home: Path) -> None:
@@ -236,7 +268,7 @@ def test_an_example_too_long_fails_the_warm_start(run: Run, home: Path, tmp_path
 
 @pytest.mark.usefixtures("registered")
 def test_a_domain_tells_what_its_expert_can_guess(run: Run, home: Path) -> None:
-    assert "tokens of its own" not in run("domain", "show", "low", "--home", home).out
+    assert "can be guessed" not in run("domain", "show", "low", "--home", home).out
     with closing(Store.open(home)) as store:
         vocabulary = torch.tensor([3, 4], dtype=torch.int32)
         store.adapters.publish(candidate("low", vocabulary=vocabulary))
@@ -244,4 +276,8 @@ def test_a_domain_tells_what_its_expert_can_guess(run: Run, home: Path) -> None:
             [ReplayRecord("low", "low", 1, "tiny", [7, 3, 5, 4, 4], 1, [[1]] * 4, [[0.0]] * 4, [], 1, 1)]
         )
     shown = run("domain", "show", "low", "--home", home)
-    assert "from 2 tokens of its own, which hold 0.750 of its last answers." in " ".join(shown.out.split())
+    basis = "2 tokens of its own, counted in 1 answer since they were chosen"
+    assert f"Of its answers 0.750 can be guessed: by {basis}." in " ".join(shown.out.split())
+    assert "0.750" in run("domain", "list", "--home", home).out
+    listed = run("domain", "list", "--home", home, "--json").data["domains"]
+    assert [one["vocabulary"] and one["vocabulary"]["share"] for one in listed] == [0.75, None]

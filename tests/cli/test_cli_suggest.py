@@ -166,6 +166,14 @@ def test_overlapping_domains_are_told(run: Run, home: Path, low: Path, high: Pat
     assert before == {path: path.read_bytes() for path in (home / "router").iterdir()}
 
 
+def test_that_no_domains_overlap_is_a_sentence(run: Run, home: Path, low: Path, high: Path) -> None:
+    for name, path in (("low", low), ("high", high)):
+        run("domain", "register", name, "--examples", path, "--home", home)
+    shown = run("domain", "list", "--overlap", "--home", home)
+    assert shown.out == "No two domains overlap.\n"
+    assert run("domain", "list", "--overlap", "--home", home, "--json").data == {"overlaps": []}
+
+
 def test_names_tell_groups_apart() -> None:
     law = [f"The court of appeal held clause {i}" for i in range(5)]
     cooking = [f"The oven and the pan, {i} times" for i in range(5)]

@@ -1,4 +1,4 @@
-"""scripts/evidence.py on a tiny target: traffic, arrangements, resuming, and what its document claims."""
+"""scripts/evidence.py on a tiny target: traffic, arrangements and cached answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from feature_records import SOME, a_draft, a_record, a_target
@@ -22,9 +21,8 @@ from moedraft.distill.features.record_states import RecordStates
 
 from random_models import random_model
 
-command, figures, running, streams, summary, document, prompts, answers = (
-    load_script(f"evidence.{name}")
-    for name in ("command", "figures", "running", "streams", "summary", "document", "prompts", "answers")
+running, streams, prompts, answers = (
+    load_script(f"evidence.{name}") for name in ("running", "streams", "prompts", "answers")
 )
 arrangements = load_script("evidence.arrangements")
 ARRANGEMENTS = arrangements.ARRANGEMENTS
@@ -161,6 +159,9 @@ def test_every_arrangement_runs_and_says_what_it_did(bench: Any, name: str) -> N
         "joint:further": 12,
         "mixed-replay:wide": 12,
     }
+    for update in found["updates"]:
+        counted = Counter(one["decision"] for one in update["outcomes"])
+        assert update["decisions"] == counted
     further = name in (
         "joint+gate:further",
         "joint+gate:wide",
@@ -262,163 +263,7 @@ def test_a_run_repeats_itself(bench: Any) -> None:
     assert first["stream"] == again["stream"]
 
 
-# -- figures ---------------------------------------------------------------------------------------
-
-
-def made_up(pattern: str, name: str, seed: int, shares: Sequence[float], **more: Any) -> dict[str, Any]:
-    """A run whose first guesses are right in these shares at each of its measurements, on 40 prompts."""
-    rng = np.random.default_rng(7)
-    noise = rng.integers(-5, 6, 40)  # the same prompts are hard for everybody
-    points = [
-        [[100, min(100, int(100 * share) + n), int(40 * share), int(20 * share)] for n in noise.tolist()]
-        for share in shares
-    ]
-    curve = [{"requests": 10 * i, "updates": i, "counts": counts} for i, counts in enumerate(points)]
-    update = {"cpu_seconds": 2.0, "seconds": 2.0, "decisions": {"publish": 1}, "shared": "publish"}
-    settings = {
-        "every": 10,
-        "measured": 1,
-        "steps": 1,
-        "rows": 1,
-        "rank": 1,
-        "requests": 40,
-        "domains": "a,b",
-    }
-    return {
-        "pattern": pattern,
-        "arrangement": name,
-        "seed": seed,
-        "machine": "any",
-        "torch": "any",
-        "settings": settings | {"max_tokens": 5, "heldout": 20},
-        "held_out": ["a"] * 20 + ["b"] * 20,
-        "domains": ["a"] * 20 + ["b"] * 20,
-        "routed": ["a"] * 40,
-        "curve": curve,
-        "stream": [[10, 5, 2, 1]] * 40,
-        "updates": [update] * (0 if name == "static" else len(shares) - 1),
-        "operations": 10,
-        "target_operations": 100,
-        "absent": ["a"],
-        "turns": [10, 30],
-        "newcomer": "b",
-    } | more
-
-
-def test_a_difference_is_sure_only_where_interval_and_every_seed_agree() -> None:
-    def runs(*ends: float) -> Any:
-        static = [made_up("steady", "static", seed, [0.4]) for seed in range(len(ends))]
-        return figures.Runs(
-            [*static, *(made_up("steady", "joint", i, [0.4, end]) for i, end in enumerate(ends))]
-        )
-
-    assert figures.against(runs(0.6, 0.5), "steady", "static", "joint").verdict == "better"
-    assert figures.against(runs(0.3, 0.2), "steady", "static", "joint").verdict == "worse"
-    split = figures.against(runs(0.7, 0.35), "steady", "static", "joint")
-    assert split.change.verdict == "better"
-    assert split.verdict == "open"
-    assert figures.against(runs(0.4), "steady", "static", "joint").verdict == "open"
-    assert figures.against(runs(), "steady", "static", "joint") is None
-
-
-def test_recovery_arrival_and_forgetting_are_read_from_the_curve() -> None:
-    run = made_up("shift", "joint", 0, [0.4, 0.6, 0.5, 0.45, 0.55, 0.59])
-    assert figures.recovery(run) == 20
-    assert figures.recovery(run, within=0.001) is None
-    lost = figures.forgotten([run])
-    assert lost.change.difference.value == pytest.approx(-0.15)
-    assert lost.verdict == "worse"
-    bound = made_up("new-domain", "offline", 0, [0.8])
-    assert figures.arrival(made_up("new-domain", "joint", 0, [0.4, 0.4, 0.6, 0.75]), bound) == 20
-    assert figures.forgotten([made_up("steady", "joint", 0, [0.4, 0.6])]) is None
-
-
-def test_tokens_per_step_count_drafts_as_far_as_they_are_right() -> None:
-    rows = np.array([[10, 5, 4, 1], [10, 0, 0, 0]])
-    assert figures.tokens_per_step(rows) == [(20.0, 10.0), (10.0, 10.0)]
-
-
-# -- the whole -------------------------------------------------------------------------------------
-
-
-class TinyWorkplace:
-    """In the place of models: runs that are made up, counted."""
-
-    made = 0
-
-    def __init__(self, args: Any) -> None:
-        self.args = args
-
-    def run(self, pattern: str, arrangement: str, seed: int) -> dict[str, Any]:
-        type(self).made += 1
-        ends = {"static": [0.4], "latest-window": [0.4, 0.6, 0.6, 0.7], "joint": [0.4, 0.5, 0.6, 0.6]}
-        found = made_up(pattern, arrangement, seed, ends.get(arrangement, [0.4, 0.5, 0.3, 0.3]))
-        return found | {"settings": command.settings(self.args)}
-
-
-@pytest.fixture
-def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    (tmp_path / "data" / "stream").mkdir(parents=True)
-    monkeypatch.setattr(command, "Workplace", TinyWorkplace)
-    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    TinyWorkplace.made = 0
-    places = {"--data": "data", "--out": "out", "--doc": "docs/evidence.md"}
-    return [word for flag, name in places.items() for word in (flag, str(tmp_path / name))]
-
-
-def test_runs_are_resumed_and_the_document_says_what_the_figures_say(
-    given: list[str], tmp_path: Path
-) -> None:
-    command.main([*given, "--quick"])
-    assert TinyWorkplace.made == 8
-    command.main([*given, "--quick"])
-    assert TinyWorkplace.made == 8
-    command.main([*given, "--quick", "--seeds", "2"])
-    assert TinyWorkplace.made == 16
-    text = (tmp_path / "docs" / "evidence.md").read_text()
-    assert "Joint, no gate is better than the static draft: +.200" in text
-    assert "It is **below** one adapter, latest window (−.100, 2 seeds)." in text
-    assert "Joint, with gate is worse than the static draft" in text
-    assert "It is **below** one adapter, latest window (−.400, 2 seeds)." in text
-    assert "Below static by its interval: a (−.100) and b (−.100)." in text
-    assert "(../out/curves.png)" in text
-    assert {file.name for file in (tmp_path / "out").glob("*.png")} == {
-        "curves.png",
-        "gains.png",
-        "domains.png",
-    }
-    whole = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert whole["patterns"]["steady"]["joint"]["gain"]["verdict"] == "better"
-
-
-def test_every_part_is_written_about(given: list[str], tmp_path: Path) -> None:
-    command.main([*given, "--seeds", "1"])
-    assert TinyWorkplace.made == len(command.jobs(command.arguments([*given, "--seeds", "1"])))
-    text = (tmp_path / "docs" / "evidence.md").read_text()
-    for part in (
-        "Where traffic moves",
-        "What it costs",
-        "Update interval",
-        "Objectives",
-        "Offline, online, and both",
-    ):
-        assert part in text
-    assert "Spider .59 → .75" in text
-
-
-def test_other_settings_are_not_mixed_in(given: list[str]) -> None:
-    command.main([*given, "--quick"])
-    with pytest.raises(SystemExit, match=r"made with another steps; name another --out\."):
-        command.main([*given, "--quick", "--steps", "5"])
-
-
-def test_what_is_missing_is_said(given: list[str], tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="there is no part magic; there are quick, main"):
-        command.main([*given, "--parts", "magic"])
-    with pytest.raises(SystemExit, match="no stream/ folder"):
-        command.main(["--data", str(tmp_path), "--out", str(tmp_path / "out")])
-    with pytest.raises(SystemExit, match="no run has finished yet"):
-        command.main([*given, "--only-write"])
+# -- answers ---------------------------------------------------------------------------------------
 
 
 def test_answers_are_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

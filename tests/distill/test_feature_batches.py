@@ -132,6 +132,18 @@ def test_long_prompts_lose_their_beginning_and_long_answers_their_end() -> None:
     torch.testing.assert_close(batch.states[0], whole_batch.states[0, :5])  # the target has read it whole
 
 
+def test_a_long_prompt_keeps_its_first_entry() -> None:
+    """The drafter sees that one whenever it serves, however long the prompt is."""
+    target = a_target()
+    draft, one = a_draft(target), a_record(target, 0, prompt=30, answer=5)
+    whole, cut = (a_batch(target, draft, [one], max_tokens=most) for most in (2048, 20))
+    assert cut.context_ids[0].tolist() == [one.token_ids[1], *one.token_ids[22:30]]
+    places = [0, *range(21, 29)]
+    torch.testing.assert_close(cut.context_states[0], whole.context_states[0][places])
+    single = a_batch(target, draft, [one], max_tokens=2)  # there is room for no entry
+    assert single.prompts.tolist() == [1]
+
+
 def test_states_are_computed_once_and_kept_within_bounds() -> None:
     target = a_target()
     draft, records = a_draft(target), records_of(target)

@@ -10,7 +10,9 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,13 +23,14 @@ from moedraft.config import load_settings
 from moedraft.core import SHARED, StorageError
 from moedraft.distill import mail
 from moedraft.distill.claim import learning_for
-from moedraft.distill.follow import FollowingProcess
+from moedraft.distill.follow import LONGEST_PAUSE, FollowingProcess
 from moedraft.distill.governor import PAUSED, Load, write_load
 from moedraft.distill.link import ServerOutlet
 from moedraft.distill.loop import DistillLoop
 from moedraft.distill.mail import MailLink, letters, mail_of
 from moedraft.distill.messages import TRAINING, Learned, Noted, StateReport, Withdraw
 from moedraft.distill.single.trainer import Trainer
+from moedraft.learning_state import waiting
 from moedraft.serve.supervisor.mailroom import Mailroom
 from moedraft.serve.supervisor.publisher import Publisher
 from moedraft.storage.store import Store
@@ -222,6 +225,76 @@ def test_with_a_share_it_learns_beside_a_busy_engine_and_rests_meanwhile(rig: Ri
         following.end()
         room.stop()
     assert following.loop.waited > 0
+
+
+@dataclass
+class Clock:
+    """Time that passes only where somebody waits or computes; every wait is noted."""
+
+    now: float = 1000.0
+    waits: list[float] = field(default_factory=list)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wait(self, seconds: float) -> None:
+        self.waits.append(seconds)
+        self.now += seconds
+
+
+class Computes:
+    """A loop whose updates take three steps of two seconds each, where one is due."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.state, self.waited, self.is_due, self.step = clock, waiting(), 0.0, False, 2.0
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+    def due(self) -> str | None:
+        return SHARED if self.is_due else None
+
+    def run_once(self, expert: str, on_step: Any) -> None:
+        for number in range(3):
+            self.clock.now += self.step
+            on_step(number, None)
+
+
+@pytest.fixture
+def paced(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> tuple[Clock, Computes, FollowingProcess]:
+    """A follower with a quarter of the time beside an engine that is always busy, and its clock."""
+    clock = Clock()
+    for module in ("follow", "process"):
+        monkeypatch.setattr(f"moedraft.distill.{module}.time", clock)
+    settings = load_settings(home=rig.store.home.path, train_cpu_share=0.25)
+    loop, link = Computes(clock), SimpleNamespace(send=lambda report: None, check=lambda: None, paused=False)
+    link.wait = clock.wait
+    write_load(rig.store.registry, Load(0.0, 9, time.time()))
+    return clock, loop, FollowingProcess(settings, rig.store, loop, link)  # type: ignore[arg-type]
+
+
+def test_an_hour_without_an_update_is_no_work(paced: tuple[Clock, Computes, FollowingProcess]) -> None:
+    clock, loop, follower = paced
+    clock.now += 3600
+    follower.turn()  # nothing is due
+    clock.waits.clear()
+    loop.is_due = True
+    follower.turn()
+    assert sum(clock.waits) == pytest.approx(3 * 6)  # three seconds of rest for each of work
+    assert loop.waited == pytest.approx(3 * 6)
+
+
+def test_one_pause_is_bounded_and_ends_with_the_requests(
+    paced: tuple[Clock, Computes, FollowingProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, loop, follower = paced
+    loop.is_due, loop.step = True, 10_000.0
+    follower.turn()
+    assert sum(clock.waits) == pytest.approx(3 * LONGEST_PAUSE)
+    clock.waits.clear()
+    monkeypatch.setattr(follower, "_is_busy", lambda: sum(clock.waits) < 5)
+    follower.turn()
+    assert sum(clock.waits) == pytest.approx(5, abs=1)
 
 
 PROGRAM = "from moedraft.cli import main; import sys; sys.exit(main(sys.argv[1:]))"

@@ -15,6 +15,7 @@ from moedraft.distill.joint.joint_trainer import JointUpdate
 from moedraft.distill.judging.gate import Verdict
 from moedraft.distill.outlet import HomeOutlet
 from moedraft.learning_state import LearningKind
+from moedraft.storage import changes
 from moedraft.storage.store import Store
 
 
@@ -109,6 +110,27 @@ def test_a_failed_publication_pauses_and_is_forgotten(
     assert loop.run_once(SHARED) is None
     assert loop.state.is_paused
     assert loop.trainer.forgotten == [SHARED, "code"]  # type: ignore[attr-defined]
+
+
+def test_a_promotion_during_an_update_makes_nobody_wait(
+    loop: JointLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop.store.adapters.publish(candidate(SHARED))
+    loop.store.replay.add([record(i) for i in range(4)])
+
+    def refused(*_: Any) -> None:
+        changes.promote(loop.store, SHARED, 0)
+        raise StorageError("the live version of 'shared' was changed meanwhile.")
+
+    monkeypatch.setattr(loop.outlet, "publish", refused)
+    loop.trainer.last_id = 4  # as after an update
+    for _ in range(4):
+        changes.promote(loop.store, SHARED, 1)
+        assert loop.run_once(SHARED) is None
+        assert not loop.state.is_paused
+    assert loop.interval.wanted(0) == 4
+    assert loop.due() == SHARED
+    assert loop.trainer.last_id == 0  # the records are new to the next update
 
 
 @pytest.mark.parametrize(("decision", "follows"), [("promote", True), ("keep", True), ("discard", False)])

@@ -20,6 +20,7 @@ from moedraft.distill.joint.joint_loop import JointLoop
 from moedraft.distill.loop import LOOK_AGAIN, DistillLoop, Update
 from moedraft.distill.outlet import HomeOutlet
 from moedraft.learning_state import waiting
+from moedraft.storage import changes
 from moedraft.storage.candidate import Candidate
 from moedraft.storage.store import Store
 from moedraft.system.build import open_store
@@ -131,6 +132,25 @@ def test_a_candidate_that_is_refused_is_forgotten(store: Store) -> None:
     assert trainer.outcomes == ["code forgotten"]
     assert store.registry.versions() == []
     assert store.registry.get_meta("trained:code") is None
+
+
+@pytest.mark.parametrize("change", ["pin", "promote"])
+def test_what_a_person_changes_during_an_update_is_no_failure(store: Store, change: str) -> None:
+    """The server refuses the candidate then, in whichever words."""
+    loop, trainer = loop_of(store)
+    store.adapters.publish(candidate("code"))
+    trainer.update = lambda expert, **_: candidate(expert, parent=1)
+    store.replay.add([record(n) for n in range(EVERY)])
+
+    def refused(*_: Any) -> list[AdapterVersion]:
+        changes.pin(store, "code") if change == "pin" else changes.promote(store, "code", 0)
+        raise StorageError("the live version of 'code' was changed meanwhile.")
+
+    loop.outlet.publish = refused  # type: ignore[method-assign]
+    assert loop.run_once("code") is None
+    assert (loop.state, loop.failures, loop.outcomes) == (waiting(), {}, [])
+    assert trainer.outcomes == ["code forgotten"]
+    assert store.registry.get_meta("trained:code") is None  # its records are new still
 
 
 def test_records_without_a_candidate_are_noted_as_used(store: Store) -> None:

@@ -138,6 +138,13 @@ def test_a_joint_update_becomes_live_at_once(outlet: Outlet, store: Store) -> No
     assert not staged.exists() or not list(staged.iterdir())
 
 
+def test_a_domain_that_was_pinned_meanwhile_is_not_left_to_the_base(outlet: Outlet, store: Store) -> None:
+    store.registry.add_domain(Domain("prose", "", ("x",) * 8, 0.0))
+    changes.pin(store, "code")
+    outlet.stand_aside(["code", "prose"])
+    assert store.registry.unadapted() == {"prose"}
+
+
 def test_a_version_is_taken_back_unless_another_is_live(outlet: Outlet, store: Store) -> None:
     outlet.publish([candidate(SHARED), candidate("code")])
     outlet.publish([candidate(SHARED, parent=1), candidate("code", parent=1)])

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ from moedraft.distill.messages import (
     from_trainer,
 )
 from moedraft.distill.outlet import HomeOutlet
-from moedraft.distill.process import OutOfMemory, Process
+from moedraft.distill.process import OutOfMemory, Process, work
 from moedraft.distill.single.trainer import Trainer
 from moedraft.learning_state import NO_RECORDS, LearningKind
 from moedraft.storage.store import Store
@@ -313,6 +314,19 @@ def test_without_its_first_line_it_says_who_starts_it() -> None:
     os.close(write)
     with os.fdopen(read, "rb") as incoming, pytest.raises(InvalidRequest, match="moedraft serve"):
         ServerLink(incoming, incoming).begin()
+
+
+@pytest.mark.parametrize(("share", "idle"), [(0.0, True), (0.25, False)])
+def test_only_without_a_share_it_runs_when_nobody_wants_the_core(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, idle: bool
+) -> None:
+    called = list[bool]()
+    monkeypatch.setattr("moedraft.distill.process.run_when_idle", lambda: called.append(True))
+    begun = Begin(settings={"home": str(tmp_path / "none"), "train_cpu_share": share})
+    link: Any = SimpleNamespace(begin=lambda: begun, send=lambda message: None)
+    with pytest.raises(StorageError):
+        work(link)
+    assert bool(called) == idle
 
 
 def test_a_load_that_cannot_be_read_is_none(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from moedraft.distill.judging.gate import (
 )
 from moedraft.distill.judging.second_look import MOST, SecondLook
 from moedraft.distill.single.trainer import is_held_out
+from moedraft.storage import changes
 from moedraft.storage.store import TARGET_ID, Store
 
 Pair = tuple[Measured, Measured]
@@ -273,6 +275,29 @@ def test_no_more_records_are_measured_than_an_update_has(store: Store) -> None:
     store.replay.add(fresh(2 * MOST))
     look.gather()
     assert seen_records(look, SHARED) == {"code": MOST}
+
+
+def test_one_client_does_not_decide_what_is_seen(store: Store) -> None:
+    look = SecondLook(Figures(by_tensors), store)
+    kept(look, "code")
+    flood = [replace(one, source="flood") for one in fresh(40, first=200_000)]
+    store.replay.add([*[replace(one, source="others") for one in fresh(5)], *flood])
+    look.gather()
+    assert seen_records(look, "code") == {"code": 10}
+
+
+def test_a_pinned_expert_is_seen_as_it_is(store: Store) -> None:
+    """Its candidate is never published, so what it would do says nothing."""
+    look = SecondLook(Figures(by_tensors), store)
+    kept(look, SHARED, "code")
+    changes.pin(store, "code")
+    store.replay.add(fresh(4))
+    look.gather()
+    seen = look.seen(candidate(SHARED, 0.0))["code"]
+    assert compare(seen.before, seen.after).gain == pytest.approx(0.1)  # the shared one's alone
+    changes.pin(store, SHARED)
+    look.gather()
+    assert not seen_records(look, SHARED)
 
 
 def with_second_look(loop: Any) -> Any:

@@ -218,6 +218,16 @@ def test_records_are_cut_to_the_tokens_that_are_read_at_a_time() -> None:
     assert found.counts[0, 0, 1] < 40
 
 
+def test_a_long_prompt_keeps_its_first_token() -> None:
+    """The draft sees it whenever it serves, however long the prompt is."""
+    long = a_record(a_target(), 5, prompt=30, answer=8, topk=8)
+    long = replace(long, token_ids=[96, *long.token_ids[1:]])
+    batch = collate([long], torch.device("cpu"), 32)
+    assert batch.token_ids[0].tolist() == [96, *long.token_ids[15:]]
+    assert collate([long], torch.device("cpu"), 2).token_ids[0].tolist() == long.token_ids[29:31]
+    assert long.token_ids[14] != 96
+
+
 def test_a_draft_that_lacks_tokens_of_the_target_learns() -> None:
     small = random_model("llama", 2, layers=2, vocab=50)
     student = TextStudent(small, rank=3, shared_rank=4)

@@ -32,6 +32,18 @@ def test_only_verified_positions_count() -> None:
     assert [hit for _, hit in model.seen] == [1.0, 0.0]
 
 
+def test_a_new_version_is_not_judged_by_what_the_one_before_guessed() -> None:
+    models = [AcceptanceModel(), AcceptanceModel()]
+    for version, model in zip((2, 3), models, strict=True):
+        for _ in range(1000):
+            model.observe([0.5], 0, version=2)
+        for _ in range(50):
+            model.observe([0.5], 1, version)
+    same, new = models
+    assert len(new.seen) < len(same.seen) / 5
+    assert new.mean > 0.45 > same.mean
+
+
 def test_a_falling_curve_is_refused() -> None:
     model = AcceptanceModel()
     for _ in range(50):

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from functools import cache
 
 import numpy as np
 import pytest
 import torch
 
 from moedraft.core import SamplingParams
-from moedraft.cpu.steady.forward import SteadyForward
 from moedraft.drafting.drafter import NoDrafter, NoExperts
 from moedraft.drafting.feature import MOST_WAITING, FeatureDrafter
 from moedraft.engine.engine import Engine
 from moedraft.evidence import Evidence
 from moedraft.feature.config import config_for
 from moedraft.feature.model import FeatureDraft
-from moedraft.model_checks import greedy_answers
 from moedraft.models import LanguageModel
 from moedraft.routing.selector import FixedSelector
 
-from random_features import LAYERS, SOME, draft_for
+from random_features import LAYERS, SOME, STEADY, draft_for, generated, target_of
 from random_models import prompts_of, random_model
 from tiny import NumberTokenizer, TinyLM, random_table
 
@@ -46,21 +43,14 @@ def engine_of(target: LanguageModel, *, slots: int = 4, **options: object) -> tu
     return made, noted
 
 
-@cache
-def generated(kind: str, prompt: tuple[int, ...], count: int) -> list[int]:
-    """What transformers' `generate` answers."""
-    target = random_model(kind, 0, cpu_fast_paths=False)
-    return greedy_answers(target, [list(prompt)], count)[0]
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt_neox"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt_neox", STEADY])
 @pytest.mark.parametrize("options", [{}, {"adaptive_budget": False}, {"prefill_chunk": 5}])
 def test_greedy_answers_are_the_targets_own(kind: str, options: dict[str, object]) -> None:
     """Ragged prompts, one of a single token; requests join as others leave, with lookup beside the model.
 
     They are those of transformers' own `generate`, without any fast path of ours.
     """
-    one, noted = engine_of(random_model(kind, 0), **options)
+    one, noted = engine_of(target_of(kind), **options)
     prompts = [[5], *prompts_of(9, seed=3)]
     params = [SamplingParams(max_tokens=random.Random(i).randrange(1, 50)) for i in range(10)]
     found = one.generate(prompts, params)
@@ -70,7 +60,7 @@ def test_greedy_answers_are_the_targets_own(kind: str, options: dict[str, object
     assert drafted["feature"] > 2  # the budget soon sees that a random drafter is worth little
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt_neox", "steady"])
+@pytest.mark.parametrize("kind", ["llama", "gpt_neox", STEADY])
 @pytest.mark.parametrize("source", ["model", "auto"])
 @pytest.mark.parametrize(
     ("adaptive", "at_least"), [(True, 6), (False, 60)]
@@ -81,12 +71,9 @@ def test_each_guess_is_that_of_one_pass_over_the_whole_text(
     """Whatever was accepted, refused, looked up or decoded plainly before, in whatever slot.
 
     This pins which features and which tokens stand together: entry i holds the features at i and the token
-    at i + 1, and guesses the token at i + 2. The target named "steady" reads prompts along with rounds.
+    at i + 1, and guesses the token at i + 2.
     """
-    target = random_model("llama" if kind == "steady" else kind, 0)
-    if kind == "steady":
-        target.lean = SteadyForward(target.hf)
-        assert target.mixes
+    target = target_of(kind)
     one, noted = engine_of(target, draft_source=source, adaptive_budget=adaptive)
     draft = one.chooser.model.draft  # type: ignore[union-attr]
     one.generate(prompts_of(7, seed=4), SamplingParams(max_tokens=30))
@@ -102,10 +89,10 @@ def test_each_guess_is_that_of_one_pass_over_the_whole_text(
     assert compared >= at_least
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("kind", ["llama", "gpt_neox", STEADY])
 @pytest.mark.parametrize("adaptive", [True, False])
 def test_an_answer_may_fill_the_context_to_its_last_position(kind: str, adaptive: bool) -> None:
-    one, noted = engine_of(random_model(kind, 0), adaptive_budget=adaptive, max_model_len=256)
+    one, noted = engine_of(target_of(kind), adaptive_budget=adaptive, max_model_len=256)
     prompts = [
         [random.Random(seed).randrange(90) for _ in range(length)] for seed, length in ((4, 230), (5, 250))
     ]
@@ -218,6 +205,7 @@ class TinyFeatures(FeatureDraft):
 @pytest.mark.parametrize(
     ("adaptive", "rule"), [(True, "chain"), (False, "chain"), (False, "block"), (False, "coupled")]
 )
+@pytest.mark.usefixtures("unseeded")
 def test_sampled_answers_follow_the_target(adaptive: bool, rule: str) -> None:
     """χ² over all pairs of tokens; the negative control is another target's law."""
     vocab, runs = 6, 4000 if rule == "chain" else 2000

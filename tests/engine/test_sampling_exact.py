@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
+from chi_squares import p_values
 
 import moedraft.drafting.drawing as drawing_module
 import moedraft.engine.verification as verification_module
@@ -83,42 +82,6 @@ def sample(
     assert source == "lookup" or sum(o.speculation.num_draft_tokens for o in outputs) > least
     assert source == "model" or sum(o.speculation.num_lookup_tokens for o in outputs) > least
     return [tuple(o.token_ids) for o in outputs]
-
-
-def chi_square(counts: Counter, probabilities: dict, runs: int) -> float:
-    """p-value (Wilson-Hilferty) over cells of at least 5 expected; the rest is pooled."""
-    statistic, cells, rest_seen, rest_expected = 0.0, 0, runs, float(runs)
-    for key, p in probabilities.items():
-        if p * runs >= 5:
-            statistic += (counts[key] - p * runs) ** 2 / (p * runs)
-            cells += 1
-            rest_seen -= counts[key]
-            rest_expected -= p * runs
-    if rest_expected >= 5:
-        statistic += (rest_seen - rest_expected) ** 2 / rest_expected
-        cells += 1
-    elif rest_seen > 30 + 10 * rest_expected:
-        return 0.0
-    df = cells - 1
-    if df < 1:
-        return 1.0
-    z = ((statistic / df) ** (1 / 3) - (1 - 2 / (9 * df))) / math.sqrt(2 / (9 * df))
-    return 0.5 * math.erfc(z / math.sqrt(2))
-
-
-def p_values(answers: list[tuple[int, ...]], truth: dict[tuple[int, ...], float]) -> list[float]:
-    """One p-value per position, one per neighbouring pair, one for whole answers."""
-    cuts: list[Callable[[tuple[int, ...]], tuple[int, ...]]] = [
-        lambda a, i=i: a[i : i + 1] for i in range(LENGTH)
-    ]
-    cuts += [lambda a, i=i: a[i : i + 2] for i in range(LENGTH - 1)] + [lambda a: a]
-    result = []
-    for cut in cuts:
-        masses: Counter = Counter()
-        for answer, p in truth.items():
-            masses[cut(answer)] += p
-        result.append(chi_square(Counter(map(cut, answers)), masses, len(answers)))
-    return result
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +12,17 @@ import torch
 from routing_fakes import TOPICS, WordEmbedder, prompts
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
-from moedraft.config import load_settings
+from moedraft.config import Settings, load_settings
 from moedraft.core import SHARED, InvalidRequest
+from moedraft.routing import bert as bert_module
 from moedraft.routing.bert import BERT_FILE, BertRouter
+from moedraft.routing.labels import Label
+from moedraft.routing.router import ROUTER_FILE, Router
+from moedraft.storage.changes import REFIT, knows_deleted, last_refit
 from moedraft.storage.store import Store
-from moedraft.system.build import open_router
-from moedraft.system.domains import register_domain, remove_domain
+from moedraft.system import build as build_module
+from moedraft.system.build import FITTING, ROUTER_FOLDER, open_router
+from moedraft.system.domains import register_all, register_domain, remove_domain
 
 EXAMPLES = {name: prompts(name, 20) for name in ("sql", "maths", "python")}
 LEARNS = {"epochs": 20, "learning_rate": 2e-3}
@@ -78,6 +85,26 @@ def test_another_process_reads_the_same_router(fitted: BertRouter, bert: Path) -
     assert not again.matches({"sql": EXAMPLES["sql"]})
     texts = prompts("sql", 6, seed=9)
     np.testing.assert_allclose(again.probabilities(texts)[1], fitted.probabilities(texts)[1], atol=1e-6)
+
+
+def test_it_is_read_again_only_after_a_change(
+    bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bert_module, "LEAST_STEPS", 1)
+    made, other = (BertRouter(WordEmbedder(), tmp_path, source=str(bert), epochs=1) for _ in range(2))
+    made.fit(EXAMPLES)
+    other.reload()
+    assert other.domains == made.domains == tuple(sorted(EXAMPLES))
+    for router in (made, other):
+        held = router._tuned
+        router.reload()
+        assert router._tuned is held
+    made.fit({name: EXAMPLES[name] for name in ("sql", "maths")})
+    other.reload()
+    assert other.domains == ("maths", "sql")
+    (tmp_path / BERT_FILE).unlink()
+    other.reload()
+    assert other.domains == ()
 
 
 def test_the_same_examples_give_the_same_router(fitted: BertRouter, bert: Path, tmp_path: Path) -> None:
@@ -143,3 +170,63 @@ def test_the_settings_choose_it(bert: Path, store: Store, monkeypatch: pytest.Mo
     assert router.domains == ("maths",)
     with pytest.raises(InvalidRequest, match="router"):
         load_settings(home=store.home.path, router="word2vec")
+
+
+@pytest.fixture
+def learned(bert: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> Settings:
+    """A home whose embedding router has learned from the traffic, and settings that choose the BERT."""
+    monkeypatch.setattr("moedraft.system.build.Embedder", lambda *_, **__: WordEmbedder())
+    monkeypatch.setattr(bert_module, "LEAST_STEPS", 1)
+    settings = load_settings(home=store.home.path)
+    router = open_router(settings, store)
+    register_all(store, router, {name: list(texts) for name, texts in EXAMPLES.items()})
+    labels = [Label(text, "sql", 1.0) for text in prompts("garten", 12)]
+    trial = router.try_labels(EXAMPLES, labels)
+    assert trial is not None
+    router.take(replace(trial, outcome=replace(trial.outcome, taken=True)))
+    store.registry.set_meta(REFIT, json.dumps({"labels": {"sql": 12}, "purges": store.registry.purges()}))
+    return settings.model_copy(update={"router": "bert", "router_model": str(bert)})
+
+
+def test_a_purge_reaches_a_router_that_is_out_of_use(
+    store: Store, learned: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What the embedding router learned from the traffic does not wait in its file to serve again."""
+    open_router(learned, store)
+    assert FITTING in caplog.text  # or a start would seem to hang
+    assert last_refit(store.registry) == {}
+    store.replay.purge()
+    again = open_router(learned.model_copy(update={"router": "embedding"}), store)
+    plain = Router(WordEmbedder(), store.home.path / "plain")
+    plain.fit(EXAMPLES)
+    texts = prompts("garten", 12)
+    np.testing.assert_allclose(again.probabilities(texts)[1], plain.probabilities(texts)[1], atol=1e-5)
+
+
+def test_a_purge_costs_a_bert_that_knows_no_traffic_no_fit(
+    store: Store, learned: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_router(learned, store)
+    file = store.home.path / ROUTER_FOLDER / ROUTER_FILE
+    open_router(learned.model_copy(update={"router": "embedding"}), store)
+    assert file.exists()
+    store.registry.set_meta(REFIT, json.dumps({"labels": {"sql": 12}, "purges": -1}))
+    monkeypatch.setattr(BertRouter, "fit", lambda *_: pytest.fail("it was fitted again"))
+    open_router(learned, store)
+    assert not knows_deleted(store.registry)
+    assert not file.exists()
+
+
+def test_a_model_for_a_router_that_is_not_chosen_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_models(_: Settings) -> None:
+        raise InvalidRequest("no models here")
+
+    monkeypatch.setattr(build_module, "load_pair", no_models)
+    model = {"router_model": "x"}
+    for options, told in ((model, True), ({}, False), ({**model, "router": "bert"}, False)):
+        caplog.clear()
+        with pytest.raises(InvalidRequest, match="no models here"):
+            build_module.build(load_settings(home=tmp_path / "home", **options))
+        assert (build_module.NO_BERT in caplog.text) == told

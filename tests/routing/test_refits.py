@@ -15,8 +15,9 @@ from moedraft.core import SHARED, Domain, ReplayRecord
 from moedraft.insight import inventory
 from moedraft.routing.labels import LEAST_LABELS, MOST_LABELS
 from moedraft.routing.router import Router
-from moedraft.serve.worker.refits import Refits
+from moedraft.serve.worker.refits import LONGEST_WAIT, Refits
 from moedraft.storage.changes import knows_deleted, last_refit, purge
+from moedraft.storage.db import StorageFull
 from moedraft.storage.store import Store
 from moedraft.system.build import ROUTER_FOLDER, open_router
 from moedraft.system.domains import register_domain
@@ -271,6 +272,38 @@ def test_it_looks_by_itself_and_ends_when_it_is_told(serving: Serving) -> None:
     refits.stop(30)
     assert not refits._thread.is_alive()
     assert routed(serving.router) > before
+
+
+def test_a_refit_that_fails_is_tried_more_and_more_seldom(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the disk is full each try costs a whole fit, for nothing."""
+    refits, waited = Refits(serving, lambda: True, every=10.0), list[float]()  # type: ignore[arg-type]
+    looks = iter([StorageFull("full")] * 8 + [None] + [StorageFull("full")] * 2)
+
+    def look() -> bool:
+        if (error := next(looks)) is not None:
+            raise error
+        return False
+
+    def wait(seconds: float) -> bool:
+        waited.append(seconds)
+        return len(waited) == 12
+
+    monkeypatch.setattr(refits, "look", look)
+    monkeypatch.setattr(refits._quit, "wait", wait)
+    refits._run()
+    assert waited == [10, 20, 40, 80, 160, 320, LONGEST_WAIT, LONGEST_WAIT, LONGEST_WAIT, 10, 20, 40]
+
+
+@pytest.mark.usefixtures("router")
+def test_a_flood_of_one_client_pushes_no_other_out_of_the_labels(store: Store) -> None:
+    many = list(dict.fromkeys(newer(400, seed=3)))
+    quiet, loud = many[:20], many[20:]
+    store.replay.add([answered(text, {"sql": 1.0}, source="quiet") for text in quiet])
+    flood = [answered(loud[i % 80], {"maths": 1.0}, source="loud", domain="maths") for i in range(2100)]
+    store.replay.add(flood)
+    assert {one.text for one in traffic_labels(store, Words()) if one.domain == "sql"} == set(quiet)
 
 
 def test_nobody_waits_for_a_fit(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -517,3 +517,65 @@ def test_a_row_that_was_never_compared_has_no_standings(made: list[EvidenceSelec
     selector.settle()
     selector.settle(one)
     assert one.weights == one.heard == {}
+
+
+CERTAIN = Route("sql", 0.99, {"sql": 0.99, "python": 0.01, "french": 0.0, SHARED: 0.0})
+
+
+@pytest.mark.parametrize(
+    ("route", "drafts", "refused", "tokens", "why"),
+    [
+        (CERTAIN, 9, 2, 30, "sure, and few of its expert's guesses were refused"),
+        (CERTAIN, 0, 0, 30, "guessed nothing"),
+        (CERTAIN, 9, 4, 60, "only at its end"),
+        (SQL, 0, 0, 3, "too short"),
+    ],
+)
+def test_why_an_answer_was_not_compared_is_told(
+    made: list[EvidenceSelector], route: Route, drafts: int, refused: int, tokens: int, why: str
+) -> None:
+    judge = Judged("french")
+    one, selector = question(max_tokens=64), selector_of(made, judge, route)
+    if "short" in why:  # the prompt was not read before the answer ended
+        one.target_cached = 0
+        selector.assign([one])
+    else:
+        begun(selector, one)
+    selector.settle()
+    goes_on(one, *[1] * tokens)
+    one.speculation.num_drafts = drafts
+    one.rejected += range(refused)
+    selector.settle()
+    selector.settle(one)
+    assert judge.asked == []
+    assert why in one.uncompared
+
+
+def test_that_time_was_used_up_and_that_a_comparison_failed_is_told(made: list[EvidenceSelector]) -> None:
+    class Broken(Judged):
+        def hits(self, passages: Sequence[Passage], arms: Sequence[str]) -> list[dict[str, list[float]]]:
+            raise RuntimeError("no memory")
+
+    one, selector = question(max_tokens=64), selector_of(made, Judged("french"), clock=Clock())
+    selector._balance = -1.0
+    begun(selector, one)
+    for _ in range(3):
+        selector.settle()
+        goes_on(one, *[1] * 4)
+    selector.settle(one)
+    assert "time for comparing was used up" in one.uncompared
+    other, selector = question(max_tokens=64), selector_of(made, Broken("french"))
+    begun(selector, other)
+    selector.settle()
+    selector.settle(other)
+    assert "failed" in other.uncompared
+
+
+def test_what_was_compared_has_no_reason_why_not(made: list[EvidenceSelector]) -> None:
+    one, selector = question(max_tokens=64), selector_of(made, Judged("french"))
+    begun(selector, one)
+    selector.settle()
+    goes_on(one, *[1] * 12)
+    selector.settle(one)
+    assert one.standings
+    assert one.uncompared == ""

@@ -12,7 +12,7 @@ from random_experts import bank_of, base_of
 from moedraft import core
 from moedraft.core import SHARED, SamplingParams
 from moedraft.drafting.arm_judge import FeatureJudge
-from moedraft.drafting.drafter import Another, NoDrafter
+from moedraft.drafting.drafter import Another
 from moedraft.drafting.experts.adapter import HEAD, Adapter
 from moedraft.drafting.experts.lora import ExpertBank
 from moedraft.drafting.feature import FeatureDrafter
@@ -22,11 +22,11 @@ from moedraft.evidence import Evidence, Proposal, Rows
 from moedraft.feature.config import config_for
 from moedraft.feature.model import FeatureDraft
 from moedraft.routing.router import Route
-from moedraft.routing.selector import FixedSelector
 from moedraft.selecting import contest
 from moedraft.selecting.selector import EvidenceSelector
 
-from random_models import prompts_of, random_model
+from random_features import STEADY, generated, target_of
+from random_models import prompts_of
 from tiny import NumberTokenizer, TinyLM, random_table
 
 VOCABULARY, RUNS = 6, 4000
@@ -70,10 +70,12 @@ def often(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> No
     monkeypatch.setattr(contest, "FEW_LEFT", 0)
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt_neox", STEADY])
 @pytest.mark.parametrize("options", [{}, {"adaptive_budget": False}, {"prefill_chunk": 5}])
 @pytest.mark.usefixtures("often")
-def test_greedy_answers_are_the_targets_own(tmp_path: Path, options: dict[str, object]) -> None:
-    target = random_model("llama", 0)
+def test_greedy_answers_are_the_targets_own(tmp_path: Path, kind: str, options: dict[str, object]) -> None:
+    """They are those of transformers' own `generate`, without any fast path of ours."""
+    target = target_of(kind)
     base = base_of(target, tmp_path / "draft")
     bank = bank_of(base)
     drafter = FeatureDrafter(base.hf, bank, 4, target.vocab_size, states=ReadStates())
@@ -83,8 +85,7 @@ def test_greedy_answers_are_the_targets_own(tmp_path: Path, options: dict[str, o
     )  # type: ignore[arg-type]
     prompts, params = [[5], *prompts_of(9, seed=3)], SamplingParams(max_tokens=40)
     found = engine.generate(prompts, params)
-    plain = Engine(target, NumberTokenizer(), NoDrafter(), FixedSelector()).generate(prompts, params)
-    assert [one.token_ids for one in found] == [one.token_ids for one in plain]
+    assert [one.token_ids for one in found] == [generated(kind, tuple(prompt), 40) for prompt in prompts]
     assert selector.comparisons > 3
     if options.get("adaptive_budget") is False:
         assert selector.switched >= 3

@@ -83,6 +83,7 @@ WAITING = TrainerState(
 class FakeWorker:
     now: Snapshot = SERVING
     asked: list[str] = field(default_factory=list)
+    compares: bool = True
 
     @property
     def search(self) -> FakeWorker:
@@ -107,21 +108,26 @@ class FakeWorker:
 
     async def trial(self, prompt: str, max_tokens: int) -> RequestOutput:
         self.asked.append(prompt)
-        standings = (Standing(0, {"sql": 0.7, SHARED: 0.3}), Standing(18, {"python": 0.9, "sql": 0.1}))
-        return RequestOutput(
-            request_id="r",
-            prompt=prompt,
-            text=f"{HOSTILE} answer",
-            token_ids=[1] * max_tokens,
-            finish_reason="length",
-            expert="python",
-            adapter_version=1,
-            speculation=SpeculationStats(num_steps=max_tokens // 2),
-            num_rejections=0,
-            seconds=1.0,
-            overruled=True,
-            standings=standings if "select" in prompt.lower() else (),
-        )
+        return tried(prompt, max_tokens)
+
+
+def tried(prompt: str, max_tokens: int) -> RequestOutput:
+    """An answer whose drafts were compared, if it is about queries."""
+    standings = (Standing(0, {"sql": 0.7, SHARED: 0.3}), Standing(18, {"python": 0.9, "sql": 0.1}))
+    return RequestOutput(
+        request_id="r",
+        prompt=prompt,
+        text=f"{HOSTILE} answer",
+        token_ids=[1] * max_tokens,
+        finish_reason="length",
+        expert="python",
+        adapter_version=1,
+        speculation=SpeculationStats(num_steps=max_tokens // 2),
+        num_rejections=0,
+        seconds=1.0,
+        overruled=True,
+        standings=standings if "select" in prompt.lower() else (),
+    )
 
 
 @dataclass

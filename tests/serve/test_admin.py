@@ -16,6 +16,7 @@ from waiting import wait_for
 
 from moedraft.core import AdapterVersion, ReplayRecord
 from moedraft.learning_state import waiting
+from moedraft.routing.router import Router
 from moedraft.serve.supervisor.supervisor import TrainerState
 from moedraft.storage.db import StorageFull
 
@@ -71,6 +72,35 @@ def test_prompts_of_no_domain_are_suggested(client: httpx.Client, found: Served)
     assert "prompts" not in group
     assert len(client.get("/admin/suggestions?prompts=true").json()["suggestions"][0]["prompts"]) > 8
     client.post("/admin/replay/purge", json={"domain": None})
+    assert client.get("/admin/suggestions").json()["suggestions"] == []
+
+
+def test_what_is_registered_is_not_suggested_again(client: httpx.Client) -> None:
+    """The records stay with the shared draft; whose they would be today is what counts."""
+    stars = [f"quasar nebula {i} {word}" for i in range(4) for word in ("near", "far", "old", "new")]
+    for text in stars:
+        complete(client, text)
+    (group,) = client.get("/admin/suggestions?prompts=true").json()["suggestions"]
+    row = {"name": group["name"], "examples": group["prompts"][:-2]}
+    assert client.post("/admin/domains", json=row).status_code == 201
+    rest = client.post("/admin/route", json={"texts": group["prompts"][-2:]}).json()["routes"]
+    assert {one["domain"] for one in rest} == {group["name"]}
+    again = client.get("/admin/suggestions").json()
+    assert again["suggestions"] == []
+    assert again["looked_at"] <= 16 - len(group["prompts"])
+    assert again["unknown_share"] == pytest.approx(again["looked_at"] / 16)
+
+
+def test_examples_are_not_suggested_though_the_router_refuses_them(
+    client: httpx.Client, found: Served
+) -> None:
+    stars = [f"quasar nebula {i} {word}" for i in range(4) for word in ("near", "far", "old", "new")]
+    for text in stars:
+        complete(client, text)
+    (group,) = client.get("/admin/suggestions?prompts=true").json()["suggestions"]
+    row = {"name": group["name"], "examples": group["prompts"]}
+    assert client.post("/admin/domains", json=row).status_code == 201
+    found.system.router.threshold = 1.01
     assert client.get("/admin/suggestions").json()["suggestions"] == []
 
 
@@ -135,6 +165,18 @@ def test_a_domain_that_is_removed_is_gone(client: httpx.Client) -> None:
 def test_a_bad_registration_changes_nothing(client: httpx.Client, row: dict[str, Any]) -> None:
     check_error(client.post("/admin/domains", json=row), 400)
     assert names(client) == ["code", "prose"]
+
+
+def test_a_domain_is_gone_though_the_router_cannot_be_fitted_without_it(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise StorageFull("The disk is full.")
+
+    monkeypatch.setattr("moedraft.system.domains.refit", full)
+    done = client.delete("/admin/domains/code")
+    assert (done.status_code, done.json()["removed"], done.json()["router"]) == (200, "code", False)
+    assert names(client) == ["prose"]
 
 
 def test_a_router_that_fails_leaves_no_domain(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,6 +353,30 @@ def test_what_was_answered_before_a_purge_or_a_removal_is_not_kept_after(
     assert client.delete("/admin/domains/code").status_code == 200
     found.system.recorder.flush()
     assert found.system.store.replay.count() == 0
+
+
+def test_the_router_is_read_beside_the_engine_and_only_after_a_fit(
+    client: httpx.Client, found: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading a BERT takes long enough to be felt by every answer."""
+    read, threads = Router.load_or_empty, list[str]()
+
+    def noting(router: Router) -> None:
+        if router is found.system.router:
+            threads.append(threading.current_thread().name)
+        read(router)
+
+    monkeypatch.setattr(Router, "load_or_empty", noting)
+    for path in ("adapters/code/pin", "adapters/code/unpin"):
+        assert client.post(f"/admin/{path}").status_code == 200
+    assert client.post("/admin/replay/purge", json={"domain": None}).status_code == 200
+    assert threads == []
+    assert client.post("/admin/domains", json={"name": "law", "examples": LAW}).status_code == 201
+    assert "law" in found.system.router.domains
+    assert client.delete("/admin/domains/law").status_code == 200
+    assert "law" not in found.system.router.domains
+    assert len(threads) == 2
+    assert all(name.startswith("admin-changes") for name in threads)
 
 
 def test_texts_are_routed_beside_the_engine(

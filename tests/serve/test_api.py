@@ -21,6 +21,7 @@ from server import TARGET, Served, check_error, events, served, slowed
 from waiting import wait_for
 
 from moedraft.core import SamplingParams
+from moedraft.routing.selector import UnaskedSelector
 from moedraft.serve.dashboard.panels import VIEWS
 from moedraft.serve.http import plan
 from moedraft.serve.http.admin_routes import Registration
@@ -773,6 +774,20 @@ def test_a_router_that_fails_costs_a_seeded_request_its_expert_only(
     monkeypatch.setattr(tiny.system.router, "route", lambda texts: 1 / 0)
     found = complete(client, prompt="def function number 3", seed=7, temperature=0.7)
     assert found["metrics"]["speculative_decoding"]["expert"] == "shared"
+
+
+def test_a_fixed_selector_asks_no_router_for_seeded_requests_either(tmp_path: Path) -> None:
+    """As for all others: the shared draft serves whoever names no expert."""
+    for selector, expert in (("fixed", "shared"), ("classifier", "code")):
+        system = tiny_system(tmp_path / selector)
+        if selector == "fixed":
+            system.engine.selector = UnaskedSelector(system.router)
+        home = tmp_path / selector
+        with served(home, system=system, selector=selector) as found, found.client() as client:
+            answer = complete(client, prompt="def function number 3", seed=7, temperature=0.7)
+            assert answer["metrics"]["speculative_decoding"]["expert"] == expert
+            named = complete(client, model=f"{TARGET}:prose", seed=7, temperature=0.7)
+            assert named["metrics"]["speculative_decoding"]["expert"] == "prose"
 
 
 def test_slow_views_and_long_prompts_hold_up_no_short_prompt(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from server import check_error
+from starlette.requests import HTTPConnection
 from starlette.routing import BaseRoute, Host, Mount, Route, WebSocketRoute
 from starlette.types import Message
 
@@ -28,6 +29,7 @@ from moedraft.serve.app import create_app
 from moedraft.serve.auth.access import ACCESS, FORWARDED, access_of, is_loopback
 from moedraft.serve.auth.keyring import Keyring
 from moedraft.serve.auth.sessions import COOKIE, MOST_SESSIONS, SESSION_SECONDS, Sessions
+from moedraft.serve.http.errors import ApiError
 from moedraft.serve.run import check_address
 from moedraft.serve.worker.worker import Worker
 from moedraft.storage.db import RESERVE
@@ -487,6 +489,54 @@ def test_a_cookie_ends_with_its_key(app: FastAPI, keys: KeyFile) -> None:
     ticket = {"cookie": f"{COOKIE}={login(app, secret).cookies[COOKIE]}"}
     keys.revoke(key.id)
     assert ask(app, "GET", "/dashboard", headers=ticket).status_code == 401
+
+
+def page(cookie: str, **headers: str) -> HTTPConnection:
+    """The request for a page, by which what is done on it is authorised."""
+    raw = {"host": "127.0.0.1:8000", "cookie": f"{COOKIE}={cookie}", **headers}
+    pairs = [(name.encode(), value.encode()) for name, value in raw.items()]
+    client = ("127.0.0.1", 50000)
+    return HTTPConnection({"type": "http", "path": "/dashboard/", "headers": pairs, "client": client})
+
+
+@pytest.mark.parametrize("own", [("dashboard",), ("dashboard", "infer"), ("dashboard", "admin")])
+def test_what_is_done_on_a_page_takes_the_scope_of_its_own_key(
+    app: FastAPI, keys: KeyFile, own: tuple[Any, ...]
+) -> None:
+    """A session is worth neither more nor less than the key that began it, and no route takes its cookie."""
+    key, secret = keys.create(own)
+    cookie = login(app, secret).cookies[COOKIE]
+    authorise, scopes = app.state.context.authorise, ("dashboard", "infer", "admin", "metrics")
+    for scope in scopes:
+        if scope in own:
+            assert authorise(page(cookie), scope, in_page=True) == key.id
+        else:
+            with pytest.raises(ApiError) as refused:
+                authorise(page(cookie), scope, in_page=True)
+            assert refused.value.status_code == 403
+        if scope != "dashboard":
+            with pytest.raises(ApiError, match="A key is needed"):
+                authorise(page(cookie), scope)
+    for path in ("/admin/domains", "/v1/models", "/metrics"):
+        assert ask(app, "GET", path, headers={"cookie": f"{COOKIE}={cookie}"}).status_code == 401
+    keys.revoke(key.id)
+    for scope in scopes:
+        with pytest.raises(ApiError, match="A key is needed"):
+            authorise(page(cookie), scope, in_page=True)
+
+
+def test_what_another_site_has_done_on_a_page_is_refused(app: FastAPI, keys: KeyFile) -> None:
+    secret = keys.create(["dashboard", "admin"])[1]
+    cookie, authorise = login(app, secret).cookies[COOKIE], app.state.context.authorise
+    assert authorise(page(cookie, origin=LOCAL), "admin", in_page=True)
+    with pytest.raises(ApiError, match="other sites"):
+        authorise(page(cookie, origin="https://evil.example"), "admin", in_page=True)
+    for wrong in (cookie[:-1], "", f"x{cookie}"):
+        with pytest.raises(ApiError, match="A key is needed"):
+            authorise(page(wrong), "admin", in_page=True)
+    assert authorise(page("", authorization=f"Bearer {secret}"), "admin", in_page=True)
+    with pytest.raises(ApiError, match="not valid"):  # a wrong key is not made good by a session
+        authorise(page(cookie, authorization="Bearer wrong"), "admin", in_page=True)
 
 
 def test_websockets_of_other_sites_are_refused(app: FastAPI, keys: KeyFile, settings: Settings) -> None:

@@ -245,6 +245,14 @@ def test_a_server_of_this_home_is_asked_without_a_proxy(monkeypatch: pytest.Monk
     assert any(getattr(handler, "proxies", None) for handler in elsewhere.handlers)
 
 
+def test_a_server_that_takes_longer_than_it_is_waited_for_may_still_be_working() -> None:
+    """It took the request, so it would be false to say that none is there."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        remote = Remote(f"http://127.0.0.1:{listener.getsockname()[1]}", None)
+        with pytest.raises(Unreachable, match=r"not answered for .* be working.*`moedraft domain list`"):
+            remote._ask("POST", "/admin/domains", {"name": "law"}, seconds=0.3)
+
+
 def test_a_body_that_a_server_does_not_take_is_told(home: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -22,19 +22,35 @@ import httpx
 import pytest
 import torch
 from candidates import candidate
-from dashboard_fakes import HOSTILE, IDLE, SERVING, WAITING, FakeWorker, Site, fill, invented, record, site
+from dashboard_fakes import (
+    HOSTILE,
+    IDLE,
+    SERVING,
+    WAITING,
+    FakeWorker,
+    Site,
+    fill,
+    invented,
+    record,
+    site,
+    tried,
+)
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
-from moedraft.core import SHARED, Domain, UpdateRecord
+from moedraft.core import SHARED, AdapterVersion, Domain, UpdateRecord
 from moedraft.insight.change import change_of_tokens_per_step, first_step_share, tokens_per_step
 from moedraft.insight.observe import Observer
 from moedraft.insight.spans import SPANS
 from moedraft.insight.table import Column, Table
+from moedraft.insight.views import RouterView
 from moedraft.learning_state import LearningKind, LearningState, paused, waiting
 from moedraft.serve.dashboard import markup
 from moedraft.serve.dashboard.overview import MOST_CHARTS
 from moedraft.serve.dashboard.pages import SCRIPT
+from moedraft.serve.dashboard.router import _strip
+from moedraft.serve.dashboard.standings import shown
 from moedraft.serve.dashboard.suggestions import groups_of, merges_of
+from moedraft.serve.dashboard.words import COVERAGE, FIRST_TOKEN
 from moedraft.storage.keys import KeyFile
 from moedraft.storage.store import Store
 from moedraft.system.suggest import Suggestion, Suggestions
@@ -278,9 +294,32 @@ def test_the_share_of_answers_that_an_expert_can_guess(fresh: Site, visit: Visit
     assert visit(fresh, f"experts?expert={name}").locator('[data-figure="coverage"]').count() == 0
     store.adapters.publish(candidate(name, vocabulary=torch.tensor([3, 9], dtype=torch.int32)))
     store.replay.add([record(name, 10.0)])  # its answer is token 3
+    basis = "By 2 tokens of its own, counted in 1 answer since they were chosen."
     page = visit(fresh, f"experts?expert={name}")
-    expect(page.get_by_text("By 2 tokens of its own.")).to_be_visible()
+    expect(page.get_by_text(basis)).to_be_visible()
+    expect(page.get_by_text("Can be guessed")).to_have_attribute("title", COVERAGE)
     assert figure(page, "coverage") == "1.0"
+    page = visit(fresh, "")
+    table = page.locator('[data-table="experts"]')
+    expect(table.get_by_text("can be guessed")).to_have_attribute("title", COVERAGE)
+    cells = {one: table.locator(f'tr[data-expert="{one}"] [data-key="coverage"]') for one in (name, SHARED)}
+    assert cells[name].get_attribute("data-value") == "1.0"
+    expect(cells[name].get_by_title(basis)).to_have_text("100\u202f%")
+    expect(cells[SHARED]).to_have_text("–")
+
+
+def test_a_draft_that_guesses_every_token_has_no_column_for_it(served: Site, visit: Visit) -> None:
+    table = visit(served, "").locator('[data-table="experts"]')
+    assert table.get_by_text("can be guessed").count() == 0
+    heads, cells = table.locator("thead th"), table.locator("tbody tr").first.locator("th, td")
+    assert heads.count() == cells.count() == 8
+
+
+def test_the_first_draft_token_is_not_called_a_share_of_all_tokens(served: Site, visit: Visit) -> None:
+    page = visit(served, "?range=all")
+    for label in ("First draft token accepted", "first draft token accepted"):
+        found = page.get_by_text(label, exact=True).and_(page.locator("[title]"))
+        expect(found.first).to_have_attribute("title", FIRST_TOKEN)
 
 
 def test_an_expert_and_a_page_that_are_not_there(served: Site, visit: Visit) -> None:
@@ -363,6 +402,54 @@ def test_who_has_signed_in_to_the_pages_has_nothing_answered(fresh: Site, browse
     assert fresh.worker.asked == ["SELECT 1"]  # by the router alone
 
 
+def test_why_drafts_were_not_compared_is_the_engines_own_reason() -> None:
+    found = tried("hello", 4)
+    assert "trained experts" in shown(found)
+    told = shown(replace(found, uncompared="The router was sure."))
+    assert "The router was sure." in told
+    assert "trained experts" not in told
+
+
+@pytest.mark.parametrize(
+    ("overruled", "compares", "text"), [(0, False, "–"), (0, True, "0 %"), (5, False, "25 %")]
+)
+def test_nothing_is_overruled_where_nothing_is_compared(overruled: int, compares: bool, text: str) -> None:
+    """A nought would say that evidence always agreed with the router."""
+    empty = Table("t", (), ())
+    view = RouterView(20, 0, overruled, None, (), (), empty, empty, empty)
+    [value] = re.findall(r'data-figure="overruled"[^>]*>([^<]*)<', _strip(view, compares))
+    assert value.replace("\u202f", " ") == text
+
+
+def test_without_capture_no_prompts_are_promised() -> None:
+    """The command that writes them refuses then."""
+    found = Suggestions(40, 0.5, False, (Suggestion("new", (), 12, 14, 0.25, 0.5),))
+    for texts in (False, True):
+        shown = str(groups_of(found, texts=texts))
+        assert "--out" not in shown
+        assert "Capture is off" in shown
+    assert "--out" in str(groups_of(replace(found, capture=True), texts=True))
+
+
+def test_a_key_that_may_more_does_more_on_the_pages(fresh: Site, browser: Browser) -> None:
+    """What a browser that signed in may do is what its key may do."""
+    for scopes, answer, name in (
+        (["dashboard"], "No answer from here", "A group"),
+        (["dashboard", "infer"], "per target step", "A group"),
+        (["dashboard", "admin"], "No answer from here", "court-clause"),
+    ):
+        page = sign_in(fresh, browser, "router?range=all", scopes)
+        page.locator("textarea").fill("SELECT 1")
+        page.get_by_text("Answer and compare").click()
+        expect(page.locator('[data-panel="try"] .answer')).to_contain_text(answer)
+        page.get_by_text("Look for domains").click()
+        expect(page.locator('[data-figure="suggestion"]')).to_have_text(name)
+        shown = page.get_by_text("moedraft domain register court-clause").count()
+        assert shown == (name == "court-clause")
+        assert page.get_by_text("the scope admin").count() == (name == "A group")
+        page.close()
+
+
 def test_a_button_looks_for_domains(served: Site, visit: Visit) -> None:
     page = visit(served, "router")
     page.get_by_text("Look for domains").click()
@@ -406,9 +493,14 @@ def test_a_key_opens_it_and_signing_out_closes_it(fresh: Site, browser: Browser)
     page.close()
 
 
-def sign_in(at: Site, browser: Browser | BrowserContext, path: str = "?range=15m") -> Page:
+def sign_in(
+    at: Site,
+    browser: Browser | BrowserContext,
+    path: str = "?range=15m",
+    scopes: Sequence[Any] = ("dashboard",),
+) -> Page:
     """A page of `at` that was opened with a new key."""
-    _, secret = KeyFile(at.store.home.path).create(["dashboard"])
+    _, secret = KeyFile(at.store.home.path).create(scopes)
     page = browser.new_page()
     page.set_default_timeout(SLOW)
     page.goto(f"{at.url}/dashboard/{path}")
@@ -475,6 +567,39 @@ def test_the_first_choice_stays(fresh: Site, visit: Visit) -> None:
     expect(page.locator('[data-figure="share"]')).to_have_attribute("data-value", repr(3 / 9), timeout=SLOW)
     expect(page.locator("nav.choice a[aria-current]")).to_contain_text("sql")
     assert "expert=sql" in (page.locator('[data-panel="versions"] .csv').get_attribute("href") or "")
+
+
+def test_what_was_taken_back_is_said_first(fresh: Site, visit: Visit) -> None:
+    fresh.store.updates.add(
+        UpdateRecord(
+            *("sql", 3, 0, 0, 0.0, 0.0, None, None),
+            decision="withdraw",
+            gain=-0.31,
+            gain_low=-0.4,
+            gain_high=-0.2,
+            gate_records=24,
+            parent=4,
+            reason="It did worse.",
+        )
+    )
+    page = visit(fresh, "learning?range=all")
+    said = page.locator('.banner [data-figure="withdrawn"]')
+    expect(said).to_contain_text("The adapter of sql was taken back to version 3")
+    expect(said).to_contain_text("on 24 later requests the newer one gave 0.31 tokens per step")
+    [row] = table(page, "updates")
+    assert row[-6:] == ["withdraw", "-0.31", "-0.4", "-0.2", "24", "It did worse."]
+
+
+def test_who_serves_an_expert_without_a_version_is_said(fresh: Site, visit: Visit) -> None:
+    registry = fresh.store.registry
+    registry.add_domain(Domain("sql", "", ("sql",) * 8, 1.0))
+    words = "The shared draft serves it at present"
+    page = visit(fresh, "experts?range=all&expert=sql")
+    expect(page.get_by_text(words)).to_have_count(0)  # it never had a version
+    registry.add_version(AdapterVersion("sql", 1, 0, "adapters/sql/v1", "base", None, 1.0, "live"))
+    registry.rollback("sql")
+    page = visit(fresh, "experts?range=all&expert=sql")
+    expect(page.get_by_text(words)).to_be_visible(timeout=SLOW)
 
 
 def test_many_experts(fresh: Site, visit: Visit) -> None:

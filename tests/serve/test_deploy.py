@@ -1,16 +1,20 @@
-"""What lies under deploy/ asks only for metrics that the server has."""
+"""What lies under deploy/ asks only for metrics that the server has, and these say what happened."""
 
 from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from dashboard_fakes import FakeSupervisor, FakeWorker
 
+from moedraft.core import GateDecision, UpdateRecord
 from moedraft.serve.http.metrics import PrometheusMetrics
+from moedraft.storage.store import Store
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 SERIES = re.compile(r"\bmoedraft_\w+")
@@ -23,12 +27,37 @@ def board() -> dict[str, Any]:
 
 def offered() -> set[str]:
     """Every series that a scrape can hold."""
-    metrics = PrometheusMetrics("mini", cast(Any, FakeWorker()), cast(Any, FakeSupervisor()))
+    log = SimpleNamespace(count=lambda: 0, decisions=lambda after: {})
+    worker: Any = FakeWorker()
+    worker.system = SimpleNamespace(store=SimpleNamespace(updates=log))
+    metrics = PrometheusMetrics("mini", worker, cast(Any, FakeSupervisor()))
     names = set[str]()
     for family in metrics.registry.collect():
         suffixes = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}.get(family.type, [""])
         names |= {family.name + suffix for suffix in suffixes}
     return names
+
+
+def test_decisions_are_counted_whoever_learns(store: Store) -> None:
+    """A server without a trainer of its own publishes what one that follows it hands over."""
+
+    def update(decision: GateDecision) -> None:
+        store.updates.add(replace(UpdateRecord("code", 1, 1, 1, 1.0, 1.0, None, None), decision=decision))
+
+    update("withdraw")
+    worker: Any = FakeWorker()
+    worker.system = SimpleNamespace(store=store)
+    metrics = PrometheusMetrics("mini", worker, None)
+    assert counted(metrics)["withdraw"] == 0  # before this server's start
+    for decision in ("withdraw", "promote", "withdraw"):
+        update(decision)
+    assert (counted(metrics)["withdraw"], counted(metrics)["promote"]) == (2, 1)
+
+
+def counted(metrics: PrometheusMetrics) -> dict[str, float]:
+    """The gate's decisions as a scrape has them."""
+    [found] = [one for one in metrics.registry.collect() if one.name == "moedraft_gate_decisions"]
+    return {sample.labels["decision"]: sample.value for sample in found.samples}
 
 
 def asked(board: dict[str, Any]) -> set[str]:

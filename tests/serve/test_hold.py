@@ -40,18 +40,28 @@ class Clock:
         ran, process = 0.0, hold.child.process
         for _ in range(round(seconds / step)):
             hold.turn(works)
-            ran += step * process.runs  # type: ignore[attr-defined]
+            if process.runs:  # type: ignore[attr-defined]
+                ran += step
+                hold.child.ran(step)  # type: ignore[attr-defined]
             self.now += step
         return ran / seconds
 
 
 class Fake:
-    def __init__(self) -> None:
-        self.process = Process()
+    """rate: how much of a core it gets while it runs; None: the system does not tell."""
+
+    def __init__(self, rate: float | None) -> None:
+        self.process, self.rate, self.used = Process(), rate, 0.0
+
+    def ran(self, seconds: float) -> None:
+        self.used += seconds * (self.rate or 1.0)
+
+    def processor_seconds(self) -> float | None:
+        return self.used if self.rate is not None and self.process.runs else None
 
 
-def held(share: float, busy: bool = True) -> Hold:
-    child: Any = Fake()
+def held(share: float, busy: bool = True, rate: float | None = None) -> Hold:
+    child: Any = Fake(rate)
     return Hold(child, lambda: busy, share)
 
 
@@ -62,6 +72,24 @@ def test_it_runs_for_its_share_of_a_busy_time(
 ) -> None:
     found = Clock(monkeypatch).run(held(share), 200, step)
     assert found == pytest.approx(share, rel=0.15)
+
+
+@pytest.mark.parametrize("step", [0.02, 0.2])
+def test_time_for_which_others_have_the_core_is_not_spent(
+    step: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gets a quarter of a core while it runs, so it runs for four times its share."""
+    clock, hold = Clock(monkeypatch), held(0.2, rate=0.25)
+    found = clock.run(hold, 200, step)
+    assert found == pytest.approx(0.8, rel=0.15)
+    assert hold.child.used / 200 == pytest.approx(0.2, rel=0.15)  # type: ignore[attr-defined]
+
+
+def test_what_was_used_before_the_requests_came_is_not_spent(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, hold = Clock(monkeypatch), held(0.3, busy=False, rate=1.0)
+    clock.run(hold, 100)
+    hold._busy = lambda: True
+    assert clock.run(hold, 100) == pytest.approx(0.3, rel=0.15)
 
 
 def test_without_a_share_it_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:

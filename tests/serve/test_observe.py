@@ -7,22 +7,35 @@ import io
 import math
 import random
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from candidates import candidate
 from dashboard_fakes import HOSTILE, fill, invented, record
+from numpy.typing import NDArray
 
-from moedraft.core import SHARED, Domain, InvalidRequest, RequestStats, StorageError, UpdateRecord
+from moedraft.core import (
+    SHARED,
+    Domain,
+    InvalidRequest,
+    ReplayRecord,
+    RequestStats,
+    StorageError,
+    UpdateRecord,
+)
 from moedraft.insight import figures, inventory, observe
 from moedraft.insight.columns import NUMBERS, RequestReader
-from moedraft.insight.coverage import Coverage
+from moedraft.insight.coverage import NEWEST, Coverage
 from moedraft.insight.observe import Observer
 from moedraft.insight.spans import MOST_STEPS, SPANS, find_span, grid_of
 from moedraft.insight.table import Column, Table
 from moedraft.speculation import SpeculationStats
-from moedraft.storage.store import Store
+from moedraft.storage.store import GENERAL_LIST, Store
+from moedraft.system.build import general_list
 
 ALL = SPANS["all"]
 HOUR = SPANS["1h"]
@@ -238,11 +251,14 @@ def test_the_router(filled: Store) -> None:
 
 
 def test_learning(filled: Store) -> None:
-    filled.updates.add(UpdateRecord("sql", 99, 5, 2, 0.5, 2.5, None, 0.9))
+    judged = {"decision": "keep", "gain": 0.25, "gain_low": -0.5, "gain_high": 1.0, "gate_records": 12}
+    filled.updates.add(UpdateRecord("sql", 99, 5, 2, 0.5, 2.5, None, 0.9, **judged, reason="In doubt."))
     view = Observer(filled).learning(ALL)
     updates = filled.updates.recent(limit=1000)
     assert view.updates.column("loss") == [update.loss for update in updates]
     assert view.updates.column("gain")[-1] is None
+    gate = ("decision", "gate_gain", "gate_least", "gate_most", "gate_records", "reason")
+    assert [view.updates.column(key)[-1] for key in gate] == ["keep", 0.25, -0.5, 1.0, 12, "In doubt."]
     assert view.seconds == pytest.approx(sum(update.seconds for update in updates))
     gains = [
         u.acceptance_after - u.acceptance_before
@@ -448,39 +464,104 @@ def covers(store: Store, name: str, tokens: list[int]) -> None:
     store.adapters.publish(candidate(name, parent=live.version if live else 0, vocabulary=vocabulary))
 
 
-def test_what_an_expert_can_guess_of_its_answers(store: Store) -> None:
-    store.registry.add_domain(Domain("sql", "", ("x",) * 8, 0.0))
-    texts = [[7, 2, *answer] for answer in ([3, 4, 5], [3, 4, 6], [3, 9])]
-    made = [
-        replace(
-            record("sql", 10.0),
-            token_ids=ids,
-            topk_ids=[[1]] * (len(ids) - 2),
-            topk_logprobs=[[0.0]] * (len(ids) - 2),
-        )
-        for ids in texts
-    ]
-    observer = Observer(store, clock := Clock())
+def base_covers(store: Store, tokens: list[int]) -> None:
+    """Open the home with a draft base that guesses these tokens alone."""
+    heads = SimpleNamespace(
+        general=torch.tensor(tokens), draft=SimpleNamespace(config=SimpleNamespace(vocab_size=99))
+    )
+    store.registry.set_meta(GENERAL_LIST, general_list(cast(Any, SimpleNamespace(heads=heads))))
 
-    def seen() -> Coverage | None:
-        clock.now += 10
-        view = observer.expert("sql", HOUR)
+
+def answering(*tokens: int, domain: str = "sql") -> ReplayRecord:
+    """A record with this answer to the prompt [7, 2]."""
+    rows = [[1]] * len(tokens), [[0.0]] * len(tokens)
+    return replace(
+        record(domain, 10.0), token_ids=[7, 2, *tokens], topk_ids=rows[0], topk_logprobs=rows[1], rejected=[]
+    )
+
+
+class Seen:
+    """The coverage of `sql`, as the pages show it and as the command line does."""
+
+    def __init__(self, store: Store) -> None:
+        store.registry.add_domain(Domain("sql", "", ("x",) * 8, 0.0))
+        self.store, self.clock = store, Clock()
+        self.observer = Observer(store, self.clock)
+
+    def __call__(self) -> Coverage | None:
+        self.clock.now += 10
+        view, overview = self.observer.expert("sql", HOUR), self.observer.overview(HOUR)
         assert view is not None
-        return view.coverage
+        found = view.expert.coverage
+        row = overview.by_figures.column("expert").index("sql")
+        assert overview.by_figures.column("coverage")[row] == (found.share if found else None)
+        listed, shown = inventory.domains(self.store)[0], inventory.domain(self.store, "sql")
+        assert listed["vocabulary"] == shown["vocabulary"] == (asdict(found) if found else None)
+        return found
 
-    assert seen() is None, "without a version"
+
+def test_what_can_be_guessed_of_a_domains_answers(store: Store) -> None:
+    seen = Seen(store)
+    store.replay.add([answering(3, 4, 5), answering(3, 4, 6)])
+    assert seen() is None, "an independent draft model guesses every token"
     covers(store, "sql", [3, 4, 9])
-    assert seen() is None, "without an answer"
-    store.replay.add(made[:2])
-    assert seen() == Coverage(3, 4 / 6, None)
-    store.replay.add(made[2:])
-    assert seen() == Coverage(3, 6 / 8, None)
-    covers(store, SHARED, [2, 3, 7])  # tokens of the prompts count for nothing
+    chosen_by = "2 answers by which they may have been chosen, as no newer one has come"
+    assert seen() == Coverage(3, 4 / 6, None, f"3 tokens of its own, counted in {chosen_by}")
+    store.replay.add([answering(5, 9)])
+    since = "counted in 1 answer since they were chosen"
+    assert seen() == Coverage(3, 1 / 2, None, f"3 tokens of its own, {since}")
+    covers(store, SHARED, [2, 5, 7])  # tokens of the prompts count for nothing
     covers(store, "sql", [3, 4, 5, 6, 9])
-    assert seen() == Coverage(5, 1.0, 3 / 8)
-    assert inventory.domain(store, "sql")["vocabulary"] == {"tokens": 5, "share": 1.0, "shared": 3 / 8}
+    store.replay.add([answering(3, 5, 3, 8)])
+    assert seen() == Coverage(5, 3 / 4, 1 / 4, f"5 tokens of its own, {since}")
     store.adapters.publish(candidate("sql", parent=2))
     assert seen() is None, "it guesses every token"
+
+
+def test_what_can_be_guessed_before_the_first_version(store: Store) -> None:
+    seen = Seen(store)
+    base_covers(store, [3, 8])
+    assert seen() is None, "without an answer"
+    store.replay.add([answering(3, 4, 5, 3), answering(8, 6, 6, 6), answering(3, domain=SHARED)])
+    assert seen() == Coverage(2, 3 / 8, None, "2 tokens of the draft base, counted in 2 answers")
+    covers(store, SHARED, [3, 6, 8])
+    chosen_by = "counted in 2 answers by which they may have been chosen, as no newer one has come"
+    assert seen() == Coverage(3, 6 / 8, None, f"3 tokens of the shared draft, {chosen_by}")
+    covers(store, "sql", [3, 4, 5])
+    store.replay.add([answering(4, 6)])
+    own = Coverage(3, 1 / 2, 1 / 2, "3 tokens of its own, counted in 1 answer since they were chosen")
+    assert seen() == own
+    store.registry.set_unadapted(["sql"])
+    assert seen() == Coverage(2, 3 / 10, None, "2 tokens of the draft base, counted in 3 answers")
+    store.registry.set_unadapted([])
+    store.adapters.publish(candidate("sql", parent=1))  # without a list it has the base's
+    assert seen() == Coverage(2, 3 / 10, None, "2 tokens of the draft base, counted in 3 answers")
+
+
+def test_no_answer_is_counted_twice_for_a_page(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With many domains a page would be slow: only a bounded part of what is new is read."""
+    seen, read = Seen(store), list[str]()
+    store.registry.add_domain(Domain("python", "", ("x",) * 8, 0.0))
+    base_covers(store, [3])
+    store.replay.add([answering(3, domain=name) for name in ("sql", "python") for _ in range(70)])
+    answers = store.replay.answers
+
+    def counted(domain: str, limit: int, min_id: int = 0) -> list[NDArray[np.int32]]:
+        read.append(domain)
+        assert limit == NEWEST
+        return answers(domain, limit, min_id)
+
+    monkeypatch.setattr(store.replay, "answers", counted)
+    seen.observer.overview(HOUR)
+    assert sorted(read) == ["python", "sql"]
+    seen.clock.now += 10
+    seen.observer.overview(HOUR)
+    assert len(read) == 2
+    store.replay.add([answering(4)])
+    seen.clock.now += 10
+    experts = {one.name: one.coverage for one in seen.observer.overview(HOUR).experts}
+    assert read[2:] == ["sql"]
+    assert experts["sql"] == Coverage(1, 63 / 64, None, "1 tokens of the draft base, counted in 64 answers")
 
 
 class Clock:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -26,6 +27,7 @@ from moedraft.showcase.page import publish
 from moedraft.showcase.report import summary
 from moedraft.showcase.shipped import Query
 from moedraft.showcase.trials import SYSTEMS
+from moedraft.storage.store import GENERAL_LIST
 from moedraft.system.build import System, build, load, with_other_draft
 
 MODELS = importlib.resources.files("moedraft.data") / "models"
@@ -138,6 +140,10 @@ def test_bench_compares_both_kinds_of_draft_bases(small: None, system: System, t
     save_draft(FeatureDraft(config, vocabulary, embeddings, output), tmp_path / "drafter")
     with with_other_draft(system, str(tmp_path / "drafter")) as other:
         found = run(system, shipped.heldout()[:1], 1, lambda done: None, other)
+        bits = bytes.fromhex(other.store.registry.get_meta(GENERAL_LIST) or "")
+        noted = np.unpackbits(np.frombuffer(bits, np.uint8)).nonzero()[0]
+    assert noted.tolist() == vocabulary.tolist()
+    assert system.store.registry.get_meta(GENERAL_LIST) is None, "a model guesses every token"
     for name in OTHER:
         assert found["systems"][name]["same_answers"]
     assert found["systems"]["moedraft other draft"]["tokens_per_step"] >= 1

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from storage_fakes import record
 
 from moedraft.core import InvalidRequest
-from moedraft.storage.codec import HEADER, DamagedPayload, decode, encode
+from moedraft.storage.codec import HEADER, DamagedPayload, answer_in, decode, encode
 
 tokens = st.integers(0, 2**31 - 1)
 
@@ -35,6 +35,10 @@ def test_any_shape_comes_back(prompt: list[int], answer: int, k: int, data: st.D
     shape = {"token_ids": prompt + generated, "num_prompt_tokens": len(prompt), "rejected": []}
     found = decode(encode(record(**shape, topk_ids=ids, topk_logprobs=logprobs)), len(prompt))
     assert (found.token_ids, found.topk_ids) == (prompt + generated, ids)
+    assert (
+        answer_in(encode(record(**shape, topk_ids=ids, topk_logprobs=logprobs)), len(prompt)).tolist()
+        == generated
+    )
     np.testing.assert_allclose(found.topk_logprobs, logprobs, rtol=2**-11, atol=2**-24)
 
 
@@ -75,8 +79,9 @@ def test_every_flipped_bit_is_seen() -> None:
         bad[position] ^= 4
         if position == 1:
             continue  # the header's pad byte carries nothing
-        with pytest.raises(DamagedPayload):
-            decode(bytes(bad), 2)
+        for read in (decode, answer_in):
+            with pytest.raises(DamagedPayload):
+                read(bytes(bad), 2)
 
 
 @pytest.mark.parametrize("length", [0, 5, HEADER.size, HEADER.size + 1])

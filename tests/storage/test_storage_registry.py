@@ -7,7 +7,7 @@ from sqlalchemy import text, update
 from storage_fakes import BASE, domain, record, stats
 
 from moedraft.core import SHARED, AdapterVersion, Domain, InvalidRequest, StorageError
-from moedraft.storage import Home, Registry, ReplayBuffer, RequestLog
+from moedraft.storage import Home, Registry, ReplayBuffer, RequestLog, changes
 from moedraft.storage.store import Store
 from moedraft.storage.tables import adapter_versions
 
@@ -273,11 +273,35 @@ def test_what_a_person_makes_live_serves_also_where_the_base_did(store: Store) -
     for name in ("sql", "code"):
         registry.add_domain(Domain(name, "", ("x",), 0.0))
     registry.set_unadapted(["code", "sql"])
-    registry.promote("code", 0)
+    changes.promote(store, "code", 0)
     assert registry.unadapted() == {"sql"}
-    registry.promote(SHARED, 0)
+    changes.promote(store, SHARED, 0)
     assert registry.unadapted() == frozenset()
     registry.set_unadapted(["sql"])
     with pytest.raises(InvalidRequest):
-        registry.rollback("sql")  # nothing is live
+        changes.rollback(store, "sql")  # nothing is live
     assert registry.unadapted() == {"sql"}
+
+
+def test_a_withdrawal_puts_no_domain_back_on_adapters(stacked: Registry) -> None:
+    stacked.set_unadapted(["sql", "go"])
+    stacked.change("sql", None)
+    stacked.change(SHARED, None)
+    assert stacked.unadapted() == {"sql", "go"}
+    stacked.change("sql", None, chosen=True)
+    assert stacked.unadapted() == {"go"}
+    stacked.change(SHARED, None, chosen=True)
+    assert stacked.unadapted() == frozenset()
+
+
+def test_a_pinned_version_serves_also_where_the_base_did(store: Store) -> None:
+    registry = store.registry
+    for name in ("sql", "code"):
+        registry.add_domain(Domain(name, "", ("x",), 0.0))
+    registry.set_unadapted(["code", "sql"])
+    generation = registry.generation()
+    changes.pin(store, "sql")
+    assert registry.unadapted() == {"code"}
+    assert registry.generation() > generation  # whoever serves notices
+    changes.pin(store, "code", False)
+    assert registry.unadapted() == {"code"}

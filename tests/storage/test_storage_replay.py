@@ -50,6 +50,18 @@ def test_records_come_back_as_they_were(home: Home) -> None:
     assert replay.records() == [record(SHARED, drafted=0, accepted=0, rejected=[]), record()]
 
 
+def test_answers_are_those_of_the_records(home: Home, mixed: ReplayBuffer) -> None:
+    made = [record(token=n, token_ids=[n, 2, 3 + n, 4, 5]) for n in range(3)]
+    mixed.add(made)
+    assert [one.tolist() for one in mixed.answers("sql", 2)] == [[5, 4, 5], [4, 4, 5]]
+    last = mixed.last_id("sql")
+    assert [one.tolist() for one in mixed.answers("sql", 9, last)] == [[5, 4, 5]]
+    assert mixed.answers("sql", 9, last + 1) == mixed.answers("nobody", 9) == []
+    with home.write() as connection:
+        connection.execute(update(table).where(table.c.id == last).values(payload=b"damaged"))
+    assert [one.tolist() for one in mixed.answers("sql", 2)] == [[4, 4, 5]]
+
+
 def test_records_are_found_by_order_limit_and_id(mixed: ReplayBuffer) -> None:
     assert first_tokens(mixed.records("sql", limit=3)) == [99, 98, 97]
     assert first_tokens(mixed.records("sql", limit=2, newest_first=False)) == [0, 1]

@@ -10,7 +10,7 @@ from storage_fakes import record
 
 from moedraft.storage import Home, ReplayBuffer
 from moedraft.storage.replay import Policy
-from moedraft.storage.shares import Held, draw
+from moedraft.storage.shares import LEAST_TAUGHT, Held, draw
 
 pytestmark = pytest.mark.usefixtures("registry")
 
@@ -63,7 +63,26 @@ def test_what_a_client_pins_is_a_small_part_of_what_is_learned_from(home: Home) 
     replay.add([record(source="honest") for _ in range(30)])
     for drawn in (replay.sample("sql", 32, 0), replay.sample_stratified(32, 0)):
         assert Counter(one.source for one in drawn) == {"flood": 8, "honest": 24}
-    assert Counter(one.source for one in replay.sample("sql", 100, 0)) == {"flood": 70, "honest": 30}
+    assert Counter(one.source for one in replay.sample("sql", 192, 0)) == {"flood": 32, "honest": 30}
+
+
+def test_one_client_is_not_most_of_what_is_drawn_though_others_leave_room(home: Home) -> None:
+    """As many as all others together, or LEAST_TAUGHT; a client that is alone fills everything."""
+    replay = ReplayBuffer(home, 1000)
+    replay.add([record(source="flood") for _ in range(300)])
+    first = replay.last_id()
+    for drawn in (replay.sample("sql", 192, 0), replay.sample_stratified(192, 0), replay.newest(192, 1)):
+        assert len(list(drawn)) == 192
+    replay.add([record(source="honest") for _ in range(20)])
+    for drawn in (replay.sample("sql", 192, 0), replay.sample_stratified(192, 0), replay.newest(192, 1)):
+        assert Counter(one.source for one in drawn) == {"flood": LEAST_TAUGHT, "honest": 20}
+    replay.add([record(source="other") for _ in range(40)])
+    assert Counter(one.source for one in replay.sample("sql", 192, 0)) == {
+        "flood": 60,
+        "honest": 20,
+        "other": 40,
+    }
+    assert Counter(one.source for one in replay.newest(192, first + 1)) == {"other": 32, "honest": 20}
 
 
 def test_of_the_newest_a_flood_is_half(home: Home) -> None:

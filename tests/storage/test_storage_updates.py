@@ -53,6 +53,8 @@ def test_what_the_gate_decided_is_kept(path: Path) -> None:
         assert log.recent()[-1] == decided
         assert log.recent()[0].decision == "discard"
         assert log.decisions() == {"discard": 2, "promote": 1}
+        assert log.decisions(after=2) == {"discard": 1, "promote": 1}
+        assert log.decisions(after=4) == {}
         assert log.count() == 4  # the first is no longer kept
 
 

@@ -73,12 +73,20 @@ class _CutRecord:
     """One record, cut to what an update reads of it."""
 
     record: ReplayRecord
-    first: int  # position of the first token that is read
+    first: int  # position from which on all is read
     answer: int  # tokens of the answer
 
     @property
     def prompt(self) -> int:
         return self.record.num_prompt_tokens - self.first
+
+    @property
+    def entries(self) -> list[int]:
+        """The entries of the context: the newest ones, and the very first, to which attention goes that
+        nothing else claims. Where the prompt was cut, that one stands nearer than when a request is answered.
+        """
+        newest = [*range(self.first, self.record.num_prompt_tokens - 1)]
+        return [0, *newest[1:]] if newest else []
 
 
 def collate(
@@ -91,8 +99,8 @@ def collate(
 ) -> FeatureBatch:
     """One batch of all `records`; `owners` are their experts.
 
-    Long prompts are cut at their beginning for the drafter, after the target has read them whole, and long
-    answers at their end, so that no row has more than `max_tokens`.
+    Long prompts are cut after their first entry for the drafter, when the target has read them whole, and
+    long answers at their end, so that no row has more than `max_tokens`.
     """
     order = sorted(range(len(records)), key=lambda i: owners[i])
     rows = [_cut(records[i], max_tokens) for i in order]
@@ -106,11 +114,13 @@ def collate(
     before, after = [], []
     for b, (row, found) in enumerate(zip(rows, states.of([row.record for row in rows]), strict=True)):
         record, begin, k = row.record, row.record.num_prompt_tokens, len(row.record.topk_ids[0])
-        context_ids[b, context - row.prompt + 1 :] = torch.tensor(record.token_ids[row.first + 1 : begin])
+        context_ids[b, context - row.prompt + 1 :] = torch.tensor(
+            [record.token_ids[i + 1] for i in row.entries]
+        )
         answer_ids[b, : row.answer] = torch.tensor(record.token_ids[begin : begin + row.answer])
         topk_ids[b, : row.answer, :k] = torch.tensor(record.topk_ids[: row.answer])
         topk_logprobs[b, : row.answer, :k] = torch.tensor(record.topk_logprobs[: row.answer])
-        before.append(pad(found[row.first : begin - 1], (0, 0, context - row.prompt + 1, 0)))
+        before.append(pad(found[row.entries], (0, 0, context - row.prompt + 1, 0)))
         after.append(pad(found[begin - 1 : begin - 1 + row.answer], (0, 0, 0, answer - row.answer)))
     topk_ids, topk_logprobs = within(vocabulary(topk_ids), topk_logprobs)
     return FeatureBatch(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -12,6 +13,7 @@ from moedraft.distill.interval import Interval
 from moedraft.distill.joint.joint_trainer import JointTrainer
 from moedraft.distill.loop import DistillLoop, Update
 from moedraft.distill.single.trainer import OnStep
+from moedraft.storage.candidate import Candidate
 from moedraft.storage.changes import is_pinned
 
 MOST_DOUBLINGS = 5  # of the records that an update waits for, after updates that failed
@@ -61,6 +63,10 @@ class JointLoop(DistillLoop):
         self.trainer.lessons.states.forget()
         self.trainer.forget(SHARED)  # what was trained on them and not published; experts go with it
 
+    def _dropped(self, candidates: Sequence[Candidate]) -> dict[str, Update]:
+        self.trainer.last_id = int(self.store.registry.get_meta(f"trained:{SHARED}") or 0)
+        return super()._dropped(candidates)
+
     def _news(self) -> int:
         """Records of all domains since the last update."""
         return news(self.store).get(SHARED, 0)
@@ -99,7 +105,7 @@ class JointLoop(DistillLoop):
             self.outlet.learned(SHARED, self.store.replay.last_id(None), None)
             return None
         updates = self._settle(made.candidates, made.last_id, began, on_step)
-        if is_fresh or updates:
+        if self.outcomes and (is_fresh or updates):
             self.interval.settled(bool(updates))
         outcome = next((one for one in self.outcomes if one.expert == SHARED), None)
         if self.judge is not None and outcome is not None and outcome.decision in ("promote", "keep"):

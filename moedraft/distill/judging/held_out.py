@@ -2,8 +2,8 @@
 
 Only their ids are remembered. So records that are purged or evicted are gone from here as well, and new
 traffic replaces old records. Of one prompt only the newest record counts: many copies are not much evidence.
-No client decides alone what is published for the others: its records have their share of these, as of the
-replay (see `storage.shares`), and do not push out those of others.
+No client decides alone what is published for the others: its records do not push out those of others, and
+are at most as many as all of theirs together, or three (see `storage.shares`).
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from moedraft.core import ReplayRecord
-from moedraft.distill.single.trainer import HELD_OUT_EVERY, is_held_out
+from moedraft.distill.single.trainer import is_held_out
 from moedraft.storage.replay import ReplayBuffer
-from moedraft.storage.shares import Held, within_shares
+from moedraft.storage.shares import Held, of_many, within_shares
 
 MOST, LEAST = 32, 8  # records of one domain
 TOGETHER = 128  # records of all domains together, about: judging must not cost more than learning
+LEAST_JUDGED = 3  # records of one client, though all others have fewer together
 USABLE = 2  # tokens of an answer at least; the first is never guessed from the target's states
 
 
@@ -40,7 +41,7 @@ class HeldOut:
         wanted = max(LEAST, min(MOST, TOGETHER // max(domains, 1)))
         while True:
             known = self._known.get(domain, {})
-            chosen = within_shares(reversed(known.values()), wanted)
+            chosen = of_many([*reversed(known.values())], wanted, LEAST_JUDGED)
             found = list(self.replay.by_ids(sorted(chosen, reverse=True)))
             gone = set(chosen) - {record.id for record in found}
             if not gone:
@@ -49,15 +50,13 @@ class HeldOut:
 
     def _look(self, domain: str, on_record: Callable[[], None]) -> None:
         """Take in the held-out records that came since the last call."""
-        first = self._seen.get(domain, 0) + 1
-        found = self.replay.numbered(domain, first, MOST * HELD_OUT_EVERY, self._target)
         known = self._known.setdefault(domain, {})
-        for number, record in reversed(found):
+        for record in self.replay.since(domain, self._seen.get(domain, 0) + 1, self._target):
             on_record()
             if is_held_out(record) and len(record.topk_ids) >= USABLE:
                 prompt = hash(tuple(record.token_ids[: record.num_prompt_tokens]))
                 known.pop(prompt, None)  # the newest stands last
-                known[prompt] = Held(number, record.source, record.pinned)
-            self._seen[domain] = number
+                known[prompt] = Held(record.id, record.source, record.pinned)
+            self._seen[domain] = record.id
         kept = set(within_shares(reversed(known.values()), 2 * MOST))
         self._known[domain] = {prompt: one for prompt, one in known.items() if one.id in kept}

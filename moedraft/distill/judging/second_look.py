@@ -17,10 +17,12 @@ from dataclasses import dataclass, field
 
 from moedraft.core import SHARED, ReplayRecord
 from moedraft.distill.judging.gate import Measured, Seen, Verdict, joined
-from moedraft.distill.judging.held_out import USABLE
+from moedraft.distill.judging.held_out import LEAST_JUDGED, USABLE
 from moedraft.distill.judging.measures import Measure, Serving
 from moedraft.distill.single.trainer import is_held_out
 from moedraft.storage.candidate import Candidate, Weights
+from moedraft.storage.changes import is_pinned
+from moedraft.storage.shares import Held, of_many
 from moedraft.storage.store import TARGET_ID, Store
 
 MOST = 32  # new records that one line is measured on before an update
@@ -59,8 +61,7 @@ class SecondLook:
         if line is None or line.shared != shared or line.made[name].parent != made[name].parent:
             line = self._lines[name] = Line(made, last_id, shared)
         line.made, line.last_id = made, last_id
-        target = self.store.registry.get_meta(TARGET_ID)
-        known = self.store.replay.newest(REMEMBERED, 1, target)
+        known = self.store.replay.records(limit=REMEMBERED)
         line.prompts |= {_prompt(record) for record in known if record.id <= last_id}
 
     def gather(self, on_batch: OnBatch = lambda: None) -> None:
@@ -88,8 +89,10 @@ class SecondLook:
         return line.seen
 
     def _is_broken(self, name: str, line: Line) -> bool:
-        """Whether something else serves than when the line began."""
+        """Whether something else serves than when the line began, or nothing can be published for it now."""
         made = line.made[name]
+        if is_pinned(self.store.registry, name):
+            return True
         return self._version(name, made) != made.parent or self._version(SHARED, made) != line.shared
 
     def _version(self, name: str, made: Candidate) -> int:
@@ -97,11 +100,11 @@ class SecondLook:
         return versions[0].version if versions else 0
 
     def _new(self, name: str, line: Line) -> dict[str, list[ReplayRecord]]:
-        """The records that came since, by domain, one of each prompt, as the clients' shares allow.
+        """The records that came since, by domain, one of each prompt, as many of a client as of all others.
 
         Without those that are held out: by these the next candidate is judged itself.
         """
-        found: dict[str, list[ReplayRecord]] = {}
+        new: dict[int, ReplayRecord] = {}
         target = self.store.registry.get_meta(TARGET_ID)
         for record in self.store.replay.newest(MOST, line.last_id + 1, target):
             prompt = _prompt(record)
@@ -109,14 +112,22 @@ class SecondLook:
             known = prompt in line.prompts or is_held_out(record)
             if concerned and not known and len(record.topk_ids) >= USABLE:
                 line.prompts.add(prompt)
-                found.setdefault(record.domain, []).append(record)
+                new[record.id] = record
+        held = [Held(one.id, one.source, one.pinned) for one in new.values()]
+        found: dict[str, list[ReplayRecord]] = {}
+        for number in of_many(held, MOST, LEAST_JUDGED):
+            found.setdefault(new[number].domain, []).append(new[number])
         return found
 
     def _pair(self, made: Mapping[str, Candidate], domain: str) -> tuple[Serving, Serving]:
-        """The adapters that draft for `domain` now, and those that would if the candidates were published."""
+        """The adapters that draft for `domain` now, and those that would if the candidates were published.
+
+        A pinned adapter stays: no candidate for it can be published.
+        """
         some = next(iter(made.values()))
         before = {name: self._live(name, some) for name in {SHARED, domain}}
-        after = {name: made.get(name) or weights for name, weights in before.items()}
+        new = {name: one for name, one in made.items() if not is_pinned(self.store.registry, name)}
+        after = {name: new.get(name) or weights for name, weights in before.items()}
         if domain in self.store.registry.unadapted():
             before = dict.fromkeys(before)
         return before, after

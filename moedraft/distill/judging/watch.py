@@ -16,11 +16,12 @@ from dataclasses import dataclass, replace
 
 from moedraft.core import SHARED, AdapterVersion, CorruptAdapter, GateDecision, ReplayRecord
 from moedraft.distill.judging.gate import Measured, Verdict, compare, joined
-from moedraft.distill.judging.held_out import USABLE
+from moedraft.distill.judging.held_out import LEAST_JUDGED, USABLE
 from moedraft.distill.judging.measures import Measure, Serving
 from moedraft.storage.candidate import Weights
 from moedraft.storage.changes import is_pinned
-from moedraft.storage.shares import Held, within_shares
+from moedraft.storage.registry import Registry
+from moedraft.storage.shares import Held, of_many
 from moedraft.storage.store import TARGET_ID, Store
 
 ENOUGH, MOST = 16, 64  # records that came since: with fewer nothing is decided, more are not looked at
@@ -35,6 +36,22 @@ class Withdrawal:
 
     version: AdapterVersion
     verdict: Verdict
+
+
+def followers(
+    registry: Registry, found: Withdrawal, live: Iterable[AdapterVersion]
+) -> list[tuple[Withdrawal, int]]:
+    """The experts that went back with a shared adapter, each with the number of what serves it now.
+
+    live: the versions that served until then.
+    """
+    reason = f"Version {found.version.version} of the shared adapter, which it stood on, was taken back."
+    now = {one.domain: one.version for one in registry.versions() if one.state == "live"}
+    return [
+        (Withdrawal(one, Verdict("withdraw", reason=reason)), now.get(one.domain, 0))
+        for one in live
+        if one.domain != found.version.domain and now.get(one.domain) != one.version
+    ]
 
 
 class Watch:
@@ -88,19 +105,19 @@ class Watch:
     def _since(self, live: AdapterVersion) -> dict[str, list[ReplayRecord]]:
         """The newest records since `live` was published, by domain, as far as the clients' shares allow.
 
-        Of each prompt only one record.
+        Of each prompt only one record, and none of a domain for which the draft base alone drafts.
         """
         target = self.store.registry.get_meta(TARGET_ID)
         found: dict[tuple[str, tuple[int, ...]], ReplayRecord] = {}
-        own = None if live.domain == SHARED else live.domain
+        own, aside = None if live.domain == SHARED else live.domain, self.store.registry.unadapted()
         for record in self.store.replay.newest(2 * MOST, live.last_record + 1, target, own):
-            if len(record.topk_ids) >= USABLE:
+            if len(record.topk_ids) >= USABLE and record.domain not in aside:
                 prompt = tuple(record.token_ids[: record.num_prompt_tokens])
                 found.setdefault((record.domain, prompt), record)
         records = list(found.values())
-        chosen = within_shares((Held(i, one.source, one.pinned) for i, one in enumerate(records)), MOST)
+        held = [Held(i, one.source, one.pinned) for i, one in enumerate(records)]
         by_domain: dict[str, list[ReplayRecord]] = {}
-        for number in sorted(chosen):
+        for number in sorted(of_many(held, MOST, LEAST_JUDGED)):
             by_domain.setdefault(records[number].domain, []).append(records[number])
         return by_domain
 
@@ -112,11 +129,12 @@ class Watch:
     def _without(self, live: AdapterVersion, domain: str) -> Serving:
         """The adapters that would draft for `domain` after a rollback of `live`.
 
-        Where `live` is the shared adapter, experts that were trained above it are taken back with it.
+        Where `live` is the shared adapter, experts that were trained above it are taken back with it, but for
+        those that are pinned.
         """
         lines = {name: self.store.registry.lineage(name, live.base_hash) for name in {SHARED, domain}}
         lines[live.domain] = lines[live.domain][1:]
-        if live.domain == SHARED and domain != SHARED:
+        if live.domain == SHARED != domain and not is_pinned(self.store.registry, domain):
             left = lines[SHARED][0].version if lines[SHARED] else 0
             lines[domain] = [one for one in lines[domain] if (one.stood_on or 0) <= left]
         return {name: self._weights(line) for name, line in lines.items()}

@@ -75,16 +75,21 @@ def collate(
 ) -> RecordBatch:
     """One batch of all `records`. An answer token is predicted by the logits one position before it.
 
-    Long prompts are cut at their beginning, to MAX_CONTEXT tokens, and long answers at their end, so that no
-    row has more than `max_tokens`. A draft with a vocabulary of `vocab` tokens lacks the tokens above it:
-    they are read as token 0, and as padding in a top-k, where their probability counts as the tail's.
+    Long prompts are cut after their first token, to MAX_CONTEXT tokens, and long answers at their end, so
+    that no row has more than `max_tokens`. The first token, where attention goes that nothing else claims,
+    stands before the newest ones, at whatever distance, as it does when a draft answers. A draft with a
+    vocabulary of `vocab` tokens lacks the tokens above it: they are read as token 0, and as padding in a
+    top-k, where their probability counts as the tail's.
     """
     context = MAX_CONTEXT if max_tokens is None else min(MAX_CONTEXT, max_tokens // 2)
     rows, starts, counts = [], [], []
     for record in records:
         first = max(0, record.num_prompt_tokens - context)
         last = None if max_tokens is None else first + max_tokens
-        rows.append(record.token_ids[first:last])
+        row = record.token_ids[first:last]
+        if record.num_prompt_tokens - first > 1:
+            row[0] = record.token_ids[0]
+        rows.append(row)
         starts.append(record.num_prompt_tokens - first - 1)
         counts.append(len(rows[-1]) - starts[-1] - 1)
     keep = max(map(len, rows)) - min(starts)

@@ -59,8 +59,12 @@ class Authority:
         self.ring, self.sessions = ring, Sessions()
         self._host, self._origins = host, frozenset(origin.rstrip("/").lower() for origin in origins)
 
-    def __call__(self, connection: HTTPConnection, scope: Access) -> str:
-        """The id of the connection's key, or "" if none is needed."""
+    def __call__(self, connection: HTTPConnection, scope: Access, *, in_page: bool = False) -> str:
+        """The id of the connection's key, or "" if none is needed.
+
+        A session opens the dashboard alone. in_page: the scope is for what the reader does on a page that was
+        opened by this connection; a session then has the scopes of its key, and no others.
+        """
         if connection.scope["type"] == "websocket":
             self.check_origin(connection)
         if scope == "public":
@@ -69,7 +73,7 @@ class Authority:
             self._check_local(connection)
             self.check_origin(connection)
             return ""
-        key = self._key(connection, scope)
+        key = self._key(connection, session=in_page or scope == "dashboard")
         if scope != "any" and scope not in key.scopes:
             raise ApiError(403, f"This key has no scope '{scope}'.", code="insufficient_scope")
         return key.id
@@ -87,11 +91,12 @@ class Authority:
         if not host or _parts(origin).netloc.lower() != host.lower():
             raise ApiError(403, "Requests of other sites are refused.", code="foreign_origin")
 
-    def _key(self, connection: HTTPConnection, scope: Access) -> Key:
+    def _key(self, connection: HTTPConnection, *, session: bool) -> Key:
+        """session: a session will do as well as a key."""
         header = connection.headers.get("authorization", "")
         kind, _, secret = header.partition(" ")
         key = self.ring.find(secret.strip()) if kind.lower() == "bearer" else None
-        if key is None and not header and scope == "dashboard":
+        if key is None and not header and session:
             key = self._of_session(connection)
         if key is None:
             wrong = "This key is not valid." if header else "A key is needed: Authorization: Bearer <key>."

@@ -32,6 +32,7 @@ from moedraft.serve.dashboard.markup import (
     tone_of,
 )
 from moedraft.serve.dashboard.panels import Live, NumbersPanel, Panel, Text
+from moedraft.serve.dashboard.words import COVERAGE, FIRST_TOKEN
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,8 @@ class ExpertPanels:
                 guesses=Panel(
                     look,
                     "progress",
-                    "First guess right",
-                    "How often the first guess of a round was the target's token.",
+                    "First draft token accepted",
+                    "Of the rounds in which this expert drafted.",
                     "Nothing was drafted by this expert in this time.",
                 ),
                 positions=Panel(
@@ -93,7 +94,7 @@ class ExpertPanels:
                     look,
                     "by_language",
                     "By writing of the prompt",
-                    "How often the first guess was right, by script.",
+                    "How often the first draft token was accepted, by script.",
                     "No request in this time.",
                 ),
                 versions=NumbersPanel(
@@ -177,26 +178,14 @@ def _choice(look: Look, view: ExpertsPageData) -> Markup:
 
 def _strip(look: Look, view: ExpertView) -> Markup:
     expert = view.expert
-    speed, guesses = expert.recent_tokens_per_step, expert.recent_first_step_share
     updates = f"{count(expert.updates)} updates so far."
     if expert.unadapted:
         updates = f"The draft without any adapter serves it, since that does better. {updates}"
+    elif expert.updates and not expert.version and expert.name != SHARED:
+        updates = f"The shared draft serves it at present: no version of its own does better. {updates}"
     replay = f"Newest {ago(expert.replay_newest)}, oldest {ago(expert.replay_oldest)}."
     return figures(
-        figure(
-            "recent_tokens_per_step",
-            "Tokens per target step",
-            speed,
-            number(speed),
-            _since(expert.change_of_tokens_per_step, shares=False),
-        ),
-        figure(
-            "recent_first_step_share",
-            "First guess right",
-            guesses,
-            share(guesses, 1),
-            _since(expert.change_of_first_step_share, shares=True),
-        ),
+        *_main(expert),
         figure(
             "share",
             "Share of traffic",
@@ -212,18 +201,40 @@ def _strip(look: Look, view: ExpertView) -> Markup:
             replay if expert.replay_size else "No record is kept.",
         ),
         figure("version", "Version", expert.version, expert.serving, updates),
-        *_covered(view.coverage),
+        *_covered(expert.coverage),
     )
 
 
+def _main(expert: Expert) -> list[Markup]:
+    """The two main figures, and how they changed."""
+    speed, accepted = expert.recent_tokens_per_step, expert.recent_first_step_share
+    return [
+        figure(
+            "recent_tokens_per_step",
+            "Tokens per target step",
+            speed,
+            number(speed),
+            _since(expert.change_of_tokens_per_step, shares=False),
+        ),
+        figure(
+            "recent_first_step_share",
+            "First draft token accepted",
+            accepted,
+            share(accepted, 1),
+            _since(expert.change_of_first_step_share, shares=True),
+            FIRST_TOKEN,
+        ),
+    ]
+
+
 def _covered(found: Coverage | None) -> list[Markup]:
-    """What share of its answers the expert can guess at all; nothing where it guesses every token."""
+    """What share of its answers can be guessed at all; nothing where every token can."""
     if found is None:
         return []
-    text = f"By {count(found.tokens)} tokens of its own."
+    text = f"By {found.basis}."
     if found.shared is not None:
         text += f" By the shared draft's: {share(found.shared)}."
-    return [figure("coverage", "Answers it can guess", found.share, share(found.share), text)]
+    return [figure("coverage", "Can be guessed", found.share, share(found.share), text, COVERAGE)]
 
 
 def _since(change: Change | None, *, shares: bool) -> Markup | str:

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 
 from nicegui import ui
 
+from moedraft.insight.table import Table
 from moedraft.insight.views import LearningView
 from moedraft.serve.dashboard import charts
 from moedraft.serve.dashboard.looking import Look
 from moedraft.serve.dashboard.markup import (
     Markup,
+    ago,
     count,
     duration,
     figure,
@@ -76,7 +78,14 @@ class LearningPanels:
                 spent=Panel(
                     look, "updates_by_expert", "Time spent", "Seconds of training, by adapter.", none
                 ),
-                updates=NumbersPanel(look, "updates", "Updates", "The newest first.", none),
+                updates=NumbersPanel(
+                    look,
+                    "updates",
+                    "Updates",
+                    "The newest first. Tokens per step of the target, more or less than before, as the gate "
+                    "measured it by so many records; it lies between the two ends with 80 %.",
+                    none,
+                ),
             )
 
     def show(self, seen: LearningView) -> None:
@@ -119,7 +128,22 @@ def _banner(view: LearningPageData) -> Markup:
         words.append(tag("p", f"Its last failure: {trainer.last_error}", class_="hint"))
     if view.engine.learning.is_paused:
         words.append(tag("p", f"No records are kept: {sentence(view.engine.learning.reason)}", class_="bad"))
+    words = [*_withdrawn(view.figures.updates), *words]
     return tag("section", pill(state.word, state.tone), join(words), class_="card banner")
+
+
+def _withdrawn(updates: Table) -> list[Markup]:
+    """The newest version in this time that was taken back by itself; nothing where there is none."""
+    keys = "decision", "expert", "version", "gate_gain", "gate_records", "at"
+    rows = [*zip(*map(updates.column, keys), strict=True)]
+    for decision, expert, version, gain, records, at in reversed(rows):
+        if decision == "withdraw" and isinstance(gain, float) and isinstance(at, float):
+            text = (
+                f"The adapter of {expert} was taken back to version {version}, {ago(at)}: on {records} later "
+                f"requests the newer one gave {-gain:.2f} tokens per step of the target less."
+            )
+            return [tag("p", text, class_="bad", data_figure="withdrawn", data_value=str(expert))]
+    return []
 
 
 def _strip(view: LearningPageData) -> Markup:

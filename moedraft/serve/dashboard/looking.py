@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from moedraft.serve.http.context import Authorise
     from moedraft.serve.supervisor.supervisor import TrainerSupervisor
     from moedraft.serve.worker.worker import Worker
+    from moedraft.storage.keys import Scope
 
 LOOKING = "moedraft.dashboard"  # key in the ASGI scope under which `Looking` is found
 
@@ -62,8 +63,12 @@ class Look:
     @property
     def allowed(self) -> bool:
         """Whether the reader may still see the dashboard: the key may be revoked while a page is open."""
+        return self.may("dashboard")
+
+    def may(self, scope: Scope) -> bool:
+        """Whether the reader's own key has the scope now; without keys everybody may everything."""
         try:
-            self.at.authorise(self.connection, "dashboard")
+            self.at.authorise(self.connection, scope, in_page=True)
         except ApiError:
             return False
         return True

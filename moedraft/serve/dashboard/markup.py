@@ -147,11 +147,21 @@ def shown(cell: Cell, column: Column) -> str:
 # -- pieces --------------------------------------------------------------------------------------
 
 
-def figure(key: str, label: str, value: float | int | str | None, text: str, note: str = "") -> Markup:
-    """A figure in large type. `value` is the exact number, for programs that read the page."""
+def figure(
+    key: str,
+    label: str,
+    value: float | int | str | None,
+    text: str,
+    note: str = "",
+    about: str | None = None,
+) -> Markup:
+    """A figure in large type. `value` is the exact number, for programs that read the page.
+
+    about: what it is, shown where the pointer rests on the label.
+    """
     return tag(
         "div",
-        tag("dt", label),
+        tag("dt", label, title=about),
         tag("dd", text, data_figure=key, data_value=NONE if value is None else repr(value)),
         tag("p", note) if note else Markup(),
         class_="figure",

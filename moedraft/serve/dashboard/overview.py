@@ -31,7 +31,14 @@ from moedraft.serve.dashboard.markup import (
     tag,
 )
 from moedraft.serve.dashboard.panels import Live, NumbersPanel, Panel, Small, SmallPanels, Text, join_title
-from moedraft.serve.dashboard.words import engine_state, idle_note, sentence, speedup_note, trainer_state
+from moedraft.serve.dashboard.words import (
+    FIRST_TOKEN,
+    engine_state,
+    idle_note,
+    sentence,
+    speedup_note,
+    trainer_state,
+)
 
 if TYPE_CHECKING:
     from moedraft.serve.supervisor.supervisor import TrainerState
@@ -147,10 +154,11 @@ def _strip(look: Look, view: OverviewPageData) -> Markup:
         *_speeds(look, view),
         figure(
             "first_step_share",
-            "First guess right",
+            "First draft token accepted",
             seen.first_step_share,
             share(seen.first_step_share, 1),
-            "Of the model's first guesses, one a round.",
+            "In rounds in which the model drafted.",
+            FIRST_TOKEN,
         ),
         figure(
             "running",

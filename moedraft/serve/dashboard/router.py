@@ -112,16 +112,18 @@ def _build(look: Look) -> Callable[[RouterView], None]:
         panels = RouterPanels.lay_out(look)
 
     def update(view: RouterView) -> None:
-        top.show(_strip(view))
+        top.show(_strip(view, look.at.worker.compares))
         advice.show(_advice(view))
         panels.show(view)
 
     return update
 
 
-def _strip(view: RouterView) -> Markup:
+def _strip(view: RouterView, compares: bool) -> Markup:
+    """compares: whether drafts are compared now; a share of nought says nothing where they are not."""
     strange = view.unknown / view.routed if view.routed else None
-    overruled = view.overruled / view.routed if view.routed else None
+    told = view.routed and (view.overruled or compares)
+    overruled = view.overruled / view.routed if told else None
     domains = len(view.domains)
     return figures(
         figure("routed", "Routed requests", view.routed, short(view.routed), "Those that named no expert."),

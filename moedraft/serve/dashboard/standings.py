@@ -8,7 +8,6 @@ import logging
 from moedraft.core import SHARED, RequestOutput
 from moedraft.serve.dashboard.looking import Look
 from moedraft.serve.dashboard.markup import Markup, join, notice, number, share, tag
-from moedraft.serve.http.errors import ApiError
 from moedraft.speculation import Standing
 
 TOKENS = 64  # of the answer
@@ -21,8 +20,8 @@ log = logging.getLogger(__name__)
 
 async def answered(look: Look, prompt: str) -> Markup:
     """Have the engine answer the prompt, and show how the drafts stood. Never raises."""
-    if not may_ask(look):
-        why = "Who signed in to the dashboard may look; on a server with keys the API gives answers."
+    if not look.may("infer"):
+        why = "On a server with keys only a key that has the scope infer as well has prompts answered."
         return notice("No answer from here", why)
     try:
         found = await asyncio.wait_for(look.at.worker.trial(prompt, TOKENS), PATIENCE)
@@ -30,15 +29,6 @@ async def answered(look: Look, prompt: str) -> Markup:
         log.warning("A tried prompt was not answered: %s", type(error).__name__)
         return notice("No answer", "The engine is busy, shutting down or failed; or it is too long.", "bad")
     return shown(found)
-
-
-def may_ask(look: Look) -> bool:
-    """Whether the reader may have the model answer; who has signed in to the pages may only look."""
-    try:
-        look.at.authorise(look.connection, "infer")
-    except ApiError:
-        return False
-    return True
 
 
 def shown(found: RequestOutput) -> Markup:
@@ -52,8 +42,8 @@ def shown(found: RequestOutput) -> Markup:
     )
     text = tag("p", found.text[:MOST_SHOWN], class_="hint")
     if not found.standings:
-        why = "They are where a feature drafter has trained experts and the setting selector is evidence."
-        return join([head, text, notice("The drafts were not compared", why)])
+        never = "They are where a feature drafter has trained experts and the setting selector is evidence."
+        return join([head, text, notice("The drafts were not compared", found.uncompared or never)])
     return join([head, text, _table(found.standings)])
 
 

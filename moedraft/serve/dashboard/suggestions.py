@@ -8,10 +8,10 @@ from typing import Any
 
 from nicegui import ui
 
+from moedraft.config import NO_TEXT
 from moedraft.serve.dashboard.looking import Look
 from moedraft.serve.dashboard.markup import Markup, join, notice, share, tag
 from moedraft.serve.dashboard.panels import Text, show_out
-from moedraft.serve.http.errors import ApiError
 from moedraft.system.suggest import Suggestion, Suggestions
 
 PATIENCE = 60.0  # seconds for the search
@@ -45,7 +45,8 @@ class SuggestBox:
             search = self._look.at.worker.search
             found = await asyncio.wait_for(search.suggestions(), PATIENCE)
             pairs = await asyncio.wait_for(search.overlaps(), PATIENCE)
-            self._answer.show(join([groups_of(found, texts=may_read(self._look)), merges_of(pairs)]))
+            groups = groups_of(found, texts=self._look.may("admin"))  # prompts of others, as an operator
+            self._answer.show(join([groups, merges_of(pairs)]))
         except Exception as error:  # whatever went wrong, show that the attempt is over
             log.warning("No suggestions: %s", type(error).__name__)
             self._answer.show(notice("Nothing was found out", "Try again in a moment.", "bad"))
@@ -53,23 +54,19 @@ class SuggestBox:
             self._busy = False
 
 
-def may_read(look: Look) -> bool:
-    """Whether the reader may see prompts of others, as an operator may; a key for the pages alone may not."""
-    try:
-        look.at.authorise(look.connection, "admin")
-    except ApiError:
-        return False
-    return True
-
-
 def groups_of(found: Suggestions, *, texts: bool) -> Markup:
     """The largest groups, each with the command that makes it a domain. texts: show example prompts."""
     if not found.groups:
         return notice("No group is large enough", f"{found.looked_at} prompts without an expert were read.")
-    advice = tag(
-        "p", "Their prompts are written by ", tag("code", "moedraft domain suggest --out FOLDER"), "."
-    )
-    return join([*(_group(one, texts) for one in found.groups[:MOST]), advice])
+    return join([*(_group(one, texts) for one in found.groups[:MOST]), _advice(found, texts)])
+
+
+def _advice(found: Suggestions, texts: bool) -> Markup:
+    if not found.capture:
+        return tag("p", NO_TEXT)
+    if not texts:
+        return tag("p", "Names, prompts and commands are shown to a key that has the scope admin as well.")
+    return tag("p", "Their prompts are written by ", tag("code", "moedraft domain suggest --out FOLDER"), ".")
 
 
 def merges_of(pairs: list[dict[str, Any]]) -> Markup:

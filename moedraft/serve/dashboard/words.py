@@ -11,6 +11,16 @@ if TYPE_CHECKING:
     from moedraft.serve.supervisor.supervisor import TrainerState
     from moedraft.serve.worker.worker import Snapshot
 
+FIRST_TOKEN = (
+    "Of the rounds in which the draft model guessed: in how many the target accepted its first token. Rounds "
+    "without a guess of the model, plain or looked up in the text, do not count, so this is not the share of "
+    "all tokens that the model would guess."
+)
+COVERAGE = (
+    "How much of its newest answers is made of tokens that its draft can guess at all. A feature drafter "
+    "guesses from a list of tokens, and what is not on the list is never guessed, whatever is learned."
+)
+
 
 @dataclass(frozen=True)
 class StatusText:

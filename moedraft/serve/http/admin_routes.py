@@ -1,7 +1,7 @@
 """The operator's routes: domains, versions, learning, replay. Only one change is made at a time.
 
-Slow work (embedding the examples of a domain) runs in another thread than the engine's. The engine's thread
-only loads the finished router and adapters, between two steps.
+Slow work (embedding the examples of a domain, reading the finished router) runs in another thread than the
+engine's. The engine's thread only loads the finished adapters, between two steps.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ async def register(request: Request, body: Registration) -> Data:
     def work() -> Data:
         # a router of this request's own; the engine's keeps routing meanwhile
         with context.worker.system.changing:
-            own = open_router(context.settings, context.store)
+            own = open_router(context.settings, context.store, fit=False)
             found = register_domain(context.store, own, body.name, body.examples, body.description)
         return {**inventory.summary(found), "coincides_with": coinciding(context.store, own, body.name)}
 
@@ -86,15 +86,15 @@ def show_domain(request: Request, name: Name) -> Data:
 
 @router.delete("/domains/{name}")
 async def delete_domain(request: Request, name: Name) -> Data:
-    """Forget a domain: its examples, replay and adapters. `overwritten` and `copies` as of a purge."""
+    """Forget a domain: its examples, replay and adapters. What is left of them as of a purge."""
     context = context_of(request)
 
     def work() -> Data:
         changes.find_domain(context.store, name)
         context.worker.system.recorder.flush()
         with context.worker.system.changing:
-            remove_domain(context.store, open_router(context.settings, context.store), name)
-        return {"removed": name, **changes.left_of_deleted(context.store)}
+            own = open_router(context.settings, context.store, fit=False)
+            return {"removed": name, **remove_domain(context.store, own, name)}
 
     return await _change(context, work)
 
@@ -216,17 +216,19 @@ async def _pin(context: ServerContext, name: str, pinned: bool) -> Data:
 
 
 async def _change(context: ServerContext, work: Callable[[], T]) -> T:
-    """Do `work` in a thread, one change at a time, and have the engine load the result."""
+    """Do `work` in a thread, one change at a time, and have the router and the engine load the result."""
+    run = asyncio.get_running_loop().run_in_executor
     async with context.changes:
         try:
-            return await asyncio.get_running_loop().run_in_executor(CHANGES, work)
+            return await run(CHANGES, work)
         finally:
-            await context.worker.call(_take_in)
+            await run(CHANGES, _reload, context.worker.system)
+            await context.worker.call(System.refresh)
 
 
-def _take_in(system: System) -> None:
-    system.router.load_or_empty()
-    system.refresh()
+def _reload(system: System) -> None:
+    with system.changing:
+        system.router.reload()
 
 
 def _supervisor(request: Request) -> TrainerSupervisor:

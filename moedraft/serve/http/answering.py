@@ -80,7 +80,7 @@ async def _prepared(
     ids = await context.prompts.ids(prompt)
     options: dict[str, Any] = {"expert": plan.expert, "draft": plan.draft, "capture": plan.capture}
     topic = plan.topic if isinstance(prompt, list) else None
-    if plan.routed_first:
+    if plan.routed_first and context.settings.selector != "fixed":
         topic = topic or (prompt if isinstance(prompt, str) else await context.prompts.text(ids))
         options["routed"] = await context.worker.route(topic)
     return prompt if isinstance(prompt, str) else ids, {**options, "topic": topic, "ids": ids}

@@ -19,7 +19,7 @@ from moedraft.storage.store import Store
 class Authorise(Protocol):
     """Finds the id of a connection's key, or "" if the server needs none. Raises ApiError 401 or 403."""
 
-    def __call__(self, connection: HTTPConnection, scope: Scope) -> str: ...
+    def __call__(self, connection: HTTPConnection, scope: Scope, *, in_page: bool = False) -> str: ...
 
 
 @dataclass(frozen=True)

@@ -9,25 +9,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import get_args
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Histogram,
-    disable_created_metrics,
-    generate_latest,
-)
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from moedraft.core import SHARED, GateDecision, Sequence
+from moedraft.core import SHARED, GateDecision, Sequence, StorageError
 from moedraft.serve.supervisor.supervisor import TrainerSupervisor
 from moedraft.serve.worker.worker import Worker
 from moedraft.system.recorder import script_of
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 EXPERT = ("model_name", "expert", "lang")
+PLACE = (*EXPERT, "position")
 MODEL = ("model_name",)
 LATENCIES = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)  # seconds
 GAPS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2)
@@ -50,7 +46,7 @@ class PrometheusMetrics:
         )
         self._lookup_accepted = self._counter(f"{spec}_accepted_lookup_tokens", "Of those, accepted", EXPERT)
         self._accepted_at = self._counter(
-            f"{spec}_accepted_tokens_per_pos", "Draft tokens accepted, by position", (*EXPERT, "position")
+            f"{spec}_accepted_tokens_per_pos", "Draft tokens accepted, by position; 0 is the first", PLACE
         )
         self._steps = self._counter(
             "moedraft_target_steps",
@@ -129,10 +125,11 @@ class PrometheusMetrics:
 
 
 class Gauges(Collector):
-    """Figures that are read from the worker and the supervisor at the moment of a scrape."""
+    """Figures that are read from the worker, the supervisor and the home at the moment of a scrape."""
 
     def __init__(self, model_name: str, worker: Worker, supervisor: TrainerSupervisor | None) -> None:
         self._model_name, self._worker, self._supervisor = model_name, worker, supervisor
+        self._before = worker.system.store.updates.count()
 
     def describe(self) -> list[Metric]:
         return []  # the worker may not have started when the collector is registered
@@ -153,7 +150,8 @@ class Gauges(Collector):
             yield self._gauge("trainer_running", "1 while a trainer lives", float(state.pid is not None))
             yield self._gauge("trainer_restarts", "Since the start of the server", state.restarts)
             yield self._gauge("trainer_updates", "Since the start of the server", state.updates)
-            yield self._decisions(state.decisions)
+        with suppress(StorageError):  # whoever learns for this home, another process perhaps
+            yield self._decisions(self._worker.system.store.updates.decisions(self._before))
 
     def _decisions(self, counts: Mapping[str, int]) -> Metric:
         text = "What the gate decided on candidates since the start of the server"

@@ -42,7 +42,7 @@ class GenerationPlan:
 
     @property
     def routed_first(self) -> bool:
-        """The router must choose before the answer begins, since a seeded answer depends on who drafts."""
+        """A router that is asked must choose before the answer begins: a seeded one depends on who drafts."""
         seeded = self.params.seed is not None and self.params.temperature > 0
         return seeded and self.expert is None and (self.draft or self.capture)
 

@@ -1,6 +1,6 @@
 """Suspends the trainer process while requests are served, so that they have all cores at once.
 
-With a share of a core for learning, the process runs for that share of the time meanwhile, in short slices.
+With a share of a core for learning, the process gets that share of a core's time meanwhile, in short slices.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ class Hold:
     """
 
     def __init__(self, child: Child, busy: Callable[[], bool], share: float = 0.0) -> None:
-        """share: of the time that requests are served, for which the child runs all the same."""
+        """share: of a core's time while requests are served, which the child gets all the same."""
         self.child, self.share = child, share
         self._credit, self._credited = 0.0, time.monotonic()  # seconds that it may run now; when that was
+        self._used: float | None = None  # seconds of a processor that it had used then, where that is known
         self.seconds = 0.0  # total time suspended; the caller sets it back to 0
         self._busy = busy
         self._lock = threading.Lock()
@@ -67,7 +68,7 @@ class Hold:
         if not (works and STOP) or self._ended or now - self._busy_at > CALM:
             self._release()
             self._done = False
-            self._credit, self._credited = 0.0, now
+            self._credit, self._credited, self._used = 0.0, now, None
         elif self.share:
             self._ration(now)
         elif self._since is None:
@@ -78,17 +79,25 @@ class Hold:
             self._done = True
 
     def _ration(self, now: float) -> None:
-        """Let the child run while it has credit; it earns its share of each second, and spends what it runs.
+        """Let the child run while it has credit; it earns its share of each second, and spends what it uses.
 
-        It is resumed once it can run for a slice, and the times between two calls are counted as they were.
+        That is the processor's time, since others want the cores as well; where the system does not tell, it
+        is the time for which the child was not suspended. It is resumed once it can run for a slice.
         """
-        ran = 0.0 if self.held else now - self._credited
-        self._credit = min(5 * SLICE, self._credit + self.share * (now - self._credited) - ran)
+        self._credit = min(5 * SLICE, self._credit + self.share * (now - self._credited) - self._spent(now))
         self._credited = now
         if self._since is None and self._credit <= 0:
             self._suspend(now)
         elif self._since is not None and self._credit >= SLICE:
             self._release()
+
+    def _spent(self, now: float) -> float:
+        """Seconds that the child has computed since the last call."""
+        used, before = self.child.processor_seconds(), self._used
+        if used is None:  # nobody knows, or it is suspended
+            return 0.0 if self.held else now - self._credited
+        self._used = used
+        return 0.0 if before is None else used - before
 
     def _suspend(self, now: float) -> None:
         if STOP:

@@ -15,6 +15,7 @@ from moedraft.system.build import ROUTER_FOLDER, System
 from moedraft.system.refit import is_due, refit_by_traffic
 
 LOOK_SECONDS = 10.0  # between two looks for enough new answers
+LONGEST_WAIT = 600.0  # after failures, each of which doubles the wait, since each may cost a whole fit
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class Refits:
         # Nobody waits for the fit who registers or removes a domain, or purges; then it is dropped.
         found = refit_by_traffic(system.store, self._router, self._tokenizer, self._still, system.changing)
         with system.changing:
-            router.load_or_empty()
+            router.reload()
         if found is not None:
             result = "serves" if found.taken else "was dropped, since the examples lose by it"
             log.info(
@@ -69,12 +70,16 @@ class Refits:
 
     def _run(self) -> None:
         compute_alone()
-        while not self._quit.wait(self._every):
+        wait = self._every
+        while not self._quit.wait(wait):
+            longer, wait = min(2 * wait, LONGEST_WAIT), self._every
             try:
                 self.look()
             except MoedraftError as error:
+                wait = longer
                 log.warning("The router was not refitted: %s", error)
             except Exception:
+                wait = longer
                 log.exception("The router was not refitted.")
                 with suppress(Exception):
                     self._router = None

@@ -20,6 +20,7 @@ from moedraft.cpu.threads import compute_alone
 from moedraft.distill.governor import Load, write_load
 from moedraft.learning_state import LearningState
 from moedraft.routing.router import Route
+from moedraft.selecting.selector import EvidenceSelector
 from moedraft.serve.worker.search import Search
 from moedraft.serve.worker.thread import EngineThread
 from moedraft.serve.worker.ticket import Channel, Draining, EngineFailed, Overloaded, Ticket
@@ -214,6 +215,12 @@ class Worker:
     def dead(self) -> bool:
         """Whether the engine's thread has ended by a fault, so that only a new process serves again."""
         return self._engine.closed and self._engine.failed is not None
+
+    @property
+    def compares(self) -> bool:
+        """Whether drafts can be compared, so that evidence may overrule the router."""
+        selector = self.system.engine.selector
+        return isinstance(selector, EvidenceSelector) and len(selector.judge.arms) > 1
 
     def abort_all(self) -> None:
         """End all requests between two steps."""

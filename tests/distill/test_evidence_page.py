@@ -1,0 +1,209 @@
+"""What scripts/evidence.py reads from files of runs, its document, and its command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from evidence_runs import made_up
+from scripts_loader import load_script
+
+command, figures, summary, lows, missing, costs, decisions, served = (
+    load_script(f"evidence.{name}")
+    for name in ("command", "figures", "summary", "lows", "missing", "costs", "decisions", "served")
+)
+SERVED = load_script("evidence.arrangements").SERVED
+
+
+# -- figures ---------------------------------------------------------------------------------------
+
+
+def test_a_difference_is_sure_only_where_interval_and_every_seed_agree() -> None:
+    def runs(*ends: float) -> Any:
+        static = [made_up("steady", "static", seed, [0.4]) for seed in range(len(ends))]
+        return figures.Runs(
+            [*static, *(made_up("steady", "joint", i, [0.4, end]) for i, end in enumerate(ends))]
+        )
+
+    assert figures.against(runs(0.6, 0.5), "steady", "static", "joint").verdict == "better"
+    assert figures.against(runs(0.3, 0.2), "steady", "static", "joint").verdict == "worse"
+    split = figures.against(runs(0.7, 0.35), "steady", "static", "joint")
+    assert split.change.verdict == "better"
+    assert split.verdict == "open"
+    assert figures.against(runs(0.4), "steady", "static", "joint").verdict == "open"
+    assert figures.against(runs(), "steady", "static", "joint") is None
+
+
+def test_recovery_arrival_and_forgetting_are_read_from_the_curve() -> None:
+    run = made_up("shift", "joint", 0, [0.4, 0.6, 0.5, 0.45, 0.55, 0.59])
+    assert figures.recovery(run) == 20
+    assert figures.recovery(run, within=0.001) is None
+    lost = figures.forgotten([run])
+    assert lost.change.difference.value == pytest.approx(-0.15)
+    assert lost.verdict == "worse"
+    bound = made_up("new-domain", "offline", 0, [0.8])
+    assert figures.arrival(made_up("new-domain", "joint", 0, [0.4, 0.4, 0.6, 0.75]), bound) == 20
+    assert figures.forgotten([made_up("steady", "joint", 0, [0.4, 0.6])]) is None
+
+
+def test_the_lowest_point_of_a_domain_is_found_on_the_way() -> None:
+    def runs(*middles: float) -> Any:
+        still = [made_up("drift", "static", seed, [0.4]) for seed in range(len(middles))]
+        learned = [made_up("drift", "joint", i, [0.4, one, 0.6]) for i, one in enumerate(middles)]
+        return figures.Runs([*still, *learned])
+
+    found = figures.lowest(runs(0.3, 0.2), "drift", "static", "joint", "a")
+    assert (found.requests, found.served) == (10, (10, 10))
+    assert found.compared.verdict == "worse"
+    assert found.compared.change.difference.value == pytest.approx(-0.15)
+    assert figures.lowest(runs(0.3, 0.2), "drift", "static", "joint", "b").served == (0, 0)
+    risen = figures.lowest(runs(0.5), "drift", "static", "joint", "a")
+    assert risen.compared.change.difference.value == pytest.approx(0.1)
+    assert figures.lowest(runs(), "drift", "static", "joint", "a") is None
+
+    of = summary.summary(runs(0.3, 0.2))["patterns"]["drift"]
+    assert of["joint"]["domains"]["a"]["verdict"] == "better"  # in the end nothing is to be seen of it
+    text = lows.sentence(of["joint"])
+    assert text.startswith("On the way, below static: a −.150 [")
+    assert "(2 seeds: −.100, −.200) after 10 requests, 10 of them its own; b −.150" in text
+    assert lows.cell(of["joint"]).startswith("a, after 10: −.150")
+    assert lows.cell(of["static"]) == "—"
+    one = summary.summary(runs(0.5))["patterns"]["drift"]["joint"]
+    assert lows.sentence(one) == "On the way no domain stood more than .01 below static at any measurement."
+
+
+def test_gains_on_the_stream_are_those_of_windows() -> None:
+    still, learned = (made_up("steady", name, 0, [0.4, 0.6]) for name in ("static", "joint"))
+    learned["stream"] = [[10, 5, 2, 1]] * 20 + [[10, 8, 2, 1]] * 20
+    assert figures.stream_gain([still], [learned], 20) == [(10, 0.0), (30, pytest.approx(0.3))]
+    assert figures.stream_gain([still], [learned], 20, ["b"]) == [(30, pytest.approx(0.3))]
+
+
+def test_what_the_gate_had_measured_is_shown_where_runs_kept_it() -> None:
+    outcomes = [
+        {"expert": "a", "decision": "promote", "gain": gain, "low": low, "high": 0.3, "records": 9}
+        for gain, low in ((0.2, 0.1), (0.05, -0.01))
+    ]
+    outcomes.append(
+        {"expert": "b", "decision": "along", "gain": -0.01, "low": -0.1, "high": 0.1, "records": 2}
+    )
+    outcomes.append({"expert": "b", "decision": "keep", "gain": 0.01, "low": -0.1, "high": 0.1, "records": 2})
+    old, new = (made_up("steady", "joint+gate", seed, [0.4, 0.6]) for seed in range(2))
+    assert "cannot be shown" in decisions.gate(summary.summary(figures.Runs([old])))
+    new["updates"] = [new["updates"][0] | {"outcomes": outcomes}]
+    text = decisions.gate(summary.summary(figures.Runs([old, new])))
+    assert "| steady mix | joint, with gate | 2 | +.125 | +.050 | 1 of 2 | 1, least −.010 |" in text
+
+
+def test_the_default_as_served_has_a_price_and_a_place() -> None:
+    learned = ("joint", SERVED, "mixed-replay:wide")
+    runs = [made_up("drift", one, 0, [0.4, 0.3, 0.6]) for one in learned]
+    runs.append(made_up("drift", "static", 0, [0.4]))
+    runs += [made_up("steady", one, 0, [0.4, 0.6]) for one in ("static", "joint")]
+    whole = summary.summary(figures.Runs(runs))
+    text = costs.prices(whole)
+    assert "The default as a server has it takes 20% of them**, 120% with that reading." in text
+    assert text.count("(as a server) |") == 1
+    assert "was run with slow drift. It was not run with steady mix." in missing.part(whole)
+    assert "Of the arrangements: one adapter, latest window" in missing.part(whole)
+    assert "with slow drift, a −.100" in served.on_the_way(whole)
+    assert "experiments.md#the-rank-of-the-shared-adapter" in served.finding(whole)
+
+
+def test_tokens_per_step_count_drafts_as_far_as_they_are_right() -> None:
+    rows = np.array([[10, 5, 4, 1], [10, 0, 0, 0]])
+    assert figures.tokens_per_step(rows) == [(20.0, 10.0), (10.0, 10.0)]
+
+
+# -- the whole -------------------------------------------------------------------------------------
+
+
+class TinyWorkplace:
+    """In the place of models: runs that are made up, counted."""
+
+    made = 0
+
+    def __init__(self, args: Any) -> None:
+        self.args = args
+
+    def run(self, pattern: str, arrangement: str, seed: int) -> dict[str, Any]:
+        type(self).made += 1
+        ends = {"static": [0.4], "latest-window": [0.4, 0.6, 0.6, 0.7], "joint": [0.4, 0.5, 0.6, 0.6]}
+        found = made_up(pattern, arrangement, seed, ends.get(arrangement, [0.4, 0.5, 0.3, 0.3]))
+        return found | {"settings": command.settings(self.args)}
+
+
+@pytest.fixture
+def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    (tmp_path / "data" / "stream").mkdir(parents=True)
+    monkeypatch.setattr(command, "Workplace", TinyWorkplace)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    TinyWorkplace.made = 0
+    places = {"--data": "data", "--out": "out", "--doc": "docs/evidence.md"}
+    return [word for flag, name in places.items() for word in (flag, str(tmp_path / name))]
+
+
+def test_runs_are_resumed_and_the_document_says_what_the_figures_say(
+    given: list[str], tmp_path: Path
+) -> None:
+    command.main([*given, "--quick"])
+    assert TinyWorkplace.made == 8
+    command.main([*given, "--quick"])
+    assert TinyWorkplace.made == 8
+    command.main([*given, "--quick", "--seeds", "2"])
+    assert TinyWorkplace.made == 16
+    text = (tmp_path / "docs" / "evidence.md").read_text()
+    assert "Joint, no gate is better than the static draft: +.200" in text
+    assert "It is **below** one adapter, latest window (−.100, 2 seeds)." in text
+    assert "Joint, with gate is worse than the static draft" in text
+    assert "It is **below** one adapter, latest window (−.400, 2 seeds)." in text
+    assert "Below static by its interval: a (−.100) and b (−.100)." in text
+    assert "(../out/curves.png)" in text
+    pictures = {file.stem for file in (tmp_path / "out").glob("*.png")}
+    expected = "curves gains domains by-domain positions recovery forgetting updates seconds"
+    assert pictures == set(expected.split())
+    assert all(f"(../out/{name}.png)" in text for name in pictures)
+    assert "The 8 runs of `--quick` took 0 minutes here" in text
+    whole = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert whole["patterns"]["steady"]["joint"]["gain"]["verdict"] == "better"
+
+
+def test_every_part_is_written_about(given: list[str], tmp_path: Path) -> None:
+    command.main([*given, "--seeds", "1"])
+    assert TinyWorkplace.made == len(command.jobs(command.arguments([*given, "--seeds", "1"])))
+    text = (tmp_path / "docs" / "evidence.md").read_text()
+    for part in (
+        "Where traffic moves",
+        "What it costs",
+        "Update interval",
+        "Objectives",
+        "Offline, online, and both",
+    ):
+        assert part in text
+    assert "Spider .59 → .75" in text
+
+
+@pytest.mark.parametrize(("target", "folder"), [("smollm2", "evidence"), ("mini", "evidence-mini")])
+def test_the_printed_commands_go_on_with_the_published_runs(target: str, folder: str) -> None:
+    args = command.arguments(["--data", "any", "--out", "any", "--target", target])
+    published = Path(__file__).parents[2] / "results" / folder / "summary.json"
+    assert command.settings(args) == json.loads(published.read_text())["settings"]
+
+
+def test_other_settings_are_not_mixed_in(given: list[str]) -> None:
+    command.main([*given, "--quick"])
+    with pytest.raises(SystemExit, match=r"made with another steps; name another --out\."):
+        command.main([*given, "--quick", "--steps", "5"])
+
+
+def test_what_is_missing_is_said(given: list[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="there is no part magic; there are quick, main"):
+        command.main([*given, "--parts", "magic"])
+    with pytest.raises(SystemExit, match="no stream/ folder"):
+        command.main(["--data", str(tmp_path), "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match="no run has finished yet"):
+        command.main([*given, "--only-write"])
