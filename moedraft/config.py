@@ -29,7 +29,7 @@ PREFIX = "MOEDRAFT_"
 NO_TEXT = "Capture is off, so no prompt is shown or written; the setting `capture` switches it on."
 
 DistillKind = Literal["fkl", "rkl", "jsd", "tvd"]  # the kinds that `moedraft.kernels.divergence` knows
-# the policies that `moedraft.storage.replay` knows
+# the policies that `moedraft.storage.records.replay` knows
 ReplayPolicy = Literal["fifo", "reservoir", "hardest", "stratified"]
 
 

@@ -12,6 +12,7 @@ import types
 import typing
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 from moedraft.config import Settings
 from moedraft.serve.auth.access import ACCESS
@@ -51,6 +52,10 @@ def kind_of(annotation: object) -> str:
 
 class Standing:
     """A fake server without work, from which the gauges are read."""
+
+    system = SimpleNamespace(
+        store=SimpleNamespace(updates=SimpleNamespace(count=lambda: 0, decisions=lambda after: {}))
+    )
 
     def snapshot(self) -> Snapshot:
         return Snapshot(**{f.name: None if f.name == "failed" else 0 for f in fields(Snapshot)})

@@ -49,7 +49,8 @@ ROOMS = {
     "serve/supervisor": (6, 850),
     "serve/worker": (7, 1000),
     "showcase": (12, 1600),
-    "storage": (19, 3200),
+    "storage": (14, 2560),
+    "storage/records": (6, 675),
     "storage/migrations": (14, 360),  # one more for each change of the schema
     "system": (7, 1060),
 }

@@ -213,7 +213,7 @@ def show(
     say(f"{found['name']}: {found['description'] or 'no description'}")
     say(f"registered {moment(found['created_at'])}, version {found['version']}, {found['updates']} updates")
     if found["unadapted"]:
-        say("The draft without any adapter serves it now, since that does better than what was learned.")
+        say("The draft without any adapter serves it now: that does better, or nothing was learned yet.")
     if guessed := found.get("vocabulary"):
         basis = guessed.get("basis", f"{guessed['tokens']} tokens of its own")  # an older server does not say
         general = "" if guessed["shared"] is None else f" By the shared draft's: {rate(guessed['shared'])}."

@@ -3,8 +3,8 @@
 from moedraft.storage.adapters import AdapterStore, LoadedAdapter
 from moedraft.storage.candidate import Candidate, CandidateSummary
 from moedraft.storage.db import Home, StorageFull
+from moedraft.storage.records.replay import Policy, ReplayBuffer
 from moedraft.storage.registry import Registry
-from moedraft.storage.replay import Policy, ReplayBuffer
 from moedraft.storage.requests import ExpertStats, RequestLog
 from moedraft.storage.store import Store
 from moedraft.storage.updates import UpdateLog

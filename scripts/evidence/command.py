@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
-from evidence import arrangements, document, plots
+from evidence import document, plots
 from evidence.answers import Answers
-from evidence.arrangements import ARRANGEMENTS, GATED, JOINT, LATEST, MAIN, STATIC
+from evidence.arrangements import ARRANGEMENTS
 from evidence.figures import Runs
+from evidence.parts import PARTS, QUICK
 from evidence.prompts import Query, load_domain, reworded
 from evidence.running import Bench, Plan, Served, run
-from evidence.streams import ONLY, ORDERS, POISONED, Traffic, traffic
+from evidence.streams import ONLY, Traffic, traffic
 from moedraft.config import load_settings
 from moedraft.distill.features.record_states import RecordStates
 from moedraft.drafting.base import draft_name, feature_folder, load_feature_base
@@ -28,26 +29,7 @@ from moedraft.routing.embedder import Embedder
 from moedraft.routing.router import Router
 
 DOMAINS = "sql_en,code_python,math_en,docs_fr,docs_ja"
-QUICK = {"requests": 128, "heldout": 12, "seeds": 1, "steps": 8, "rank": 32}
-PAPER = ("sql_en", "math_en", "code_python")  # as its Spider, GSM8K and CodeSearchNet
-OBJECTIVES = (JOINT, "joint:rkl", "joint:jsd", "joint:tvd", "joint:missed")
-DATA = (STATIC, JOINT, "joint:draft-data", "joint:mixed-data")
-INTERVALS = (JOINT, "joint:half", "joint:double")
-FURTHER = (STATIC, *arrangements.FURTHER)
-ONE = (STATIC, LATEST, "one-offline", "one-both")
 PAGES = {"smollm2": Path("docs/evidence.md"), "mini": Path("docs/evidence-mini.md")}
-Job = tuple[str, str]  # pattern, arrangement
-PARTS: dict[str, list[Job]] = {
-    "quick": [(p, a) for p in ("steady", "one-by-one") for a in (STATIC, LATEST, JOINT, GATED)],
-    "main": [(pattern, name) for pattern in ORDERS if pattern not in POISONED for name in MAIN],
-    "poison": [(pattern, name) for pattern in POISONED for name in (STATIC, JOINT, GATED)],
-    "objectives": [("steady", name) for name in OBJECTIVES],
-    "interval": [("steady", name) for name in INTERVALS],
-    "data": [("steady", name) for name in DATA],
-    "paper": [(ONLY + domain, name) for domain in PAPER for name in ONE],
-    "further": [(pattern, name) for pattern in ORDERS if pattern not in POISONED for name in FURTHER],
-    "gate": [(p, a) for p in ("steady", "drift", "one-by-one") for a in (GATED, "joint+gate-once")],
-}
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -71,7 +53,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--target", default="smollm2")
     parser.add_argument("--draft", help="of any kind; default: the one that is shipped for the target")
     parser.add_argument("--domains", default=DOMAINS)
-    parser.add_argument("--requests", type=int, default=480, help="of a run")
+    parser.add_argument("--requests", type=int, default=160, help="of a run")
     parser.add_argument("--heldout", type=int, default=40, help="prompts a domain to measure with")
     parser.add_argument("--max-tokens", type=int, default=56)
     parser.add_argument("--seeds", type=int, default=5)

@@ -8,13 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from evidence import paper, served
+from evidence import costs, decisions, lows, missing, paper, served
 from evidence.arrangements import ARRANGEMENTS, GATED, JOINT, MAIN, ONLINE, STATIC
 from evidence.figures import Runs
-from evidence.streams import ONLY, ORDERS, POISONED, title_of
+from evidence.parts import PARTS
+from evidence.streams import ONLY, POISONED, title_of
 from evidence.summary import summary
 from evidence.words import (
     COMMANDS,
+    DASH,
     cells,
     difference,
     how_many,
@@ -30,9 +32,24 @@ ABOUT_PICTURES = {
     "curves": "Right first guesses on held-out prompts of all domains, over the requests served.",
     "gains": "What each arrangement gained on static in the end; bars: 95 % intervals, small marks: seeds.",
     "domains": "The same by domain.",
+    "by-domain": "Right first guesses over the requests served, by domain (columns) and traffic (rows).",
+    "positions": "By position in a draft: how many of all drafts are right up to there.",
+    "recovery": "What the requests themselves gained on static, each before it was learned from; with a new "
+    "domain, its own requests alone. Dotted: turns of the traffic.",
+    "forgetting": "What became of domains while they were silent; bars: 95 % intervals, small marks: seeds.",
+    "updates": "Gain on static against the number of updates.",
+    "seconds": "Gain on static against the seconds of one core that training had taken.",
 }
+AT_THE_TOP, MOVING, COSTS = (
+    ("curves", "gains", "domains", "by-domain", "positions"),
+    ("recovery", "forgetting"),
+    ("updates", "seconds"),
+)
+ANSWERING = (
+    " The target's answers to its 190 prompts come first: some 6 minutes of two cores that do nothing else "
+    "(48 answers took 160 seconds of one core on 2026-11-26). So it needs about 12 minutes."
+)
 ENOUGH_SEEDS, ENOUGH_PROMPTS = 5, 40
-WORST = 0.01  # of first guesses, that no domain is to lose
 Whole = dict[str, Any]
 
 
@@ -42,15 +59,18 @@ def write(runs: Runs, out: Path, path: Path, pictures: Sequence[str]) -> None:
     (out / "summary.json").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
     path.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(os.path.relpath(out, path.parent))
-    shown = "\n\n".join(
-        f"![{ABOUT_PICTURES[name]}]({folder / name}.png)\n\n{ABOUT_PICTURES[name]}" for name in pictures
-    )
     target = whole["settings"].get("target", "")
+
+    def shown(*names: str) -> list[str]:
+        there = [name for name in names if name in pictures]
+        return [f"![{ABOUT_PICTURES[n]}]({folder / n}.png)\n\n{ABOUT_PICTURES[n]}" for n in there]
+
     first = introduction(target, f"results/{out.name}")
-    parts = [first, "## What was found", *findings(whole), method(target), settings(whole), shown]
-    parts.append(served.part(whole))
+    parts = [first, "## What was found", *findings(whole), method(target), settings(whole)]
+    parts += [*shown(*AT_THE_TOP), served.part(whole)]
     parts += [pattern_part(whole, name) for name in patterns(whole)]
-    parts += [moving(whole), prices(whole), gate(whole), *paper.parts(whole), COMMANDS]
+    parts += [moving(whole), *shown(*MOVING), costs.prices(whole), *shown(*COSTS), decisions.gate(whole)]
+    parts += [*paper.parts(whole), missing.part(whole), COMMANDS.format(times=times(whole))]
     path.write_text("\n\n".join(part for part in parts if part) + "\n", encoding="utf-8")
 
 
@@ -60,13 +80,14 @@ def patterns(whole: Whole) -> list[str]:
 
 def findings(whole: Whole) -> list[str]:
     """The claims that are to hold, pattern by pattern, and whether the figures bear them out."""
-    lines = [line for line in [served.finding(whole)] if line]
+    lines = [line for line in (served.finding(whole), served.on_the_way(whole)) if line]
     for pattern in patterns(whole):
         of = whole["patterns"][pattern]
         sentences = [
             pays(of, GATED),
             beside_others(of, GATED),
             harms(of, GATED),
+            lows.sentence(of[GATED]) if GATED in of else "",
             pays(of, JOINT),
             beside_others(of, JOINT),
             gated_costs(of),
@@ -114,7 +135,7 @@ def harms(of: Whole, name: str) -> str:
         return ""
     domains = of[name]["domains"].items()
     below = [f"{d} ({short_sign(one['value'])})" for d, one in domains if one["verdict"] == "worse"]
-    lower = [d for d, one in domains if one["value"] < -WORST and one["verdict"] != "worse"]
+    lower = [d for d, one in domains if one["value"] < -lows.WORST and one["verdict"] != "worse"]
     text = (
         f"Below static by its interval: {listed(below)}."
         if below
@@ -164,7 +185,7 @@ def settings(whole: Whole) -> str:
         f"of up to {of['max_tokens']} tokens; an update of {of['steps']} steps of {of['rows']} records after "
         f"every {of['every']} requests, experts of rank {of['rank']}; {of['heldout']} held-out prompts a "
         f"domain. {how_many(whole['runs'], 'run')}; most seeds by pattern: {counts}. Each row of a table "
-        f"says how many seeds it has.{warning(of, seeds)}{missing(whole)}"
+        f"says how many seeds it has.{warning(of, seeds)}"
     )
 
 
@@ -179,15 +200,6 @@ def warning(of: Whole, seeds: dict[str, int]) -> str:
     return less + (f" Note that {' and that '.join(said)}." if said else "")
 
 
-def missing(whole: Whole) -> str:
-    """What there are no runs of."""
-    traffic = [title_of(name) for name in ORDERS if name not in whole["patterns"]]
-    every = {name for of in whole["patterns"].values() for name in of}
-    learners = [ARRANGEMENTS[name].title for name in MAIN if name not in every]
-    said = [("patterns of traffic", traffic), ("arrangements", learners)]
-    return "".join(f" Not measured yet, of the {what}: {listed(names)}." for what, names in said if names)
-
-
 def pattern_part(whole: Whole, pattern: str) -> str:
     """The table of one pattern of traffic, and one by domain."""
     of = whole["patterns"][pattern]
@@ -200,6 +212,7 @@ def pattern_part(whole: Whole, pattern: str) -> str:
         "more than static",
         "with gate has more",
         "joint without gate has more",
+        lows.HEAD,
     )
     right = f"The router sent {whole['router'][pattern]:.0%} of the requests to their true domain."
     if pattern in POISONED:
@@ -210,7 +223,8 @@ def pattern_part(whole: Whole, pattern: str) -> str:
 def row(of: Whole, name: str) -> list[str]:
     one, is_static = of[name], name == STATIC
     more = [difference(None if is_static else one["default_more"].get(other)) for other in (GATED, JOINT)]
-    return [*cells(ARRANGEMENTS[name].title, one, is_static=is_static), *more]
+    low = DASH if is_static else lows.cell(one)
+    return [*cells(ARRANGEMENTS[name].title, one, is_static=is_static), *more, low]
 
 
 def by_domain(of: Whole) -> str:
@@ -255,56 +269,14 @@ def moving(whole: Whole) -> str:
     )
 
 
-def prices(whole: Whole) -> str:
-    """What learning costs, by arrangement, on the first pattern that has it."""
-    rows = []
-    for name in MAIN:
-        found = next(
-            (whole["patterns"][p][name] for p in patterns(whole) if name in whole["patterns"][p]), None
-        )
-        if found is None or not found["updates"] or "gain_per_update" not in found:
-            continue
-        rows.append(
-            [
-                ARRANGEMENTS[name].title,
-                f"{found['gain_per_update']:+.4f}",
-                f"{found['gain_per_minute']:+.4f}",
-                f"{found['cost']:.1%}",
-            ]
-        )
-    head = ("arrangement", "gain per update", "gain per minute of one core", "operations, of the target's")
-    reading = (
-        " The trainer also has its own copy of the target read each record once, which is another 100 % here "
-        "and would be saved by keeping the states."
+def times(whole: Whole) -> str:
+    """How long `--quick` takes, by the times that runs of the same kind took here."""
+    of = whole["patterns"]
+    found = [of[p][name]["seconds"] for p, name in PARTS["quick"] if name in of.get(p, {})]
+    if len(found) < len(PARTS["quick"]):
+        return ""
+    answering = ANSWERING if whole["settings"].get("target") == "smollm2" else ""
+    return (
+        f"\nThe {len(found)} runs of `--quick` took {sum(found) / 60:.0f} minutes here (medians of the "
+        f"seeds, one thread of a shared machine), though with more requests and held-out prompts.{answering}"
     )
-    if whole["settings"].get("target") == "mini":
-        reading = ""  # an independent draft model reads no states
-    about = (
-        "## What it costs\n\nGains are first guesses on all held-out prompts. Operations are those of all "
-        "updates, with measuring and judging, out of the target's for the requests that fed them: two for "
-        "each weight and token. (A target that decodes reads all its weights for each token, which these do "
-        "not show.)" + reading + " Minutes are of a core that others used "
-        "as well, without what the trainer measures for its log. The aim was 5 % of the target's operations: "
-        "it is missed by far, since each request is learned from many times and answers here are short. That "
-        "work is done in time that the engine leaves idle, or within `train_cpu_share`.\n\n"
-    )
-    return about + table(head, rows) if rows else ""
-
-
-def gate(whole: Whole) -> str:
-    """What the gate decided."""
-    rows = []
-    for pattern in patterns(whole):
-        found = whole["patterns"][pattern].get(GATED)
-        if found:
-            shared, every = found["shared"], found["decisions"]
-            cells = [
-                f"{part.get(key, 0)}" for part in (shared, every) for key in ("promote", "keep", "discard")
-            ]
-            rows.append([title_of(pattern), str(found["seeds"]), *cells])
-    head = (
-        "traffic",
-        "seeds",
-        *(f"{who} {what}" for who in ("shared:", "all:") for what in ("published", "kept", "discarded")),
-    )
-    return f"## What the gate decided\n\n{table(head, rows)}" if rows else ""

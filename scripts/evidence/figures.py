@@ -81,6 +81,11 @@ def rows_at(run: Found, point: int = -1, domains: Iterable[str] | None = None) -
     return np.array([counts for name, counts in pairs if name in wanted]).reshape(-1, 4)
 
 
+def share(rows: Sequence[Rows]) -> float:
+    """Right first guesses out of all; as `level`, without an interval, which takes far longer."""
+    return _value(first_guesses(np.concatenate(rows)))
+
+
 def level(runs: Sequence[Found], part: Part = first_guesses, **where: Any) -> Estimate:
     return ratio(part(sum(rows_at(run, **where) for run in runs)))
 
@@ -101,6 +106,38 @@ def against(
         return None
     pair = [[rows_at(run, **where) for run in runs.of(pattern, name, seeds)] for name in (one, other)]
     return compared(pair[0], pair[1], part)
+
+
+@dataclass(frozen=True)
+class Lowest:
+    """Where a domain stood lowest, of all measurements after the first update."""
+
+    requests: int
+    compared: Compared
+    served: tuple[int, ...]  # requests of the domain until then, by seed
+
+
+def lowest(runs: Runs, pattern: str, one: str, other: str, domain: str) -> Lowest | None:
+    """The point at which `other` has least more than what `one` has at its end; `one` learns nothing."""
+    seeds = runs.seeds(pattern, one, other)
+    still, found = runs.of(pattern, one, seeds), runs.of(pattern, other, seeds)
+    before = [rows_at(run, domains=[domain]) for run in still]
+    lows = []
+    for requests in common_points(found):
+        after = [rows_at(run, point_at(run, requests), [domain]) for run in found]
+        served = tuple(run["domains"][:requests].count(domain) for run in found)
+        lows.append(Lowest(requests, compared(before, after), served))
+    return min(lows, key=lambda low: low.compared.change.difference.value, default=None)
+
+
+def common_points(found: Sequence[Found]) -> list[int]:
+    """Numbers of requests after which all of these runs were measured, with an update before."""
+    points = [{point["requests"] for point in run["curve"] if point["updates"]} for run in found]
+    return sorted(set.intersection(*points)) if points else []
+
+
+def point_at(run: Found, requests: int) -> int:
+    return next(i for i, point in enumerate(run["curve"]) if point["requests"] == requests)
 
 
 def point_before(run: Found, requests: int) -> int:
@@ -161,6 +198,29 @@ def stream_part(runs: Sequence[Found], first: float, last: float) -> Estimate:
         for run in runs
     ]
     return ratio(first_guesses(np.concatenate(rows)))
+
+
+def stream_gain(
+    still: Sequence[Found], learned: Sequence[Found], width: int, domains: Iterable[str] | None = None
+) -> list[tuple[float, float]]:
+    """What the second runs have more on the requests themselves, by windows of `width`: middle, gain.
+
+    Both are of the same seeds. Windows without a request of these domains are left out.
+    """
+    pairs = list(zip(still, learned, strict=True))
+    longest = max((len(run["stream"]) for run in learned), default=0)
+    found = []
+    for first in range(0, longest, width):
+        rows = [
+            (before["stream"][i], after["stream"][i])
+            for before, after in pairs
+            for i in range(first, min(first + width, len(after["stream"]), len(before["stream"])))
+            if domains is None or after["domains"][i] in domains
+        ]
+        if rows:
+            before, after = (share([np.array([row[k] for row in rows])]) for k in (0, 1))
+            found.append((first + width / 2, after - before))
+    return found
 
 
 def cost(run: Found) -> float:

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from evidence.answers import TARGET, Answers
 from evidence.arrangements import Arrangement
 from evidence.streams import Traffic
-from moedraft.core import SHARED, Domain, ReplayRecord
+from moedraft.core import SHARED, Domain, ReplayRecord, UpdateRecord
 from moedraft.distill.assembly import TEXT_RATE
 from moedraft.distill.features.feature_lessons import FeatureLessons
 from moedraft.distill.features.feature_student import FeatureStudent
@@ -43,10 +43,10 @@ class Plan:
     """How much is learned and measured in a run; the same for all arrangements."""
 
     every: int = 16  # requests of a window, after which an update follows
-    steps: int = 16  # of an update
+    steps: int = 8  # of an update
     rows: int = 12  # records of a step
-    rank: int = 64  # of an expert; of the shared adapter and of one that stands alone see `Arrangement`
-    measured: int = 3  # updates between two measurements on held-out prompts
+    rank: int = 32  # of an expert; of the shared adapter and of one that stands alone see `Arrangement`
+    measured: int = 5  # updates between two measurements on held-out prompts
     beforehand: int = 3  # times the updates of an online run, where all requests are known beforehand
 
 
@@ -133,6 +133,7 @@ class Run:
             "cpu_seconds": round(time.process_time() - cpu, 2),
             "seconds": round(time.monotonic() - began, 2),
             "decisions": dict(Counter(one.decision or "publish" for one in self.loop.outcomes)),
+            "outcomes": [_outcome(one) for one in self.loop.outcomes],
             "shared": next((o.decision or "publish" for o in self.loop.outcomes if o.expert == SHARED), ""),
         }
 
@@ -153,7 +154,7 @@ class Run:
     def _counts(self, owner: str, records: list[ReplayRecord]) -> list[list[int]]:
         """As `counts`, of one owner. What nothing has changed is measured once for all runs."""
         loaded = {name: self.store.adapters.load_live(name, self.base) for name in {SHARED, owner}}
-        if owner in self.store.registry.unadapted():  # the base alone drafts for it
+        if owner in self.store.left_to_base():  # the base alone drafts for it
             loaded = dict.fromkeys(loaded)
         serving = {name: one[1] if one else None for name, one in loaded.items()}
         known = {} if any(loaded.values()) else self.bench.untrained
@@ -162,6 +163,14 @@ class Run:
         rows = ([row[0][1], *(hits for hits, _ in row)] for row in counts)
         known |= {tuple(record.token_ids): row for record, row in zip(missing, rows, strict=True)}
         return [known[tuple(record.token_ids)] for record in records]
+
+
+def _outcome(one: UpdateRecord) -> dict[str, Any]:
+    """One decision and what the gate had measured, in tokens per step."""
+    figures = {"gain": one.gain, "low": one.gain_low, "high": one.gain_high}
+    rounded = {name: None if value is None else round(value, 5) for name, value in figures.items()}
+    who = {"expert": one.expert, "decision": one.decision or "publish"}
+    return who | rounded | {"records": one.gate_records}
 
 
 def run(

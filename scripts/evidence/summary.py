@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 from evidence.arrangements import GATED, JOINT, SERVED, STATIC
@@ -17,6 +18,7 @@ from evidence.figures import (
     cpu_seconds,
     forgotten,
     level,
+    lowest,
     recovery,
     stream_part,
     tokens_per_step,
@@ -24,6 +26,7 @@ from evidence.figures import (
 from moedraft.showcase.estimates import Estimate
 
 TENTH = 0.1
+PUBLISHED = ("promote", "along")  # decisions of the gate after which a version serves
 
 
 def summary(runs: Runs) -> dict[str, Any]:
@@ -60,12 +63,15 @@ def of_runs(runs: Runs, pattern: str, name: str) -> dict[str, Any]:
             if default != name
         },
         "domains": {d: _compared(against(runs, pattern, STATIC, name, domains=[d])) for d in held},
+        "lowest": {d: _lowest(runs, pattern, name, d) for d in held},
         "forgotten": _compared(forgotten(found)),
+        "seconds": median(run.get("seconds", 0) for run in found),
         "updates": updates,
         "cpu_seconds": sum(map(cpu_seconds, found)),
         "cost": sum(map(cost, found)) / len(found),
         "decisions": dict(sum((Counter(u["decisions"]) for run in found for u in run["updates"]), Counter())),
         "shared": dict(Counter(u["shared"] for run in found for u in run["updates"])),
+        "record": record(found),
     }
     if gain is not None and updates:
         per_run = gain["value"] / (updates / len(found))
@@ -85,6 +91,33 @@ def _moving(runs: Runs, pattern: str, name: str, found: Sequence[Found]) -> dict
         pairs = zip(runs.of(pattern, name, seeds), runs.of(pattern, "offline", seeds), strict=True)
         return {"arrival": [arrival(run, bound) for run, bound in pairs]}
     return {}
+
+
+def record(found: Sequence[Found]) -> dict[str, Any]:
+    """What the gate had measured of the versions that were published, by decision.
+
+    Gains are tokens per step on held-out records. Empty for runs that are older than this record.
+    """
+    every = [one for run in found for u in run["updates"] for one in u.get("outcomes", ())]
+    result = {}
+    for decision in PUBLISHED:
+        mine = [one for one in every if one["decision"] == decision and one["gain"] is not None]
+        if mine:
+            gains = [one["gain"] for one in mine]
+            result[decision] = {
+                "versions": len(mine),
+                "gain": sum(gains) / len(gains),
+                "least": min(gains),
+                "sure": sum(one["low"] > 0 for one in mine),
+            }
+    return result
+
+
+def _lowest(runs: Runs, pattern: str, name: str, domain: str) -> dict[str, Any] | None:
+    one = lowest(runs, pattern, STATIC, name, domain) if name != STATIC else None
+    if one is None:
+        return None
+    return (_compared(one.compared) or {}) | {"requests": one.requests, "served": list(one.served)}
 
 
 def _streamed(found: Sequence[Found]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from storage_fakes import record
 
 from moedraft.core import InvalidRequest
-from moedraft.storage.codec import HEADER, DamagedPayload, answer_in, decode, encode
+from moedraft.storage.records.codec import HEADER, DamagedPayload, answer_in, decode, encode
 
 tokens = st.integers(0, 2**31 - 1)
 

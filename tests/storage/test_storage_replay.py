@@ -9,7 +9,7 @@ from storage_fakes import domain, record
 
 from moedraft.core import SHARED, InvalidRequest, ReplayRecord
 from moedraft.storage import Home, Policy, Registry, ReplayBuffer
-from moedraft.storage.replay import CHUNK
+from moedraft.storage.records.replay import CHUNK
 from moedraft.storage.tables import replay as table
 
 pytestmark = pytest.mark.usefixtures("registry")

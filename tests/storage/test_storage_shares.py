@@ -9,8 +9,8 @@ import pytest
 from storage_fakes import record
 
 from moedraft.storage import Home, ReplayBuffer
-from moedraft.storage.replay import Policy
-from moedraft.storage.shares import LEAST_TAUGHT, Held, draw
+from moedraft.storage.records.replay import Policy
+from moedraft.storage.records.shares import LEAST_TAUGHT, Held, draw
 
 pytestmark = pytest.mark.usefixtures("registry")
 

@@ -12,7 +12,7 @@ from storage_fakes import BASE, record
 from moedraft.core import KeptStates, ReplayRecord
 from moedraft.storage import Home, Registry, ReplayBuffer
 from moedraft.storage.db import DATABASE, StorageFull
-from moedraft.storage.states import HEADER
+from moedraft.storage.records.states import HEADER
 from moedraft.storage.tables import replay_states
 
 pytestmark = pytest.mark.usefixtures("registry")
@@ -90,7 +90,7 @@ def journal(home: Home, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     home.checkpoint()
     monkeypatch.setattr(Home, "checkpoint", noting)
     for module in ("states", "replay"):
-        monkeypatch.setattr(f"moedraft.storage.{module}.PIECE", 2**16)
+        monkeypatch.setattr(f"moedraft.storage.records.{module}.PIECE", 2**16)
     return sizes
 
 
@@ -137,7 +137,7 @@ def test_a_trim_that_fails_undoes_no_record(
     ReplayBuffer(home, 100, states_bytes=10**6).add(*numbered(20))
     lower = ReplayBuffer(home, 100, states_bytes=4 * BYTES)
     with monkeypatch.context() as patch:
-        patch.setattr("moedraft.storage.replay.trim_states", full)
+        patch.setattr("moedraft.storage.records.replay.trim_states", full)
         lower.add(*numbered(2))
         assert "above the bound cannot be deleted now: The disk is full" in caplog.text
         assert (lower.count(), rows(home)) == (22, 20)  # nothing more is kept until there is room

@@ -19,7 +19,7 @@ from moedraft.evidence import HiddenStates
 from moedraft.feature.features import FeatureCapture
 from moedraft.feature.model import FeatureDraft
 from moedraft.models import LanguageModel
-from moedraft.storage.replay import ReplayBuffer
+from moedraft.storage.records.replay import ReplayBuffer
 
 READ_TOGETHER = 2048  # tokens of one forward of the target, padding included
 ROWS = 16  # records of one forward, at most

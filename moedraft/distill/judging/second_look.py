@@ -22,7 +22,7 @@ from moedraft.distill.judging.measures import Measure, Serving
 from moedraft.distill.single.trainer import is_held_out
 from moedraft.storage.candidate import Candidate, Weights
 from moedraft.storage.changes import is_pinned
-from moedraft.storage.shares import Held, of_many
+from moedraft.storage.records.shares import Held, of_many
 from moedraft.storage.store import TARGET_ID, Store
 
 MOST = 32  # new records that one line is measured on before an update

@@ -20,8 +20,8 @@ from moedraft.distill.judging.held_out import LEAST_JUDGED, USABLE
 from moedraft.distill.judging.measures import Measure, Serving
 from moedraft.storage.candidate import Weights
 from moedraft.storage.changes import is_pinned
+from moedraft.storage.records.shares import Held, of_many
 from moedraft.storage.registry import Registry
-from moedraft.storage.shares import Held, of_many
 from moedraft.storage.store import TARGET_ID, Store
 
 ENOUGH, MOST = 16, 64  # records that came since: with fewer nothing is decided, more are not looked at

@@ -180,7 +180,8 @@ def _strip(look: Look, view: ExpertView) -> Markup:
     expert = view.expert
     updates = f"{count(expert.updates)} updates so far."
     if expert.unadapted:
-        updates = f"The draft without any adapter serves it, since that does better. {updates}"
+        why = "that does better, or nothing was learned yet"
+        updates = f"The draft without any adapter serves it: {why}. {updates}"
     elif expert.updates and not expert.version and expert.name != SHARED:
         updates = f"The shared draft serves it at present: no version of its own does better. {updates}"
     replay = f"Newest {ago(expert.replay_newest)}, oldest {ago(expert.replay_oldest)}."

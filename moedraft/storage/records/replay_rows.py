@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from sqlalchemy import Row
 
 from moedraft.core import ReplayRecord
-from moedraft.storage.codec import DamagedPayload, answer_in, decode, encode, shares_of
+from moedraft.storage.records.codec import DamagedPayload, answer_in, decode, encode, shares_of
 
 log = logging.getLogger(__name__)
 

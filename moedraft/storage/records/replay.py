@@ -16,11 +16,19 @@ from numpy.typing import NDArray
 from sqlalchemy import ColumnElement, Connection, Select, case, delete, func, insert, select, true
 
 from moedraft.core import SHARED, InvalidRequest, KeptStates, ReplayRecord, StorageError
-from moedraft.storage.codec import shares_of
 from moedraft.storage.db import Home
-from moedraft.storage.replay_rows import answers_in, decoded, row_of
-from moedraft.storage.shares import LEAST_TAUGHT, PINNED_SHARE, SOURCE_SHARE, Held, draw, even_shares, of_many
-from moedraft.storage.states import PIECE, add_states, read_states, size_of_states, trim_states
+from moedraft.storage.records.codec import shares_of
+from moedraft.storage.records.replay_rows import answers_in, decoded, row_of
+from moedraft.storage.records.shares import (
+    LEAST_TAUGHT,
+    PINNED_SHARE,
+    SOURCE_SHARE,
+    Held,
+    draw,
+    even_shares,
+    of_many,
+)
+from moedraft.storage.records.states import PIECE, add_states, read_states, size_of_states, trim_states
 from moedraft.storage.tables import domains, replay, replay_states
 from moedraft.storage.version_rows import PURGES, raise_counter
 

@@ -1,0 +1,59 @@
+"""What there are no runs of, so that nobody takes silence for a result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from evidence.arrangements import ARRANGEMENTS, FURTHER, JOINT, MAIN, SERVED
+from evidence.streams import ORDERS, title_of
+from evidence.words import listed
+
+Whole = dict[str, Any]
+NO_LEARNERS = (
+    "*No draft* and *lookup* in the text are no arrangements here, since neither learns. What they reach is "
+    "in [benchmarks](benchmarks.md#experts-on-a-real-model)."
+)
+GATE_OF_JOINT = (
+    "With and without the gate there is joint learning only. All other arrangements publish every update."
+)
+SHARED_ALONE = (
+    "*Shared alone* is no arrangement of its own: without experts, joint learning is one adapter on mixed "
+    "replay, which stands here with the rank of both."
+)
+TIMES = (
+    "Requests have an order here and no times. Learning beside traffic under load is in "
+    "[benchmarks](benchmarks.md#what-learning-costs-those-who-are-served)."
+)
+PAPER = (
+    "Of the paper's experiments: its fourth data set, general questions; each objective with each kind of "
+    "data (each was varied alone, where at all); routing by language and by topic; the tokens that are "
+    "guessed most often, by precision and recall before and after, for which the runs would have to keep "
+    "the guesses themselves. The speed-up predicted against measured is in "
+    "[benchmarks](benchmarks.md#experts-on-a-real-model)."
+)
+
+
+def part(whole: Whole) -> str:
+    """The section."""
+    lines = [*never(whole), served(whole), NO_LEARNERS, GATE_OF_JOINT, SHARED_ALONE, TIMES, PAPER]
+    return "## What is not measured here\n\n" + "\n".join(f"- {line}" for line in lines)
+
+
+def never(whole: Whole) -> list[str]:
+    """Patterns, and arrangements that were run on none."""
+    traffic = [title_of(name) for name in ORDERS if name not in whole["patterns"]]
+    every = {name for of in whole["patterns"].values() for name in of}
+    learners = [ARRANGEMENTS[name].title for name in (*MAIN, *FURTHER) if name not in every | {SERVED}]
+    said = (("patterns of traffic", traffic), ("arrangements", learners))
+    return [f"Of the {what}: {'; '.join(names)}." for what, names in said if names]
+
+
+def served(whole: Whole) -> str:
+    """Where the default was not run as a server has it."""
+    title = ARRANGEMENTS[SERVED].title
+    done = [name for name in ORDERS if SERVED in whole["patterns"].get(name, {})]
+    if not done:
+        return f"The default as a server has it ({title}): on no traffic at all."
+    there = [name for name in ORDERS if name not in done and JOINT in whole["patterns"].get(name, {})]
+    without = f"It was not run with {listed(map(title_of, there))}." if there else ""
+    return f"The default as a server has it ({title}) was run with {listed(map(title_of, done))}. {without}"

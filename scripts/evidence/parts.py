@@ -1,0 +1,27 @@
+"""Which arrangements are run on which traffic, by part of the whole."""
+
+from __future__ import annotations
+
+from evidence.arrangements import FURTHER as MORE
+from evidence.arrangements import GATED, JOINT, LATEST, MAIN, STATIC
+from evidence.streams import ONLY, ORDERS, POISONED
+
+QUICK = {"requests": 128, "heldout": 12, "seeds": 1}
+PAPER = ("sql_en", "math_en", "code_python")  # as its Spider, GSM8K and CodeSearchNet
+OBJECTIVES = (JOINT, "joint:rkl", "joint:jsd", "joint:tvd", "joint:missed")
+DATA = (STATIC, JOINT, "joint:draft-data", "joint:mixed-data")
+INTERVALS = (JOINT, "joint:half", "joint:double")
+FURTHER = (STATIC, *MORE)
+ONE = (STATIC, LATEST, "one-offline", "one-both")
+Job = tuple[str, str]  # pattern, arrangement
+PARTS: dict[str, list[Job]] = {
+    "quick": [(p, a) for p in ("steady", "one-by-one") for a in (STATIC, LATEST, JOINT, GATED)],
+    "main": [(pattern, name) for pattern in ORDERS if pattern not in POISONED for name in MAIN],
+    "poison": [(pattern, name) for pattern in POISONED for name in (STATIC, JOINT, GATED)],
+    "objectives": [("steady", name) for name in OBJECTIVES],
+    "interval": [("steady", name) for name in INTERVALS],
+    "data": [("steady", name) for name in DATA],
+    "paper": [(ONLY + domain, name) for domain in PAPER for name in ONE],
+    "further": [(pattern, name) for pattern in ORDERS if pattern not in POISONED for name in FURTHER],
+    "gate": [(p, a) for p in ("steady", "drift", "one-by-one") for a in (GATED, "joint+gate-once")],
+}
