@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .primitives import BIG, INF, at, load_chunk
+from .primitives import BIG, INF, at, fours, load_chunk
 from .reference_cut import COLDEST
 
 MOST_COLD: tl.constexpr = tl.constexpr(COLDEST)
@@ -44,19 +44,19 @@ def weight_of(x, best, inverse, BY_COUNT: tl.constexpr):
 
 @triton.jit
 def measure(
-    row, stride_v, V, best, inverse, hi, lo, shift,
-    BY_COUNT: tl.constexpr, SHIFT: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr,
+    row, stride_v, V, best, inverse, hi, lo, shift, BY_COUNT: tl.constexpr, SHIFT: tl.constexpr,
+    CHUNK: tl.constexpr, BINS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Weights of the keys above `hi` and of those from `lo` on; how many lie in each interval below hi."""
-    above, within = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
+    above, within = tl.zeros([CHUNK // 4], tl.float32), tl.zeros([CHUNK // 4], tl.float32)
     counts = tl.zeros([BINS], tl.int32)
-    for start in range(0, V, CHUNK):
+    for start in tl.range(0, V, CHUNK, num_stages=STAGES):
         offsets = start + tl.arange(0, CHUNK)
         x = load_chunk(row, offsets, stride_v, V)
         key = key_of(x, SHIFT)
         weight = tl.where(offsets < V, weight_of(x, best, inverse, BY_COUNT), 0.0)
-        above += tl.where(key > hi, weight, 0.0)
-        within += tl.where(key >= lo, weight, 0.0)
+        above += fours(tl.where(key > hi, weight, 0.0))
+        within += fours(tl.where(key >= lo, weight, 0.0))
         inside = (offsets < V) & (key <= hi) & (key >= lo)
         interval = tl.where(inside, (hi - key) >> shift, 0).to(tl.int32)
         counts += tl.histogram(interval, BINS, mask=inside)
@@ -109,8 +109,8 @@ def reached(
 
 @triton.jit
 def search(
-    row, stride_v, V, best, inverse, goal, share, hi, lo,
-    BY_COUNT: tl.constexpr, SHIFT: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr,
+    row, stride_v, V, best, inverse, goal, share, hi, lo, BY_COUNT: tl.constexpr, SHIFT: tl.constexpr,
+    CHUNK: tl.constexpr, BINS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """(goal, key, weight above it, logits that have it) where the weights reach the goal, in [lo, hi].
 
@@ -122,7 +122,7 @@ def search(
         shift = tl.sum((((hi - floor) >> tl.arange(0, 32).to(tl.uint32)) >= BINS).to(tl.int32), axis=0)
         shift = shift.to(tl.uint32)
         above, within, counts = measure(
-            row, stride_v, V, best, inverse, hi, floor, shift, BY_COUNT, SHIFT, CHUNK, BINS
+            row, stride_v, V, best, inverse, hi, floor, shift, BY_COUNT, SHIFT, CHUNK, BINS, STAGES
         )
         goal = tl.where(goal < 0, share * within, goal)
         if (within < goal) & (floor > lo):  # it lies in the other half
@@ -159,10 +159,10 @@ def nth_equal(row, stride_v, V, value, n, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def best_of(row, stride_v, V, CHUNK: tl.constexpr):
+def best_of(row, stride_v, V, CHUNK: tl.constexpr, STAGES: tl.constexpr):
     """A row's largest logit, +inf where there is a NaN."""
     top = tl.full([CHUNK], -INF, tl.float32)
-    for start in range(0, V, CHUNK):
+    for start in tl.range(0, V, CHUNK, num_stages=STAGES):
         x = load_chunk(row, start + tl.arange(0, CHUNK), stride_v, V)
         top = tl.where(x == x, tl.maximum(top, x), INF)
     return tl.max(top, axis=0)
@@ -171,13 +171,13 @@ def best_of(row, stride_v, V, CHUNK: tl.constexpr):
 @triton.jit
 def by_mass(
     row, stride_v, V, best, warmth, inverse, share, hi, lo,
-    SHIFT: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr,
+    SHIFT: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """(value, last) of top-p among the keys in [lo, hi]."""
     least = key_of(tl.maximum(best - REACH * warmth, -3.0e38), SHIFT)
     goal, key, before, count = search(
         row, stride_v, V, best, inverse, tl.full([], -1.0, tl.float64), share, hi, tl.maximum(lo, least),
-        False, SHIFT, CHUNK, BINS,
+        False, SHIFT, CHUNK, BINS, STAGES,
     )  # fmt: skip
     value, last = value_of(key, SHIFT), BIG
     each = tl.exp((value - best) * inverse).to(tl.float64)
@@ -190,14 +190,14 @@ def by_mass(
 @triton.jit(do_not_specialize=["T"])
 def cut(
     logits, stride_b, stride_k, stride_v, temperature, top_k, top_p, min_p, values, lasts, V, T,
-    SHIFT: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr,
+    SHIFT: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows), T of each sequence. A row's numbers do not depend on the rows around it."""
     place = tl.program_id(0).to(tl.int64)
     b = place // T
     row = logits + b * stride_b + (place % T) * stride_k
     warmth = tl.load(temperature + b).to(tl.float32)
-    best = best_of(row, stride_v, V, CHUNK)
+    best = best_of(row, stride_v, V, CHUNK, STAGES)
     value, last = -INF, BIG
     if (warmth > 0) & (best > -INF) & (best < INF):
         warmth = tl.maximum(warmth, MOST_COLD)
@@ -208,14 +208,14 @@ def cut(
             if (rank > 0) & (rank < V):
                 _, lo, _, _ = search(
                     row, stride_v, V, best, inverse, rank.to(tl.float64), 1.0, hi, lo,
-                    True, SHIFT, CHUNK, BINS,
+                    True, SHIFT, CHUNK, BINS, STAGES,
                 )  # fmt: skip
                 value = value_of(lo, SHIFT)
         if top_p is not None:
             share = tl.load(top_p + b).to(tl.float64)
             if share < 1:
                 value, last = by_mass(
-                    row, stride_v, V, best, warmth, inverse, share, hi, lo, SHIFT, CHUNK, BINS
+                    row, stride_v, V, best, warmth, inverse, share, hi, lo, SHIFT, CHUNK, BINS, STAGES
                 )
         if min_p is not None:
             least = tl.load(min_p + b).to(tl.float32)

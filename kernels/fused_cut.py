@@ -8,6 +8,8 @@ specification.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -34,10 +36,17 @@ def find_cuts(
         return Cuts(value, last)
     wide = logits.detach() if logits.dim() == 3 else logits.detach()[:, None]
     limits = (None if limit is None else limit.contiguous() for limit in (temperature, top_k, top_p, min_p))
-    width = min(WIDEST, chunk_width(wide.shape[-1]))
     with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
         cut[(value.numel(),)](
             wide, *wide.stride(), *limits, value, last, wide.shape[-1], wide.shape[1],
-            SHIFT=ZEROS.get(logits.dtype, 0), CHUNK=width, BINS=BINS, num_warps=8 if width == WIDEST else 4,
+            SHIFT=ZEROS.get(logits.dtype, 0), BINS=BINS, **tile(wide.shape[-1]),
         )  # fmt: skip
     return Cuts(value, last)
+
+
+def tile(vocab: int) -> dict[str, Any]:
+    """Chunk and warps. Of long rows two chunks are copied while one is worked on."""
+    width = chunk_width(vocab)
+    if width > WIDEST:
+        return {"CHUNK": WIDEST, "STAGES": 3, "num_warps": 8}
+    return {"CHUNK": width, "STAGES": 1, "num_warps": 4, "maxnreg": 128}

@@ -88,6 +88,12 @@ def load_chunk(row, offsets, stride_v, V):
 
 
 @triton.jit
+def fours(values):
+    """Sums of four neighbours each, which one thread holds: a running sum of them takes few registers."""
+    return tl.sum(tl.reshape(values, [values.shape[0] // 4, 4]), axis=1)
+
+
+@triton.jit
 def sum_chunks(values, ROWS: tl.constexpr, CHUNKS: tl.constexpr):
     """Sums of [ROWS, CHUNKS] over the chunks, neighbours first: always in this order.
 

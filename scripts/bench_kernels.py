@@ -5,7 +5,7 @@ holds no time of Python's), the time until Python has the call behind it, the ba
 copy's (counting the fewest bytes that the operation must move), the peak of extra memory, and the error
 against float64. The caches are cold. Without a CUDA device it measures the PyTorch references alone.
 
-The file is written after every case, and a later run goes on where it stopped, as long as the code, the
+The file is written after every contender, and a later run goes on where it stopped, as long as the code, the
 device and the packages are the same. After a failure on a CUDA device, such as a graph that cannot be made,
 the process begins again and goes on from that file, since nothing that runs on the device later could be
 trusted. `--minutes` stops before a case that would begin later. `--tune` also tries other block sizes for the
@@ -114,7 +114,7 @@ def begin_again(until: float) -> NoReturn:
 
 
 def measure(bench: Bench, report: Report, path: Path, until: float) -> int:
-    """Run what the report lacks, saving after every case. Returns how many cases are left."""
+    """Run what the report lacks, saving after every contender. Returns how many cases are left."""
     if bench.cuda and "copy_bytes_per_second" not in report:
         report["copy_bytes_per_second"] = copy_bandwidth(bench)
     known = {case["key"]: case for case in report["cases"]}
@@ -125,13 +125,13 @@ def measure(bench: Bench, report: Report, path: Path, until: float) -> int:
         if bench.cuda:
             torch.cuda.empty_cache()
         start, before = time.monotonic(), known.get(case.key, {"contenders": {}, "seconds": 0.0})
-        found = run_case(case, bench, report.get("copy_bytes_per_second"), before["contenders"])
-        seconds = round(before["seconds"] + time.monotonic() - start, 1)
-        known[case.key] = {"key": case.key, **found, "seconds": seconds}
-        report["cases"] = list(known.values())
-        save(report, path)
+        for found in run_case(case, bench, report.get("copy_bytes_per_second"), before["contenders"]):
+            seconds = round(before["seconds"] + time.monotonic() - start, 1)
+            known[case.key] = {"key": case.key, **found, "seconds": seconds}
+            report["cases"] = list(known.values())
+            save(report, path)
         show(known[case.key])
-        if found["broken"]:
+        if known[case.key]["broken"]:
             begin_again(until)
     return 0
 
@@ -139,7 +139,7 @@ def measure(bench: Bench, report: Report, path: Path, until: float) -> int:
 def tune(bench: Bench, report: Report, path: Path, until: float) -> None:
     """Try the block sizes that the report lacks, saving after each."""
     known = report.setdefault("tuning", [])
-    for entry in tuned(bench, {(one["loss"], one["block"], one["warps"]) for one in known}):
+    for entry in tuned(bench, {(one["loss"], one["block"], one["warps"], one["stages"]) for one in known}):
         known.append(entry)
         save(report, path)
         if failed(entry) and bench.cuda:

@@ -30,7 +30,11 @@ from moedraft import kernels
 from moedraft.kernels import Kind
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
-TILES = ((1024, 4), (2048, 4), (2048, 8), (4096, 8), (4096, 16), (8192, 16), (8192, 32))
+# entries of a block, warps, and stages: 3 is work on one block while the next two are copied
+TILES = (
+    *((1024, 4, 3), (2048, 4, 3), (2048, 8, 1), (2048, 8, 2), (2048, 8, 3), (2048, 8, 4)),
+    *((4096, 8, 3), (4096, 16, 1), (4096, 16, 2), (4096, 16, 3), (8192, 16, 3), (8192, 32, 3)),
+)
 
 
 def cases(bench: Bench) -> list[Case]:
@@ -59,11 +63,11 @@ def cases(bench: Bench) -> list[Case]:
     return list({case.key: case for case in found}.values())
 
 
-Tile = tuple[str, int, int]  # a loss, entries of a block, warps
+Tile = tuple[str, int, int, int]  # a loss, entries of a block, warps, stages
 
 
 def tuned(bench: Bench, known: set[Tile]) -> Iterator[dict[str, Any]]:
-    """Times of the divergences with other block sizes and numbers of warps than the usual ones.
+    """Times of the divergences with other block sizes, numbers of warps and of stages than the usual ones.
 
     Those that are known already are left out; one that a device cannot run is named.
     """
@@ -75,11 +79,13 @@ def tuned(bench: Bench, known: set[Tile]) -> Iterator[dict[str, Any]]:
         "topk fkl": lambda s, _: kernels.divergence(s, teacher_topk=(ids, logprobs)),
         **{kind: lambda s, t, k=kind: kernels.divergence(s, t, kind=k) for kind in KINDS},  # type: ignore[misc]
     }
-    for (block, warps), (name, loss) in itertools.product(TILES, losses.items()):
-        if (name, block, warps) in known:
+    for (block, warps, stages), (name, loss) in itertools.product(TILES, losses.items()):
+        if (name, block, warps, stages) in known:
             continue
-        fused.tile = lambda vocab, b=block, w=warps: {**table(vocab), "BLOCK": b, "num_warps": w}
-        entry: dict[str, Any] = {"loss": name, "block": block, "warps": warps}
+        most = max(64, block // (4 * warps))  # registers of a thread: eight for each of its entries
+        changes = {"BLOCK": block, "num_warps": warps, "STAGES": stages, "maxnreg": most}
+        fused.tile = lambda vocab, changes=changes: {**table(vocab), **changes}
+        entry: dict[str, Any] = {"loss": name, "block": block, "warps": warps, "stages": stages}
         try:
             with reported(entry):
                 entry |= measured([step(loss, student, teacher)], bench)

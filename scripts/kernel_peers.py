@@ -1,6 +1,7 @@
 """What the kernels are compared with: plain PyTorch, and other packages where they are installed.
 
-Each maker raises ImportError where its package is missing; the benchmark then names it and goes on. None of
+Each maker raises ImportError where its package is missing, LeftOut where it has nothing to compare with; the
+benchmark then names it and goes on. None of
 these packages is needed, and none is installed by the project.
 """
 
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from kernel_case import LeftOut
 from kernel_timing import Call
 from torch import Tensor
 
@@ -147,6 +149,8 @@ def plain_topk(kind: str, ids: Tensor, logprobs: Tensor) -> Loss:
 
 
 def liger_divergence(kind: str) -> Loss:
+    if kind == "rkl":  # the student would be its second argument, y_true
+        raise LeftOut("Liger's KL divergence gives no gradient for y_true")
     module = importlib.import_module("liger_kernel.transformers")
     if kind == "tvd":
         tvd = module.LigerTVDLoss(reduction="batchmean")
@@ -155,8 +159,6 @@ def liger_divergence(kind: str) -> Loss:
         jsd = module.LigerJSD(beta=0.5)
         return lambda s, t: jsd(s.log_softmax(-1), t.log_softmax(-1))
     loss = module.LigerKLDIVLoss(reduction="batchmean", log_target=True)
-    if kind == "rkl":
-        return lambda s, t: loss(t.log_softmax(-1), s.log_softmax(-1))
     return lambda s, t: loss(s.log_softmax(-1), t.log_softmax(-1))
 
 

@@ -7,6 +7,7 @@ every call finds a cold cache. `COLD_FACTOR` says how much larger.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ Call = Callable[[], Any]
 COLD_FACTOR = 4  # the sets of data together take at least this many times the L2 cache
 COLD_BYTES = 256 * 2**20  # and at least this much
 MIN_SAMPLES, MAX_SAMPLES = 20, 2000
+GRAPH_US, MOST_REPEATS = 2000.0, 1000  # what a graph lasts at least, of so many rounds at most
 
 
 @dataclass(frozen=True)
@@ -123,24 +125,43 @@ def time_cuda(calls: list[Call], seconds: float) -> dict[str, float]:
     return quantiles(samples)
 
 
-def time_graph(calls: list[Call], seconds: float, eager_us: float) -> dict[str, float]:
-    """One sample is the time of a replayed graph of all calls, divided by their number: no host time."""
-    repeats = max(1, int(400 / max(eager_us, 1.0) / len(calls)))
-    calls[0]()
-    torch.cuda.synchronize()
+def graph_of(calls: list[Call]) -> Any:
+    """A graph of these calls, which has run once."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for call in calls * repeats:
+        for call in calls:
             call()
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph
+
+
+def time_replay(graph: Any) -> float:
+    """Microseconds of one replay."""
+    start, end = event(), event()
+    start.record()
+    graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(end)) * 1e3
+
+
+def time_graph(calls: list[Call], seconds: float) -> dict[str, float]:
+    """One sample is the time of a replayed graph, divided by the number of its calls: no host time.
+
+    A graph holds all calls, as often as it takes to last `GRAPH_US`: what begins a replay is a few of them.
+    """
+    calls[0]()
+    torch.cuda.synchronize()
+    graph, many = graph_of(calls), calls
+    lasted = time_replay(graph)
+    if lasted < GRAPH_US:
+        many = calls * min(MOST_REPEATS, math.ceil(GRAPH_US / max(lasted, 1.0)))
+        graph = graph_of(many)
     samples: list[float] = []
     until = time.perf_counter() + seconds
     while not enough(samples, until):
-        start, end = event(), event()
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        samples.append(start.elapsed_time(end) * 1e3 / (repeats * len(calls)))
+        samples.append(time_replay(graph) / len(many))
     return quantiles(samples)
 
 
@@ -193,9 +214,9 @@ def measured(calls: list[Call], bench: Bench) -> dict[str, Any]:
     return {**found, "host_us": time_host(calls), "extra_mib": peak_mib(calls[0])}
 
 
-def captured(calls: list[Call], bench: Bench, eager_us: float) -> dict[str, Any]:
+def captured(calls: list[Call], bench: Bench) -> dict[str, Any]:
     """The time in a CUDA graph. One that cannot be made is named; do not trust the device then."""
     try:
-        return dict(time_graph(calls, bench.seconds, eager_us))
+        return dict(time_graph(calls, bench.seconds))
     except Exception as error:
         return {"status": f"no graph: {type(error).__name__}: {str(error)[:200]}"}

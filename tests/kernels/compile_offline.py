@@ -26,6 +26,7 @@ from moedraft.kernels import (
     block_kernels,
     coupled_kernels,
     cut_kernels,
+    fused_cut,
     fused_divergence,
     verify,
     verify_kernels,
@@ -60,10 +61,19 @@ def combined(t_max, t_sum, losses, ROWS: tl.constexpr, CHUNKS: tl.constexpr):  #
 
 
 def compile_kernel(
-    kernel: Any, warps: int, absent: tuple[str, ...] = (), fusion: bool | None = None, **constants: Any
+    kernel: Any,
+    warps: int,
+    absent: tuple[str, ...] = (),
+    fusion: bool | None = None,
+    most: int | None = None,
+    odd: bool = False,
+    **constants: Any,
 ) -> dict[str, Any]:
-    """fusion: whether the compiler may make one operation of a product and a sum; None: as it is launched."""
-    shown = constants if fusion is None else constants | {"FUSION": fusion}
+    """fusion: whether the compiler may make one operation of a product and a sum; None: as it is launched.
+
+    most: registers of a thread, where the launch says so. odd: vocabulary and strides do not divide by 16.
+    """
+    shown = constants | ({} if fusion is None else {"FUSION": fusion}) | ({"ODD": True} if odd else {})
     if fusion is None:
         fusion = FUSION or kernel.__module__ == fused_divergence.__name__
     signature: dict[str, str] = {}
@@ -75,12 +85,13 @@ def compile_kernel(
             values[(index,)] = constants.get(name, 1 if name.endswith("_v") else None)
             continue
         signature[name] = TYPES.get(name, "i32")
-        if signature[name].startswith("*") or (signature[name] == "i32" and ALIGNED.fullmatch(name)):
+        divides = signature[name] == "i32" and ALIGNED.fullmatch(name) and not odd
+        if signature[name].startswith("*") or divides:
             hints[(index,)] = [["tt.divisibility", 16]]
     compiled = triton.compile(
         ASTSource(kernel, signature, values, hints),
         target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": warps, "enable_fp_fusion": fusion},
+        options={"num_warps": warps, "enable_fp_fusion": fusion, **({"maxnreg": most} if most else {})},
     )
     return {"kernel": kernel.__name__, **resources(compiled), "constants": repr(shown)}
 
@@ -101,27 +112,50 @@ def resources(compiled: Any) -> dict[str, int]:
         "registers": found["REG"],
         "spilled": found["STACK"] + found["LOCAL"],
         "shared": compiled.metadata.shared,
-        "wide_loads": len(re.findall(r"ld\.global[^;]*\.v4", ptx)),
-        "wide_stores": len(re.findall(r"st\.global[^;]*\.v4", ptx)),
-        "narrow_in_loops": len(re.findall(r"(?:ld|st)\.global(?![^;]*\.v[248])", repeated)),
+        **accesses(ptx, repeated),
+        "narrow_in_streams": sum(accesses(ptx, body)["narrow_in_loops"] for body in streams(ptx)),
         "barriers": len(re.findall(r"bar\.sync", ptx)),
         "barriers_in_loops": len(re.findall(r"bar\.sync", repeated)),
-        "asynchronous": len(re.findall(r"cp\.async\.c[ag]", ptx)),
         "arrivals": len(re.findall(r"atom[^;]*acq_rel[^;]*", ptx)),
         "fused": len(re.findall(r"fma\.rn(?:\.ftz)?\.f32", ptx)),
     }
 
 
-def loops(ptx: str) -> str:
-    """The lines of PTX that lie in a loop: between a label and a branch back to it."""
-    lines = ptx.splitlines()
+def accesses(ptx: str, repeated: str) -> dict[str, int]:
+    """Loads and stores of global memory. Wide ones move 16 bytes; a copy to shared memory is a load, too.
+
+    Narrow ones move a single number, or as a copy less than 16 bytes.
+    """
+    copies = re.findall(r"cp\.async\.c[ag][^;]*, (?:0x)?(\w+)(?:, %\w+)?;", ptx)
+    assert len(copies) == len(re.findall(r"cp\.async\.c[ag]", ptx))
+    narrow = r"(?:ld|st)\.global(?![^;]*\.v[248])|cp\.async\.c[ag](?![^;]*, 0x10\b)"
+    return {
+        "wide_loads": len(re.findall(r"ld\.global[^;]*\.v4", ptx)) + copies.count("10"),
+        "wide_stores": len(re.findall(r"st\.global[^;]*\.v4", ptx)),
+        "narrow_in_loops": len(re.findall(narrow, repeated)),
+        "asynchronous": len(copies),
+    }
+
+
+def spans(lines: list[str]) -> list[range]:
+    """Where loops lie in these lines of PTX: between a label and a branch back to it."""
     labels = {line.split(":")[0].strip(): i for i, line in enumerate(lines) if re.match(r"\s*\$\w+:", line)}
-    inside: set[int] = set()
-    for i, line in enumerate(lines):
-        branch = re.search(r"\bbra(?:\.uni)?\s+(\$\w+)", line)
-        if branch and labels.get(branch[1], i) < i:
-            inside |= set(range(labels[branch[1]], i + 1))
-    return "\n".join(lines[i] for i in sorted(inside))
+    branches = [(i, re.search(r"\bbra(?:\.uni)?\s+(\$\w+)", line)) for i, line in enumerate(lines)]
+    found = [(labels.get(branch[1], i), i) for i, branch in branches if branch]
+    return [range(first, last + 1) for first, last in found if first < last]
+
+
+def loops(ptx: str) -> str:
+    """The lines that lie in a loop."""
+    lines = ptx.splitlines()
+    return "\n".join(lines[i] for i in sorted({i for span in spans(lines) for i in span}))
+
+
+def streams(ptx: str) -> list[str]:
+    """The loops that read or write a row: those in which 16 bytes are moved at a time."""
+    lines = ptx.splitlines()
+    bodies = ["\n".join(lines[i] for i in span) for span in spans(lines)]
+    return [body for body in bodies if re.search(r"(?:ld|st)\.global[^;]*\.v4|cp\.async", body)]
 
 
 def verification(width: int, warps: int) -> list[dict[str, Any]]:
@@ -179,9 +213,13 @@ def chains() -> list[dict[str, Any]]:
 
 
 def filters() -> list[dict[str, Any]]:
-    """The search for what filters leave, of a bfloat16 row and of a short float32 one; and its users."""
-    shapes = ((8, {"SHIFT": 16, "CHUNK": 2048}), (4, {"SHIFT": 0, "CHUNK": 256}))
-    results = [compile_kernel(cut_kernels.cut, warps, (), True, BINS=256, **shape) for warps, shape in shapes]
+    """The search for what filters leave, of bfloat16 rows and of a short float32 one; and its users."""
+    results = []
+    for vocab, shift in ((151_936, 16), (50_257, 16), (32_000, 16), (1024, 0)):
+        tile = fused_cut.tile(vocab)
+        warps, most = tile.pop("num_warps"), tile.pop("maxnreg", None)
+        shape = {"BINS": fused_cut.BINS, "SHIFT": shift, **tile}
+        results.append(compile_kernel(cut_kernels.cut, warps, (), True, most, vocab % 16 > 0, **shape))
     flags = {"HAS_COUNTS": True, "PACKED": False, "CHUNK": 4096}
     absent = ("target_starts", "draft_starts", "d_max", "d_sum")
     sweep = verify_kernels.sweep
@@ -193,19 +231,44 @@ def filters() -> list[dict[str, Any]]:
     return results
 
 
-def losses(vocab: int, kinds: tuple[str, ...] = ("fkl", "rkl", "jsd", "tvd")) -> list[dict[str, Any]]:
-    """The kernels of the divergences, each with its gradient."""
+def unaligned() -> list[dict[str, Any]]:
+    """Verification where rows begin anywhere: with 50 257 entries, say, which are 13 chunks."""
+    rows = ("target_starts", "draft_starts", "counts", *CUTS)
+    flags = {"HAS_COUNTS": False, "PACKED": False, "CHUNK": 4096}
+    shape = {"HAS_DRAFT": True, "HAS_LSE": True, "NCP": 16, "KP": 8, "PER": 1, **flags}
+    absent = (*rows, "d_max", "d_sum")
+    found = {
+        verify_kernels.sweep: (
+            (*absent, "draft"),
+            {"PER": 1, "BOTH": False, "SKIP_GREEDY_SUM": True, **flags},
+        ),
+        verify_kernels.resolve: ((*absent, "lses", "tops"), {"PURPOSE": 3, **shape}),
+        block_kernels.judge: (absent, shape),
+    }
+    return [compile_kernel(kernel, 8, left, odd=True, **more) for kernel, (left, more) in found.items()]
+
+
+def losses(
+    vocab: int, kinds: tuple[str, ...] = ("fkl", "rkl", "jsd", "tvd"), lists: tuple[int, ...] = (16,)
+) -> list[dict[str, Any]]:
+    """The kernels of the divergences, each with its gradient; `lists`: tokens of a top-k teacher, padded."""
     tile = dict(fused_divergence.tile(vocab))
-    warps, results = tile["num_warps"], []
-    shape = {"WANT_GRAD": True, "V": vocab, "BLOCK": tile["BLOCK"]}
+    size = {"V": vocab, "BLOCK": tile["BLOCK"], "STAGES": tile["STAGES"]}
+
+    def of(kernel: Any, **more: Any) -> dict[str, Any]:
+        return compile_kernel(
+            kernel, tile["num_warps"], most=tile["maxnreg"], odd=vocab % 16 > 0, **more, **size
+        )
+
+    results = []
     for kind in kinds:
         if kind in ("fkl", "rkl"):
-            results.append(compile_kernel(fused_divergence._kl, warps, REVERSE=kind == "rkl", **shape))
+            results.append(of(fused_divergence._kl, REVERSE=kind == "rkl", WANT_GRAD=True))
         else:
-            results.append(compile_kernel(fused_divergence._mixed, warps, KIND=kind, **shape))
-        results.append(compile_kernel(fused_divergence._topk, warps, KIND=kind, KP=64, **shape))
-    results.append(compile_kernel(fused_divergence._scale, warps, V=vocab, BLOCK=tile["BLOCK"]))
-    return results
+            results.append(of(fused_divergence._mixed, KIND=kind, WANT_GRAD=True))
+        for count in lists:
+            results.append(of(fused_divergence._topk, KIND=kind, KP=count, WANT_GRAD=True))
+    return [*results, of(fused_divergence._scale)]
 
 
 def known() -> dict[str, Any]:
@@ -240,11 +303,12 @@ def main() -> None:
     results = []
     for width, warps in ((4096, 8), (1024, 4), (256, 4)):
         results += verification(width, warps)
-    results += summation() + chains() + filters()
-    for vocab in (151_936, 1000):
-        results += losses(vocab)
+    results += summation() + chains() + filters() + unaligned()
+    results += losses(151_936, lists=(16, 64)) + losses(
+        1000
+    )  # the trainer's lists have 16 tokens, unless told
     for vocab in (50_257, 262_144):
-        results += losses(vocab, ("fkl",))
+        results += losses(vocab, ("fkl",), (16, 64))
     if sys.argv[1:] == ["--write"]:
         stored = known()
         kernels = {f"{one.pop('kernel')} {one.pop('constants')}": one for one in results}

@@ -49,9 +49,9 @@ def test_the_mean_of_float16_counts_the_rows_that_count(device: str) -> None:
     assert nobody.item() == 0
 
 
-def test_float64_logits_give_float64_whoever_computes(backend: str) -> None:
+def test_float64_logits_give_float64_whoever_computes(backend: str, device: str) -> None:
     """So that a compiled graph, which asks the op's fake, expects what it will get."""
-    student = torch.randn(3, 40, dtype=torch.float64)
+    student = torch.randn(3, 40, dtype=torch.float64, device=device)
     loss = kernels.divergence(student, student.flip(0), reduction="none", backend=backend)  # type: ignore[arg-type]
     assert loss.dtype == torch.float64
 
@@ -78,9 +78,11 @@ def test_ids_outside_the_vocabulary_count_as_padding_on_a_gpu() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("reduce", [False, True])
-def test_the_fake_op_says_what_the_op_gives(reduce: bool, dtype: torch.dtype, backend: str) -> None:
+def test_the_fake_op_says_what_the_op_gives(
+    reduce: bool, dtype: torch.dtype, backend: str, device: str
+) -> None:
     """Types and shapes, which is all that a compiled graph knows before it runs."""
-    student, weight = torch.randn(3, 12).to(dtype), torch.ones(3)
+    student, weight = torch.randn(3, 12, device=device).to(dtype), torch.ones(3, device=device)
     weight = weight.double() if dtype == torch.float64 else weight
     arguments = (student, student.flip(0), None, None, weight, "fkl", 0.5, 1.0, reduce, backend)
     real = torch.ops.moedraft.divergence(*arguments)
@@ -103,3 +105,58 @@ def test_ids_outside_the_vocabulary_count_as_padding_in_a_compiled_graph() -> No
 
     compiled = torch.compile(loss, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(ids, logprobs), loss(*padded))
+
+
+LISTS = {
+    "one lane": [7, 2055, 4103],  # entries 7, 7 + 2048 … of a row are summed in one lane
+    "one lane and its neighbours": [2054, 7, 2056, 4103],
+    "first and last": [0, 4999],
+    "the last block alone": [4998, 4999, 4997],
+}
+
+
+@pytest.mark.parametrize("listed", LISTS.values(), ids=LISTS)
+def test_listed_tokens_leave_the_tokens_of_their_lane_alone(
+    listed: list[int], backend: str, device: str
+) -> None:
+    """The largest probabilities of the tail lie beside what is listed, which outweighs them 10^9 times."""
+    gen = torch.Generator().manual_seed(1)
+    student = torch.randn(2, 5000, generator=gen)
+    student[:, [7, 2055, 4103, 4999, 903, 2951]] += 8  # in the lanes of what is listed
+    student[:, listed] = 30.0
+    ids = torch.tensor([listed, listed[::-1]], device=device)
+    logprobs = torch.full(ids.shape, 0.9 / len(listed)).log().to(device)
+    exact = student.double().to(device).requires_grad_()
+    logs = exact.log_softmax(-1)
+    others = torch.ones(5000, dtype=torch.bool, device=device)
+    others[listed] = False
+    tail = exact[:, others].logsumexp(-1) - exact.logsumexp(-1)
+    t_tail = -torch.expm1(logprobs.double().logsumexp(-1))
+    wanted = (logprobs.double().exp() * (logprobs - logs.gather(1, ids))).sum(-1) + t_tail * (
+        t_tail.log() - tail
+    )
+    wanted.sum().backward()
+    given = student.to(device).requires_grad_()
+    loss = kernels.divergence(given, teacher_topk=(ids, logprobs), reduction="none", backend=backend)  # type: ignore[arg-type]
+    loss.sum().backward()
+    assert given.grad is not None
+    assert exact.grad is not None
+    assert float((loss.detach().double() - wanted.detach()).norm() / wanted.detach().norm()) < 1e-6
+    assert float((given.grad.double() - exact.grad).norm() / exact.grad.norm()) < 1e-5
+    rest = (given.grad.double() - exact.grad)[:, others].norm() / exact.grad[:, others].norm()
+    assert float(rest) < 1e-5
+
+
+def test_a_long_list_is_left_out_in_parts(device: str) -> None:
+    """More tokens than are read again at a time: 300 of 10 000, many of which share lanes."""
+    gen = torch.Generator().manual_seed(2)
+    student, teacher = (torch.randn(2, 10_000, generator=gen).to(device) for _ in range(2))
+    ids = torch.cat((torch.arange(100), torch.arange(2048, 2148), torch.arange(4000, 4100))).to(device)
+    topk = ids.expand(2, -1), teacher.log_softmax(-1)[:, ids]
+    found = []
+    for backend in ("triton", "reference"):
+        given = student.clone().requires_grad_()
+        loss = kernels.divergence(given, teacher_topk=topk, kind="jsd", reduction="none", backend=backend)  # type: ignore[arg-type]
+        loss.sum().backward()
+        found.append((loss.detach(), given.grad))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-7)

@@ -167,6 +167,28 @@ def test_divergence_equals_the_reference(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", [16, 64, 100])
+def test_divergence_from_a_list_equals_the_reference(count: int, kind: str) -> None:
+    """In place too, where the listed tokens' gradient comes after that of the rest, from other threads."""
+    gen = torch.Generator("cuda").manual_seed(0)
+    student = (torch.randn(64, 151_936, device="cuda", generator=gen) * 2).bfloat16()
+    listed = torch.arange(count, device="cuda") * 512 % 151_936  # four to a block, in four lanes of many
+    topk = listed.expand(64, -1), torch.full((64, count), 0.9 / count, device="cuda").log()
+    exact = student.double().requires_grad_()
+    expected = kernels.divergence(exact, teacher_topk=topk, kind=kind, reduction="none", backend="reference")
+    expected.sum().backward()
+    assert exact.grad is not None
+    grads = []
+    for inplace in (False, True, False, True):
+        leaf = student.clone().requires_grad_()
+        loss = kernels.divergence(leaf, teacher_topk=topk, kind=kind, reduction="none", inplace_grad=inplace)
+        grads.append(torch.autograd.grad(loss.sum(), leaf)[0])
+        assert float((loss - expected).norm() / expected.norm()) < 1e-5
+    assert all(torch.equal(grads[0], other) for other in grads[1:])
+    assert float((grads[0].double() - exact.grad).norm() / exact.grad.norm()) < 1e-2
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_in_place_needs_no_memory_and_no_sync(kind: str) -> None:
     student = torch.randn(512, 151_936, device="cuda", dtype=torch.bfloat16)
     teacher = torch.randn_like(student)

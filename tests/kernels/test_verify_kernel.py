@@ -169,29 +169,3 @@ def test_triton_without_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(backends, "HAS_TRITON", False)
     with pytest.raises(ValueError, match="install"):
         chain.run("triton")
-
-
-@triton.jit
-def _combined(maxima, sums, out, ROWS: tl.constexpr, CHUNKS: tl.constexpr):  # noqa: N803
-    cells = tl.arange(0, ROWS)[:, None] * CHUNKS + tl.arange(0, CHUNKS)[None, :]
-    _, _, total = primitives.combine(tl.load(maxima + cells), tl.load(sums + cells), ROWS, CHUNKS)
-    tl.store(out + tl.arange(0, ROWS), total)
-
-
-@pytest.mark.parametrize("chunks", [2, 32, 64])  # 32 and 64 chunks: vocabularies of 131 072 and 262 144
-def test_a_rows_sum_does_not_depend_on_how_many_rows_there_are(chunks: int, device: str) -> None:
-    gen = torch.Generator().manual_seed(0)
-    maxima = (torch.randn(16, chunks, generator=gen) * 3).to(device)
-    sums = (torch.rand(16, chunks, generator=gen) * 1000).to(device)
-    found = {}
-    for rows in (2, 4, 8, 16):
-        out = torch.empty(rows, device=device)
-        _combined[(1,)](maxima[:rows].contiguous(), sums[:rows].contiguous(), out, ROWS=rows, CHUNKS=chunks)
-        found[rows] = out
-    for rows, out in found.items():
-        assert torch.equal(out, found[16][:rows])
-    if device == "cpu":  # the order itself: neighbours first
-        parts = sums * torch.exp(maxima - maxima.amax(1, keepdim=True))
-        while parts.shape[1] > 1:
-            parts = parts[:, ::2] + parts[:, 1::2]
-        assert torch.allclose(found[16], parts[:, 0], rtol=3e-7, atol=0)

@@ -1,0 +1,85 @@
+"""What the kernel benchmark takes a call's time in a graph to be, and which times the targets are held to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from scripts_loader import load_script
+
+
+class Clock:
+    """Stands for a device on which each call of a graph takes 5 µs, and for the time that events read."""
+
+    now, building = 0.0, 0
+
+    def call(self) -> None:
+        self.building += 1
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """The sizes of the graphs that are made."""
+        sizes: list[int] = []
+        clock = self
+
+        class Built:
+            def replay(self) -> None:
+                clock.now += 5e-6 * sizes[-1]
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                self.at = 0.0
+
+            def record(self) -> None:
+                self.at = clock.now
+
+            def elapsed_time(self, later: Event) -> float:
+                return (later.at - self.at) * 1e3
+
+        @contextmanager
+        def capture(graph: Built) -> Iterator[None]:
+            clock.building = 0
+            yield
+            sizes.append(clock.building)
+
+        stubs = {"CUDAGraph": Built, "graph": capture, "Event": Event, "synchronize": lambda: None}
+        for name, stub in stubs.items():
+            monkeypatch.setattr(torch.cuda, name, stub)
+        monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
+        return sizes
+
+
+def test_a_graph_lasts_two_milliseconds_however_slow_python_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How often it holds the calls follows from a replay, in which Python has no part."""
+    timing, clock = load_script("kernel_timing"), Clock()
+    sizes = clock.install(monkeypatch)
+    found = timing.time_graph([clock.call] * 3, 0.01)
+    assert found["us"] == pytest.approx(5.0)
+    assert sizes[0] == 3
+    assert 2000 <= 5 * sizes[1] <= 2000 + 5 * 3
+    monkeypatch.setattr(timing, "GRAPH_US", 10.0)
+    sizes.clear()
+    timing.time_graph([clock.call] * 3, 0.01)
+    assert sizes == [3]  # long enough as it is
+
+
+def test_targets_are_looked_up_in_graphs() -> None:
+    """Each names one case of the benchmark on a GPU; the time between events is not taken for it."""
+    tables, timing = load_script("kernel_tables"), load_script("kernel_timing")
+    bench = timing.cuda_bench(quick=False, cache=tables.H200_CACHE)
+    cases = [
+        {"operation": case.operation, "shape": case.shape}
+        for case in load_script("kernel_cases").cases(bench)
+    ]
+    for name, wanted, _ in tables.TARGETS:
+        matching = [
+            case
+            for case in cases
+            if wanted.items() <= {"operation": case["operation"], **case["shape"]}.items()
+        ]
+        assert len(matching) == 1, name
+        for entry, value in (({"us": 70.0, "graph": {"us": 7.0}}, 7.0), ({"us": 70.0}, None)):
+            report = {"cases": [{**matching[0], "contenders": {"moedraft": entry}}]}
+            assert tables.measured(report, wanted) == value
