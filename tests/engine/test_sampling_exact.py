@@ -112,6 +112,7 @@ def test_anti_correlated_draft(models: tuple[TinyLM, TinyLM]) -> None:
     assert min(p_values(answers, exact(models[0], params))) > 1e-4
 
 
+@pytest.mark.usefixtures("unseeded")
 def test_adaptive_budget_keeps_it_exact(models: tuple[TinyLM, TinyLM]) -> None:
     """Where to stop depends on the prefix and the logits only, so unseeded answers are exact too."""
     params = SamplingParams(1.0)
@@ -126,6 +127,7 @@ def test_verification_of_whole_drafts(models: tuple[TinyLM, TinyLM], params: Sam
 
 
 @pytest.mark.parametrize("source", ["model", "auto"])
+@pytest.mark.usefixtures("unseeded")
 def test_verification_of_whole_drafts_whose_length_is_chosen(
     models: tuple[TinyLM, TinyLM], source: str
 ) -> None:
@@ -138,6 +140,7 @@ def test_verification_of_whole_drafts_whose_length_is_chosen(
 
 
 @pytest.mark.parametrize("source", ["auto", "lookup"])
+@pytest.mark.usefixtures("unseeded")
 def test_what_is_looked_up_keeps_it_exact(models: tuple[TinyLM, TinyLM], source: str) -> None:
     """Certain guesses, alone and beside rows that the model drafts for."""
     params = SamplingParams(1.0)

@@ -177,7 +177,7 @@ def sampled(kind: type[FeatureDrafter], runs: int = RUNS) -> tuple[Counter[tuple
     return Counter(tuple(one.token_ids[1:]) for one in outputs), selector
 
 
-@pytest.mark.usefixtures("often")
+@pytest.mark.usefixtures("often", "unseeded")
 def test_sampled_answers_follow_the_target() -> None:
     """χ² over all pairs of tokens, with experts that evidence exchanges after each token."""
     counts, selector = sampled(FeatureDrafter)
@@ -186,7 +186,7 @@ def test_sampled_answers_follow_the_target() -> None:
     assert chi2(counts, TinyLM(random_table(VOCABULARY, 2))) > 35 + 20 * (2 * 35) ** 0.5
 
 
-@pytest.mark.usefixtures("often")
+@pytest.mark.usefixtures("often", "unseeded")
 def test_an_expert_chosen_by_what_was_proposed_is_noticed() -> None:
     """Negative control: whoever peeks at the candidates changes the law of the answers."""
     counts, _ = sampled(Peeking, 3 * RUNS)
