@@ -60,10 +60,11 @@ class Store:
 
         Those for which adapters do worse, as the gate has found, and those of which nothing was learned yet,
         which have no version and fewer than TAUGHT records: there the shared adapter knows other domains only
-        (docs/experiments.md, "Before anything was learned of a domain").
+        (docs/experiments.md, "Before anything was learned of a domain"). The latter with feature drafters
+        only, whose lists of tokens are noted; an independent draft does not lose by it.
         """
         registry = self.registry
-        if registry.live(SHARED) is None:
+        if registry.live(SHARED) is None or registry.get_meta(GENERAL_LIST) is None:
             return registry.unadapted()
         kept = self.replay.sizes()
         few = (name for name, _ in registry.domain_names() if kept.get(name, 0) < TAUGHT)

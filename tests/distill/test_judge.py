@@ -25,7 +25,7 @@ from moedraft.distill.joint.joint_trainer import JointTrainer, JointUpdate
 from moedraft.distill.joint.plan import JointPlan
 from moedraft.distill.judging.gate import FEW, MOST_KEPT, Measured
 from moedraft.distill.judging.held_out import LEAST, MOST, TOGETHER, HeldOut
-from moedraft.distill.judging.judge import ENOUGH, Judge
+from moedraft.distill.judging.judge import ENOUGH, FEW_RECORDS, Judge
 from moedraft.distill.judging.measures import JointMeasure, Serving, TextMeasure, instead
 from moedraft.distill.loop import LEAST_GAIN, DistillLoop
 from moedraft.distill.outlet import HomeOutlet
@@ -34,7 +34,7 @@ from moedraft.distill.text.batches import collate as collate_text
 from moedraft.distill.text.text_guesses import runs
 from moedraft.distill.warmstart import OnTrial
 from moedraft.storage import changes, version_rows
-from moedraft.storage.store import Store
+from moedraft.storage.store import TAUGHT, Store
 
 from random_models import random_model
 
@@ -414,6 +414,20 @@ def test_a_joint_update_is_published_together(store: Store) -> None:
     assert (found["code"].stood_on, found[SHARED].stood_on) == (1, None)
     assert found["code"].gain == pytest.approx(0.2, abs=0.03)
     assert found[SHARED].gate_records == 16
+
+
+def test_an_expert_waits_until_its_domain_has_a_few_records(store: Store) -> None:
+    """From one or two it learns little; the base drafts meanwhile."""
+    store.replay.add([*held_out(8, "prose", first=5000), *held_out(TAUGHT - 1)])
+    trainer = Together({"shared": 0.1, "code": 0.1})
+    loop = JointLoop(trainer, store, HomeOutlet(store), 4, Judge(Figures(by_tensors), store))  # type: ignore[arg-type]
+    assert loop.run_once() is not None
+    assert trainer.outcomes == ["shared v1", "code kept"]
+    found = {one.expert: one for one in store.updates.recent()}
+    assert (found["code"].decision, found["code"].reason) == ("keep", FEW_RECORDS)
+    store.replay.add([record(9999, "code")])
+    assert loop.run_once() is not None
+    assert store.registry.live("code") is not None
 
 
 def test_an_expert_that_learned_badly_stays_behind(store: Store) -> None:

@@ -22,7 +22,7 @@ from moedraft.distill.outlet import HomeOutlet
 from moedraft.drafting.experts.adapter import PREFIX
 from moedraft.drafting.experts.lora import ExpertBank, Prepared
 from moedraft.storage.adapter_files import sealed
-from moedraft.storage.store import TAUGHT, Store
+from moedraft.storage.store import GENERAL_LIST, TAUGHT, Store
 from moedraft.system.loader import AdapterLoader
 
 from random_models import VOCAB, random_model
@@ -448,7 +448,6 @@ def test_whom_the_base_alone_serves_is_known_to_the_bank(
 ) -> None:
     publish(store, bank, SHARED)
     made = publish(store, bank, "code")
-    store.registry.remove_domain("prose")  # of which nothing was learned
     loader.refresh([], now=True)
     assert (bank.version("code"), bank.unadapted) == (made, frozenset())
     store.registry.set_unadapted(["code"])
@@ -464,6 +463,7 @@ def test_the_base_alone_serves_whom_nothing_was_learned_of(
     loader: AdapterLoader, store: Store, bank: ExpertBank
 ) -> None:
     """What the shared adapter learned from other domains does harm there."""
+    store.registry.set_meta(GENERAL_LIST, "ff")  # of a feature drafter
     publish(store, bank, "code")
     loader.refresh([], now=True)
     assert bank.unadapted == frozenset(), "there is no shared adapter that could do harm"

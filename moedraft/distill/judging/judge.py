@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from moedraft.core import SHARED, ReplayRecord
+from moedraft.core import SHARED, GateDecision, ReplayRecord
 from moedraft.distill.judging.gate import Measured, Verdict
 from moedraft.distill.judging.held_out import HeldOut
 from moedraft.distill.judging.measures import Measure, Serving
@@ -21,9 +21,10 @@ from moedraft.distill.judging.second_look import SecondLook
 from moedraft.distill.judging.together import Options, decide_alone, decide_together, in_doubt
 from moedraft.storage.candidate import Candidate, Weights
 from moedraft.storage.changes import is_pinned
-from moedraft.storage.store import TARGET_ID, Store
+from moedraft.storage.store import TARGET_ID, TAUGHT, Store
 
 OnBatch = Callable[[], None]
+FEW_RECORDS = f"An expert is published once its domain has {TAUGHT} records."
 ENOUGH = 3  # held-out records of a domain that may be left to the base alone
 
 
@@ -69,7 +70,7 @@ class Judge:
         self._newest = newest
         kept = {name: self._kept_before(one) for name, one in made.items()}
         if SHARED in made:
-            verdicts = decide_together(self._options(made, on_batch), kept, SHARED)
+            verdicts = self._together(made, kept, on_batch)
         else:
             verdicts = {name: self._alone(one, kept[name], on_batch) for name, one in made.items()}
         for name, one in made.items():
@@ -77,6 +78,17 @@ class Judge:
             # Without new records a further look tells nothing new; it must not use up the candidate's time.
             self._kept[name] = one.parent, kept[name] + (newest != before) if stays else 0
         return verdicts
+
+    def _together(
+        self, made: dict[str, Candidate], kept: dict[str, int], on_batch: OnBatch
+    ) -> dict[str, Verdict]:
+        """An expert of whose domain hardly anything was learned waits; the shared adapter does not."""
+        sizes = self.store.replay.sizes()
+        early = [name for name in made if name != SHARED and sizes.get(name, 0) < TAUGHT]
+        ripe = {name: one for name, one in made.items() if name not in early}
+        verdicts = decide_together(self._options(ripe, on_batch), kept, SHARED)
+        waits: GateDecision = "discard" if verdicts[SHARED].decision == "discard" else "keep"
+        return verdicts | {name: Verdict(waits, reason=FEW_RECORDS) for name in early}
 
     def _kept_before(self, candidate: Candidate) -> int:
         """How many candidates were kept since the live version was published."""
@@ -97,7 +109,7 @@ class Judge:
         new_shared, sizes = made[SHARED], self.store.replay.sizes()
         shared = self._live(SHARED, new_shared)
         cases = {name: self._case(name, len(sizes), on_batch) for name in sizes}
-        unadapted, options = self.store.registry.unadapted(), dict[str, Options]()
+        unadapted, options = self.store.left_to_base(), dict[str, Options]()
         seen = self.second_look.seen(new_shared)
         for name, case in cases.items():
             own = {} if name == SHARED else {name: self._live(name, new_shared)}
