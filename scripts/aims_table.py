@@ -175,13 +175,6 @@ def costs(found: dict[str, Any], step: dict[str, Any]) -> list[Aim]:
             below=True,
         ),
         Aim(
-            "a draft step with an expert's own vocabulary, target steps",
-            0.06,
-            [ms["draft_own_list_ms"] / ms["target_ms"]],
-            "cost of drafting",
-            below=True,
-        ),
-        Aim(
             f"verifying five tokens at batch 1, plain steps ({beside:.2f})",
             1.15,
             [verify(1)],

@@ -78,6 +78,7 @@ def note(found: dict[str, Any]) -> str:
         f"Intervals are 95 %, over the prompts, at batch 1; batch 8 is a queue of these prompts that was "
         f"answered a few times, and its range that of the runs. The true domain of each prompt is given, so "
         f"routing and the comparing of experts, both on by default, are not in these figures."
+        + (f" {found['note']}" if "note" in found else "")
     )
 
 
@@ -118,14 +119,17 @@ def costs(found: dict[str, Any]) -> str:
     ms = {
         name: sum(seed["step_ms"][name] for seed in found["seeds"]) for name in found["seeds"][0]["step_ms"]
     }
-    draft, own, five = (ms[f"{name}_ms"] / ms["target_ms"] for name in ("draft", "draft_own_list", "verify5"))
+    draft, five = (ms[f"{name}_ms"] / ms["target_ms"] for name in ("draft", "verify5"))
+    own = ""
+    if "draft_own_list_ms" in ms:
+        own = f", {ms['draft_own_list_ms'] / ms['target_ms']:.3f} with an expert's own"
     tokens, times = (mean(found, "all", "experts", what) for what in ("tokens_per_step", "times_plain"))
     assert tokens is not None
     assert times is not None
     return (
-        f"At batch 1 a draft step costs {draft:.3f} target steps by itself with the shared list of tokens, "
-        f"{own:.3f} with an expert's own; checking five tokens costs {five:.2f}; a round of the experts "
-        f"takes {tokens[0] / times[0]:.2f} plain ones, drafting included."
+        f"At batch 1 a draft step costs {draft:.3f} target steps by itself with the shared list of tokens"
+        f"{own}; checking five tokens costs {five:.2f}; a round of the experts takes "
+        f" {tokens[0] / times[0]:.2f} plain ones, drafting included."
     )
 
 

@@ -118,7 +118,10 @@ def part(whole: Whole) -> str:
         "away. Here up to two follow each update, so that there are at most as many as the offline bound "
         "has; those without a gate make all of them. *Wide*: the shared adapter has four times an expert's "
         "rank, as a server's has by default, and one adapter that stands alone as much as both. The experts "
-        "of wide runs are cut to the directions that matter, as a server's are since 2026-11-26. *Until at "
+        "of wide runs are cut to the directions that matter, as a server's are since 2026-11-26. That the "
+        "base drafts for a domain [of which nothing was learned yet]"
+        "(experiments.md#before-anything-was-learned-of-a-domain) is in the wide runs of the slow drift and "
+        "of the new domain alone; all others were made before. *Until at "
         "home*: requests after a new domain came until it had 80 % of what it gains offline, by seed.\n\n"
     )
     head = (
