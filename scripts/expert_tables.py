@@ -128,7 +128,7 @@ def costs(found: dict[str, Any]) -> str:
     assert times is not None
     return (
         f"At batch 1 a draft step costs {draft:.3f} target steps by itself with the shared list of tokens"
-        f"{own}; checking five tokens costs {five:.2f}; a round of the experts takes "
+        f"{own}; checking five tokens costs {five:.2f}; a round of the experts takes"
         f" {tokens[0] / times[0]:.2f} plain ones, drafting included."
     )
 
