@@ -27,12 +27,13 @@ FOREIGN = ("x", "y")
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """Held-out prompts of every domain, and of some that are not registered."""
-    (tmp_path / "data" / "dev").mkdir(parents=True)
-    for name in (*LISTS, *FOREIGN, "general_en"):
-        lines = [json.dumps({"prompt": f"({name}) What is {i} and {i} together?"}) for i in range(8)]
-        with lzma.open(tmp_path / "data" / "dev" / f"{name}.jsonl.xz", "wt") as file:
-            file.write("\n".join(lines))
+    """Prompts of every domain, and of some that are not registered."""
+    for split, question in (("dev", "What is {} together?"), ("train", "Add {}!")):
+        (tmp_path / "data" / split).mkdir(parents=True)
+        for name in (*LISTS, *FOREIGN, "general_en"):
+            prompts = [f"({name}) {question.format(f'{i} and {i}')}" for i in range(8)]
+            with lzma.open(tmp_path / "data" / split / f"{name}.jsonl.xz", "wt") as file:
+                file.write("\n".join(json.dumps({"prompt": prompt}) for prompt in prompts))
     return tmp_path / "data"
 
 
@@ -74,7 +75,8 @@ def test_all_streams_are_measured(system: System, data: Path, monkeypatch: pytes
         f"--domains {','.join(LISTS)} --nowhere {','.join(FOREIGN)} --heldout {HELDOUT} --max-tokens 12",
     )["streams"]
     assert list(found) == [
-        *("labelled", "translated", "permuted", "two in a prompt", "change"),
+        *("labelled", "translated", "framed", "typos", "noise", "few origins"),
+        *("permuted", "two in a prompt", "change"),
         *("no domain", "before registration", "6 arms", "permuted 6 arms"),
     ]
     assert system.bank.experts == before, "the decoys are gone"
@@ -83,6 +85,7 @@ def test_all_streams_are_measured(system: System, data: Path, monkeypatch: pytes
         assert part["prompts"] == HELDOUT * len(FOREIGN if name == "no domain" else LISTS)
         assert {"shared", "classifier", "evidence", "evidence as served", "best fixed"} <= set(ways)
         assert ("owner" in ways) == (name != "two in a prompt")
+        assert (part["sent_right"] is None) == (name == "two in a prompt")
         assert ways["best fixed"]["times_best_fixed"][0] == 1
         assert ways["shared"]["times_best_fixed"][0] <= 1
     assert found["labelled"]["ways"]["shared"] == found["permuted"]["ways"]["shared"]
