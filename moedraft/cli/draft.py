@@ -90,7 +90,7 @@ def train(
 @app.command()
 def export(
     ctx: typer.Context,
-    out: Annotated[Path, typer.Argument(metavar="DIR", help="Where to; a new folder.")],
+    out: Annotated[Path, typer.Argument(metavar="DIR", help="Where to; a drafter there is replaced.")],
     home: HomeOption = None,
     target: TargetOption = None,
     draft: DraftOption = None,

@@ -295,10 +295,11 @@ class DistillLoop:
 
     def _stand_aside(self, verdicts: Mapping[str, Verdict]) -> None:
         """Set for which domains the draft base drafts alone, as the gate says; for none without a gate."""
-        before = self.store.registry.unadapted()
-        said = {name: one.unadapted for name, one in verdicts.items() if one.unadapted is not None}
-        now = {name for name in before if self.judge and name not in said}
-        now |= {name for name, aside in said.items() if aside}
+        before, now = self.store.registry.unadapted(), {n for n, one in verdicts.items() if one.unadapted}
+        if self.judge and SHARED in verdicts and verdicts[SHARED].is_published:
+            now |= self.judge.untaught()  # all domains are decided anew
+        elif self.judge:
+            now |= {name for name in before if name not in verdicts or verdicts[name].unadapted is None}
         if now != before:
             self.outlet.stand_aside(now)
 

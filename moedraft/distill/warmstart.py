@@ -149,6 +149,9 @@ class OnTrial:
             verdicts[self.name] = replace(own, decision="along", reason=reason, unadapted=False)
         return verdicts
 
+    def untaught(self) -> frozenset[str]:
+        return self.judge.untaught() - {self.name}
+
 
 def _update(
     loop: DistillLoop, name: str, steps: int, part: int, on_progress: Progress, *, on_trial: bool

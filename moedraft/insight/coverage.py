@@ -57,7 +57,7 @@ def _list_of(store: Store, name: str) -> tuple[Tokens, str, int | None] | None:
 
     Without a version of its own a domain has the shared adapter's list, and without that the draft base's.
     """
-    names = () if name in store.left_to_base() else (name, SHARED)
+    names = () if name in store.registry.unadapted() else (name, SHARED)
     live = next(filter(None, map(store.registry.live, names)), None)
     own = None if live is None else store.adapters.vocabulary(live)
     if live is not None and own is not None:

@@ -134,7 +134,7 @@ def _expert(store: Store, name: str, served: ExpertStats | None, replay_size: in
         "replay_size": replay_size,
         "updates": store.registry.updates(name),
         "version": live.version if live else 0,
-        "unadapted": name in store.left_to_base(),
+        "unadapted": name in store.registry.unadapted(),
     }
 
 
@@ -164,7 +164,7 @@ def _state(store: Store, name: str) -> Data:
     live, guessed = store.registry.live(name), coverage(store, name)
     return {
         "version": live.version if live else 0,
-        "unadapted": name in store.left_to_base(),
+        "unadapted": name in store.registry.unadapted(),
         "updates": store.registry.updates(name),
         "replay_size": store.replay.count(name),
         "vocabulary": None if guessed is None else asdict(guessed),

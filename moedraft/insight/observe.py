@@ -141,7 +141,7 @@ class Observer:
             replay_oldest=oldest.created_at if oldest else None,
             replay_newest=newest.created_at if newest else None,
             version=live.version if live else 0,
-            unadapted=name in self._store.left_to_base(),
+            unadapted=name in self._store.registry.unadapted(),
             updates=self._store.registry.updates(name),
             coverage=self._coverage(name, newest.id if newest else 0),
         )

@@ -38,9 +38,9 @@ class UpdateLog:
         with self._home.read() as connection:
             return connection.scalar(select(func.max(updates.c.id))) or 0
 
-    def decisions(self, after: int = 0) -> dict[str, int]:
-        """How often the gate decided what, over the updates that are kept; without the first `after`."""
-        judged = updates.c.decision.is_not(None) & (updates.c.id > after)
+    def decisions(self, after: int = 0, until: int = 2**62) -> dict[str, int]:
+        """How often the gate decided what, over the kept updates behind number `after`, up to `until`."""
+        judged = updates.c.decision.is_not(None) & updates.c.id.between(after + 1, until)
         query = select(updates.c.decision, func.count()).where(judged)
         with self._home.read() as connection:
             return {row[0]: row[1] for row in connection.execute(query.group_by(updates.c.decision))}

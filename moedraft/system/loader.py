@@ -113,7 +113,7 @@ class AdapterLoader:
             generation = self.store.registry.generation()
             changes: dict[str, Adapter | None] = {}
             found = [self._find(name, changes) for name in self._names()]
-            unadapted = self.store.left_to_base()
+            unadapted = self.store.registry.unadapted()
             if self.store.registry.generation() == generation:
                 break
         prepared = self.bank.prepare(changes, recent, unadapted, ahead=ahead)

@@ -115,7 +115,7 @@ def _claimed(store: Store, router: Router, texts: list[str]) -> list[str]:
     """Those that are a domain's today: its examples, and what the router would send to it."""
     examples = {one.strip() for domain in store.registry.domains() for one in domain.examples}
     routes = zip(texts, router.route(texts), strict=True)
-    return [text for text, route in routes if text in examples or route.domain != SHARED]
+    return [text for text, route in routes if text.strip() in examples or route.domain != SHARED]
 
 
 def _grouped(router: Router, texts: list[str], least: int) -> list[list[str]]:

@@ -32,7 +32,7 @@ from moedraft.distill.text.text_lessons import TextLessons
 from moedraft.distill.text.text_student import TextStudent
 from moedraft.feature.model import FeatureDraft
 from moedraft.models import LanguageModel
-from moedraft.storage.store import GENERAL_LIST, TARGET_ID, Store
+from moedraft.storage.store import TARGET_ID, Store
 
 DEPTH = 3  # tokens of a draft
 BASE = "base"  # hash of the draft base, of which there is but one here
@@ -99,7 +99,6 @@ class Run:
         self.measure = JointMeasure(self.trainer, DEPTH)
         self.own_measure = self.trainer.measure  # for its log: no decision rests on it, see `learn`
         feature = isinstance(bench.draft, FeatureDraft)
-        store.registry.set_meta(GENERAL_LIST, "ff" if feature else None)  # as a server notes it
         judge = Judge(self.measure, store, base_serves=feature) if arrangement.gate else None
         self.loop = JointLoop(self.trainer, store, HomeOutlet(store), 1, judge)
         self.loop.second_look = judge.second_look if judge and arrangement.second_look else None
@@ -155,7 +154,7 @@ class Run:
     def _counts(self, owner: str, records: list[ReplayRecord]) -> list[list[int]]:
         """As `counts`, of one owner. What nothing has changed is measured once for all runs."""
         loaded = {name: self.store.adapters.load_live(name, self.base) for name in {SHARED, owner}}
-        if owner in self.store.left_to_base():  # the base alone drafts for it
+        if owner in self.store.registry.unadapted():  # the base alone drafts for it
             loaded = dict.fromkeys(loaded)
         serving = {name: one[1] if one else None for name, one in loaded.items()}
         known = {} if any(loaded.values()) else self.bench.untrained

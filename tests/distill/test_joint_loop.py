@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ from moedraft.distill.judging.gate import Verdict
 from moedraft.distill.outlet import HomeOutlet
 from moedraft.learning_state import LearningKind
 from moedraft.storage import changes
+from moedraft.storage.candidate import Candidate
 from moedraft.storage.store import Store
 
 
@@ -133,11 +135,26 @@ def test_a_promotion_during_an_update_makes_nobody_wait(
     assert loop.trainer.last_id == 0  # the records are new to the next update
 
 
+class Says:
+    """A gate with the same verdict for everybody."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        self.verdict = verdict
+
+    def __call__(
+        self, candidates: Sequence[Candidate], on_batch: Callable[[], None] = lambda: None
+    ) -> dict[str, Verdict]:
+        return {one.expert: self.verdict for one in candidates}
+
+    def untaught(self) -> frozenset[str]:
+        return frozenset()
+
+
 @pytest.mark.parametrize(("decision", "follows"), [("promote", True), ("keep", True), ("discard", False)])
 def test_records_are_used_again_unless_the_gate_throws_the_update_away(
     loop: JointLoop, decision: GateDecision, follows: bool
 ) -> None:
-    loop.judge = lambda candidates, on_batch: {one.expert: Verdict(decision) for one in candidates}  # type: ignore[assignment]
+    loop.judge = Says(Verdict(decision))
     loop.trainer.kept = lambda candidate: None  # type: ignore[method-assign]
     loop.store.replay.add([record(i) for i in range(4)])
     loop.trainer.last = loop.store.replay.last_id()  # type: ignore[attr-defined]
@@ -150,7 +167,7 @@ def test_records_are_not_used_again_for_ever_nor_without_a_gate(loop: JointLoop)
     loop.trainer.last = loop.store.replay.last_id()  # type: ignore[attr-defined]
     loop.run_once()
     assert loop.due() is None
-    loop.judge = lambda candidates, on_batch: {one.expert: Verdict("promote") for one in candidates}  # type: ignore[assignment]
+    loop.judge = Says(Verdict("promote"))
     loop.store.replay.add([record(i) for i in range(4, 8)])
     loop.trainer.last = loop.store.replay.last_id()  # type: ignore[attr-defined]
     updates = 0
@@ -166,7 +183,7 @@ def test_updates_without_a_visible_gain_follow_each_other_less_often(loop: Joint
     counts = []
     for gain in (0.1, 0.0):
         verdict = Verdict("keep", 8, gain)
-        loop.judge = lambda candidates, on_batch, v=verdict: {one.expert: v for one in candidates}  # type: ignore[assignment, misc]
+        loop.judge = Says(verdict)
         loop.store.replay.add([record(len(counts) * 10 + i) for i in range(4)])
         loop.trainer.last = loop.store.replay.last_id()  # type: ignore[attr-defined]
         counts.append(0)

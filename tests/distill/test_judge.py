@@ -25,7 +25,7 @@ from moedraft.distill.joint.joint_trainer import JointTrainer, JointUpdate
 from moedraft.distill.joint.plan import JointPlan
 from moedraft.distill.judging.gate import FEW, MOST_KEPT, Measured
 from moedraft.distill.judging.held_out import LEAST, MOST, TOGETHER, HeldOut
-from moedraft.distill.judging.judge import ENOUGH, FEW_RECORDS, Judge
+from moedraft.distill.judging.judge import ENOUGH, TAUGHT, Judge
 from moedraft.distill.judging.measures import JointMeasure, Serving, TextMeasure, instead
 from moedraft.distill.loop import LEAST_GAIN, DistillLoop
 from moedraft.distill.outlet import HomeOutlet
@@ -34,7 +34,7 @@ from moedraft.distill.text.batches import collate as collate_text
 from moedraft.distill.text.text_guesses import runs
 from moedraft.distill.warmstart import OnTrial
 from moedraft.storage import changes, version_rows
-from moedraft.storage.store import TAUGHT, Store
+from moedraft.storage.store import Store
 
 from random_models import random_model
 
@@ -416,18 +416,31 @@ def test_a_joint_update_is_published_together(store: Store) -> None:
     assert found[SHARED].gate_records == 16
 
 
-def test_an_expert_waits_until_its_domain_has_a_few_records(store: Store) -> None:
-    """From one or two it learns little; the base drafts meanwhile."""
+@pytest.mark.parametrize("base_serves", [True, False])
+def test_the_base_serves_a_domain_until_something_was_learned_of_it(store: Store, base_serves: bool) -> None:
+    """What the shared adapter learned of others does harm there; with an independent draft it does not."""
     store.replay.add([*held_out(8, "prose", first=5000), *held_out(TAUGHT - 1)])
     trainer = Together({"shared": 0.1, "code": 0.1})
-    loop = JointLoop(trainer, store, HomeOutlet(store), 4, Judge(Figures(by_tensors), store))  # type: ignore[arg-type]
+    judge = Judge(Figures(by_tensors), store, base_serves=base_serves)
+    loop = JointLoop(trainer, store, HomeOutlet(store), 4, judge)  # type: ignore[arg-type]
     assert loop.run_once() is not None
-    assert trainer.outcomes == ["shared v1", "code kept"]
-    found = {one.expert: one for one in store.updates.recent()}
-    assert (found["code"].decision, found["code"].reason) == ("keep", FEW_RECORDS)
+    assert store.registry.unadapted() == ({"code"} if base_serves else set())
+    assert trainer.outcomes == ["shared v1", *([] if base_serves else ["code v1"])]
     store.replay.add([record(9999, "code")])
-    assert loop.run_once() is not None
+    if base_serves:
+        assert store.registry.unadapted() == {"code"}, "nothing was published since"
+        assert loop.run_once() is not None
+    assert store.registry.unadapted() == set()
     assert store.registry.live("code") is not None
+
+
+def test_nobody_is_left_to_the_base_against_a_persons_choice(store: Store) -> None:
+    store.replay.add(held_out(8, "prose", first=5000))
+    changes.pin(store, "code")
+    judge = Judge(Figures(by_tensors), store, base_serves=True)
+    loop = JointLoop(Together({"shared": 0.1}), store, HomeOutlet(store), 4, judge)  # type: ignore[arg-type]
+    assert loop.run_once() is not None
+    assert store.registry.unadapted() == set()
 
 
 def test_an_expert_that_learned_badly_stays_behind(store: Store) -> None:

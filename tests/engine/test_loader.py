@@ -17,12 +17,12 @@ from candidates import candidate
 from safetensors.torch import save
 from waiting import wait_for
 
-from moedraft.core import SHARED, AdapterVersion, Domain, ReplayRecord, StorageError
+from moedraft.core import SHARED, AdapterVersion, Domain, StorageError
 from moedraft.distill.outlet import HomeOutlet
 from moedraft.drafting.experts.adapter import PREFIX
 from moedraft.drafting.experts.lora import ExpertBank, Prepared
 from moedraft.storage.adapter_files import sealed
-from moedraft.storage.store import GENERAL_LIST, TAUGHT, Store
+from moedraft.storage.store import Store
 from moedraft.system.loader import AdapterLoader
 
 from random_models import VOCAB, random_model
@@ -87,11 +87,6 @@ def publish(store: Store, bank: ExpertBank, name: str) -> int:
     facts = {"parent": live.version if live else 0, "base_hash": bank.base_hash, "rank": 4}
     [made] = HomeOutlet(store).publish([candidate(name, config=config, tensors=tensors, **facts)])
     return made.version
-
-
-def learned_from(domain: str, token: int) -> ReplayRecord:
-    """A record of one token's answer."""
-    return ReplayRecord(domain, domain, 0, "tiny", [token, 1], 1, [[1]], [[0.0]], [], 1, 0)
 
 
 def until(loader: AdapterLoader, holds: Callable[[], bool]) -> None:
@@ -457,20 +452,3 @@ def test_whom_the_base_alone_serves_is_known_to_the_bank(
     store.registry.set_unadapted([])
     loader.refresh([], now=True)
     assert (bank.version("code"), bank.unadapted) == (newer, frozenset())
-
-
-def test_the_base_alone_serves_whom_nothing_was_learned_of(
-    loader: AdapterLoader, store: Store, bank: ExpertBank
-) -> None:
-    """What the shared adapter learned from other domains does harm there."""
-    store.registry.set_meta(GENERAL_LIST, "ff")  # of a feature drafter
-    publish(store, bank, "code")
-    loader.refresh([], now=True)
-    assert bank.unadapted == frozenset(), "there is no shared adapter that could do harm"
-    publish(store, bank, SHARED)
-    loader.refresh([], now=True)
-    assert bank.unadapted == {"prose"}
-    store.replay.add([learned_from("prose", token) for token in range(TAUGHT)])
-    publish(store, bank, SHARED)
-    loader.refresh([], now=True)
-    assert bank.unadapted == frozenset()

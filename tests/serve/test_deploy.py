@@ -11,10 +11,12 @@ from typing import Any, cast
 
 import pytest
 from dashboard_fakes import FakeSupervisor, FakeWorker
+from sqlalchemy import delete
 
 from moedraft.core import GateDecision, UpdateRecord
 from moedraft.serve.http.metrics import PrometheusMetrics
 from moedraft.storage.store import Store
+from moedraft.storage.tables import updates
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 SERIES = re.compile(r"\bmoedraft_\w+")
@@ -27,7 +29,7 @@ def board() -> dict[str, Any]:
 
 def offered() -> set[str]:
     """Every series that a scrape can hold."""
-    log = SimpleNamespace(count=lambda: 0, decisions=lambda after: {})
+    log = SimpleNamespace(count=lambda: 0, decisions=lambda *_: {})
     worker: Any = FakeWorker()
     worker.system = SimpleNamespace(store=SimpleNamespace(updates=log))
     metrics = PrometheusMetrics("mini", worker, cast(Any, FakeSupervisor()))
@@ -52,6 +54,10 @@ def test_decisions_are_counted_whoever_learns(store: Store) -> None:
     for decision in ("withdraw", "promote", "withdraw"):
         update(decision)
     assert (counted(metrics)["withdraw"], counted(metrics)["promote"]) == (2, 1)
+    with store.home.write() as connection:
+        connection.execute(delete(updates).where(updates.c.decision == "withdraw"))  # as the log's bound does
+    update("promote")
+    assert (counted(metrics)["withdraw"], counted(metrics)["promote"]) == (2, 2), "a counter never falls"
 
 
 def counted(metrics: PrometheusMetrics) -> dict[str, float]:

@@ -55,6 +55,7 @@ ATTACK = f'{SECRET} {HOSTILE}</textarea><script>window.hacked="script"</script><
 BAD = "hostile"  # the domain whose description and prompts are all like that
 DOMAINS = ("python", "docs-ja", BAD)
 EXPERTS = (*DOMAINS, SHARED)
+UNGATED = "gate_gain", "gate_least", "gate_most", "gate_records", "reason"  # empty where no gate judged
 PHASES = 3  # the trainer publishes a version for `python` after each but the last
 
 TRAINER = """
@@ -818,9 +819,12 @@ def test_learning(stage: Stage, tabs: Tabs, client: httpx.Client) -> None:
     assert seen.figures["restarts"] == state["restarts"] == stage.scrape.total("trainer_restarts") == 0
     expect(tabs.page("learning").locator('[data-figure="trainer_state"]')).to_have_text(f"{state['waits']}.")
     table = seen.panels["updates"][::-1]
-    assert [
-        {key: cell for key, cell in row.items() if key not in ("at", "gain", "decision")} for row in table
-    ] == [{key: cell for key, cell in one.items() if key != "created_at"} for one in updates]
+    told, ungated = set(updates[0]) - {"created_at"}, dict.fromkeys(UNGATED)
+    assert [{key: row[key] for key in told} for row in table] == [
+        {key: one[key] for key in told} for one in updates
+    ]
+    assert [{key: row[key] for key in UNGATED} for row in table] == [ungated] * len(updates)
+    assert set(table[0]) == {*told, *UNGATED, "at", "gain", "decision"}
     assert [(row["at"], row["gain"]) for row in table] == [
         (one["created_at"], gain) for one, gain in zip(updates, gains, strict=True)
     ]

@@ -10,7 +10,7 @@ from storage_fakes import record
 
 from moedraft.storage import Home, ReplayBuffer
 from moedraft.storage.records.replay import Policy
-from moedraft.storage.records.shares import LEAST_TAUGHT, Held, draw
+from moedraft.storage.records.shares import LEAST_TAUGHT, Held, draw, of_many
 
 pytestmark = pytest.mark.usefixtures("registry")
 
@@ -121,3 +121,11 @@ def test_drawing_repeats_by_its_seed_and_gives_all_there_are() -> None:
     assert draw(held, 12, Random(5)) == draw(held, 12, Random(5)) != draw(held, 12, Random(6))
     assert sorted(draw(held, 100, Random(1))) == list(range(30))
     assert draw([], 5, Random(1)) == []
+
+
+def test_an_operators_records_are_no_rival_of_the_only_key() -> None:
+    """A warm start's have no key; beside them one key still gives all that it has."""
+    held = [Held(i, "key" if i < 40 else "", False) for i in range(42)]
+    assert len(of_many(held, 64, 3)) == 42
+    rival = [*held, Held(42, "other", False)]
+    assert len([i for i in of_many(rival, 64, 3) if i < 40]) == 3, "as many as the others have"

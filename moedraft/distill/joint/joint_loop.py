@@ -64,8 +64,9 @@ class JointLoop(DistillLoop):
         self.trainer.forget(SHARED)  # what was trained on them and not published; experts go with it
 
     def _dropped(self, candidates: Sequence[Candidate]) -> dict[str, Update]:
+        dropped = super()._dropped(candidates)
         self.trainer.last_id = int(self.store.registry.get_meta(f"trained:{SHARED}") or 0)
-        return super()._dropped(candidates)
+        return dropped
 
     def _news(self) -> int:
         """Records of all domains since the last update."""
@@ -100,11 +101,13 @@ class JointLoop(DistillLoop):
         is_fresh = not self.again or self._news() >= self.every
         left = MOST_AGAIN if is_fresh else self.again - 1
         self.again = 0  # unless the gate says otherwise
+        untaught = self.judge.untaught() if self.judge else ()
         made = self.trainer.update(steps=steps, on_step=on_step)
         if made is None:
             self.outlet.learned(SHARED, self.store.replay.last_id(None), None)
             return None
-        updates = self._settle(made.candidates, made.last_id, began, on_step)
+        taught = [one for one in made.candidates if one.expert not in untaught]
+        updates = self._settle(taught, made.last_id, began, on_step)
         if self.outcomes and (is_fresh or updates):
             self.interval.settled(bool(updates))
         outcome = next((one for one in self.outcomes if one.expert == SHARED), None)

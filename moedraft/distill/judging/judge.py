@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from moedraft.core import SHARED, GateDecision, ReplayRecord
+from moedraft.core import SHARED, ReplayRecord
 from moedraft.distill.judging.gate import Measured, Verdict
 from moedraft.distill.judging.held_out import HeldOut
 from moedraft.distill.judging.measures import Measure, Serving
@@ -21,10 +21,10 @@ from moedraft.distill.judging.second_look import SecondLook
 from moedraft.distill.judging.together import Options, decide_alone, decide_together, in_doubt
 from moedraft.storage.candidate import Candidate, Weights
 from moedraft.storage.changes import is_pinned
-from moedraft.storage.store import TARGET_ID, TAUGHT, Store
+from moedraft.storage.store import TARGET_ID, Store
 
 OnBatch = Callable[[], None]
-FEW_RECORDS = f"An expert is published once its domain has {TAUGHT} records."
+TAUGHT = 4  # records from which on a domain gets adapters
 ENOUGH = 3  # held-out records of a domain that may be left to the base alone
 
 
@@ -41,6 +41,8 @@ class JudgeLike(Protocol):
     """Decides on candidates that one update has made."""
 
     def __call__(self, candidates: Sequence[Candidate], on_batch: OnBatch = ...) -> dict[str, Verdict]: ...
+
+    def untaught(self) -> frozenset[str]: ...
 
 
 class Judge:
@@ -70,7 +72,7 @@ class Judge:
         self._newest = newest
         kept = {name: self._kept_before(one) for name, one in made.items()}
         if SHARED in made:
-            verdicts = self._together(made, kept, on_batch)
+            verdicts = decide_together(self._options(made, on_batch), kept, SHARED)
         else:
             verdicts = {name: self._alone(one, kept[name], on_batch) for name, one in made.items()}
         for name, one in made.items():
@@ -79,16 +81,18 @@ class Judge:
             self._kept[name] = one.parent, kept[name] + (newest != before) if stays else 0
         return verdicts
 
-    def _together(
-        self, made: dict[str, Candidate], kept: dict[str, int], on_batch: OnBatch
-    ) -> dict[str, Verdict]:
-        """An expert of whose domain hardly anything was learned waits; the shared adapter does not."""
-        sizes = self.store.replay.sizes()
-        early = [name for name in made if name != SHARED and sizes.get(name, 0) < TAUGHT]
-        ripe = {name: one for name, one in made.items() if name not in early}
-        verdicts = decide_together(self._options(ripe, on_batch), kept, SHARED)
-        waits: GateDecision = "discard" if verdicts[SHARED].decision == "discard" else "keep"
-        return verdicts | {name: Verdict(waits, reason=FEW_RECORDS) for name in early}
+    def untaught(self) -> frozenset[str]:
+        """The domains of which nothing was learned: without a version, and with fewer than TAUGHT records.
+
+        A shared adapter knows other domains only and does harm there, so the base alone is to draft for them
+        (docs/experiments.md, "Before anything was learned of a domain"). None where it cannot, or a person
+        has pinned what serves.
+        """
+        if not self.base_serves:
+            return frozenset()
+        kept, registry = self.store.replay.sizes(), self.store.registry
+        few = [name for name, _ in registry.domain_names() if kept.get(name, 0) < TAUGHT]
+        return frozenset(n for n in few if registry.live(n) is None and not is_pinned(registry, n))
 
     def _kept_before(self, candidate: Candidate) -> int:
         """How many candidates were kept since the live version was published."""
@@ -108,15 +112,16 @@ class Judge:
         """Measure for each domain with records what it could have under the new shared adapter."""
         new_shared, sizes = made[SHARED], self.store.replay.sizes()
         shared = self._live(SHARED, new_shared)
+        untaught = self.untaught()
         cases = {name: self._case(name, len(sizes), on_batch) for name in sizes}
-        unadapted, options = self.store.left_to_base(), dict[str, Options]()
+        unadapted, options = self.store.registry.unadapted(), dict[str, Options]()
         seen = self.second_look.seen(new_shared)
         for name, case in cases.items():
             own = {} if name == SHARED else {name: self._live(name, new_shared)}
             static = self._static_of(case)
             before = static if name in unadapted else case.measured({SHARED: shared, **own})
             base = static if self._may_stand_aside(case) else None
-            old = case.measured({SHARED: new_shared, **own})
+            old = static if name in untaught else case.measured({SHARED: new_shared, **own})
             new = None
             if name in made and name != SHARED:
                 new = case.measured({SHARED: new_shared, name: made[name]})

@@ -8,7 +8,7 @@ them, all else for the expert to which the request was routed.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import get_args
 
@@ -129,7 +129,7 @@ class Gauges(Collector):
 
     def __init__(self, model_name: str, worker: Worker, supervisor: TrainerSupervisor | None) -> None:
         self._model_name, self._worker, self._supervisor = model_name, worker, supervisor
-        self._before = worker.system.store.updates.count()
+        self._updates, self._decided = worker.system.store.updates.count(), dict[str, int]()
 
     def describe(self) -> list[Metric]:
         return []  # the worker may not have started when the collector is registered
@@ -151,13 +151,17 @@ class Gauges(Collector):
             yield self._gauge("trainer_restarts", "Since the start of the server", state.restarts)
             yield self._gauge("trainer_updates", "Since the start of the server", state.updates)
         with suppress(StorageError):  # whoever learns for this home, another process perhaps
-            yield self._decisions(self._worker.system.store.updates.decisions(self._before))
+            yield self._decisions()
 
-    def _decisions(self, counts: Mapping[str, int]) -> Metric:
+    def _decisions(self) -> Metric:
+        log, before = self._worker.system.store.updates, self._updates
+        self._updates = log.count()  # old updates are forgotten, so what was counted is kept here
+        for name, more in log.decisions(before, self._updates).items():
+            self._decided[name] = self._decided.get(name, 0) + more
         text = "What the gate decided on candidates since the start of the server"
         family = CounterMetricFamily("moedraft_gate_decisions", f"{text}.", labels=["model_name", "decision"])
         for decision in get_args(GateDecision):
-            family.add_metric([self._model_name, decision], counts.get(decision, 0))
+            family.add_metric([self._model_name, decision], self._decided.get(decision, 0))
         return family
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:

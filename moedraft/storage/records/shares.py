@@ -33,13 +33,19 @@ def draw(held: list[Held], n: int, random: Random) -> list[int]:
 
 
 def of_many(held: Sequence[Held], n: int, least: int) -> list[int]:
-    """As `within_shares`; where several sources give some, each gives `least` or as many as all others."""
+    """As `within_shares`, but the key with the most records gives no more than all others, or `least`.
+
+    Its further records are left out, and nothing takes their place. So it is only where several keys give
+    some: records without a key are the operator's, or come from a server without keys.
+    """
     sources = {one.id: one.source for one in held}
     chosen = within_shares(held, n)
-    loud = Counter(sources[number] for number in chosen).most_common(1)[0][0] if chosen else ""
+    keys = Counter(sources[number] for number in chosen if sources[number])
+    if len(keys) < 2:
+        return chosen
+    loud, count = keys.most_common(1)[0]
     own = [number for number in chosen if sources[number] == loud]
-    others = len(chosen) - len(own)
-    dropped = set(own[max(least, others) :] if others else ())
+    dropped = set(own[max(least, len(chosen) - count) :])
     return [number for number in chosen if number not in dropped]
 
 
