@@ -52,7 +52,7 @@ from moedraft.showcase.measure import (
     warm_up,
 )
 from moedraft.system.build import System, assemble, open_store, opened
-from moedraft.system.domains import register_all
+from moedraft.system.domains.registering import register_all
 
 DOMAINS = "sql_en,code_python,math_en,docs_fr,docs_ja,support"
 ONE = "one adapter"

@@ -72,7 +72,7 @@ def register(
     settings = settings_for(ctx, home=home, target=target, draft=draft, device=device, dtype=dtype)
     prompts = read_examples(examples)
     check_text(description, "the description")
-    from moedraft.system.domains import check_examples
+    from moedraft.system.domains.registering import check_examples
 
     check_examples(name, prompts)
     remote, warm = owner_of(settings, server), None
@@ -92,8 +92,8 @@ def register(
 def _register(settings: Settings, name: str, prompts: list[str], description: str) -> dict[str, Any]:
     from moedraft.insight.inventory import summary
     from moedraft.system.build import open_router
-    from moedraft.system.domains import register_domain
-    from moedraft.system.suggest import coinciding
+    from moedraft.system.domains.registering import register_domain
+    from moedraft.system.domains.suggest import coinciding
 
     with writing(settings, create=True) as store, busy("Fitting the router"):
         router = open_router(settings, store, fit=False)
@@ -109,7 +109,7 @@ def _register_warm(
         from moedraft.distill.warmstart import warm_start
         from moedraft.insight.inventory import summary
         from moedraft.system.build import build
-        from moedraft.system.domains import register_domain
+        from moedraft.system.domains.registering import register_domain
 
         system = build(settings.model_copy(update={"adaptive_budget": False}))
     try:
@@ -246,7 +246,7 @@ def _remove(settings: Settings, name: str) -> dict[str, Any]:
     with writing(settings) as store:
         find_domain(store, name)
         from moedraft.system.build import open_router
-        from moedraft.system.domains import remove_domain
+        from moedraft.system.domains.registering import remove_domain
 
         with busy("Fitting the router"):
             left = remove_domain(store, open_router(settings, store, fit=False), name)

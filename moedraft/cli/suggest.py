@@ -80,7 +80,7 @@ def _found(settings: Settings, remote: Remote | None, *, every_prompt: bool, tri
             return dict(NOTHING)
         from moedraft.models import load_tokenizer
         from moedraft.system.build import open_router
-        from moedraft.system.suggest import suggest, suggestions_data
+        from moedraft.system.domains.suggest import suggest, suggestions_data
 
         router, tokenizer = open_router(settings, store), load_tokenizer(settings)
         trials = None
@@ -186,6 +186,6 @@ def _overlaps(settings: Settings, remote: Remote | None) -> list[dict[str, Any]]
             note_missing(settings)
             return []
         from moedraft.system.build import open_router
-        from moedraft.system.suggest import overlaps_data
+        from moedraft.system.domains.suggest import overlaps_data
 
         return overlaps_data(store, open_router(settings, store))

@@ -235,8 +235,8 @@ def _supervised(settings: Settings, worker: Worker, stack: ExitStack) -> Trainer
 def _refitted(
     settings: Settings, worker: Worker, supervisor: TrainerSupervisor | None, stack: ExitStack
 ) -> None:
-    """Have the router refitted on the traffic, under the same conditions as the experts are trained."""
-    if supervisor is None or settings.router != "embedding":
+    """Have the router refitted on the traffic, and records filed, when experts may be trained too."""
+    if supervisor is None:
         return
 
     def may() -> bool:

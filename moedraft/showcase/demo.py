@@ -18,7 +18,7 @@ from moedraft.showcase.shipped import DemoPrompts, Query, with_short_answers
 from moedraft.showcase.stream import Event, ExpertProgress, rate, serve_and_learn
 from moedraft.showcase.trials import PLAIN, SYSTEMS, Comparison, Trials
 from moedraft.system.build import System
-from moedraft.system.domains import register_all
+from moedraft.system.domains.registering import register_all
 
 # Requests between two pauses for learning: beside its steps, a joint update takes as long as a dozen of them.
 WINDOWS = {True: 64, False: 24}  # by whether they learn jointly

@@ -30,7 +30,7 @@ from moedraft.selecting.selector import EvidenceSelector
 from moedraft.storage.changes import REFIT, knows_deleted, last_refit
 from moedraft.storage.db import DATABASE
 from moedraft.storage.store import GENERAL_LIST, TARGET_ID, Store
-from moedraft.system.domains import refit
+from moedraft.system.domains.registering import refit
 from moedraft.system.loader import AdapterLoader
 from moedraft.system.recorder import Recorder
 

@@ -15,7 +15,7 @@ from moedraft.core import DOMAIN_NAME, SHARED, InvalidRequest, ReplayRecord, Req
 from moedraft.distill.judging.trial import TriedExpert
 from moedraft.speculation import SpeculationStats
 from moedraft.storage.store import Store
-from moedraft.system.suggest import names_of
+from moedraft.system.domains.suggest import names_of
 
 HIGH = [[60 + (i + step * k) % 8 for k in range(6)] for step in (1, 3) for i in range(6)]
 

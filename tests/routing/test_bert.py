@@ -22,7 +22,7 @@ from moedraft.storage.changes import REFIT, knows_deleted, last_refit
 from moedraft.storage.store import Store
 from moedraft.system import build as build_module
 from moedraft.system.build import FITTING, ROUTER_FOLDER, open_router
-from moedraft.system.domains import register_all, register_domain, remove_domain
+from moedraft.system.domains.registering import register_all, register_domain, remove_domain
 
 EXAMPLES = {name: prompts(name, 20) for name in ("sql", "maths", "python")}
 LEARNS = {"epochs": 20, "learning_rate": 2e-3}

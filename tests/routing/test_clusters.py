@@ -11,7 +11,7 @@ from moedraft.routing.clusters import clusters, overlaps, swallowed_by
 from moedraft.routing.embedder import Floats, features
 from moedraft.routing.router import MAX_EXAMPLES, Router
 from moedraft.storage.store import Store
-from moedraft.system.suggest import overlaps_data
+from moedraft.system.domains.suggest import overlaps_data
 
 EMBEDDER = WordEmbedder()
 

@@ -20,8 +20,8 @@ from moedraft.storage.changes import knows_deleted, last_refit, purge
 from moedraft.storage.db import StorageFull
 from moedraft.storage.store import Store
 from moedraft.system.build import ROUTER_FOLDER, open_router
-from moedraft.system.domains import register_domain
-from moedraft.system.refit import EVERY, is_due, refit_by_traffic, traffic_labels
+from moedraft.system.domains.refit import EVERY, is_due, refit_by_traffic, traffic_labels
+from moedraft.system.domains.registering import register_domain
 
 EXAMPLES = {name: tuple(prompts(name, 12)) for name in TOPICS}
 NEWER = ("inventory", "ledger", "invoice", "shipment", "warehouse", "customer", "tariff", "discount")
@@ -228,7 +228,8 @@ class Serving:
         self.store, self.changing = store, threading.Lock()
         self.router = Router(WordEmbedder(), home / ROUTER_FOLDER)
         self.engine = SimpleNamespace(tokenizer=Words())
-        self.settings = SimpleNamespace(home=home)
+        self.settings = SimpleNamespace(home=home, selector="evidence")
+        self.recorder = SimpleNamespace(flush=lambda: None)
 
 
 @pytest.fixture

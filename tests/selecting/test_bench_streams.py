@@ -19,7 +19,7 @@ from moedraft.config import load_settings
 from moedraft.core import SHARED
 from moedraft.models import load_by
 from moedraft.system.build import System, opened
-from moedraft.system.domains import register_all
+from moedraft.system.domains.registering import register_all
 
 HELDOUT = 2  # prompts of each domain
 FOREIGN = ("x", "y")

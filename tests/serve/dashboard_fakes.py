@@ -42,7 +42,7 @@ from moedraft.serve.worker.worker import Snapshot
 from moedraft.speculation import SpeculationStats, Standing
 from moedraft.storage.keys import KeyFile
 from moedraft.storage.store import Store
-from moedraft.system.suggest import Suggestion, Suggestions
+from moedraft.system.domains.suggest import Suggestion, Suggestions
 
 HOSTILE = '<img src=x onerror="window.hacked=1">{{7*7}}${window.hacked=2}`'
 SERVING = Snapshot(

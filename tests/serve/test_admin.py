@@ -173,7 +173,7 @@ def test_a_domain_is_gone_though_the_router_cannot_be_fitted_without_it(
     def full(*_: Any) -> None:
         raise StorageFull("The disk is full.")
 
-    monkeypatch.setattr("moedraft.system.domains.refit", full)
+    monkeypatch.setattr("moedraft.system.domains.registering.refit", full)
     done = client.delete("/admin/domains/code")
     assert (done.status_code, done.json()["removed"], done.json()["router"]) == (200, "code", False)
     assert names(client) == ["prose"]

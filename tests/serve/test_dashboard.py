@@ -53,7 +53,7 @@ from moedraft.serve.dashboard.suggestions import groups_of, merges_of
 from moedraft.serve.dashboard.words import COVERAGE, FIRST_TOKEN
 from moedraft.storage.keys import KeyFile
 from moedraft.storage.store import Store
-from moedraft.system.suggest import Suggestion, Suggestions
+from moedraft.system.domains.suggest import Suggestion, Suggestions
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 FLAGS = ["--no-sandbox", "--disable-background-networking", "--disable-gpu", "--disable-dev-shm-usage"]

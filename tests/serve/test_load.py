@@ -26,7 +26,7 @@ from moedraft.config import load_settings
 from moedraft.core import SHARED, SamplingParams
 from moedraft.showcase.shipped import examples, traffic
 from moedraft.system.build import System, build
-from moedraft.system.domains import register_all
+from moedraft.system.domains.registering import register_all
 
 STREAMS = 32
 DOMAINS = ("docs-de", "docs-ja", "docs-ru", "docs-ko", "python", "sql")

@@ -12,7 +12,7 @@ from moedraft.config import NO_TEXT
 from moedraft.serve.dashboard.looking import Look
 from moedraft.serve.dashboard.markup import Markup, join, notice, share, tag
 from moedraft.serve.dashboard.panels import Text, show_out
-from moedraft.system.suggest import Suggestion, Suggestions
+from moedraft.system.domains.suggest import Suggestion, Suggestions
 
 PATIENCE = 60.0  # seconds for the search
 MOST = 8  # groups that are shown

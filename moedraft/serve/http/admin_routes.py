@@ -26,8 +26,8 @@ from moedraft.serve.http.schema import ErrorBody, Strict
 from moedraft.serve.supervisor.supervisor import TrainerSupervisor
 from moedraft.storage import changes
 from moedraft.system.build import System, open_router
-from moedraft.system.domains import check_examples, register_domain, remove_domain
-from moedraft.system.suggest import coinciding, suggestions_data
+from moedraft.system.domains.registering import check_examples, register_domain, remove_domain
+from moedraft.system.domains.suggest import coinciding, suggestions_data
 
 MOST_EXAMPLES = 10_000
 MOST_TEXTS = 16  # texts in one request at most, since seeded requests wait while they are routed

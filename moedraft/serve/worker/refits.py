@@ -1,4 +1,7 @@
-"""Refits the router on the traffic now and then, beside the engine and while that leaves room."""
+"""Refits the router on the traffic, beside the engine and while that leaves room.
+
+After a domain was registered, it also files the records anew that were asked of it before.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ from moedraft.core import MoedraftError
 from moedraft.cpu.threads import compute_alone
 from moedraft.routing.router import Router
 from moedraft.system.build import ROUTER_FOLDER, System
-from moedraft.system.refit import is_due, refit_by_traffic
+from moedraft.system.domains import filing
+from moedraft.system.domains.refit import is_due, refit_by_traffic
 
 LOOK_SECONDS = 10.0  # between two looks for enough new answers
 LONGEST_WAIT = 600.0  # after failures, each of which doubles the wait, since each may cost a whole fit
@@ -48,6 +52,8 @@ class Refits:
         if (purges := system.store.registry.purges()) != self._purges:
             self._router, self._purges = None, purges  # it remembers texts that may be deleted now
         router = system.router
+        if self._may() and filing.is_due(system.store) and system.settings.selector != "fixed":
+            self._file_anew()
         if not router.learns_from_traffic or not self._may() or not is_due(system.store):
             return False
         if self._router is None:
@@ -64,6 +70,12 @@ class Refits:
                 result,
             )
         return found is not None and found.taken
+
+    def _file_anew(self) -> None:
+        system = self._system
+        system.recorder.flush()
+        for name, count in filing.file_anew(system.store, system.router, self._tokenizer).items():
+            log.info("%d earlier records are of the new domain %r; its expert learns from them.", count, name)
 
     def _still(self) -> bool:
         return not self._quit.is_set()

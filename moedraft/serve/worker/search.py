@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from moedraft.cpu.threads import compute_alone
 from moedraft.system.build import System
-from moedraft.system.suggest import Suggestions, overlaps_data, suggest
+from moedraft.system.domains.suggest import Suggestions, overlaps_data, suggest
 
 T = TypeVar("T")
 

@@ -22,13 +22,13 @@ from moedraft.routing.clusters import clusters, overlaps, swallowed_by
 from moedraft.routing.embedder import Floats
 from moedraft.routing.router import Router, spread
 from moedraft.storage.store import Store
-from moedraft.system.domains import MIN_EXAMPLES
+from moedraft.system.domains.filing import LOOKED_AT, owners
+from moedraft.system.domains.registering import MIN_EXAMPLES
 from moedraft.system.recorder import script_of
 
 if TYPE_CHECKING:  # a server does not load what learns
     from moedraft.distill.judging.trial import ExpertTrials, TriedExpert
 
-LOOKED_AT = 400  # the newest prompts without an expert; embedding them takes some seconds
 SHOWN = 3  # examples of a group
 SHOWN_CHARACTERS = 300
 MOST_EXAMPLES = 200  # of a group, for the file to register it with
@@ -86,7 +86,7 @@ def suggest(
     for record in records:
         asked = asked_text(tokenizer, record.token_ids[: record.num_prompt_tokens])
         by_text.setdefault(asked, []).append(record)
-    for text in _claimed(store, router, list(by_text)):
+    for text in owners(store, router, list(by_text)):
         del by_text[text]
     left = sum(map(len, by_text.values()))
     by_text.pop("", None)
@@ -109,13 +109,6 @@ def suggest(
             )
         )
     return Suggestions(left, _part(left, routed), capture, tuple(found))
-
-
-def _claimed(store: Store, router: Router, texts: list[str]) -> list[str]:
-    """Those that are a domain's today: its examples, and what the router would send to it."""
-    examples = {one.strip() for domain in store.registry.domains() for one in domain.examples}
-    routes = zip(texts, router.route(texts), strict=True)
-    return [text for text, route in routes if text.strip() in examples or route.domain != SHARED]
 
 
 def _grouped(router: Router, texts: list[str], least: int) -> list[list[str]]:

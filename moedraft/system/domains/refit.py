@@ -22,7 +22,7 @@ from moedraft.routing.router import Router, TriedFit
 from moedraft.storage.changes import PURGES_SEEN, REFIT, knows_deleted, last_refit
 from moedraft.storage.records.shares import Held, of_many
 from moedraft.storage.store import Store
-from moedraft.system.domains import refit
+from moedraft.system.domains.registering import refit
 
 EVERY = 32  # new compared answers that make a refit due
 SURE = 0.9  # the evidence for one arm that makes a label

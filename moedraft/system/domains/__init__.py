@@ -1,0 +1,1 @@
+"""What is registered, what could be, and what the router and the records learn of it."""
