@@ -45,6 +45,9 @@ class TurnsTrainer(JointTrainer):
         return [name for name in super()._learners(owners) if (name == SHARED) == shared]
 
 
+Data = Literal["target", "draft", "mixed"]
+
+
 @dataclass(frozen=True)
 class Arrangement:
     """One way to learn."""
@@ -60,20 +63,20 @@ class Arrangement:
     beforehand: float = 0.0  # share of the requests that are known before the first one is served
     plan: Mapping[str, Any] = field(default_factory=dict)  # changes of the trainer's plan
     every: float = 1.0  # requests and steps of an update, as a multiple of the usual
-    data: Literal["target", "draft", "mixed"] = (
-        "target"  # whose answers are learned from, see `Answers.drafted`
-    )
+    data: Data = "target"  # whose answers are learned from, see `Answers.drafted`
     shared: int = 1  # rank of the shared adapter, as a multiple of an expert's
     further: int = 0  # updates without new requests after each window, as many as the gate sees a use in
 
 
 STATIC, JOINT, GATED, LATEST = "static", "joint", "joint+gate", "latest-window"
+ONE_ADAPTER = "mixed-replay"
+SAYERS: dict[Data, str] = {"draft": "the draft's own answers", "mixed": "answers of both"}
 WIDE = 4  # rank of the shared adapter, as a multiple of an expert's, where nothing else is set
 SERVED = "joint+gate:wide"  # the default as a server has it
 _ALL = (
     Arrangement(STATIC, "static", trainer=None, experts=False),
     Arrangement(LATEST, "one adapter, latest window", OneTrainer, False, True, plan={"replayed": 0.0}),
-    Arrangement("mixed-replay", "one adapter, mixed replay", OneTrainer, False, True),
+    Arrangement(ONE_ADAPTER, "one adapter, mixed replay", OneTrainer, False, True),
     Arrangement("separate-true", "separate experts, true labels", SeparateTrainer, True, True, True),
     Arrangement("separate", "separate experts, classifier", SeparateTrainer, True, True),
     Arrangement("turns", "shared and experts in turns", TurnsTrainer),
@@ -87,6 +90,11 @@ _ALL = (
     Arrangement("joint:missed", "joint, fkl, refused guesses count twice", plan={"missed": 2.0}),
     Arrangement("joint:draft-data", "joint, the draft's own answers", data="draft"),
     Arrangement("joint:mixed-data", "joint, answers of both", data="mixed"),
+    *(
+        Arrangement(f"joint:{kind}+{data}-data", f"joint, {kind}, {whose}", plan={"kind": kind}, data=data)
+        for kind in ("rkl", "jsd")
+        for data, whose in SAYERS.items()
+    ),
     Arrangement("joint:half", "joint, updates twice as often", every=0.5),
     Arrangement("joint:double", "joint, updates half as often", every=2.0),
     Arrangement("mixed-replay:further", "one adapter, further updates", OneTrainer, False, True, further=2),
@@ -105,7 +113,15 @@ _ALL = (
         SERVED, "joint, with gate, wide, further updates (as a server)", gate=True, shared=WIDE, further=2
     ),
 )
+# The arrangement, by objective and whose answers teach it.
+TAUGHT: dict[str, dict[Data, str]] = {
+    "fkl": {"target": JOINT, "draft": "joint:draft-data", "mixed": "joint:mixed-data"},
+    **{
+        kind: {"target": f"joint:{kind}", **{data: f"joint:{kind}+{data}-data" for data in SAYERS}}
+        for kind in ("rkl", "jsd")
+    },
+}
 ARRANGEMENTS = {one.name: one for one in _ALL}
-MAIN = (STATIC, LATEST, "mixed-replay", "separate-true", "separate", "turns", JOINT, GATED, "offline")
-ONLINE = (LATEST, "mixed-replay", "separate", "turns")  # what joint learning stands beside
+MAIN = (STATIC, LATEST, ONE_ADAPTER, "separate-true", "separate", "turns", JOINT, GATED, "offline")
+ONLINE = (LATEST, ONE_ADAPTER, "separate", "turns")  # what joint learning stands beside
 FURTHER = ("mixed-replay:further", "joint:further", "joint+gate:further", "mixed-replay:wide", SERVED)

@@ -18,12 +18,13 @@ from evidence.answers import Answers
 from evidence.arrangements import ARRANGEMENTS
 from evidence.figures import Runs
 from evidence.parts import PARTS, QUICK
-from evidence.prompts import Query, load_domain, reworded
+from evidence.prompts import Domain, Query, load_domain, reworded
 from evidence.running import Bench, Plan, Served, run
 from evidence.streams import ONLY, Traffic, traffic
 from moedraft.config import load_settings
 from moedraft.distill.features.record_states import RecordStates
 from moedraft.drafting.base import draft_name, feature_folder, load_feature_base
+from moedraft.feature.model import FeatureDraft
 from moedraft.models import load_model
 from moedraft.routing.embedder import Embedder
 from moedraft.routing.router import Router
@@ -100,11 +101,15 @@ class Workplace:
         self._routed: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = {}
 
     def run(self, pattern: str, arrangement: str, seed: int) -> dict[str, Any]:
-        stream = traffic(pattern, self.domains, self.args.requests, seed)
-        held = self.held_out(pattern, stream)
+        domains = self.domains_of(pattern)
+        stream = traffic(pattern, domains, self.args.requests, seed)
+        held = self.held_out(pattern, stream, domains)
         by_router = self.route(stream.registered, [query.prompt for query in stream.queries])
         routed = [query.pinned or name for query, name in zip(stream.queries, by_router, strict=True)]
-        found = run(self.bench, ARRANGEMENTS[arrangement], stream, routed, held, seed)
+        one = ARRANGEMENTS[arrangement]
+        alone = pattern.startswith(ONLY) and isinstance(self.bench.draft, FeatureDraft)
+        tell = alone and one.trainer is not None
+        found = run(self.bench, one, stream, routed, held, seed, tell_tokens=tell)
         words = {
             "pattern": pattern,
             "arrangement": arrangement,
@@ -114,10 +119,16 @@ class Workplace:
         marks = {"absent": stream.absent, "turns": stream.turns, "newcomer": stream.newcomer}
         return words | marks | found
 
-    def held_out(self, pattern: str, stream: Traffic) -> list[Served]:
+    def domains_of(self, pattern: str) -> list[Domain]:
+        """Those of the settings; and one that stands alone in a pattern, if it is none of them."""
+        only = pattern.removeprefix(ONLY)
+        more = [] if only == pattern or only in self.args.domains.split(",") else [only]
+        return [*self.domains, *(load_domain(self.args.data, name, self.args.heldout) for name in more)]
+
+    def held_out(self, pattern: str, stream: Traffic, domains: Sequence[Domain]) -> list[Served]:
         queries = [
             Query(domain.name, prompt)
-            for domain in self.domains
+            for domain in domains
             for prompt in (reworded(domain.held_out) if pattern == "reworded" else domain.held_out)
             if not pattern.startswith(ONLY) or domain.name == pattern.removeprefix(ONLY)
         ]
@@ -129,7 +140,8 @@ class Workplace:
         key = registered, tuple(prompts)
         if key not in self._routed:
             router = Router(self.embedder, self.args.cache / "router" / "+".join(registered))
-            examples = {d.name: d.examples for d in self.domains if d.name in registered}
+            known = [domain for name in registered for domain in self.domains_of(ONLY + name)]
+            examples = {domain.name: domain.examples for domain in known if domain.name in registered}
             if not router.matches(examples):
                 router.fit(examples)
             self._routed[key] = [route.domain for route in router.route(prompts)]

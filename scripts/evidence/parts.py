@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from evidence.arrangements import FURTHER as MORE
-from evidence.arrangements import GATED, JOINT, LATEST, MAIN, STATIC
+from evidence.arrangements import GATED, JOINT, LATEST, MAIN, STATIC, TAUGHT
 from evidence.streams import ONLY, ORDERS, POISONED
 
 QUICK = {"requests": 128, "heldout": 12, "seeds": 1}
-PAPER = ("sql_en", "math_en", "code_python")  # as its Spider, GSM8K and CodeSearchNet
+PAPER = ("sql_en", "math_en", "code_python", "general_en")  # its Spider, GSM8K, CodeSearchNet and Alpaca
 OBJECTIVES = (JOINT, "joint:rkl", "joint:jsd", "joint:tvd", "joint:missed")
-DATA = (STATIC, JOINT, "joint:draft-data", "joint:mixed-data")
+DATA = (STATIC, *(name for row in TAUGHT.values() for name in row.values()))
 INTERVALS = (JOINT, "joint:half", "joint:double")
 FURTHER = (STATIC, *MORE)
 ONE = (STATIC, LATEST, "one-offline", "one-both")

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from evidence import tokens
 from evidence.answers import TARGET, Answers
 from evidence.arrangements import Arrangement
 from evidence.streams import Traffic
@@ -26,7 +27,7 @@ from moedraft.distill.joint.joint_loop import JointLoop
 from moedraft.distill.joint.joint_trainer import JointTrainer
 from moedraft.distill.joint.plan import JointPlan, Lessons
 from moedraft.distill.judging.judge import Judge
-from moedraft.distill.judging.measures import JointMeasure
+from moedraft.distill.judging.measures import JointMeasure, Serving
 from moedraft.distill.outlet import HomeOutlet
 from moedraft.distill.text.text_lessons import TextLessons
 from moedraft.distill.text.text_student import TextStudent
@@ -153,16 +154,28 @@ class Run:
 
     def _counts(self, owner: str, records: list[ReplayRecord]) -> list[list[int]]:
         """As `counts`, of one owner. What nothing has changed is measured once for all runs."""
-        loaded = {name: self.store.adapters.load_live(name, self.base) for name in {SHARED, owner}}
-        if owner in self.store.registry.unadapted():  # the base alone drafts for it
-            loaded = dict.fromkeys(loaded)
-        serving = {name: one[1] if one else None for name, one in loaded.items()}
-        known = {} if any(loaded.values()) else self.bench.untrained
+        serving = self._serving(owner)
+        known = {} if any(serving.values()) else self.bench.untrained
         missing = [record for record in records if tuple(record.token_ids) not in known]
         counts = self.measure(serving, owner, missing, lambda: None).counts.tolist() if missing else []
         rows = ([row[0][1], *(hits for hits, _ in row)] for row in counts)
         known |= {tuple(record.token_ids): row for record, row in zip(missing, rows, strict=True)}
         return [known[tuple(record.token_ids)] for record in records]
+
+    def _serving(self, owner: str) -> Serving:
+        """The adapters that draft for this owner now."""
+        loaded = {name: self.store.adapters.load_live(name, self.base) for name in {SHARED, owner}}
+        if owner in self.store.registry.unadapted():  # the base alone drafts for it
+            loaded = dict.fromkeys(loaded)
+        return {name: one[1] if one else None for name, one in loaded.items()}
+
+    def tokens(self, served: Sequence[Served]) -> tokens.Counts:
+        """Which tokens the target says there, and which are guessed."""
+        found: list[tokens.Pair] = []
+        for owner in sorted({self.owner(one) for one in served}):
+            records = [one.record for one in served if self.owner(one) == owner]
+            found += tokens.pairs(self.trainer, self._serving(owner), owner, records, self.measure.general)
+        return tokens.counted(found)
 
 
 def _outcome(one: UpdateRecord) -> dict[str, Any]:
@@ -180,8 +193,13 @@ def run(
     routed: Sequence[str],
     held: Sequence[Served],
     seed: int,
+    *,
+    tell_tokens: bool = False,
 ) -> dict[str, Any]:
-    """Serve the traffic; `routed` is the router's answer to each request. What was found, as JSON."""
+    """Serve the traffic; `routed` is the router's answer to each request. What was found, as JSON.
+
+    tell_tokens: also which tokens of the held-out prompts' answers are guessed, before and after.
+    """
     torch.manual_seed(seed)
     records = bench.answers.records(traffic.queries)
     served = [Served(record, name) for record, name in zip(records, routed, strict=True)]
@@ -189,8 +207,11 @@ def run(
         one = Run(bench, arrangement, store, seed)
         found: dict[str, Any] = {"curve": [], "stream": [], "updates": [], "operations": 0}
         known = round(len(served) * arrangement.beforehand)
+        before = one.tokens(held) if tell_tokens else None
         _learn_beforehand(one, served[:known], found)
         _go_online(one, served[known:], known, held, found)
+        if tell_tokens:
+            found["tokens"] = {"before": before, "after": one.tokens(held)}
     words = {"held_out": [h.record.domain for h in held], "domains": [s.record.domain for s in served]}
     return words | {"routed": list(routed), "target_operations": _target_operations(bench, records)} | found
 

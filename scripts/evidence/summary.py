@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from evidence.arrangements import GATED, JOINT, SERVED, STATIC
+from evidence import tokens
+from evidence.arrangements import GATED, JOINT, ONE_ADAPTER, SERVED, STATIC
 from evidence.figures import (
     Compared,
     Found,
@@ -26,6 +27,7 @@ from evidence.figures import (
 from moedraft.showcase.estimates import Estimate
 
 TENTH = 0.1
+SEVERAL = 2  # domains that differ in the same thing
 PUBLISHED = ("promote", "along")  # decisions of the gate after which a version serves
 
 
@@ -79,7 +81,39 @@ def of_runs(runs: Runs, pattern: str, name: str) -> dict[str, Any]:
             "gain_per_update": per_run,
             "gain_per_minute": 60 * gain["value"] * len(found) / result["cpu_seconds"],
         }
+    result |= {"groups": _groups(runs, pattern, name, held), "told": _tokens(found)}
     return result | _moving(runs, pattern, name, found) | _streamed(found)
+
+
+def _groups(runs: Runs, pattern: str, name: str, held: Sequence[str]) -> dict[str, Any]:
+    """More first guesses than static, and than one adapter, where domains differ in language or in topic."""
+    parts = {"language": [d for d in held if d.startswith("docs")]}
+    parts["topic"] = [d for d in held if d not in parts["language"]]
+    if min(map(len, parts.values())) < SEVERAL or name == STATIC:
+        return {}
+    return {
+        group: {
+            "seeds": len(runs.seeds(pattern, STATIC, name)),
+            "gain": _compared(against(runs, pattern, STATIC, name, domains=domains)),
+            "more": _compared(against(runs, pattern, ONE_ADAPTER, name, domains=domains))
+            if name != ONE_ADAPTER
+            else None,
+        }
+        for group, domains in parts.items()
+    }
+
+
+def _tokens(found: Sequence[Found]) -> dict[str, Any]:
+    """Of the most frequent tokens and the others: their share, precision and recall before and after."""
+    rows = next((run["tokens"] for run in found if "tokens" in run), None)
+    if rows is None:
+        return {}
+    before, after = (tokens.rates(rows[when]) for when in ("before", "after"))
+    return {
+        what: {"share": of["share"]}
+        | {key: {"before": of[key], "after": after[what][key]} for key in ("precision", "recall")}
+        for what, of in before.items()
+    }
 
 
 def _moving(runs: Runs, pattern: str, name: str, found: Sequence[Found]) -> dict[str, Any]:

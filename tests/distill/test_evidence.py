@@ -56,13 +56,15 @@ def bench() -> Any:
     return running.Bench(target, draft, TinyAnswers(target, draft), PLAN)
 
 
-def run(bench: Any, pattern: str, name: str, seed: int = 0, requests: int = 24) -> dict[str, Any]:
+def run(
+    bench: Any, pattern: str, name: str, seed: int = 0, requests: int = 24, **more: Any
+) -> dict[str, Any]:
     """A run whose router is right about every second request."""
     stream = streams.traffic(pattern, DOMAINS, requests, seed)
     routed = [q.domain if i % 2 else SHARED for i, q in enumerate(stream.queries)]
     held = [prompts.Query(one.name, prompt) for one in DOMAINS for prompt in one.held_out]
     served = [running.Served(record, record.domain) for record in bench.answers.records(held)]
-    found = running.run(bench, ARRANGEMENTS[name], stream, routed, served, seed)
+    found = running.run(bench, ARRANGEMENTS[name], stream, routed, served, seed, **more)
     marks = {"absent": stream.absent, "turns": stream.turns, "newcomer": stream.newcomer}
     words = {"pattern": pattern, "arrangement": name, "seed": seed, "machine": "any", "torch": "any"}
     settings = {"every": 6, "measured": 2, "steps": 2, "rows": 4, "rank": 2, "requests": requests}
@@ -123,7 +125,9 @@ def test_a_poisoner_sends_every_third_request_and_claims_domains_that_are_not_it
 # -- arrangements ----------------------------------------------------------------------------------
 
 
-OF_MODELS = ("joint:draft-data", "joint:mixed-data")  # of independent draft models alone
+# For independent draft models alone.
+OF_MODELS = tuple(name for name, one in ARRANGEMENTS.items() if one.data != "target")
+DEAR = tuple(name for name in OF_MODELS if "+" in name)
 VARIANTS = (
     "joint:rkl",
     "joint:missed",
@@ -171,6 +175,18 @@ def test_every_arrangement_runs_and_says_what_it_did(bench: Any, name: str) -> N
     assert (found["operations"] > 0) == (name != "static")
 
 
+def test_tokens_that_are_told_are_those_that_are_counted(bench: Any) -> None:
+    found = run(bench, "only:law", "joint", tell_tokens=True)
+    for when, point in (("before", 0), ("after", -1)):
+        rows = found["tokens"][when]
+        tried, right = (sum(counts[i] for counts in found["curve"][point]["counts"]) for i in (0, 1))
+        said, guessed, both = (sum(row[i] for row in rows) for i in (1, 2, 3))
+        assert (said, guessed, both) == (tried, tried, right)
+        assert rows[-1][0] == -1
+        assert [row[1] for row in rows[:-1]] == sorted((row[1] for row in rows[:-1]), reverse=True)
+    assert found["tokens"]["before"] != found["tokens"]["after"]
+
+
 def test_the_wide_arrangement_has_the_ranks_that_a_server_has_by_default() -> None:
     settings = Settings.model_fields
     assert settings["shared_rank"].default == arrangements.WIDE * settings["adapter_rank"].default
@@ -186,7 +202,13 @@ def text_bench() -> Any:
     return running.Bench(target, draft, found, PLAN)
 
 
-@pytest.mark.parametrize("name", ["static", "mixed-replay", "separate", "joint+gate:wide", *OF_MODELS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in DEAR else ())
+        for name in ("static", "mixed-replay", "separate", "joint+gate:wide", *OF_MODELS)
+    ],
+)
 def test_an_independent_draft_model_runs_in_the_same_arrangements(text_bench: Any, name: str) -> None:
     found = run(text_bench, "steady", name)
     json.dumps(found)

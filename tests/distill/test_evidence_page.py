@@ -16,7 +16,10 @@ command, figures, summary, lows, missing, costs, decisions, served = (
     load_script(f"evidence.{name}")
     for name in ("command", "figures", "summary", "lows", "missing", "costs", "decisions", "served")
 )
-SERVED = load_script("evidence.arrangements").SERVED
+arrangements, paper, tokens = (
+    load_script(f"evidence.{name}") for name in ("arrangements", "paper", "tokens")
+)
+SERVED = arrangements.SERVED
 
 
 # -- figures ---------------------------------------------------------------------------------------
@@ -112,6 +115,45 @@ def test_the_default_as_served_has_a_price_and_a_place() -> None:
     assert "Of the arrangements: one adapter, latest window" in missing.part(whole)
     assert "with slow drift, a −.100" in served.on_the_way(whole)
     assert "experiments.md#the-rank-of-the-shared-adapter" in served.finding(whole)
+
+
+def test_precision_and_recall_of_frequent_tokens() -> None:
+    told = [(1, 1), (1, 1), (1, 2), (2, 1), (3, 3), (4, 9)]
+    rows = tokens.counted(told)
+    assert rows[0] == [1, 3, 3, 2]
+    assert rows[-1] == [-1, 0, 1, 0], "what is guessed and never said"
+    found = tokens.rates(rows)
+    assert found["the 10 most frequent"] == pytest.approx({"share": 1, "precision": 0.6, "recall": 0.5})
+    assert found["the next 90"] == {"share": 0.0, "precision": 0.0, "recall": 0.0}
+    assert found["all others"] == {"share": 0.0, "precision": 0.0, "recall": 0.0}
+    one = made_up("only:sql_en", "latest-window", 0, [0.4, 0.6], tokens={"before": rows, "after": rows})
+    runs = figures.Runs([one, made_up("only:sql_en", "static", 0, [0.4])])
+    text = paper.top_tokens(summary.summary(runs))
+    row = "| sql_en | one adapter, latest window | the 10 most frequent | 1.00 | 0.60 | 0.60 | 0.50 | 0.50 |"
+    assert row in text
+    assert "which tokens are guessed right" not in missing.part(summary.summary(runs))
+    assert "its fourth data set, general questions; each objective" in missing.part(summary.summary(runs))
+
+
+def test_languages_and_topics_are_told_apart() -> None:
+    names = {"held_out": ["docs_fr"] * 10 + ["docs_ja"] * 10 + ["sql"] * 10 + ["code"] * 10}
+    shares = {"static": [0.4], "mixed-replay": [0.4, 0.5], "separate": [0.4, 0.45]}
+    runs = [made_up("steady", name, 0, found, **names) for name, found in shares.items()]
+    text = paper.routed(summary.summary(figures.Runs(runs)))
+    for group in ("language", "topic"):
+        assert f"| {group} | separate experts, classifier | 1 | +.050" in text
+    assert "| −.050" in text, "less than one adapter"
+    assert paper.routed(summary.summary(figures.Runs([made_up("steady", "joint", 0, [0.4])]))) == ""
+
+
+def test_nine_ways_of_objective_and_answers_are_one_table() -> None:
+    nine = [name for row in arrangements.TAUGHT.values() for name in row.values()]
+    runs = [made_up("steady", name, 0, [0.4, 0.6]) for name in nine]
+    runs.append(made_up("steady", "static", 0, [0.4]))
+    whole = summary.summary(figures.Runs(runs))
+    assert paper.data(whole).count("\n| joint") == 9
+    assert "each objective" not in missing.part(whole)
+    assert paper.data(summary.summary(figures.Runs([runs[0], runs[3], runs[-1]]))) == ""
 
 
 def test_tokens_per_step_count_drafts_as_far_as_they_are_right() -> None:

@@ -1,0 +1,73 @@
+"""Which tokens are guessed right: precision and recall of the most frequent ones, before and after learning.
+
+As in the paper: of all places where the target says a token, at how many it was guessed (recall), and of all
+places where it was guessed, at how many the target says it (precision). First guesses of a feature drafter.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from moedraft.core import ReplayRecord
+from moedraft.distill.features.feature_batches import DraftVocabulary, collate, taught_at
+from moedraft.distill.features.feature_lessons import FeatureLessons
+from moedraft.distill.joint.joint_trainer import JointTrainer
+from moedraft.distill.judging.measures import Serving, instead
+
+KEPT = 100  # tokens, the most frequent ones in the target's answers
+Pair = tuple[int, int]  # what the target says, and what was guessed
+Counts = list[list[int]]  # of each token kept: its id, how often it was said, guessed, and both
+
+
+@torch.no_grad()
+def pairs(
+    trainer: JointTrainer,
+    serving: Serving,
+    owner: str,
+    records: Sequence[ReplayRecord],
+    general: torch.Tensor,
+) -> list[Pair]:
+    """Of all places of these answers but the first. general: what is drafted without a list of one's own."""
+    student, lessons = trainer.student, trainer.lessons
+    assert isinstance(lessons, FeatureLessons)
+    who = next((one for one in (serving.get(owner), *serving.values()) if one), None)
+    own = general if who is None or who.vocabulary is None else who.vocabulary
+    found: list[Pair] = []
+    with instead(student, serving):
+        student.use_lists({owner: own})
+        known = DraftVocabulary(student.vocabulary, student.vocab_size)
+        for first in range(0, len(records), trainer.plan.rows):
+            chosen = records[first : first + trainer.plan.rows]
+            batch = collate(chosen, [owner] * len(chosen), lessons.states, known, torch.device("cpu"))
+            hidden, taught = next(iter(lessons.student.outputs(batch, 1))), taught_at(batch, 1)
+            for part in lessons.student.guesses(hidden[taught.rows], batch.owners, taught.counts):
+                ids = student.vocabulary if part.numbers is None else student.vocabulary[part.numbers]
+                said, guessed = taught.tokens[part.rows], ids[part.logits.argmax(-1)]
+                found += zip(said.tolist(), guessed.tolist(), strict=True)
+    return found
+
+
+def counted(found: Sequence[Pair]) -> Counts:
+    """The KEPT most frequent tokens, and in a last row, with the id −1, all others together."""
+    said, guessed = Counter(a for a, _ in found), Counter(b for _, b in found)
+    both = Counter(a for a, b in found if a == b)
+    top = [token for token, _ in said.most_common(KEPT)]
+    rows = [[token, said[token], guessed[token], both[token]] for token in top]
+    rest = [sum(of.values()) - sum(of[token] for token in top) for of in (said, guessed, both)]
+    return [*rows, [-1, *rest]]
+
+
+def rates(rows: Counts) -> dict[str, dict[str, float]]:
+    """By how often tokens are said: their share of all that is said, precision and recall."""
+    frequent = rows[:-1]
+    parts = {"the 10 most frequent": frequent[:10], "the next 90": frequent[10:], "all others": rows[-1:]}
+    return {what: _rates(part, sum(row[1] for row in rows)) for what, part in parts.items()}
+
+
+def _rates(rows: Counts, every: int) -> dict[str, float]:
+    said, guessed, both = (sum(row[i] for row in rows) for i in (1, 2, 3))
+    precision, recall = both / max(guessed, 1), both / max(said, 1)
+    return {"share": said / max(every, 1), "precision": precision, "recall": recall}
