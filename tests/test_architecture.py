@@ -37,7 +37,8 @@ ROOMS = {
     "engine": (15, 1600),
     "feature": (9, 1070),
     "feature/training": (5, 650),
-    "insight": (10, 1520),
+    "insight": (7, 1010),
+    "insight/tables": (5, 540),
     "kernels": (25, 3900),
     "moedraft": (17, 2500),  # the files that lie in no folder
     "routing": (11, 1850),

@@ -11,8 +11,8 @@ from moedraft.core import SHARED, InvalidRequest
 
 if TYPE_CHECKING:
     from moedraft.insight.observe import Observer
-    from moedraft.insight.spans import TimeSpan
-    from moedraft.insight.table import Column, Table
+    from moedraft.insight.tables.spans import TimeSpan
+    from moedraft.insight.tables.table import Column, Table
     from moedraft.insight.views import Overview
 
 SUFFIXES = (".png", ".svg", ".pdf")

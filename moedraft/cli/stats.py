@@ -152,7 +152,7 @@ def _watch(settings: Settings, every: float) -> None:
 def _plot(settings: Settings, span: str, path: Path) -> None:
     from moedraft.cli.plot import check_file, draw
     from moedraft.insight.observe import Observer
-    from moedraft.insight.spans import find_span
+    from moedraft.insight.tables.spans import find_span
 
     check_file(path)
     found = find_span(span)

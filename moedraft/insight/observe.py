@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from moedraft.core import SHARED, ReplayRecord, UpdateRecord
-from moedraft.insight import figures
 from moedraft.insight.columns import RequestReader, Requests, ratio
 from moedraft.insight.coverage import Coverage, coverage
-from moedraft.insight.expert_tables import experts_table, versions_table
-from moedraft.insight.spans import Grid, TimeSpan, grid_of
+from moedraft.insight.tables import figures
+from moedraft.insight.tables.expert_tables import experts_table, versions_table
+from moedraft.insight.tables.spans import Grid, TimeSpan, grid_of
 from moedraft.insight.views import Expert, ExpertView, LearningView, Overview, RouterView
 from moedraft.storage.requests import ExpertStats
 from moedraft.storage.store import Store

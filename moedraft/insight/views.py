@@ -13,7 +13,7 @@ from moedraft.insight.change import (
     tokens_per_step,
 )
 from moedraft.insight.coverage import Coverage
-from moedraft.insight.table import Table
+from moedraft.insight.tables.table import Table
 from moedraft.storage.requests import ExpertStats
 
 

@@ -40,8 +40,8 @@ from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_play
 from moedraft.core import SHARED, AdapterVersion, Domain, UpdateRecord
 from moedraft.insight.change import change_of_tokens_per_step, first_step_share, tokens_per_step
 from moedraft.insight.observe import Observer
-from moedraft.insight.spans import SPANS
-from moedraft.insight.table import Column, Table
+from moedraft.insight.tables.spans import SPANS
+from moedraft.insight.tables.table import Column, Table
 from moedraft.insight.views import RouterView
 from moedraft.learning_state import LearningKind, LearningState, paused, waiting
 from moedraft.serve.dashboard import markup

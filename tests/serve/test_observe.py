@@ -27,12 +27,13 @@ from moedraft.core import (
     StorageError,
     UpdateRecord,
 )
-from moedraft.insight import figures, inventory, observe
+from moedraft.insight import inventory, observe
 from moedraft.insight.columns import NUMBERS, RequestReader
 from moedraft.insight.coverage import NEWEST, Coverage
 from moedraft.insight.observe import Observer
-from moedraft.insight.spans import MOST_STEPS, SPANS, find_span, grid_of
-from moedraft.insight.table import Column, Table
+from moedraft.insight.tables import figures
+from moedraft.insight.tables.spans import MOST_STEPS, SPANS, find_span, grid_of
+from moedraft.insight.tables.table import Column, Table
 from moedraft.speculation import SpeculationStats
 from moedraft.storage.store import GENERAL_LIST, Store
 from moedraft.system.build import general_list

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moedraft.core import SHARED
-from moedraft.insight.figures import ALL
-from moedraft.insight.table import Cell, Column, Kind, Table
+from moedraft.insight.tables.figures import ALL
+from moedraft.insight.tables.table import Cell, Column, Kind, Table
 
 Options = dict[str, Any]
 

@@ -11,7 +11,7 @@ from nicegui import ui
 from moedraft.core import SHARED
 from moedraft.insight.change import Change
 from moedraft.insight.coverage import Coverage
-from moedraft.insight.figures import FIRST_STEP, PER_STEP
+from moedraft.insight.tables.figures import FIRST_STEP, PER_STEP
 from moedraft.insight.views import Expert, ExpertView
 from moedraft.serve.dashboard import charts
 from moedraft.serve.dashboard.looking import Look

@@ -10,8 +10,8 @@ from fastapi import Request, Response
 
 from moedraft.core import SHARED, InvalidRequest, StorageError
 from moedraft.insight.observe import Observer
-from moedraft.insight.spans import TimeSpan, find_span
-from moedraft.insight.table import Table
+from moedraft.insight.tables.spans import TimeSpan, find_span
+from moedraft.insight.tables.table import Table
 from moedraft.insight.views import ExpertView
 from moedraft.serve.dashboard.looking import LOOKING, Looking
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from nicegui import ui
 
-from moedraft.insight.table import Table
+from moedraft.insight.tables.table import Table
 from moedraft.insight.views import LearningView
 from moedraft.serve.dashboard import charts
 from moedraft.serve.dashboard.looking import Look

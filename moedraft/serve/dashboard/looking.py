@@ -11,7 +11,7 @@ from starlette.requests import HTTPConnection
 
 from moedraft.core import InvalidRequest
 from moedraft.insight.observe import Observer
-from moedraft.insight.spans import DEFAULT, SPANS, TimeSpan, find_span
+from moedraft.insight.tables.spans import DEFAULT, SPANS, TimeSpan, find_span
 from moedraft.serve.http.errors import ApiError
 
 if TYPE_CHECKING:

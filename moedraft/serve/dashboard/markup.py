@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 
 from moedraft.insight.change import Change
-from moedraft.insight.table import Cell, Column, Table
+from moedraft.insight.tables.table import Cell, Column, Table
 
 NONE = "–"
 VOID = ("br", "hr", "img", "input", "meta", "link")

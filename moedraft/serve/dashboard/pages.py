@@ -9,7 +9,7 @@ from fastapi import Request
 from nicegui import PageArguments, ui
 from nicegui.elements.sub_pages import SubPages
 
-from moedraft.insight.spans import SPANS
+from moedraft.insight.tables.spans import SPANS
 from moedraft.serve.dashboard.experts import experts_page
 from moedraft.serve.dashboard.learning import learning_page
 from moedraft.serve.dashboard.looking import Look

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 from nicegui import ui
 
 from moedraft.core import StorageError
-from moedraft.insight.table import Table
+from moedraft.insight.tables.table import Table
 from moedraft.serve.dashboard.charts import Options
 from moedraft.serve.dashboard.looking import Look
 from moedraft.serve.dashboard.markup import Markup, legend, notice, numbers, tag

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from moedraft.core import SHARED, UpdateRecord
 from moedraft.insight.columns import Codes, Requests, ratio
-from moedraft.insight.spans import Grid
-from moedraft.insight.table import Cell, Column, Kind, Mark, Row, Table
+from moedraft.insight.tables.spans import Grid
+from moedraft.insight.tables.table import Cell, Column, Kind, Mark, Row, Table
 
 BINS = 10  # intervals of the router's confidence, in the histogram
 ALL = "all experts"

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from moedraft.core import AdapterVersion
 from moedraft.insight.change import Change
 from moedraft.insight.columns import Requests
-from moedraft.insight.figures import FIRST_STEP
-from moedraft.insight.table import Column, Kind, Row, Table
+from moedraft.insight.tables.figures import FIRST_STEP
+from moedraft.insight.tables.table import Column, Kind, Row, Table
 from moedraft.insight.views import Expert
 
 

@@ -1,0 +1,1 @@
+"""The tables that pages, plots and CSV files show, and the spans of time that they cover."""
