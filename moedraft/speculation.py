@@ -27,6 +27,10 @@ class SpeculationStats:
     # one that is not routed yet, or in place of its expert.
     shared_drafted_at: list[int] = field(default_factory=list)
     shared_accepted_at: list[int] = field(default_factory=list)
+    # Tokens that were compared while another than the router's choice drafted, and how many more of them it
+    # would have guessed right than that.
+    overruled_tokens: int = 0
+    overruled_gain: float = 0.0
 
     def __add__(self, other: SpeculationStats) -> SpeculationStats:
         names = [one.name for one in fields(self)]

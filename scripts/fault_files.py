@@ -20,9 +20,9 @@ from moedraft.core import Domain, MoedraftError, RequestStats
 from moedraft.drafting.experts.adapter import PREFIX
 from moedraft.speculation import SpeculationStats
 from moedraft.storage import db
-from moedraft.storage.candidate import Candidate
 from moedraft.storage.db import DATABASE, Home
 from moedraft.storage.store import Store
+from moedraft.storage.versions.candidate import Candidate
 from moedraft.system.build import System, build
 
 OUTPUT = "lm_head"

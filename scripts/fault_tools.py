@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from moedraft.core import Domain, ReplayRecord
-from moedraft.storage.candidate import Candidate
 from moedraft.storage.keys import KeyFile
 from moedraft.storage.store import Store
+from moedraft.storage.versions.candidate import Candidate
 
 Say = Callable[[str], None]
 STANDSTILL = 5.0  # s; a busy machine does not hold a process up for so long

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from moedraft.storage.candidate import Candidate
+from moedraft.storage.versions.candidate import Candidate
 
 
 def candidate(expert: str = "code", value: float = 1.0, **changes: Any) -> Candidate:

@@ -37,7 +37,7 @@ ROOMS = {
     "engine": (15, 1600),
     "feature": (9, 1070),
     "feature/training": (5, 650),
-    "insight": (7, 1010),
+    "insight": (7, 1015),
     "insight/tables": (5, 540),
     "kernels": (25, 3900),
     "moedraft": (17, 2500),  # the files that lie in no folder
@@ -50,9 +50,10 @@ ROOMS = {
     "serve/supervisor": (6, 850),
     "serve/worker": (7, 1000),
     "showcase": (12, 1600),
-    "storage": (14, 2560),
+    "storage": (11, 1900),
     "storage/records": (6, 675),
-    "storage/migrations": (14, 360),  # one more for each change of the schema
+    "storage/versions": (5, 715),
+    "storage/migrations": (15, 375),  # one more for each change of the schema
     "system": (5, 700),
     "system/domains": (5, 500),
 }

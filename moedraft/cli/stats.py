@@ -92,10 +92,11 @@ def _look(settings: Settings) -> dict[str, Any]:
         }
 
 
-def routing_of(store: Store | None) -> dict[str, int]:
-    """Requests that the router decided, and how many of them evidence gave to another draft."""
-    routed, overruled = store.requests.routing() if store is not None else (0, 0)
-    return {"routed": routed, "overruled": overruled}
+def routing_of(store: Store | None) -> dict[str, Any]:
+    """Requests that the router decided, and what evidence made of them."""
+    from moedraft.storage.requests import RoutingCounts
+
+    return (RoutingCounts() if store is None else store.requests.routing())._asdict()
 
 
 def _show(data: dict[str, Any], as_json: bool) -> None:
@@ -108,12 +109,12 @@ def _show(data: dict[str, Any], as_json: bool) -> None:
 
 
 def _lines(data: dict[str, Any]) -> list[str]:
+    from moedraft.insight.views import overruled
+
     lines = [f"Learning: {data['learning']['status']}"]
     routing = data["routing"]
     if routing["overruled"]:
-        lines.append(
-            f"Routing: evidence overruled the router in {routing['overruled']} of {routing['routed']}"
-        )
+        lines.append(f"Routing: evidence {overruled(routing)}")
     engine = data["engine"]
     if engine:
         lines.append(f"Server: {100 * engine['idle']:.0f} % idle, {engine['waiting']} waiting")

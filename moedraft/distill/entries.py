@@ -7,8 +7,8 @@ from dataclasses import replace
 from moedraft.core import SHARED, AdapterVersion, UpdateRecord
 from moedraft.distill.judging.gate import Verdict
 from moedraft.distill.judging.watch import Withdrawal
-from moedraft.storage.candidate import Candidate
 from moedraft.storage.registry import Registry
+from moedraft.storage.versions.candidate import Candidate
 
 
 def update_entry(

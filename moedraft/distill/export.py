@@ -25,9 +25,9 @@ from moedraft.core import SHARED, AdapterVersion, InvalidRequest
 from moedraft.distill.peft_config import peft_config
 from moedraft.drafting.experts.adapter import HEAD, LORA_A, LORA_B, PREFIX, Delta, scaling
 from moedraft.feature.vocabulary import rows_for
-from moedraft.storage.adapters import LoadedAdapter
-from moedraft.storage.candidate import CONFIG, VOCABULARY, WEIGHTS
 from moedraft.storage.store import Store
+from moedraft.storage.versions.adapters import LoadedAdapter
+from moedraft.storage.versions.candidate import CONFIG, VOCABULARY, WEIGHTS
 
 Part = tuple[AdapterVersion, LoadedAdapter]
 

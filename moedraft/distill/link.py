@@ -33,8 +33,8 @@ from moedraft.distill.messages import (
     Withdrawn,
     from_server,
 )
-from moedraft.storage.candidate import Candidate, write_files
 from moedraft.storage.db import storage_errors
+from moedraft.storage.versions.candidate import Candidate, write_files
 
 log = logging.getLogger(__name__)
 

@@ -30,9 +30,9 @@ from moedraft.distill.judging.watch import Watch, followers
 from moedraft.distill.outlet import Outlet
 from moedraft.distill.single.trainer import OnStep, Trainer
 from moedraft.learning_state import LearningKind, LearningState, paused, waiting
-from moedraft.storage.candidate import Candidate, CandidateSummary
 from moedraft.storage.changes import is_pinned
 from moedraft.storage.store import Store
+from moedraft.storage.versions.candidate import Candidate, CandidateSummary
 
 log = logging.getLogger(__name__)
 

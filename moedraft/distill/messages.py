@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from moedraft.core import AdapterVersion, UpdateRecord
 from moedraft.learning_state import LearningKind, LearningState
-from moedraft.storage.candidate import Candidate, CandidateSummary
+from moedraft.storage.versions.candidate import Candidate, CandidateSummary
 
 TRAINING = "training"  # folder of the home in which finished candidates are handed over
 

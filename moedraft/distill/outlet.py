@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Protocol
 
 from moedraft.core import AdapterVersion, InvalidRequest, UpdateRecord
-from moedraft.storage.candidate import Candidate, CandidateSummary
 from moedraft.storage.changes import check_not_pinned, is_pinned
 from moedraft.storage.store import Store
+from moedraft.storage.versions.candidate import Candidate, CandidateSummary
 
 KEEP_VERSIONS = 5  # newest versions of an adapter that stay on disk, besides the live one and its parent
 

@@ -16,7 +16,7 @@ from moedraft.core import Domain, InvalidRequest, RequestOutput, SamplingParams,
 from moedraft.distill.judging.gate import FEW, Verdict
 from moedraft.distill.judging.judge import JudgeLike
 from moedraft.speculation import SpeculationStats
-from moedraft.storage.candidate import Candidate
+from moedraft.storage.versions.candidate import Candidate
 
 if TYPE_CHECKING:
     from moedraft.distill.loop import DistillLoop, Update

@@ -2,8 +2,8 @@
 
 A token outside a drafter's vocabulary is never accepted, and no adapter repairs that. The output rows are the
 target's, so a list costs its ids alone. It lies in the adapter's folder as a file of its own, because PEFT
-takes nothing but adapters in its own (`moedraft.storage.candidate.VOCABULARY`). Row n of what the adapter
-adds to the output rows belongs to the list's token number n.
+takes nothing but adapters in its own (`moedraft.storage.versions.candidate.VOCABULARY`). Row n of what the
+adapter adds to the output rows belongs to the list's token number n.
 """
 
 from __future__ import annotations

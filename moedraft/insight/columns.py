@@ -38,6 +38,8 @@ NUMBERS = (
     "confidence",
     "time_to_first_token",
     "overruled",
+    "overruled_tokens",
+    "overruled_gain",
 )
 DRAFTS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 _PLACE = {name: place for place, name in enumerate(NUMBERS)}

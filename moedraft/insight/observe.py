@@ -189,6 +189,8 @@ class Observer:
             shares=figures.shares(routed, grid, [*served, SHARED]),
             histogram=figures.confidences(routed),
             unknown_share=figures.unknown(routed, grid),
+            overruled_tokens=int(np.nansum(routed["overruled_tokens"])),
+            overruled_gain=float(np.nansum(routed["overruled_gain"])),
         )
 
     # -- learning --------------------------------------------------------------------------------

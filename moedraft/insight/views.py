@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from moedraft.insight.change import (
     Change,
@@ -110,6 +112,22 @@ class RouterView:
     shares: Table
     histogram: Table
     unknown_share: Table
+    overruled_tokens: int = 0  # as in `SpeculationStats`, of them all
+    overruled_gain: float = 0.0
+
+
+def gained(gain: float, tokens: int) -> str:
+    """How the drafts that evidence chose guessed beside the router's; it goes on with a sentence."""
+    if not tokens:
+        return ""
+    more = f"{abs(100 * gain / tokens):.1f} {'fewer' if gain < 0 else 'more'} of 100 tokens right"
+    return f"; what drafted then guessed {more} than the router's choice would have ({tokens} compared)"
+
+
+def overruled(routing: Mapping[str, Any]) -> str:
+    """What evidence did, in words. routing: as `storage.requests.RoutingCounts`."""
+    more = gained(routing["overruled_gain"], routing["overruled_tokens"])
+    return f"overruled the router in {routing['overruled']} of {routing['routed']} requests{more}"
 
 
 @dataclass(frozen=True)

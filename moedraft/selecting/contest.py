@@ -115,6 +115,7 @@ class Contest:
         Returns whether another arm leads since. Arms that have come since the request began are left out.
         """
         known = {arm: found for arm, found in hits.items() if arm in self.standings.arms}
+        self._note_gain(known)
         now, strength = self.standings, PROMPT_STRENGTH if self.at_prompt else 1.0
         leader, before = now.leader, now.weights[now.leader]
         for standings in (self.standings, self.heard):
@@ -129,6 +130,15 @@ class Contest:
             self.row.standings.append(Standing(self.row.num_generated, _kept(self.standings.weights)))
         self._choose()
         return not stays
+
+    def _note_gain(self, hits: Mapping[str, Sequence[float]]) -> None:
+        """Count how who drafts guesses beside the router's choice, on tokens that it was not chosen by."""
+        row = self.row
+        routed = row.routed if row.routed in self.standings.arms else SHARED
+        drafts = row.expert if row.expert in self.standings.arms else SHARED
+        if row.routed is not None and routed != drafts and {routed, drafts} <= hits.keys():
+            row.speculation.overruled_tokens += len(hits[drafts])
+            row.speculation.overruled_gain += sum(hits[drafts]) - sum(hits[routed])
 
     def end(self) -> None:
         """Leave the final standings with the row, from which its replay record gets them.

@@ -1,13 +1,13 @@
 """The state of a home on disk: domains, adapter versions, replay, request statistics. Knows no model."""
 
-from moedraft.storage.adapters import AdapterStore, LoadedAdapter
-from moedraft.storage.candidate import Candidate, CandidateSummary
 from moedraft.storage.db import Home, StorageFull
 from moedraft.storage.records.replay import Policy, ReplayBuffer
 from moedraft.storage.registry import Registry
 from moedraft.storage.requests import ExpertStats, RequestLog
 from moedraft.storage.store import Store
 from moedraft.storage.updates import UpdateLog
+from moedraft.storage.versions.adapters import AdapterStore, LoadedAdapter
+from moedraft.storage.versions.candidate import Candidate, CandidateSummary
 
 __all__ = [
     "AdapterStore",

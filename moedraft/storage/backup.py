@@ -24,9 +24,9 @@ from typing import IO, Any
 
 from moedraft.core import InvalidRequest, StorageError
 from moedraft.folders import sync
-from moedraft.storage.adapter_files import MANIFEST
-from moedraft.storage.adapters import FOLDER
 from moedraft.storage.db import DATABASE, FULL, storage_errors
+from moedraft.storage.versions.adapter_files import MANIFEST
+from moedraft.storage.versions.adapters import FOLDER
 
 CONTENTS = "backup.json"  # the first member: what the others are
 FORMAT = 1

@@ -6,17 +6,13 @@ Registering and removing domains is not here, because it needs a router.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any
-
-from sqlalchemy import select, update
 
 from moedraft.core import DOMAIN_NAME, SHARED, Domain, InvalidRequest, UnknownName
 from moedraft.storage.db import DATABASE
 from moedraft.storage.registry import Changed, Registry
 from moedraft.storage.store import Store
-from moedraft.storage.tables import domains, replay
-from moedraft.storage.version_rows import PIN
+from moedraft.storage.versions.version_rows import PIN
 
 REFIT = "router_refit"  # meta key: what the router's last fit on prompts of the traffic came to
 PURGES_SEEN = "purges"  # in it: `Registry.purges` before the prompts were read
@@ -52,17 +48,6 @@ def purge(store: Store, name: str | None) -> int:
     if name is not None:
         check_expert(store, name)
     return store.replay.purge(name)
-
-
-def file_under(store: Store, name: str, ids: Sequence[int]) -> int:
-    """Move the records with these ids that are no domain's to domain `name`. Returns how many.
-
-    None are moved where the domain is gone. Whatever exceeds its capacity leaves with the next record.
-    """
-    registered = select(domains.c.name).where(domains.c.name == name).exists()
-    moving = replay.c.id.in_(ids) & (replay.c.domain == SHARED) & registered
-    with store.home.write() as connection:
-        return connection.execute(update(replay).where(moving).values(domain=name)).rowcount
 
 
 def last_refit(registry: Registry) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from sqlalchemy import Row, delete, insert, select, update
 from moedraft.core import DOMAIN_NAME, SHARED, AdapterVersion, Domain, InvalidRequest, StorageError
 from moedraft.storage.db import Home
 from moedraft.storage.tables import adapter_versions, counters, domains, experts, meta, replay
-from moedraft.storage.version_rows import (
+from moedraft.storage.versions.version_rows import (
     CHOSEN,
     GENERATION,
     PIN,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, delete, func, insert, select
+from sqlalchemy import ColumnElement, Connection, Float, delete, func, insert, select, type_coerce
 
 from moedraft.core import SHARED, RequestStats
 from moedraft.speculation import SpeculationStats
@@ -119,6 +119,15 @@ def outcome_of(stats: RequestStats) -> Outcome:
     )
 
 
+class RoutingCounts(NamedTuple):
+    """How many requests the router decided, and what evidence made of them."""
+
+    routed: int = 0
+    overruled: int = 0
+    overruled_tokens: int = 0  # as in `SpeculationStats`
+    overruled_gain: float = 0.0
+
+
 class RequestLog:
     """Keeps the newest `capacity` requests, and for each expert sums over all requests there ever were.
 
@@ -166,12 +175,13 @@ class RequestLog:
         with self._home.read() as connection:
             return connection.scalar(select(func.count()).where(decided)) or 0
 
-    def routing(self) -> tuple[int, int]:
-        """Of the kept requests, how many the router decided, and how many of these evidence overruled."""
-        query = select(func.count(), func.sum(requests.c.overruled)).where(requests.c.confidence.is_not(None))
+    def routing(self) -> RoutingCounts:
+        """Of the kept requests those that the router decided."""
+        sums = [func.sum(type_coerce(requests.c[name], Float)) for name in RoutingCounts._fields[1:]]
+        query = select(func.count(), *sums).where(requests.c.confidence.is_not(None))
         with self._home.read() as connection:
-            routed, overruled = connection.execute(query).one()
-        return routed, overruled or 0
+            routed, overruled, tokens, gain = (value or 0 for value in connection.execute(query).one())
+        return RoutingCounts(routed, int(overruled), int(tokens), gain)
 
     def series(self, expert: str, bucket: int = 20) -> list[tuple[float, int, int]]:
         """The kept requests in groups of `bucket`, oldest first: (created_at of the last, accepted, drafted).

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from moedraft.storage.adapters import AdapterStore, check_database_is_there
 from moedraft.storage.db import Home
 from moedraft.storage.records.replay import Policy, ReplayBuffer
 from moedraft.storage.registry import Registry
 from moedraft.storage.requests import RequestLog
 from moedraft.storage.updates import UpdateLog
+from moedraft.storage.versions.adapters import AdapterStore, check_database_is_there
 
 GENERAL_LIST = "general_list"  # meta key: bits in hex, 1 for each token that its draft base can guess
 TARGET_ID = "target_id"  # meta key: hash of the target that the home was last opened with

@@ -147,6 +147,8 @@ requests = Table(
     Column("shared_drafted_at", JSON, nullable=False, server_default="[]"),
     Column("shared_accepted_at", JSON, nullable=False, server_default="[]"),
     Column("overruled", Boolean, nullable=False, server_default="0"),
+    Column("overruled_tokens", Integer, nullable=False, server_default="0"),
+    Column("overruled_gain", Float, nullable=False, server_default="0"),
     sqlite_autoincrement=True,
 )
 Index("requests_by_expert", requests.c.expert, requests.c.id)

@@ -26,11 +26,11 @@ from moedraft.core import SHARED, ReplayRecord
 from moedraft.routing.embedder import write_tensors
 from moedraft.serve.auth.keyring import Keyring
 from moedraft.storage import backup
-from moedraft.storage.adapter_files import MANIFEST
 from moedraft.storage.backup import UNFINISHED
 from moedraft.storage.db import DATABASE
 from moedraft.storage.keys import KEYS_FILE, KeyFile
 from moedraft.storage.store import Store
+from moedraft.storage.versions.adapter_files import MANIFEST
 
 
 def publish(store: Store, value: float) -> int:

@@ -117,6 +117,19 @@ def test_stats_show_a_change_with_its_interval(run: Run, store: Store, home: Pat
     assert f"+0.25 ± {half:.2f}" in run("stats", "--home", home).out
 
 
+def test_stats_tell_what_overruling_the_router_gained(run: Run, store: Store, home: Path) -> None:
+    routed = replace(request(5), confidence=0.9)
+    store.requests.add([routed, replace(routed, overruled=True)])
+    assert "evidence overruled the router in 1 of 2 requests\n" in run("stats", "--home", home).out + "\n"
+    compared = replace(routed.speculation, overruled_tokens=40, overruled_gain=3.0)
+    store.requests.add([replace(routed, overruled=True, speculation=compared)])
+    store.requests.add([replace(request(5), speculation=compared)])  # the router was not asked
+    data = run("stats", "--json", "--home", home).data["routing"]
+    assert data == {"routed": 3, "overruled": 2, "overruled_tokens": 40, "overruled_gain": 3.0}
+    shown = " ".join(run("stats", "--home", home).out.split())
+    assert "2 of 3 requests; what drafted then guessed 7.5 more of 100 tokens right" in shown
+
+
 def test_the_home_may_come_from_the_environment(
     run: Run, served: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,8 +29,8 @@ from moedraft.drafting.experts.modules import adaptable
 from moedraft.feature.model import FeatureDraft
 from moedraft.feature.vocabulary import checked, own_vocabulary, ranked, rows_for, union
 from moedraft.models import LanguageModel
-from moedraft.storage.candidate import CONFIG, Candidate, write_files
 from moedraft.storage.store import Store
+from moedraft.storage.versions.candidate import CONFIG, Candidate, write_files
 
 # Experts are published whole, so that what is published can be compared with what learns; see `test_ranks`.
 PLAN = JointPlan(steps=12, rows=6, learning_rate=1e-2, unrolled=2, kept=1.0)

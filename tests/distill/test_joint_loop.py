@@ -17,8 +17,8 @@ from moedraft.distill.judging.gate import Verdict
 from moedraft.distill.outlet import HomeOutlet
 from moedraft.learning_state import LearningKind
 from moedraft.storage import changes
-from moedraft.storage.candidate import Candidate
 from moedraft.storage.store import Store
+from moedraft.storage.versions.candidate import Candidate
 
 
 class FakeStates:

@@ -33,8 +33,9 @@ from moedraft.distill.single.trainer import Trainer, is_held_out
 from moedraft.distill.text.batches import collate as collate_text
 from moedraft.distill.text.text_guesses import runs
 from moedraft.distill.warmstart import OnTrial
-from moedraft.storage import changes, version_rows
+from moedraft.storage import changes
 from moedraft.storage.store import Store
+from moedraft.storage.versions import version_rows
 
 from random_models import random_model
 

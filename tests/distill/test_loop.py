@@ -21,8 +21,8 @@ from moedraft.distill.loop import LOOK_AGAIN, DistillLoop, Update
 from moedraft.distill.outlet import HomeOutlet
 from moedraft.learning_state import waiting
 from moedraft.storage import changes
-from moedraft.storage.candidate import Candidate
 from moedraft.storage.store import Store
+from moedraft.storage.versions.candidate import Candidate
 from moedraft.system.build import open_store
 
 from random_models import random_model

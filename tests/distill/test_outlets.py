@@ -227,7 +227,7 @@ def full(*_: object, **__: object) -> None:
 def test_files_that_cannot_be_staged_never_reach_the_server(
     store: Store, server: tuple[FakeServer, ServerLink], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moedraft.storage.candidate.save_file", full)
+    monkeypatch.setattr("moedraft.storage.versions.candidate.save_file", full)
     with pytest.raises(StorageError, match="No space left"):
         ServerOutlet(server[1], store.home.path).publish([candidate("code")])
     assert nothing_is_half_done(store, [])

@@ -18,8 +18,8 @@ from moedraft.distill.single.student import Student
 from moedraft.distill.text.text_student import TextStudent
 from moedraft.drafting.experts.adapter import LORA_A, Delta
 from moedraft.models import LanguageModel
-from moedraft.storage.candidate import Candidate, write_files
 from moedraft.storage.store import Store
+from moedraft.storage.versions.candidate import Candidate, write_files
 
 from random_models import random_model
 

@@ -21,8 +21,8 @@ from moedraft.core import SHARED, AdapterVersion, Domain, StorageError
 from moedraft.distill.outlet import HomeOutlet
 from moedraft.drafting.experts.adapter import PREFIX
 from moedraft.drafting.experts.lora import ExpertBank, Prepared
-from moedraft.storage.adapter_files import sealed
 from moedraft.storage.store import Store
+from moedraft.storage.versions.adapter_files import sealed
 from moedraft.system.loader import AdapterLoader
 
 from random_models import VOCAB, random_model

@@ -5,20 +5,24 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from routing_fakes import TOPICS, WordEmbedder, prompts
 
-from moedraft.core import SHARED, Domain, ReplayRecord
+from moedraft.core import SHARED, Domain, KeptStates, ReplayRecord
 from moedraft.distill.judging.held_out import HeldOut
-from moedraft.routing.router import Router
+from moedraft.routing.router import Route, Router
 from moedraft.serve.worker.refits import Refits
+from moedraft.storage.db import StorageFull
+from moedraft.storage.records.replay import ReplayBuffer
 from moedraft.storage.store import Store
 from moedraft.system.build import ROUTER_FOLDER
 from moedraft.system.domains import filing
-from moedraft.system.domains.filing import file_anew, is_due
+from moedraft.system.domains.filing import AT_ONCE, LOOKED_AT, WAIT, file_anew, is_due
 from moedraft.system.domains.registering import register_domain, remove_domain
 
 NEW, *OLD = TOPICS
@@ -38,7 +42,7 @@ def answered(text: str, **changes: Any) -> ReplayRecord:
     ids = [Words.known.index(word) for word in text.split()]
     fields: dict[str, Any] = {"domain": SHARED, "expert": SHARED, "adapter_version": 0, "target_id": "t"}
     fields |= {"token_ids": [*ids, 1, 2], "num_prompt_tokens": len(ids), "topk_ids": [[1], [2]]}
-    fields |= {"topk_logprobs": [[-0.1], [-0.1]], "rejected": [], "drafted": 4, "accepted": 1}
+    fields |= {"topk_logprobs": [[-0.5], [-0.5]], "rejected": [], "drafted": 4, "accepted": 1}
     return ReplayRecord(**{**fields, **changes})
 
 
@@ -53,31 +57,57 @@ def router(store: Store) -> Router:
     return made
 
 
+LATER = time.time() + WAIT + 60  # when answers that had begun before a registration in a test have ended
+
+
 def register(store: Store, router: Router) -> None:
     register_domain(store, router, NEW, prompts(NEW, 12))
 
 
 def asked_later(count: int) -> list[str]:
     """Prompts of the new domain that are none of its examples."""
-    return [text for text in prompts(NEW, 40) if text not in prompts(NEW, 12)][:count]
+    return [text for text in prompts(NEW, 80) if text not in prompts(NEW, 12)][:count]
 
 
 def test_what_was_asked_before_goes_to_the_new_domain(store: Store, router: Router) -> None:
     theirs = asked_later(6)
     store.replay.add([answered(text) for text in theirs])
-    store.replay.add([answered(text) for text in prompts(OLD[0], 3)])  # the router knew these, and refused
+    store.replay.add([answered(text) for text in prompts(OLD[0], 3)])  # of a domain that is not new
     store.replay.add([answered(theirs[0], source="key", pinned=True)])  # the client asked for "shared"
-    assert not is_due(store)
+    assert not is_due(store, LATER)
     register(store, router)
-    assert is_due(store)
+    assert not is_due(store), "answers that had begun before may still come"
+    assert is_due(store, LATER)
+    assert is_due(store, 0.0), "the clock was set back"
     found = file_anew(store, router, Words())
     moved = store.replay.records(NEW)
     assert found == {NEW: len(moved)}
     assert len(moved) >= 5, "nearly all of them"
     assert {one.expert for one in moved} == {SHARED}, "who drafted is not rewritten"
     assert store.replay.sizes() == {NEW: len(moved), SHARED: 10 - len(moved)}
-    assert not is_due(store)
+    assert not is_due(store, LATER)
     assert file_anew(store, router, Words()) == {}
+
+
+def test_a_record_stays_what_it_was(store: Store, router: Router) -> None:
+    sent = answered(asked_later(1)[0], source="key", heard={"sql": 0.4}, rejected=[1])
+    kept = KeptStates("base", torch.ones(len(sent.token_ids) - 1, 4, dtype=torch.bfloat16))
+    replay = ReplayBuffer(store.home, 100, states_bytes=2**20)
+    replay.add([sent], [kept])
+    last = replay.last_id()
+    register(store, router)
+    router.route = lambda texts: [Route(NEW, 1.0, {}) for _ in texts]  # type: ignore[method-assign]
+    assert file_anew(store, router, Words()) == {NEW: 1}
+    (found,) = replay.records()
+    assert found == replace(sent, domain=NEW)
+    assert found.id == last + 1, "it counts as new, so that it is learned from"
+    states = replay.states([found], "base")
+    assert torch.equal(states[found.id], kept.states)
+    assert replay.states_size() > 0
+    replay.purge(NEW)
+    assert replay.states_size() == 0
+    replay.add([sent])
+    assert replay.last_id() == last + 2, "ids are never reused"
 
 
 def test_an_example_that_was_asked_is_the_domains_whatever_the_router_says(
@@ -89,20 +119,28 @@ def test_an_example_that_was_asked_is_the_domains_whatever_the_router_says(
     assert file_anew(store, router, Words()) == {NEW: 1}
 
 
-def test_what_was_answered_after_the_registration_stays_where_the_selector_put_it(
-    store: Store, router: Router
-) -> None:
+def test_answers_that_ended_after_the_registration_are_filed_too(store: Store, router: Router) -> None:
+    """Their request was routed when the router did not know the domain yet."""
     register(store, router)
     store.replay.add([answered(text, created_at=time.time() + 1) for text in asked_later(4)])
-    assert file_anew(store, router, Words()) == {}
-    assert store.replay.sizes() == {SHARED: 4}
+    assert file_anew(store, router, Words()) == {NEW: 4}
+
+
+def test_a_domain_that_is_registered_again_is_new_again(store: Store, router: Router) -> None:
+    register(store, router)
+    file_anew(store, router, Words())
+    remove_domain(store, router, NEW)
+    store.replay.add([answered(text) for text in asked_later(4)])
+    register(store, router)
+    assert is_due(store, LATER)
+    assert file_anew(store, router, Words()) == {NEW: 4}
 
 
 def test_a_router_that_does_not_know_the_domain_yet_moves_nothing(store: Store, router: Router) -> None:
     store.replay.add([answered(text) for text in asked_later(4)])
     store.registry.add_domain(Domain(NEW, "", tuple(prompts(NEW, 12)), time.time()))
-    assert file_anew(store, router, Words()) == {}
-    assert is_due(store), "it is done when the router is fitted"
+    assert file_anew(store, router, Words()) is None
+    assert is_due(store, LATER), "it is done when the router is fitted"
 
 
 def test_a_domain_that_is_removed_meanwhile_gets_nothing(
@@ -122,30 +160,87 @@ def test_a_domain_that_is_removed_meanwhile_gets_nothing(
     assert store.replay.sizes() == {SHARED: 4}
 
 
-def test_the_gate_judges_by_what_was_moved(store: Store, router: Router) -> None:
-    store.replay.add([answered(text) for text in asked_later(24)])
-    before = {one.id for one in HeldOut(store.replay).records(SHARED, 1, "t")}
-    register(store, router)
-    file_anew(store, router, Words())
-    after = {one.id for one in HeldOut(store.replay).records(NEW, 1, "t")}
-    assert after
-    assert after <= before, "none that the shared adapter was trained on"
-
-
-@pytest.mark.parametrize("selector", ["evidence", "fixed"])
-def test_a_server_files_by_itself(
-    store: Store, router: Router, selector: str, caplog: pytest.LogCaptureFixture
+def test_a_domain_that_is_registered_meanwhile_is_still_due(
+    store: Store, router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store.replay.add([answered(text) for text in asked_later(6)])
+    store.replay.add([answered(text) for text in asked_later(4)])
     register(store, router)
-    system = SimpleNamespace(
+    route = router.route
+
+    def another(texts: list[str]) -> Any:
+        store.registry.add_domain(Domain("another", "", ("a", "b"), time.time()))
+        monkeypatch.setattr(router, "route", route)
+        return route(texts)
+
+    monkeypatch.setattr(router, "route", another)
+    assert file_anew(store, router, Words()) == {NEW: 4}
+    assert is_due(store, LATER)
+
+
+def test_one_client_does_not_hide_what_others_asked(store: Store, router: Router) -> None:
+    store.replay.add([answered(text, source="quiet") for text in asked_later(8)])
+    store.replay.add([answered(prompts(OLD[0], 1)[0], source="loud") for _ in range(LOOKED_AT)])
+    register(store, router)
+    found = file_anew(store, router, Words())
+    assert found is not None
+    assert found[NEW] >= 7
+
+
+def test_it_ends_when_it_is_told_and_has_done_nothing(store: Store, router: Router) -> None:
+    store.replay.add([answered(text) for text in asked_later(AT_ONCE + 4)])
+    register(store, router)
+    asked = iter([True, False])
+    assert file_anew(store, router, Words(), lambda: next(asked)) is None
+    assert NEW not in store.replay.sizes()
+    assert is_due(store, LATER)
+
+
+def test_a_gate_that_has_looked_before_judges_by_what_was_moved(store: Store, router: Router) -> None:
+    texts = asked_later(40)
+    store.replay.add([answered(text) for text in texts[:30]])
+    held = HeldOut(store.replay)
+    before = held.records(SHARED, 1, "t")
+    register(store, router)
+    store.replay.add([answered(text, domain=NEW) for text in texts[30:]])
+    early = held.records(NEW, 1, "t")
+    file_anew(store, router, Words())
+    found = held.records(NEW, 1, "t")
+    assert len(found) > len(early)
+    allowed = {tuple(one.token_ids) for one in [*before, *early]}
+    assert {tuple(one.token_ids) for one in found} <= allowed, "none that was trained on"
+    assert held.records(SHARED, 1, "t") == HeldOut(store.replay).records(SHARED, 1, "t")
+
+
+def test_a_trainer_takes_them_for_new_records(store: Store, router: Router) -> None:
+    texts = asked_later(20)
+    store.replay.add([answered(text) for text in texts])
+    trained = store.replay.last_id()
+    register(store, router)
+    found = file_anew(store, router, Words())
+    assert found is not None
+    assert store.replay.counts_since(None, trained) == found[NEW] >= 16
+
+
+@pytest.fixture
+def system(store: Store, router: Router, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """As much of one as is touched. Its clock is past the wait."""
+    monkeypatch.setattr(filing, "WAIT", 0.0)
+    return SimpleNamespace(
         store=store,
         router=router,
         changing=threading.Lock(),
         engine=SimpleNamespace(tokenizer=Words()),
-        recorder=SimpleNamespace(flush=lambda: None),
-        settings=SimpleNamespace(home=store.home.path, selector=selector),
+        settings=SimpleNamespace(home=store.home.path, selector="evidence"),
     )
+
+
+@pytest.mark.parametrize("selector", ["evidence", "fixed"])
+def test_a_server_files_by_itself(
+    system: SimpleNamespace, router: Router, selector: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, system.settings.selector = system.store, selector
+    store.replay.add([answered(text) for text in asked_later(6)])
+    register(store, router)
     allowed = [False]
     refits = Refits(system, lambda: allowed[0])  # type: ignore[arg-type]
     refits.look()
@@ -153,6 +248,22 @@ def test_a_server_files_by_itself(
     allowed[0] = True
     with caplog.at_level(logging.INFO, "moedraft"):
         refits.look()
-    told = f"earlier records are of the new domain {NEW!r}" in caplog.text
+    told = f"earlier records are {NEW!r}'s now" in caplog.text
     assert (NEW in store.replay.sizes()) is told is (selector == "evidence")
-    assert filing.is_due(store) is (selector == "fixed")
+    assert is_due(store) is (selector == "fixed")
+
+
+def test_where_filing_fails_the_router_is_refitted_all_the_same(
+    system: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any) -> Any:
+        raise StorageFull("the disk is full.")
+
+    register(system.store, system.router)
+    monkeypatch.setattr(filing, "file_under", full)
+    looked: list[Store] = []
+    monkeypatch.setattr("moedraft.serve.worker.refits.is_due", looked.append)
+    Refits(system, lambda: True).look()  # type: ignore[arg-type]
+    assert looked == [system.store]
+    assert "the disk is full" in caplog.text
+    assert is_due(system.store)

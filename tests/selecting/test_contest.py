@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from typing import Any
 
 import pytest
@@ -108,6 +109,29 @@ def test_the_prompt_alone_may_overrule_the_router(made: list[EvidenceSelector]) 
     assert one.weights["french"] > 0.8
 
 
+def test_what_overruling_gains_is_counted_on_tokens_that_came_afterwards(
+    made: list[EvidenceSelector],
+) -> None:
+    judge = Judged("french")
+    one, selector = question(max_tokens=500), selector_of(made, judge, time_share=None)
+    begun(selector, one)
+    selector.settle()
+    assert (one.overruled, one.speculation.overruled_tokens) == (True, 0), "the prompt itself made the choice"
+    for _ in range(20):  # the router's choice is compared by chance, once it is far behind
+        goes_on(one, *[1] * 6)
+        one.rejected += range(16)
+        selector.settle()
+    told = copy(one.speculation)
+    assert told.overruled_tokens == told.overruled_gain > 0
+    judge.best = "sql"
+    goes_on(one, *[1] * 6)
+    while one.expert == "french":
+        one.rejected += range(16)
+        selector.settle()
+        goes_on(one, *[1] * 6)
+    assert one.speculation.overruled_gain < told.overruled_gain, "then the router's choice guessed better"
+
+
 def test_a_router_that_is_right_is_left_alone(made: list[EvidenceSelector]) -> None:
     one, selector = question(), selector_of(made, Judged("sql"))
     begun(selector, one)
@@ -116,6 +140,7 @@ def test_a_router_that_is_right_is_left_alone(made: list[EvidenceSelector]) -> N
     for _ in range(10):
         goes_on(one, *[1] * 6)
         assert selector.settle() == []
+    assert one.speculation.overruled_tokens == 0
 
 
 def test_the_answer_is_followed(made: list[EvidenceSelector]) -> None:
@@ -145,7 +170,7 @@ def test_arms_are_compared_when_guesses_were_refused(
     made: list[EvidenceSelector], right: Callable[[int], bool], times: list[int]
 ) -> None:
     judge = Judged("sql")
-    one, selector = question(max_tokens=500), selector_of(made, judge)
+    one, selector = question(max_tokens=500), selector_of(made, judge, time_share=None)
     begun(selector, one)
     at = []
     for generated in range(200):

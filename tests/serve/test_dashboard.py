@@ -13,6 +13,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from html import unescape
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -419,6 +420,24 @@ def test_nothing_is_overruled_where_nothing_is_compared(overruled: int, compares
     view = RouterView(20, 0, overruled, None, (), (), empty, empty, empty)
     [value] = re.findall(r'data-figure="overruled"[^>]*>([^<]*)<', _strip(view, compares))
     assert value.replace("\u202f", " ") == text
+
+
+@pytest.mark.parametrize(
+    ("gain", "tokens", "text"),
+    [
+        (0.0, 0, "5 requests that evidence gave to another draft."),
+        (
+            3.0,
+            200,
+            "draft; what drafted then guessed 1.5 more of 100 tokens right than the router's",
+        ),
+        (-3.0, 200, "guessed 1.5 fewer of 100 tokens right"),
+    ],
+)
+def test_what_overruling_gained_is_told_where_it_was_compared(gain: float, tokens: int, text: str) -> None:
+    empty = Table("t", (), ())
+    view = RouterView(20, 0, 5, None, (), (), empty, empty, empty, tokens, gain)
+    assert text in unescape(_strip(view, True))
 
 
 def test_without_capture_no_prompts_are_promised() -> None:

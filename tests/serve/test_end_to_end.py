@@ -41,7 +41,7 @@ from moedraft.distill.messages import TRAINING
 from moedraft.serve.supervisor.supervisor import TrainerSupervisor
 from moedraft.showcase.shipped import examples, traffic
 from moedraft.speculation import SpeculationStats
-from moedraft.storage.candidate import CONFIG, WEIGHTS
+from moedraft.storage.versions.candidate import CONFIG, WEIGHTS
 from moedraft.system.build import System, build
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

@@ -19,11 +19,11 @@ from storage_fakes import BASE, candidate, domain, publish
 
 from moedraft.core import SHARED, AdapterVersion, CorruptAdapter, InvalidRequest, StorageError
 from moedraft.storage import AdapterStore, Home, Registry, StorageFull
-from moedraft.storage.adapter_files import sealed
-from moedraft.storage.adapters import QUARANTINE
-from moedraft.storage.candidate import Candidate, write_files
 from moedraft.storage.db import DATABASE
 from moedraft.storage.store import Store
+from moedraft.storage.versions.adapter_files import sealed
+from moedraft.storage.versions.adapters import QUARANTINE
+from moedraft.storage.versions.candidate import Candidate, write_files
 
 WORKER = Path(__file__).with_name("crash_worker.py")
 WEIGHTS = "adapter_model.safetensors"
@@ -264,7 +264,7 @@ def test_a_candidate_that_cannot_be_written_leaves_nothing(
     registry: Registry,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("moedraft.storage.candidate.save_file", failing(fault))
+    monkeypatch.setattr("moedraft.storage.versions.candidate.save_file", failing(fault))
     with pytest.raises(error, match=message):
         publish(store, 1.0, 3)
     assert registry.next_version("sql") == 4
@@ -574,7 +574,7 @@ def test_deeply_nested_json_is_corrupt(store: AdapterStore, chain: list[AdapterV
 def test_a_write_limit_is_a_full_disk(
     store: AdapterStore, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moedraft.storage.candidate.save_file", failing(error))
+    monkeypatch.setattr("moedraft.storage.versions.candidate.save_file", failing(error))
     with pytest.raises(StorageFull):
         publish(store, 1.0, 0)
     assert folders(store) == []

@@ -245,7 +245,7 @@ def test_a_failure_in_the_middle_takes_nothing_back(
         raise StorageError("The database is gone.")
 
     before = live_numbers(stacked)
-    monkeypatch.setattr("moedraft.storage.version_rows._step_back", broken)
+    monkeypatch.setattr("moedraft.storage.versions.version_rows._step_back", broken)
     with pytest.raises(StorageError):
         stacked.change(SHARED, None)
     assert live_numbers(stacked) == before

@@ -13,8 +13,8 @@ from moedraft.distill.interval import Interval
 from moedraft.distill.joint.joint_trainer import JointTrainer
 from moedraft.distill.loop import DistillLoop, Update
 from moedraft.distill.single.trainer import OnStep
-from moedraft.storage.candidate import Candidate
 from moedraft.storage.changes import is_pinned
+from moedraft.storage.versions.candidate import Candidate
 
 MOST_DOUBLINGS = 5  # of the records that an update waits for, after updates that failed
 MOST_AGAIN = 8  # consecutive updates without new records, at most

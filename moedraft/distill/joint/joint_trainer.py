@@ -25,8 +25,8 @@ from moedraft.distill.joint.plan import JointPlan, Lessons
 from moedraft.distill.single.trainer import LAST_RATE, MEASURED, OnStep, is_held_out
 from moedraft.feature.expert_vocabularies import Vocabularies
 from moedraft.feature.vocabulary import union
-from moedraft.storage.candidate import Candidate
 from moedraft.storage.store import TARGET_ID, Store
+from moedraft.storage.versions.candidate import Candidate
 
 SAMPLE = 512  # records of each kind that one update looks at, at most
 

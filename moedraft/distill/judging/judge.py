@@ -19,9 +19,9 @@ from moedraft.distill.judging.held_out import HeldOut
 from moedraft.distill.judging.measures import Measure, Serving
 from moedraft.distill.judging.second_look import SecondLook
 from moedraft.distill.judging.together import Options, decide_alone, decide_together, in_doubt
-from moedraft.storage.candidate import Candidate, Weights
 from moedraft.storage.changes import is_pinned
 from moedraft.storage.store import TARGET_ID, Store
+from moedraft.storage.versions.candidate import Candidate, Weights
 
 OnBatch = Callable[[], None]
 TAUGHT = 4  # records from which on a domain gets adapters

@@ -21,7 +21,7 @@ from moedraft.distill.single.trainer import Trainer
 from moedraft.distill.text.batches import collate as collate_text
 from moedraft.distill.text.batches import grouped
 from moedraft.distill.text.text_guesses import guessed_rows
-from moedraft.storage.candidate import Weights
+from moedraft.storage.versions.candidate import Weights
 
 Serving = Mapping[str, Weights | None]  # by name: the shared adapter and an expert; None: untrained
 

@@ -20,10 +20,10 @@ from moedraft.distill.judging.gate import Measured, Seen, Verdict, joined
 from moedraft.distill.judging.held_out import LEAST_JUDGED, USABLE
 from moedraft.distill.judging.measures import Measure, Serving
 from moedraft.distill.single.trainer import is_held_out
-from moedraft.storage.candidate import Candidate, Weights
 from moedraft.storage.changes import is_pinned
 from moedraft.storage.records.shares import Held, of_many
 from moedraft.storage.store import TARGET_ID, Store
+from moedraft.storage.versions.candidate import Candidate, Weights
 
 MOST = 32  # new records that one line is measured on before an update
 REMEMBERED = 512  # of the newest records that an update knew of, those whose prompts count as trained on

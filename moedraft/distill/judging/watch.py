@@ -18,11 +18,11 @@ from moedraft.core import SHARED, AdapterVersion, CorruptAdapter, GateDecision, 
 from moedraft.distill.judging.gate import Measured, Verdict, compare, joined
 from moedraft.distill.judging.held_out import LEAST_JUDGED, USABLE
 from moedraft.distill.judging.measures import Measure, Serving
-from moedraft.storage.candidate import Weights
 from moedraft.storage.changes import is_pinned
 from moedraft.storage.records.shares import Held, of_many
 from moedraft.storage.registry import Registry
 from moedraft.storage.store import TARGET_ID, Store
+from moedraft.storage.versions.candidate import Weights
 
 ENOUGH, MOST = 16, 64  # records that came since: with fewer nothing is decided, more are not looked at
 SURE = 0.98  # probability that a version is worse, so that it is taken back, or better, so that it is left

@@ -23,8 +23,8 @@ from moedraft.distill.text.forward import OutputLayer, ends_in_head, hidden_at, 
 from moedraft.drafting.experts.adapter import LORA_A, PREFIX
 from moedraft.drafting.experts.modules import adaptable
 from moedraft.models import LanguageModel
-from moedraft.storage.adapters import AdapterStore
-from moedraft.storage.candidate import Candidate, Weights
+from moedraft.storage.versions.adapters import AdapterStore
+from moedraft.storage.versions.candidate import Candidate, Weights
 
 # What a new version takes over from the configuration of the stored one.
 KEPT = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora")

@@ -24,8 +24,8 @@ from moedraft.distill.text.batches import (
 )
 from moedraft.kernels import Kind, divergence, linear_divergence
 from moedraft.models import LanguageModel
-from moedraft.storage.candidate import Candidate
 from moedraft.storage.store import TARGET_ID, Store
+from moedraft.storage.versions.candidate import Candidate
 
 HELD_OUT_EVERY = 8  # one record of this many is never trained on; it only measures updates
 MEASURED = 32  # held-out records that one update is measured by, at most

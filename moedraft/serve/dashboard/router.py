@@ -11,7 +11,7 @@ from functools import partial
 from nicegui import events, ui
 
 from moedraft.core import SHARED
-from moedraft.insight.views import RouterView
+from moedraft.insight.views import RouterView, gained
 from moedraft.routing.router import Route
 from moedraft.serve.dashboard import charts
 from moedraft.serve.dashboard.looking import Look
@@ -136,7 +136,8 @@ def _strip(view: RouterView, compares: bool) -> Markup:
             "Overruled",
             overruled,
             share(overruled),
-            f"{short(view.overruled)} requests that evidence gave to another draft.",
+            f"{short(view.overruled)} requests that evidence gave to another draft"
+            f"{gained(view.overruled_gain, view.overruled_tokens)}.",
         ),
         figure("domains", "Domains", domains, str(domains), "Registered now."),
     )

@@ -52,7 +52,7 @@ class Refits:
         if (purges := system.store.registry.purges()) != self._purges:
             self._router, self._purges = None, purges  # it remembers texts that may be deleted now
         router = system.router
-        if self._may() and filing.is_due(system.store) and system.settings.selector != "fixed":
+        if self._may() and system.settings.selector != "fixed":
             self._file_anew()
         if not router.learns_from_traffic or not self._may() or not is_due(system.store):
             return False
@@ -72,10 +72,12 @@ class Refits:
         return found is not None and found.taken
 
     def _file_anew(self) -> None:
-        system = self._system
-        system.recorder.flush()
-        for name, count in filing.file_anew(system.store, system.router, self._tokenizer).items():
-            log.info("%d earlier records are of the new domain %r; its expert learns from them.", count, name)
+        """What fails here is tried again at the next look, and keeps nothing else from being done."""
+        store, router, tokenizer = self._system.store, self._system.router, self._tokenizer
+        try:
+            filing.file_if_due(store, router, tokenizer, lambda: self._still() and self._may())
+        except MoedraftError as error:
+            log.warning("Earlier records were not filed under new domains: %s", error)
 
     def _still(self) -> bool:
         return not self._quit.is_set()

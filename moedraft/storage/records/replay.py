@@ -27,10 +27,11 @@ from moedraft.storage.records.shares import (
     draw,
     even_shares,
     of_many,
+    within_shares,
 )
 from moedraft.storage.records.states import PIECE, add_states, read_states, size_of_states, trim_states
 from moedraft.storage.tables import domains, replay, replay_states
-from moedraft.storage.version_rows import PURGES, raise_counter
+from moedraft.storage.versions.version_rows import PURGES, raise_counter
 
 if TYPE_CHECKING:
     import torch
@@ -152,11 +153,9 @@ class ReplayBuffer:
             return list(answers_in(connection.execute(query.limit(limit)).all()))
 
     def unclaimed(self, limit: int) -> list[ReplayRecord]:
-        """The newest records that are no domain's, unless the client had asked for the shared adapter."""
-        query = select(replay).where(replay.c.domain == SHARED, replay.c.pinned.is_(False))
-        with self._home.read() as connection:
-            rows = connection.execute(query.order_by(replay.c.id.desc()).limit(limit)).all()
-        return list(decoded(rows))
+        """The newest records of no domain, as far as `shares` allow; none whose client asked for "shared"."""
+        held = [one for one in self._held(SHARED, None).get(SHARED, []) if not one.pinned]
+        return list(self._fetched(within_shares(held[::-1], limit)))
 
     def compared(self, limit: int | None = None) -> list[Compared]:
         """The newest `limit` records of whose answers the drafts were compared, newest first; None: all."""

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 
 from moedraft.core import AdapterVersion, CorruptAdapter
-from moedraft.storage.candidate import CONFIG, VOCABULARY, WEIGHTS, CandidateSummary
+from moedraft.storage.versions.candidate import CONFIG, VOCABULARY, WEIGHTS, CandidateSummary
 
 if TYPE_CHECKING:
     import torch

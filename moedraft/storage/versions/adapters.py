@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moedraft.core import SHARED, AdapterVersion, CorruptAdapter, StorageError
 from moedraft.folders import sync
-from moedraft.storage.adapter_files import (
+from moedraft.storage.db import DATABASE, Home, storage_errors
+from moedraft.storage.registry import Registry, check_expert_name
+from moedraft.storage.versions.adapter_files import (
     MANIFEST,
     checked,
     contents,
@@ -27,9 +29,13 @@ from moedraft.storage.adapter_files import (
     read_manifest,
     vocabulary_in,
 )
-from moedraft.storage.candidate import VOCABULARY, Candidate, CandidateSummary, move_files, write_files
-from moedraft.storage.db import DATABASE, Home, storage_errors
-from moedraft.storage.registry import Registry, check_expert_name
+from moedraft.storage.versions.candidate import (
+    VOCABULARY,
+    Candidate,
+    CandidateSummary,
+    move_files,
+    write_files,
+)
 
 if TYPE_CHECKING:
     import torch
