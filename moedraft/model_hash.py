@@ -11,9 +11,9 @@ import torch
 PIECE = 256  # bytes read at each of some 16 places of a stored tensor, to tell checkpoints apart
 
 
-def hash_files(folder: Path) -> str:
-    """Of the configuration and a sample of every tensor as stored; "" where there are no safetensors."""
-    files = sorted(folder.glob("model*.safetensors"))
+def hash_files(folder: Path, pattern: str = "model*.safetensors") -> str:
+    """Of the configuration and a sample of every tensor as stored; "" where there are no such files."""
+    files = sorted(folder.glob(pattern))
     if not files:
         return ""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

@@ -35,7 +35,7 @@ ROOMS = {
     "drafting": (14, 2110),
     "drafting/experts": (9, 1020),
     "engine": (15, 1600),
-    "feature": (9, 1070),
+    "feature": (8, 1040),
     "feature/training": (5, 650),
     "insight": (7, 1015),
     "insight/tables": (5, 540),

@@ -74,14 +74,14 @@ def train(
     out = (out or settings.home / TRAINED).expanduser().resolve()
     with busy("Loading the target"):
         from moedraft.cpu.threads import set_threads
-        from moedraft.feature.training.session import Session, check_texts, chosen_layers
+        from moedraft.feature.training.session import Session, begin, check_texts
         from moedraft.models import load_by
 
         check_texts(len(pairs))
         check_out(out, trains=True)
         model = load_by(settings, "target")
         set_threads(settings.threads, model)
-    chosen = chosen_layers(chosen, model.num_layers)  # before the target answers, which takes long
+        chosen = begin(model, chosen, out, max_tokens)  # before the target answers, which takes long
     found = answers(model, pairs, out, max_tokens, vocabulary)
     report = learn(Session(model, found, out, size=vocabulary, layers=chosen), minutes * 60, rows)
     show(report, out, as_json)

@@ -55,7 +55,7 @@ class FeatureBase:
 
     def weights_hash(self) -> str:
         """As `LanguageModel.weights_hash`: adapters belong to exactly one base."""
-        return hash_files(self.folder)
+        return hash_files(self.folder) or hash_files(self.folder, "*.safetensors")
 
 
 DraftBase = LanguageModel | FeatureBase
@@ -145,7 +145,7 @@ def load_feature_base(folder: Path, target: LanguageModel, dtype: torch.dtype | 
             raise UnsupportedModel(f"{folder}: the drafter reads states behind the target's last layer.")
     except MoedraftError:
         raise
-    except (RuntimeError, ValueError, IndexError) as error:
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
         raise InvalidRequest(f"the drafter in {folder} does not fit {target.name}: {error}") from error
     draft = draft.to(target.device, dtype or target.dtype)
     base = FeatureBase(draft.eval().requires_grad_(False), target, folder)

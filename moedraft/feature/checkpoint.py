@@ -167,10 +167,13 @@ def warn_of_embeddings(stored: Mapping[str, torch.Tensor], embeddings: torch.Ten
     own = stored.get(EMBEDDINGS)
     if own is None:
         return
-    count = min(len(own), len(embeddings))
-    every = max(1, count // COMPARED)
-    rows, theirs = own[:count:every].to(embeddings.device), embeddings[:count:every]
-    if rows.shape != theirs.shape or not is_targets(rows, theirs):
+    fits = own.ndim == 2 and own.shape[1] == embeddings.shape[1]
+    if fits:
+        count = min(len(own), len(embeddings))
+        every = max(1, count // COMPARED)
+        rows, theirs = own[:count:every].to(embeddings.device), embeddings[:count:every]
+        fits = is_targets(rows, theirs)
+    if not fits:
         log.warning(
             "%s: the drafter's own embeddings are not used, so it guesses worse than it could.", folder
         )
@@ -209,8 +212,10 @@ def vocabulary_of(stored: dict[str, torch.Tensor], config: FeatureConfig, folder
         if config.draft_vocab_size != config.vocab_size:
             raise InvalidRequest(f"{folder}: the drafter's checkpoint lacks d2t, the list of its tokens.")
         return torch.arange(config.vocab_size)
+    if offsets.ndim != 1 or not len(offsets) or (mask is not None and mask.ndim != 1):
+        raise InvalidRequest(f"{folder}: d2t or t2d of the drafter's checkpoint is no list.")
     ids = offsets.to(torch.int64) + torch.arange(len(offsets))
-    if not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
+    if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
         raise InvalidRequest(f"{folder}: d2t of the drafter's checkpoint names tokens that there are not.")
     if mask is not None and not torch.equal(mask.bool().nonzero()[:, 0], ids):
         raise InvalidRequest(f"{folder}: d2t and t2d of the drafter's checkpoint name different tokens.")
@@ -226,6 +231,8 @@ def from_json(config: Mapping[str, Any], num_layers: int) -> FeatureConfig:
     layer = section(config, "transformer_layer_config") if "transformer_layer_config" in config else config
     if layer.get("num_hidden_layers", 1) != 1:
         raise UnsupportedModel("a drafter of more than one layer is not supported.")
+    if (activation := layer.get("hidden_act") or "silu") not in ("silu", "swish"):
+        raise UnsupportedModel(f"a drafter with the activation {activation} is not supported, only silu.")
     heads = layer["num_attention_heads"]
     values = {ours: layer[theirs] for ours, theirs in LAYER_KEYS.items() if layer.get(theirs) is not None}
     values.setdefault("num_kv_heads", heads)
@@ -243,7 +250,7 @@ def from_json(config: Mapping[str, Any], num_layers: int) -> FeatureConfig:
         rope_scaling={key: value for key, value in rope.items() if key != "rope_theta"},
         kind="qwen3" if layer.get("model_type") == "qwen3" else "llama",
         feature_size=config.get("target_hidden_size") or 0,
-        **{flag: bool(config.get(flag, False)) for flag in FLAGS},
+        **{flag: config.get(flag) or False for flag in FLAGS},
     )
 
 

@@ -11,6 +11,7 @@ from moedraft.core import InvalidRequest, UnsupportedModel
 
 KINDS = ("llama", "qwen3")  # of the decoder layer; qwen3 norms queries and keys as well
 ROPE_TYPES = ("default", "linear", "llama3")
+SWITCHES = ("attention_bias", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 PARTIAL = "partial_rotary_factor"  # share of a head's dimensions that turn; all of a drafter's do
 
 
@@ -47,6 +48,14 @@ class FeatureConfig:
         numbers = (*sizes, self.num_heads, self.num_kv_heads, self.draft_vocab_size)
         if not all(type(number) is int and number > 0 for number in numbers):
             raise InvalidRequest("the drafter's configuration has a size that is no whole number above 0.")
+        if type(self.feature_size) is not int or self.feature_size < 0:
+            raise InvalidRequest("the width of the target's states is no whole number.")
+        for name in ("rms_norm_eps", "rope_theta"):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not 0 < value < math.inf:
+                raise InvalidRequest(f"the drafter's {name} must be a number above 0.")
+        if not all(type(getattr(self, name)) is bool for name in SWITCHES):
+            raise InvalidRequest(f"each of {', '.join(SWITCHES)} is either true or false.")
         ids = self.feature_layers
         if not all(type(i) is int and i >= 0 for i in ids) or not 0 < len(set(ids)) == len(ids):
             raise InvalidRequest(f"feature layers must be distinct ids from 0 on, not {list(ids)}.")

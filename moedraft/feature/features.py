@@ -93,7 +93,8 @@ class Teacher:
         ours = self.logits(self.read(ids)[1]).float()
         if not (true - ours).abs().max() <= 0.05 * true.std().clamp_min(1e-6):
             raise UnsupportedModel(
-                f"{self.hf.config.model_type}: its logits are more than a product of states."
+                f"{self.hf.config.model_type}: no drafter can be trained for this target, because it scales "
+                "or changes its logits after the output matrix."
             )
 
     @torch.no_grad()

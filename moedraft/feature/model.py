@@ -150,7 +150,7 @@ class FeatureDraft(nn.Module):
         super().__init__()
         self.config, self.embeddings, self.output = config, embeddings, output
         self.trained = None if own_rows is None else (vocabulary, own_rows.detach())
-        self._check(vocabulary, own_rows if own_rows is not None else output[:1])
+        self._check(vocabulary, own_rows if own_rows is not None else output[: len(vocabulary)])
         self.fc = nn.Linear(config.features_size, config.hidden_size, bias=False)
         eps = config.rms_norm_eps
         if config.norm_before_fc:
@@ -167,8 +167,12 @@ class FeatureDraft(nn.Module):
 
     def _check(self, vocabulary: torch.Tensor, rows: torch.Tensor) -> None:
         size, wide = self.config.draft_vocab_size, self.config.hidden_size
-        if len(vocabulary) != size or not bool((vocabulary.diff() > 0).all()):
-            raise InvalidRequest(f"a draft vocabulary is a sorted list of {size} different token ids.")
+        if len(vocabulary) != size:
+            raise InvalidRequest(f"the drafter lists {len(vocabulary)} tokens, and its size is {size}.")
+        if not bool((vocabulary.diff() > 0).all()):
+            raise InvalidRequest("a draft vocabulary is a sorted list of different token ids.")
+        if rows.ndim != 2 or len(rows) != size:
+            raise InvalidRequest(f"the drafter has output rows {list(rows.shape)} for {size} tokens.")
         if self.embeddings.shape[1] != wide or rows.shape[1] != wide:
             found = f"{self.embeddings.shape[1]} and {rows.shape[1]}"
             raise InvalidRequest(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,7 +74,7 @@ def test_given_answers_are_read_in_place_of_the_targets(
 
 
 def test_texts_and_own_answers_can_be_mixed(run: Run, home: Path, pair: Pair, tmp_path: Path) -> None:
-    """Rows without a reference are answered; these are the first texts, on which acceptance is measured."""
+    """Rows without a reference are answered; acceptance is measured on these."""
     rows: list[dict[str, str]] = [{"prompt": f"{i} 1", "reference": f"{i} 2 3 4"} for i in range(4)]
     prompts = write_rows(tmp_path / "prompts.jsonl", [*rows, {"prompt": "7 8"}])
     options = [*TRAIN, "--prompts", prompts, "--texts", *pair[:2], "--home", home]
@@ -194,6 +195,54 @@ def test_further_prompts_are_refused_before_the_target_answers_them(
     result = run(*options, "--minutes", 0.002)
     assert result.code == 2
     assert "draft-base-training holds a training on other prompts" in result.err
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (["--layers", "1,2,0"], "layers"),
+        (["--max-tokens", 9], "max_tokens"),
+        (["--target", "other"], "target"),
+    ],
+)
+def test_a_training_does_not_go_on_as_another(
+    run: Run,
+    home: Path,
+    pair: Pair,
+    tmp_path: Path,
+    change: list[Any],
+    what: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What another target has answered, and learned weights, would be passed off as this one's."""
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": f"{i} {i + 1}"} for i in range(4)])
+    options = [*TRAIN, "--prompts", prompts, *pair[:2], "--home", home]
+    assert run(*options, "--minutes", 0.001).code == 0
+    before = (home / "draft-base-training" / "training.safetensors").read_bytes()
+    if what == "target":
+        shutil.copytree(pair[1], tmp_path / "other")
+        file = tmp_path / "other" / "model.safetensors"
+        save_file({name: value * 1.5 for name, value in load_file(file).items()}, file)
+        change = ["--target", tmp_path / "other"]
+    monkeypatch.setattr(session, "answered", lambda *_: pytest.fail("the target was asked"))
+    result = run(*options, *change, "--minutes", 0.01)
+    assert result.code == 2
+    assert f"draft-base-training holds a training with another {what}; name another folder" in result.err
+    assert (home / "draft-base-training" / "training.safetensors").read_bytes() == before
+
+
+def test_a_target_that_cannot_be_learned_from_is_refused_before_it_answers(
+    run: Run, home: Path, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(pair[1], tmp_path / "scaled")
+    config = json.loads((tmp_path / "scaled" / "config.json").read_text())
+    scaled = {"model_type": "granite", "architectures": ["GraniteForCausalLM"], "logits_scaling": 3.0}
+    (tmp_path / "scaled" / "config.json").write_text(json.dumps(config | scaled))
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "1 2"}, {"prompt": "3 4"}])
+    monkeypatch.setattr(session, "answered", lambda *_: pytest.fail("the target was asked"))
+    result = run(*TRAIN, "--prompts", prompts, "--target", tmp_path / "scaled", "--home", home)
+    assert result.code == 2
+    assert "granite: no drafter can be trained for this target" in result.err
 
 
 def test_bad_input_gets_one_sentence(run: Run, home: Path, pair: Pair, tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from moedraft.core import SHARED, ReplayRecord
-from moedraft.feature import expert_vocabularies
-from moedraft.feature.expert_vocabularies import Vocabularies
+from moedraft.distill.features import expert_vocabularies
+from moedraft.distill.features.expert_vocabularies import Vocabularies
 
 GENERAL = torch.arange(10)
 

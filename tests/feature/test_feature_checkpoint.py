@@ -15,6 +15,7 @@ from moedraft.core import InvalidRequest, UnsupportedModel
 from moedraft.drafting.base import feature_folder, is_feature_checkpoint
 from moedraft.feature.checkpoint import load_draft, save_draft
 from moedraft.feature.model import FeatureDraft
+from moedraft.model_hash import hash_files
 
 from feature_rig import LAYERS, VOCABULARY, draft_for, target, texts_of, weights_of
 
@@ -223,6 +224,15 @@ DAMAGES: dict[str, tuple[Any, str]] = {
     "heads": ({LAYER: {"num_attention_heads": 0, "head_dim": None}}, "no whole number above 0"),
     "key heads": ({LAYER: {"num_key_value_heads": 0}}, "no whole number above 0"),
     "size": ({LAYER: {"hidden_size": "32"}}, "no whole number above 0"),
+    "activation": ({LAYER: {"hidden_act": "gelu"}}, "the activation gelu is not supported"),
+    "epsilon": ({LAYER: {"rms_norm_eps": "1e-5"}}, "rms_norm_eps must be a number above 0"),
+    "negative theta": (
+        {LAYER: {"rope_parameters": {"rope_theta": -5.0}}},
+        "rope_theta must be a number",
+    ),
+    "states": ({"target_hidden_size": "32"}, "width of the target's states is no whole number"),
+    "states of half a number": ({"target_hidden_size": 32.5}, "width of the target's states is no whole"),
+    "a switch": ({"norm_output": "false"}, "is either true or false"),
     "layer ids": ({"eagle_aux_hidden_state_layer_ids": [-1, 0, 2]}, "distinct ids from 0 on, not [-1, 0, 2]"),
     "layer names": ({"eagle_aux_hidden_state_layer_ids": "0,2"}, "distinct ids from 0 on"),
 }
@@ -262,6 +272,48 @@ def test_a_list_of_tokens_that_there_are_not_gets_one_sentence(first: int, tmp_p
     save_file({name: value for name, value in tensors.items() if name != "t2d"}, file)
     with pytest.raises(InvalidRequest, match="names tokens that there are not"):
         load(tmp_path / "draft")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("lm_head.weight", torch.zeros(7, 32), r"has output rows \[7, 32\] for \d+ tokens"),
+        ("lm_head.weight", torch.zeros(32), r"has output rows \[32\]"),
+        ("d2t", torch.tensor(3), "is no list"),
+        ("d2t", torch.zeros(0, dtype=torch.int64), "is no list"),
+        ("t2d", torch.tensor(True), "is no list"),
+        ("d2t", torch.zeros(3, dtype=torch.int64), "name different tokens"),
+    ],
+)
+def test_tensors_of_another_shape_get_one_sentence(
+    name: str, value: torch.Tensor, why: str, tmp_path: Path
+) -> None:
+    written(tmp_path / "draft", rows=True)
+    file = tmp_path / "draft" / "model.safetensors"
+    save_file(load_file(file) | {name: value}, file)
+    with pytest.raises(InvalidRequest, match=why):
+        load(tmp_path / "draft")
+
+
+def test_embeddings_that_are_none_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    written(tmp_path / "draft")
+    file = tmp_path / "draft" / "model.safetensors"
+    save_file(load_file(file) | {"embed_tokens.weight": torch.tensor(1.0)}, file)
+    load(tmp_path / "draft")
+    assert "the drafter's own embeddings are not used" in caplog.text
+
+
+def test_a_head_under_another_name_has_a_hash_of_its_own(tmp_path: Path) -> None:
+    hashes = []
+    for seed in range(2):
+        folder = tmp_path / str(seed)
+        written(folder)
+        tensors = load_file(folder / "model.safetensors")
+        (folder / "model.safetensors").unlink()
+        moved = {name: value + seed * value.is_floating_point() for name, value in tensors.items()}
+        save_file(moved, folder / "eagle3.safetensors")
+        hashes.append(hash_files(folder) or hash_files(folder, "*.safetensors"))
+    assert len({"", *hashes}) == 3
 
 
 @pytest.mark.filterwarnings("default")

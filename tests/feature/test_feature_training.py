@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from moedraft.core import InvalidRequest
 from moedraft.feature import unroll as unrolling
 from moedraft.feature.model import FeatureDraft
+from moedraft.feature.training import session
 from moedraft.feature.training.corpus import TrainingText, answered, choose_vocabulary
 from moedraft.feature.training.reading import Reader
 from moedraft.feature.training.session import collect, new_draft, read_texts
@@ -149,7 +150,7 @@ def test_what_is_kept_is_an_average_of_the_steps(tmp_path: Path) -> None:
 
 def test_a_drafter_begins_with_the_targets_own_layer() -> None:
     model = target()
-    draft = new_draft(model, [TrainingText([1, 2, 3], 1)], 40, (0, 1, 2), fc_norm=True)
+    draft = new_draft(model, [TrainingText([1, 2, 3], 1)], 40, (0, 1, 2))
     theirs, own = model.hf.model.layers[-2], draft.layer
     assert torch.equal(own.mlp.down_proj.weight, theirs.mlp.down_proj.weight)
     assert torch.equal(own.self_attn.q_proj.weight[:, 32:], theirs.self_attn.q_proj.weight)
@@ -159,7 +160,7 @@ def test_a_drafter_begins_with_the_targets_own_layer() -> None:
 @pytest.mark.parametrize("kind", ["gpt_neox", "qwen2"])
 def test_a_layer_that_does_not_fit_is_left_out(kind: str) -> None:
     model = target(kind)
-    draft = new_draft(model, [TrainingText([1, 2, 3], 1)], 40, (0, 1, 2), fc_norm=True)
+    draft = new_draft(model, [TrainingText([1, 2, 3], 1)], 40, (0, 1, 2))
     assert all(value.isfinite().all() for value in draft.parameters())
 
 
@@ -241,6 +242,21 @@ def test_prompt_and_answer_fit_into_the_context(tmp_path: Path) -> None:
     assert sizes == [(40, 56), (250, 256), (255, 256)]
     [given] = collect(model, [(prompts[2], "1 2 3")], tmp_path, max_tokens=16, longest=400)
     assert len(given.token_ids) == 256
+
+
+def test_what_is_measured_on_depends_on_the_texts_alone_and_is_never_learned_from() -> None:
+    own = [TrainingText([i, i + 1, 5], 1) for i in range(200)]
+    read = [TrainingText([i, 9, 9], 1, is_given=True) for i in range(200)]
+    held_out, learned = session.divided([*own[:100], *read])
+    assert held_out
+    assert not any(text.is_given for text in held_out)
+    assert len(held_out) + len(learned) == 300
+    more, learned_then = session.divided([*read, *own[::-1]])
+    assert {*map(str, held_out)} <= {*map(str, more)}
+    assert not {*map(str, learned)} & {*map(str, more)}
+    assert len(more) + len(learned_then) == 400
+    assert len(session.divided(read)[0]) > 1
+    assert len(session.divided(own[:2])[0]) == 1
 
 
 def test_the_vocabulary_is_what_answers_use() -> None:

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 import torch
 
 from moedraft.core import SHARED, AdapterVersion, ReplayRecord
+from moedraft.distill.features.expert_vocabularies import Vocabularies
 from moedraft.distill.joint.averages import AveragingAdamW, averaged
 from moedraft.distill.joint.plan import JointPlan, Lessons
 from moedraft.distill.single.trainer import LAST_RATE, MEASURED, OnStep, is_held_out
-from moedraft.feature.expert_vocabularies import Vocabularies
 from moedraft.feature.vocabulary import union
 from moedraft.storage.store import TARGET_ID, Store
 from moedraft.storage.versions.candidate import Candidate

@@ -22,6 +22,7 @@ class TrainingText:
 
     token_ids: list[int]
     num_prompt_tokens: int
+    is_given: bool = False  # its answer is not the target's own
 
 
 def asked(tokenizer: Any, prompt: str) -> list[int]:
@@ -37,7 +38,7 @@ def given(model: LanguageModel, prompt: str, answer: str, longest: int) -> Train
     before = asked(model.tokenizer, prompt)
     after = model.tokenizer(answer, add_special_tokens=False)["input_ids"]
     ends = sorted(model.eos_token_ids)[:1]
-    return TrainingText([*before, *after, *ends][:longest], min(len(before), longest))
+    return TrainingText([*before, *after, *ends][:longest], min(len(before), longest), is_given=True)
 
 
 def answered(

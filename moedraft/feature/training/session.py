@@ -2,11 +2,12 @@
 
 The drafter goes into a folder of its own, in the format of `speculators`. Beside it lies the folder of the
 work, of the same name with `-training` at its end: `texts.jsonl` with what the target answered, and
-`training.safetensors` with the state of the training.
+`training.safetensors` with the state of the training, and `training.json`, which tells what it began with.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Callable
@@ -26,8 +27,8 @@ from moedraft.feature.training.trainer import FeatureTrainer, TrainingPlan
 from moedraft.gguf import public_name
 from moedraft.models import LanguageModel
 
-TEXTS, STATE = "texts.jsonl", "training.safetensors"
-HELD_OUT, MOST_HELD_OUT = 0.05, 60  # share and number of texts, the first, that acceptance is measured on
+TEXTS, STATE, ORIGIN = "texts.jsonl", "training.safetensors", "training.json"
+HELD_OUT, MOST_HELD_OUT = 0.05, 60  # share of the texts, and most of them, that acceptance is measured on
 ANSWERED = 64  # prompts between two notes of how far it is
 KEPT_EVERY = 120.0  # seconds between two states on disk
 
@@ -61,6 +62,38 @@ def chosen_layers(wanted: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
     if len(set(layers)) != len(layers):
         raise InvalidRequest(f"the layers that a drafter reads must be different ones, not {list(layers)}.")
     return layers
+
+
+def begin(model: LanguageModel, wanted: tuple[int, ...], out: Path, max_tokens: int) -> tuple[int, ...]:
+    """The layers to read, after all has been checked that can be before the target answers.
+
+    Raises UnsupportedModel where no drafter can be trained for this target, and InvalidRequest where `out` is
+    that of a training of another target, with other layers or with answers of another length.
+    """
+    layers = chosen_layers(wanted, model.num_layers)
+    draft = untrained(model, torch.arange(min(16, model.vocab_size)), layers)
+    Teacher(model.hf, layers, draft.vocabulary)
+    folder = work_folder(out)
+    facts = {"target": model.weights_hash(), "layers": list(layers), "max_tokens": max_tokens}
+    for name, value in _origin(folder / ORIGIN).items():
+        if facts.get(name) != value:
+            raise InvalidRequest(
+                f"{folder} holds a training with another {name}; name another folder with --out."
+            )
+    folder.mkdir(parents=True, exist_ok=True)
+    scratch = folder / f"{ORIGIN}.tmp"
+    scratch.write_text(json.dumps(facts) + "\n", encoding="utf-8")
+    scratch.rename(folder / ORIGIN)
+    return layers
+
+
+def _origin(file: Path) -> dict[str, Any]:
+    """What the training is one of; {} where nothing says it."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    except ValueError as error:
+        raise InvalidRequest(f"{file} is damaged; delete the folder to train from the beginning.") from error
+    return found if isinstance(found, dict) else {}
 
 
 def check_texts(count: int) -> None:
@@ -119,14 +152,18 @@ def read_texts(file: Path) -> list[TrainingText]:
 
 
 def new_draft(
-    model: LanguageModel, texts: list[TrainingText], size: int, layers: tuple[int, ...] = (), **switches: Any
+    model: LanguageModel, texts: list[TrainingText], size: int, layers: tuple[int, ...] = ()
 ) -> FeatureDraft:
     """An untrained drafter for `model`, with the `size` tokens that its texts use most."""
-    text_config = model.hf.config.get_text_config()
     count = min(size, model.vocab_size)
     vocabulary = choose_vocabulary(texts, count, model.vocab_size, model.eos_token_ids)
-    layers = layers or default_layers(model.num_layers)
-    config = config_for(text_config, draft_vocab_size=count, feature_layers=layers, **switches)
+    return untrained(model, vocabulary, layers or default_layers(model.num_layers))
+
+
+def untrained(model: LanguageModel, vocabulary: torch.Tensor, layers: tuple[int, ...]) -> FeatureDraft:
+    """A new drafter for `model` that drafts these tokens. Raises UnsupportedModel where there is none."""
+    text_config, count = model.hf.config.get_text_config(), len(vocabulary)
+    config = config_for(text_config, draft_vocab_size=count, feature_layers=layers, fc_norm=True)
     embeddings = model.hf.get_input_embeddings().weight.detach()
     draft = FeatureDraft(config, vocabulary, embeddings, model.hf.get_output_embeddings().weight.detach())
     begin_as_target(draft, model.hf)
@@ -160,6 +197,21 @@ def begin_as_target(draft: FeatureDraft, hf: Any) -> None:
             value.copy_(wanted)
 
 
+def divided(texts: list[TrainingText]) -> tuple[list[TrainingText], list[TrainingText]]:
+    """Those to measure on, the target's own answers where there are any, and those to learn from.
+
+    Which, depends on the texts and not on their order. So a training that goes on with more texts measures on
+    none that it has learned from.
+    """
+    digests = [hashlib.sha256(json.dumps(text.token_ids).encode()).digest() for text in texts]
+    own = [i for i, text in enumerate(texts) if not text.is_given] or range(len(texts))
+    order = sorted(own, key=lambda i: digests[i])
+    few = [i for i in order if digests[i][0] < 256 * HELD_OUT][:MOST_HELD_OUT]
+    chosen = set(few or order[:1])
+    held_out = [texts[i] for i in order if i in chosen]
+    return held_out, [text for i, text in enumerate(texts) if i not in chosen]
+
+
 class Session:
     """A drafter being trained, to be written to `out`. Raises InvalidRequest for too few texts."""
 
@@ -173,12 +225,12 @@ class Session:
         layers: tuple[int, ...] = (),
         plan: TrainingPlan | None = None,
     ) -> None:
+        texts = list({tuple(text.token_ids): text for text in texts}.values())
         check_texts(len(texts))
-        held_out = max(1, min(MOST_HELD_OUT, int(len(texts) * HELD_OUT)))
         self.model, self.out, self.state = model, out, work_folder(out) / STATE
         self.state.parent.mkdir(parents=True, exist_ok=True)
-        self.held_out, learned = texts[:held_out], texts[held_out:]
-        draft = new_draft(model, learned, size, layers, fc_norm=True)
+        self.held_out, learned = divided(texts)
+        draft = new_draft(model, learned, size, layers)
         teacher = Teacher(model.hf, draft.config.feature_layers, draft.vocabulary)
         self.trainer = FeatureTrainer(draft, teacher, learned, plan)
         if self.state.exists():
