@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,7 +24,7 @@ from moedraft.cli.common import (
     note,
     settings_for,
 )
-from moedraft.cli.files import check_writable, read_prompts
+from moedraft.cli.files import PromptRow, check_writable, read_prompts
 
 if TYPE_CHECKING:
     from moedraft.showcase.shipped import Query
@@ -60,15 +61,14 @@ def bench(
     from moedraft.showcase.bench import run
     from moedraft.system.build import opened, with_other_draft
 
-    given = _queries(prompts_file, max_tokens)
+    given = read_prompts(prompts_file) if prompts_file else []
     settings = settings_for(ctx, home=home, target=target, draft=draft, device=device, dtype=dtype)
     if out:
         check_writable(out)  # now, not after minutes
     with ExitStack() as stack:
         system = stack.enter_context(opened(settings))
         names = {name for name, _ in system.store.registry.domain_names()}
-        queries = given if prompts_file else _known(given, names)
-        queries = queries[:: max(1, len(queries) // limit)][:limit]
+        queries = _queries(given[:: max(1, len(given) // limit)], names, max_tokens)[:limit]
         other = stack.enter_context(with_other_draft(system, against)) if against else None
         advance = stack.enter_context(bar("Measuring", rounds * len(queries)))
         found = run(system, queries, rounds, advance, other)
@@ -80,20 +80,18 @@ def bench(
         _show(found, f"Batch 1, {len(queries)} prompts, {rounds} rounds, taking turns")
 
 
-def _queries(prompts_file: Path | None, max_tokens: int) -> list[Query]:
-    """The rows of the file, or the shipped held-out prompts without one."""
+def _queries(given: list[PromptRow], domains: set[str], max_tokens: int) -> list[Query]:
+    """What is given, or shipped held-out prompts of the home's domains; of all where it has none of them.
+
+    The shipped ones are of each domain in turn, so that any beginning has all of them.
+    """
     from moedraft.showcase import shipped
-    from moedraft.showcase.shipped import Query
 
-    if prompts_file is None:
-        return [Query(one.prompt, one.domain, max_tokens) for one in shipped.heldout()]
-    rows = read_prompts(prompts_file)
-    return [Query(row.prompt, row.domain or "", row.max_tokens or max_tokens) for row in rows]
-
-
-def _known(queries: list[Query], domains: set[str]) -> list[Query]:
-    """Those of the home's domains, whose experts can have learned; all where it has none of them."""
-    return [query for query in queries if query.domain in domains] or queries
+    if given:
+        return [shipped.Query(row.prompt, row.domain or "", row.max_tokens or max_tokens) for row in given]
+    held_out = (shipped.chosen() if "support" in domains else shipped.everything()).heldout
+    known = [query for query in held_out if query.domain in domains] or held_out
+    return [replace(query, max_tokens=max_tokens) for query in known]
 
 
 def _show(found: dict[str, Any], title: str) -> None:

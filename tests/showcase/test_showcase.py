@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from moedraft.cli import main
+from moedraft.cli.bench import _queries
 from moedraft.cli.demo import on_real_model
+from moedraft.cli.files import PromptRow
 from moedraft.config import load_settings
 from moedraft.feature.checkpoint import save_draft
 from moedraft.feature.config import config_for
@@ -98,6 +100,18 @@ def test_demo_and_bench_run_as_commands(
     assert found["answers_as_transformers"] == found["prompts"]
     assert main(arguments) == 0
     assert "transformers assisted" in capsys.readouterr().out
+
+
+def test_bench_takes_prompts_of_the_homes_domains_in_turn() -> None:
+    """So a few prompts are of all of them, the narrow domain that was written for the demo too."""
+    demo = _queries([], set(shipped.CHOSEN), 64)
+    assert {query.domain for query in demo[: len(shipped.CHOSEN)]} == set(shipped.CHOSEN)
+    assert {query.max_tokens for query in demo} == {64}
+    assert {query.domain for query in _queries([], {"python", "sql"}, 64)} == {"python", "sql"}
+    assert len({query.domain for query in _queries([], {"of a users own"}, 64)}) == 15
+    given = [PromptRow("one", None, None), PromptRow("two", "sql", 5)]
+    found = [(query.prompt, query.domain, query.max_tokens) for query in _queries(given, {"sql"}, 64)]
+    assert found == [("one", "", 64), ("two", "sql", 5)]
 
 
 def test_a_report_tells_no_folder_of_this_machine(tmp_path: Path) -> None:
