@@ -51,7 +51,7 @@ def summary(found: dict[str, Any]) -> str:
                 shown(mean(found, "all", name, "tokens_per_step")),
                 shown(mean(found, "all", "first_step", name)),
                 shown(mean(found, "all", name, "times_plain")),
-                shown(mean(found, "batch", name, "times_plain")),
+                shown(mean(found, "batch", name, "times_plain")) or "not measured",
             ]
         )
     head = [
@@ -65,20 +65,21 @@ def summary(found: dict[str, Any]) -> str:
 
 
 def note(found: dict[str, Any]) -> str:
-    """On what it was measured."""
+    """On what it was measured; what was said by hand of the runs comes first."""
     seeds = found["seeds"]
     learned, prompts = seeds[0]["learning"], seeds[0]["prompts"]
     domains = len(seeds[0]["by_domain"])
     same = "all answers equal" if all(seed["same_answers"] for seed in seeds) else "NOT all answers equal"
     count = "one seed" if len(seeds) == 1 else f"{len(seeds)} seeds"
+    said = f"{found['note']}\n\n" if "note" in found else ""
     return (
-        f"SmolLM2-135M-Instruct on {seeds[0]['threads']} threads of a shared machine, {prompts} held-out "
-        f"prompts of {domains} domains that the shipped drafter had not read, after {learned['requests']} "
-        f"requests and {learned['updates']} updates; {count}, {found['date']}, {same} token for token. "
-        f"Intervals are 95 %, over the prompts, at batch 1; batch 8 is a queue of these prompts that was "
-        f"answered a few times, and its range that of the runs. The true domain of each prompt is given, so "
+        f"{said}SmolLM2-135M-Instruct on {seeds[0]['threads']} threads of a shared machine, {prompts} "
+        f"held-out prompts of {domains} domains that the shipped drafter had not read, after "
+        f"{learned['requests']} requests and {learned['updates']} updates; {count}, {found['date']}, "
+        f"{same} token for token. Intervals are 95 %, over the prompts, at batch 1; batch 8 is a queue of "
+        f"these prompts that was answered a few times, and its range that of the runs. The true domain of "
+        f"each prompt is given, so "
         f"routing and the comparing of experts, both on by default, are not in these figures."
-        + (f" {found['note']}" if "note" in found else "")
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from markdown_tables import table
+from markdown_tables import table, without_empty
 
 WAYS = ("classifier", "evidence", "evidence as served", "permuted classifier", "permuted evidence", "shared")
 
@@ -28,7 +28,12 @@ def selection(found: dict[str, Any]) -> str:
     return table(head, rows) + note
 
 
-STREAM_WAYS = ("best fixed", "shared", "classifier", "evidence as served", "evidence")
+STREAM_WAYS = {
+    "shared": "shared",
+    "classifier": "classifier",
+    "evidence as served": "evidence as served",
+    "evidence": "evidence, unlimited time",
+}
 
 
 def percent(estimate: list[float]) -> str:
@@ -43,13 +48,32 @@ def streams(found: dict[str, Any]) -> str:
         ways = part["ways"]
         best = f"{ways['best fixed']['tokens_per_step'][0]:.2f}"
         owner = percent(ways["owner"]["times_best_fixed"]) if "owner" in ways else ""
-        shown = [percent(ways[way]["times_best_fixed"]) for way in STREAM_WAYS[1:]]
+        shown = [percent(ways[way]["times_best_fixed"]) for way in STREAM_WAYS]
         served = percent(ways["evidence as served"]["times_classifier"])
         right = "" if part.get("sent_right") is None else f"{part['sent_right']:.0%}"
         rows.append([name, str(part["prompts"]), right, best, owner, *shown, served])
     head = ["stream", "prompts", "sent to the right expert", "best fixed, tokens per step", "right expert"]
-    head += STREAM_WAYS[1:]
-    return table([*head, "evidence as served / classifier"], rows)
+    head += STREAM_WAYS.values()
+    return table(*without_empty([*head, "evidence as served / classifier"], rows))
+
+
+def made_good(found: dict[str, Any]) -> str:
+    """What evidence wins back of what a wrong router loses against each prompt's own expert, by arms."""
+    streams = found["streams"]
+    rows: list[list[str]] = []
+    for name in [name for name in streams if name.startswith("permuted")]:
+        ways = {way: part["tokens_per_step"][0] for way, part in streams[name]["ways"].items()}
+        lost = ways["owner"] - ways["classifier"]
+        back = [(ways[way] - ways["classifier"]) / lost for way in ("evidence as served", "evidence")]
+        rows.append([arms_of(name, found["settings"]), *(f"{share:.0%}" for share in back)])
+    rows.sort(key=lambda row: int(row[0]))
+    return table(["arms", "made good as served", "with unlimited time"], rows)
+
+
+def arms_of(stream: str, settings: dict[str, str]) -> str:
+    """How many may draft: what the stream's name says, else every expert and the shared draft."""
+    words = stream.split()
+    return words[1] if words[-1] == "arms" else str(len(settings["domains"].split(",")) + 1)
 
 
 def mix(found: dict[str, Any]) -> str:

@@ -16,11 +16,18 @@ import aims_table
 import expert_tables
 import kernel_tables
 import selection_tables
+import step_tables
 from markdown_tables import table
 
 ROOT = Path(__file__).resolve().parents[1]
 MISSING = "not yet measured"
-DOCUMENTS = ("README.md", "docs/benchmarks.md", "docs/robustness.md", "data/models/README.md")
+DOCUMENTS = (
+    "README.md",
+    "docs/benchmarks.md",
+    "docs/experiments.md",
+    "docs/robustness.md",
+    "data/models/README.md",
+)
 
 
 def bench(found: dict[str, Any]) -> str:
@@ -233,7 +240,10 @@ SOURCES = {
     "refusals": ("router.json", refusals),
     "selection": ("selection.json", selection_tables.selection),
     "streams": ("streams.json", selection_tables.streams),
+    "made_good": ("streams.json", selection_tables.made_good),
     "mix": ("mix.json", selection_tables.mix),
+    "step": ("step.json", step_tables.step),
+    "peers": ("peers.json", step_tables.peers),
     "verification": ("verification.json", verification),
     "faults": ("faults.json", faults),
 }

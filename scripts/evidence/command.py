@@ -115,6 +115,7 @@ class Workplace:
             "arrangement": arrangement,
             "seed": seed,
             "settings": settings(self.args),
+            "precision": str(self.bench.target.dtype).removeprefix("torch."),
         }
         marks = {"absent": stream.absent, "turns": stream.turns, "newcomer": stream.newcomer}
         return words | marks | found

@@ -185,7 +185,18 @@ def settings(whole: Whole) -> str:
         f"of up to {of['max_tokens']} tokens; an update of {of['steps']} steps of {of['rows']} records after "
         f"every {of['every']} requests, experts of rank {of['rank']}; {of['heldout']} held-out prompts a "
         f"domain. {how_many(whole['runs'], 'run')}; most seeds by pattern: {counts}. Each row of a table "
-        f"says how many seeds it has.{warning(of, seeds)}"
+        f"says how many seeds it has.{warning(of, seeds)}{precision(whole)}"
+    )
+
+
+def precision(whole: Whole) -> str:
+    """Which patterns of traffic were run on another kind of processor; nothing for the toy pair."""
+    other = [title_of(pattern) for pattern, found in whole["precisions"].items() if found == ["float32"]]
+    if whole["settings"].get("target") == "mini" or not other:
+        return ""
+    return (
+        f" With {listed(other)}, the target ran in float32, on a processor that has no bfloat16; with all "
+        "other traffic in bfloat16. So figures of these are compared with one another only."
     )
 
 

@@ -27,6 +27,7 @@ from evidence.figures import (
 from moedraft.showcase.estimates import Estimate
 
 TENTH = 0.1
+BEFORE = "bfloat16"  # of the target, in runs that do not tell it: they were made on one kind of processor
 SEVERAL = 2  # domains that differ in the same thing
 PUBLISHED = ("promote", "along")  # decisions of the gate after which a version serves
 
@@ -43,6 +44,10 @@ def summary(runs: Runs) -> dict[str, Any]:
         "machine": every[0]["machine"],
         "torch": every[0]["torch"],
         "runs": len(every),
+        "precisions": {
+            pattern: sorted({run.get("precision", BEFORE) for run in every if run["pattern"] == pattern})
+            for pattern in patterns
+        },
         "router": {pattern: routed_right(runs, pattern) for pattern in patterns},
         "patterns": patterns,
     }

@@ -16,8 +16,8 @@ command, figures, summary, lows, missing, costs, decisions, served = (
     load_script(f"evidence.{name}")
     for name in ("command", "figures", "summary", "lows", "missing", "costs", "decisions", "served")
 )
-arrangements, paper, tokens = (
-    load_script(f"evidence.{name}") for name in ("arrangements", "paper", "tokens")
+arrangements, document, paper, tokens = (
+    load_script(f"evidence.{name}") for name in ("arrangements", "document", "paper", "tokens")
 )
 SERVED = arrangements.SERVED
 
@@ -144,6 +144,14 @@ def test_languages_and_topics_are_told_apart() -> None:
         assert f"| {group} | separate experts, classifier | 1 | +.050" in text
     assert "| −.050" in text, "less than one adapter"
     assert paper.routed(summary.summary(figures.Runs([made_up("steady", "joint", 0, [0.4])]))) == ""
+
+
+def test_patterns_that_ran_in_another_precision_are_named() -> None:
+    runs = [made_up(pattern, "static", 0, [0.4]) for pattern in ("steady", "drift")]
+    assert "float32" not in document.settings(summary.summary(figures.Runs(runs)))
+    runs.append(made_up("crossed", "static", 0, [0.4], precision="float32"))
+    text = document.settings(summary.summary(figures.Runs(runs)))
+    assert "With prompts whose second half is of another domain, the target ran in float32" in text
 
 
 def test_nine_ways_of_objective_and_answers_are_one_table() -> None:
