@@ -11,6 +11,7 @@ median of those of the rounds, beside the smallest and the largest.
     mixed            the rows have different experts
     4 experts        many short requests, which four experts serve in turns
     64 experts       the same requests, and 64 experts; copies of the home's own, with weights of their own
+                     and some tokens in their lists that no other has, as another domain would bring them
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from datetime import UTC, datetime
 from itertools import cycle, islice
 from typing import Any
 
+import torch
 from choosers import options, save
 from feature_answers import prompts_of
 
@@ -38,6 +40,7 @@ from moedraft.system.build import System, opened
 FEW, MANY = 4, 64  # experts
 WARM = 4  # steps of full slots that are not timed
 SHORT = 16  # tokens of a short request
+OWN = 0.05  # of a copy's tokens that no other has: in a demo's home each expert brought some 200 of 4 096
 
 
 def step_ms(system: System, prompts: Sequence[str], experts: Sequence[str], steps: int) -> float:
@@ -80,15 +83,29 @@ def copies(system: System, names: Sequence[str], count: int) -> Iterator[list[st
     """
     bank = system.bank
     own = {name: bank.experts[name] for name in names}
-    made = {f"copy-{i}": copied(own[names[i % len(names)]]) for i in range(count - len(names))}
+    size = system.target.vocab_size
+    made = {f"copy-{i}": copied(own[names[i % len(names)]], size, i) for i in range(count - len(names))}
     bank.take(bank.prepare(made | dict.fromkeys(names[count:])))
     yield [*names[:count], *made]
     bank.take(bank.prepare(dict.fromkeys(made) | {name: own[name] for name in names[count:]}))
 
 
-def copied(adapter: Adapter) -> Adapter:
+def copied(adapter: Adapter, vocab_size: int, seed: int) -> Adapter:
+    """The same weights in tensors of their own, and a list with a part of its tokens exchanged, see OWN."""
     deltas = {name: (a.clone(), b.clone()) for name, (a, b) in adapter.deltas.items()}
-    return Adapter(adapter.version, deltas, adapter.vocabulary)
+    return Adapter(adapter.version, deltas, exchanged(adapter.vocabulary, vocab_size, seed))
+
+
+def exchanged(tokens: torch.Tensor | None, vocab_size: int, seed: int) -> torch.Tensor | None:
+    if tokens is None:
+        return None
+    chance = torch.Generator().manual_seed(seed)
+    own = tokens.cpu()
+    kept = own[torch.randperm(len(own), generator=chance)[: len(own) - int(OWN * len(own))]]
+    drawn = torch.randperm(vocab_size, generator=chance)
+    more = drawn[~torch.isin(drawn, own)][: len(own) - len(kept)]
+    rest = own[~torch.isin(own, kept)][: len(own) - len(kept) - len(more)]  # where too few others are left
+    return torch.cat([kept, more, rest]).sort().values.to(tokens)
 
 
 def size(system: System) -> int:

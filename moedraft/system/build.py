@@ -133,6 +133,7 @@ def load_pair(settings: Settings) -> tuple[LanguageModel, DraftBase]:
 
 def assemble(settings: Settings, store: Store, target: LanguageModel, draft: DraftBase) -> System:
     bank = ExpertBank(draft, settings.merged_cache_mb)
+    bank.measure(settings.max_batch_size)
     router = open_router(settings, store)
     drafter = drafter_of(draft, bank, settings, target.vocab_size)
     selector = selector_of(settings, router, drafter, bank)

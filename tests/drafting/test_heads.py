@@ -119,6 +119,28 @@ def test_what_experts_have_in_common_is_multiplied_once(base: FeatureBase) -> No
     assert torch.equal(base.hf.vocabulary, torch.arange(VOCAB))
 
 
+@pytest.mark.parametrize(("a_row_more", "joined"), [(0.0, True), (0.01, False)])
+def test_whether_rows_are_joined_follows_from_what_products_take_here(
+    base: FeatureBase, monkeypatch: pytest.MonkeyPatch, a_row_more: float, joined: bool
+) -> None:
+    """Where a full batch takes as long as one row, joined rows pay; where each row costs, they do not."""
+    bank, clock = bank_of(base), [0.0]
+    assert bank.heads is not None
+    product = bank.heads.base[1]
+
+    def timed(x: torch.Tensor) -> torch.Tensor:
+        clock[0] += 0.01 + a_row_more * (len(x) - 1)
+        return product(x)
+
+    monkeypatch.setattr("moedraft.drafting.experts.joined_heads.time.perf_counter", lambda: clock[0])
+    bank.heads.base = (bank.heads.base[0], timed)
+    bank.measure(8)
+    assert bank.heads.joined.worth == pytest.approx(0.8 if joined else 0.8 / 8)
+    bank.publish("outside", None)
+    bank.publish("again", adapter_of(bank, 8, GENERAL))
+    assert (bank.heads.joined.common is not None) is joined
+
+
 def test_what_no_batch_gains_by_is_not_made(base: FeatureBase) -> None:
     bank = bank_of(base)
     assert bank.heads is not None

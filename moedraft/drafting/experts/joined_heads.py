@@ -7,6 +7,7 @@ what its own expert adds, and tokens that are not in the expert's list are set t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,11 +16,13 @@ import torch
 from moedraft.cpu.products import Product
 from moedraft.drafting.experts.adapter import HEAD, Adapter
 from moedraft.drafting.experts.joined import RESIDENT, Factors, residents
-from moedraft.drafting.experts.layer import LoRALinear, Mixed
+from moedraft.drafting.experts.layer import LoRALinear, Mixed, Multiplies
 from moedraft.feature.model import FeatureDraft
 from moedraft.feature.vocabulary import places, rows_for, union
 
-WORTH = 0.6  # rows are joined only where they are at most this share of the rows of all experts together
+WORTH = 0.6  # see `JoinedHeads.worth`; until it is measured
+TERMS = 0.8  # what the low-rank terms and the mask leave of the gain: two experts have .2 ms more with them
+ROUNDS = 7  # times that a product is timed; the fastest counts
 STEP = 1024  # lists are filled up to a multiple of this, so that code is generated for few shapes of products
 
 
@@ -40,6 +43,8 @@ class JoinedHeads:
         self.draft, self.layer = draft, layer
         self.general = draft.vocabulary  # the base's
         self.common: CommonRows | None = None
+        # Rows are joined only where they are at most this share of the rows of all experts together.
+        self.worth = WORTH
         self._clear()
 
     def _clear(self) -> None:
@@ -47,6 +52,15 @@ class JoinedHeads:
         self._numbers: dict[str, int] = {}
         self._factors: Factors | None = None
         self._outside = torch.empty(0)  # by member and token: −inf where it is not in the member's list
+
+    def measure(self, product: Multiplies, rows: int) -> None:
+        """Set `worth` by how much longer the base's output rows take for a full batch than for a single row.
+
+        Experts by themselves multiply one row each, the joined rows multiply all rows of the batch.
+        """
+        weight = self.draft.fc.weight
+        x = torch.ones(rows, 1, self.draft.config.hidden_size, dtype=weight.dtype, device=weight.device)
+        self.worth = min(1.0, TERMS * _seconds(product, x[:1]) / _seconds(product, x))
 
     def list_of(self, adapter: Adapter | None) -> torch.Tensor:
         """The tokens that an adapter guesses."""
@@ -59,7 +73,7 @@ class JoinedHeads:
         known, spare = self.common, self.list_of(shared)
         tokens = union([self.list_of(adapter) for adapter in experts])
         longest = sorted(len(self.list_of(adapter)) for adapter in experts)[-RESIDENT:]
-        if len(tokens) > WORTH * sum(longest):  # no batch of RESIDENT experts or fewer would gain by it
+        if len(tokens) > self.worth * sum(longest):  # no batch of RESIDENT experts or fewer would gain by it
             return None
         others = spare[places(spare, tokens) < 0]
         tokens = union([tokens, others[: -len(tokens) % STEP]])
@@ -79,7 +93,7 @@ class JoinedHeads:
     def pays(self, present: Mapping[str, Adapter]) -> bool:
         """Whether one product over the common rows costs less than one product for each expert."""
         each = sum(len(self.list_of(adapter)) for adapter in present.values())
-        return self.common is not None and len(present) > 1 and len(self.common.tokens) <= WORTH * each
+        return self.common is not None and len(present) > 1 and len(self.common.tokens) <= self.worth * each
 
     def select(
         self, rows: Sequence[str], present: Mapping[str, Adapter]
@@ -109,6 +123,18 @@ class JoinedHeads:
         outside = zeros.masked_fill_(~inside, -torch.inf)
         # All at once, at the end: what failed above is tried again at the next batch.
         self._members, self._numbers, self._factors, self._outside = members, numbers, factors, outside
+
+
+def _seconds(product: Multiplies, x: torch.Tensor) -> float:
+    """The shortest time that it took."""
+    taken = []
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        product(x)
+        if x.is_cuda:
+            torch.cuda.synchronize()
+        taken.append(time.perf_counter() - began)
+    return min(taken)
 
 
 class RowsOfExperts:

@@ -72,6 +72,11 @@ class ExpertBank:
         self._bare = False
         self._shared_products: Products = {}
 
+    def measure(self, rows: int) -> None:
+        """Find out which way to compute a mixed batch of so many rows is the fastest here."""
+        if self.heads is not None:
+            self.heads.joined.measure(self.heads.base[1], rows)
+
     # -- publishing ------------------------------------------------------------------------------
 
     def publish(self, expert: str, adapter: Adapter | None) -> bool:
