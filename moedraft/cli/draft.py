@@ -81,7 +81,8 @@ def train(
         check_out(out, trains=True)
         model = load_by(settings, "target")
         set_threads(settings.threads, model)
-        chosen = begin(model, chosen, out, max_tokens)  # before the target answers, which takes long
+        asks = any(answer is None for _, answer in pairs)
+        chosen = begin(model, chosen, out, max_tokens if asks else None)  # before it answers, for long
     found = answers(model, pairs, out, max_tokens, vocabulary)
     report = learn(Session(model, found, out, size=vocabulary, layers=chosen), minutes * 60, rows)
     show(report, out, as_json)

@@ -115,7 +115,8 @@ class Contest:
         Returns whether another arm leads since. Arms that have come since the request began are left out.
         """
         known = {arm: found for arm, found in hits.items() if arm in self.standings.arms}
-        self._note_gain(known)
+        if not self.at_prompt:  # where the prior alone may have chosen another
+            self._note_gain(known)
         now, strength = self.standings, PROMPT_STRENGTH if self.at_prompt else 1.0
         leader, before = now.leader, now.weights[now.leader]
         for standings in (self.standings, self.heard):

@@ -96,13 +96,17 @@ def find_domain(store: Store, name: str) -> Domain:
 def pin(store: Store, name: str, pinned: bool = True) -> None:
     """Keep `name` at the version that serves: no update is published for it until it is unpinned.
 
-    It serves even where the draft base alone drafted before. A person may still promote another version or
+    It serves even where the draft base alone drafted before, and a pinned shared adapter serves the domains
+    without a version of their own. A person may still promote another version or
     roll back. Raises InvalidRequest.
     """
     check_expert(store, name)
     with store.home.folder_lock:
         if pinned:
-            store.registry.set_unadapted(store.registry.unadapted() - {name})
+            aside = store.registry.unadapted() - {name}
+            if name == SHARED:  # it is published no more, so nothing else would end what stands for these
+                aside = frozenset(one for one in aside if store.registry.live(one) is not None)
+            store.registry.set_unadapted(aside)
         store.registry.set_meta(PIN + name, "1" if pinned else None)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict
+from threading import Lock
 
 from sqlalchemy import delete, func, insert, select
 
@@ -44,3 +46,20 @@ class UpdateLog:
         query = select(updates.c.decision, func.count()).where(judged)
         with self._home.read() as connection:
             return {row[0]: row[1] for row in connection.execute(query.group_by(updates.c.decision))}
+
+
+class Decided:
+    """What the gate decided since this was made; no count ever falls, though old updates are forgotten."""
+
+    def __init__(self, log: UpdateLog) -> None:
+        self._log, self._until = log, log.count()
+        self._counts = Counter[str]()
+        self._lock = Lock()  # two threads may ask at once
+
+    def counts(self) -> dict[str, int]:
+        """How often, by decision. Raises StorageError, and then nothing is lost of the next answer."""
+        with self._lock:
+            now = self._log.count()
+            self._counts.update(self._log.decisions(self._until, now))
+            self._until = now
+            return dict(self._counts)

@@ -92,8 +92,7 @@ def routed(whole: Whole) -> str:
             continue
         for group, one in of["groups"].items():
             more = DASH if one["more"] is None else difference(one["more"])
-            seeds = str(one["seeds"])
-            rows.append([group, ARRANGEMENTS[name].title, seeds, difference(one["gain"]), more])
+            rows.append([group, ARRANGEMENTS[name].title, seeds_of(one), difference(one["gain"]), more])
     rows.sort(key=lambda row: row[0])
     if not rows:
         return ""
@@ -112,6 +111,12 @@ def routed(whole: Whole) -> str:
         "more than a single one, read off its figure; they are whole models, so five of them have five times "
         "the weights.\n\n" + table(head, rows)
     )
+
+
+def seeds_of(one: Whole) -> str:
+    """Of the first comparison, and of the second one where it has fewer."""
+    fewer = one["more"] is not None and len(one["more"]["seeds"]) < one["seeds"]
+    return f"{one['seeds']}, {len(one['more']['seeds'])}" if fewer else str(one["seeds"])
 
 
 def shift(whole: Whole) -> str:

@@ -41,12 +41,14 @@ def pairs(
         known = DraftVocabulary(student.vocabulary, student.vocab_size)
         for first in range(0, len(records), trainer.plan.rows):
             chosen = records[first : first + trainer.plan.rows]
-            batch = collate(chosen, [owner] * len(chosen), lessons.states, known, torch.device("cpu"))
-            hidden, taught = next(iter(lessons.student.outputs(batch, 1))), taught_at(batch, 1)
-            for part in lessons.student.guesses(hidden[taught.rows], batch.owners, taught.counts):
-                ids = student.vocabulary if part.numbers is None else student.vocabulary[part.numbers]
-                said, guessed = taught.tokens[part.rows], ids[part.logits.argmax(-1)]
-                found += zip(said.tolist(), guessed.tolist(), strict=True)
+            owners, longest = [owner] * len(chosen), trainer.plan.max_tokens
+            batch = collate(chosen, owners, lessons.states, known, torch.device("cpu"), longest)
+            with lessons.student.precision():
+                hidden, taught = next(iter(lessons.student.outputs(batch, 1))), taught_at(batch, 1)
+                for part in lessons.student.guesses(hidden[taught.rows], batch.owners, taught.counts):
+                    ids = student.vocabulary if part.numbers is None else student.vocabulary[part.numbers]
+                    said, guessed = taught.tokens[part.rows], ids[part.logits.argmax(-1)]
+                    found += zip(said.tolist(), guessed.tolist(), strict=True)
     return found
 
 

@@ -231,6 +231,41 @@ def test_a_training_does_not_go_on_as_another(
     assert (home / "draft-base-training" / "training.safetensors").read_bytes() == before
 
 
+def test_what_was_not_begun_may_begin_otherwise(
+    run: Run, home: Path, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither an answer nor a step is there yet. Given answers have a length of their own."""
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": f"{i} {i + 1}"} for i in range(4)])
+    options = [*TRAIN, "--prompts", prompts, *pair[:2], "--home", home]
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "answered", interrupted)
+        assert run(*options, "--minutes", 0.001).code == 130
+    assert run(*options, "--max-tokens", 9, "--minutes", 0.001).code == 0
+    rows = [json.dumps({"prompt": f"{i} 1", "reference": f"{i} 2 3 4"}) for i in range(4)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(rows))
+    given = [*TRAIN, "--prompts", tmp_path / "texts.jsonl", "--texts", *pair[:2], "--out", tmp_path / "given"]
+    assert run(*given, "--home", home, "--minutes", 0.001).code == 0
+    assert run(*given, "--home", home, "--max-tokens", 9, "--minutes", 0.001).code == 0
+
+
+@pytest.mark.parametrize("left", ["", "5", "{}"])
+def test_a_training_that_does_not_tell_what_it_is_of_is_refused(
+    run: Run, home: Path, pair: Pair, tmp_path: Path, left: str
+) -> None:
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": f"{i} {i + 1}"} for i in range(4)])
+    options = [*TRAIN, "--prompts", prompts, *pair[:2], "--home", home]
+    assert run(*options, "--minutes", 0.001).code == 0
+    note = home / "draft-base-training" / "training.json"
+    note.write_text(left) if left else note.unlink()
+    result = run(*options, "--minutes", 0.001)
+    assert result.code == 2
+    assert "does not tell what its training began with" in result.err
+
+
 def test_a_target_that_cannot_be_learned_from_is_refused_before_it_answers(
     run: Run, home: Path, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -444,6 +444,40 @@ def test_nobody_is_left_to_the_base_against_a_persons_choice(store: Store) -> No
     assert store.registry.unadapted() == set()
 
 
+def test_a_warm_start_of_few_answers_is_judged_too(store: Store) -> None:
+    """It teaches one expert alone, so there is no shared adapter that its domain would be kept from."""
+
+    class OfOne(Together):
+        learner = "code"
+
+        def update(self, **_: object) -> Any:
+            return JointUpdate((self.candidate("code"),), last_id=7, loss=0.5)
+
+    store.replay.add(held_out(2))
+    judge = Judge(Figures(by_tensors), store, base_serves=True)
+    trainer = OfOne({"code": 0.1})
+    loop = JointLoop(trainer, store, HomeOutlet(store), 4, judge)  # type: ignore[arg-type]
+    loop.run_once("code")
+    assert not loop.failures
+    assert trainer.outcomes
+
+
+def test_a_pinned_shared_adapter_serves_the_domains_that_it_was_kept_from(store: Store) -> None:
+    """No later publication could end that."""
+    store.replay.add(held_out(8, "prose", first=5000))
+    loop = JointLoop(
+        Together({"shared": 0.1}),  # type: ignore[arg-type]
+        store,
+        HomeOutlet(store),
+        4,
+        Judge(Figures(by_tensors), store, base_serves=True),
+    )
+    loop.run_once()
+    assert store.registry.unadapted() == {"code"}
+    changes.pin(store, SHARED)
+    assert store.registry.unadapted() == set()
+
+
 def test_an_expert_that_learned_badly_stays_behind(store: Store) -> None:
     loop, trainer = loop_of(store, Together, shared=0.1, code=-0.3)
     update = loop.run_once("code")

@@ -257,6 +257,8 @@ def test_what_is_measured_on_depends_on_the_texts_alone_and_is_never_learned_fro
     assert len(more) + len(learned_then) == 400
     assert len(session.divided(read)[0]) > 1
     assert len(session.divided(own[:2])[0]) == 1
+    unlucky = [TrainingText([19437, 19438, 7], 1), TrainingText([19437, 19439, 9], 1)]
+    assert [len(part) for part in session.divided(unlucky)] == [1, 1], "one is left to learn from"
 
 
 def test_the_vocabulary_is_what_answers_use() -> None:

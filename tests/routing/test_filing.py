@@ -15,14 +15,15 @@ from routing_fakes import TOPICS, WordEmbedder, prompts
 
 from moedraft.core import SHARED, Domain, KeptStates, ReplayRecord
 from moedraft.distill.judging.held_out import HeldOut
+from moedraft.distill.judging.watch import Watch
 from moedraft.routing.router import Route, Router
 from moedraft.serve.worker.refits import Refits
 from moedraft.storage.db import StorageFull
 from moedraft.storage.records.replay import ReplayBuffer
-from moedraft.storage.store import Store
+from moedraft.storage.store import TARGET_ID, Store
 from moedraft.system.build import ROUTER_FOLDER
 from moedraft.system.domains import filing
-from moedraft.system.domains.filing import AT_ONCE, LOOKED_AT, WAIT, file_anew, is_due
+from moedraft.system.domains.filing import AT_ONCE, LOOKED_AT, WAIT, Filing, is_due
 from moedraft.system.domains.registering import register_domain, remove_domain
 
 NEW, *OLD = TOPICS
@@ -53,8 +54,12 @@ def router(store: Store) -> Router:
         store.registry.add_domain(Domain(name, "", tuple(prompts(name, 12)), 1.0))
     made = Router(WordEmbedder(), store.home.path / ROUTER_FOLDER)
     made.fit({name: prompts(name, 12) for name in OLD})
-    file_anew(store, made, Words())
+    file_anew(store, made)
     return made
+
+
+def file_anew(store: Store, router: Router, *more: Any) -> dict[str, int]:
+    return Filing(store, router, Words(), threading.Lock()).file(*more)
 
 
 LATER = time.time() + WAIT + 60  # when answers that had begun before a registration in a test have ended
@@ -79,14 +84,14 @@ def test_what_was_asked_before_goes_to_the_new_domain(store: Store, router: Rout
     assert not is_due(store), "answers that had begun before may still come"
     assert is_due(store, LATER)
     assert is_due(store, 0.0), "the clock was set back"
-    found = file_anew(store, router, Words())
+    found = file_anew(store, router)
     moved = store.replay.records(NEW)
     assert found == {NEW: len(moved)}
     assert len(moved) >= 5, "nearly all of them"
     assert {one.expert for one in moved} == {SHARED}, "who drafted is not rewritten"
     assert store.replay.sizes() == {NEW: len(moved), SHARED: 10 - len(moved)}
     assert not is_due(store, LATER)
-    assert file_anew(store, router, Words()) == {}
+    assert file_anew(store, router) == {}
 
 
 def test_a_record_stays_what_it_was(store: Store, router: Router) -> None:
@@ -97,7 +102,7 @@ def test_a_record_stays_what_it_was(store: Store, router: Router) -> None:
     last = replay.last_id()
     register(store, router)
     router.route = lambda texts: [Route(NEW, 1.0, {}) for _ in texts]  # type: ignore[method-assign]
-    assert file_anew(store, router, Words()) == {NEW: 1}
+    assert file_anew(store, router) == {NEW: 1}
     (found,) = replay.records()
     assert found == replace(sent, domain=NEW)
     assert found.id == last + 1, "it counts as new, so that it is learned from"
@@ -116,30 +121,30 @@ def test_an_example_that_was_asked_is_the_domains_whatever_the_router_says(
     store.replay.add([answered(prompts(NEW, 12)[0])])
     register(store, router)
     router.threshold = 2.0  # it recognises nothing
-    assert file_anew(store, router, Words()) == {NEW: 1}
+    assert file_anew(store, router) == {NEW: 1}
 
 
 def test_answers_that_ended_after_the_registration_are_filed_too(store: Store, router: Router) -> None:
     """Their request was routed when the router did not know the domain yet."""
     register(store, router)
     store.replay.add([answered(text, created_at=time.time() + 1) for text in asked_later(4)])
-    assert file_anew(store, router, Words()) == {NEW: 4}
+    assert file_anew(store, router) == {NEW: 4}
 
 
 def test_a_domain_that_is_registered_again_is_new_again(store: Store, router: Router) -> None:
     register(store, router)
-    file_anew(store, router, Words())
+    file_anew(store, router)
     remove_domain(store, router, NEW)
     store.replay.add([answered(text) for text in asked_later(4)])
     register(store, router)
     assert is_due(store, LATER)
-    assert file_anew(store, router, Words()) == {NEW: 4}
+    assert file_anew(store, router) == {NEW: 4}
 
 
 def test_a_router_that_does_not_know_the_domain_yet_moves_nothing(store: Store, router: Router) -> None:
     store.replay.add([answered(text) for text in asked_later(4)])
     store.registry.add_domain(Domain(NEW, "", tuple(prompts(NEW, 12)), time.time()))
-    assert file_anew(store, router, Words()) is None
+    assert file_anew(store, router) == {}
     assert is_due(store, LATER), "it is done when the router is fitted"
 
 
@@ -156,7 +161,7 @@ def test_a_domain_that_is_removed_meanwhile_gets_nothing(
         return found
 
     monkeypatch.setattr(router, "route", removed)
-    assert file_anew(store, router, Words()) == {}
+    assert file_anew(store, router) == {}
     assert store.replay.sizes() == {SHARED: 4}
 
 
@@ -173,7 +178,7 @@ def test_a_domain_that_is_registered_meanwhile_is_still_due(
         return route(texts)
 
     monkeypatch.setattr(router, "route", another)
-    assert file_anew(store, router, Words()) == {NEW: 4}
+    assert file_anew(store, router) == {NEW: 4}
     assert is_due(store, LATER)
 
 
@@ -181,18 +186,54 @@ def test_one_client_does_not_hide_what_others_asked(store: Store, router: Router
     store.replay.add([answered(text, source="quiet") for text in asked_later(8)])
     store.replay.add([answered(prompts(OLD[0], 1)[0], source="loud") for _ in range(LOOKED_AT)])
     register(store, router)
-    found = file_anew(store, router, Words())
-    assert found is not None
-    assert found[NEW] >= 7
+    assert file_anew(store, router)[NEW] >= 7
 
 
-def test_it_ends_when_it_is_told_and_has_done_nothing(store: Store, router: Router) -> None:
+def test_what_was_ended_early_is_taken_up_where_it_was(
+    store: Store, router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store.replay.add([answered(text) for text in asked_later(AT_ONCE + 4)])
+    store.replay.add([answered(text) for text in prompts(OLD[0], AT_ONCE + 4)])  # looked at first, and left
     register(store, router)
-    asked = iter([True, False])
-    assert file_anew(store, router, Words(), lambda: next(asked)) is None
-    assert NEW not in store.replay.sizes()
+    routed: list[str] = []
+    route = router.route
+    monkeypatch.setattr(router, "route", lambda texts: routed.extend(texts) or route(texts))
+    filing, asked = Filing(store, router, Words(), threading.Lock()), iter([True, False])
+    assert filing.file(lambda: next(asked)) == {}
     assert is_due(store, LATER)
+    found = filing.file()
+    assert found[NEW] >= AT_ONCE
+    assert len(routed) <= 2 * AT_ONCE + 8 + 1, "none was routed twice"
+    assert not is_due(store, LATER)
+
+
+def test_no_purge_goes_on_while_records_are_moved(store: Store, router: Router) -> None:
+    store.replay.add([answered(text) for text in asked_later(4)])
+    register(store, router)
+    lock = threading.Lock()
+    filing = Filing(store, router, Words(), lock)
+    with lock:  # as a purge holds it
+        thread = threading.Thread(target=filing.file)
+        thread.start()
+        thread.join(0.5)
+        assert thread.is_alive()
+        assert store.replay.purge() == 4
+    thread.join(10)
+    assert store.replay.sizes() == {}, "what was purged does not come back"
+
+
+def test_moved_records_are_no_new_requests(store: Store, router: Router) -> None:
+    """An earlier update may have been trained on them, so they say nothing of what it published."""
+    live = SimpleNamespace(domain=SHARED, last_record=store.replay.last_id())
+    store.replay.add([answered(text) for text in asked_later(20)])
+    store.registry.set_meta(TARGET_ID, "t")
+    watch = Watch(lambda *_: pytest.fail("nothing is measured"), store)
+    live.last_record = store.replay.last_id()
+    register(store, router)
+    assert file_anew(store, router)[NEW] >= 16
+    assert watch._since(live) == {}  # type: ignore[arg-type]
+    store.replay.add([answered(asked_later(30)[-1], domain=NEW)])
+    assert [len(some) for some in watch._since(live).values()] == [1]  # type: ignore[arg-type]
 
 
 def test_a_gate_that_has_looked_before_judges_by_what_was_moved(store: Store, router: Router) -> None:
@@ -203,7 +244,7 @@ def test_a_gate_that_has_looked_before_judges_by_what_was_moved(store: Store, ro
     register(store, router)
     store.replay.add([answered(text, domain=NEW) for text in texts[30:]])
     early = held.records(NEW, 1, "t")
-    file_anew(store, router, Words())
+    file_anew(store, router)
     found = held.records(NEW, 1, "t")
     assert len(found) > len(early)
     allowed = {tuple(one.token_ids) for one in [*before, *early]}
@@ -216,8 +257,7 @@ def test_a_trainer_takes_them_for_new_records(store: Store, router: Router) -> N
     store.replay.add([answered(text) for text in texts])
     trained = store.replay.last_id()
     register(store, router)
-    found = file_anew(store, router, Words())
-    assert found is not None
+    found = file_anew(store, router)
     assert store.replay.counts_since(None, trained) == found[NEW] >= 16
 
 
@@ -263,7 +303,12 @@ def test_where_filing_fails_the_router_is_refitted_all_the_same(
     monkeypatch.setattr(filing, "file_under", full)
     looked: list[Store] = []
     monkeypatch.setattr("moedraft.serve.worker.refits.is_due", looked.append)
-    Refits(system, lambda: True).look()  # type: ignore[arg-type]
+    system.store.replay.add([answered(text) for text in asked_later(4)])
+    refits = Refits(system, lambda: True)  # type: ignore[arg-type]
+    refits.look()
     assert looked == [system.store]
     assert "the disk is full" in caplog.text
     assert is_due(system.store)
+    monkeypatch.undo()
+    refits.look()
+    assert is_due(system.store, LATER), "it is not tried again at once"

@@ -13,10 +13,11 @@ import pytest
 from dashboard_fakes import FakeSupervisor, FakeWorker
 from sqlalchemy import delete
 
-from moedraft.core import GateDecision, UpdateRecord
+from moedraft.core import GateDecision, StorageError, UpdateRecord
 from moedraft.serve.http.metrics import PrometheusMetrics
 from moedraft.storage.store import Store
 from moedraft.storage.tables import updates
+from moedraft.storage.updates import Decided
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 SERIES = re.compile(r"\bmoedraft_\w+")
@@ -58,6 +59,26 @@ def test_decisions_are_counted_whoever_learns(store: Store) -> None:
         connection.execute(delete(updates).where(updates.c.decision == "withdraw"))  # as the log's bound does
     update("promote")
     assert (counted(metrics)["withdraw"], counted(metrics)["promote"]) == (2, 2), "a counter never falls"
+
+
+def test_a_home_that_fails_for_a_moment_loses_no_decision() -> None:
+    found = iter([{"promote": 1}, StorageError("busy."), {"keep": 2}])
+
+    def decisions(after: int, until: int) -> dict[str, int]:
+        asked.append((after, until))
+        one = next(found)
+        if isinstance(one, StorageError):
+            raise one
+        return one
+
+    asked: list[tuple[int, int]] = []
+    numbers = iter([0, 1, 2, 3])
+    decided = Decided(cast(Any, SimpleNamespace(count=lambda: next(numbers), decisions=decisions)))
+    assert decided.counts() == {"promote": 1}
+    with pytest.raises(StorageError):
+        decided.counts()
+    assert decided.counts() == {"promote": 1, "keep": 2}
+    assert asked == [(0, 1), (1, 2), (1, 3)]
 
 
 def counted(metrics: PrometheusMetrics) -> dict[str, float]:

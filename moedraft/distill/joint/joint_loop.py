@@ -101,7 +101,7 @@ class JointLoop(DistillLoop):
         is_fresh = not self.again or self._news() >= self.every
         left = MOST_AGAIN if is_fresh else self.again - 1
         self.again = 0  # unless the gate says otherwise
-        untaught = self.judge.untaught() if self.judge else ()
+        untaught = self.judge.untaught() if self.judge and self.trainer.learner is None else ()
         made = self.trainer.update(steps=steps, on_step=on_step)
         if made is None:
             self.outlet.learned(SHARED, self.store.replay.last_id(None), None)

@@ -21,6 +21,7 @@ from moedraft.distill.judging.held_out import LEAST_JUDGED, USABLE
 from moedraft.distill.judging.measures import Measure, Serving
 from moedraft.distill.single.trainer import is_held_out
 from moedraft.storage.changes import is_pinned
+from moedraft.storage.filing import filed
 from moedraft.storage.records.shares import Held, of_many
 from moedraft.storage.store import TARGET_ID, Store
 from moedraft.storage.versions.candidate import Candidate, Weights
@@ -105,11 +106,11 @@ class SecondLook:
         Without those that are held out: by these the next candidate is judged itself.
         """
         new: dict[int, ReplayRecord] = {}
-        target = self.store.registry.get_meta(TARGET_ID)
+        target, moved = self.store.registry.get_meta(TARGET_ID), filed(self.store.registry)
         for record in self.store.replay.newest(MOST, line.last_id + 1, target):
             prompt = _prompt(record)
             concerned = name in (SHARED, record.domain)
-            known = prompt in line.prompts or is_held_out(record)
+            known = prompt in line.prompts or record.id in moved or is_held_out(record)
             if concerned and not known and len(record.topk_ids) >= USABLE:
                 line.prompts.add(prompt)
                 new[record.id] = record

@@ -19,6 +19,7 @@ from moedraft.distill.judging.gate import Measured, Verdict, compare, joined
 from moedraft.distill.judging.held_out import LEAST_JUDGED, USABLE
 from moedraft.distill.judging.measures import Measure, Serving
 from moedraft.storage.changes import is_pinned
+from moedraft.storage.filing import filed
 from moedraft.storage.records.shares import Held, of_many
 from moedraft.storage.registry import Registry
 from moedraft.storage.store import TARGET_ID, Store
@@ -110,8 +111,10 @@ class Watch:
         target = self.store.registry.get_meta(TARGET_ID)
         found: dict[tuple[str, tuple[int, ...]], ReplayRecord] = {}
         own, aside = None if live.domain == SHARED else live.domain, self.store.registry.unadapted()
+        moved = filed(self.store.registry)
         for record in self.store.replay.newest(2 * MOST, live.last_record + 1, target, own):
-            if len(record.topk_ids) >= USABLE and record.domain not in aside:
+            usable = len(record.topk_ids) >= USABLE and record.id not in moved
+            if usable and record.domain not in aside:
                 prompt = tuple(record.token_ids[: record.num_prompt_tokens])
                 found.setdefault((record.domain, prompt), record)
         records = list(found.values())

@@ -64,19 +64,25 @@ def chosen_layers(wanted: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
     return layers
 
 
-def begin(model: LanguageModel, wanted: tuple[int, ...], out: Path, max_tokens: int) -> tuple[int, ...]:
+def begin(
+    model: LanguageModel, wanted: tuple[int, ...], out: Path, max_tokens: int | None
+) -> tuple[int, ...]:
     """The layers to read, after all has been checked that can be before the target answers.
 
-    Raises UnsupportedModel where no drafter can be trained for this target, and InvalidRequest where `out` is
-    that of a training of another target, with other layers or with answers of another length.
+    max_tokens: of the target's answers; None where it gives none. Raises UnsupportedModel where no drafter
+    can be trained for this target, and InvalidRequest where `out` is that of a training of another target,
+    with other layers or with answers of another length.
     """
     layers = chosen_layers(wanted, model.num_layers)
     draft = untrained(model, torch.arange(min(16, model.vocab_size)), layers)
     Teacher(model.hf, layers, draft.vocabulary)
     folder = work_folder(out)
     facts = {"target": model.weights_hash(), "layers": list(layers), "max_tokens": max_tokens}
-    for name, value in _origin(folder / ORIGIN).items():
-        if facts.get(name) != value:
+    if (folder / TEXTS).exists() or (folder / STATE).exists():
+        before = _origin(folder)
+        facts["max_tokens"] = max_tokens or before.get("max_tokens")
+        before = {name: value for name, value in before.items() if value is not None}
+        for name in (name for name, value in before.items() if facts.get(name) != value):
             raise InvalidRequest(
                 f"{folder} holds a training with another {name}; name another folder with --out."
             )
@@ -87,13 +93,16 @@ def begin(model: LanguageModel, wanted: tuple[int, ...], out: Path, max_tokens: 
     return layers
 
 
-def _origin(file: Path) -> dict[str, Any]:
-    """What the training is one of; {} where nothing says it."""
+def _origin(folder: Path) -> dict[str, Any]:
+    """What the training in `folder` began with. Raises InvalidRequest where nothing tells it."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    except ValueError as error:
-        raise InvalidRequest(f"{file} is damaged; delete the folder to train from the beginning.") from error
-    return found if isinstance(found, dict) else {}
+        found: dict[str, Any] = json.loads((folder / ORIGIN).read_text(encoding="utf-8"))
+        return {name: found[name] for name in ("target", "layers", "max_tokens")}
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise InvalidRequest(
+            f"{folder} does not tell what its training began with, as one of an earlier version does not; "
+            "name another folder with --out."
+        ) from error
 
 
 def check_texts(count: int) -> None:
@@ -206,8 +215,8 @@ def divided(texts: list[TrainingText]) -> tuple[list[TrainingText], list[Trainin
     digests = [hashlib.sha256(json.dumps(text.token_ids).encode()).digest() for text in texts]
     own = [i for i, text in enumerate(texts) if not text.is_given] or range(len(texts))
     order = sorted(own, key=lambda i: digests[i])
-    few = [i for i in order if digests[i][0] < 256 * HELD_OUT][:MOST_HELD_OUT]
-    chosen = set(few or order[:1])
+    few = [i for i in order if digests[i][0] < 256 * HELD_OUT]
+    chosen = set((few or order)[: min(len(few) or 1, MOST_HELD_OUT, max(1, len(texts) - 1))])
     held_out = [texts[i] for i in order if i in chosen]
     return held_out, [text for i, text in enumerate(texts) if i not in chosen]
 

@@ -191,7 +191,8 @@ async def purge(request: Request, body: Purge) -> Data:
     def work() -> Data:
         # Records of requests that were answered before must not be written after the purge.
         context.worker.system.recorder.flush()
-        count = changes.purge(context.store, body.domain)
+        with context.worker.system.changing:  # no record is moved to another domain meanwhile
+            count = changes.purge(context.store, body.domain)
         with suppress(StorageError), context.worker.system.changing:  # after a refit that goes on
             if changes.knows_deleted(context.store.registry):
                 open_router(context.settings, context.store)

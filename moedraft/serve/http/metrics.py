@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 from moedraft.core import SHARED, GateDecision, Sequence, StorageError
 from moedraft.serve.supervisor.supervisor import TrainerSupervisor
 from moedraft.serve.worker.worker import Worker
+from moedraft.storage.updates import Decided
 from moedraft.system.recorder import script_of
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -129,7 +130,7 @@ class Gauges(Collector):
 
     def __init__(self, model_name: str, worker: Worker, supervisor: TrainerSupervisor | None) -> None:
         self._model_name, self._worker, self._supervisor = model_name, worker, supervisor
-        self._updates, self._decided = worker.system.store.updates.count(), dict[str, int]()
+        self._decided = Decided(worker.system.store.updates)
 
     def describe(self) -> list[Metric]:
         return []  # the worker may not have started when the collector is registered
@@ -154,14 +155,11 @@ class Gauges(Collector):
             yield self._decisions()
 
     def _decisions(self) -> Metric:
-        log, before = self._worker.system.store.updates, self._updates
-        self._updates = log.count()  # old updates are forgotten, so what was counted is kept here
-        for name, more in log.decisions(before, self._updates).items():
-            self._decided[name] = self._decided.get(name, 0) + more
+        counts = self._decided.counts()
         text = "What the gate decided on candidates since the start of the server"
         family = CounterMetricFamily("moedraft_gate_decisions", f"{text}.", labels=["model_name", "decision"])
         for decision in get_args(GateDecision):
-            family.add_metric([self._model_name, decision], self._decided.get(decision, 0))
+            family.add_metric([self._model_name, decision], counts.get(decision, 0))
         return family
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:

@@ -15,7 +15,7 @@ from moedraft.core import MoedraftError
 from moedraft.cpu.threads import compute_alone
 from moedraft.routing.router import Router
 from moedraft.system.build import ROUTER_FOLDER, System
-from moedraft.system.domains import filing
+from moedraft.system.domains.filing import Filing
 from moedraft.system.domains.refit import is_due, refit_by_traffic
 
 LOOK_SECONDS = 10.0  # between two looks for enough new answers
@@ -35,6 +35,7 @@ class Refits:
         self._tokenizer = copy.deepcopy(system.engine.tokenizer)
         self._router: Router | None = None  # made when it is needed; it remembers the vectors of its labels
         self._purges = 0
+        self._filing = Filing(system.store, system.router, self._tokenizer, system.changing)
         self._quit = threading.Event()
         self._thread = threading.Thread(target=self._run, name="moedraft-refits", daemon=True)
 
@@ -53,7 +54,7 @@ class Refits:
             self._router, self._purges = None, purges  # it remembers texts that may be deleted now
         router = system.router
         if self._may() and system.settings.selector != "fixed":
-            self._file_anew()
+            self._filing.look(lambda: self._still() and self._may())
         if not router.learns_from_traffic or not self._may() or not is_due(system.store):
             return False
         if self._router is None:
@@ -70,14 +71,6 @@ class Refits:
                 result,
             )
         return found is not None and found.taken
-
-    def _file_anew(self) -> None:
-        """What fails here is tried again at the next look, and keeps nothing else from being done."""
-        store, router, tokenizer = self._system.store, self._system.router, self._tokenizer
-        try:
-            filing.file_if_due(store, router, tokenizer, lambda: self._still() and self._may())
-        except MoedraftError as error:
-            log.warning("Earlier records were not filed under new domains: %s", error)
 
     def _still(self) -> bool:
         return not self._quit.is_set()

@@ -11,22 +11,87 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections import defaultdict
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from moedraft.chat import asked_text
-from moedraft.core import SHARED
+from moedraft.core import SHARED, MoedraftError, ReplayRecord
 from moedraft.routing.router import Router
 from moedraft.storage.filing import file_under
 from moedraft.storage.store import Store
 
 LOOKED_AT = 400  # records; embedding their prompts takes some seconds
-AT_ONCE = 16  # prompts that are routed without asking whether to go on
+AT_ONCE = 16  # records that are routed and moved without asking whether to go on
 WAIT = 60.0  # seconds after a registration, in which answers that had begun before it end
+AGAIN = 600.0  # seconds after a failure
 FILED = "filed"  # meta key: the domains, each with the time of its registration, when records were filed last
 
 log = logging.getLogger(__name__)
+
+
+class Filing:
+    """Files the records of one home.
+
+    changing: held while records are moved, so that no purge goes on meanwhile. What was looked at is
+    remembered by its id, so that a call that was ended early is taken up by the next.
+    """
+
+    def __init__(
+        self, store: Store, router: Router, tokenizer: Any, changing: AbstractContextManager[Any]
+    ) -> None:
+        self.store, self.router, self.tokenizer, self.changing = store, router, tokenizer, changing
+        self._looked_at: set[int] = set()
+        self._for: dict[str, float] = {}  # the domains that these were looked at for
+        self._failed_at: float | None = None  # monotonic
+
+    def look(self, still: Callable[[], bool] = lambda: True) -> None:
+        """File records if that is due. A failure is logged, and it is tried again after a while."""
+        if self._failed_at is not None and time.monotonic() - self._failed_at < AGAIN:
+            return
+        try:
+            if is_due(self.store):
+                for name, count in self.file(still).items():
+                    log.info("%d earlier records are %r's now; its expert learns from them.", count, name)
+            self._failed_at = None
+        except MoedraftError as error:
+            self._failed_at = time.monotonic()
+            log.warning("Earlier records were not filed under new domains: %s", error)
+
+    def file(self, still: Callable[[], bool] = lambda: True) -> dict[str, int]:
+        """Move records of "shared" to domains that are new to it. Returns how many, by domain.
+
+        still: asked now and then; False ends it. Then, and where the router does not know all domains yet,
+        it stays due.
+        """
+        fresh, seen = _fresh(self.store), _registered(self.store)
+        if not seen.keys() <= {*self.router.domains}:
+            return {}
+        if fresh != self._for:
+            self._for, self._looked_at = fresh, set()
+        found = self.store.replay.unclaimed(LOOKED_AT)
+        left = [record for record in found if record.id not in self._looked_at]
+        moved = Counter[str]()
+        for first in range(0, len(left), AT_ONCE):
+            if not still():
+                return dict(moved)
+            moved += self._file(left[first : first + AT_ONCE], fresh.keys())
+        self.store.registry.set_meta(FILED, json.dumps(seen))
+        return dict(moved)
+
+    def _file(self, records: Sequence[ReplayRecord], names: Collection[str]) -> Counter[str]:
+        texts: dict[str, list[int]] = {}
+        for record in records:
+            asked = asked_text(self.tokenizer, record.token_ids[: record.num_prompt_tokens])
+            texts.setdefault(asked, []).append(record.id)
+        moved = Counter[str]()
+        for text, name in owners(self.store, self.router, list(texts)).items():
+            if name in names:
+                with self.changing:
+                    moved[name] += file_under(self.store, name, texts[text])
+        self._looked_at.update(record.id for record in records)
+        return moved
 
 
 def is_due(store: Store, now: float | None = None) -> bool:
@@ -34,38 +99,6 @@ def is_due(store: Store, now: float | None = None) -> bool:
     fresh = _fresh(store)
     age = (time.time() if now is None else now) - max(fresh.values(), default=0.0)
     return bool(fresh) and not 0 <= age < WAIT  # a clock that was set back does not make it wait
-
-
-def file_anew(
-    store: Store, router: Router, tokenizer: Any, still: Callable[[], bool] = lambda: True
-) -> dict[str, int] | None:
-    """Move records of "shared" to domains that are new to it. Returns how many, by domain.
-
-    still: asked now and then; False ends it. None: it was ended, or the router does not know all domains yet,
-    and nothing was done.
-    """
-    fresh, seen = _fresh(store), _registered(store)
-    if not seen.keys() <= {*router.domains}:
-        return None
-    asked = defaultdict[str, list[int]](list)
-    for record in store.replay.unclaimed(LOOKED_AT):
-        asked[asked_text(tokenizer, record.token_ids[: record.num_prompt_tokens])].append(record.id)
-    theirs, texts = defaultdict[str, list[int]](list), list(asked)
-    for first in range(0, len(texts), AT_ONCE):
-        if not still():
-            return None
-        for text, name in owners(store, router, texts[first : first + AT_ONCE]).items():
-            theirs[name] += asked[text] if name in fresh else []
-    moved = file_under(store.home, theirs)
-    store.registry.set_meta(FILED, json.dumps(seen))
-    return moved
-
-
-def file_if_due(store: Store, router: Router, tokenizer: Any, still: Callable[[], bool]) -> None:
-    """`file_anew` where that is due; what came of it is in the log."""
-    if is_due(store):
-        for name, count in (file_anew(store, router, tokenizer, still) or {}).items():
-            log.info("%d earlier records are %r's now; its expert learns from them.", count, name)
 
 
 def owners(store: Store, router: Router, texts: list[str]) -> dict[str, str]:
