@@ -174,7 +174,7 @@ def show_overlaps(settings: Settings, remote: Remote | None, as_json: bool) -> N
     columns = ["domain", "and", "of the first in the second", "of the second in the first", "the same", ""]
     print_table("Overlaps", columns, rows)
     if any(one["should_merge"] for one in pairs):
-        note("To merge two, remove both and register one with the examples of both.")
+        note("To merge two, register one with the examples of both; then remove both and what they learned.")
 
 
 def _overlaps(settings: Settings, remote: Remote | None) -> list[dict[str, Any]]:

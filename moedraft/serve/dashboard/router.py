@@ -64,7 +64,7 @@ class RouterPanels:
             look,
             "unknown",
             "Traffic that fits no domain",
-            "It is drafted by the shared expert; much of it is a domain to be registered.",
+            "It is drafted by the shared draft; much of it is a domain to be registered.",
             empty,
             wide=True,
         )
@@ -146,7 +146,7 @@ def _strip(view: RouterView, compares: bool) -> Markup:
 def _advice(view: RouterView) -> Markup:
     command = tag("code", "moedraft domain register NAME --examples FILE")
     if not view.domains:
-        text = "Every prompt goes to the shared expert until a domain is registered."
+        text = "Every prompt goes to the shared draft until a domain is registered."
         return notice("No domain yet", text, "quiet", command)
     if view.routed >= LEAST and view.unknown >= MUCH * view.routed:
         text = f"{share(view.unknown / view.routed)} of the requests fit no domain. Register one for them:"

@@ -72,7 +72,7 @@ def _advice(found: Suggestions, texts: bool) -> Markup:
 def merges_of(pairs: list[dict[str, Any]]) -> Markup:
     """The registered domains that the router can hardly tell apart; nothing where there are none."""
     near = [f"{one['first']} and {one['second']}" for one in pairs if one["should_merge"]]
-    advice = "Remove both and register one with the examples of both."
+    advice = "Register one with the examples of both; then remove both and what they learned."
     return notice("Hold nearly the same", f"{'; '.join(near[:MOST])}. {advice}") if near else Markup()
 
 
