@@ -13,6 +13,7 @@ from the shares at each depth.
     shared      one adapter for all domains, of twice the rank
     experts     an adapter for each domain, alone; the true domain of every query is given
     joint       both at once: each row runs through base, shared adapter and its own expert
+    generic     as joint, but all guess from the draft base's list of tokens, not from lists of their own
 
 The target's answers are computed once and kept in a folder.
 """
@@ -28,12 +29,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 from feature_answers import answers
 
 from moedraft.core import SHARED, ReplayRecord
+from moedraft.cpu.products import Product
 from moedraft.distill.features.feature_batches import DraftVocabulary, FeatureBatch, collate
 from moedraft.distill.features.feature_loss import acceptance, loss_of
 from moedraft.distill.features.feature_student import FeatureStudent
@@ -45,6 +48,7 @@ from moedraft.models import LanguageModel, load_model
 
 DOMAINS = "sql_en,code_python,math_en,docs_fr,docs_ja,support"
 ARMS = "static,shared,experts,joint"
+OF_DOMAINS = ("experts", "joint", "generic")  # arrangements with an expert for each domain
 DEPTH = 5
 LAST_RATE = 0.2  # of the learning rate, at the last update
 
@@ -72,7 +76,7 @@ class Arm:
     shared: bool
 
     def owner(self, record: ReplayRecord) -> str:
-        return record.domain if self.name in ("experts", "joint") else SHARED
+        return record.domain if self.name in OF_DOMAINS else SHARED
 
 
 def build(args: argparse.Namespace) -> Bench:
@@ -96,17 +100,18 @@ def arm_of(bench: Bench, name: str) -> Arm:
     memo[id(bench.base.lm_head.weight)] = bench.base.lm_head.weight
     memo[id(bench.base.output)] = bench.base.output
     draft = copy.deepcopy(bench.base, memo)
-    if bench.args.own and name != "static":
+    own = bench.args.own and name not in ("static", "generic")
+    if own:
         draft.use_vocabulary(union([draft.vocabulary, *own_lists(bench).values()]))
         draft.lm_head.requires_grad_(False)
     rank = bench.args.rank
     student = FeatureStudent(draft, "", rank=rank, shared_rank=2 * rank if name == "shared" else rank)
-    if name in ("shared", "joint"):
+    if name in ("shared", "joint", "generic"):
         student.add(SHARED)
-    if name in ("experts", "joint"):
+    if name in OF_DOMAINS:
         for domain in bench.train:
             student.add(domain)
-        if bench.args.own:
+        if own:
             student.use_lists(own_lists(bench))
     vocabulary = DraftVocabulary(draft.vocabulary, draft.config.vocab_size)
     return Arm(name, student, vocabulary, shared=name != "experts")
@@ -196,6 +201,19 @@ def summary(counted: torch.Tensor, static: torch.Tensor) -> dict[str, Any]:
     }
 
 
+def product_ms(bench: Bench, lists: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Milliseconds of one row's product with the output rows of each list, as in a draft step; in turns."""
+    products = {name: Product(bench.base.rows(tokens), small=True) for name, tokens in lists.items()}
+    x = torch.ones(1, 1, bench.base.config.hidden_size)
+    taken: dict[str, list[float]] = {name: [] for name in products}
+    for _ in range(200):
+        for name, product in products.items():
+            began = time.perf_counter()
+            product(x)
+            taken[name].append(1e3 * (time.perf_counter() - began))
+    return {name: round(median(each), 4) for name, each in taken.items()}
+
+
 def coverage(bench: Bench, vocabulary: torch.Tensor, domain: str) -> float:
     """Share of the held-out answers' tokens that can be drafted."""
     tokens = [token for r in bench.heldout[domain] for token in r.token_ids[r.num_prompt_tokens :]]
@@ -210,6 +228,7 @@ def run(bench: Bench) -> dict[str, Any]:
     own = own_lists(bench) if bench.args.own else {}
     found["own_coverage"] = {domain: coverage(bench, own[domain], domain) for domain in own}
     print("covered", found["coverage"], found["own_coverage"], flush=True)
+    found["product_ms"] = product_ms(bench, {"generic": bench.base.vocabulary, **own})
     for name in bench.args.arms.split(","):
         free: dict[str, list[torch.Tensor]] = {domain: [] for domain in bench.train}
         began, loss = time.process_time(), 0.0
@@ -284,7 +303,8 @@ def main() -> None:
     bench = build(args)
     found = run(bench)
     if args.out:
-        settings = {key: str(value) for key, value in vars(args).items()}
+        folders = ("draft", "data", "answers", "out")
+        settings = {key: str(value) for key, value in vars(args).items() if key not in folders}
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps({"settings": settings} | found, indent=1) + "\n", encoding="utf-8")
 

@@ -137,3 +137,28 @@ def costs(found: dict[str, Any]) -> str:
 def signed(figure: list[float] | None) -> str:
     """As `shown`, with signs and three digits."""
     return "" if figure is None else "{:+.3f} ({:+.3f} to {:+.3f})".format(*figure)
+
+
+def own_tokens(found: dict[str, Any]) -> str:
+    """By domain: what its own list of tokens covers and brings beside the draft base's, and their costs."""
+    own, generic, static = found["joint"], found["generic"], found["static"]
+    rows = []
+    for domain in found["own_coverage"]:
+        covered = f"{found['coverage'][domain]:.2f} → {found['own_coverage'][domain]:.2f}"
+        firsts = [f"{one[domain]['first_step']:.3f}" for one in (static, generic, own)]
+        tokens = [f"{one[domain]['tokens_per_step'][2]:.2f}" for one in (static, generic, own)]
+        time = f"{found['product_ms']['generic']:.2f} → {found['product_ms'][domain]:.2f}"
+        rows.append([domain, covered, *firsts, *tokens, time])
+    settings = found["settings"]
+    head = ["domain", "tokens covered", "first guess: no experts", "generic list", "own list"]
+    head += ["tokens per step: no experts", "generic list", "own list", "output product, ms"]
+    note = (
+        f"Experts of rank {settings['rank']} that learned jointly from {settings['requests']} requests of "
+        f"each domain in {settings['updates']} updates, once with the draft base's list of tokens and once "
+        f"with {int(settings['own']):,} of each domain's own; {settings['heldout']} held-out prompts a "
+        "domain, one seed. Covered: the share of the held-out answers' tokens that are in the base's list, and in the "
+        "domain's own. Tokens per step at three drafted tokens. The product is that of one row with the "
+        f"output rows of each list, {settings['threads']} thread(s), float32, in turns; a draft step is that "
+        "and the layer."
+    )
+    return f"{table(head, rows)}\n\n{note}"

@@ -241,6 +241,7 @@ SOURCES = {
     "selection": ("selection.json", selection_tables.selection),
     "streams": ("streams.json", selection_tables.streams),
     "made_good": ("streams.json", selection_tables.made_good),
+    "own_tokens": ("smollm2/own_tokens.json", expert_tables.own_tokens),
     "mix": ("mix.json", selection_tables.mix),
     "step": ("step.json", step_tables.step),
     "peers": ("peers.json", step_tables.peers),
