@@ -157,8 +157,8 @@ def own_tokens(found: dict[str, Any]) -> str:
         f"each domain in {settings['updates']} updates, once with the draft base's list of tokens and once "
         f"with {int(settings['own']):,} of each domain's own; {settings['heldout']} held-out prompts a "
         "domain, one seed. Covered: the share of the held-out answers' tokens that are in the base's list, "
-        "and in the domain's own. Tokens per step at three drafted tokens. The product is that of one row with "
-        f"the output rows of each list, {settings['threads']} thread(s), float32, in turns; a draft step is "
-        "that and the layer."
+        "and in the domain's own. Tokens per step at three drafted tokens. The product is that of one row "
+        f"with the output rows of each list, {settings['threads']} thread(s), float32, in turns; a draft "
+        "step is that and the layer."
     )
     return f"{table(head, rows)}\n\n{note}"
