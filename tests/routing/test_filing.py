@@ -288,7 +288,7 @@ def test_a_server_files_by_itself(
     allowed[0] = True
     with caplog.at_level(logging.INFO, "moedraft"):
         refits.look()
-    told = f"earlier records are {NEW!r}'s now" in caplog.text
+    told = f"earlier records are of the domain {NEW!r} now" in caplog.text
     assert (NEW in store.replay.sizes()) is told is (selector == "evidence")
     assert is_due(store) is (selector == "fixed")
 
