@@ -53,7 +53,8 @@ class Filing:
         try:
             if is_due(self.store):
                 for name, count in self.file(still).items():
-                    log.info("%d earlier records are of the domain %r now; its expert learns from them.", count, name)
+                    text = "%d earlier records are of the domain %r now; its expert learns from them."
+                    log.info(text, count, name)
             self._failed_at = None
         except MoedraftError as error:
             self._failed_at = time.monotonic()
