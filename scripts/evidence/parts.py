@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from evidence.arrangements import FURTHER as MORE
-from evidence.arrangements import GATED, JOINT, LATEST, MAIN, STATIC, TAUGHT
+from evidence.arrangements import GATED, JOINT, LATEST, MAIN, SERVED, STATIC, TAUGHT
 from evidence.streams import ONLY, ORDERS, POISONED
 
 QUICK = {"requests": 128, "heldout": 12, "seeds": 1}
@@ -12,7 +12,7 @@ OBJECTIVES = (JOINT, "joint:rkl", "joint:jsd", "joint:tvd", "joint:missed")
 DATA = (STATIC, *(name for row in TAUGHT.values() for name in row.values()))
 INTERVALS = (JOINT, "joint:half", "joint:double")
 FURTHER = (STATIC, *MORE)
-ONE = (STATIC, LATEST, "one-offline", "one-both")
+ONE = (STATIC, LATEST, "one-offline", "one-both", SERVED)
 Job = tuple[str, str]  # pattern, arrangement
 PARTS: dict[str, list[Job]] = {
     "quick": [(p, a) for p in ("steady", "one-by-one") for a in (STATIC, LATEST, JOINT, GATED)],

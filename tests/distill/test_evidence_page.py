@@ -135,6 +135,20 @@ def test_precision_and_recall_of_frequent_tokens() -> None:
     assert "its fourth data set, general questions; each objective" in missing.part(summary.summary(runs))
 
 
+def test_harm_without_a_gate_is_said_beside_what_the_gate_makes_of_it() -> None:
+    runs = [made_up("only:general_en", "static", 0, [0.6]), made_up("only:sql_en", "static", 0, [0.4])]
+    runs.append(made_up("only:sql_en", "latest-window", 0, [0.4, 0.6]))
+    assert paper.harmed(summary.summary(figures.Runs(runs))) == ""
+    runs.append(made_up("only:general_en", "latest-window", 0, [0.6, 0.5]))
+    text = paper.harmed(summary.summary(figures.Runs(runs)))
+    assert "With general_en, adapters that learn without a gate end below static" in text
+    assert "With the gate" not in text
+    runs.append(made_up("only:general_en", SERVED, 0, [0.6, 0.6]))
+    whole = summary.summary(figures.Runs(runs))
+    assert "With the gate, as a server learns: general_en +.000 [+.000, +.000]." in paper.harmed(whole)
+    assert "sql_en" not in paper.harmed(whole)
+
+
 def test_languages_and_topics_are_told_apart() -> None:
     names = {"held_out": ["docs_fr"] * 10 + ["docs_ja"] * 10 + ["sql"] * 10 + ["code"] * 10}
     shares = {"static": [0.4], "mixed-replay": [0.4, 0.5], "separate": [0.4, 0.45]}
