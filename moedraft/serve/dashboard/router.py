@@ -149,7 +149,10 @@ def _advice(view: RouterView) -> Markup:
         text = "Every prompt goes to the shared draft until a domain is registered."
         return notice("No domain yet", text, "quiet", command)
     if view.routed >= LEAST and view.unknown >= MUCH * view.routed:
-        text = f"{share(view.unknown / view.routed)} of the requests fit no domain. Register one for them:"
+        text = (
+            f"{share(view.unknown / view.routed)} of the requests fit no domain. “Look for domains” below "
+            "groups them and names the command that registers a group; or with examples of your own:"
+        )
         return notice("Unknown traffic", text, "busy", command)
     return Markup()
 
@@ -196,7 +199,7 @@ class TryBox:
             with ui.element("button").classes("primary").props('type="button"').mark("ask") as button:
                 ui.html("Ask the router", tag="span")
             button.on("click", self._ask, js_handler=f"() => {read}")
-            with ui.element("button").props('type="button"').mark("answer") as second:
+            with ui.element("button").classes("second").props('type="button"').mark("answer") as second:
                 ui.html("Answer and compare", tag="span")
             second.on("click", self._answer_it, js_handler=f"() => {read}")
             ui.html(tag("span", "Nothing is kept or counted.", class_="hint"))
