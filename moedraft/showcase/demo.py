@@ -148,7 +148,7 @@ class Demo:
     def _served(self) -> str:
         """How many requests the stream had; of how many, where there was no time for all."""
         served, planned = len(self.points), len(self.prompts.stream)
-        return f"{served} requests" if served == planned else f"{served} of {planned} requests"
+        return f"{served} requests" + f" (of {planned}; no time for more)" * (served < planned)
 
     def table(self) -> list[tuple[str, int, float | None, float | None, int, int]]:
         """Rows of (expert, requests, tokens per step at the start, now, replay size, version)."""

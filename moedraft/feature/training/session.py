@@ -81,10 +81,10 @@ def begin(
     if (folder / TEXTS).exists() or (folder / STATE).exists():
         before = _origin(folder)
         facts["max_tokens"] = max_tokens or before.get("max_tokens")
-        before = {name: value for name, value in before.items() if value is not None}
-        for name in (name for name, value in before.items() if facts.get(name) != value):
+        wrong = [name for name, value in before.items() if value is not None and facts[name] != value]
+        if wrong:
             raise InvalidRequest(
-                f"{folder} holds a training with another {name}; name another folder with --out."
+                f"{folder} holds a training with another {wrong[0]}; name another folder with --out."
             )
     folder.mkdir(parents=True, exist_ok=True)
     scratch = folder / f"{ORIGIN}.tmp"
