@@ -31,6 +31,12 @@ class SpeculationStats:
     # would have guessed right than that.
     overruled_tokens: int = 0
     overruled_gain: float = 0.0
+    # Tokens of the answer, drafted or not, for which the first guess of who drafts was looked at afterwards;
+    # those that it guesses right; and of both what the shared adapter would have drafted.
+    first_guesses: int = 0
+    right_first_guesses: int = 0
+    shared_first_guesses: int = 0
+    shared_right_first_guesses: int = 0
 
     def __add__(self, other: SpeculationStats) -> SpeculationStats:
         names = [one.name for one in fields(self)]
@@ -57,9 +63,16 @@ class SpeculationStats:
 
     @property
     def first_step_share(self) -> float | None:
-        """How often the model's first draft token of a round was accepted; None without a draft."""
-        drafted, accepted = sum(self.drafted_at[:1]), sum(self.accepted_at[:1])
-        return accepted / drafted if drafted else None
+        """The share of first guesses that are right; None where none was looked at."""
+        return self.right_first_guesses / self.first_guesses if self.first_guesses else None
+
+    def saw(self, right: int, tokens: int, *, shared: bool) -> None:
+        """Count first guesses for so many tokens; shared: the shared adapter drafts for the answer."""
+        self.first_guesses += tokens
+        self.right_first_guesses += right
+        if shared:
+            self.shared_first_guesses += tokens
+            self.shared_right_first_guesses += right
 
 
 class Standing(NamedTuple):

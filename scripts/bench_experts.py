@@ -44,7 +44,7 @@ from moedraft.distill.joint.joint_loop import JointLoop
 from moedraft.distill.loop import DistillLoop
 from moedraft.drafting.base import load_base
 from moedraft.showcase.bench import surroundings
-from moedraft.showcase.estimates import Estimate, change, quotient, ratio
+from moedraft.showcase.findings.estimates import Estimate, change, quotient, ratio
 from moedraft.showcase.measure import (
     only_base,
     right_guesses,

@@ -53,7 +53,7 @@ from moedraft.drafting.arm_judge import FeatureJudge
 from moedraft.routing.selector import BackgroundSelector
 from moedraft.selecting.selector import EvidenceSelector
 from moedraft.showcase.bench import surroundings
-from moedraft.showcase.estimates import quotient, ratio
+from moedraft.showcase.findings.estimates import quotient, ratio
 from moedraft.showcase.measure import new_budget, warm_up
 from moedraft.system.build import System, opened
 

@@ -58,7 +58,7 @@ from moedraft.drafting.experts.adapter import Adapter
 from moedraft.evidence import Proposal, Rows
 from moedraft.routing.selector import BackgroundSelector
 from moedraft.showcase.bench import surroundings
-from moedraft.showcase.estimates import quotient, ratio
+from moedraft.showcase.findings.estimates import quotient, ratio
 from moedraft.showcase.measure import warm_up
 from moedraft.system.build import System, opened
 

@@ -21,7 +21,7 @@ from moedraft.drafting.feature import FeatureDrafter
 from moedraft.routing.router import Route, Router
 from moedraft.routing.selector import BackgroundSelector
 from moedraft.selecting.selector import ArmJudge, EvidenceSelector
-from moedraft.showcase.estimates import Estimate
+from moedraft.showcase.findings.estimates import Estimate
 from moedraft.system.build import System
 
 Counts = list[tuple[float, float]]  # by prompt: what is counted, and out of how much

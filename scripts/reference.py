@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 from moedraft.config import Settings
 from moedraft.serve.auth.access import ACCESS
-from moedraft.serve.http.metrics import PrometheusMetrics
+from moedraft.serve.metrics.counters import PrometheusMetrics
 from moedraft.serve.supervisor.supervisor import TrainerState
 from moedraft.serve.worker.worker import Snapshot
 

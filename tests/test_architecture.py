@@ -32,8 +32,9 @@ ROOMS = {
     "distill/text": (7, 600),
     "distill/single": (3, 460),
     "distill/judging": (10, 1400),
-    "drafting": (14, 2110),
+    "drafting": (12, 1750),
     "drafting/experts": (9, 1020),
+    "drafting/lengths": (4, 550),
     "engine": (15, 1600),
     "feature": (8, 1040),
     "feature/training": (5, 650),
@@ -46,14 +47,16 @@ ROOMS = {
     "serve": (3, 350),
     "serve/auth": (5, 450),
     "serve/dashboard": (15, 2450),
-    "serve/http": (21, 2400),
+    "serve/http": (20, 2250),
+    "serve/metrics": (3, 190),
     "serve/supervisor": (6, 850),
     "serve/worker": (7, 1000),
-    "showcase": (12, 1600),
+    "showcase": (9, 1060),
+    "showcase/findings": (5, 600),
     "storage": (12, 1950),
     "storage/records": (6, 675),
     "storage/versions": (5, 715),
-    "storage/migrations": (15, 375),  # one more for each change of the schema
+    "storage/migrations": (16, 415),  # one more for each change of the schema
     "system": (5, 700),
     "system/domains": (5, 540),
 }
@@ -109,6 +112,7 @@ FLOORS_INSIDE = {
         "moedraft.serve": 0,  # holds nothing
         "moedraft.serve.worker": 0,
         "moedraft.serve.supervisor": 0,
+        "moedraft.serve.metrics": 0,
         "moedraft.serve.http": 1,
         "moedraft.serve.auth": 2,
         "moedraft.serve.dashboard": 2,

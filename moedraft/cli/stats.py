@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from moedraft.storage.store import Store
 
 COLUMNS = (
-    *("expert", "requests", "per step", "now", "change", "first accepted", "now", "change", "replay"),
+    *("expert", "requests", "per step", "now", "change", "guessed right", "now", "change", "replay"),
     *("updates", "version"),
 )
 FIGURES = ("tokens_per_step", "first_step_share")
@@ -55,9 +55,9 @@ def stats(
     span: Range = "all",
     as_json: JsonOption = False,
 ) -> None:
-    """Show requests, tokens per target step, first draft tokens accepted, replay and versions of all experts.
+    """Show requests, tokens per target step, first guesses right, replay and versions of all experts.
 
-    The latter are of rounds in which the model drafted, as the budget and the lookup chose. Both figures are
+    First guesses are of a few tokens of each answer, whether these were drafted or not. Both figures are
     shown over all requests, over the last 50, and as the change from the first 20 to these, with its 95 %
     interval: a change smaller than what stands after ± may be chance.
     The replay of `shared` is that of all domains: the shared adapter learns from all traffic.

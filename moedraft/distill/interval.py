@@ -68,7 +68,7 @@ class Interval:
         if not rows or rows[-1].created_at <= self._settled_at:
             return []
         outcomes = [one for one in map(outcome_of, rows) if one.first_guesses]
-        found = [one.accepted_first_guesses / one.first_guesses for one in outcomes]
+        found = [one.right_first_guesses / one.first_guesses for one in outcomes]
         return found[-NEWEST - BEFORE :]
 
 

@@ -244,7 +244,6 @@ def drafter_of(base: DraftBase, bank: ExpertBank, settings: Settings, vocab_size
     """The drafter that runs this base in an engine."""
     slots = settings.max_batch_size
     if isinstance(base, FeatureBase):
-        states = ReadStates() if settings.selector == "evidence" else None
         keeper = StateKeeper(base.hf.config.hidden_size) if settings.states_bytes else None
-        return FeatureDrafter(base.hf, bank, slots, vocab_size, states=states, keeper=keeper)
+        return FeatureDrafter(base.hf, bank, slots, vocab_size, states=ReadStates(), keeper=keeper)
     return ModelDrafter(base, bank, slots, vocab_size, settings.prefill_chunk)

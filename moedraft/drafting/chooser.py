@@ -11,9 +11,9 @@ from typing import Literal, TypeVar
 import torch
 
 from moedraft.core import Sequence
-from moedraft.drafting.acceptance import RowAcceptance
-from moedraft.drafting.budget import Budget, StopRule, survival_of
 from moedraft.drafting.drafter import ExpertDrafter, NoDrafter
+from moedraft.drafting.lengths.acceptance import RowAcceptance
+from moedraft.drafting.lengths.budget import Budget, StopRule, survival_of
 from moedraft.drafting.lookup import LookupDrafter
 from moedraft.evidence import Evidence, Proposal, Rows
 

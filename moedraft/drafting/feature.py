@@ -91,6 +91,11 @@ class FeatureDrafter:
                 self._read_ahead([row])
         self._give_up_broken(evidence)
 
+    def read_all(self, row: Sequence) -> None:
+        """Read all of this row that can be read: its answer has ended, or nothing is drafted for it."""
+        if self._num_waiting(row) > 1:
+            self._read_ahead([row])
+
     def _give_up_broken(self, evidence: Evidence) -> None:
         """A row whose guesses are no numbers is decoded plainly from now on."""
         for b in evidence.drafted_by(self.source):

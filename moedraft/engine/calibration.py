@@ -13,8 +13,8 @@ from itertools import product
 from time import monotonic
 
 from moedraft.core import SHARED, SamplingParams
-from moedraft.drafting.budget import Budget
-from moedraft.drafting.costs import RoundCosts
+from moedraft.drafting.lengths.budget import Budget
+from moedraft.drafting.lengths.costs import RoundCosts
 from moedraft.engine.engine import Engine
 
 log = logging.getLogger(__name__)

@@ -19,9 +19,9 @@ import torch
 
 from moedraft.chat import has_template
 from moedraft.core import SHARED, FinishReason, InvalidRequest, RequestOutput, SamplingParams, Sequence
-from moedraft.drafting.budget import Budget
 from moedraft.drafting.chooser import Chooser, DraftLimits, DraftSource
 from moedraft.drafting.drafter import CausalModel, ExpertDrafter
+from moedraft.drafting.lengths.budget import Budget
 from moedraft.drafting.timer import RoundTimer
 from moedraft.engine.answers import WholeAnswers
 from moedraft.engine.capture import Capture
@@ -48,6 +48,7 @@ class Engine(WholeAnswers):
 
     `generate` and `stream`, of `WholeAnswers`, do the stepping themselves. closers: called at `close`, in
     their order. learners: besides the drafters and the budget, they are shown what every verification gave.
+    glance: is shown each whole answer before its slot is given away.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Engine(WholeAnswers):
         sinks: Iterable[Sink] = (),
         learners: Iterable[Learner] = (),
         closers: Iterable[Callable[[], None]] = (),
+        glance: Callable[[Sequence], None] = lambda row: None,
         max_batch_size: int = 8,
         max_model_len: int | None = None,
         prefill_chunk: int = 512,
@@ -76,14 +78,13 @@ class Engine(WholeAnswers):
         self.target, self.tokenizer, self.selector = target, tokenizer, selector
         self.adapters, self._sinks = adapters or NoAdapters(), list(sinks)
         self.max_model_len = min(target.max_len, max_model_len or target.max_len)
-        self.vocab_size = target.vocab_size
-        self.truncate_prompts, self.eos_token_ids = truncate_prompts, eos_token_ids
+        self.vocab_size, self.eos_token_ids = target.vocab_size, eos_token_ids
         self.timer, budget = RoundTimer(), Budget(max_speculative_tokens, target.ragged)
         limits = DraftLimits(self.max_model_len, num_speculative_tokens, adaptive_budget)
-        fill = self.timer.apart()(drafter.catch_up)
+        fill, self._glance = self.timer.apart()(drafter.catch_up), self.timer.apart()(glance)
         self.chooser = Chooser(drafter, budget, limits, draft_source, catch_up=fill)
         self.runner = TargetRunner(target, max_batch_size, drafter.needs)
-        self.capture, self._closers = Capture(topk), [*closers]
+        self.capture, self._closers, self.truncate_prompts = Capture(topk), [*closers], truncate_prompts
         self.round = self._round(Verifier(verification), learners)
         self.scheduler = Scheduler(max_batch_size, self._swap)
         self.prompts = Prompts(self.scheduler, self.runner, self.chooser, prefill_chunk)
@@ -283,6 +284,7 @@ class Engine(WholeAnswers):
         row.finished_at = monotonic()
         if reason in ("stop", "length"):
             self._settle(row)  # its record for learning is stored under its domain, so that must be known now
+            self._glance(row)
         elif row.slot >= 0:
             self.runner.clear(row.slot)
             self.chooser.clear(row.slot)

@@ -14,8 +14,8 @@ from time import monotonic
 from typing import Any
 
 from moedraft.core import SHARED, SamplingParams, Sequence
-from moedraft.drafting.budget import Budget
 from moedraft.drafting.chooser import DraftSource
+from moedraft.drafting.lengths.budget import Budget
 from moedraft.drafting.lookup import SHORTEST, LookupDrafter, Match
 from moedraft.engine.engine import Engine
 

@@ -1,7 +1,7 @@
 """How much a figure changed between an expert's first requests and its last, and how sure that is.
 
-Both figures are ratios of sums over requests: tokens over steps of the target, accepted first draft tokens
-over those drafted. Requests differ much from each other, so a change is given with its 95 % interval.
+Both figures are ratios of sums over requests: tokens over steps of the target, first guesses that are right
+over those that were looked at. Requests differ much from each other, so a change has its 95 % interval.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def tokens_per_step(window: Window) -> float | None:
 
 
 def first_step_share(window: Window) -> float | None:
-    """How often the first draft token of a round was accepted in these requests; None without a draft."""
-    return _ratio((one.accepted_first_guesses, one.first_guesses) for one in window)
+    """The share of first guesses that are right in these requests; None where none was looked at."""
+    return _ratio((one.right_first_guesses, one.first_guesses) for one in window)
 
 
 def change_of_tokens_per_step(stats: ExpertStats) -> Change | None:
@@ -71,8 +71,8 @@ def change_of_tokens_per_step(stats: ExpertStats) -> Change | None:
 def change_of_first_step_share(stats: ExpertStats) -> Change | None:
     """The change from the expert's first requests to its last; None while there are too few of either."""
     return _change(
-        [(one.accepted_first_guesses, one.first_guesses) for one in stats.first_window or ()],
-        [(one.accepted_first_guesses, one.first_guesses) for one in stats.recent_window],
+        [(one.right_first_guesses, one.first_guesses) for one in stats.first_window or ()],
+        [(one.right_first_guesses, one.first_guesses) for one in stats.recent_window],
     )
 
 

@@ -40,8 +40,13 @@ NUMBERS = (
     "overruled",
     "overruled_tokens",
     "overruled_gain",
+    "first_guesses",
+    "right_first_guesses",
+    "shared_first_guesses",
+    "shared_right_first_guesses",
 )
-DRAFTS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+GUESSES = ("first_guesses", "right_first_guesses")
+DRAFTS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", *GUESSES)
 _PLACE = {name: place for place, name in enumerate(NUMBERS)}
 
 
@@ -86,22 +91,27 @@ class Requests:
         if expert != SHARED:
             own = self.of(expert)
             drafted, accepted = own.shared_drafted_at, own.shared_accepted_at
-            others = _draft_columns(drafted, accepted)
             return own._with_drafts(
-                own.drafted_at - drafted, own.accepted_at - accepted, own._drafts() - others
+                own.drafted_at - drafted, own.accepted_at - accepted, own._drafts() - own._stand_ins()
             )
         routed = self.experts == self._code(SHARED)
-        some = self.where(routed | (self.shared_drafted_at[:, 0] > 0))
+        some = self.where(routed | (self.shared_drafted_at[:, 0] > 0) | (self["shared_first_guesses"] > 0))
         own_rows = (some.experts == self._code(SHARED))[:, None]
-        stand_ins = _draft_columns(some.shared_drafted_at, some.shared_accepted_at)
         return some._with_drafts(
             np.where(own_rows, some.drafted_at, some.shared_drafted_at),
             np.where(own_rows, some.accepted_at, some.shared_accepted_at),
-            np.where(own_rows, some._drafts(), stand_ins),
+            np.where(own_rows, some._drafts(), some._stand_ins()),
         )
 
     def _drafts(self) -> Numbers:
         return self.numbers[:, [_PLACE[name] for name in DRAFTS]]
+
+    def _stand_ins(self) -> Numbers:
+        """The columns DRAFTS of what the shared adapter drafted [n, len(DRAFTS)]."""
+        drafted, accepted = self.shared_drafted_at, self.shared_accepted_at
+        counts = (drafted[:, 0], drafted.sum(axis=1), accepted.sum(axis=1))
+        guesses = (self["shared_first_guesses"], self["shared_right_first_guesses"])
+        return np.stack([*counts, *guesses], axis=1).astype(np.float64)
 
     def _with_drafts(self, drafted_at: Counts, accepted_at: Counts, drafts: Numbers) -> Requests:
         numbers = self.numbers.copy()
@@ -131,12 +141,11 @@ class Requests:
 
     @property
     def first_step_share(self) -> float | None:
-        """How often the first draft token of a round was accepted; None without a draft of the model.
+        """The share of first guesses that are right, of those that were looked at; None where none was.
 
-        The budget and the lookup choose the rounds in which the model drafts. Requests from before this was
-        counted have no positions and are left out.
+        They are of tokens of whole answers, drafted or not, so that it does not depend on draft lengths.
         """
-        return ratio(int(self.accepted_at[:, 0].sum()), int(self.drafted_at[:, 0].sum()))
+        return ratio(self.total("right_first_guesses"), self.total("first_guesses"))
 
     @property
     def acceptance(self) -> float | None:
@@ -156,12 +165,6 @@ class Requests:
 
 
 _BY_ROW = tuple(field.name for field in fields(Requests) if not field.name.endswith("_names"))
-
-
-def _draft_columns(drafted_at: Counts, accepted_at: Counts) -> Numbers:
-    """Counts by position → the columns DRAFTS [n, 3]."""
-    columns = (drafted_at[:, 0], drafted_at.sum(axis=1), accepted_at.sum(axis=1))
-    return np.stack(columns, axis=1).astype(np.float64)
 
 
 def ratio(part: float, whole: float) -> float | None:

@@ -26,7 +26,7 @@ class Overview:
     requests: int
     tokens: int
     tokens_per_step: float | None  # of the target
-    first_step_share: float | None  # of rounds in which the model drafted: their first token was accepted
+    first_step_share: float | None  # of first guesses, those that are right
     acceptance: float | None
     mean_acceptance_length: float | None
     time_to_first_token: float | None  # median, seconds

@@ -15,10 +15,10 @@ from moedraft.serve.http import admin_routes, errors, health_routes, openai_rout
 from moedraft.serve.http.context import ServerContext
 from moedraft.serve.http.envelope import Envelope
 from moedraft.serve.http.limits import Admission, BodyLimit
-from moedraft.serve.http.metrics import PrometheusMetrics
 from moedraft.serve.http.model_names import target_name
 from moedraft.serve.http.prompts import PromptPreparer
 from moedraft.serve.http.rest_of_body import RestOfBody
+from moedraft.serve.metrics.counters import PrometheusMetrics
 from moedraft.serve.supervisor.supervisor import TrainerSupervisor
 from moedraft.serve.worker.worker import Worker
 from moedraft.storage.keys import Key, KeyFile

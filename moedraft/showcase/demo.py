@@ -10,32 +10,40 @@ from moedraft.config import Settings
 from moedraft.distill.assembly import build_loop
 from moedraft.distill.joint.joint_loop import JointLoop
 from moedraft.drafting.base import MINI, FeatureBase
+from moedraft.drafting.lengths.costs import RoundCosts
 from moedraft.showcase import shipped
+from moedraft.showcase.findings.report import Point, Result, result_of
 from moedraft.showcase.measure import new_budget, warm_up
 from moedraft.showcase.pace import Pace
-from moedraft.showcase.report import Point, Result, result_of
-from moedraft.showcase.shipped import DemoPrompts, Query, with_short_answers
+from moedraft.showcase.shipped import DemoPrompts, with_short_answers
 from moedraft.showcase.stream import Event, ExpertProgress, rate, serve_and_learn
 from moedraft.showcase.trials import PLAIN, SYSTEMS, Comparison, Trials
 from moedraft.system.build import System
 from moedraft.system.domains.registering import register_all
 
 # Requests between two pauses for learning: beside its steps, a joint update takes as long as a dozen of them.
-WINDOWS = {True: 64, False: 24}  # by whether they learn jointly
+WINDOWS = {True: 40, False: 24}  # by whether they learn jointly
 JOINT_STEPS = 128  # most optimiser steps of one update where all adapters learn together
-DRAFTED = 3  # tokens in each step of the stream
+MOST_DRAFTED = 3  # tokens in each step of the stream
+MOST_COST = 1.7  # of such a step, in steps of plain decoding; on a slow processor fewer tokens are drafted
 WARM_UP = 8  # prompts that are answered before anything is measured
 WARM_UP_TOKENS = 16  # of each, at most
-QUEUE_SECONDS = 100.0  # for the held-out prompts in queues; on a slow machine fewer of them are measured
-LEAST_ROUNDS = 5  # of one held-out prompt for each domain: fewer give no interval for a domain
+QUEUE_SECONDS = 75.0  # for the held-out prompts in queues; on a slow machine fewer of them are timed
+LEAST_ROUNDS = 2  # of one held-out prompt for each domain, that all systems answer in queues
 ALONE_SECONDS = 130.0  # for held-out prompts one at a time
 ALL_SECONDS = 440.0  # for everything; on a slow machine fewer prompts are answered one at a time
-SECONDS = {True: 205.0, False: 100.0}  # for stream and learning, by whether the draft is a feature drafter
+SECONDS = {True: 240.0, False: 100.0}  # for stream and learning, by whether the draft is a feature drafter
 
 
 def prompts_for(target: str) -> DemoPrompts:
     """What the demo serves and measures on this target: the toy reads all domains within a minute or two."""
     return shipped.everything() if target == MINI else shipped.chosen()
+
+
+def affordable(costs: RoundCosts, rows: int) -> int:
+    """How many tokens the stream drafts in each step of so many rows, at least one."""
+    lengths = range(MOST_DRAFTED, 1, -1)
+    return next((k for k in lengths if costs.of(rows, k, k * rows) <= MOST_COST), 1)
 
 
 def keeping_features(settings: Settings) -> Settings:
@@ -64,6 +72,7 @@ class Demo:
     updates: list[int] = field(default_factory=list)
     published: int = 0
     requests: int = 0  # that the stream has
+    drafted: int = MOST_DRAFTED  # tokens in each step of the stream
     took: dict[str, float] = field(default_factory=dict)  # seconds by phase
     _open: tuple[str, float] | None = None  # the running phase, and when it began
 
@@ -74,7 +83,7 @@ class Demo:
         warm_up(self.system)
         self._begin("the stream, with learning on")
         pace = self._serve_and_learn()
-        trials = self._measure(self.heldout(pace))
+        trials = self._measure(pace)
         self._begin("done")
         return result_of(trials, self.points, self.updates, self._facts(trials, pace))
 
@@ -95,8 +104,9 @@ class Demo:
         seconds = self.seconds or SECONDS[isinstance(self.system.draft, FeatureBase)]
         most = JOINT_STEPS if joint else self.system.settings.update_steps
         pace = Pace(seconds, len(self.prompts.stream), WINDOWS[joint], most)
-        chooser = self.system.engine.chooser
-        with chooser.using(new_budget(self.system), "model", fixed_length=DRAFTED):
+        chooser, budget = self.system.engine.chooser, new_budget(self.system)
+        self.drafted = affordable(budget.costs, self.system.settings.max_batch_size)
+        with chooser.using(budget, "model", fixed_length=self.drafted):
             for event in serve_and_learn(self.system, loop, self.prompts.stream, pace):
                 self.requests = pace.requests
                 self._note(event)
@@ -113,15 +123,19 @@ class Demo:
             self.published += len(event.published)
         self.on_event(self)
 
-    def heldout(self, pace: Pace) -> list[Query]:
-        """The held-out prompts that there is time for, by how fast the stream was answered; whole rounds."""
+    def timed(self, pace: Pace) -> int:
+        """How many held-out prompts all systems have time to answer, by how fast the stream was answered.
+
+        Whole rounds over the domains. The others are answered by plain decoding alone.
+        """
         queries = self.prompts.heldout
         each = pace.serving_seconds / max(1, len(self.points)) * len(SYSTEMS)
         domains = len({query.domain for query in queries})
-        return queries[: max(LEAST_ROUNDS, int(QUEUE_SECONDS / max(each, 1e-9) / domains)) * domains]
+        rounds = max(LEAST_ROUNDS, int(QUEUE_SECONDS / max(each, 1e-9) / domains))
+        return min(len(queries), rounds * domains)
 
-    def _measure(self, queries: list[Query]) -> Trials:
-        comparison = Comparison(self.system, queries)
+    def _measure(self, pace: Pace) -> Trials:
+        comparison = Comparison(self.system, self.prompts.heldout, self.timed(pace))
         self._begin("held-out prompts in a queue, eight at a time, five systems in turns")
         comparison.run_batches(with_short_answers(self.prompts.stream[-WARM_UP:], WARM_UP_TOKENS))
         self._begin("held-out prompts one at a time, five systems in turns")
@@ -137,11 +151,12 @@ class Demo:
             "draft base": f"a {kind} with {draft.num_parameters / 1e6:.1f} M weights",
             "domains": str(len(self.prompts.examples)),
             "stream": f"{self._served()}, {settings.max_batch_size} at once, "
-            f"{DRAFTED} tokens drafted at each step",
+            f"{self.drafted} token{'s' * (self.drafted > 1)} drafted at each step",
             "learning": f"{pace.steps} steps in {pace.trained:.0f} s, {pace.step_seconds:.1f} s each; "
             f"{self.published} versions were published in {len(self.updates)} updates",
-            "measured with": f"{len(trials.queries)} held-out prompts, of which {len(trials.alone[PLAIN])} "
-            "were answered one at a time; greedy, drafts as long as pays",
+            "measured with": f"{len(trials.queries)} held-out prompts for first guesses; all systems "
+            f"answered {trials.timed} of them in a queue and {len(trials.alone[PLAIN])} one at a time; "
+            "greedy, drafts as long as pays",
             "time": spent,
         }
 

@@ -15,8 +15,8 @@ from moedraft.cache import SlotCache
 from moedraft.chat import prompt_ids
 from moedraft.core import SHARED, RequestOutput, SamplingParams
 from moedraft.drafting.base import DraftBase, FeatureBase, features_of, first_guesses
-from moedraft.drafting.budget import Budget
-from moedraft.drafting.costs import RoundCosts
+from moedraft.drafting.lengths.budget import Budget
+from moedraft.drafting.lengths.costs import RoundCosts
 from moedraft.engine.calibration import calibrate
 from moedraft.engine.warming import warm_up as compile_kernels
 from moedraft.model_checks import bare_generation

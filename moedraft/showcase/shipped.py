@@ -12,7 +12,7 @@ from typing import Any
 CHOSEN = ("general", "math", "python", "sql", "docs-de", "docs-fr", "docs-ja", "support")
 REGISTERED = 20  # of each chosen domain's examples
 STREAMED = 16  # of its examples, that the router was not fitted on; the rest is held out
-HELD_OUT = 6  # prompts of each chosen domain, at most
+HELD_OUT = 8  # prompts of each chosen domain, at most
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Held-out prompts answered by five systems: plain decoding, the static draft, experts, lookup, and both.
 
 Both together are what a server does. The systems take turns, so that a slow minute of the machine hits all
-alike. All prompts are answered in full batches, and as many of them as there is time for one at a time.
+alike. Prompts are answered in full batches, and as many of them as there is time for one at a time. First
+guesses are counted on plain decoding's answers to all prompts, also where there was no time for the others.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from moedraft.core import SHARED, RequestOutput, SamplingParams
-from moedraft.drafting.budget import Budget
 from moedraft.drafting.chooser import DraftSource
+from moedraft.drafting.lengths.budget import Budget
 from moedraft.showcase.measure import AnswerRead, new_budget, only_base
 from moedraft.showcase.shipped import Query
 from moedraft.system.build import System
@@ -45,18 +46,24 @@ class Trials:
     """All that was measured. Lists are in the order of the prompts; `alone` may end before the last one."""
 
     queries: list[Query]
+    timed: int  # of them, the first ones, which all systems answered in the queues
     alone: dict[str, list[Trial]] = field(default_factory=dict)  # by system, one prompt at a time
     together: dict[str, list[list[int]]] = field(default_factory=dict)  # answers of the queues
+    rest: list[list[int]] = field(default_factory=list)  # plain decoding's answers to those not timed
     seconds: dict[str, float] = field(default_factory=dict)  # that this took
     guessed: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # first guesses: right, all
 
     @property
+    def plain(self) -> list[list[int]]:
+        """Plain decoding's answers to all prompts."""
+        return self.together[PLAIN][: self.timed] + self.rest
+
+    @property
     def equal(self) -> bool:
         """Whether every answer is that of plain decoding, token for token, alone and in a batch."""
-        plain = self.together[PLAIN]
-        together = all(answers == plain for answers in self.together.values())
+        together = all(answers == self.together[PLAIN] for answers in self.together.values())
         alone = [[trial.token_ids for trial in trials] for trials in self.alone.values()]
-        return together and all(answers == plain[: len(answers)] for answers in alone)
+        return together and all(answers == self.plain[: len(answers)] for answers in alone)
 
     def tokens_per_second(self, system: str) -> float:
         """How fast this system answered the queue in full batches."""
@@ -69,32 +76,35 @@ class Comparison:
     What they answer is left out of the home's statistics, which are of the stream.
     """
 
-    def __init__(self, system: System, queries: list[Query]) -> None:
+    def __init__(self, system: System, queries: list[Query], timed: int) -> None:
+        """timed: how many of the queries all systems answer in the queues."""
         self.system = system
-        self.trials = Trials(queries)
+        self.trials = Trials(queries, timed)
         self.budgets: dict[str, Budget] = {name: new_budget(system) for name in SYSTEMS}
 
     def run_batches(self, warm_up: list[Query], on_prompt: OnPrompt = lambda done: None) -> Trials:
         """The prompts in two queues, so that batches are full until the end of each; then first guesses.
 
         The systems answer the second queue in the opposite order, so that a machine that becomes slower or
-        faster meanwhile favours none. A few prompts are one queue, which is answered twice. `warm_up`:
-        prompts that are answered first and not measured.
+        faster meanwhile favours none. A few prompts are one queue. `warm_up`: prompts that are answered first
+        and not measured. Those that are not timed come last.
         """
-        trials, queries = self.trials, self.trials.queries
+        trials, queries = self.trials, self.trials.queries[: self.trials.timed]
         for name in SYSTEMS:
             self._answer(name, warm_up)
         trials.seconds = dict.fromkeys(SYSTEMS, 0.0)
         half = len(queries) // 2
         few = half < 2 * self.system.settings.max_batch_size
-        queues = (queries, queries) if few else (queries[:half], queries[half:])
-        for queue, order in zip(queues, (SYSTEMS, SYSTEMS[::-1]), strict=True):
+        queues = [queries] if few else [queries[:half], queries[half:]]
+        for queue, order in zip(queues, (SYSTEMS, SYSTEMS[::-1]), strict=False):
             for name in order:
                 began = time.perf_counter()
                 outputs = self._answer(name, queue)
                 trials.seconds[name] += time.perf_counter() - began
                 trials.together.setdefault(name, []).extend(output.token_ids for output in outputs)
-        for done, (query, answer) in enumerate(zip(queries, trials.together[PLAIN], strict=False), 1):
+        if untimed := trials.queries[trials.timed :]:
+            trials.rest = [output.token_ids for output in self._answer(PLAIN, untimed)]
+        for done, (query, answer) in enumerate(zip(trials.queries, trials.plain, strict=True), 1):
             self._guess(query, answer)
             on_prompt(done)
         return trials

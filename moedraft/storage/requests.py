@@ -23,8 +23,8 @@ class Outcome(NamedTuple):
 
     tokens: int
     steps: int
-    first_guesses: int  # rounds in which the request's own expert drafted; 0 where that was not counted yet
-    accepted_first_guesses: int
+    first_guesses: int  # of its own expert that were looked at; 0 where none was, or not yet counted
+    right_first_guesses: int
 
 
 Window = tuple[Outcome, ...]
@@ -52,8 +52,8 @@ class ExpertStats:
     first_acceptance_rate: float | None  # first 20 requests that drafted
     lookup_tokens: int = 0  # drafted from the text instead of by the model
     accepted_lookup_tokens: int = 0
-    first_guesses: int = 0  # rounds in which the expert drafted
-    accepted_first_guesses: int = 0
+    first_guesses: int = 0  # of tokens drafted or not that were looked at, of answers that the expert served
+    right_first_guesses: int = 0
     first_window: Window | None = ()  # the first 20 requests; None where they are not known any more
     recent_window: Window = ()  # the last 50 requests, those of `first_window` left out
 
@@ -69,8 +69,8 @@ class ExpertStats:
 
     @property
     def first_step_share(self) -> float | None:
-        """How often the expert's first draft token of a round was accepted, in rounds in which it drafted."""
-        return _rate(self.accepted_first_guesses, self.first_guesses)
+        """The share of the expert's first guesses that are right, of those that were looked at."""
+        return _rate(self.right_first_guesses, self.first_guesses)
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Drafts:
     draft_tokens: int = 0
     accepted_tokens: int = 0
     first_guesses: int = 0
-    accepted_first_guesses: int = 0
+    right_first_guesses: int = 0
 
     def add(self, more: Drafts, sign: int = 1) -> None:
         for one in fields(Drafts):
@@ -90,33 +90,37 @@ class Drafts:
 
 def drafts_at(drafted_at: list[int], accepted_at: list[int]) -> Drafts:
     """Counts by draft position → their sums."""
-    first, hit = sum(drafted_at[:1]), sum(accepted_at[:1])
-    return Drafts(first, sum(drafted_at), sum(accepted_at), first, hit)
+    return Drafts(sum(drafted_at[:1]), sum(drafted_at), sum(accepted_at))
 
 
 def shared_drafts(stats: RequestStats) -> Drafts:
     """What the shared adapter drafted for a request that has an expert."""
     if stats.expert == SHARED:
         return Drafts()
-    return drafts_at(stats.speculation.shared_drafted_at, stats.speculation.shared_accepted_at)
+    own = stats.speculation
+    found = drafts_at(own.shared_drafted_at, own.shared_accepted_at)
+    found.first_guesses, found.right_first_guesses = own.shared_first_guesses, own.shared_right_first_guesses
+    return found
 
 
 def own_drafts(stats: RequestStats) -> Drafts:
     """What the request's own expert drafted, or the shared adapter where it has none."""
-    found = drafts_at(stats.speculation.drafted_at, stats.speculation.accepted_at)
+    own = stats.speculation
     # Old requests have no counts by position, but these three.
-    found.drafts = stats.speculation.num_drafts
-    found.draft_tokens = stats.speculation.num_draft_tokens
-    found.accepted_tokens = stats.speculation.num_accepted_tokens
+    found = Drafts(
+        own.num_drafts,
+        own.num_draft_tokens,
+        own.num_accepted_tokens,
+        own.first_guesses,
+        own.right_first_guesses,
+    )
     found.add(shared_drafts(stats), -1)
     return found
 
 
 def outcome_of(stats: RequestStats) -> Outcome:
     own = own_drafts(stats)
-    return Outcome(
-        stats.num_tokens, stats.speculation.num_steps, own.first_guesses, own.accepted_first_guesses
-    )
+    return Outcome(stats.num_tokens, stats.speculation.num_steps, own.first_guesses, own.right_first_guesses)
 
 
 class RoutingCounts(NamedTuple):
@@ -287,7 +291,7 @@ def _summary(connection: Connection, totals: Any) -> ExpertStats:
         lookup_tokens=totals.lookup_tokens,
         accepted_lookup_tokens=totals.accepted_lookup_tokens,
         first_guesses=totals.first_guesses,
-        accepted_first_guesses=totals.accepted_first_guesses,
+        right_first_guesses=totals.right_first_guesses,
         first_window=_window(totals.first_window),
         recent_window=_recent_window(newest, totals.requests),
     )

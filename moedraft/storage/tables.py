@@ -149,6 +149,10 @@ requests = Table(
     Column("overruled", Boolean, nullable=False, server_default="0"),
     Column("overruled_tokens", Integer, nullable=False, server_default="0"),
     Column("overruled_gain", Float, nullable=False, server_default="0"),
+    Column("first_guesses", Integer, nullable=False, server_default="0"),
+    Column("right_first_guesses", Integer, nullable=False, server_default="0"),
+    Column("shared_first_guesses", Integer, nullable=False, server_default="0"),
+    Column("shared_right_first_guesses", Integer, nullable=False, server_default="0"),
     sqlite_autoincrement=True,
 )
 Index("requests_by_expert", requests.c.expert, requests.c.id)
@@ -180,7 +184,7 @@ updates = Table(
 )
 
 # Sums over all requests of an expert, those already trimmed from `requests` included. `first_window` holds
-# [tokens, steps, first guesses, first guesses accepted] of each of the first requests; null where these were
+# [tokens, steps, first guesses looked at, those right] of each of the first requests; null where these were
 # trimmed before it was kept.
 request_totals = Table(
     "request_totals",
@@ -199,6 +203,6 @@ request_totals = Table(
     Column("lookup_tokens", Integer, nullable=False, server_default="0"),
     Column("accepted_lookup_tokens", Integer, nullable=False, server_default="0"),
     Column("first_guesses", Integer, nullable=False, server_default="0"),
-    Column("accepted_first_guesses", Integer, nullable=False, server_default="0"),
+    Column("right_first_guesses", Integer, nullable=False, server_default="0"),
     Column("first_window", JSON(none_as_null=True)),
 )

@@ -20,6 +20,7 @@ from moedraft.drafting.base import DraftBase, drafter_of, load_base
 from moedraft.drafting.drafter import ExpertDrafter
 from moedraft.drafting.experts.lora import ExpertBank
 from moedraft.drafting.feature import FeatureDrafter
+from moedraft.drafting.glances import glances_of
 from moedraft.engine.engine import Engine
 from moedraft.models import LanguageModel, load_by
 from moedraft.routing.bert import BertRouter
@@ -149,6 +150,7 @@ def assemble(settings: Settings, store: Store, target: LanguageModel, draft: Dra
         adapters=loader,
         sinks=[recorder],
         closers=[selector.close, loader.close, recorder.close, store.close],
+        glance=glances_of(drafter, draft, bank, settings.draft_source),
         max_batch_size=settings.max_batch_size,
         max_model_len=settings.max_model_len,
         prefill_chunk=settings.prefill_chunk,

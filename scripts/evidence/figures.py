@@ -1,7 +1,7 @@
 """From the files of single runs to figures with intervals. Knows no model.
 
-A prompt's counts are added up over the seeds, and the bootstrap of `moedraft.showcase.estimates` draws
-prompts. So an interval says how far other prompts might lead; how far other seeds might, the seeds' own
+A prompt's counts are added up over the seeds, and the bootstrap of `moedraft.showcase.findings.estimates`
+draws prompts. So an interval says how far other prompts might lead; how far other seeds might, the seeds' own
 figures beside it say. A difference is called sure only where the interval excludes zero and no seed
 contradicts it.
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from moedraft.showcase.estimates import Estimate, PairedChange, change, ratio
+from moedraft.showcase.findings.estimates import Estimate, PairedChange, change, ratio
 
 Found = Mapping[str, Any]  # one run's file
 Rows = np.ndarray  # int [prompts, 4]: tried first guesses, drafts with a right token number 1, 2, 3

@@ -13,7 +13,7 @@ import numpy as np
 from evidence.arrangements import ARRANGEMENTS, GATED, JOINT, LATEST, SERVED, STATIC
 from evidence.figures import Runs
 from evidence.streams import title_of
-from moedraft.showcase.picture import BLUE, GREY, INK, ORANGE, STYLE
+from moedraft.showcase.findings.picture import BLUE, GREY, INK, ORANGE, STYLE
 
 matplotlib.use("Agg")
 from matplotlib import pyplot

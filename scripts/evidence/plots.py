@@ -14,7 +14,7 @@ from evidence.arrangements import ARRANGEMENTS, GATED, JOINT, LATEST, MAIN, SERV
 from evidence.figures import Compared, Runs, against, first_guesses, forgotten, rows_at, share
 from evidence.looks import COLOURS, NARROW, line, panels
 from evidence.streams import ONLY
-from moedraft.showcase.picture import GREY
+from moedraft.showcase.findings.picture import GREY
 
 SHOWN = (*MAIN[:-1], SERVED, MAIN[-1])  # in this order
 SILENT = ("one-by-one", "shift")  # in which domains stop coming

@@ -24,7 +24,7 @@ from evidence.figures import (
     stream_part,
     tokens_per_step,
 )
-from moedraft.showcase.estimates import Estimate
+from moedraft.showcase.findings.estimates import Estimate
 
 TENTH = 0.1
 BEFORE = "bfloat16"  # of the target, in runs that do not tell it: they were made on one kind of processor

@@ -22,7 +22,7 @@ from evidence.figures import (
 )
 from evidence.looks import COLOURS, LOOK, NARROW, legend, line
 from evidence.streams import title_of
-from moedraft.showcase.picture import GREY
+from moedraft.showcase.findings.picture import GREY
 
 FOLLOWED = (STATIC, LATEST, "mixed-replay", JOINT, GATED, SERVED)  # that have several seeds
 MOVING = ("shift", "new-domain", "one-by-one")

@@ -44,6 +44,8 @@ def request(accepted: int) -> RequestStats:
             num_accepted_tokens=accepted,
             drafted_at=[6, 4],
             accepted_at=[accepted // 2 + 1, accepted // 2],
+            first_guesses=6,
+            right_first_guesses=accepted // 2 + 1,
         ),
     )
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from moedraft.drafting.acceptance import BELIEF, AcceptanceModel, RowAcceptance
-from moedraft.drafting.budget import Budget, Plan
+from moedraft.drafting.lengths.acceptance import BELIEF, AcceptanceModel, RowAcceptance
+from moedraft.drafting.lengths.budget import Budget, Plan
 
 
 def test_acceptance_model_learns_the_true_curve() -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from moedraft.core import SHARED, Sequence
-from moedraft.drafting.budget import Budget, Plan
 from moedraft.drafting.chooser import Chooser, DraftLimits, DraftSource, merged
 from moedraft.drafting.drafter import Another, NoDrafter
+from moedraft.drafting.lengths.budget import Budget, Plan
 from moedraft.drafting.timer import RoundTimer
 from moedraft.evidence import NOBODY, Evidence, Proposal, Rows
 from moedraft.kernels import Cuts

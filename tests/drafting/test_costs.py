@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moedraft.drafting.costs import FORGOTTEN, PLAIN, PRIOR, RoundCosts, shape_of
+from moedraft.drafting.lengths.costs import FORGOTTEN, PLAIN, PRIOR, RoundCosts, shape_of
 
 
 def test_a_shape_is_known_by_its_median() -> None:

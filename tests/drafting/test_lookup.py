@@ -10,7 +10,7 @@ import torch
 
 from moedraft.core import SamplingParams, Sequence
 from moedraft.drafting import lookup
-from moedraft.drafting.budget import survival_of
+from moedraft.drafting.lengths.budget import survival_of
 from moedraft.drafting.lookup import LONGEST, SHORTEST, LookupDrafter, Match, MatchAcceptance, SuffixIndex
 from moedraft.evidence import NOBODY, Evidence, Rows
 from moedraft.sampling import SamplingBatch

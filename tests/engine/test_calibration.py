@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from moedraft.core import SamplingParams, Sequence
-from moedraft.drafting.budget import Budget
-from moedraft.drafting.costs import RoundCosts
 from moedraft.drafting.drafter import NoDrafter, NoExperts
+from moedraft.drafting.lengths.budget import Budget
+from moedraft.drafting.lengths.costs import RoundCosts
 from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.calibration import calibrate
 from moedraft.engine.engine import Engine

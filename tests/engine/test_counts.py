@@ -28,18 +28,15 @@ def test_first_guesses_are_counted_by_who_drafted() -> None:
     assert (found.drafted_at, found.accepted_at) == ([3, 2, 1], [2, 1])
     assert (found.shared_drafted_at, found.shared_accepted_at) == ([2, 1, 1], [1, 1])
     assert (found.expert_drafted_at, found.expert_accepted_at) == ([1, 1, 0], [1, 0])
-    assert found.first_step_share == 2 / 3
-    assert SpeculationStats().first_step_share is None
 
 
-def test_a_first_guess_does_not_depend_on_how_far_was_drafted() -> None:
-    """Accepted of drafted falls with the length of the draft; the share of right first guesses does not."""
-    short, long = row(0, 1, 2), row(0, 1, 2)
-    for one, guess in ((short, [5]), (long, [5, 6, 7, 8])):
-        count_round(evidence_of(rows_of(one), chain(guess), [1]), 0, 2)
-        count_round(evidence_of(rows_of(one), chain(guess), [0]), 0, 1)
-    assert short.speculation.first_step_share == long.speculation.first_step_share == 1 / 2
-    assert (short.speculation.draft_acceptance_rate, long.speculation.draft_acceptance_rate) == (1 / 2, 1 / 8)
+def test_first_guesses_are_those_that_were_looked_at() -> None:
+    found = SpeculationStats()
+    assert found.first_step_share is None
+    found.saw(2, 3, shared=False)
+    found.saw(1, 3, shared=True)
+    assert found.first_step_share == 1 / 2
+    assert (found.shared_first_guesses, found.shared_right_first_guesses) == (3, 1)
 
 
 def test_stats_of_several_answers_add_up() -> None:

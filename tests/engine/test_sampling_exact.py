@@ -12,8 +12,8 @@ from chi_squares import p_values
 import moedraft.drafting.drawing as drawing_module
 import moedraft.engine.verification as verification_module
 from moedraft.core import SamplingParams
-from moedraft.drafting.budget import Budget, Plan
 from moedraft.drafting.drafter import NoExperts
+from moedraft.drafting.lengths.budget import Budget, Plan
 from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine
 from moedraft.kernels.philox import ACCEPT, uniform

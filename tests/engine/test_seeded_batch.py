@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from moedraft.core import SHARED, SamplingParams, Sequence
-from moedraft.drafting.budget import Plan
 from moedraft.drafting.experts.adapter import PREFIX
 from moedraft.drafting.experts.lora import ExpertBank
+from moedraft.drafting.lengths.budget import Plan
 from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine
 from moedraft.routing.selector import FixedSelector

@@ -51,7 +51,7 @@ from moedraft.serve.dashboard.pages import SCRIPT
 from moedraft.serve.dashboard.router import _strip
 from moedraft.serve.dashboard.standings import shown
 from moedraft.serve.dashboard.suggestions import groups_of, merges_of
-from moedraft.serve.dashboard.words import COVERAGE, FIRST_TOKEN
+from moedraft.serve.dashboard.words import COVERAGE, FIRST_GUESS
 from moedraft.storage.keys import KeyFile
 from moedraft.storage.store import Store
 from moedraft.system.domains.suggest import Suggestion, Suggestions
@@ -152,7 +152,7 @@ def test_overview_shows_what_the_store_holds(served: Site, visit: Visit) -> None
     assert figure(page, "requests") == str(len(rows))
     tokens, steps, guesses, right = (
         sum(getattr(one, name) for one in sums.values())
-        for name in ("tokens", "steps", "first_guesses", "accepted_first_guesses")
+        for name in ("tokens", "steps", "first_guesses", "right_first_guesses")
     )
     assert figure(page, "tokens_per_step") == repr(tokens / steps)
     assert figure(page, "first_step_share") == repr(right / guesses)
@@ -316,11 +316,11 @@ def test_a_draft_that_guesses_every_token_has_no_column_for_it(served: Site, vis
     assert heads.count() == cells.count() == 8
 
 
-def test_the_first_draft_token_is_not_called_a_share_of_all_tokens(served: Site, visit: Visit) -> None:
+def test_it_is_said_which_first_guesses_are_counted(served: Site, visit: Visit) -> None:
     page = visit(served, "?range=all")
-    for label in ("First draft token accepted", "first draft token accepted"):
+    for label in ("First guesses right", "first guesses right"):
         found = page.get_by_text(label, exact=True).and_(page.locator("[title]"))
-        expect(found.first).to_have_attribute("title", FIRST_TOKEN)
+        expect(found.first).to_have_attribute("title", FIRST_GUESS)
 
 
 def test_an_expert_and_a_page_that_are_not_there(served: Site, visit: Visit) -> None:

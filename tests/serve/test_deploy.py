@@ -14,7 +14,7 @@ from dashboard_fakes import FakeSupervisor, FakeWorker
 from sqlalchemy import delete
 
 from moedraft.core import GateDecision, StorageError, UpdateRecord
-from moedraft.serve.http.metrics import PrometheusMetrics
+from moedraft.serve.metrics.counters import PrometheusMetrics
 from moedraft.storage.store import Store
 from moedraft.storage.tables import updates
 from moedraft.storage.updates import Decided

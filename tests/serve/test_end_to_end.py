@@ -259,8 +259,8 @@ class Stage:
 
     def first_share(self, **labels: str) -> float | None:
         """How often the first guess was right, as `/metrics` has it."""
-        spec = self.scrape.spec
-        return ratio(spec("accepted_tokens_per_pos", position="0", **labels), spec("drafts", **labels))
+        total = self.scrape.total
+        return ratio(total("right_first_guesses_total", **labels), total("first_guesses_total", **labels))
 
 
 def ratio(part: float, whole: float) -> float | None:
@@ -293,7 +293,8 @@ def drafted_by(rows: list[RequestStats], expert: str) -> list[RequestStats]:
     return [
         replace(row, speculation=one)
         for row in rows
-        if (one := _drafts_of(row, expert)) is not None and (row.expert == expert or one.num_drafts)
+        if (one := _drafts_of(row, expert)) is not None
+        and (row.expert == expert or one.num_drafts or one.first_guesses)
     ]
 
 
@@ -301,15 +302,21 @@ def _drafts_of(row: RequestStats, expert: str) -> SpeculationStats | None:
     whole = row.speculation
     if row.expert == expert == SHARED:
         return whole
+    shared = whole.shared_first_guesses, whole.shared_right_first_guesses
     if expert == SHARED:
-        return _of_positions(whole.shared_drafted_at, whole.shared_accepted_at)
+        return _of_positions(whole.shared_drafted_at, whole.shared_accepted_at, *shared)
     if row.expert == expert:
-        return _of_positions(whole.expert_drafted_at, whole.expert_accepted_at)
+        made, right = whole.first_guesses - shared[0], whole.right_first_guesses - shared[1]
+        return _of_positions(whole.expert_drafted_at, whole.expert_accepted_at, made, right)
     return None
 
 
-def _of_positions(drafted_at: list[int], accepted_at: list[int]) -> SpeculationStats:
+def _of_positions(
+    drafted_at: list[int], accepted_at: list[int], guesses: int, right: int
+) -> SpeculationStats:
     return SpeculationStats(
+        first_guesses=guesses,
+        right_first_guesses=right,
         num_drafts=sum(drafted_at[:1]),
         num_draft_tokens=sum(drafted_at),
         num_accepted_tokens=sum(accepted_at),
@@ -319,9 +326,9 @@ def _of_positions(drafted_at: list[int], accepted_at: list[int]) -> SpeculationS
 
 
 def guesses(rows: list[RequestStats]) -> tuple[int, int]:
-    """First guesses of rounds, and how many of them were right."""
-    counts = [(row.speculation.drafted_at[:1], row.speculation.accepted_at[:1]) for row in rows]
-    return sum(sum(made) for made, _ in counts), sum(sum(right) for _, right in counts)
+    """First guesses that were looked at, and how many of them were right."""
+    counts = [row.speculation for row in rows]
+    return sum(one.first_guesses for one in counts), sum(one.right_first_guesses for one in counts)
 
 
 def first_share(rows: list[RequestStats]) -> float | None:
@@ -618,7 +625,7 @@ def check_progress(stage: Stage, table: list[Row], expert: str) -> None:
         own, made = [one for one in every if one.expert == expert], drafted_by(every, expert)
         assert (row["requests"], row["tokens"]) == (len(own), sum(one.num_tokens for one in own))
         assert row["tokens_per_step"] == speed(own)
-        assert (row["first_guesses"], row["accepted_first_guesses"]) == guesses(made)
+        assert (row["first_guesses"], row["right_first_guesses"]) == guesses(made)
         assert row["first_step_share"] == first_share(made)
         assert (row["draft_tokens"], row["accepted_tokens"]) == (drafted(made), accepted(made))
         assert (row["acceptance_rate"], row["mean_acceptance_length"]) == (rate(made), length(made))
@@ -733,7 +740,7 @@ def check_languages(stage: Stage, seen: Seen, name: str) -> None:
         place = {"expert": name, "lang": row["lang"]}
         assert row["steps"] == scrape.total("target_steps_total", **place)
         assert row["tokens_per_step"] == stage.per_step(**place)
-        assert row["first_guesses"] == scrape.spec("drafts", **place)
+        assert row["first_guesses"] == scrape.total("first_guesses_total", **place)
         assert row["first_step_share"] == stage.first_share(**place)
         assert row["lang"] in seen.drawn["by_language"]
 
@@ -902,7 +909,7 @@ def check_experts_file(stage: Stage, written: list[Row], shown: list[Row]) -> No
         assert row["updates"] == sum(update["expert"] == name for update in stage.updates)
         assert row["all_tokens"] == scrape.total("generation_tokens_total", expert=name)
         assert row["all_steps"] == scrape.total("target_steps_total", expert=name)
-        assert row["all_first_guesses"] == scrape.spec("drafts", expert=name)
+        assert row["all_first_guesses"] == scrape.total("first_guesses_total", expert=name)
         assert row["all_drafts"] == scrape.spec("drafts", expert=name)
         assert row["all_draft_tokens"] == scrape.spec("draft_tokens", expert=name)
         assert row["all_accepted_tokens"] == scrape.spec("accepted_tokens", expert=name)

@@ -88,9 +88,8 @@ def test_totals_are_those_of_the_store(filled: Store) -> None:
     )
     assert view.acceptance == accepted / drafted
     assert view.tokens_per_step == view.tokens / sum(row.speculation.num_steps for row in rows)
-    right, made = (
-        sum(getattr(row.speculation, f"{n}_at")[0] for row in rows) for n in ("accepted", "drafted")
-    )
+    right, made = (sum(getattr(row.speculation, f"{n}first_guesses") for row in rows) for n in ("right_", ""))
+    assert 0 < right < made
     assert view.first_step_share == right / made
     assert view.mean_acceptance_length == 1 + accepted / sum(row.speculation.num_drafts for row in rows)
     assert sum(int(n or 0) for n in view.throughput.column("requests")) == 400
@@ -122,8 +121,8 @@ def test_one_expert(filled: Store) -> None:
     assert sum(int(n or 0) for n in view.progress.column("steps")) == sum(
         row.speculation.num_steps for row in rows
     )
-    assert sum(int(n or 0) for n in view.progress.column("accepted_first_guesses")) == sum(
-        row.speculation.accepted_at[0] for row in rows
+    assert sum(int(n or 0) for n in view.progress.column("right_first_guesses")) == sum(
+        row.speculation.right_first_guesses for row in rows
     )
     for place, drafted, accepted, rate in view.by_position.rows:
         at = int(place or 0) - 1
@@ -199,6 +198,8 @@ def stand_in(at: float) -> RequestStats:
             accepted_at=[6, 3],
             shared_drafted_at=[3, 2],
             shared_accepted_at=[1, 0],
+            first_guesses=8,
+            right_first_guesses=6,
         ),
     )
 
@@ -206,22 +207,29 @@ def stand_in(at: float) -> RequestStats:
 def test_drafts_count_for_whoever_made_them(store: Store) -> None:
     now = time.time()
     plain = invented(SHARED, now - 30, 0.5, RNG)
-    store.requests.add([stand_in(now - 40), plain])
+    looked_at = replace(
+        stand_in(now - 20).speculation,
+        first_guesses=3,
+        right_first_guesses=1,
+        shared_first_guesses=3,
+        shared_right_first_guesses=1,
+    )
+    store.requests.add([stand_in(now - 40), plain, replace(stand_in(now - 20), speculation=looked_at)])
     observer = Observer(store)
     sql, shared = observer.expert("sql", HOUR), observer.expert(SHARED, HOUR)
     assert sql is not None
     assert shared is not None
-    assert (sql.expert.tokens_per_step, sql.expert.first_step_share) == (2.0, 5 / 5)
+    assert (sql.expert.tokens_per_step, sql.expert.first_step_share) == (2.0, 6 / 8)
     assert sql.expert.acceptance == 8 / 9
-    assert [row[:3] for row in sql.by_position.rows] == [(1, 5, 5), (2, 4, 3)]
-    made, right = (getattr(plain.speculation, f"{name}_at")[0] for name in ("drafted", "accepted"))
+    assert [row[:3] for row in sql.by_position.rows] == [(1, 10, 10), (2, 8, 6)]
+    made, right = plain.speculation.first_guesses, plain.speculation.right_first_guesses
     assert shared.expert.requests == 1
     assert shared.expert.tokens_per_step == plain.num_tokens / plain.speculation.num_steps
     assert shared.expert.first_step_share == (right + 1) / (made + 3)
     assert sum(int(n or 0) for n in shared.progress.column("first_guesses")) == made + 3
     assert sum(int(n or 0) for n in shared.progress.column("requests")) == 1
     overview = observer.overview(HOUR)
-    assert overview.first_step_share == (right + 6) / (made + 8)
+    assert overview.first_step_share == (right + 7) / (made + 11)
     assert {e.name: e.first_step_share for e in overview.experts} == {
         name: one.first_step_share for name, one in store.requests.summary().items()
     }

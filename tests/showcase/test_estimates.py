@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moedraft.showcase.estimates import change, quotient, ratio
+from moedraft.showcase.findings.estimates import change, quotient, ratio
 
 
 def test_a_ratio_is_that_of_the_sums_and_lies_in_its_interval() -> None:

@@ -24,9 +24,9 @@ from moedraft.models import LanguageModel, load_by
 from moedraft.showcase import shipped
 from moedraft.showcase.bench import OTHER, run, shown_name
 from moedraft.showcase.demo import Demo
+from moedraft.showcase.findings.page import publish
+from moedraft.showcase.findings.report import summary
 from moedraft.showcase.measure import compare, theoretical_speedup, transformers_runner
-from moedraft.showcase.page import publish
-from moedraft.showcase.report import summary
 from moedraft.showcase.shipped import Query
 from moedraft.showcase.trials import SYSTEMS
 from moedraft.storage.store import GENERAL_LIST

@@ -133,25 +133,22 @@ def third(first: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return first
 
 
-def test_first_guesses_of_kept_requests_are_counted(third: Path) -> None:
+def test_first_guesses_of_drafted_rounds_are_not_taken_for_those_of_all_tokens(third: Path) -> None:
     found = upgraded(third, requests=1)
-    assert found.first_step_share == 3 / 4
-    assert found.first_window == (Outcome(8, 4, 4, 3),)
+    assert (found.first_guesses, found.first_step_share) == (0, None)
+    assert found.first_window == (Outcome(8, 4, 0, 0),)
+    assert found.tokens_per_step == 2.0
+    with Home.open(third) as home:
+        RequestLog(home).add([stats(first_guesses=4, right_first_guesses=3)])
+        assert RequestLog(home).summary()["sql"].first_step_share == 3 / 4
 
 
 def test_a_beginning_that_was_trimmed_stays_unknown(third: Path) -> None:
     found = upgraded(third, requests=7)
-    assert found.first_step_share == 3 / 4
     assert found.first_window is None
     with Home.open(third) as home:
         RequestLog(home).add([stats()])
         assert RequestLog(home).summary()["sql"].first_window is None
-
-
-def test_requests_without_positions_show_no_first_guesses(third: Path) -> None:
-    found = upgraded(third, requests=1, drafted_at="[]")
-    assert (found.first_guesses, found.first_step_share) == (0, None)
-    assert found.tokens_per_step == 2.0
 
 
 def test_a_copy_is_kept_before_an_upgrade(first: Path) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from storage_fakes import stats
 
@@ -62,10 +64,10 @@ def test_series_groups_requests_in_buckets(home: Home) -> None:
 def test_first_guesses_add_up(home: Home) -> None:
     log = RequestLog(home)
     assert stats().speculation.first_step_share is None
-    log.add([stats(drafted_at=[4, 2], accepted_at=[3, 1]), stats(drafted_at=[4], accepted_at=[])])
-    log.add([stats(), stats(num_steps=3, drafted_at=[2], accepted_at=[1])])
+    log.add([stats(first_guesses=4, right_first_guesses=3), stats(first_guesses=4)])
+    log.add([stats(drafted_at=[4, 2], accepted_at=[3, 1]), stats(first_guesses=2, right_first_guesses=1)])
     found = log.summary()["sql"]
-    assert (found.first_guesses, found.accepted_first_guesses) == (10, 4)
+    assert (found.first_guesses, found.right_first_guesses) == (10, 4)
     assert found.first_step_share == 0.4
 
 
@@ -74,6 +76,9 @@ def test_what_the_shared_adapter_drafted_counts_for_it(home: Home) -> None:
     log = RequestLog(home)
     drafts = {"num_drafts": 5, "drafted_at": [5, 3], "accepted_at": [4, 1]}
     row = stats(drafted=8, accepted=5, **drafts, shared_drafted_at=[3, 2], shared_accepted_at=[3, 1])
+    guesses = {"first_guesses": 5, "right_first_guesses": 4}
+    shared = {"shared_first_guesses": 3, "shared_right_first_guesses": 3}
+    row = replace(row, speculation=replace(row.speculation, **guesses, **shared))
     log.add([row])
     [sql, shared] = (log.summary()[name] for name in ("sql", "shared"))
     assert (sql.requests, sql.tokens, sql.steps, sql.drafts) == (1, 8, 4, 2)
@@ -82,9 +87,9 @@ def test_what_the_shared_adapter_drafted_counts_for_it(home: Home) -> None:
     assert (shared.requests, shared.tokens, shared.steps, shared.drafts) == (0, 0, 0, 3)
     assert (shared.draft_tokens, shared.accepted_tokens) == (5, 4)
     assert (shared.first_step_share, shared.tokens_per_step) == (1.0, None)
-    log.add([stats("shared", drafted=4, accepted=1, drafted_at=[2, 2], accepted_at=[1, 0])])
+    log.add([stats("shared", drafted=4, accepted=1, first_guesses=2, right_first_guesses=1)])
     shared = log.summary()["shared"]
-    assert (shared.requests, shared.first_guesses, shared.accepted_first_guesses) == (1, 5, 4)
+    assert (shared.requests, shared.first_guesses, shared.right_first_guesses) == (1, 5, 4)
     assert log.rows()[0] == row
 
 

@@ -33,8 +33,8 @@ def experts_table(experts: tuple[Expert, ...]) -> Table:
         Column("all_requests", "requests ever", "count"),
         Column("all_tokens", "tokens ever", "count"),
         Column("all_steps", "target steps ever", "count"),
-        Column("all_first_guesses", "first draft tokens ever", "count"),
-        Column("all_accepted_first_guesses", "of these accepted, ever", "count"),
+        Column("all_first_guesses", "first guesses looked at, ever", "count"),
+        Column("all_right_first_guesses", "of these right, ever", "count"),
         Column("all_drafts", "drafts ever", "count"),
         Column("all_draft_tokens", "drafted ever", "count"),
         Column("all_accepted_tokens", "accepted ever", "count"),
@@ -56,7 +56,7 @@ def _expert_row(expert: Expert) -> Row:
     ever: Row = (0,) * 8
     if stats:
         ever = (
-            *(stats.requests, stats.tokens, stats.steps, stats.first_guesses, stats.accepted_first_guesses),
+            *(stats.requests, stats.tokens, stats.steps, stats.first_guesses, stats.right_first_guesses),
             *(stats.drafts, stats.draft_tokens, stats.accepted_tokens),
         )
     return (

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moedraft.core import SHARED, UpdateRecord
-from moedraft.insight.columns import Codes, Requests, ratio
+from moedraft.insight.columns import GUESSES, Codes, Requests, ratio
 from moedraft.insight.tables.spans import Grid
 from moedraft.insight.tables.table import Cell, Column, Kind, Mark, Row, Table
 
@@ -18,11 +18,11 @@ ALL = "all experts"
 AT = Column("at", "from", "time")
 LENGTH = Column("mean_acceptance_length", "mean length", "number")
 PER_STEP = Column("tokens_per_step", "tokens per target step", "number")
-FIRST_STEP = Column("first_step_share", "first draft token accepted", "share")
+FIRST_STEP = Column("first_step_share", "first guesses right", "share")
 SPEED = (Column("tokens", "tokens", "count"), Column("steps", "target steps", "count"), PER_STEP)
 FIRST_GUESSES = (
-    Column("first_guesses", "first draft tokens", "count"),
-    Column("accepted_first_guesses", "of these accepted", "count"),
+    Column("first_guesses", "first guesses looked at", "count"),
+    Column("right_first_guesses", "of these right", "count"),
     FIRST_STEP,
 )
 ACCEPTANCE = (
@@ -86,7 +86,7 @@ def progress(requests: Requests, expert: str, grid: Grid) -> Table:
     steps, drafting = grid.steps(own["created_at"]), grid.steps(drafts["created_at"])
     answers = np.bincount(steps, minlength=grid.count).tolist()
     speed = own.sums(steps, grid.count, _SPEED).tolist()
-    guesses = _first_guesses(drafts, drafting, grid.count)
+    guesses = drafts.sums(drafting, grid.count, GUESSES).tolist()
     drafted = drafts.sums(drafting, grid.count, [*_DRAFTED, "num_drafts"]).tolist()
     rows = [
         (n, t, s, ratio(t, s), g, hit, ratio(hit, g), d, a, ratio(a, d), 1 + a / k if k else None)
@@ -94,13 +94,6 @@ def progress(requests: Requests, expert: str, grid: Grid) -> Table:
     ]
     columns = [Column("requests", "requests", "count"), *SPEED, *FIRST_GUESSES, *ACCEPTANCE, LENGTH]
     return _steps("progress", grid, columns, rows, *_version_marks(own, steps))
-
-
-def _first_guesses(requests: Requests, groups: Codes, count: int) -> list[tuple[int, int]]:
-    """By group: the first draft tokens of rounds, and how many of them were accepted."""
-    columns = (requests.drafted_at[:, 0], requests.accepted_at[:, 0])
-    sums = [np.bincount(groups, weights=column, minlength=count).astype(int).tolist() for column in columns]
-    return list(zip(*sums, strict=True))
 
 
 def _version_marks(requests: Requests, steps: Codes) -> list[Mark]:
@@ -154,7 +147,7 @@ def by_language(requests: Requests, expert: str) -> Table:
         asked, guessed = own.where(own.langs == code), drafts.where(drafts.langs == code)
         if len(asked):
             speed = (asked.total("num_tokens"), asked.total("num_steps"), asked.tokens_per_step)
-            counts = (int(guessed.drafted_at[:, 0].sum()), int(guessed.accepted_at[:, 0].sum()))
+            counts = [guessed.total(key) for key in GUESSES]
             rows.append((name, len(asked), *speed, *counts, guessed.first_step_share))
     first = (Column("lang", "writing", "text"), Column("requests", "requests", "count"))
     columns = (*first, *SPEED, *FIRST_GUESSES)

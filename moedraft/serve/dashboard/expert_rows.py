@@ -10,14 +10,14 @@ from moedraft.insight.views import Expert
 from moedraft.serve.dashboard import charts
 from moedraft.serve.dashboard.looking import Look
 from moedraft.serve.dashboard.markup import Markup, changed, count, join, number, share, tag, tone_of
-from moedraft.serve.dashboard.words import COVERAGE, FIRST_TOKEN
+from moedraft.serve.dashboard.words import COVERAGE, FIRST_GUESS
 
 LABELS = {  # by key of the cell: the label, and what it is
     "expert": ("expert", None),
     "share": ("traffic", None),
     "recent_tokens_per_step": ("tokens per target step", None),
     "tokens_per_step_change": ("change", None),
-    "recent_first_step_share": ("first draft token accepted", FIRST_TOKEN),
+    "recent_first_step_share": ("first guesses right", FIRST_GUESS),
     "first_step_share_change": ("change", None),
     "coverage": ("can be guessed", COVERAGE),
     "replay_size": ("replay", None),

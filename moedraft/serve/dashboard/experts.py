@@ -32,7 +32,7 @@ from moedraft.serve.dashboard.markup import (
     tone_of,
 )
 from moedraft.serve.dashboard.panels import Live, NumbersPanel, Panel, Text
-from moedraft.serve.dashboard.words import COVERAGE, FIRST_TOKEN
+from moedraft.serve.dashboard.words import COVERAGE, FIRST_GUESS
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,9 @@ class ExpertPanels:
                 guesses=Panel(
                     look,
                     "progress",
-                    "First draft token accepted",
-                    "Of the rounds in which this expert drafted.",
-                    "Nothing was drafted by this expert in this time.",
+                    "First guesses right",
+                    "Of a few tokens of each answer, drafted or not.",
+                    "No guess of this expert was looked at in this time.",
                 ),
                 positions=Panel(
                     look,
@@ -94,7 +94,7 @@ class ExpertPanels:
                     look,
                     "by_language",
                     "By writing of the prompt",
-                    "How often the first draft token was accepted, by script.",
+                    "How many first guesses are right, by script.",
                     "No request in this time.",
                 ),
                 versions=NumbersPanel(
@@ -219,11 +219,11 @@ def _main(expert: Expert) -> list[Markup]:
         ),
         figure(
             "recent_first_step_share",
-            "First draft token accepted",
+            "First guesses right",
             accepted,
             share(accepted, 1),
             _since(expert.change_of_first_step_share, shares=True),
-            FIRST_TOKEN,
+            FIRST_GUESS,
         ),
     ]
 

@@ -32,7 +32,7 @@ from moedraft.serve.dashboard.markup import (
 )
 from moedraft.serve.dashboard.panels import Live, NumbersPanel, Panel, Small, SmallPanels, Text, join_title
 from moedraft.serve.dashboard.words import (
-    FIRST_TOKEN,
+    FIRST_GUESS,
     engine_state,
     idle_note,
     sentence,
@@ -154,11 +154,11 @@ def _strip(look: Look, view: OverviewPageData) -> Markup:
         *_speeds(look, view),
         figure(
             "first_step_share",
-            "First draft token accepted",
+            "First guesses right",
             seen.first_step_share,
             share(seen.first_step_share, 1),
-            "In rounds in which the model drafted.",
-            FIRST_TOKEN,
+            "Of a few tokens of each answer.",
+            FIRST_GUESS,
         ),
         figure(
             "running",

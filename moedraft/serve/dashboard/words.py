@@ -11,10 +11,9 @@ if TYPE_CHECKING:
     from moedraft.serve.supervisor.supervisor import TrainerState
     from moedraft.serve.worker.worker import Snapshot
 
-FIRST_TOKEN = (
-    "Of the rounds in which the draft model guessed: in how many the target accepted its first token. Rounds "
-    "without a guess of the model, plain or looked up in the text, do not count, so this is not the share of "
-    "all tokens that the model would guess."
+FIRST_GUESS = (
+    "For a few tokens of each answer, drafted or not: whether the draft that serves it guesses them right "
+    "from the tokens before. So it does not depend on how far the engine finds it worth to draft."
 )
 COVERAGE = (
     "How much of its newest answers is made of tokens that its draft can guess at all. A feature drafter "

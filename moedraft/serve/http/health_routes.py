@@ -9,9 +9,9 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 
 from moedraft.serve.http.context import ServerContext, context_of
-from moedraft.serve.http.metrics import CONTENT_TYPE
 from moedraft.serve.http.model_names import target_name
 from moedraft.serve.http.schema import Card, ErrorBody
+from moedraft.serve.metrics.counters import CONTENT_TYPE
 
 router = APIRouter(responses={"default": {"model": ErrorBody}})
 

@@ -6,9 +6,9 @@ import html
 import json
 from pathlib import Path
 
-from moedraft.showcase.estimates import Estimate, PairedChange
-from moedraft.showcase.picture import draw
-from moedraft.showcase.report import FEWEST, Result, Row, SystemRow, sentences, summary
+from moedraft.showcase.findings.estimates import Estimate, PairedChange
+from moedraft.showcase.findings.picture import draw
+from moedraft.showcase.findings.report import FEWEST, Result, Row, SystemRow, sentences, summary
 
 CSS = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 66rem; margin: 2rem auto; padding: 0 1rem;

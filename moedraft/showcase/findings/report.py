@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from moedraft.showcase.estimates import Counts, Estimate, PairedChange, change, ratio
+from moedraft.showcase.findings.estimates import Counts, Estimate, PairedChange, change, ratio
 from moedraft.showcase.trials import EXPERTS, LOOKUP, PLAIN, SERVED, STATIC, SYSTEMS, Trials
 
 LABELS = {
@@ -153,6 +153,7 @@ def sentences(result: Result) -> list[str]:
         f"Without lookup, each step of the target gives {after:.2f} tokens with the experts and {before:.2f} "
         f"with the static draft; with lookup as well {systems[SERVED].tokens_per_step.value:.2f}. Plain "
         "decoding gives 1.",
+        *_first_guesses(result.whole),
         *_by_verdict(result.rows),
         *_full_batch(result.systems),
     ]
@@ -165,6 +166,19 @@ def sentences(result: Result) -> list[str]:
     equal = "Every answer is that of plain decoding, token for token."
     unequal = "NOT every answer is that of plain decoding, token for token: this is a fault."
     return [*found, equal if result.equal else unequal]
+
+
+def _first_guesses(whole: Row) -> list[str]:
+    """What became of first guesses over all domains, where there are enough prompts to say it."""
+    found = whole.first_guess
+    if not found.has_interval:
+        return []
+    gain = found.difference
+    figures = found.before.value, found.after.value, gain.low, gain.high
+    before, after, low, high = (100 * figure for figure in figures)
+    words = f"Over all domains the first guesses of the experts hit {after:.0f} % of the tokens and those of "
+    words += f"the static draft {before:.0f} %: a change of {low:+.0f} to {high:+.0f} points (95 % interval)"
+    return [words + ("." if found.verdict != "open" else ", so it may be chance.")]
 
 
 def _by_verdict(rows: list[Row]) -> list[str]:

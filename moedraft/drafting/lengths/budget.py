@@ -15,8 +15,8 @@ from operator import mul
 
 import numpy as np
 
-from moedraft.drafting.acceptance import AcceptanceModel
-from moedraft.drafting.costs import Floats, RoundCosts
+from moedraft.drafting.lengths.acceptance import AcceptanceModel
+from moedraft.drafting.lengths.costs import Floats, RoundCosts
 from moedraft.evidence import Proposal
 
 

@@ -1,4 +1,4 @@
-"""The figures of `/metrics`. Requests are counted when they end; gauges are read for each scrape.
+"""The figures of `/metrics`. Requests are counted when they end; `gauges` are read for each scrape.
 
 Requests that were aborted or failed are counted too, unlike in the store and the dashboard. Labels are the
 model's name, experts and writing systems; nothing is taken from a prompt. Drafts are counted for whoever made
@@ -8,18 +8,13 @@ them, all else for the expert to which the request was routed.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import suppress
-from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
-from moedraft.core import SHARED, GateDecision, Sequence, StorageError
+from moedraft.core import SHARED, Sequence
+from moedraft.serve.metrics.gauges import Gauges
 from moedraft.serve.supervisor.supervisor import TrainerSupervisor
 from moedraft.serve.worker.worker import Worker
-from moedraft.storage.updates import Decided
 from moedraft.system.recorder import script_of
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -49,6 +44,8 @@ class PrometheusMetrics:
         self._accepted_at = self._counter(
             f"{spec}_accepted_tokens_per_pos", "Draft tokens accepted, by position; 0 is the first", PLACE
         )
+        self._guesses = self._counter("moedraft_first_guesses", "First guesses that were looked at", EXPERT)
+        self._right = self._counter("moedraft_right_first_guesses", "Of those, guessed right", EXPERT)
         self._steps = self._counter(
             "moedraft_target_steps",
             "Forwards of the target for answers, after their prompts were read",
@@ -59,9 +56,7 @@ class PrometheusMetrics:
         self._finished = self._counter(
             "moedraft_request_success", "Requests that ended", ("model_name", "finished_reason")
         )
-        self._routed = self._counter(
-            "moedraft_routed_requests", "Requests whose domain the router chose", MODEL
-        )
+        self._routed = self._counter("moedraft_routed_requests", "Requests that the router decided", MODEL)
         self._overruled = self._counter(
             "moedraft_overruled_requests",
             "Of these, those that evidence gave to another expert, or to the shared draft",
@@ -92,6 +87,10 @@ class PrometheusMetrics:
         self._count_drafts(labels, stats.expert_drafted_at, stats.expert_accepted_at)
         shared = (self._model_name, SHARED, labels[-1])
         self._count_drafts(shared, stats.shared_drafted_at, stats.shared_accepted_at)
+        if stats.first_guesses:  # all of one answer are of one draft
+            guessed_by = shared if stats.shared_first_guesses else labels
+            self._guesses.labels(*guessed_by).inc(stats.first_guesses)
+            self._right.labels(*guessed_by).inc(stats.right_first_guesses)
         self._time(sequence)
 
     def _count_drafts(self, labels: tuple[str, ...], drafted: list[int], accepted: list[int]) -> None:
@@ -123,46 +122,3 @@ class PrometheusMetrics:
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         name = f"moedraft_{name}_seconds"
         return Histogram(name, f"{text}, seconds.", ("model_name",), buckets=buckets, registry=self.registry)
-
-
-class Gauges(Collector):
-    """Figures that are read from the worker, the supervisor and the home at the moment of a scrape."""
-
-    def __init__(self, model_name: str, worker: Worker, supervisor: TrainerSupervisor | None) -> None:
-        self._model_name, self._worker, self._supervisor = model_name, worker, supervisor
-        self._decided = Decided(worker.system.store.updates)
-
-    def describe(self) -> list[Metric]:
-        return []  # the worker may not have started when the collector is registered
-
-    def collect(self) -> Iterator[Metric]:
-        now = self._worker.snapshot()
-        yield self._gauge("num_requests_running", "Requests in a slot", now.running)
-        yield self._gauge("num_requests_waiting", "Requests without a slot yet", now.waiting)
-        yield self._gauge("engine_steps", "Steps since the start", now.steps)
-        yield self._gauge("engine_idle_share", "Share of the last seconds without work", now.idle_share)
-        yield self._gauge("tokens_per_second", "Over the last seconds", now.tokens_per_second)
-        yield self._gauge("engine_failed", "1 where the engine cannot serve", float(now.failed is not None))
-        yield self._gauge("draining", "1 while the server shuts down", float(now.draining))
-        if now.speedup is not None:
-            yield self._gauge("speedup", "Against plain decoding, measured by plain steps", now.speedup)
-        if self._supervisor is not None:
-            state = self._supervisor.state()
-            yield self._gauge("trainer_running", "1 while a trainer lives", float(state.pid is not None))
-            yield self._gauge("trainer_restarts", "Since the start of the server", state.restarts)
-            yield self._gauge("trainer_updates", "Since the start of the server", state.updates)
-        with suppress(StorageError):  # whoever learns for this home, another process perhaps
-            yield self._decisions()
-
-    def _decisions(self) -> Metric:
-        counts = self._decided.counts()
-        text = "What the gate decided on candidates since the start of the server"
-        family = CounterMetricFamily("moedraft_gate_decisions", f"{text}.", labels=["model_name", "decision"])
-        for decision in get_args(GateDecision):
-            family.add_metric([self._model_name, decision], counts.get(decision, 0))
-        return family
-
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(f"moedraft_{name}", f"{text}.", labels=["model_name"])
-        family.add_metric([self._model_name], value)
-        return family

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from moedraft.showcase.estimates import Estimate
-from moedraft.showcase.report import Result
+from moedraft.showcase.findings.estimates import Estimate
+from moedraft.showcase.findings.report import Result
 from moedraft.showcase.trials import EXPERTS, LOOKUP, PLAIN, SERVED, STATIC
 
 LOOK_BACK = 40  # requests that the line over the stream is a mean of

@@ -1,0 +1,1 @@
+"""The figures of `/metrics`, for Prometheus."""
