@@ -36,7 +36,7 @@ class Grouped:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [B, …, in] or [B · T, in] → the same with out in place of in."""
         inner = x.view(self._batch, -1, x.shape[-1])
-        y = x.new_empty(self._batch, inner.shape[1], self.groups[0][1].weight.shape[0])
+        y = x.new_empty(self._batch, inner.shape[1], self.groups[0][1].out)
         for rows, product in self.groups:
             y[rows] = product(inner[rows])
         return y.view(*x.shape[:-1], y.shape[-1])

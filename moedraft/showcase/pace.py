@@ -6,7 +6,7 @@ import math
 import time
 from dataclasses import dataclass, field
 
-LEARNING = 0.45  # share of the time that learning gets, about, where serving all requests leaves less
+LEARNING = 0.5  # share of the time that learning gets, about, where serving all requests leaves less
 LEAST_WINDOWS = 3  # that are served however slow the machine is
 LEAST_STEPS = 16  # an update of fewer steps is not worth reading and measuring its records
 LEAST_SHARE = 0.3  # of the time that serving takes, for learning on a machine that is too slow for the plan

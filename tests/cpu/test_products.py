@@ -11,6 +11,7 @@ from moedraft.cpu.products import (
     PackedLinear,
     Product,
     generate_ahead,
+    halves,
     multiplies_bfloat16,
     pack_layers,
     packs,
@@ -29,6 +30,34 @@ def test_same_as_a_linear_layer(rows: int, biased: bool, small: bool) -> None:
     torch.testing.assert_close(product(x), linear(x, weight, bias), atol=1e-5, rtol=1e-5)
     shaped = x.view(1, rows, 24)
     assert product(shaped).shape == (1, rows, 37)
+
+
+@pytest.mark.skipif(not halves(torch.ones(1)), reason="FBGEMM is not there")
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 40, 301])
+@pytest.mark.parametrize("biased", [False, True])
+def test_weights_in_half_precision_are_rounded_and_nothing_else(rows: int, biased: bool) -> None:
+    weight, x = torch.randn(37, 24), torch.randn(rows, 24)
+    bias = torch.randn(37) if biased else None
+    product = Product(weight, bias, small=True, half=True)
+    assert product.weight.numel() == 0  # one copy is kept, of half the size
+    torch.testing.assert_close(product(x), linear(x, weight.half().float(), bias), atol=1e-5, rtol=1e-5)
+    assert product(x.view(1, rows, 24)).shape == (1, rows, 37)
+
+
+@pytest.mark.parametrize("number", [1e5, -1e5, float("inf"), float("nan")])
+def test_a_weight_that_half_precision_cannot_hold_stays_as_it_is(number: float) -> None:
+    weight, x = torch.randn(8, 4), torch.randn(3, 4)
+    weight[2, 1] = number
+    assert not halves(weight)
+    product = Product(weight, small=True, half=True)
+    torch.testing.assert_close(product(x), linear(x, weight), equal_nan=True)
+
+
+@pytest.mark.parametrize("weight", [torch.randn(4, 4).bfloat16(), torch.randn(4, 4).double()])
+def test_only_float32_is_kept_in_half_precision(weight: torch.Tensor) -> None:
+    assert not halves(weight)
+    assert Product(weight, small=True, half=True).half is None
+    assert Product(weight.float(), small=True).half is None  # a target's, or that of an independent draft
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 130])

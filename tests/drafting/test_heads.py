@@ -35,8 +35,23 @@ def target(request: pytest.FixtureRequest) -> LanguageModel:
     return target_of(getattr(request, "param", "llama"))
 
 
-@pytest.fixture(params=[True, False], ids=["fast", "plain"])
-def base(target: LanguageModel, tmp_path: Path, request: pytest.FixtureRequest) -> FeatureBase:
+@pytest.fixture(params=["fast", "half", "plain"])
+def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What multiplies: the fast layouts of a CPU, in float32 or with weights in half precision, or PyTorch."""
+    if request.param != "half":
+        monkeypatch.setattr("moedraft.cpu.products.halves", lambda weight: False)
+    found: str = request.param
+    return found
+
+
+@pytest.fixture
+def tolerance(how: str) -> dict[str, float]:
+    """Weights in half precision have eleven binary digits."""
+    return {"rtol": 1e-2, "atol": 2e-3} if how == "half" else {"rtol": 1e-4, "atol": 1e-4}
+
+
+@pytest.fixture
+def base(target: LanguageModel, tmp_path: Path, how: str) -> FeatureBase:
     torch.manual_seed(5)
     config = config_for(target.hf.config, draft_vocab_size=len(GENERAL), feature_layers=(0, 1, 2))
     layers = target.hf.get_input_embeddings(), target.hf.get_output_embeddings()
@@ -44,7 +59,7 @@ def base(target: LanguageModel, tmp_path: Path, request: pytest.FixtureRequest) 
         FeatureDraft(config, GENERAL, *(layer.weight.detach() for layer in layers)), tmp_path / "draft"
     )
     found = load_feature_base(tmp_path / "draft", target)
-    found.cpu_fast_paths = request.param
+    found.cpu_fast_paths = how != "plain"
     return found
 
 
@@ -83,7 +98,7 @@ def logits_of(base: FeatureBase, bank: ExpertBank, rows: list[str]) -> torch.Ten
 
 @pytest.mark.parametrize("shared", [None, OUTSIDE, torch.arange(VOCAB)], ids=["general", "other", "all"])
 def test_a_row_has_the_logits_of_its_own_list_in_any_batch(
-    base: FeatureBase, shared: torch.Tensor | None
+    base: FeatureBase, tolerance: dict[str, float], shared: torch.Tensor | None
 ) -> None:
     bank = bank_of(base, shared)
     rows = ["outside", SHARED, "inside", "general", "outside", "nobody"]
@@ -92,10 +107,12 @@ def test_a_row_has_the_logits_of_its_own_list_in_any_batch(
         alone = logits_of(base, bank, [name])[0]
         own = {SHARED: shared, "nobody": shared}.get(name, LISTS.get(name))
         assert alone.isfinite().nonzero()[:, 0].tolist() == (GENERAL if own is None else own).tolist()
-        torch.testing.assert_close(row, alone, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(row, alone, **tolerance)
 
 
-def test_what_experts_have_in_common_is_multiplied_once(base: FeatureBase) -> None:
+def test_what_experts_have_in_common_is_multiplied_once(
+    base: FeatureBase, tolerance: dict[str, float]
+) -> None:
     """Where that is less than the rows of each, and only for the rows of the batch that have an expert."""
     bank = bank_of(base)
     assert bank.heads is not None
@@ -107,7 +124,7 @@ def test_what_experts_have_in_common_is_multiplied_once(base: FeatureBase) -> No
         assert bank.heads.joined.common is not None
         assert torch.equal(bank.heads.joined.common.tokens, GENERAL)
         for row, name in zip(together, rows, strict=True):
-            torch.testing.assert_close(row, logits_of(base, bank, [name])[0], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(row, logits_of(base, bank, [name])[0], **tolerance)
     bank.select(alike)
     assert torch.equal(base.hf.vocabulary, GENERAL)
     far = torch.arange(0, VOCAB, 2)
@@ -171,7 +188,7 @@ def test_a_batch_that_failed_to_be_joined_is_joined_at_the_next(
         torch.testing.assert_close(logits_of(base, bank, rows), wanted)
 
 
-def test_new_versions_are_joined_anew(base: FeatureBase) -> None:
+def test_new_versions_are_joined_anew(base: FeatureBase, tolerance: dict[str, float]) -> None:
     bank, rows = bank_of(base), ["inside", "general", "outside", "again"]
     bank.publish("outside", None)
     bank.publish("again", adapter_of(bank, 8, GENERAL))
@@ -184,7 +201,7 @@ def test_new_versions_are_joined_anew(base: FeatureBase) -> None:
     moved = logits_of(base, bank, rows)
     assert not any(torch.allclose(a, b) for a, b in zip(after, moved, strict=True))
     for row, name in zip(moved, rows, strict=True):
-        torch.testing.assert_close(row, logits_of(base, bank, [name])[0], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(row, logits_of(base, bank, [name])[0], **tolerance)
 
 
 @pytest.mark.parametrize("room", [True, False], ids=["room", "no room"])
@@ -212,7 +229,9 @@ def test_exact_batches_do_not_round_differently(base: FeatureBase, room: bool) -
         assert all(same) == exact
 
 
-def test_rows_are_those_of_base_shared_adapter_and_expert_together(base: FeatureBase) -> None:
+def test_rows_are_those_of_base_shared_adapter_and_expert_together(
+    base: FeatureBase, how: str, tolerance: dict[str, float]
+) -> None:
     """Against the sum written out for one token that only the expert and one that all of them can guess."""
     bank = bank_of(base)
     output, (shared, own) = base.hf.output, (bank.shared, bank.experts["outside"])
@@ -224,8 +243,9 @@ def test_rows_are_those_of_base_shared_adapter_and_expert_together(base: Feature
     (sa, sb), (oa, ob) = shared.deltas[HEAD], own.deltas[HEAD]
     of_shared = sb[GENERAL.tolist().index(both)] @ (sa @ normed)
     of_own = {token: ob[OUTSIDE.tolist().index(token)] @ (oa @ normed) for token in (both, alone)}
-    torch.testing.assert_close(logits[both], output[both] @ normed + of_shared + of_own[both])
-    torch.testing.assert_close(logits[alone], output[alone] @ normed + of_own[alone])
+    exactly = tolerance if how == "half" else {}
+    torch.testing.assert_close(logits[both], output[both] @ normed + of_shared + of_own[both], **exactly)
+    torch.testing.assert_close(logits[alone], output[alone] @ normed + of_own[alone], **exactly)
 
 
 def test_rows_that_a_checkpoint_has_trained_stay_its_own(base: FeatureBase) -> None:
@@ -372,7 +392,7 @@ def test_an_independent_draft_takes_no_list() -> None:
 )
 @pytest.mark.parametrize("exact", [False, True])
 def test_where_the_base_alone_serves_a_row_drafts_as_without_adapters(
-    base: FeatureBase, rows: list[str], exact: bool
+    base: FeatureBase, tolerance: dict[str, float], rows: list[str], exact: bool
 ) -> None:
     """In any batch, also after the shared adapter has moved on, and until the expert serves again."""
     bank = bank_of(base, OUTSIDE)
@@ -392,16 +412,16 @@ def test_where_the_base_alone_serves_a_row_drafts_as_without_adapters(
     bank.take(bank.prepare({}, unadapted={"outside", "never seen"}))
     for _ in range(2):
         now = found(rows)
-        torch.testing.assert_close(now["outside"], plain, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(now["outside"], plain, **tolerance)
         bank.publish(SHARED, adapter_of(bank, 7, OUTSIDE))  # the others stay as they were
         for name in set(rows) - {"outside"}:
-            torch.testing.assert_close(now[name], adapted[name], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(now[name], adapted[name], **tolerance)
     bank.publish(SHARED, adapter_of(bank, 30, None))
-    torch.testing.assert_close(found(rows)["outside"], plain, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found(rows)["outside"], plain, **tolerance)
     assert (bank.version("outside"), bank.held("outside")) == (0, 2)
     bank.publish(SHARED, adapter_of(bank, 7, OUTSIDE))
     bank.take(bank.prepare({}, unadapted=()))
-    torch.testing.assert_close(found(rows)["outside"], adapted["outside"], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found(rows)["outside"], adapted["outside"], **tolerance)
 
 
 def test_an_expert_that_stands_aside_still_gets_its_new_versions(base: FeatureBase) -> None:

@@ -67,7 +67,7 @@ def test_three_windows_are_served_in_any_case(clock: Clock) -> None:
     "pauses",  # each: the time, requests that are done and begun, and how many the stream has from then on
     [
         pytest.param([(25.0, 40, 50, 240), (300.0, 120, 130, 130)], id="what has begun is served"),
-        pytest.param([(80.0, 40, 40, 120), (90.0, 120, 120, 200)], id="a slow start cuts nothing for good"),
+        pytest.param([(80.0, 40, 40, 120), (90.0, 120, 120, 160)], id="a slow start cuts nothing for good"),
     ],
 )
 def test_the_speed_of_the_machine_may_change(clock: Clock, pauses: list[tuple[float, int, int, int]]) -> None:

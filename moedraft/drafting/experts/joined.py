@@ -34,14 +34,14 @@ def numbered(adapters: Mapping[str, Adapter]) -> dict[str, int]:
 class Factors:
     """A and B of one layer: the factors of several experts, end to end."""
 
-    def __init__(self, deltas: Mapping[int, Delta], *, small: bool) -> None:
-        """deltas: by the expert's number. small: as `LoRALinear`'s."""
+    def __init__(self, deltas: Mapping[int, Delta], *, small: bool, half: bool = False) -> None:
+        """deltas: by the expert's number. small, half: as `LoRALinear`'s."""
         owners = [number for number, (a, _) in deltas.items() for _ in range(a.shape[0])]
         spare = -len(owners) % STEP
         downs, ups = [a for a, _ in deltas.values()], [b for _, b in deltas.values()]
         down = torch.cat([*downs, downs[0].new_zeros(spare, downs[0].shape[1])])  # [R, in]
         up = torch.cat([*ups, ups[0].new_zeros(len(ups[0]), spare)], dim=1)  # [out, R]
-        self.down, self.up = Product(down, small=small), Product(up, small=small)
+        self.down, self.up = (Product(part, small=small, half=half) for part in (down, up))
         self.owners = torch.tensor(owners + [NOBODY] * spare, device=down.device)  # [R]
         self.dtype = down.dtype
 
@@ -84,6 +84,6 @@ class JoinedExperts:
         for name, layer in self.layers.items():
             deltas = {numbers[one]: a.deltas[name] for one, a in adapters.items() if name in a.deltas}
             if deltas:
-                factors[name] = Factors(deltas, small=layer.small)
+                factors[name] = Factors(deltas, small=layer.small, half=layer.half)
         # All at once, at the end: what failed above is tried again at the next batch.
         self._adapters, self._numbers, self._factors = adapters, numbers, factors

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from moedraft.cpu.products import Product, expect
+from moedraft.cpu.products import Product, expect, halves
 
 Multiplies = Callable[[torch.Tensor], torch.Tensor]  # x [..., in] → [..., out]
 
@@ -15,14 +15,14 @@ Multiplies = Callable[[torch.Tensor], torch.Tensor]  # x [..., in] → [..., out
 class LoRALinear(nn.Module):
     """A linear layer that multiplies by what the bank has put into `product`, or else by its own weight."""
 
-    def __init__(self, base: nn.Module, small: bool = False) -> None:
-        """small: whether its products use the layouts for small models on a CPU."""
+    def __init__(self, base: nn.Module, small: bool = False, half: bool = False) -> None:
+        """small, half: as `Product`'s, whether it uses the layouts for small models on a CPU."""
         super().__init__()
         self.base = base
-        self.small = small
+        self.small, self.half = small, half
         self.transposed = not isinstance(base, nn.Linear)  # GPT-2's Conv1D keeps [in, out]
         self.product: Multiplies | None = None
-        if small:
+        if small and not (half and halves(self.base_weight())):
             expect(self.base_weight(), base.bias)  # type: ignore[arg-type]
 
     @property
@@ -37,7 +37,7 @@ class LoRALinear(nn.Module):
 
     def with_weight(self, weight: torch.Tensor) -> Product:
         """The same layer with another weight [out, in]."""
-        return Product(weight, self.base.bias, small=self.small)  # type: ignore[arg-type]
+        return Product(weight, self.base.bias, small=self.small, half=self.half)  # type: ignore[arg-type]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.base(x) if self.product is None else self.product(x)

@@ -49,16 +49,16 @@ class ExpertBank:
         self.shared: Adapter | None = None
         self.unadapted: frozenset[str] = frozenset()  # experts whose rows the base alone drafts
         self._held: dict[str, Adapter] = {}  # the newest versions, those of `unadapted` too
-        small = cpu.suits(draft)
-        self.layers = _wrapped(draft, small)
+        small, half = cpu.suits(draft), cpu.suits(draft) and isinstance(draft.hf, FeatureDraft)
+        self.layers = _wrapped(draft, small, half)
         self.tail = frozenset(name for name in self.layers if keeps_cache(name, draft.num_layers))
-        budget, copies = merged_cache_mb * 2**20, 2 if small else 1
+        budget, copies = merged_cache_mb * 2**20, 1 if half or not small else 2
         self.body = dict(self.layers)  # what `merged` and `joined` are for
         self.heads: ExpertHeads | None = None
         if isinstance(draft.hf, FeatureDraft):
             self.heads = ExpertHeads(draft.hf, self.body.pop(HEAD), budget, copies)
             if small:  # no adapter covers it, so one layout serves for ever
-                fuse = LoRALinear(draft.hf.fc, small)
+                fuse = LoRALinear(draft.hf.fc, small, half)
                 fuse.product = fuse.with_weight(fuse.base_weight())
                 draft.hf.fc = fuse  # type: ignore[assignment]
         self.merged = MergedExperts(budget, copies, self.body)
@@ -281,11 +281,11 @@ class ExpertBank:
         return weight
 
 
-def _wrapped(draft: AdaptableBase, small: bool) -> dict[str, LoRALinear]:
+def _wrapped(draft: AdaptableBase, small: bool, half: bool) -> dict[str, LoRALinear]:
     """Put a LoRALinear around every layer of `draft` that an adapter may cover; these, by module name."""
     layers = {}
     for name in adaptable(draft, "full"):
         parent, _, leaf = name.rpartition(".")
-        layers[name] = LoRALinear(draft.hf.get_submodule(name), small)
+        layers[name] = LoRALinear(draft.hf.get_submodule(name), small, half)
         setattr(draft.hf.get_submodule(parent) if parent else draft.hf, leaf, layers[name])
     return layers
