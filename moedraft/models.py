@@ -69,6 +69,12 @@ class LanguageModel:
         )
 
     @property
+    def precision(self) -> str:
+        """In words, such as "bfloat16"."""
+        halved = isinstance(self.lean, steady.SteadyForward) and self.lean.arranged.half
+        return str(self.dtype).removeprefix("torch.") + ", weights in half precision" * halved
+
+    @property
     def device(self) -> torch.device:
         device: torch.device = self.hf.device
         return device
@@ -210,6 +216,11 @@ def load_model(
                 return model
             log.warning("%s: its answers in bfloat16 would depend on the batch here; float32 is used.", name)
         model = read_model(name, role, config, where, on, chosen, cpu_fast_paths)
+        if dtype == "auto" and role == "target" and cpu.allows(model) and steady.halve(model.hf):
+            if speed_up(model, role, steady.HALVED[0]) and made_independent(model, steady.HALVED):
+                return model
+            log.warning("%s: weights in half precision would make answers depend on the batch here.", name)
+            model = read_model(name, role, config, where, on, chosen, cpu_fast_paths)
     except MoedraftError:
         raise
     except Exception as error:  # whatever a broken file makes the libraries below raise
@@ -289,12 +300,15 @@ def read_model(
     return model
 
 
-def speed_up(model: LanguageModel, role: str) -> bool:
-    """Use the faster forward for its architecture, if there is one that passes the check; say whether."""
+def speed_up(model: LanguageModel, role: str, arranged: steady.Arrangement | None = None) -> bool:
+    """Use the faster forward for its architecture, if there is one that passes the check; say whether.
+
+    arranged: how the weights of a large target are laid out; None: as is usual for its precision.
+    """
     if not cpu.allows(model):
         return False
     if role == "target" and steady.fits(model.hf):
-        model.lean = steady.SteadyForward(model.hf)
+        model.lean = steady.SteadyForward(model.hf, arranged)
     elif lean.fits(model.hf):
         model.lean = lean.LeanForward(model.hf, fuse=role == "target" and cpu.suits(model))
     try:

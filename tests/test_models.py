@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from moedraft.core import InvalidRequest, UnsupportedModel
-from moedraft.cpu.products import packs
+from moedraft.cpu.products import halves, packs
 from moedraft.cpu.steady import forward as steady
 from moedraft.devices import pick_device, pick_dtype
 from moedraft.model_checks import check_pair, refuse_layouts, self_check
@@ -112,6 +112,28 @@ def test_a_local_folder_loads_in_float32_on_a_cpu(tmp_path: Path) -> None:
     assert model.vocab_size == 3
     assert load_model(str(tmp_path), "target", "cpu", "bfloat16").dtype == torch.bfloat16
     assert model.weights_hash() == load_model(str(tmp_path), "draft", "cpu", "bfloat16").weights_hash()
+
+
+@pytest.mark.skipif(not halves(torch.ones(1)), reason="FBGEMM is not there")
+@pytest.mark.parametrize("alike", [True, False])
+def test_weights_are_halved_only_where_answers_do_not_depend_on_the_batch(
+    alike: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By `auto`, for a large target, on a CPU that does not multiply bfloat16."""
+    for module in ("products", "steady.forward"):
+        monkeypatch.setattr(f"moedraft.cpu.{module}.multiplies_bfloat16", lambda: False)
+    where = str(save(tmp_path, ["<unk>", "a", "b"]))
+    own = load_model(where, "target", "cpu").hf.model.layers[0].mlp.up_proj.weight
+    monkeypatch.setattr("moedraft.cpu.steady.forward.SMALL", 100)
+    if not alike:
+        monkeypatch.setattr("moedraft.cpu.steady.independence.sums_alike", lambda *of: False)
+    found = load_model(where, "target", "cpu")
+    assert found.precision == ("float32, weights in half precision" if alike else "float32")
+    assert torch.equal(found.hf.model.layers[0].mlp.up_proj.weight, own.half().float() if alike else own)
+    assert ("would make answers depend on the batch" in caplog.text) != alike
+    assert found.weights_hash() == load_model(where, "target", "cpu", "float32").weights_hash()
+    assert load_model(where, "target", "cpu", "float32").precision == "float32"
+    assert load_model(where, "draft", "cpu").precision == "float32"
 
 
 @pytest.mark.skipif(

@@ -147,7 +147,7 @@ class Demo:
         kind = "feature drafter" if isinstance(draft, FeatureBase) else "small model"
         return {
             "target": f"{settings.target} ({target.num_parameters / 1e6:.0f} M weights, "
-            f"{str(target.dtype).removeprefix('torch.')} on {target.device})",
+            f"{target.precision} on {target.device})",
             "draft base": f"a {kind} with {draft.num_parameters / 1e6:.1f} M weights",
             "domains": str(len(self.prompts.examples)),
             "stream": f"{self._served()}, {settings.max_batch_size} at once, "

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from moedraft.cpu.huge_pages import use_huge_pages
-from moedraft.cpu.products import packs
+from moedraft.cpu.products import halves, packs
 from moedraft.cpu.steady import attention
 from moedraft.cpu.steady import forward as steady
 from moedraft.cpu.steady.independence import independent, made_independent, sums_alike
@@ -22,6 +22,7 @@ from moedraft.models import LanguageModel, gains_by_bfloat16
 from random_models import CONFIGS, random_model
 
 pytestmark = pytest.mark.skipif(not packs(torch.ones(1)), reason="no blocked products here")
+fbgemm = pytest.mark.skipif(not halves(torch.ones(1)), reason="FBGEMM is not there")
 half = pytest.mark.skipif(
     not packs(torch.ones(1, dtype=torch.bfloat16)), reason="this CPU does not multiply bfloat16 itself"
 )
@@ -76,6 +77,67 @@ def test_same_logits_ragged_and_chunked(fuse: bool, kind: str, arranged: steady.
     for row, start in enumerate((4, 6, 5)):
         torch.testing.assert_close(rest[row], whole[row, start + 1 : start + 3], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(model.hf(ids).logits, whole, atol=1e-5, rtol=1e-5)  # its layers still work
+
+
+def halved_model(kind: str, arranged: steady.Arrangement) -> LanguageModel:
+    model = random_model(kind, 3)
+    assert steady.halve(model.hf)
+    model.lean = steady.SteadyForward(model.hf, arranged)
+    return model
+
+
+@pytest.fixture
+def no_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor without instructions for it, and models that are large enough."""
+    monkeypatch.setattr("moedraft.cpu.steady.forward.multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr("moedraft.cpu.products.multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr("moedraft.cpu.steady.forward.SMALL", 100)
+
+
+@fbgemm
+@pytest.mark.parametrize("arranged", steady.HALVED)
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.usefixtures("no_bfloat16", "two_threads")
+def test_weights_in_half_precision_are_the_models_own(kind: str, arranged: steady.Arrangement) -> None:
+    """transformers has the same numbers afterwards, and each token's do not depend on what goes with it."""
+    before = random_model(kind, 3).hf.model.layers[0].mlp.up_proj.weight
+    model = halved_model(kind, arranged)
+    after = model.hf.model.layers[0].mlp.up_proj.weight
+    assert torch.equal(after, before.half().float())
+    assert not torch.equal(after, before)
+    self_check(model)
+    ids = torch.randint(model.vocab_size, (2, 40))
+    found, wanted = model.forward(model.new_cache(2), 0, ids, [0, 0]), model.hf(ids).logits
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    assert independent(model)
+
+
+@fbgemm
+def test_numbers_of_rows_that_would_be_summed_otherwise_are_filled_up() -> None:
+    """The negative control is the product without that: it differs where rows are filled up, only there."""
+    random = torch.Generator().manual_seed(1)
+    layer = torch.nn.Linear(160, 200, bias=False)
+    layer.weight.data = torch.randn(200, 160, generator=random)
+    x = torch.randn(300, 160, generator=random)
+    product = steady.SteadyProduct([layer], steady.HALVED[0])
+    singly = torch.cat([product(x[row : row + 1]) for row in range(300)])
+    assert all(torch.equal(product(x[:rows]), singly[:rows]) for rows in range(1, 301))
+    table = steady.in_one_order()
+    bare = {r: torch.ops.quantized.linear_dynamic_fp16(x[:r], product.packed) for r in range(1, 41)}
+    otherwise = [rows for rows, y in bare.items() if not torch.equal(y, singly[:rows])]
+    assert otherwise == [rows for rows in bare if table[rows] != rows]
+    assert all(rows <= filled <= rows + steady.SPARE for rows, filled in enumerate(table))
+
+
+@fbgemm
+@pytest.mark.usefixtures("no_bfloat16")
+def test_a_weight_out_of_range_keeps_a_model_in_float32() -> None:
+    model = random_model("llama", 3)
+    weight = model.hf.model.layers[1].mlp.up_proj.weight
+    weight.data[0, 0] = 1e6
+    before = weight.clone()
+    assert not steady.halve(model.hf)
+    assert torch.equal(weight, before)
 
 
 @pytest.mark.parametrize("fuse", [True, False])

@@ -37,7 +37,7 @@ def target(request: pytest.FixtureRequest) -> LanguageModel:
 
 @pytest.fixture(params=["fast", "half", "plain"])
 def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What multiplies: the fast layouts of a CPU, in float32 or with weights in half precision, or PyTorch."""
+    """What multiplies: PyTorch, or the layouts for a CPU in float32, or with weights in half precision."""
     if request.param != "half":
         monkeypatch.setattr("moedraft.cpu.products.halves", lambda weight: False)
     found: str = request.param

@@ -12,6 +12,10 @@ together with it, to the last bit:
 - many rows are multiplied in pieces of at most `PIECE` rows, since larger ones are summed otherwise;
 - attention is computed for numbers of queries and positions that are summed alike (`attention.py`).
 
+Where the CPU does not multiply bfloat16, FBGEMM keeps the weights in half precision and multiplies them in
+float32. That is as few bytes, and the model's own weights are rounded alike, so that transformers' forward
+has the same numbers up to the rounding of float32.
+
 Which layout of the weights that is, and whether attention must take each token by itself, differs between
 processors (`Arrangement`). `independence.py` measures whether all this holds on the CPU at hand. The plain
 twin is transformers' own forward.
@@ -21,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +37,7 @@ from moedraft.cpu import SMALL
 from moedraft.cpu.huge_pages import use_huge_pages
 from moedraft.cpu.lean import KNOWN
 from moedraft.cpu.optional import with_compiled
-from moedraft.cpu.products import bound_caches, packs
+from moedraft.cpu.products import bound_caches, halves, multiplies_bfloat16, packs
 from moedraft.cpu.steady.attention import bias_of, positions_read
 from moedraft.cpu.steady.plain import PlainMixing, PlainNorm, plain_gate
 from moedraft.cpu.steady.spans import Part, Span
@@ -42,6 +46,7 @@ if TYPE_CHECKING:
     from moedraft.cpu.steady.fused import FusedMixing, FusedNorm
 
 PIECE = 128  # rows of one product
+SPARE = 15  # rows that a piece may be filled up by
 SINGLE, DOUBLE = 8, 16  # code is generated for every number of rows up to 8, every second up to 16, then 8th
 
 
@@ -52,6 +57,13 @@ class Arrangement:
     rows: int  # that a weight is laid out for
     fewest: int = 1  # rows that are multiplied: one row alone may be summed otherwise than several
     apart: bool = False  # attention takes each token by itself, not all tokens of a row in one product
+    half: bool = False  # FBGEMM keeps the weights of a float32 model in half precision
+
+    def filled(self, rows: int) -> int:
+        """How many rows are multiplied so that code is there for them; more than a piece stay as they are."""
+        if rows > PIECE:
+            return rows
+        return in_one_order()[rows] if self.half else max(stepped(rows), self.fewest)
 
 
 # In the order in which they are tried. In bfloat16 the first is for AMX, the third for processors with
@@ -65,6 +77,10 @@ ARRANGEMENTS = {
     ),
     torch.float32: (Arrangement(5, fewest=2),),
 }
+HALVED = (
+    Arrangement(1, half=True),
+    Arrangement(1, apart=True, half=True),
+)  # for float32, tried in this order
 
 
 def fits(hf: Any) -> bool:
@@ -86,6 +102,19 @@ def prefers_bfloat16(config: Any, num_parameters: int) -> bool:
     return known and packs(torch.empty(0, dtype=torch.bfloat16))
 
 
+def halve(hf: Any) -> bool:
+    """Round a float32 model's weights to half precision where that makes it faster here; whether it does.
+
+    It does on a CPU that has no instructions for bfloat16, for a model that this module can run.
+    """
+    layers = [module for module in hf.modules() if isinstance(module, nn.Linear)]
+    if multiplies_bfloat16() or not fits(hf) or not all(halves(layer.weight) for layer in layers):
+        return False
+    for layer in layers:
+        layer.weight.data.copy_(layer.weight.data.half())
+    return True
+
+
 class SteadyProduct:
     """x → x Wᵀ + bias for layers whose outputs stand end to end; their weights do not change any more."""
 
@@ -93,8 +122,11 @@ class SteadyProduct:
         bound_caches()
         weight = torch.cat([layer.weight.detach() for layer in layers])
         self.bias = None if layers[0].bias is None else torch.cat([layer.bias.detach() for layer in layers])
-        self.fewest = arranged.fewest
-        self.blocked = torch.ops.mkldnn._reorder_linear_weight(weight, arranged.rows)
+        self.filled, self.half = arranged.filled, arranged.half
+        if self.half:
+            self.packed = torch.ops.quantized.linear_prepack_fp16(weight, self.bias)
+        else:
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, arranged.rows)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in] → [rows, out]"""
@@ -104,20 +136,36 @@ class SteadyProduct:
 
     def _piece(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.shape[0]
-        wanted = filled_up(rows, self.fewest)
+        wanted = self.filled(rows)
         padded = x if wanted == rows else pad(x, (0, 0, 0, wanted - rows))
-        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(padded, self.blocked, self.bias, "none", [], "")
+        if self.half:
+            y: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16(padded, self.packed)
+        else:
+            y = torch.ops.mkldnn._linear_pointwise(padded, self.packed, self.bias, "none", [], "")
         return y if wanted == rows else y[:rows]
-
-
-def filled_up(rows: int, fewest: int) -> int:
-    """How many rows are multiplied so that code is there for them; the rows themselves in several pieces."""
-    return rows if rows > PIECE else max(stepped(rows), fewest)
 
 
 def stepped(rows: int) -> int:
     """`rows` rounded up to a number that code is generated for, so that few pieces of code serve them all."""
     return rows + -rows % (1 if rows <= SINGLE else 2 if rows <= DOUBLE else 8)
+
+
+@cache
+@torch.inference_mode()
+def in_one_order() -> list[int]:
+    """For 0 … PIECE rows, how many FBGEMM is to be given so that it sums each of them in the same order.
+
+    It multiplies a few rows at once and what is left in another way, in which one or two rows are summed
+    otherwise than more. Which numbers leave such a rest differs between processors, so it is tried out.
+    """
+    random, most = torch.Generator().manual_seed(0), PIECE + SPARE
+    weight, x = torch.randn(64, 96, generator=random), torch.randn(most, 96, generator=random)
+    packed = torch.ops.quantized.linear_prepack_fp16(weight, None)
+    made = [torch.ops.quantized.linear_dynamic_fp16(x[:rows], packed) for rows in range(1, most + 1)]
+    alike = [rows for rows, y in enumerate(made, 1) if torch.equal(y, made[-1][:rows])]
+    if not alike or alike[-1] < PIECE:
+        return list(range(PIECE + 1))  # `independence` will tell
+    return [next(one for one in alike if one >= rows) for rows in range(PIECE + 1)]
 
 
 class SteadyForward:
@@ -142,7 +190,8 @@ class SteadyForward:
         self.head = SteadyProduct([hf.lm_head], arranged)
         self.group = hf.config.num_attention_heads // hf.config.num_key_value_heads
         products = [product for layer in self.layers for product in layer.products]
-        use_huge_pages(product.blocked for product in (*products, self.head))
+        if not arranged.half:
+            use_huge_pages(product.packed for product in (*products, self.head))
 
     def __call__(self, cache: SlotCache, part: Part, beside: Part | None = None) -> torch.Tensor:
         """Logits [B, keep or T, V] of `part`; `beside` is only read into the cache."""
@@ -209,7 +258,7 @@ def between_products(hf: Any, arranged: Arrangement, fuse: bool) -> Between:
     parts = hf.config, hf.model.rotary_emb, hf.dtype, arranged.apart
 
     def compiled(fused: Any) -> Between:
-        filled = partial(filled_up, fewest=arranged.fewest)
+        filled = arranged.filled
         fused.FusedNorm(hf.model.norm, hf.dtype, filled)  # what fails, fails here
         mixing, gate = fused.FusedMixing(*parts, filled), fused.FusedGate(hf.dtype)
         return Between(lambda norm: fused.FusedNorm(norm, hf.dtype, filled), mixing, gate)

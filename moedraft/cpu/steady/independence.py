@@ -8,7 +8,7 @@ numbers that cancel each other: what is left is nothing but their roundings, so 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -57,13 +57,14 @@ class FastModel(SlotModel, Protocol):
     def dtype(self) -> torch.dtype: ...
 
 
-def made_independent(model: FastModel) -> bool:
+def made_independent(model: FastModel, arrangements: Sequence[forward.Arrangement] = ()) -> bool:
     """Bring the model into the first arrangement in which its logits do not depend on the batch.
 
-    Returns whether there is one; no, where that cannot be found out.
+    arrangements: those to try, in the first of which it is; none: those of its precision. Returns whether
+    there is one; no, where that cannot be found out.
     """
     try:
-        for number, arranged in enumerate(forward.ARRANGEMENTS[model.dtype]):
+        for number, arranged in enumerate(arrangements or forward.ARRANGEMENTS[model.dtype]):
             if not sums_alike(model.hf.config, model.dtype, arranged):
                 continue
             if number:  # the model is in the first one
@@ -72,7 +73,7 @@ def made_independent(model: FastModel) -> bool:
             if independent(model):
                 return True
     except Exception:
-        log.exception("It could not be found out whether answers in bfloat16 depend on the batch.")
+        log.exception("It could not be found out whether answers depend on the batch.")
     return False
 
 
