@@ -84,6 +84,6 @@ class JoinedExperts:
         for name, layer in self.layers.items():
             deltas = {numbers[one]: a.deltas[name] for one, a in adapters.items() if name in a.deltas}
             if deltas:
-                factors[name] = Factors(deltas, small=layer.small, half=layer.half)
+                factors[name] = Factors(deltas, small=layer.small, half=layer.halved)
         # All at once, at the end: what failed above is tried again at the next batch.
         self._adapters, self._numbers, self._factors = adapters, numbers, factors

@@ -118,7 +118,7 @@ class JoinedHeads:
                 a, b = adapter.deltas[HEAD]
                 deltas[numbers[name]] = a, rows_for(b, self.list_of(adapter), tokens)
         layer = self.layer
-        factors = Factors(deltas, small=layer.small, half=layer.half) if deltas else None
+        factors = Factors(deltas, small=layer.small, half=layer.halved) if deltas else None
         inside = torch.stack([places(tokens, self.list_of(one)) >= 0 for one in members.values()])
         zeros = torch.zeros(inside.shape, dtype=self.draft.fc.weight.dtype, device=tokens.device)
         outside = zeros.masked_fill_(~inside, -torch.inf)

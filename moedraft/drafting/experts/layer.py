@@ -19,7 +19,7 @@ class LoRALinear(nn.Module):
         """small, half: as `Product`'s, whether it uses the layouts for small models on a CPU."""
         super().__init__()
         self.base = base
-        self.small, self.half = small, half
+        self.small, self.halved = small, half
         self.transposed = not isinstance(base, nn.Linear)  # GPT-2's Conv1D keeps [in, out]
         self.product: Multiplies | None = None
         if small and not (half and halves(self.base_weight())):
@@ -37,7 +37,7 @@ class LoRALinear(nn.Module):
 
     def with_weight(self, weight: torch.Tensor) -> Product:
         """The same layer with another weight [out, in]."""
-        return Product(weight, self.base.bias, small=self.small, half=self.half)  # type: ignore[arg-type]
+        return Product(weight, self.base.bias, small=self.small, half=self.halved)  # type: ignore[arg-type]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.base(x) if self.product is None else self.product(x)
