@@ -53,8 +53,9 @@ class Settings(BaseSettings):
     device: str = Field("auto", description="`auto`, `cpu`, `cuda`, `cuda:1` …")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="number type; auto: on CUDA that of the checkpoint; on a CPU float32, or bfloat16 for a "
-        "large target where the CPU multiplies it and answers do not depend on the batch",
+        description="number type; auto: on CUDA that of the checkpoint; on a CPU float32, but for a large "
+        "target, where answers do not depend on the batch then, bfloat16, or where the CPU does not multiply "
+        "that, float32 with weights in half precision",
     )
     threads: int = Field(
         0,

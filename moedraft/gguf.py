@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufCo
 
 from moedraft.core import InvalidRequest, MoedraftError
 from moedraft.folders import sync
-from moedraft.model_checks import in_one_line, refuse_holes, refuse_layouts
+from moedraft.loading.checks import in_one_line, refuse_holes, refuse_layouts
 
 log = logging.getLogger(__name__)
 

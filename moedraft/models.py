@@ -10,6 +10,7 @@ import importlib.resources
 import logging
 import os
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,24 +19,23 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
-from moedraft import cpu
 from moedraft.cache import SlotCache, cache_argument
 from moedraft.core import InvalidRequest, MoedraftError, UnsupportedModel
 from moedraft.cpu import lean
 from moedraft.cpu.steady import forward as steady
 from moedraft.cpu.steady import spans
-from moedraft.cpu.steady.independence import made_independent
 from moedraft.devices import pick_device, pick_dtype
 from moedraft.evidence import Beside, HiddenStates
 from moedraft.gguf import HUB_ID, INSTALL, SMOLLM2, converted, find_smollm2, is_gguf
-from moedraft.model_checks import (
+from moedraft.loading.checks import (
     in_one_line,
     refuse_holes,
     refuse_layouts,
     self_check,
     warn_of_processors,
 )
-from moedraft.model_hash import hash_files, hash_tensors
+from moedraft.loading.hashes import hash_files, hash_tensors
+from moedraft.loading.precision import rounded_target, speed_up, warn_of_batches
 
 if TYPE_CHECKING:  # models are also run where the libraries of the settings are missing
     from moedraft.config import Settings
@@ -204,23 +204,12 @@ def load_model(
         config = AutoConfig.from_pretrained(where, trust_remote_code=False)
         refuse_layouts(config, name)
         chosen = pick_dtype(dtype, on)
-        if (
-            dtype == "auto"
-            and on.type == "cpu"
-            and role == "target"
-            and cpu_fast_paths
-            and gains_by_bfloat16(config)
-        ):
-            model = read_model(name, role, config, where, on, torch.bfloat16, cpu_fast_paths)
-            if speed_up(model, role) and made_independent(model):
-                return model
-            log.warning("%s: its answers in bfloat16 would depend on the batch here; float32 is used.", name)
-        model = read_model(name, role, config, where, on, chosen, cpu_fast_paths)
-        if dtype == "auto" and role == "target" and cpu.allows(model) and steady.halve(model.hf):
-            if speed_up(model, role, steady.HALVED[0]) and made_independent(model, steady.HALVED):
-                return model
-            log.warning("%s: weights in half precision would make answers depend on the batch here.", name)
-            model = read_model(name, role, config, where, on, chosen, cpu_fast_paths)
+        read = partial(read_model, name, role, config, where, on, cpu_fast_paths=cpu_fast_paths)
+        may_round = dtype == "auto" and on.type == "cpu" and role == "target" and cpu_fast_paths
+        wanted = steady.preferred(config, count_parameters(config)) if may_round else None
+        if wanted and (rounded := rounded_target(name, read, wanted)):
+            return rounded
+        model = read(chosen)
     except MoedraftError:
         raise
     except Exception as error:  # whatever a broken file makes the libraries below raise
@@ -232,12 +221,6 @@ def load_model(
     speed_up(model, role)
     warn_of_batches(model)
     return model
-
-
-def warn_of_batches(model: LanguageModel) -> None:
-    """Say so if bfloat16 was asked for and answers depend on the batch in it."""
-    if model.mixes and model.dtype == torch.bfloat16 and not made_independent(model):
-        log.warning("%s: in bfloat16, which was asked for, its answers depend on the batch here.", model.name)
 
 
 def load_by(
@@ -270,11 +253,11 @@ def load_tokenizer(settings: Settings) -> Any:
         raise InvalidRequest(f"the tokenizer of {settings.target!r} cannot be loaded.") from error
 
 
-def gains_by_bfloat16(config: Any) -> bool:
-    """Whether a target on this CPU is faster in bfloat16; whether it may be is known when it is loaded."""
+def count_parameters(config: Any) -> int:
+    """Of a model with this configuration, which is not loaded for that."""
     with torch.device("meta"):
-        count = AutoModelForCausalLM.from_config(config, trust_remote_code=False).num_parameters()
-    return steady.prefers_bfloat16(config, count)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    return int(model.num_parameters())
 
 
 def read_model(
@@ -298,24 +281,6 @@ def read_model(
         warn_of_processors(model)
     self_check(model)
     return model
-
-
-def speed_up(model: LanguageModel, role: str, arranged: steady.Arrangement | None = None) -> bool:
-    """Use the faster forward for its architecture, if there is one that passes the check; say whether.
-
-    arranged: how the weights of a large target are laid out; None: as is usual for its precision.
-    """
-    if not cpu.allows(model):
-        return False
-    if role == "target" and steady.fits(model.hf):
-        model.lean = steady.SteadyForward(model.hf, arranged)
-    elif lean.fits(model.hf):
-        model.lean = lean.LeanForward(model.hf, fuse=role == "target" and cpu.suits(model))
-    try:
-        self_check(model)
-    except UnsupportedModel:
-        model.lean = None
-    return model.lean is not None
 
 
 def load_weights(where: str, dtype: torch.dtype | str) -> tuple[PreTrainedModel, dict[str, Any]]:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from moedraft.core import ReplayRecord
 from moedraft.feature.training.corpus import asked
-from moedraft.model_checks import until_end
+from moedraft.loading.checks import until_end
 from moedraft.models import LanguageModel
 
 LONGEST = 600  # characters of a prompt

@@ -33,8 +33,9 @@ def step(found: dict[str, Any]) -> str:
         one, five = shapes[f"{count}x1"], shapes[f"{count}x5"]
         ratios = ({what: five[name][what] / one[name][what] for what in one[name]} for name in systems)
         rows.append([words, *(shown(each, 2) for each in ratios)])
-    again = " and ".join(
-        f"{found['answers'] - wrong} in {name.split()[-1]}" for name, wrong in found["differing"].items()
+    again = "; ".join(
+        f"{found['answers'] - wrong} in {name.removeprefix('moedraft ')}"
+        for name, wrong in found["differing"].items()
     )
     note = (
         f"{found['context']} tokens in the cache, {found['threads']} threads; milliseconds, the median of "

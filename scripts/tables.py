@@ -244,6 +244,7 @@ SOURCES = {
     "own_tokens": ("smollm2/own_tokens.json", expert_tables.own_tokens),
     "mix": ("mix.json", selection_tables.mix),
     "step": ("step.json", step_tables.step),
+    "step_avx2": ("step_avx2.json", step_tables.step),
     "peers": ("peers.json", step_tables.peers),
     "verification": ("verification.json", verification),
     "faults": ("faults.json", faults),

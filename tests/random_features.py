@@ -12,7 +12,7 @@ from moedraft.cpu.products import packs
 from moedraft.cpu.steady.forward import SteadyForward
 from moedraft.feature.config import config_for
 from moedraft.feature.model import FeatureDraft
-from moedraft.model_checks import greedy_answers
+from moedraft.loading.checks import greedy_answers
 from moedraft.models import LanguageModel
 
 from random_models import VOCAB, random_model

@@ -41,7 +41,8 @@ ROOMS = {
     "insight": (7, 1015),
     "insight/tables": (5, 540),
     "kernels": (25, 3900),
-    "moedraft": (17, 2500),  # the files that lie in no folder
+    "loading": (4, 400),
+    "moedraft": (15, 2200),  # the files that lie in no folder
     "routing": (11, 1850),
     "selecting": (4, 600),
     "serve": (3, 350),
@@ -82,8 +83,7 @@ FLOORS = {
     "moedraft.sampling": 1,
     "moedraft.evidence": 1,
     "moedraft.gguf": 1,
-    "moedraft.model_checks": 1,
-    "moedraft.model_hash": 1,
+    "moedraft.loading": 1,
     "moedraft.devices": 1,
     "moedraft.folders": 1,
     "moedraft.models": 1,

@@ -23,8 +23,8 @@ from moedraft.evidence import HiddenStates
 from moedraft.feature.checkpoint import CONFIG, TARGET, load_draft, save_draft, stored_as
 from moedraft.feature.model import FeatureDraft
 from moedraft.gguf import HUB_ID, SMOLLM2, conversion, is_gguf, public_name
-from moedraft.model_checks import check_pair
-from moedraft.model_hash import hash_files
+from moedraft.loading.checks import check_pair
+from moedraft.loading.hashes import hash_files
 from moedraft.models import LanguageModel, folder_of, load_by, resolve, snapshot_folder
 
 AUTO, MINI = "auto", "mini"

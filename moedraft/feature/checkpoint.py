@@ -21,7 +21,7 @@ from moedraft.core import InvalidRequest, UnsupportedModel
 from moedraft.feature.config import PARTIAL, FeatureConfig, default_layers
 from moedraft.feature.model import FeatureDraft
 from moedraft.folders import replace_folder
-from moedraft.model_checks import in_one_line
+from moedraft.loading.checks import in_one_line
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from moedraft.drafting.lengths.budget import Budget
 from moedraft.drafting.lengths.costs import RoundCosts
 from moedraft.engine.calibration import calibrate
 from moedraft.engine.warming import warm_up as compile_kernels
-from moedraft.model_checks import bare_generation
+from moedraft.loading.checks import bare_generation
 from moedraft.showcase.shipped import Query
 from moedraft.system.build import System
 

@@ -16,7 +16,7 @@ from moedraft.core import InvalidRequest
 from moedraft.drafting.base import features_of, first_guesses, load_feature_base
 from moedraft.feature.training import session
 from moedraft.feature.training.trainer import FeatureTrainer
-from moedraft.model_hash import hash_files
+from moedraft.loading.hashes import hash_files
 from moedraft.models import LanguageModel, load_model
 
 from gguf_files import tiny_llama, write_gguf
@@ -315,7 +315,7 @@ def test_an_exported_drafter_has_the_targets_rows_and_guesses_the_same(
 ) -> None:
     out = tmp_path / "out"
     with monkeypatch.context() as patch:  # a large target in bfloat16 would have rounded rows
-        patch.setattr("moedraft.models.gains_by_bfloat16", lambda config: pytest.fail("it was rounded"))
+        patch.setattr("moedraft.models.rounded_target", lambda *of: pytest.fail("it was rounded"))
         result = run("draft", "export", out, *pair[:2], "--home", home, "--json")
     assert result.code == 0, result.err
     assert result.data == {"folder": str(out), "draft": str(trained)}

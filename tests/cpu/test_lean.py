@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from moedraft.cpu.lean import FEW_QUERIES, LeanForward, fits
-from moedraft.model_checks import self_check
+from moedraft.loading.checks import self_check
 from moedraft.models import LanguageModel
 
 from random_models import random_model

@@ -16,8 +16,8 @@ from moedraft.cpu.steady import attention
 from moedraft.cpu.steady import forward as steady
 from moedraft.cpu.steady.independence import independent, made_independent, sums_alike
 from moedraft.evidence import Beside, HiddenStates
-from moedraft.model_checks import self_check
-from moedraft.models import LanguageModel, gains_by_bfloat16
+from moedraft.loading.checks import self_check
+from moedraft.models import LanguageModel, count_parameters
 
 from random_models import CONFIGS, random_model
 
@@ -89,8 +89,8 @@ def halved_model(kind: str, arranged: steady.Arrangement) -> LanguageModel:
 @pytest.fixture
 def no_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """A processor without instructions for it, and models that are large enough."""
-    monkeypatch.setattr("moedraft.cpu.steady.forward.multiplies_bfloat16", lambda: False)
-    monkeypatch.setattr("moedraft.cpu.products.multiplies_bfloat16", lambda: False)
+    for module in ("products", "steady.forward"):
+        monkeypatch.setattr(f"moedraft.cpu.{module}.multiplies_bfloat16", lambda: False)
     monkeypatch.setattr("moedraft.cpu.steady.forward.SMALL", 100)
 
 
@@ -354,12 +354,19 @@ def test_for_large_models_of_known_kinds(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not steady.fits(random_model("llama", 0).hf.double())
 
 
-@half
-def test_bfloat16_is_preferred_for_large_known_targets_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not gains_by_bfloat16(CONFIGS["llama"])
+@pytest.mark.parametrize("multiplies", [True, False])
+def test_large_known_targets_are_rounded_as_the_cpu_likes_it(
+    multiplies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32 with weights in half precision where there is FBGEMM and no bfloat16."""
+    for module in ("products", "steady.forward"):
+        monkeypatch.setattr(f"moedraft.cpu.{module}.multiplies_bfloat16", lambda: multiplies)
+    llama, gpt2 = CONFIGS["llama"], CONFIGS["gpt2"]
+    assert steady.preferred(llama, count_parameters(llama)) is None
     monkeypatch.setattr("moedraft.cpu.steady.forward.SMALL", 1000)
-    assert gains_by_bfloat16(CONFIGS["llama"])
-    assert not gains_by_bfloat16(CONFIGS["gpt2"])
+    assert steady.preferred(gpt2, count_parameters(gpt2)) is None
+    wanted = "bfloat16" if multiplies else "half" if halves(torch.ones(1)) else None
+    assert steady.preferred(llama, count_parameters(llama)) == wanted
 
 
 def test_few_row_counts_are_ever_used() -> None:

@@ -28,8 +28,8 @@ from moedraft.engine.engine import Engine
 from moedraft.feature.checkpoint import save_draft
 from moedraft.feature.config import config_for
 from moedraft.feature.model import FeatureDraft
-from moedraft.model_checks import greedy_answers
-from moedraft.model_hash import hash_files
+from moedraft.loading.checks import greedy_answers
+from moedraft.loading.hashes import hash_files
 from moedraft.models import LanguageModel
 from moedraft.routing.selector import FixedSelector
 

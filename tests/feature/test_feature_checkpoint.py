@@ -15,7 +15,7 @@ from moedraft.core import InvalidRequest, UnsupportedModel
 from moedraft.drafting.base import feature_folder, is_feature_checkpoint
 from moedraft.feature.checkpoint import load_draft, save_draft
 from moedraft.feature.model import FeatureDraft
-from moedraft.model_hash import hash_files
+from moedraft.loading.hashes import hash_files
 
 from feature_rig import LAYERS, VOCABULARY, draft_for, target, texts_of, weights_of
 

@@ -18,7 +18,7 @@ from moedraft.feature.training.reading import Reader
 from moedraft.feature.training.session import collect, new_draft, read_texts
 from moedraft.feature.training.trainer import FeatureTrainer, TrainingPlan
 from moedraft.feature.unroll import Batch, loss_of
-from moedraft.model_checks import until_end
+from moedraft.loading.checks import until_end
 
 from feature_rig import VOCABULARY, draft_for, target, teacher_of, texts_of
 from tiny import NumberTokenizer

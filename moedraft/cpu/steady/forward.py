@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -45,6 +45,7 @@ from moedraft.cpu.steady.spans import Part, Span
 if TYPE_CHECKING:
     from moedraft.cpu.steady.fused import FusedMixing, FusedNorm
 
+Rounding = Literal["bfloat16", "half"]  # of all numbers, or of weights alone to half precision
 PIECE = 128  # rows of one product
 SPARE = 15  # rows that a piece may be filled up by
 SINGLE, DOUBLE = 8, 16  # code is generated for every number of rows up to 8, every second up to 16, then 8th
@@ -96,19 +97,19 @@ def fits(hf: Any) -> bool:
     )
 
 
-def prefers_bfloat16(config: Any, num_parameters: int) -> bool:
-    """Whether a target of this kind is faster in bfloat16 here; `independent` says whether it may be."""
-    known = config.model_type in KNOWN and num_parameters > SMALL
-    return known and packs(torch.empty(0, dtype=torch.bfloat16))
+def preferred(config: Any, num_parameters: int) -> Rounding | None:
+    """How numbers of such a target are rounded to be the fastest here; whether they may be is seen later."""
+    if config.model_type not in KNOWN or num_parameters <= SMALL:
+        return None
+    if multiplies_bfloat16():
+        return "bfloat16" if packs(torch.empty(0, dtype=torch.bfloat16)) else None
+    return "half" if halves(torch.ones(1)) else None
 
 
 def halve(hf: Any) -> bool:
-    """Round a float32 model's weights to half precision where that makes it faster here; whether it does.
-
-    It does on a CPU that has no instructions for bfloat16, for a model that this module can run.
-    """
+    """Round a float32 model's weights to half precision, where all of them fit; whether they do."""
     layers = [module for module in hf.modules() if isinstance(module, nn.Linear)]
-    if multiplies_bfloat16() or not fits(hf) or not all(halves(layer.weight) for layer in layers):
+    if not fits(hf) or not all(halves(layer.weight) for layer in layers):
         return False
     for layer in layers:
         layer.weight.data.copy_(layer.weight.data.half())

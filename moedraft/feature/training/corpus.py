@@ -12,7 +12,7 @@ import torch
 from moedraft.chat import prompt_ids
 from moedraft.core import InvalidRequest
 from moedraft.feature.vocabulary import ANSWER_WEIGHT
-from moedraft.model_checks import greedy_answers
+from moedraft.loading.checks import greedy_answers
 from moedraft.models import LanguageModel
 
 

@@ -1,0 +1,1 @@
+"""What loading a model takes beside transformers: checks, its hash, and the precision that suits a CPU."""
