@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -12,18 +12,25 @@ from moedraft import cpu
 from moedraft.core import UnsupportedModel
 from moedraft.cpu import lean
 from moedraft.cpu.steady import forward as steady
-from moedraft.cpu.steady.independence import made_independent
-from moedraft.loading.checks import self_check
-
-if TYPE_CHECKING:
-    from moedraft.models import LanguageModel
+from moedraft.cpu.steady.independence import FastModel, made_independent
+from moedraft.loading.checks import CheckedModel, self_check
 
 log = logging.getLogger(__name__)
 
 
+class LoadedModel(FastModel, CheckedModel, cpu.SizedModel, Protocol):
+    """What is asked of a model here; `LanguageModel` has it."""
+
+    @property
+    def mixes(self) -> bool: ...
+
+
+Target = TypeVar("Target", bound=LoadedModel)
+
+
 def rounded_target(
-    name: str, read: Callable[[torch.dtype], LanguageModel], rounding: steady.Rounding
-) -> LanguageModel | None:
+    name: str, read: Callable[[torch.dtype], Target], rounding: steady.Rounding
+) -> Target | None:
     """The target with its numbers rounded; None where answers would depend on the batch then.
 
     read: loads it in a precision. rounding: what makes it fastest here.
@@ -44,7 +51,7 @@ def rounded_target(
     return None
 
 
-def speed_up(model: LanguageModel, role: str, arranged: steady.Arrangement | None = None) -> bool:
+def speed_up(model: LoadedModel, role: str, arranged: steady.Arrangement | None = None) -> bool:
     """Use the faster forward for its architecture, if there is one that passes the check; say whether.
 
     arranged: how the weights of a large target are laid out; None: as is usual for its precision.
@@ -62,7 +69,7 @@ def speed_up(model: LanguageModel, role: str, arranged: steady.Arrangement | Non
     return model.lean is not None
 
 
-def warn_of_batches(model: LanguageModel) -> None:
+def warn_of_batches(model: LoadedModel) -> None:
     """Say so if bfloat16 was asked for and answers depend on the batch in it."""
     if model.mixes and model.dtype == torch.bfloat16 and not made_independent(model):
         log.warning("%s: in bfloat16, which was asked for, its answers depend on the batch here.", model.name)
