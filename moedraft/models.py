@@ -64,6 +64,7 @@ class LanguageModel:
         self.max_len: int = getattr(text, "max_position_embeddings", None) or 2**20
         self.additive_mask = hf.config._attn_implementation != "sdpa"
         self.cache_argument = cache_argument(hf)
+        self.original_hash = ""  # of weights that were rounded since
         self.lean: lean.LeanForward | steady.SteadyForward | None = (
             None  # a faster way to the same logits, where there is one
         )
@@ -156,6 +157,8 @@ class LanguageModel:
         Taken from the checkpoint's files, so that it is the same base in whatever precision it is loaded;
         from a sample of each tensor, at bfloat16 precision, where there are none.
         """
+        if self.original_hash:
+            return self.original_hash
         if self.folder is not None and (found := hash_files(self.folder)):
             return found
         return hash_tensors(self.hf)

@@ -57,7 +57,7 @@ def stats(
 ) -> None:
     """Show requests, tokens per target step, first guesses right, replay and versions of all experts.
 
-    First guesses are of a few tokens of each answer, whether these were drafted or not. Both figures are
+    First guesses are of a few tokens of the answers, whether these were drafted or not. Both figures are
     shown over all requests, over the last 50, and as the change from the first 20 to these, with its 95 %
     interval: a change smaller than what stands after ± may be chance.
     The replay of `shared` is that of all domains: the shared adapter learns from all traffic.

@@ -6,9 +6,9 @@ rounding; each module's docstring names that plainer code. The setting `cpu_fast
 
 | module | what it does |
 |---|---|
-| `products` | keeps weights in layouts that oneDNN multiplies faster |
+| `products` | keeps weights in layouts that oneDNN or FBGEMM multiplies faster |
 | `lean` | runs a small Llama-like model with fewer operations than transformers does |
-| `steady` | runs a larger Llama-like model, in bfloat16 where that is exact |
+| `steady` | runs a larger Llama-like model, rounded to fewer bytes where that is exact |
 | `steady.attention` | adds in an order that does not depend on what is computed together |
 | `steady.independence` | finds out whether that is so for a whole model on the CPU at hand |
 | `feature_layer` | runs a feature drafter |

@@ -53,7 +53,7 @@ def packs(weight: torch.Tensor) -> bool:
 
 def halves(weight: torch.Tensor) -> bool:
     """Whether FBGEMM can keep this float32 weight in half precision: on a CPU, no number out of range."""
-    known = "fbgemm" in torch.backends.quantized.supported_engines
+    known = torch.backends.quantized.engine in ("x86", "fbgemm")  # the one that is in use
     fits = known and weight.device.type == "cpu" and weight.dtype == torch.float32
     return fits and bool(weight.abs().amax() <= torch.finfo(torch.float16).max)
 

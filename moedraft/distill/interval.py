@@ -17,7 +17,6 @@ from moedraft.storage.requests import outcome_of
 from moedraft.storage.store import Store
 
 NEWEST, BEFORE = 8, 24  # requests of one domain that are compared
-READ = 4 * (NEWEST + BEFORE)  # of which that many are looked for, since some have no guesses of their own
 CHANCE = 0.001  # that all domains together look as if one had moved
 SOONER = 4  # times fewer records than `update_every`, after traffic has moved
 A_FEW = 4  # records after which the requests are compared anew
@@ -64,12 +63,11 @@ class Interval:
 
         None where nobody has asked for the domain since the last update.
         """
-        rows = self.store.requests.rows(expert=name, limit=READ)
+        rows = self.store.requests.rows(expert=name, limit=NEWEST + BEFORE, looked_at=True)
         if not rows or rows[-1].created_at <= self._settled_at:
             return []
         outcomes = [one for one in map(outcome_of, rows) if one.first_guesses]
-        found = [one.right_first_guesses / one.first_guesses for one in outcomes]
-        return found[-NEWEST - BEFORE :]
+        return [one.right_first_guesses / one.first_guesses for one in outcomes]
 
 
 def has_drifted(shares: Sequence[float], chance: float = CHANCE) -> bool:

@@ -245,5 +245,6 @@ def drafter_of(base: DraftBase, bank: ExpertBank, settings: Settings, vocab_size
     slots = settings.max_batch_size
     if isinstance(base, FeatureBase):
         keeper = StateKeeper(base.hf.config.hidden_size) if settings.states_bytes else None
-        return FeatureDrafter(base.hf, bank, slots, vocab_size, states=ReadStates(), keeper=keeper)
+        states = None if settings.draft_source == "lookup" else ReadStates()
+        return FeatureDrafter(base.hf, bank, slots, vocab_size, states=states, keeper=keeper)
     return ModelDrafter(base, bank, slots, vocab_size, settings.prefill_chunk)

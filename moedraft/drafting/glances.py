@@ -25,8 +25,9 @@ from moedraft.evidence import Passage
 
 TOKENS = 16  # of an answer that are looked at, in one place
 TIME_SHARE = 0.005  # share of the time that looking may take on average
-SAVED, DEEPEST = 0.03, 0.3  # seconds that may be saved up, and seconds of debt, at most
+SAVED = 0.03  # seconds that may be saved up, at most
 LONGEST = 1024  # tokens of a text that an independent draft model reads once more for this
+TOO_LONG = 0.2  # seconds that a look may take, by what the one before took for each token of its text
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class Glances:
         self.failures = 0
         self._look, self._clock = look, clock
         self._seen_at, self._balance = clock(), SAVED
+        self._each = 0.0  # seconds for each token of the last text
 
     def __call__(self, row: core.Sequence) -> None:
         """Add what is seen to the row's statistics. Its slot must still be its own. Never raises."""
@@ -48,7 +50,7 @@ class Glances:
         began = self._clock()
         self._balance = min(SAVED, self._balance + TIME_SHARE * (began - self._seen_at))
         self._seen_at = began
-        if self._balance <= 0:
+        if self._balance <= 0 or self._each * len(row.token_ids) > TOO_LONG:
             return
         try:
             right = self._look(row)
@@ -57,7 +59,9 @@ class Glances:
             log.exception("First guesses could not be counted; the answer is not affected.")
             right = ()
         row.speculation.saw(sum(right), len(right), shared=row.expert == SHARED)
-        self._balance = max(self._balance - (self._clock() - began), -DEEPEST)
+        spent = self._clock() - began
+        self._balance -= spent
+        self._each = spent / max(1, len(row.token_ids))
 
 
 def glances_of(drafter: ExpertDrafter, base: DraftBase, bank: ExpertBank, source: DraftSource) -> Glances:
@@ -80,8 +84,6 @@ class FeatureLook:
     def __call__(self, row: core.Sequence) -> list[bool]:
         """Of TOKENS tokens behind each other, anywhere among the last ones that are kept."""
         arm = row.expert if row.expert in self.judge.arms else SHARED
-        if arm not in self.judge.ready:
-            return []
         self.drafter.read_all(row)
         # The answer's first token is left out: the target has it before anything can be drafted.
         known = self.judge.known(row, row.num_prompt_tokens - 1, 2 * KEPT)
@@ -99,5 +101,7 @@ def look_of_model(row: core.Sequence, base: DraftBase, bank: ExpertBank) -> list
     if not first < len(row.token_ids) <= min(LONGEST, base.max_len):
         return []
     bank.select([row.expert])
-    guesses = first_guesses(base, row.token_ids, None)
+    size = base.hf.get_input_embeddings().num_embeddings  # a target's padded vocabulary may be larger
+    ids = [token if token < size else 0 for token in row.token_ids]
+    guesses = first_guesses(base, ids, None)
     return [guess == token for guess, token in zip(guesses[first:], row.token_ids[first:], strict=True)]

@@ -21,6 +21,10 @@ log = logging.getLogger(__name__)
 class LoadedModel(FastModel, CheckedModel, cpu.SizedModel, Protocol):
     """What is asked of a model here; `LanguageModel` has it."""
 
+    original_hash: str
+
+    def weights_hash(self) -> str: ...
+
     @property
     def mixes(self) -> bool: ...
 
@@ -42,12 +46,19 @@ def rounded_target(
         log.warning("%s: its answers in bfloat16 would depend on the batch here; float32 is used.", name)
         return None
     model = read(torch.float32)
-    if not steady.halve(model.hf):
-        log.info("%s: not all of its weights fit into half precision; they stay as they are.", name)
-    elif speed_up(model, "target", steady.HALVED[0]) and made_independent(model, steady.HALVED):
+    model.original_hash = model.weights_hash()  # of some checkpoints it is taken from the weights
+    if not steady.halve(model.hf):  # not all of them fit
+        speed_up(model, "target")
+        return model
+    if not speed_up(model, "target", steady.HALVED[0]):
+        log.warning("%s: it does not run with weights in half precision here; float32 is used.", name)
+    elif made_independent(model, steady.HALVED):
         return model
     else:
-        log.warning("%s: with weights in half precision its answers would depend on the batch here.", name)
+        log.warning(
+            "%s: its answers with weights in half precision would depend on the batch here; float32 is used.",
+            name,
+        )
     return None
 
 

@@ -83,7 +83,7 @@ class Comparison:
         self.budgets: dict[str, Budget] = {name: new_budget(system) for name in SYSTEMS}
 
     def run_batches(self, warm_up: list[Query], on_prompt: OnPrompt = lambda done: None) -> Trials:
-        """The prompts in two queues, so that batches are full until the end of each; then first guesses.
+        """The prompts in two queues, so that batches are full until shortly before their ends; then guesses.
 
         The systems answer the second queue in the opposite order, so that a machine that becomes slower or
         faster meanwhile favours none. A few prompts are one queue. `warm_up`: prompts that are answered first
@@ -94,7 +94,7 @@ class Comparison:
             self._answer(name, warm_up)
         trials.seconds = dict.fromkeys(SYSTEMS, 0.0)
         half = len(queries) // 2
-        few = half < 2 * self.system.settings.max_batch_size
+        few = half < self.system.settings.max_batch_size
         queues = [queries] if few else [queries[:half], queries[half:]]
         for queue, order in zip(queues, (SYSTEMS, SYSTEMS[::-1]), strict=False):
             for name in order:

@@ -161,10 +161,21 @@ class RequestLog:
             return {row.expert: _summary(connection, row) for row in totals}
 
     def rows(
-        self, since: float = 0.0, until: float | None = None, expert: str | None = None, limit: int = 100_000
+        self,
+        since: float = 0.0,
+        until: float | None = None,
+        expert: str | None = None,
+        limit: int = 100_000,
+        *,
+        looked_at: bool = False,
     ) -> list[RequestStats]:
-        """The newest `limit` kept requests ended in [since, until), epoch seconds; oldest first."""
+        """The newest `limit` kept requests ended in [since, until), epoch seconds; oldest first.
+
+        looked_at: those alone of which first guesses were looked at.
+        """
         query = select(requests).where(requests.c.created_at >= since)
+        if looked_at:
+            query = query.where(requests.c.first_guesses > 0)
         if until is not None:
             query = query.where(requests.c.created_at < until)
         if expert is not None:
@@ -241,7 +252,7 @@ def _add_to_totals(connection: Connection, expert: str, stats: list[RequestStats
 def _add_stand_ins(connection: Connection, stats: Sequence[RequestStats]) -> None:
     """Count for `shared` what it drafted for the requests of experts."""
     added = _summed(shared_drafts(one) for one in stats)
-    if added["drafts"]:
+    if any(added.values()):
         before = _totals(connection, SHARED)
         _store_totals(connection, SHARED, before, added, before["first_window"])
 

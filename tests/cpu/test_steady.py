@@ -109,6 +109,7 @@ def test_weights_in_half_precision_are_the_models_own(kind: str, arranged: stead
     ids = torch.randint(model.vocab_size, (2, 40))
     found, wanted = model.forward(model.new_cache(2), 0, ids, [0, 0]), model.hf(ids).logits
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    assert made_independent(model, steady.HALVED)  # in this arrangement or the other
     assert independent(model)
 
 

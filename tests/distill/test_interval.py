@@ -15,14 +15,14 @@ from moedraft.storage.store import Store
 
 
 def request(expert: str, hits: int, guesses: int = 20) -> RequestStats:
-    """guesses: by the request's own expert; with 0 another one drafted for it."""
+    """guesses: of the request's own expert that were looked at."""
     speculation = SpeculationStats(
         num_steps=guesses,
         num_drafts=guesses,
         num_draft_tokens=guesses,
         num_accepted_tokens=hits,
-        drafted_at=[guesses],
-        accepted_at=[hits],
+        first_guesses=guesses,
+        right_first_guesses=hits,
     )
     return RequestStats("r", expert, 1, "", 8, 20, speculation, 1.0, "length")
 

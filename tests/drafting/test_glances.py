@@ -141,6 +141,33 @@ def test_glances_take_little_of_the_time() -> None:
     assert (one.speculation.first_guesses, one.speculation.right_first_guesses) == (2 * looked, looked)
 
 
+def test_a_text_whose_look_would_stall_the_engine_is_not_looked_at() -> None:
+    now, looked = 0.0, []
+
+    def look(one: Sequence) -> list[bool]:
+        nonlocal now
+        now += 0.01 * len(one.token_ids)
+        looked.append(len(one.token_ids))
+        return [True]
+
+    glances = Glances(look, clock=lambda: now)
+    for size in (3, 100, 15, 100, 3):
+        glances(row(0, *range(size)))
+        now += 1000.0
+    assert looked == [3, 15, 3]
+
+
+def test_a_token_that_only_the_target_has_is_read_as_another() -> None:
+    """Targets pad their vocabularies, and a prompt of token ids may name what stands there."""
+    draft = random_model("llama", 1, vocab=90)
+    one = row(0, *range(80, 97))
+    one.num_prompt_tokens = 4
+    bank = SimpleNamespace(select=lambda rows: None)
+    seen = look_of_model(one, draft, bank)  # type: ignore[arg-type]
+    assert len(seen) == len(one.token_ids) - 5
+    assert not any(seen[-7:])  # these tokens it cannot guess
+
+
 def test_a_glance_that_fails_leaves_the_answer_alone() -> None:
     def look(one: Sequence) -> list[bool]:
         raise RuntimeError("out of memory")

@@ -93,6 +93,21 @@ def test_what_the_shared_adapter_drafted_counts_for_it(home: Home) -> None:
     assert log.rows()[0] == row
 
 
+def test_what_the_shared_adapter_would_have_guessed_counts_without_any_draft(home: Home) -> None:
+    log = RequestLog(home)
+    plain = stats(drafted=0, accepted=0, first_guesses=16, right_first_guesses=8)
+    shared = {"shared_first_guesses": 16, "shared_right_first_guesses": 8}
+    log.add([replace(plain, speculation=replace(plain.speculation, **shared))])
+    [sql, found] = (log.summary()[name] for name in ("sql", "shared"))
+    assert (sql.first_guesses, found.first_guesses, found.first_step_share) == (0, 16, 1 / 2)
+
+
+def test_requests_that_were_looked_at_can_be_read_alone(home: Home) -> None:
+    log = RequestLog(home)
+    log.add([stats(created_at=float(n), first_guesses=n % 2) for n in range(6)])
+    assert [one.created_at for one in log.rows(limit=2, looked_at=True)] == [3.0, 5.0]
+
+
 def test_windows_share_no_request(home: Home) -> None:
     log = RequestLog(home, capacity=60)
     log.add([stats(num_tokens=number) for number in range(FIRST - 5)])

@@ -164,9 +164,10 @@ def in_one_order() -> list[int]:
     packed = torch.ops.quantized.linear_prepack_fp16(weight, None)
     made = [torch.ops.quantized.linear_dynamic_fp16(x[:rows], packed) for rows in range(1, most + 1)]
     alike = [rows for rows, y in enumerate(made, 1) if torch.equal(y, made[-1][:rows])]
-    if not alike or alike[-1] < PIECE:
-        return list(range(PIECE + 1))  # `independence` will tell
-    return [next(one for one in alike if one >= rows) for rows in range(PIECE + 1)]
+    table = [next(one for one in alike if one >= rows) for rows in range(PIECE + 1)]
+    if any(filled > rows + SPARE for rows, filled in enumerate(table)):
+        return list(range(PIECE + 1))  # filling up would cost more than it brings; `independence` will tell
+    return table
 
 
 class SteadyForward:

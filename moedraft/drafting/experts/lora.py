@@ -16,7 +16,7 @@ import torch
 from moedraft import cpu
 from moedraft.core import SHARED, CorruptAdapter
 from moedraft.cpu import groups
-from moedraft.cpu.products import Product
+from moedraft.cpu.products import Product, halves
 from moedraft.drafting.experts.adapter import HEAD, Adapter, opposite, read_adapter
 from moedraft.drafting.experts.heads import ExpertHeads
 from moedraft.drafting.experts.joined import JoinedExperts
@@ -49,7 +49,8 @@ class ExpertBank:
         self.shared: Adapter | None = None
         self.unadapted: frozenset[str] = frozenset()  # experts whose rows the base alone drafts
         self._held: dict[str, Adapter] = {}  # the newest versions, those of `unadapted` too
-        small, half = cpu.suits(draft), cpu.suits(draft) and isinstance(draft.hf, FeatureDraft)
+        small = cpu.suits(draft)
+        half = small and isinstance(draft.hf, FeatureDraft) and halves(draft.hf.fc.weight)
         self.layers = _wrapped(draft, small, half)
         self.tail = frozenset(name for name in self.layers if keeps_cache(name, draft.num_layers))
         budget, copies = merged_cache_mb * 2**20, 1 if half or not small else 2

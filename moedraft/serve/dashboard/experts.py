@@ -80,7 +80,7 @@ class ExpertPanels:
                     look,
                     "progress",
                     "First guesses right",
-                    "Of a few tokens of each answer, drafted or not.",
+                    "Of a few tokens of the answers, drafted or not.",
                     "No guess of this expert was looked at in this time.",
                 ),
                 positions=Panel(

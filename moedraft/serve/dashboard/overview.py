@@ -157,7 +157,7 @@ def _strip(look: Look, view: OverviewPageData) -> Markup:
             "First guesses right",
             seen.first_step_share,
             share(seen.first_step_share, 1),
-            "Of a few tokens of each answer.",
+            "Of a few tokens of the answers.",
             FIRST_GUESS,
         ),
         figure(

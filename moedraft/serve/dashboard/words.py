@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from moedraft.serve.worker.worker import Snapshot
 
 FIRST_GUESS = (
-    "For a few tokens of each answer, drafted or not: whether the draft that serves it guesses them right "
-    "from the tokens before. So it does not depend on how far the engine finds it worth to draft."
+    "For a few tokens of the answers, drafted or not, as many as half a percent of the time allows: whether "
+    "the draft that serves an answer guesses them right from the tokens before. So it does not depend on how "
+    "far the engine finds it worth to draft."
 )
 COVERAGE = (
     "How much of its newest answers is made of tokens that its draft can guess at all. A feature drafter "
