@@ -22,6 +22,7 @@ from moedraft.drafting.experts.lora import ExpertBank
 from moedraft.drafting.feature import FeatureDrafter
 from moedraft.drafting.kept import KEPT
 from moedraft.evidence import Passage
+from moedraft.models import LanguageModel
 
 TOKENS = 16  # of an answer that are looked at, in one place
 TIME_SHARE = 0.005  # share of the time that looking may take on average
@@ -95,13 +96,13 @@ class FeatureLook:
         return [hit > 0 for hit in found[arm]]
 
 
-def look_of_model(row: core.Sequence, base: DraftBase, bank: ExpertBank) -> list[bool]:
+def look_of_model(row: core.Sequence, base: LanguageModel, bank: ExpertBank) -> list[bool]:
     """An independent draft model's guesses, for which it reads the text again."""
     first = row.num_prompt_tokens + 1
     if not first < len(row.token_ids) <= min(LONGEST, base.max_len):
         return []
     bank.select([row.expert])
-    size = base.hf.get_input_embeddings().num_embeddings  # a target's padded vocabulary may be larger
-    ids = [token if token < size else 0 for token in row.token_ids]
+    # A target's vocabulary may be padded with tokens that the draft does not have.
+    ids = [token if token < base.vocab_size else 0 for token in row.token_ids]
     guesses = first_guesses(base, ids, None)
     return [guess == token for guess, token in zip(guesses[first:], row.token_ids[first:], strict=True)]
