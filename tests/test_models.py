@@ -125,8 +125,8 @@ def test_weights_are_halved_only_where_answers_do_not_depend_on_the_batch(
     where = str(save(tmp_path, ["<unk>", "a", "b"]))
     own = load_model(where, "target", "cpu").hf.model.layers[0].mlp.up_proj.weight
     monkeypatch.setattr("moedraft.cpu.steady.forward.SMALL", 100)
-    if not alike:
-        monkeypatch.setattr("moedraft.cpu.steady.independence.sums_alike", lambda *of: False)
+    monkeypatch.setattr("moedraft.cpu.steady.independence.sums_alike", lambda *of: alike)
+    monkeypatch.setattr("moedraft.cpu.steady.independence.independent", lambda model: True)
     found = load_model(where, "target", "cpu")
     assert found.precision == ("float32, weights in half precision" if alike else "float32")
     assert torch.equal(found.hf.model.layers[0].mlp.up_proj.weight, own.half().float() if alike else own)
