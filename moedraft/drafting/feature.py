@@ -92,7 +92,7 @@ class FeatureDrafter:
         self._give_up_broken(evidence)
 
     def read_all(self, row: Sequence) -> None:
-        """Read all of this row that can be read: its answer has ended, or nothing is drafted for it."""
+        """Read all of this row that can be read, such as when its answer has ended."""
         if self._num_waiting(row) > 1:
             self._read_ahead([row])
 

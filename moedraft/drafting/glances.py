@@ -29,6 +29,7 @@ TIME_SHARE = 0.005  # share of the time that looking may take on average
 SAVED = 0.03  # seconds that may be saved up, at most
 LONGEST = 1024  # tokens of a text that an independent draft model reads once more for this
 TOO_LONG = 0.2  # seconds that a look may take, by what the one before took for each token of its text
+FORGETS = 0.95  # factor of that, each time that a look was left out for it
 
 log = logging.getLogger(__name__)
 
@@ -51,13 +52,17 @@ class Glances:
         began = self._clock()
         self._balance = min(SAVED, self._balance + TIME_SHARE * (began - self._seen_at))
         self._seen_at = began
-        if self._balance <= 0 or self._each * len(row.token_ids) > TOO_LONG:
+        if self._balance <= 0:
+            return
+        if self._each * len(row.token_ids) > TOO_LONG:
+            self._each *= FORGETS  # one slow look, such as the very first, must not be the last
             return
         try:
             right = self._look(row)
         except Exception:
             self.failures += 1
-            log.exception("First guesses could not be counted; the answer is not affected.")
+            if self.failures == 1:  # what fails once may fail at every answer
+                log.exception("First guesses could not be counted; no answer is affected.")
             right = ()
         row.speculation.saw(sum(right), len(right), shared=row.expert == SHARED)
         spent = self._clock() - began

@@ -157,6 +157,21 @@ def test_a_text_whose_look_would_stall_the_engine_is_not_looked_at() -> None:
     assert looked == [3, 15, 3]
 
 
+def test_after_one_slow_look_answers_are_looked_at_again() -> None:
+    now, looked = 0.0, 0
+
+    def look(one: Sequence) -> list[bool]:
+        nonlocal now, looked
+        now, looked = now + (0.001 if looked else 3.0), looked + 1
+        return [True]
+
+    glances = Glances(look, clock=lambda: now)
+    for _ in range(200):
+        glances(row(0, *range(100)))
+        now += 10.0
+    assert looked > 50
+
+
 def test_a_token_that_only_the_target_has_is_read_as_another() -> None:
     """Targets pad their vocabularies, and a prompt of token ids may name what stands there."""
     draft = random_model("llama", 1, vocab=90)
@@ -168,14 +183,16 @@ def test_a_token_that_only_the_target_has_is_read_as_another() -> None:
     assert not any(seen[-7:])  # these tokens it cannot guess
 
 
-def test_a_glance_that_fails_leaves_the_answer_alone() -> None:
+def test_a_glance_that_fails_leaves_the_answer_alone(caplog: pytest.LogCaptureFixture) -> None:
     def look(one: Sequence) -> list[bool]:
         raise RuntimeError("out of memory")
 
-    glances, one = Glances(look), row(0, 1, 2, 3)
-    glances(one)
-    assert glances.failures == 1
+    glances, one = Glances(look, clock=lambda: 0.0), row(0, 1, 2, 3)
+    for _ in range(3):
+        glances(one)
+    assert glances.failures == 3
     assert one.speculation.first_guesses == 0
+    assert len(caplog.records) == 1  # it is told once, not at every answer
 
 
 @pytest.mark.parametrize("left_out", ["draft", "counted"])

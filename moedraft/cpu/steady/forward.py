@@ -78,10 +78,8 @@ ARRANGEMENTS = {
     ),
     torch.float32: (Arrangement(5, fewest=2),),
 }
-HALVED = (
-    Arrangement(1, half=True),
-    Arrangement(1, apart=True, half=True),
-)  # for float32, tried in this order
+# The same for models in float32 whose weights are kept in half precision.
+HALVED = (Arrangement(1, half=True), Arrangement(1, apart=True, half=True))
 
 
 def fits(hf: Any) -> bool:
