@@ -73,7 +73,7 @@ class LanguageModel:
     def precision(self) -> str:
         """In words, such as "bfloat16"."""
         halved = isinstance(self.lean, steady.SteadyForward) and self.lean.arranged.half
-        return str(self.dtype).removeprefix("torch.") + ", weights in half precision" * halved
+        return str(self.dtype).removeprefix("torch.") + " with weights in half precision" * halved
 
     @property
     def device(self) -> torch.device:

@@ -14,6 +14,7 @@ from typing import Any
 
 import aims_table
 import expert_tables
+import feature_tables
 import kernel_tables
 import selection_tables
 import step_tables
@@ -243,6 +244,7 @@ SOURCES = {
     "made_good": ("streams.json", selection_tables.made_good),
     "own_tokens": ("smollm2/own_tokens.json", expert_tables.own_tokens),
     "mix": ("mix.json", selection_tables.mix),
+    "features": ("features.json", feature_tables.features),
     "step": ("step.json", step_tables.step),
     "step_avx2": ("step_avx2.json", step_tables.step),
     "peers": ("peers.json", step_tables.peers),

@@ -128,7 +128,7 @@ def test_weights_are_halved_only_where_answers_do_not_depend_on_the_batch(
     monkeypatch.setattr("moedraft.cpu.steady.independence.sums_alike", lambda *of: alike)
     monkeypatch.setattr("moedraft.cpu.steady.independence.independent", lambda model: True)
     found = load_model(where, "target", "cpu")
-    assert found.precision == ("float32, weights in half precision" if alike else "float32")
+    assert found.precision == ("float32 with weights in half precision" if alike else "float32")
     assert torch.equal(found.hf.model.layers[0].mlp.up_proj.weight, own.half().float() if alike else own)
     assert ("would depend on the batch here" in caplog.text) != alike
     assert found.weights_hash() == load_model(where, "target", "cpu", "float32").weights_hash()

@@ -41,7 +41,10 @@ def prompts_for(target: str) -> DemoPrompts:
 
 
 def affordable(costs: RoundCosts, rows: int) -> int:
-    """How many tokens the stream drafts in each step of so many rows, at least one."""
+    """How many tokens, one at least, to draft for each of so many rows: a step costs MOST_COST at most.
+
+    costs: of rounds, as they were timed on this machine.
+    """
     lengths = range(MOST_DRAFTED, 1, -1)
     return next((k for k in lengths if costs.of(rows, k, k * rows) <= MOST_COST), 1)
 
@@ -147,7 +150,7 @@ class Demo:
         kind = "feature drafter" if isinstance(draft, FeatureBase) else "small model"
         return {
             "target": f"{settings.target} ({target.num_parameters / 1e6:.0f} M weights, "
-            f"{target.precision} on {target.device})",
+            f"{target.precision}, on {target.device})",
             "draft base": f"a {kind} with {draft.num_parameters / 1e6:.1f} M weights",
             "domains": str(len(self.prompts.examples)),
             "stream": f"{self._served()}, {settings.max_batch_size} at once, "

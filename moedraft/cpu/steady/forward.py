@@ -105,7 +105,10 @@ def preferred(config: Any, num_parameters: int) -> Rounding | None:
 
 
 def halve(hf: Any) -> bool:
-    """Round a float32 model's weights to half precision, where all of them fit; whether they do."""
+    """Round the weights of a float32 model's products to half precision, in place, if all of them fit.
+
+    Returns whether they do; else nothing is changed.
+    """
     layers = [module for module in hf.modules() if isinstance(module, nn.Linear)]
     if not fits(hf) or not all(halves(layer.weight) for layer in layers):
         return False
