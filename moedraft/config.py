@@ -121,8 +121,7 @@ class Settings(BaseSettings):
     selector: Literal["classifier", "evidence", "fixed"] = Field(
         "evidence",
         description="who drafts: the router's choice; that, corrected by what each expert would have guessed "
-        "(feature drafters only; with others as classifier); or the shared draft for every request that "
-        "names no expert",
+        "(with adapter_scope full as classifier); or the shared draft for every request that names no expert",
     )
     router: Literal["embedding", "bert"] = Field(
         "embedding",

@@ -49,9 +49,8 @@ from reworded import KINDS
 
 from moedraft.config import load_settings
 from moedraft.core import SHARED, RequestOutput
-from moedraft.drafting.arm_judge import FeatureJudge
 from moedraft.routing.selector import BackgroundSelector
-from moedraft.selecting.selector import EvidenceSelector
+from moedraft.selecting.selector import ArmJudge, EvidenceSelector
 from moedraft.showcase.bench import surroundings
 from moedraft.showcase.findings.estimates import quotient, ratio
 from moedraft.showcase.measure import new_budget, warm_up
@@ -95,7 +94,7 @@ def prompts_by_domain(args: argparse.Namespace) -> dict[str, list[str]]:
 
 
 def measure(
-    system: System, judge: FeatureJudge, args: argparse.Namespace, report: dict[str, Any]
+    system: System, judge: ArmJudge, args: argparse.Namespace, report: dict[str, Any]
 ) -> Iterator[str]:
     """Put tokens per step into `report` by kind of prompt, over all and by domain; yields each kind."""
     raw = prompts_by_domain(args)
@@ -144,7 +143,7 @@ def same(found: dict[str, list[RequestOutput]]) -> float:
     return round(sum(len({tuple(o.token_ids) for o in row}) == 1 for row in rows) / len(found["oracle"]), 4)
 
 
-def costs(system: System, judge: FeatureJudge, args: argparse.Namespace) -> dict[str, Any]:
+def costs(system: System, judge: ArmJudge, args: argparse.Namespace) -> dict[str, Any]:
     """What comparing takes and brings, with the budget's draft lengths: one by one, and in batches."""
     raw = prompts_by_domain(args)
     prompts = [raw[name][i] for i in range(min(args.timed, args.heldout)) for name in raw]

@@ -53,10 +53,10 @@ from selection_streams import Part, Streams
 
 from moedraft.config import load_settings
 from moedraft.core import SHARED, RequestOutput
-from moedraft.drafting.arm_judge import FeatureJudge
 from moedraft.drafting.experts.adapter import Adapter
 from moedraft.evidence import Proposal, Rows
 from moedraft.routing.selector import BackgroundSelector
+from moedraft.selecting.selector import ArmJudge
 from moedraft.showcase.bench import surroundings
 from moedraft.showcase.findings.estimates import quotient, ratio
 from moedraft.showcase.measure import warm_up
@@ -144,7 +144,7 @@ class Alone:
 
 
 def measured(
-    system: System, judge: FeatureJudge, parts: list[Part], alone: Alone, args: argparse.Namespace
+    system: System, judge: ArmJudge, parts: list[Part], alone: Alone, args: argparse.Namespace
 ) -> dict[str, Any]:
     """Tokens per step of all ways over the parts of one stream, with what choosing took."""
     counts: dict[str, Counts] = {}

@@ -16,8 +16,6 @@ from typing import Any
 
 from moedraft.core import RequestOutput, SamplingParams
 from moedraft.core import Sequence as Row
-from moedraft.drafting.arm_judge import FeatureJudge
-from moedraft.drafting.feature import FeatureDrafter
 from moedraft.routing.router import Route, Router
 from moedraft.routing.selector import BackgroundSelector
 from moedraft.selecting.selector import ArmJudge, EvidenceSelector
@@ -171,11 +169,11 @@ def options(doc: str) -> argparse.ArgumentParser:
     return parser
 
 
-def judge_of(system: System) -> FeatureJudge:
+def judge_of(system: System) -> ArmJudge:
     """What compares the experts of the home."""
-    drafter = system.engine.chooser.model
-    assert isinstance(drafter, FeatureDrafter), "the experts of a feature drafter alone can be compared"
-    return FeatureJudge(drafter, system.bank)
+    selector = system.engine.selector
+    assert isinstance(selector, EvidenceSelector), "only experts that share keys and values can be compared"
+    return selector.judge
 
 
 def begun(settings: dict[str, str], file: Path, part: str) -> dict[str, Any]:

@@ -42,18 +42,20 @@ def bank_of(base: FeatureBase, lists: dict[str, torch.Tensor | None] = LISTS) ->
     return bank
 
 
-def publish_random(bank: ExpertBank, lists: dict[str, torch.Tensor | None] = LISTS, first: int = 0) -> None:
+def publish_random(
+    bank: ExpertBank, lists: dict[str, torch.Tensor | None] = LISTS, first: int = 0, scale: float = 0.3
+) -> None:
     """A shared adapter and an expert for each list of tokens; the expert "c" leaves one layer alone.
 
     first: the seed of the first of them; the others have those after it, and so have their versions.
     """
-    dtype = bank.layers[HEAD].base_weight().dtype
+    dtype = next(iter(bank.layers.values())).base_weight().dtype
     for seed, (name, tokens) in enumerate({SHARED: None, **lists}.items(), start=first):
         generator = torch.Generator().manual_seed(seed)
         deltas = {}
         for layer in sorted(bank.tail)[1 if name == "c" else 0 :]:
             out, inner = bank.layers[layer].base_weight().shape
             rows = len(tokens) if layer == HEAD and tokens is not None else out
-            a, b = (torch.randn(*shape, generator=generator) * 0.3 for shape in ((4, inner), (rows, 4)))
+            a, b = (torch.randn(*shape, generator=generator) * scale for shape in ((4, inner), (rows, 4)))
             deltas[layer] = (a.to(dtype), b.to(dtype))
         bank.publish(name, Adapter(seed + 1, deltas, tokens))

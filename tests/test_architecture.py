@@ -33,6 +33,7 @@ ROOMS = {
     "distill/single": (3, 460),
     "distill/judging": (10, 1400),
     "drafting": (12, 1750),
+    "drafting/arms": (3, 260),
     "drafting/experts": (9, 1020),
     "drafting/lengths": (4, 550),
     "engine": (15, 1600),

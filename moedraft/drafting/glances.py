@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from moedraft import core
 from moedraft.core import SHARED
-from moedraft.drafting.arm_judge import FeatureJudge
+from moedraft.drafting.arms.feature_judge import FeatureJudge
 from moedraft.drafting.base import DraftBase, FeatureBase, first_guesses
 from moedraft.drafting.chooser import DraftSource
 from moedraft.drafting.drafter import ExpertDrafter

@@ -70,6 +70,15 @@ class ModelDrafter:
             self.model.forward(self.cache, row.slot, self._feed(ids), [row.draft_cached], keep=1)
             row.draft_cached += len(piece)
 
+    def read_again(self, row: Sequence, first: int, end: int) -> torch.Tensor:
+        """Logits [end − first, V] after each of these tokens of a row, whose cache holds them already.
+
+        The bank decides which expert guesses. Keys and values are written anew, so it must be one that leaves
+        them as they are (`ExpertBank.shares_cache`).
+        """
+        ids = torch.tensor([row.token_ids[first:end]], device=self.model.device)
+        return self._fit(self.model.forward(self.cache, row.slot, self._feed(ids), [first])[0])
+
     def swap(self, a: int, b: int, length: int) -> None:
         self.cache.swap(a, b, length)
 

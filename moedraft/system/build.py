@@ -15,12 +15,14 @@ import numpy as np
 
 from moedraft.config import Settings, check_home, load_settings
 from moedraft.cpu.threads import set_threads
-from moedraft.drafting.arm_judge import FeatureJudge
+from moedraft.drafting.arms.feature_judge import FeatureJudge
+from moedraft.drafting.arms.model_judge import ModelJudge
 from moedraft.drafting.base import DraftBase, drafter_of, load_base
 from moedraft.drafting.drafter import ExpertDrafter
 from moedraft.drafting.experts.lora import ExpertBank
 from moedraft.drafting.feature import FeatureDrafter
 from moedraft.drafting.glances import glances_of
+from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine
 from moedraft.models import LanguageModel, load_by
 from moedraft.routing.bert import BertRouter
@@ -37,8 +39,9 @@ from moedraft.system.recorder import Recorder
 
 ROUTER_FOLDER = "router"
 UNCOMPARED = (
-    "The setting selector = evidence does nothing here: only the experts of a feature drafter are compared, "
-    "and the draft is another model. The router alone decides who drafts."
+    "The setting selector = evidence does nothing here: with adapter_scope = full each expert has keys and "
+    "values of its own, so comparing experts would mean reading the text again. The router alone decides who "
+    "drafts."
 )
 FITTING = "The router's BERT is fitted on the examples of all domains now, which takes minutes."
 NO_BERT = "The setting router_model does nothing here: the router is a BERT only with router = bert."
@@ -197,14 +200,18 @@ def with_other_draft(system: System, draft: str) -> Iterator[System]:
 def selector_of(
     settings: Settings, router: Router, drafter: ExpertDrafter, bank: ExpertBank
 ) -> ExpertSelector:
-    """The selector, which decides who drafts. Only the experts of a feature drafter can be compared."""
+    """The selector, which decides who drafts. Experts that share keys and values can be compared."""
     if settings.selector == "fixed":
         return UnaskedSelector(router)
     if settings.draft_source == "lookup":  # no expert drafts, so it only matters whom a record teaches
         return BackgroundSelector(router)
-    if settings.selector == "evidence" and isinstance(drafter, FeatureDrafter):
+    if settings.selector == "classifier":
+        return BackgroundSelector(router)
+    if isinstance(drafter, FeatureDrafter):
         return EvidenceSelector(router, FeatureJudge(drafter, bank))
-    if settings.selector == "evidence" and "selector" in settings.model_fields_set:
+    if isinstance(drafter, ModelDrafter) and settings.adapter_scope == "tail":
+        return EvidenceSelector(router, ModelJudge(drafter, bank))
+    if "selector" in settings.model_fields_set:
         log.warning(UNCOMPARED)
     return BackgroundSelector(router)
 

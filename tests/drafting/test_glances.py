@@ -9,7 +9,7 @@ import pytest
 from random_experts import bank_of, base_of
 
 from moedraft.core import SHARED, SamplingParams, Sequence
-from moedraft.drafting.arm_judge import FeatureJudge
+from moedraft.drafting.arms.feature_judge import FeatureJudge
 from moedraft.drafting.base import FeatureBase, features_of, first_guesses
 from moedraft.drafting.experts.lora import ExpertBank
 from moedraft.drafting.feature import FeatureDrafter

@@ -13,10 +13,13 @@ from routing_fakes import WordEmbedder, prompts
 
 from moedraft.config import Settings
 from moedraft.core import SHARED, SamplingParams, Sequence
-from moedraft.drafting.drafter import NoDrafter
+from moedraft.drafting.model import ModelDrafter
 from moedraft.routing.router import Route, Router
 from moedraft.routing.selector import BackgroundSelector, Selector
+from moedraft.selecting.selector import EvidenceSelector
 from moedraft.system.build import selector_of
+
+from tiny import TinyLM, random_table
 
 
 def sequence(prompt: str, **fields: object) -> Sequence:
@@ -160,12 +163,17 @@ def test_an_unroutable_seeded_row_stays_shared(
 @pytest.mark.parametrize(
     ("given", "told"), [({"selector": "evidence"}, True), ({}, False), ({"selector": "classifier"}, False)]
 )
-def test_a_start_tells_that_there_is_no_evidence_of_an_independent_draft(
+def test_a_start_tells_that_experts_with_keys_of_their_own_are_not_compared(
     gated: GatedRouter, caplog: pytest.LogCaptureFixture, given: dict[str, Any], told: bool
 ) -> None:
-    """Where somebody asked for it; it is the default for feature drafters."""
-    settings = Settings(**given)
-    made = selector_of(settings, gated, NoDrafter(), SimpleNamespace())  # type: ignore[arg-type]
-    made.close()
-    assert type(made) is BackgroundSelector
-    assert ("selector = evidence does nothing here" in caplog.text) == told
+    """Where somebody asked for it; it is the default for others."""
+    bank = SimpleNamespace()
+    drafter = ModelDrafter(TinyLM(random_table(4, 1)), bank, 1, 4)  # type: ignore[arg-type]
+    for scope, kind in (("full", BackgroundSelector), ("tail", EvidenceSelector)):
+        caplog.clear()
+        settings = Settings(adapter_scope=scope, **given)
+        made = selector_of(settings, gated, drafter, bank)  # type: ignore[arg-type]
+        made.close()
+        assert type(made) is (BackgroundSelector if settings.selector == "classifier" else kind)
+        said = "selector = evidence does nothing here" in caplog.text
+        assert said == (told and scope == "full")

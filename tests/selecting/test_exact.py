@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from random_experts import bank_of, base_of
+from random_experts import bank_of, base_of, publish_random
 
 from moedraft import core
 from moedraft.core import SHARED, SamplingParams
-from moedraft.drafting.arm_judge import FeatureJudge
-from moedraft.drafting.drafter import Another
+from moedraft.drafting.arms.feature_judge import FeatureJudge
+from moedraft.drafting.arms.model_judge import ModelJudge
+from moedraft.drafting.drafter import Another, ExpertDrafter
 from moedraft.drafting.experts.adapter import HEAD, Adapter
 from moedraft.drafting.experts.lora import ExpertBank
 from moedraft.drafting.feature import FeatureDrafter
 from moedraft.drafting.kept import ReadStates
+from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine
 from moedraft.evidence import Evidence, Proposal, Rows
 from moedraft.feature.config import config_for
 from moedraft.feature.model import FeatureDraft
 from moedraft.routing.router import Route
 from moedraft.selecting import contest
-from moedraft.selecting.selector import EvidenceSelector
+from moedraft.selecting.selector import ArmJudge, EvidenceSelector
 
 from random_features import STEADY, generated, target_of
-from random_models import prompts_of
+from random_models import prompts_of, random_model
 from tiny import NumberTokenizer, TinyLM, random_table
 
 VOCABULARY, RUNS = 6, 4000
@@ -44,7 +47,7 @@ class Undecided:
 class Noted(EvidenceSelector):
     """Remembers who drafted in each round."""
 
-    def __init__(self, judge: FeatureJudge) -> None:
+    def __init__(self, judge: ArmJudge) -> None:
         super().__init__(Undecided(), judge, time_share=None)  # type: ignore[arg-type]
         self.drafted: dict[str, list[str]] = {}
 
@@ -88,6 +91,26 @@ def test_greedy_answers_are_the_targets_own(tmp_path: Path, kind: str, options: 
     assert [one.token_ids for one in found] == [generated(kind, tuple(prompt), 40) for prompt in prompts]
     assert selector.comparisons > 3
     if options.get("adaptive_budget") is False:
+        assert selector.switched >= 3
+    selector.close()
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt_neox", "gpt2"])
+@pytest.mark.parametrize("options", [{}, {"adaptive_budget": False}])
+@pytest.mark.usefixtures("often")
+def test_greedy_answers_beside_an_independent_draft(kind: str, options: dict[str, object]) -> None:
+    target, draft = target_of(kind), target_of(kind)
+    bank = ExpertBank(draft)
+    publish_random(bank, dict.fromkeys("abc"), scale=0.15)
+    selector = Noted(ModelJudge(drafter := ModelDrafter(draft, bank, 4, target.vocab_size), bank))
+    engine = Engine(
+        target, NumberTokenizer(), drafter, selector, learners=[selector], max_batch_size=4, **options
+    )  # type: ignore[arg-type]
+    prompts, params = [[5], *prompts_of(9, seed=3)], SamplingParams(max_tokens=40)
+    found = engine.generate(prompts, params)
+    assert [one.token_ids for one in found] == [generated(kind, tuple(prompt), 40) for prompt in prompts]
+    assert selector.comparisons > 3
+    if options:
         assert selector.switched >= 3
     selector.close()
 
@@ -156,11 +179,25 @@ def chi2(counts: Counter[tuple[int, ...]], model: TinyLM) -> float:
     return sum((counts[key] - runs * share) ** 2 / (runs * share) for key, share in mass.items())
 
 
-def sampled(kind: type[FeatureDrafter], runs: int = RUNS) -> tuple[Counter[tuple[int, ...]], Noted]:
-    target, base = TinyLM(random_table(VOCABULARY, 1)), TinyBase()
+def of_features(kind: type[FeatureDrafter] = FeatureDrafter) -> tuple[ExpertDrafter, ArmJudge]:
+    base = TinyBase()
     bank = tiny_bank(base)
     drafter = kind(base.hf, bank, 32, VOCABULARY, states=ReadStates())
-    selector = Noted(FeatureJudge(drafter, bank))
+    return drafter, FeatureJudge(drafter, bank)
+
+
+def of_model() -> tuple[ExpertDrafter, ArmJudge]:
+    draft = random_model("llama", 3, layers=2, vocab=VOCABULARY)
+    bank = ExpertBank(draft)
+    publish_random(bank, dict.fromkeys("abc"))
+    drafter = ModelDrafter(draft, bank, 32, VOCABULARY)
+    return drafter, ModelJudge(drafter, bank)
+
+
+def sampled(
+    drafter: ExpertDrafter, judge: ArmJudge, runs: int = RUNS
+) -> tuple[Counter[tuple[int, ...]], Noted]:
+    target, selector = TinyLM(random_table(VOCABULARY, 1)), Noted(judge)
     engine = Engine(
         target,
         NumberTokenizer(),
@@ -178,9 +215,10 @@ def sampled(kind: type[FeatureDrafter], runs: int = RUNS) -> tuple[Counter[tuple
 
 
 @pytest.mark.usefixtures("often", "unseeded")
-def test_sampled_answers_follow_the_target() -> None:
+@pytest.mark.parametrize("pair", [of_features, of_model])
+def test_sampled_answers_follow_the_target(pair: Callable[[], tuple[ExpertDrafter, ArmJudge]]) -> None:
     """χ² over all pairs of tokens, with experts that evidence exchanges after each token."""
-    counts, selector = sampled(FeatureDrafter)
+    counts, selector = sampled(*pair())
     assert selector.switched > RUNS / 10
     assert chi2(counts, TinyLM(random_table(VOCABULARY, 1))) < 35 + 4.5 * (2 * 35) ** 0.5
     assert chi2(counts, TinyLM(random_table(VOCABULARY, 2))) > 35 + 20 * (2 * 35) ** 0.5
@@ -189,5 +227,5 @@ def test_sampled_answers_follow_the_target() -> None:
 @pytest.mark.usefixtures("often", "unseeded")
 def test_an_expert_chosen_by_what_was_proposed_is_noticed() -> None:
     """Negative control: whoever peeks at the candidates changes the law of the answers."""
-    counts, _ = sampled(Peeking, 3 * RUNS)
+    counts, _ = sampled(*of_features(Peeking), 3 * RUNS)
     assert chi2(counts, TinyLM(random_table(VOCABULARY, 1))) > 35 + 8 * (2 * 35) ** 0.5

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from looking import Looking
 from random_experts import bank_of, base_of
 
-from moedraft.core import SHARED, SamplingParams, Sequence
-from moedraft.drafting.arm_judge import FeatureJudge
+from moedraft.core import SHARED, SamplingParams
+from moedraft.drafting.arms.feature_judge import FeatureJudge
 from moedraft.drafting.base import FeatureBase, features_of, first_guesses
 from moedraft.drafting.feature import FeatureDrafter
 from moedraft.drafting.kept import KEPT, ReadStates
@@ -32,34 +33,6 @@ def base(target: LanguageModel, tmp_path: Path, request: pytest.FixtureRequest) 
     found = base_of(target, tmp_path / "draft", norm_output=request.param)
     found.cpu_fast_paths = request.param
     return found
-
-
-class Looking(FixedSelector):
-    """Compares the experts between two rounds; keeps the verdicts by request and entry."""
-
-    def __init__(self) -> None:
-        self.judge: FeatureJudge | None = None
-        self.rows: list[Sequence] = []
-        self.verdicts: dict[str, dict[int, dict[str, float]]] = {}
-        self.passes = 0
-
-    def assign(self, sequences: list[Sequence]) -> None:
-        self.rows += sequences
-
-    def settle(self, ending: Sequence | None = None) -> list[Sequence]:
-        judge = self.judge
-        assert judge is not None
-        running = [one for one in self.rows if one.slot >= 0 and one.finish_reason is None]
-        passages = [judge.known(one, 0, KEPT) for one in running]
-        passages = [one for one in passages if one.end > one.first]
-        if passages and ending is None:
-            self.passes += 1
-            for passage, hits in zip(passages, judge.hits(passages, judge.arms), strict=True):
-                seen = self.verdicts.setdefault(passage.row.request_id, {})
-                for i in range(passage.end - passage.first):
-                    verdict = {arm: found[i] for arm, found in hits.items()}
-                    assert seen.setdefault(passage.first + i, verdict) == verdict
-        return []
 
 
 @pytest.mark.parametrize("source", ["model", "auto"])

@@ -1,0 +1,1 @@
+"""Compare the arms: whoever may draft for a row, by what each would have guessed."""
