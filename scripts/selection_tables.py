@@ -105,3 +105,32 @@ def mix(found: dict[str, Any]) -> str:
 def spread(each: list[float]) -> str:
     middle, low, high = each
     return f"{middle:.3f} ({low:.3f} to {high:.3f})"
+
+
+ROUTERS = {"embedding": "n-grams and embedding", "minilm": "BERT (the MiniLM that is shipped), fine-tuned"}
+
+
+def routers(found: dict[str, Any]) -> str:
+    """Where either kind of router sends the same prompts, as they are and reworded, and what it takes."""
+    rows = []
+    for name, one in found["routers"].items():
+        shown = ROUTERS.get(name, name)
+        for kind, counts in one.items():
+            if isinstance(counts, dict) and "right" in counts and kind != "strangers":
+                columns = ("right", "wrong", "likeliest_right", "refused")
+                rows.append([shown, kind, *(f"{counts[c] / counts['prompts']:.1%}" for c in columns)])
+        strange = one["strangers"]
+        refused = f"{strange['refused'] / strange['prompts']:.1%}"
+        rows.append([shown, "of no registered domain", "", "", "", refused])
+    head = ["router", "prompts", "right", "wrong", "likeliest right", "refused"]
+    costs = [
+        f"{ROUTERS.get(name, name)}: fitted in {one['fit_seconds']:.0f} s, "
+        f"{one['ms_per_prompt']:.0f} ms a prompt"
+        for name, one in found["routers"].items()
+    ]
+    settings = found["settings"]
+    domains = len(settings["domains"].split(","))
+    each = (
+        f"{domains} domains, {settings['examples']} examples and {settings['heldout']} unseen prompts of each"
+    )
+    return f"{table(head, rows)}\n\n{each}. {'; '.join(costs)}."

@@ -1,9 +1,9 @@
 """A linear layer over a batch of several experts, computed expert by expert, for a small draft on a CPU.
 
 The time of a product with few rows is the time of reading its weight. So each expert's merged weight
-multiplies the rows of that expert, and with many experts in one batch, which would mean reading many weights,
-the shared draft serves all rows. The plain twin is `moedraft.drafting.experts.joined`, which adds the
-low-rank terms of all experts to one product and takes any number of experts; every other model uses it.
+multiplies the rows of that expert. Many experts in one batch would mean reading many weights. Where their
+low-rank terms are small they are added to one product instead (`moedraft.drafting.experts.joined`, which
+every other model uses); where these are large as well, the shared draft serves all rows.
 """
 
 from __future__ import annotations
@@ -16,10 +16,24 @@ from moedraft.cpu.products import Product
 
 FEW_EXPERTS = 2  # up to which reading each expert's own weights pays
 
+Factors = Mapping[str, tuple[torch.Tensor, torch.Tensor]]  # of an expert: A [r, in] and B [out, r] by layer
 
-def too_many(experts: Collection[str]) -> bool:
-    """Whether reading the weights of all these experts costs more time than their better drafts save."""
-    return len(experts) > FEW_EXPERTS
+
+def joins(experts: Collection[Factors]) -> bool:
+    """Whether a batch of all these experts adds their low-rank terms to one product."""
+    return len(experts) > FEW_EXPERTS and _light(experts)
+
+
+def too_many(experts: Collection[Factors]) -> bool:
+    """Whether reading what all these experts need costs more time than their better drafts save."""
+    return len(experts) > FEW_EXPERTS and not _light(experts)
+
+
+def _light(experts: Collection[Factors]) -> bool:
+    """Whether all their terms together are no more numbers than the merged weights of a single one."""
+    terms = sum(a.numel() + b.numel() for one in experts for a, b in one.values())
+    merged = {name: len(b) * a.shape[1] for one in experts for name, (a, b) in one.items()}
+    return terms <= sum(merged.values())
 
 
 class Grouped:

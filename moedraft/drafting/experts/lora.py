@@ -64,7 +64,7 @@ class ExpertBank:
                 draft.hf.fc = fuse  # type: ignore[assignment]
         self.merged = MergedExperts(budget, copies, self.body)
         self.joined = JoinedExperts(self.body)
-        self.grouped = small and self.heads is None  # a mixed batch goes expert by expert
+        self.grouped = small and self.heads is None  # a mixed batch of few goes expert by expert
         self.selected: tuple[str, ...] | None = None
         self._exact = False
         self._bases: Products = {}  # the base's own weights, where they have a faster layout
@@ -222,7 +222,8 @@ class ExpertBank:
 
         The shared draft serves where the batch holds so many experts that their drafts cost too much.
         """
-        many = self.grouped and groups.too_many({name for name in rows if name in self.experts})
+        present = [self.experts[name].deltas for name in {*rows} if name in self.experts]
+        many = self.grouped and groups.too_many(present)
         return [SHARED] * len(rows) if many and self.shares_cache else rows
 
     def select(self, rows: list[str], *, exact: bool = False) -> None:
@@ -237,7 +238,8 @@ class ExpertBank:
         plain = self._bases if bare else self.common
         names = [] if bare else sorted({name for name in rows if name in self.experts})
         present = {name: self.experts[name] for name in names}
-        merge = exact or self.grouped or ({*rows} == {*present} and len(present) == 1)
+        grouped = self.grouped and not groups.joins([one.deltas for one in present.values()])
+        merge = exact or grouped or ({*rows} == {*present} and len(present) == 1)
         merge_now = self.merged.needed if exact else self.merged.of
         merged = merge_now(present, self._merge) if present and merge else None
         for name, layer in self.body.items():
