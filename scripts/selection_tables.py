@@ -67,7 +67,21 @@ def made_good(found: dict[str, Any]) -> str:
         back = [(ways[way] - ways["classifier"]) / lost for way in ("evidence as served", "evidence")]
         rows.append([arms_of(name, found["settings"]), *(f"{share:.0%}" for share in back)])
     rows.sort(key=lambda row: int(row[0]))
-    return table(["arms", "made good as served", "with unlimited time"], rows)
+    return table(["arms", "made good as served", "with unlimited time"], rows) + _threshold(streams)
+
+
+def _threshold(streams: dict[str, Any]) -> str:
+    """From which probability on a domain's expert should draft, by what right and wrong experts are worth."""
+    if not {"labelled", "permuted"} <= streams.keys():
+        return ""
+    right, plain = (streams["labelled"]["ways"][way]["tokens_per_step"][0] for way in ("owner", "shared"))
+    wrong = streams["permuted"]["ways"]["classifier"]["tokens_per_step"][0]
+    gain, loss = right / plain - 1, 1 - wrong / plain
+    return (
+        f"\n\nAgainst the shared draft, the right expert brings {gain:+.1%} tokens per step and a wrong one "
+        f"{-loss:+.1%}. So the expert of the likeliest domain should draft where that domain's probability is "
+        f"above {loss / (gain + loss):.2f}, if the only choice is between these two."
+    )
 
 
 def arms_of(stream: str, settings: dict[str, str]) -> str:
