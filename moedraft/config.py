@@ -121,7 +121,8 @@ class Settings(BaseSettings):
     selector: Literal["classifier", "evidence", "fixed"] = Field(
         "evidence",
         description="who drafts: the router's choice; that, corrected by what each expert would have guessed "
-        "(with adapter_scope full as classifier); or the shared draft for every request that names no expert",
+        "(as classifier where an independent draft has adapter_scope full); or the shared draft for every "
+        "request that names no expert",
     )
     router: Literal["embedding", "bert"] = Field(
         "embedding",

@@ -110,6 +110,7 @@ class ChosenArms:
 
     def __init__(self, judge: ArmJudge, arms: Sequence[str]) -> None:
         self.arms, self.known, self.hits = list(arms), judge.known, judge.hits
+        self.most_rows, self.comparable = judge.most_rows, judge.comparable
         self._judge = judge
 
     @property
@@ -172,7 +173,9 @@ def options(doc: str) -> argparse.ArgumentParser:
 def judge_of(system: System) -> ArmJudge:
     """What compares the experts of the home."""
     selector = system.engine.selector
-    assert isinstance(selector, EvidenceSelector), "only experts that share keys and values can be compared"
+    assert isinstance(selector, EvidenceSelector), (
+        "a home with selector = evidence is needed, and experts that share keys and values"
+    )
     return selector.judge
 
 

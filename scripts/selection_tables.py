@@ -72,15 +72,19 @@ def made_good(found: dict[str, Any]) -> str:
 
 def _threshold(streams: dict[str, Any]) -> str:
     """From which probability on a domain's expert should draft, by what right and wrong experts are worth."""
-    if not {"labelled", "permuted"} <= streams.keys():
+    plain, wrong = (streams.get(name, {}).get("ways", {}) for name in ("labelled", "permuted"))
+    if not ({"owner", "shared"} <= plain.keys() and "classifier" in wrong):
         return ""
-    right, plain = (streams["labelled"]["ways"][way]["tokens_per_step"][0] for way in ("owner", "shared"))
-    wrong = streams["permuted"]["ways"]["classifier"]["tokens_per_step"][0]
-    gain, loss = right / plain - 1, 1 - wrong / plain
+    shared = plain["shared"]["tokens_per_step"][0]
+    gain = plain["owner"]["tokens_per_step"][0] / shared - 1
+    loss = 1 - wrong["classifier"]["tokens_per_step"][0] / shared
+    if min(gain, loss) <= 0:
+        return ""
     return (
-        f"\n\nAgainst the shared draft, the right expert brings {gain:+.1%} tokens per step and a wrong one "
-        f"{-loss:+.1%}. So the expert of the likeliest domain should draft where that domain's probability is "
-        f"above {loss / (gain + loss):.2f}, if the only choice is between these two."
+        f"\n\nAgainst the shared draft, the right expert brings {gain:+.1%} tokens per step, and a router "
+        f"that takes every domain for another one {-loss:+.1%}. If the only choice is between the two, the "
+        "likeliest domain's expert should draft where that domain's probability is above "
+        f"{loss / (gain + loss):.2f}."
     )
 
 

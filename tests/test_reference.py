@@ -104,6 +104,18 @@ def test_what_evidence_makes_good_is_told_by_arms() -> None:
     assert shown.splitlines()[2:] == ["| 3 | 25% | 50% |", "| 16 | 25% | 50% |"]
 
 
+@pytest.mark.parametrize(("wrong", "words"), [(1.7, "above 0.60"), (1.9, "above 0.33"), (2.0, ""), (2.1, "")])
+def test_the_threshold_follows_from_what_right_and_wrong_experts_are_worth(wrong: float, words: str) -> None:
+    steps = {"owner": 2.2, "shared": 2.0, "classifier": 2.2, "evidence as served": 2.2, "evidence": 2.2}
+    streams = {
+        name: {"ways": {way: {"tokens_per_step": [value] * 3} for way, value in ways.items()}}
+        for name, ways in {"labelled": steps, "permuted": steps | {"classifier": wrong}}.items()
+    }
+    shown = load_script("selection_tables").made_good({"streams": streams, "settings": {"domains": "sql_en"}})
+    assert ("should draft" in shown) == bool(words)
+    assert words in shown
+
+
 def test_a_missing_result_says_not_yet_measured(tables: ModuleType, tmp_path: Path) -> None:
     text = "<!-- table:bench -->\n<!-- end -->\nkept\n<!-- table:router -->\nold\n<!-- end -->\n"
     filled = tables.filled(text, tmp_path)

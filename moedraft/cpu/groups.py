@@ -9,6 +9,7 @@ every other model uses); where these are large as well, the shared draft serves 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import Protocol
 
 import torch
 
@@ -16,24 +17,32 @@ from moedraft.cpu.products import Product
 
 FEW_EXPERTS = 2  # up to which reading each expert's own weights pays
 
-Factors = Mapping[str, tuple[torch.Tensor, torch.Tensor]]  # of an expert: A [r, in] and B [out, r] by layer
+
+class Factored(Protocol):
+    """What an expert adds to the layers of a model."""
+
+    @property
+    def terms(self) -> int:
+        """How many numbers its low-rank factors are."""
+
+    @property
+    def merged(self) -> int:
+        """How many numbers the weights of the layers are to which they are added."""
 
 
-def joins(experts: Collection[Factors]) -> bool:
+def joins(experts: Collection[Factored]) -> bool:
     """Whether a batch of all these experts adds their low-rank terms to one product."""
-    return len(experts) > FEW_EXPERTS and _light(experts)
+    return len(experts) > FEW_EXPERTS and light(experts)
 
 
-def too_many(experts: Collection[Factors]) -> bool:
+def too_many(experts: Collection[Factored]) -> bool:
     """Whether reading what all these experts need costs more time than their better drafts save."""
-    return len(experts) > FEW_EXPERTS and not _light(experts)
+    return len(experts) > FEW_EXPERTS and not light(experts)
 
 
-def _light(experts: Collection[Factors]) -> bool:
+def light(experts: Collection[Factored]) -> bool:
     """Whether all their terms together are no more numbers than the merged weights of a single one."""
-    terms = sum(a.numel() + b.numel() for one in experts for a, b in one.values())
-    merged = {name: len(b) * a.shape[1] for one in experts for name, (a, b) in one.items()}
-    return terms <= sum(merged.values())
+    return sum(one.terms for one in experts) <= max(one.merged for one in experts)
 
 
 class Grouped:

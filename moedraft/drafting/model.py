@@ -140,4 +140,5 @@ class ModelDrafter:
             row.draft_cached += min(evidence.accepted[b], read)
             if any(map(math.isnan, evidence.proposal.confidences[b])):
                 row.draft = False
+                row.draft_cached = 0
                 self.cache.clear(row.slot)

@@ -39,6 +39,7 @@ NEAR = 0.003  # part of the leader's weight that an arm needs to be compared aga
 SURE = "The router was sure, and few of its expert's guesses were refused."
 UNGUESSED = "The router was sure, and the draft model guessed nothing: lookup did, or nobody."
 LATE = "The router was sure, and guesses were refused only at its end, where comparing no longer pays."
+UNREAD = "The draft model has read nothing of it: lookup did the guessing, or nobody."
 SHORT = "The answer was too short."
 NO_TIME = "The time for comparing was used up by other answers."
 FAILED = "The comparison failed; the server's log says why."
@@ -92,8 +93,8 @@ class Contest:
             shares[name if name in shares else SHARED] += probability
         chosen = self.row.expert
         if chosen != SHARED and chosen in shares:
-            # Drafting with a wrong expert costs little, missing the right one costs all that it would gain.
-            # So a domain above the threshold is tried first, even where "none of them" is likelier.
+            # A wrong expert costs about what the right one gains, and the first tokens tell which it is. So a
+            # domain above the threshold is tried first, even where "none of them" is likelier.
             shares[SHARED] = min(shares[SHARED], shares[chosen] / 2)
         self.believed = True
         self.row.unlearned = self.row.routed not in (None, *self.standings.arms)
@@ -159,6 +160,8 @@ class Contest:
                 return UNGUESSED
             if len(row.rejected) < REFUSALS[0]:
                 return SURE
+        elif row.num_generated >= PATIENCE and not row.draft_cached:
+            return UNREAD
         elif row.num_generated < PATIENCE or not self.waited:
             return SHORT
         return NO_TIME if self.waited else LATE

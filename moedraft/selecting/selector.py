@@ -24,7 +24,6 @@ from moedraft.routing.router import Router
 from moedraft.routing.selector import BackgroundSelector, needs_expert
 from moedraft.selecting.contest import FAILED, Contest, arms_to_compare
 
-MOST_ROWS = 4  # rows that are compared at once; the others wait for the next step
 TIME_SHARE = 0.03  # share of the time that comparing may take on average, where it often changes who drafts
 LEAST_PART = 0.25  # of it, where it changes nothing
 OFTEN = 0.25  # part of the comparisons that change who drafts, from which on all of TIME_SHARE may be used
@@ -38,6 +37,12 @@ log = logging.getLogger(__name__)
 class ArmJudge(Protocol):
     """Tells how well each arm would have guessed; `FeatureJudge` is one."""
 
+    most_rows: int  # that are compared at once; the others wait for the next step
+
+    @property
+    def comparable(self) -> bool:
+        """Whether arms can be compared now."""
+
     @property
     def arms(self) -> list[str]:
         """Whoever can draft otherwise than others, the shared draft first."""
@@ -50,7 +55,10 @@ class ArmJudge(Protocol):
         """The last verified positions that can be compared, `most` at most and none before `since`."""
 
     def hits(self, passages: Sequence[Passage], arms: Sequence[str]) -> list[dict[str, list[float]]]:
-        """By passage and arm, for each position: 1 where the arm's first guess is the text's token."""
+        """By passage and arm, for each position: 1 where the arm's first guess is the text's token.
+
+        The first arm is always among them, with one other at least.
+        """
 
 
 class EvidenceSelector(BackgroundSelector):
@@ -80,11 +88,16 @@ class EvidenceSelector(BackgroundSelector):
         self._contests: dict[str, Contest] = {}  # by request
         self._random = random.Random(0)
 
+    @property
+    def compares(self) -> bool:
+        """Whether there is more than one arm, and arms can be compared."""
+        return self.judge.comparable and len(self.judge.arms) > 1
+
     def assign(self, sequences: list[core.Sequence]) -> None:
         """Ask the router, and let the arms of those that it may be wrong about compete."""
         super().assign(sequences)
         arms = self.judge.arms
-        if len(arms) > 1:
+        if self.compares:
             for row in sequences:
                 if needs_expert(row) and row.draft and not row.reproducible:
                     self._contests[row.request_id] = Contest(row, arms)
@@ -153,8 +166,8 @@ class EvidenceSelector(BackgroundSelector):
                     due.append((contest, passage))
         # Those that were never compared go first, then those whose leader is least sure.
         due.sort(key=lambda pair: (pair[0].times > 0, max(pair[0].standings.weights.values())))
-        _wait(contest for contest, _ in due[MOST_ROWS:])
-        if chosen := due[:MOST_ROWS]:
+        _wait(contest for contest, _ in due[judge.most_rows :])
+        if chosen := due[: judge.most_rows]:
             contests = [contest for contest, _ in chosen]
             arms = arms_to_compare(contests, judge.arms, self._random, judge.ready)
             hits = judge.hits([passage for _, passage in chosen], arms)

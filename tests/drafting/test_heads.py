@@ -149,7 +149,7 @@ def test_whether_rows_are_joined_follows_from_what_products_take_here(
         clock[0] += 0.01 + a_row_more * (len(x) - 1)
         return product(x)
 
-    monkeypatch.setattr("moedraft.drafting.experts.joined_heads.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("moedraft.drafting.heads.joined_heads.time.perf_counter", lambda: clock[0])
     bank.heads.base = (bank.heads.base[0], timed)
     bank.measure(8)
     assert bank.heads.joined.worth == pytest.approx(0.8 if joined else 0.8 / 8)
@@ -176,7 +176,7 @@ def test_a_batch_that_failed_to_be_joined_is_joined_at_the_next(
     bank.publish("again", adapter_of(bank, 8, GENERAL))
     wanted = logits_of(base, bank, rows)
     for place in (
-        "moedraft.drafting.experts.joined_heads.Factors",
+        "moedraft.drafting.heads.joined_heads.Factors",
         "moedraft.drafting.experts.joined.Factors",
     ):
         bank.publish("again", adapter_of(bank, 8, GENERAL))

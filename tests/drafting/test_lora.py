@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from moedraft.core import SHARED, CorruptAdapter, SamplingParams, Sequence, UnsupportedModel
+from moedraft.cpu import groups
 from moedraft.cpu.groups import Grouped
 from moedraft.drafting.experts.adapter import PREFIX, Adapter
 from moedraft.drafting.experts.joined import RESIDENT, STEP, Factors, numbered, residents
@@ -186,6 +187,22 @@ def test_many_large_experts_in_a_small_batch_leave_it_to_the_shared_draft(
 
 def difference(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).abs().max())
+
+
+def test_experts_that_stay_joined_are_as_few_as_a_batch_could_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a small model on a CPU: others of former batches are read as well, at each step."""
+    bank = ExpertBank(random_model("llama", 1))
+    names = [f"expert {i}" for i in range(6)]
+    for name in names:
+        bank.publish(name, bank.read(1, {}, state(bank, sorted(bank.tail), rank=6)))
+    adapters = [bank.experts[name] for name in names]
+    most = next(n for n in range(6, 0, -1) if groups.light(adapters[:n]))
+    assert 2 < most < 6
+    for first in range(6 - 2):
+        bank.select(names[first : first + 3])
+        assert groups.light(bank.joined._adapters.values())
+        assert set(names[first : first + 3]) <= bank.joined._adapters.keys()
+    assert len(bank.joined._adapters) == most
 
 
 class OnAGpu(LanguageModel):

@@ -299,6 +299,7 @@ def test_a_row_of_nan_is_decoded_plainly_from_then_on(temperature: float) -> Non
     assert one.cache.layers[0].keys[1].any()
     one.observe(evidence_of(rows, drawn, [0, 0]))
     assert (sound.draft, broken.draft) == (True, False)
+    assert broken.draft_cached == 0
     assert not one.cache.layers[0].keys[1].any()  # nothing there can spoil the next row in that slot
     assert torch.equal(one.cache.layers[0].keys[0], kept)
 

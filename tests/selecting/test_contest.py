@@ -24,6 +24,8 @@ ARMS = [SHARED, "sql", "python", "french"]
 class Judged:
     """Says that one arm would have guessed every token, and the others none."""
 
+    most_rows, comparable = 4, True
+
     def __init__(self, best: str, arms: list[str] = ARMS) -> None:
         self.best, self.arms = best, arms
         self.asked: list[tuple[list[Passage], list[str]]] = []
@@ -97,6 +99,7 @@ def goes_on(one: core.Sequence, *tokens: int) -> None:
     """The row gets these tokens, after a draft of the model was verified."""
     one.token_ids += tokens
     one.speculation.num_drafts += 1
+    one.draft_cached = len(one.token_ids) - 1
 
 
 def test_the_prompt_alone_may_overrule_the_router(made: list[EvidenceSelector]) -> None:
@@ -574,6 +577,48 @@ def test_why_an_answer_was_not_compared_is_told(
     selector.settle(one)
     assert judge.asked == []
     assert why in one.uncompared
+
+
+@pytest.mark.parametrize("waited", [False, True])
+def test_that_a_draft_model_read_nothing_is_told(made: list[EvidenceSelector], waited: bool) -> None:
+    """Whether there was time or not: an independent draft reads a prompt when it first drafts for it."""
+
+    class Unread(Judged):
+        def known(self, row: core.Sequence, since: int, most: int) -> Passage:
+            return Passage(row, since, since)
+
+    one, selector = question(max_tokens=64), selector_of(made, Unread("french"), clock=Clock())
+    selector._balance = -1.0 if waited else 1.0
+    begun(selector, one)
+    goes_on(one, *[1] * 30)
+    one.draft_cached = one.speculation.num_drafts = 0
+    selector.settle()
+    selector.settle(one)
+    assert "has read nothing of it" in one.uncompared
+
+
+def test_arms_that_cannot_be_compared_leave_it_to_the_router(made: list[EvidenceSelector]) -> None:
+    class Apart(Judged):
+        comparable = False
+
+    one, selector = question(), selector_of(made, judge := Apart("french"))
+    begun(selector, one)
+    selector.settle()
+    selector.settle(one)
+    assert (one.expert, judge.asked, selector.compares) == ("sql", [], False)
+    assert one.standings == []
+
+
+def test_as_many_rows_are_compared_at_once_as_the_judge_takes(made: list[EvidenceSelector]) -> None:
+    class One(Judged):
+        most_rows = 1
+
+    rows = [question(slot) for slot in range(3)]
+    selector = selector_of(made, judge := One("french"))
+    begun(selector, *rows)
+    for count in (1, 2, 3):
+        selector.settle()
+        assert [len(passages) for passages, _ in judge.asked] == [1] * count
 
 
 def test_that_time_was_used_up_and_that_a_comparison_failed_is_told(made: list[EvidenceSelector]) -> None:

@@ -26,6 +26,9 @@ from moedraft.evidence import Passage
 class FeatureJudge:
     """Compares the experts of `bank` on what `drafter` has read, which keeps its last states."""
 
+    most_rows = 4  # all of them are compared in one pass
+    comparable = True
+
     def __init__(self, drafter: FeatureDrafter, bank: ExpertBank) -> None:
         assert drafter.states is not None, "the drafter must keep the states that it reads"
         self.drafter, self.bank, self.states = drafter, bank, drafter.states

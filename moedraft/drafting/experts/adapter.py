@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -27,6 +28,16 @@ class Adapter:
     vocabulary: torch.Tensor | None = (
         None  # int64, ascending: the tokens of its output rows; None: the base's
     )
+
+    @cached_property
+    def terms(self) -> int:
+        """How many numbers its low-rank factors are."""
+        return sum(a.numel() + b.numel() for a, b in self.deltas.values())
+
+    @cached_property
+    def merged(self) -> int:
+        """How many numbers the weights of the layers are that it adapts."""
+        return sum(len(b) * a.shape[1] for a, b in self.deltas.values())
 
 
 def opposite(adapter: Adapter) -> Adapter:

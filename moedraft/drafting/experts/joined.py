@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
@@ -53,8 +53,11 @@ class Factors:
 class JoinedExperts:
     """Joins the factors of the experts of a batch, and keeps them while batches have these experts."""
 
-    def __init__(self, layers: Mapping[str, LoRALinear]) -> None:
-        self.layers = layers
+    def __init__(
+        self, layers: Mapping[str, LoRALinear], light: Callable[[Collection[Adapter]], bool] | None = None
+    ) -> None:
+        """light: which experts may stay joined together, beside the limit of RESIDENT."""
+        self.layers, self.light = layers, light
         self._adapters: dict[str, Adapter] = {}  # whose factors are joined, the one used last at the end
         self._numbers: dict[str, int] = {}
         self._factors: dict[str, Factors] = {}  # by layer
@@ -79,6 +82,8 @@ class JoinedExperts:
 
     def _join(self, present: Mapping[str, Adapter]) -> None:
         adapters = residents(self._adapters, present)
+        while self.light and len(adapters) > len(present) and not self.light(adapters.values()):
+            del adapters[next(iter(adapters))]  # the one that was not used for longest
         numbers = numbered(adapters)
         factors = {}
         for name, layer in self.layers.items():

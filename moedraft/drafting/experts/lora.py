@@ -18,12 +18,12 @@ from moedraft.core import SHARED, CorruptAdapter
 from moedraft.cpu import groups
 from moedraft.cpu.products import Product, halves
 from moedraft.drafting.experts.adapter import HEAD, Adapter, opposite, read_adapter
-from moedraft.drafting.experts.heads import ExpertHeads
 from moedraft.drafting.experts.joined import JoinedExperts
-from moedraft.drafting.experts.joined_heads import CommonRows
 from moedraft.drafting.experts.layer import LoRALinear, Multiplies
 from moedraft.drafting.experts.merged import MergedExperts, Products
 from moedraft.drafting.experts.modules import AdaptableBase, adaptable, keeps_cache
+from moedraft.drafting.heads.expert_heads import ExpertHeads
+from moedraft.drafting.heads.joined_heads import CommonRows
 from moedraft.feature.model import FeatureDraft
 
 
@@ -63,8 +63,8 @@ class ExpertBank:
                 fuse.product = fuse.with_weight(fuse.base_weight())
                 draft.hf.fc = fuse  # type: ignore[assignment]
         self.merged = MergedExperts(budget, copies, self.body)
-        self.joined = JoinedExperts(self.body)
         self.grouped = small and self.heads is None  # a mixed batch of few goes expert by expert
+        self.joined = JoinedExperts(self.body, groups.light if self.grouped else None)
         self.selected: tuple[str, ...] | None = None
         self._exact = False
         self._bases: Products = {}  # the base's own weights, where they have a faster layout
@@ -222,7 +222,7 @@ class ExpertBank:
 
         The shared draft serves where the batch holds so many experts that their drafts cost too much.
         """
-        present = [self.experts[name].deltas for name in {*rows} if name in self.experts]
+        present = [self.experts[name] for name in {*rows} if name in self.experts]
         many = self.grouped and groups.too_many(present)
         return [SHARED] * len(rows) if many and self.shares_cache else rows
 
@@ -238,7 +238,7 @@ class ExpertBank:
         plain = self._bases if bare else self.common
         names = [] if bare else sorted({name for name in rows if name in self.experts})
         present = {name: self.experts[name] for name in names}
-        grouped = self.grouped and not groups.joins([one.deltas for one in present.values()])
+        grouped = self.grouped and not groups.joins(present.values())
         merge = exact or grouped or ({*rows} == {*present} and len(present) == 1)
         merge_now = self.merged.needed if exact else self.merged.of
         merged = merge_now(present, self._merge) if present and merge else None

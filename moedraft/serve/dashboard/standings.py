@@ -42,7 +42,10 @@ def shown(found: RequestOutput) -> Markup:
     )
     text = tag("p", found.text[:MOST_SHOWN], class_="hint")
     if not found.standings:
-        never = "They are where there are trained experts and the setting selector is evidence."
+        never = (
+            "They are where there are trained experts and the setting selector is evidence; those of an "
+            "independent draft model must be of the scope tail."
+        )
         return join([head, text, notice("The drafts were not compared", found.uncompared or never)])
     return join([head, text, _table(found.standings)])
 

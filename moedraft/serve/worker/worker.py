@@ -220,7 +220,7 @@ class Worker:
     def compares(self) -> bool:
         """Whether drafts can be compared, so that evidence may overrule the router."""
         selector = self.system.engine.selector
-        return isinstance(selector, EvidenceSelector) and len(selector.judge.arms) > 1
+        return isinstance(selector, EvidenceSelector) and selector.compares
 
     def abort_all(self) -> None:
         """End all requests between two steps."""

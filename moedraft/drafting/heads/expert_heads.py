@@ -17,9 +17,9 @@ import torch
 from moedraft.core import SHARED
 from moedraft.cpu.products import Product
 from moedraft.drafting.experts.adapter import HEAD, Adapter
-from moedraft.drafting.experts.joined_heads import CommonRows, JoinedHeads
 from moedraft.drafting.experts.layer import LoRALinear, Multiplies
 from moedraft.drafting.experts.merged import MergedExperts
+from moedraft.drafting.heads.joined_heads import CommonRows, JoinedHeads
 from moedraft.feature.model import FeatureDraft
 from moedraft.feature.vocabulary import checked, rows_for
 
