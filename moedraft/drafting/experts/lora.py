@@ -2,8 +2,8 @@
 
 Each adapted linear layer multiplies by W, the base's weight with the shared adapter merged in; rows without
 an expert use W alone. For the experts of a batch there are three ways: weights merged for a single expert
-and kept (`merged`), the low-rank terms of all experts beside one product (`joined`), and, for a small
-draft on a CPU, one product for each expert (`moedraft.cpu.groups`).
+and kept (`merged`), the low-rank terms of all experts beside one product (`joined`), and, for a batch of few
+or large experts of a small draft on a CPU, one product for each expert (`moedraft.cpu.groups`).
 """
 
 from __future__ import annotations
