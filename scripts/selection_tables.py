@@ -152,3 +152,19 @@ def routers(found: dict[str, Any]) -> str:
         f"{domains} domains, {settings['examples']} examples and {settings['heldout']} unseen prompts of each"
     )
     return f"{table(head, rows)}\n\n{each}. {'; '.join(costs)}."
+
+
+def draft_mix(found: dict[str, Any]) -> str:
+    """A draft step of an independent draft by the experts' rank, and how a mixed batch is multiplied."""
+    head = ["rank", "shared draft", "one expert"]
+    mixed = [(way, batch) for way in ("merged", "joined") for batch in ("two", "four", "eight")]
+    rows = [
+        [rank, *(f"{ways['merged'][batch]:.1f}" for batch in ("shared", "one"))]
+        + [f"{ways[way][batch]:.1f}" for way, batch in mixed]
+        for rank, ways in found["draft_step_ms"].items()
+    ]
+    note = (
+        f"{found['parameters'] / 1e6:.1f} M weights, {found['threads']} thread(s), eight rows; a step of the "
+        f"target takes {found['target_step_ms']:.1f} ms."
+    )
+    return f"{table([*head, *(f'{batch}, {way}' for way, batch in mixed)], rows)}\n\n{note}"
