@@ -16,7 +16,8 @@ def selection(found: dict[str, Any]) -> str:
         parts = [part[way]["times_oracle"] for way in WAYS]
         shown = [f"{100 * value:.1f} % ({100 * low:.1f} to {100 * high:.1f})" for value, low, high in parts]
         oracle = f"{part['oracle']['tokens_per_step'][0]:.2f}"
-        recovered = "nothing lost" if part["recovered"] is None else f"{part['recovered']:.0%}"
+        lost = part["recovered"] is not None and part["permuted classifier"]["times_oracle"][2] < 1
+        recovered = f"{part['recovered']:.0%}" if lost else "hardly anything lost"
         rows.append([kind, str(part["prompts"]), oracle, *shown, recovered])
     head = ["prompts", "number", "oracle, tokens per step", *WAYS, "recovered of a permuted prior's loss"]
     costs = [
