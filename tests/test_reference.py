@@ -228,9 +228,10 @@ def test_a_wrong_name_in_the_architecture_is_found() -> None:
 def test_the_selection_table_shows_what_was_measured() -> None:
     tables = load_script("selection_tables")
     way = {"tokens_per_step": [2.0, 1.9, 2.1], "times_oracle": [0.987, 0.97, 1.01]}
-    kind = dict.fromkeys(("oracle", *tables.WAYS), way) | {"recovered": 0.834, "prompts": 90}
+    worse = {"permuted classifier": way | {"times_oracle": [0.8, 0.7, 0.9]}}
+    kind = dict.fromkeys(("oracle", *tables.WAYS), way) | worse | {"recovered": 0.834, "prompts": 90}
     cost = {"share_of_time": {"evidence": 0.021}, "evidence / classifier": [1.012, 0.99, 1.03]}
-    kinds = {"as is": kind, "typos": kind | {"recovered": None}}
+    kinds = {"as is": kind, "typos": kind | {"recovered": None}, "noise": kind | {"permuted classifier": way}}
     shown = tables.selection({"tokens per step": kinds, "cost": {"batch 1": cost}})
     assert "| as is | 90 | 2.00 | 98.7 % (97.0 to 101.0) |" in shown
     assert "| 83% |" in shown
