@@ -246,6 +246,7 @@ SOURCES = {
     "made_good": ("streams.json", selection_tables.made_good),
     "own_tokens": ("smollm2/own_tokens.json", expert_tables.own_tokens),
     "mix": ("mix.json", selection_tables.mix),
+    "mix_avx2": ("mix_avx2.json", selection_tables.mix),
     "draft_mix": ("draft_mix.json", selection_tables.draft_mix),
     "features": ("features.json", feature_tables.features),
     "step": ("step.json", step_tables.step),
