@@ -243,6 +243,7 @@ SOURCES = {
     "selection": ("selection.json", selection_tables.selection),
     "selection_mini": ("selection_mini.json", selection_tables.selection),
     "streams": ("streams.json", selection_tables.streams),
+    "streams_avx2": ("streams_avx2.json", selection_tables.streams),
     "made_good": ("streams.json", selection_tables.made_good),
     "own_tokens": ("smollm2/own_tokens.json", expert_tables.own_tokens),
     "mix": ("mix.json", selection_tables.mix),
