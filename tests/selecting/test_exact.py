@@ -191,7 +191,9 @@ def of_model() -> tuple[ExpertDrafter, ArmJudge]:
     bank = ExpertBank(draft)
     publish_random(bank, dict.fromkeys("abc"))
     drafter = ModelDrafter(draft, bank, 32, VOCABULARY)
-    return drafter, ModelJudge(drafter, bank)
+    judge = ModelJudge(drafter, bank, clock=lambda: 0.0)
+    judge.most_rows = 32  # all rows are compared between any two steps, so that many change hands
+    return drafter, judge
 
 
 def sampled(
