@@ -16,10 +16,7 @@ from typing import Any
 
 from moedraft.core import RequestOutput, SamplingParams
 from moedraft.core import Sequence as Row
-from moedraft.drafting.arms.feature_judge import FeatureJudge
-from moedraft.drafting.arms.model_judge import ModelJudge
-from moedraft.drafting.feature import FeatureDrafter
-from moedraft.drafting.model import ModelDrafter
+from moedraft.drafting.arms import judges
 from moedraft.routing.router import Route, Router
 from moedraft.routing.selector import BackgroundSelector
 from moedraft.selecting.selector import ArmJudge, EvidenceSelector
@@ -176,11 +173,9 @@ def options(doc: str) -> argparse.ArgumentParser:
 
 def judge_of(system: System) -> ArmJudge:
     """What compares the experts of the home."""
-    drafter = system.engine.chooser.model
-    if isinstance(drafter, FeatureDrafter):
-        return FeatureJudge(drafter, system.bank)
-    assert isinstance(drafter, ModelDrafter), "only drafters with experts can be compared"
-    return ModelJudge(drafter, system.bank)
+    judge = judges.judge_of(system.engine.chooser.model, system.bank)
+    assert judge is not None, "only drafters with experts can be compared"
+    return judge
 
 
 def begun(settings: dict[str, str], file: Path, part: str) -> dict[str, Any]:

@@ -33,7 +33,7 @@ ROOMS = {
     "distill/single": (3, 460),
     "distill/judging": (10, 1400),
     "drafting": (12, 1750),
-    "drafting/arms": (3, 260),
+    "drafting/arms": (4, 280),
     "drafting/experts": (7, 780),
     "drafting/heads": (3, 320),
     "drafting/lengths": (4, 550),

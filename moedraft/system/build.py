@@ -15,12 +15,10 @@ import numpy as np
 
 from moedraft.config import Settings, check_home, load_settings
 from moedraft.cpu.threads import set_threads
-from moedraft.drafting.arms.feature_judge import FeatureJudge
-from moedraft.drafting.arms.model_judge import ModelJudge
+from moedraft.drafting.arms.judges import judge_of
 from moedraft.drafting.base import DraftBase, drafter_of, load_base
 from moedraft.drafting.drafter import ExpertDrafter
 from moedraft.drafting.experts.lora import ExpertBank
-from moedraft.drafting.feature import FeatureDrafter
 from moedraft.drafting.glances import glances_of
 from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine
@@ -203,15 +201,14 @@ def selector_of(
     """The selector, which decides who drafts. Experts that share keys and values can be compared."""
     if settings.selector == "fixed":
         return UnaskedSelector(router)
-    if settings.draft_source == "lookup":  # no expert drafts, so it only matters whom a record teaches
+    # Where lookup alone drafts, it only matters whom a record teaches.
+    if settings.selector == "classifier" or settings.draft_source == "lookup":
         return BackgroundSelector(router)
-    if settings.selector == "classifier":
-        return BackgroundSelector(router)
-    if isinstance(drafter, FeatureDrafter):
-        return EvidenceSelector(router, FeatureJudge(drafter, bank))
-    if isinstance(drafter, ModelDrafter) and settings.adapter_scope == "tail":
-        return EvidenceSelector(router, ModelJudge(drafter, bank))
-    if "selector" in settings.model_fields_set:
+    apart = settings.adapter_scope == "full" and isinstance(drafter, ModelDrafter)
+    judge = None if apart else judge_of(drafter, bank)
+    if judge is not None:
+        return EvidenceSelector(router, judge)
+    if apart and "selector" in settings.model_fields_set:
         log.warning(UNCOMPARED)
     return BackgroundSelector(router)
 

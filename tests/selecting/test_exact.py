@@ -24,6 +24,7 @@ from moedraft.engine.engine import Engine
 from moedraft.evidence import Evidence, Proposal, Rows
 from moedraft.feature.config import config_for
 from moedraft.feature.model import FeatureDraft
+from moedraft.models import LanguageModel
 from moedraft.routing.router import Route
 from moedraft.selecting import contest
 from moedraft.selecting.selector import ArmJudge, EvidenceSelector
@@ -82,17 +83,7 @@ def test_greedy_answers_are_the_targets_own(tmp_path: Path, kind: str, options: 
     base = base_of(target, tmp_path / "draft")
     bank = bank_of(base)
     drafter = FeatureDrafter(base.hf, bank, 4, target.vocab_size, states=ReadStates())
-    selector = Noted(FeatureJudge(drafter, bank))
-    engine = Engine(
-        target, NumberTokenizer(), drafter, selector, learners=[selector], max_batch_size=4, **options
-    )  # type: ignore[arg-type]
-    prompts, params = [[5], *prompts_of(9, seed=3)], SamplingParams(max_tokens=40)
-    found = engine.generate(prompts, params)
-    assert [one.token_ids for one in found] == [generated(kind, tuple(prompt), 40) for prompt in prompts]
-    assert selector.comparisons > 3
-    if options.get("adaptive_budget") is False:
-        assert selector.switched >= 3
-    selector.close()
+    answers_as_transformers(kind, target, drafter, FeatureJudge(drafter, bank), options)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt_neox", "gpt2"])
@@ -102,7 +93,15 @@ def test_greedy_answers_beside_an_independent_draft(kind: str, options: dict[str
     target, draft = target_of(kind), target_of(kind)
     bank = ExpertBank(draft)
     publish_random(bank, dict.fromkeys("abc"), scale=0.15)
-    selector = Noted(ModelJudge(drafter := ModelDrafter(draft, bank, 4, target.vocab_size), bank))
+    drafter = ModelDrafter(draft, bank, 4, target.vocab_size)
+    answers_as_transformers(kind, target, drafter, ModelJudge(drafter, bank), options)
+
+
+def answers_as_transformers(
+    kind: str, target: LanguageModel, drafter: ExpertDrafter, judge: ArmJudge, options: dict[str, object]
+) -> None:
+    """The engine's answers are those of `generate`, while evidence exchanges who drafts."""
+    selector = Noted(judge)
     engine = Engine(
         target, NumberTokenizer(), drafter, selector, learners=[selector], max_batch_size=4, **options
     )  # type: ignore[arg-type]
@@ -110,7 +109,7 @@ def test_greedy_answers_beside_an_independent_draft(kind: str, options: dict[str
     found = engine.generate(prompts, params)
     assert [one.token_ids for one in found] == [generated(kind, tuple(prompt), 40) for prompt in prompts]
     assert selector.comparisons > 3
-    if options:
+    if options.get("adaptive_budget") is False:
         assert selector.switched >= 3
     selector.close()
 
