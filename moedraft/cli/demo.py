@@ -115,7 +115,7 @@ def _show_paths(paths: dict[str, Path], settings: Settings, seconds: float) -> N
     """Print where picture, report and home are, and the command to try next."""
     lines = {**{name: str(path) for name, path in paths.items()}, "home": str(settings.home)}
     lines["took"] = f"{seconds:.0f} s"
-    lines["next"] = f"moedraft bench --target {settings.target} --home {settings.home}"
+    lines["next"] = f"moedraft bench --target {settings.target} --home {settings.home} --limit 8 --rounds 1"
     for name, line in lines.items():
         print(f"{name + ':':<10}{line}")
 
