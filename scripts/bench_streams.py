@@ -29,6 +29,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -128,6 +129,12 @@ def answered(
     return found
 
 
+def quarters(counts: Counts) -> list[Counts]:
+    """The first quarter of the prompts, in the order in which they came, to the last one."""
+    ends = [len(counts) * i // 4 for i in range(5)]
+    return [counts[first:end] for first, end in pairwise(ends) if end > first]
+
+
 class Alone:
     """What every arm gives that drafts all answers alone; the same prompts are answered once."""
 
@@ -187,6 +194,7 @@ def measured(
                 "times_best_fixed": rounded(quotient(each, best)),
                 "times_owner": rounded(quotient(each, counts["owner"])) if "owner" in counts else None,
                 "times_classifier": rounded(quotient(each, counts["classifier"])),
+                "quarters": [round(ratio(part).value, 4) for part in quarters(each)],
             }
             for name, each in counts.items()
         },

@@ -71,6 +71,25 @@ def made_good(found: dict[str, Any]) -> str:
     return table(["arms", "made good as served", "with unlimited time"], rows) + _threshold(streams)
 
 
+def quarters(found: dict[str, Any]) -> str:
+    """As `made_good`, by quarter of the requests: how what evidence wins back grows with those that ended."""
+    rows = []
+    for name in [name for name in found["streams"] if name.startswith("permuted")]:
+        ways = found["streams"][name]["ways"]
+        for way, title in (("evidence as served", "as served"), ("evidence", "unlimited time")):
+            lost = [right - wrong for right, wrong in _pairs(ways, "owner", "classifier")]
+            back = [won - wrong for won, wrong in _pairs(ways, way, "classifier")]
+            shares = [f"{one / most:.0%}" for one, most in zip(back, lost, strict=True)]
+            rows.append([arms_of(name, found["settings"]), title, *shares])
+    rows.sort(key=lambda row: (int(row[0]), row[1]))
+    return table(["arms", "comparing", "first quarter", "second", "third", "last"], rows)
+
+
+def _pairs(ways: dict[str, Any], one: str, other: str) -> list[tuple[float, float]]:
+    """Tokens per step of two ways, by quarter of the requests."""
+    return [*zip(ways[one]["quarters"], ways[other]["quarters"], strict=True)]
+
+
 def _threshold(streams: dict[str, Any]) -> str:
     """From which probability on a domain's expert should draft, by what right and wrong experts are worth."""
     plain, wrong = (streams.get(name, {}).get("ways", {}) for name in ("labelled", "permuted"))

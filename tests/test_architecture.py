@@ -47,6 +47,7 @@ ROOMS = {
     "moedraft": (15, 2200),  # the files that lie in no folder
     "routing": (11, 1850),
     "selecting": (4, 600),
+    "selecting/prior": (2, 120),
     "serve": (3, 350),
     "serve/auth": (5, 450),
     "serve/dashboard": (15, 2450),

@@ -122,6 +122,7 @@ class BertRouter(Router):
         tuned = self._trained({name: spread(examples[name]) for name in sorted(examples)})
         self._save_tuned(tuned, digest_of(examples))
         self._tuned, self._fitted_on, self._seen = tuned, digest_of(examples), self._stamp()
+        self.fits += 1
 
     def probabilities(self, texts: Sequence[str]) -> tuple[tuple[str, ...], Floats]:
         tuned = self._tuned  # another thread may fit a new one meanwhile
@@ -135,6 +136,7 @@ class BertRouter(Router):
         tensors, metadata = read_tensors(self.folder / BERT_FILE) or ({}, {})
         ours = all(metadata.get(key) == value for key, value in self._origin().items())
         self._tuned = _unpacked(tensors, metadata) if ours else None
+        self.fits += 1
         self._fitted_on = metadata.get("examples", "") if self._tuned else ""
 
     # -- training --------------------------------------------------------------------------------

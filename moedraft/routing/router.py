@@ -77,6 +77,7 @@ class Router:
 
     learns_from_traffic = True
     file = ROUTER_FILE  # in the folder
+    fits = 0  # how often what it routes by was exchanged
 
     def __init__(
         self, embedder: TextEmbedder, folder: Path, threshold: float = 0.35, *, first_stage: bool = True
@@ -188,6 +189,7 @@ class Router:
         model = TwoStage.unpack(tensors, metadata) if ours else None
         self._fitted_on = metadata.get("examples", "") if model else ""
         self._model = self._deciding(model)  # one assignment: other threads read `domains` meanwhile
+        self.fits += 1
 
     def reload(self) -> None:
         """As `load_or_empty`, where the file is not the one that was read or written last."""
@@ -206,6 +208,7 @@ class Router:
         self._save(model, digest)
         self._seen = self._stamp()
         self._model, self._fitted_on = self._deciding(model), digest
+        self.fits += 1
 
     def _deciding(self, model: TwoStage | None) -> TwoStage | None:
         return model.deciding(self.threshold) if model and self.first_stage else model

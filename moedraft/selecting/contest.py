@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from moedraft import core
 from moedraft.core import SHARED
 from moedraft.evidence import Passage
+from moedraft.selecting.prior.confusion import Confusion
 from moedraft.selecting.standings import Standings
 from moedraft.speculation import Standing
 
@@ -56,6 +57,7 @@ class Contest:
         self.compared = 0  # entries of the drafter's cache that were compared or passed over
         self.times = 0
         self.believed = False  # whether the router has said something
+        self.shares: dict[str, float] = {}  # what it has said, by arm
         self.calm = 0  # comparisons in a row that were calm; see CALM
         self.waited = False  # whether there was no time for it once
         self.refused = 0  # guesses that the target had refused by the last comparison
@@ -86,8 +88,11 @@ class Contest:
         enough = self.at_prompt or refused >= REFUSALS[min(self.calm, len(REFUSALS) - 1)]
         return enough or passage.end - max(self.compared, row.num_prompt_tokens) >= LONGEST_GAP
 
-    def believe(self, prior: Mapping[str, float]) -> None:
-        """Take in the router's answer: the probability of each domain, and of none of them."""
+    def believe(self, prior: Mapping[str, float], confusion: Confusion) -> None:
+        """Take in the router's answer: the probability of each domain, and of none of them.
+
+        confusion: what such answers have turned out to be worth.
+        """
         shares = dict.fromkeys(self.standings.arms, 0.0)
         for name, probability in prior.items():  # the shared draft drafts where no expert was trained
             shares[name if name in shares else SHARED] += probability
@@ -98,7 +103,10 @@ class Contest:
             shares[SHARED] = min(shares[SHARED], shares[chosen] / 2)
         self.believed = True
         self.row.unlearned = self.row.routed not in (None, *self.standings.arms)
-        self.standings.believe(shares)
+        total = sum(shares.values())
+        if total > 0:
+            self.shares = {arm: share / total for arm, share in shares.items()}
+            self.standings.believe(confusion.corrected(self.shares))
         self._choose()
 
     def keep(self, arms: Collection[str]) -> None:
@@ -152,6 +160,19 @@ class Contest:
         if self.times and not self.row.unlearned:
             self.row.weights = _kept(self.standings.weights)
             self.row.heard = _kept(self.heard.among(self.looked_at)) if len(self.looked_at) > 1 else {}
+
+    def tell(self, confusion: Confusion) -> None:
+        """Let the router's next answers be corrected by what this answer has shown, once it has ended.
+
+        Where few of the guesses were refused, nobody guesses better than whoever drafted. A domain without a
+        trained expert says nothing of the router, and requests that are not counted leave no trace here.
+        """
+        if self.row.unlearned or not self.shares or not self.row.counted:
+            return
+        if self.times:
+            confusion.learn(self.shares, self.heard.weights)
+        elif self._why_not() == SURE and self.row.expert in self.shares:
+            confusion.learn(self.shares, {self.row.expert: 1.0})
 
     def _why_not(self) -> str:
         row = self.row

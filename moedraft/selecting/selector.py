@@ -23,6 +23,7 @@ from moedraft.evidence import Passage
 from moedraft.routing.router import Router
 from moedraft.routing.selector import BackgroundSelector, needs_expert
 from moedraft.selecting.contest import FAILED, Contest, arms_to_compare
+from moedraft.selecting.prior.confusion import Confusion
 
 TIME_SHARE = 0.03  # share of the time that comparing may take on average, where it often changes who drafts
 LEAST_PART = 0.25  # of it, where it changes nothing
@@ -81,6 +82,8 @@ class EvidenceSelector(BackgroundSelector):
         self.time_share = time_share
         self.comparisons = 0  # of rows, since the start
         self.failures = 0  # comparisons that failed
+        self.confusion = Confusion()  # of the router, for as long as it is not fitted anew
+        self._fits = router.fits
         self._clock = clock
         self._settled_at = clock()
         self._balance = SAVED  # seconds that comparing may take now
@@ -107,7 +110,7 @@ class EvidenceSelector(BackgroundSelector):
         before = {name: contest.row.expert for name, contest in self._contests.items()}
         for row in (routed := super().settle(ending)):
             if contest := self._contests.get(row.request_id):
-                contest.believe(row.prior)
+                contest.believe(row.prior, self._confusion_now())
         if self._contests:
             arms = self.judge.arms
             for contest in self._contests.values():
@@ -116,6 +119,7 @@ class EvidenceSelector(BackgroundSelector):
             self._compare()
         elif contest := self._contests.get(ending.request_id):
             contest.end()
+            contest.tell(self._confusion_now())
         changed = [
             contest.row for name, contest in self._contests.items() if contest.row.expert != before[name]
         ]
@@ -126,6 +130,12 @@ class EvidenceSelector(BackgroundSelector):
         }
         known = set(map(id, changed))
         return changed + [row for row in routed if id(row) not in known]
+
+    def _confusion_now(self) -> Confusion:
+        if self.router.fits != self._fits:
+            self._fits = self.router.fits
+            self.confusion.restart()
+        return self.confusion
 
     def _compare(self) -> None:
         """Compare the arms of the rows that are due, if the time balance allows it. Never raises."""

@@ -88,6 +88,7 @@ def test_all_streams_are_measured(system: System, data: Path, monkeypatch: pytes
         assert (part["sent_right"] is None) == (name == "two in a prompt")
         assert ways["best fixed"]["times_best_fixed"][0] == 1
         assert ways["shared"]["times_best_fixed"][0] <= 1
+        assert all(len(way["quarters"]) == min(4, part["prompts"]) for way in ways.values())
     assert found["labelled"]["ways"]["shared"] == found["permuted"]["ways"]["shared"]
     assert load_script("selection_tables").streams({"streams": found}).count("\n") == len(found) + 1
 
@@ -145,3 +146,19 @@ def test_mixed_batches_and_many_experts_are_timed(
     assert found["registered"]["bytes"]["8"] > found["registered"]["bytes"]["own"] > 0
     assert SHARED not in system.bank.experts
     assert "a batch of 4 with 3 experts" in load_script("selection_tables").mix(found)
+
+
+def test_what_is_won_back_is_told_by_quarter_of_the_requests() -> None:
+    def way(*quarters: float) -> dict[str, Any]:
+        return {"quarters": list(quarters), "tokens_per_step": [sum(quarters) / 4, 0, 0]}
+
+    ways = {
+        "classifier": way(1.0, 1.0, 1.0, 1.5),
+        "owner": way(2.0, 2.0, 2.0, 2.5),
+        "evidence": way(1.5, 2.0, 2.0, 2.5),
+        "evidence as served": way(1.25, 1.5, 1.75, 2.5),
+    }
+    found = {"settings": {"domains": "a,b"}, "streams": {"permuted": {"ways": ways}}}
+    told = load_script("selection_tables").quarters(found)
+    assert "| 3 | as served | 25% | 50% | 75% | 100% |" in told
+    assert "| 3 | unlimited time | 50% | 100% | 100% | 100% |" in told

@@ -14,6 +14,7 @@ from moedraft.core import SHARED
 from moedraft.evidence import Passage
 from moedraft.routing.router import Route
 from moedraft.selecting.contest import ALL_ARMS, NEAR_ARMS, Contest, arms_to_compare
+from moedraft.selecting.prior.confusion import Confusion
 from moedraft.selecting.selector import LEAST_PART, SAVED, TIME_SHARE, EvidenceSelector
 
 from rounds import row
@@ -45,6 +46,8 @@ class Judged:
 
 class Answering:
     """A router that always says the same."""
+
+    fits = 0
 
     def __init__(self, route: Route) -> None:
         self.answer = route
@@ -337,7 +340,7 @@ def test_an_answer_of_the_router_that_comes_late_counts(made: list[EvidenceSelec
     contest.learn({"sql": [0.0] * 8, "french": [1.0] * 8, "python": [0.0] * 8, SHARED: [0.0] * 8}, 8)
     assert one.expert == "french"
     one.expert = "sql"  # as the router has set it now
-    contest.believe(SQL.probabilities)
+    contest.believe(SQL.probabilities, Confusion())
     assert one.expert == "french"
     assert judge.asked == []
 
@@ -649,3 +652,92 @@ def test_what_was_compared_has_no_reason_why_not(made: list[EvidenceSelector]) -
     selector.settle(one)
     assert one.standings
     assert one.uncompared == ""
+
+
+def answered(
+    selector: EvidenceSelector, judge: Judged, refusals: int = 16, **options: object
+) -> core.Sequence:
+    """A request whose answer was compared while it went on, and has ended."""
+    one = question(max_tokens=500, **options)
+    begun(selector, one)
+    selector.settle()
+    for _ in range(4):
+        goes_on(one, *[1] * 6)
+        one.rejected += range(refusals)
+        selector.settle()
+    selector.settle(one)
+    return one
+
+
+SURE_SQL = Route("sql", 0.99, {"sql": 0.99, "python": 0.005, "french": 0.005, SHARED: 0.0})
+
+
+def test_a_router_that_was_wrong_before_is_corrected_before_the_first_token(
+    made: list[EvidenceSelector],
+) -> None:
+    judge = Judged("french")
+    selector = selector_of(made, judge, SURE_SQL, time_share=None)
+    begins = []
+    for _ in range(6):
+        one = question(tokens=2)
+        begun(selector, one)
+        selector.settle()
+        begins.append(one.expert)
+        selector.settle(one)
+        answered(selector, judge)
+    assert begins[0] == "sql"
+    assert begins[-1] == "french"
+    assert (one.routed, one.overruled) == ("sql", True)
+
+
+def test_a_router_that_is_fitted_anew_is_believed_again(made: list[EvidenceSelector]) -> None:
+    judge = Judged("french")
+    selector = selector_of(made, judge, SURE_SQL, time_share=None)
+    for _ in range(6):
+        answered(selector, judge)
+    selector.router.fits += 1
+    one = question(tokens=2)
+    begun(selector, one)
+    selector.settle()
+    assert one.expert == "sql"
+
+
+def test_a_router_whose_expert_is_seldom_refused_stays_believed(made: list[EvidenceSelector]) -> None:
+    judge = Judged("sql")
+    selector = selector_of(made, judge, SURE_SQL)
+    for _ in range(20):
+        answered(selector, judge, refusals=0)
+    assert judge.asked == []  # the prompt neither: the router stays sure
+    assert selector.confusion.corrected(SURE_SQL.probabilities)["sql"] > 0.98
+
+
+def test_who_may_not_depend_on_other_answers_keeps_the_choice_of_the_router(
+    made: list[EvidenceSelector],
+) -> None:
+    judge = Judged("french")
+    selector = selector_of(made, judge, SURE_SQL, time_share=None)
+    for _ in range(6):
+        answered(selector, judge)
+    one = question(seed=1, temperature=1.0)
+    assert one.reproducible
+    begun(selector, one)
+    selector.settle()
+    assert one.expert == "sql"
+
+
+def test_a_domain_that_never_learned_says_nothing_of_the_router(made: list[EvidenceSelector]) -> None:
+    route = Route("maths", 0.99, {"maths": 0.99, "sql": 0.01, SHARED: 0.0})
+    judge = Judged("french")
+    selector = selector_of(made, judge, route, time_share=None)
+    for _ in range(6):
+        answered(selector, judge)
+    assert selector.confusion.arms in ([], ARMS)
+    assert selector.confusion.corrected({**dict.fromkeys(ARMS, 0.0), SHARED: 1.0})[SHARED] == 1.0
+
+
+def test_requests_that_are_not_counted_leave_no_trace(made: list[EvidenceSelector]) -> None:
+    judge = Judged("french")
+    selector = selector_of(made, judge, SURE_SQL, time_share=None)
+    for _ in range(6):
+        answered(selector, judge, counted=False)
+    assert selector.confusion.corrected({**dict.fromkeys(ARMS, 0.0), "sql": 1.0})["sql"] == 1.0

@@ -33,6 +33,7 @@ from moedraft.core import (
 )
 from moedraft.learning_state import LearningKind, LearningState, waiting
 from moedraft.routing.router import Route
+from moedraft.selecting.prior.confusion import Mistake
 from moedraft.serve.auth.access import Authority, Guard
 from moedraft.serve.auth.keyring import Keyring
 from moedraft.serve.auth.login import login_router
@@ -84,6 +85,7 @@ class FakeWorker:
     now: Snapshot = SERVING
     asked: list[str] = field(default_factory=list)
     compares: bool = True
+    mistakes: list[Mistake] = field(default_factory=list)
 
     @property
     def search(self) -> FakeWorker:

@@ -45,10 +45,11 @@ from moedraft.insight.tables.spans import SPANS
 from moedraft.insight.tables.table import Column, Table
 from moedraft.insight.views import RouterView
 from moedraft.learning_state import LearningKind, LearningState, paused, waiting
+from moedraft.selecting.prior.confusion import Mistake
 from moedraft.serve.dashboard import markup
 from moedraft.serve.dashboard.overview import MOST_CHARTS
 from moedraft.serve.dashboard.pages import SCRIPT
-from moedraft.serve.dashboard.router import _strip
+from moedraft.serve.dashboard.router import _mistake, _strip
 from moedraft.serve.dashboard.standings import shown
 from moedraft.serve.dashboard.suggestions import groups_of, merges_of
 from moedraft.serve.dashboard.words import COVERAGE, FIRST_GUESS
@@ -420,6 +421,14 @@ def test_nothing_is_overruled_where_nothing_is_compared(overruled: int, compares
     view = RouterView(20, 0, overruled, None, (), (), empty, empty, empty)
     [value] = re.findall(r'data-figure="overruled"[^>]*>([^<]*)<', _strip(view, compares))
     assert value.replace("\u202f", " ") == text
+
+
+def test_what_the_router_takes_for_what_is_told() -> None:
+    told = unescape(_mistake(Mistake("sql", SHARED, 0.75)))
+    assert "often wrong when it takes a prompt for sql" in told
+    assert "the shared draft guesses 75" in told
+    assert "for none of the domains" in unescape(_mistake(Mistake(SHARED, "python", 0.6)))
+    assert HOSTILE not in _mistake(Mistake(HOSTILE, HOSTILE, 0.6))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from nicegui import events, ui
 from moedraft.core import SHARED
 from moedraft.insight.views import RouterView, gained
 from moedraft.routing.router import Route
+from moedraft.selecting.prior.confusion import Mistake
 from moedraft.serve.dashboard import charts
 from moedraft.serve.dashboard.looking import Look
 from moedraft.serve.dashboard.markup import Markup, figure, figures, join, notice, share, short, tag
@@ -113,7 +114,7 @@ def _build(look: Look) -> Callable[[RouterView], None]:
 
     def update(view: RouterView) -> None:
         top.show(_strip(view, look.at.worker.compares))
-        advice.show(_advice(view))
+        advice.show(join([_advice(view), *map(_mistake, look.at.worker.mistakes)]))
         panels.show(view)
 
     return update
@@ -155,6 +156,17 @@ def _advice(view: RouterView) -> Markup:
         )
         return notice("Unknown traffic", text, "busy", command)
     return Markup()
+
+
+def _mistake(one: Mistake) -> Markup:
+    said = "for none of the domains" if one.said == SHARED else f"for {one.said}"
+    best = "the shared draft" if one.best == SHARED else one.best
+    text = (
+        f"Of the last answers to prompts that it takes {said}, {best} guesses {share(one.share)} best, so "
+        "such answers begin with it now. Where they belong to a registered domain, examples in their wording "
+        "would teach the router."
+    )
+    return notice(f"The router is often wrong when it takes a prompt {said}", text, "busy")
 
 
 def _mean_shares(view: RouterView) -> list[str]:

@@ -20,6 +20,7 @@ from moedraft.cpu.threads import compute_alone
 from moedraft.distill.governor import Load, write_load
 from moedraft.learning_state import LearningState
 from moedraft.routing.router import Route
+from moedraft.selecting.prior.confusion import Mistake
 from moedraft.selecting.selector import EvidenceSelector
 from moedraft.serve.worker.search import Search
 from moedraft.serve.worker.thread import EngineThread
@@ -221,6 +222,12 @@ class Worker:
         """Whether drafts can be compared, so that evidence may overrule the router."""
         selector = self.system.engine.selector
         return isinstance(selector, EvidenceSelector) and selector.compares
+
+    @property
+    def mistakes(self) -> list[Mistake]:
+        """What the router takes for what, again and again, as the evidence of the last answers says."""
+        selector = self.system.engine.selector
+        return selector.confusion.mistakes() if isinstance(selector, EvidenceSelector) else []
 
     def abort_all(self) -> None:
         """End all requests between two steps."""

@@ -1,0 +1,1 @@
+"""What the router's answers have turned out to be worth."""
