@@ -127,6 +127,7 @@ class Sequence:
     expert: str = SHARED  # set by the selector at admission
     confidence: float | None = None  # the router's probability of its domain; None where it was not asked
     routed: str | None = None  # what the router chose; evidence may have chosen another expert since
+    owner: str | None = None  # who drafts best by this answer and its prompt alone; None: as `expert`
     unlearned: bool = False  # that domain has no trained expert that could be compared with others
     prior: dict[str, float] = field(default_factory=dict)  # the router's probabilities, by domain
     standings: list[Standing] = field(default_factory=list)  # the first of them, as they followed each other
@@ -162,13 +163,14 @@ class Sequence:
 
     @property
     def overruled(self) -> bool:
-        """Whether evidence has put another expert in the place of the one that the router chose."""
-        return self.routed is not None and self.routed != self.expert
+        """Whether its evidence has put another expert in the place of the one that the router chose."""
+        return self.routed is not None and self.routed != (self.owner or self.expert)
 
     @property
     def domain(self) -> str:
         """Whose text this is: the expert's, or the router's where its domain has none, or none is better."""
-        return self.routed or SHARED if self.expert == SHARED or self.unlearned else self.expert
+        owner = self.owner or self.expert
+        return self.routed or SHARED if owner == SHARED or self.unlearned else owner
 
     @property
     def generated(self) -> list[int]:

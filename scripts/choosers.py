@@ -58,7 +58,15 @@ class PromptClassifier(BackgroundSelector):
 
 
 class PromptEvidence(EvidenceSelector):
-    """As `PromptClassifier`."""
+    """As `PromptClassifier`. Who drafts follows from earlier answers too, though no records are kept."""
+
+    def settle(self, ending: Row | None = None) -> list[Row]:
+        if ending is None:
+            return super().settle()
+        ending.capture = True
+        changed = super().settle(ending)
+        ending.capture = False
+        return changed
 
     def assign(self, sequences: list[Row]) -> None:
         super().assign(sequences)

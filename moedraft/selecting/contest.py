@@ -49,9 +49,13 @@ FAILED = "The comparison failed; the server's log says why."
 class Contest:
     """The arms of one request."""
 
-    def __init__(self, row: core.Sequence, arms: Sequence[str]) -> None:
-        self.row = row
-        self.standings = Standings(arms)
+    def __init__(self, row: core.Sequence, arms: Sequence[str], confusion: Confusion) -> None:
+        """confusion: what the router's answers have turned out to be worth, of the router that is asked."""
+        self.row, self.confusion = row, confusion
+        self.standings = Standings(arms)  # who drafts
+        # Whose the text is. Nothing but the router and this answer decides that: what is learned from it must
+        # not follow from other answers.
+        self.own = Standings(arms)
         self.heard = Standings(arms, rate=HEARD_RATE, share=HEARD_SHARE)  # without the router's prior
         self.looked_at: set[str] = set()  # arms that were compared
         self.compared = 0  # entries of the drafter's cache that were compared or passed over
@@ -88,11 +92,8 @@ class Contest:
         enough = self.at_prompt or refused >= REFUSALS[min(self.calm, len(REFUSALS) - 1)]
         return enough or passage.end - max(self.compared, row.num_prompt_tokens) >= LONGEST_GAP
 
-    def believe(self, prior: Mapping[str, float], confusion: Confusion) -> None:
-        """Take in the router's answer: the probability of each domain, and of none of them.
-
-        confusion: what such answers have turned out to be worth.
-        """
+    def believe(self, prior: Mapping[str, float]) -> None:
+        """Take in the router's answer: the probability of each domain, and of none of them."""
         shares = dict.fromkeys(self.standings.arms, 0.0)
         for name, probability in prior.items():  # the shared draft drafts where no expert was trained
             shares[name if name in shares else SHARED] += probability
@@ -106,17 +107,22 @@ class Contest:
         total = sum(shares.values())
         if total > 0:
             self.shares = {arm: share / total for arm, share in shares.items()}
-            self.standings.believe(confusion.corrected(self.shares))
+            corrected = self.shares if self.row.unlearned else self.confusion.corrected(self.shares)
+            self.standings.believe(corrected)
+            self.own.believe(self.shares)
         self._choose()
 
     def keep(self, arms: Collection[str]) -> None:
         """Leave out whoever is not among `arms`, because it was removed while the answer went on."""
         if not set(self.standings.arms) <= set(arms):
-            for standings in (self.standings, self.heard):
+            for standings in (self.standings, self.own, self.heard):
                 standings.keep(arms)
             self.looked_at &= set(arms)
+            self.shares = {arm: share for arm, share in self.shares.items() if arm in arms}
             if self.row.expert not in arms:
                 self.row.expert = self.standings.leader
+            if self.row.owner not in (None, *arms):
+                self.row.owner = self.own.leader
 
     def learn(self, hits: Mapping[str, Sequence[float]], end: int) -> bool:
         """Take in which tokens the arms would have guessed, up to entry `end` of the drafter's cache.
@@ -128,7 +134,7 @@ class Contest:
             self._note_gain(known)
         now, strength = self.standings, PROMPT_STRENGTH if self.at_prompt else 1.0
         leader, before = now.leader, now.weights[now.leader]
-        for standings in (self.standings, self.heard):
+        for standings in (self.standings, self.own, self.heard):
             standings.learn(known, strength)
         self.looked_at |= known.keys()
         self.compared = end
@@ -158,21 +164,16 @@ class Contest:
         """
         self.row.uncompared = "" if self.times else self._why_not()
         if self.times and not self.row.unlearned:
-            self.row.weights = _kept(self.standings.weights)
+            self.row.weights = _kept(self.own.weights)
             self.row.heard = _kept(self.heard.among(self.looked_at)) if len(self.looked_at) > 1 else {}
 
-    def tell(self, confusion: Confusion) -> None:
+    def tell(self) -> None:
         """Let the router's next answers be corrected by what this answer has shown, once it has ended.
 
-        Where few of the guesses were refused, nobody guesses better than whoever drafted. A domain without a
-        trained expert says nothing of the router, and requests that are not counted leave no trace here.
+        Only what may be learned from counts. A domain without a trained expert says nothing of the router.
         """
-        if self.row.unlearned or not self.shares or not self.row.counted:
-            return
-        if self.times:
-            confusion.learn(self.shares, self.heard.weights)
-        elif self._why_not() == SURE and self.row.expert in self.shares:
-            confusion.learn(self.shares, {self.row.expert: 1.0})
+        if self.shares and self.row.capture and not self.row.unlearned and len(self.looked_at) > 1:
+            self.confusion.learn(self.shares, self.heard.among(self.looked_at), self.row.source)
 
     def _why_not(self) -> str:
         row = self.row
@@ -192,6 +193,7 @@ class Contest:
         leader, row = self.standings.leader, self.row
         if leader != SHARED or row.expert in self.standings.arms:
             row.expert = leader
+            row.owner = self.own.leader
 
 
 def _kept(weights: Mapping[str, float]) -> dict[str, float]:

@@ -1,9 +1,10 @@
 """Chooses who drafts, by the router's prior and by which verified tokens every expert would have guessed.
 
-The choice depends on the prompt, on tokens that the target has confirmed, and on when they were compared;
-never on a token that is proposed and not verified yet. So sampled answers keep the target's distribution. A
-reproducible request keeps the expert that the router chose, since its answer may not depend on timing; under
-coupled verification it does not, whoever drafts, and seeded requests are compared like others.
+The choice depends on the prompt, on tokens that the target has confirmed, of this answer and of others that
+have ended, and on when they were compared; never on a token that is proposed and not verified yet. So sampled
+answers keep the target's distribution. A reproducible request keeps the expert that the router chose, since
+its answer may not depend on timing; under coupled verification it does not, whoever drafts, and seeded
+requests are compared like others.
 
 It compares the experts between rounds, on tokens that have entered the rows and that the drafter has read.
 How many guesses were refused tells it only when to compare: that says nothing of those who did not guess. So
@@ -66,7 +67,7 @@ class EvidenceSelector(BackgroundSelector):
     """The router's choice is where an answer begins; the standings of its arms decide from then on.
 
     time_share: see TIME_SHARE; None: comparing may take any time, so that what is chosen does not depend on
-    the clock.
+    the clock, but for the order in which answers end.
     """
 
     def __init__(
@@ -82,8 +83,7 @@ class EvidenceSelector(BackgroundSelector):
         self.time_share = time_share
         self.comparisons = 0  # of rows, since the start
         self.failures = 0  # comparisons that failed
-        self.confusion = Confusion()  # of the router, for as long as it is not fitted anew
-        self._fits = router.fits
+        self._confusion, self._fits = Confusion(), router.fits
         self._clock = clock
         self._settled_at = clock()
         self._balance = SAVED  # seconds that comparing may take now
@@ -99,18 +99,18 @@ class EvidenceSelector(BackgroundSelector):
     def assign(self, sequences: list[core.Sequence]) -> None:
         """Ask the router, and let the arms of those that it may be wrong about compete."""
         super().assign(sequences)
-        arms = self.judge.arms
+        arms, confusion = self.judge.arms, self.confusion
         if self.compares:
             for row in sequences:
                 if needs_expert(row) and row.draft and not row.reproducible:
-                    self._contests[row.request_id] = Contest(row, arms)
+                    self._contests[row.request_id] = Contest(row, arms, confusion)
 
     def settle(self, ending: core.Sequence | None = None) -> list[core.Sequence]:
         """As `ExpertSelector.settle`; between two steps the experts are compared as well."""
         before = {name: contest.row.expert for name, contest in self._contests.items()}
         for row in (routed := super().settle(ending)):
             if contest := self._contests.get(row.request_id):
-                contest.believe(row.prior, self._confusion_now())
+                contest.believe(row.prior)
         if self._contests:
             arms = self.judge.arms
             for contest in self._contests.values():
@@ -119,7 +119,7 @@ class EvidenceSelector(BackgroundSelector):
             self._compare()
         elif contest := self._contests.get(ending.request_id):
             contest.end()
-            contest.tell(self._confusion_now())
+            contest.tell()
         changed = [
             contest.row for name, contest in self._contests.items() if contest.row.expert != before[name]
         ]
@@ -131,11 +131,12 @@ class EvidenceSelector(BackgroundSelector):
         known = set(map(id, changed))
         return changed + [row for row in routed if id(row) not in known]
 
-    def _confusion_now(self) -> Confusion:
+    @property
+    def confusion(self) -> Confusion:
+        """That of the router as it was fitted last; answers that an older fit began do not count for it."""
         if self.router.fits != self._fits:
-            self._fits = self.router.fits
-            self.confusion.restart()
-        return self.confusion
+            self._confusion, self._fits = Confusion(), self.router.fits
+        return self._confusion
 
     def _compare(self) -> None:
         """Compare the arms of the rows that are due, if the time balance allows it. Never raises."""

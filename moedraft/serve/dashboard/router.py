@@ -159,14 +159,18 @@ def _advice(view: RouterView) -> Markup:
 
 
 def _mistake(one: Mistake) -> Markup:
-    said = "for none of the domains" if one.said == SHARED else f"for {one.said}"
+    """What answers begin with instead of what the router says, and what could be done about it."""
+    said = "prompts that fit no domain" if one.said == SHARED else f"prompts for {one.said}"
     best = "the shared draft" if one.best == SHARED else one.best
+    if one.best == SHARED:
+        advice = f"The expert {one.said} may need more records."
+    else:
+        advice = f"If such prompts belong to {best}, examples in their wording would teach the router."
     text = (
-        f"Of the last answers to prompts that it takes {said}, {best} guesses {share(one.share)} best, so "
-        "such answers begin with it now. Where they belong to a registered domain, examples in their wording "
-        "would teach the router."
+        f"In about {share(one.share)} of the last answers to what the router takes for {said}, {best} "
+        f"guessed best, so {best} drafts for new ones from the start. {advice}"
     )
-    return notice(f"The router is often wrong when it takes a prompt {said}", text, "busy")
+    return notice(f"{best[:1].upper()}{best[1:]} guesses best for many {said}", text, "busy")
 
 
 def _mean_shares(view: RouterView) -> list[str]:
