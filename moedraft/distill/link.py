@@ -7,7 +7,7 @@ import queue
 import shutil
 import threading
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -35,6 +35,7 @@ from moedraft.distill.messages import (
 )
 from moedraft.storage.db import storage_errors
 from moedraft.storage.versions.candidate import Candidate, write_files
+from moedraft.storage.versions.version_rows import NOTHING_ELSE, Also
 
 log = logging.getLogger(__name__)
 
@@ -131,9 +132,7 @@ class ServerOutlet:
         self.link = link
         self.home = home
 
-    def publish(
-        self, candidates: Sequence[Candidate], untrained: Mapping[str, int] | None = None
-    ) -> list[AdapterVersion]:
+    def publish(self, candidates: Sequence[Candidate], also: Also = NOTHING_ELSE) -> list[AdapterVersion]:
         """Writes the files into folders of their own; the server moves them out of these, or refuses them."""
         folders = [self.home / TRAINING / uuid.uuid4().hex for _ in candidates]
         try:
@@ -141,7 +140,9 @@ class ServerOutlet:
                 self._stage(candidate, folder)
             staged = zip(candidates, folders, strict=True)
             parts = tuple(StagedCandidate.of(candidate, folder.name) for candidate, folder in staged)
-            reply = self.link.ask(Publish(parts=parts, untrained=dict(untrained or {})))
+            aside = None if also.unadapted is None else tuple(sorted(also.unadapted))
+            asked = Publish(parts=parts, untrained=dict(also.untrained), unadapted=aside, purges=also.purges)
+            reply = self.link.ask(asked)
             assert isinstance(reply, Published)
             return list(reply.versions)
         finally:

@@ -33,6 +33,7 @@ from moedraft.learning_state import LearningKind, LearningState, paused, waiting
 from moedraft.storage.changes import is_pinned
 from moedraft.storage.store import Store
 from moedraft.storage.versions.candidate import Candidate, CandidateSummary
+from moedraft.storage.versions.version_rows import Also
 
 log = logging.getLogger(__name__)
 
@@ -231,7 +232,6 @@ class DistillLoop:
             if not isinstance(error, MoedraftError) or not self._is_overtaken(verdicts):
                 raise
             return {}
-        self._stand_aside(verdicts)
         updates: dict[str, Update] = {}
         names = [one.expert for one in candidates]
         for candidate in candidates:
@@ -254,9 +254,10 @@ class DistillLoop:
         return {}
 
     def _is_overtaken(self, judged: Iterable[str]) -> bool:
-        """Whether a person has pinned one of these, or changed what serves, since the update began."""
+        """Whether a person has since pinned one of these, changed what serves, or purged records."""
         registry = self.store.registry
-        return registry.generation() != self.generation or any(is_pinned(registry, name) for name in judged)
+        changed = (registry.generation(), registry.purges()) != (self.generation, self.purges)
+        return changed or any(is_pinned(registry, name) for name in judged)
 
     def _write_down(self, record: UpdateRecord, last_id: int) -> None:
         self.outlet.learned(record.expert, last_id, record)
@@ -275,11 +276,17 @@ class DistillLoop:
     ) -> dict[str, AdapterVersion]:
         """Do as the gate says: publish candidates, leave them in memory to be trained on, or forget them.
 
-        Everything is published in one step, together with the experts that are reset to untrained.
+        Everything is published in one step, together with the experts that are reset to untrained and with
+        the domains that are left to the draft base alone.
         """
         going = [one for one in candidates if one.expert in verdicts and verdicts[one.expert].is_published]
         untrained = self._untrained(verdicts, candidates[0].base_hash)
-        made = self.outlet.publish(going, untrained) if going or untrained else []
+        aside = self._aside(verdicts)
+        made: list[AdapterVersion] = []
+        if going or untrained:
+            made = self.outlet.publish(going, Also(untrained, aside, self.purges))
+        elif aside is not None:
+            self.outlet.stand_aside(aside)
         versions = {version.domain: version for version in made}
         for name in untrained:
             self.trainer.forget(name)
@@ -293,15 +300,17 @@ class DistillLoop:
                 self.trainer.forget(one.expert)
         return versions
 
-    def _stand_aside(self, verdicts: Mapping[str, Verdict]) -> None:
-        """Set for which domains the draft base drafts alone, as the gate says; for none without a gate."""
+    def _aside(self, verdicts: Mapping[str, Verdict]) -> frozenset[str] | None:
+        """For which domains the draft base alone is to draft, as the gate says; None: for the same as now.
+
+        For none without a gate.
+        """
         before, now = self.store.registry.unadapted(), {n for n, one in verdicts.items() if one.unadapted}
         if self.judge and SHARED in verdicts and verdicts[SHARED].is_published:
             now |= self.judge.untaught()  # all domains are decided anew
         elif self.judge:
             now |= {name for name in before if name not in verdicts or verdicts[name].unadapted is None}
-        if now != before:
-            self.outlet.stand_aside(now)
+        return frozenset(now) if now != before else None
 
     def _untrained(self, verdicts: Mapping[str, Verdict], base_hash: str) -> dict[str, int]:
         """The experts that the gate resets to untrained, with the live version of each."""

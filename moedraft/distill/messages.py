@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from moedraft.core import AdapterVersion, UpdateRecord
 from moedraft.learning_state import LearningKind, LearningState
 from moedraft.storage.versions.candidate import Candidate, CandidateSummary
+from moedraft.storage.versions.version_rows import Also
 
 TRAINING = "training"  # folder of the home in which finished candidates are handed over
 
@@ -75,14 +76,16 @@ class StagedCandidate(Message):
 
 
 class Publish(Message):
-    """As `Outlet.publish`: make all of these live in one transaction; answered by Published or Refused.
-
-    untrained: experts that are reset to no version in the same step, with the live version of each.
-    """
+    """As `Outlet.publish`: all of it in one transaction; answered by Published or Refused."""
 
     type: Literal["publish"] = "publish"
     parts: tuple[StagedCandidate, ...]
-    untrained: dict[Expert, Annotated[int, Field(ge=1)]] = {}
+    untrained: dict[Expert, Annotated[int, Field(ge=1)]] = {}  # this and the others: see `Also`
+    unadapted: tuple[Expert, ...] | None = None
+    purges: Annotated[int, Field(ge=0)] | None = None
+
+    def also(self) -> Also:
+        return Also(self.untrained, self.unadapted, self.purges)
 
     @property
     def expert(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,15 +10,18 @@ from sqlalchemy import Row, delete, insert, select, update
 
 from moedraft.core import DOMAIN_NAME, SHARED, AdapterVersion, Domain, InvalidRequest, StorageError
 from moedraft.storage.db import Home
-from moedraft.storage.tables import adapter_versions, counters, domains, experts, meta, replay
+from moedraft.storage.tables import adapter_versions, domains, experts, meta, replay
 from moedraft.storage.versions.version_rows import (
     CHOSEN,
     GENERATION,
+    NOTHING_ELSE,
     PIN,
     PURGES,
     UNADAPTED,
+    Also,
     Follower,
     ancestors_of,
+    counter,
     domain_exists,
     find_version,
     insert_version,
@@ -141,19 +144,23 @@ class Registry:
         self.add_versions([version])
 
     def add_versions(
-        self, versions: Sequence[AdapterVersion], untrained: Mapping[str, int] | None = None
+        self, versions: Sequence[AdapterVersion], also: Also = NOTHING_ELSE
     ) -> list[AdapterVersion]:
         """Add the rows, all of them or none, and return them as stored. A live one replaces the former one.
 
-        untrained: experts that are reset to no version in the same transaction, with the version of each
-        that has to be live until then. Raises InvalidRequest for a number that was given before, and where
-        another version is live.
+        also: what else changes in this transaction. Raises InvalidRequest for a number that was given before,
+        where another version is live than was meant, and where records were purged meanwhile.
         """
         with self._home.write(durable=True) as connection:
+            if also.purges not in (None, counter(connection, PURGES)):
+                raise InvalidRequest("records that the update may have learned from were purged meanwhile.")
             stored = [insert_version(connection, version) for version in versions]
-            for name, number in (untrained or {}).items():
+            for name, number in also.untrained.items():
                 put_back(connection, name, number)
-            if untrained or any(version.state == "live" for version in versions):
+            if also.unadapted is not None:
+                known = [name for name in also.unadapted if domain_exists(connection, name)]
+                set_unadapted(connection, known)
+            if also.untrained or any(version.state == "live" for version in versions):
                 raise_generation(connection)
         return stored
 
@@ -319,7 +326,7 @@ class Registry:
 
     def _counter(self, name: str) -> int:
         with self._home.read() as connection:
-            return connection.scalar(select(counters.c.value).where(counters.c.name == name)) or 0
+            return counter(connection, name)
 
 
 def _domain_of(row: Row[Any]) -> Domain:

@@ -135,6 +135,20 @@ def test_a_promotion_during_an_update_makes_nobody_wait(
     assert loop.trainer.last_id == 0  # the records are new to the next update
 
 
+def test_the_same_records_do_not_undo_what_a_person_has_changed(loop: JointLoop) -> None:
+    """A rollback is not followed by an update at once, though more were allowed."""
+    loop.judge = Says(Verdict("promote", gain=0.1))
+    loop.store.replay.add([record(i) for i in range(4)])
+    assert loop.run_once() is not None
+    loop.store.registry.set_meta(f"trained:{SHARED}", str(loop.store.replay.last_id()))
+    assert loop.again
+    assert loop.due() == SHARED
+    changes.rollback(loop.store, SHARED)
+    assert loop.due() is None
+    loop.store.replay.add([record(i) for i in range(4, 8)])
+    assert loop.due() == SHARED
+
+
 class Says:
     """A gate with the same verdict for everybody."""
 

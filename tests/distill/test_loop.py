@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from moedraft.config import load_settings
 from moedraft.core import SHARED, AdapterVersion, Domain, InvalidRequest, StorageError
 from moedraft.distill.assembly import build_loop
 from moedraft.distill.joint.joint_loop import JointLoop
+from moedraft.distill.judging.gate import Verdict
 from moedraft.distill.loop import LOOK_AGAIN, DistillLoop, Update
 from moedraft.distill.outlet import HomeOutlet
 from moedraft.learning_state import waiting
@@ -248,6 +249,26 @@ def test_candidates_of_an_update_during_which_records_were_purged_are_dropped(st
     assert not loop.state.is_paused
     assert loop.due() == "code" or loop.due() == SHARED
     trainer.fault = lambda expert: None
+    assert loop.run_once("code") is not None
+
+
+def test_records_that_are_purged_while_the_gate_decides_are_in_no_version(store: Store) -> None:
+    loop, trainer = loop_of(store)
+    store.replay.add([record(i) for i in range(EVERY)])
+
+    class Purges:
+        def __call__(self, candidates: Sequence[Candidate], on_batch: object) -> dict[str, Verdict]:
+            store.replay.purge("prose")
+            return {one.expert: Verdict("promote") for one in candidates}
+
+        def untaught(self) -> frozenset[str]:
+            return frozenset()
+
+    loop.judge = Purges()
+    assert loop.run_once("code") is None
+    assert store.registry.versions() == []
+    assert (loop.state, loop.failures, trainer.outcomes) == (waiting(), {}, ["code forgotten"])
+    loop.judge = None
     assert loop.run_once("code") is not None
 
 

@@ -30,8 +30,9 @@ from moedraft.distill.messages import (
 )
 from moedraft.distill.messages import Publish as PublishMessage
 from moedraft.distill.outlet import KEEP_VERSIONS, HomeOutlet, Outlet
-from moedraft.storage import changes
+from moedraft.storage import AdapterStore, changes
 from moedraft.storage.store import Store
+from moedraft.storage.versions.version_rows import Also
 
 
 @dataclass
@@ -59,7 +60,7 @@ class FakeServer:
         try:
             if isinstance(message, PublishMessage):
                 parts = [(one.summary(), home / TRAINING / one.folder) for one in message.parts]
-                return Published(versions=tuple(outlet.adopt(parts, message.untrained)))
+                return Published(versions=tuple(outlet.adopt(parts, message.also())))
             if isinstance(message, Withdraw):
                 return Withdrawn(version=outlet.withdraw(message.expert, message.version))
             if isinstance(message, StandAside):
@@ -132,7 +133,7 @@ def test_a_joint_update_becomes_live_at_once(outlet: Outlet, store: Store) -> No
     assert made == [store.registry.live(SHARED), store.registry.live("code")]
     assert [one.stood_on for one in made] == [None, 1]
     assert store.registry.generation() == generation + 1
-    assert outlet.publish([candidate(SHARED, parent=1)], {"code": 1})[0].version == 2
+    assert outlet.publish([candidate(SHARED, parent=1)], Also({"code": 1}))[0].version == 2
     assert store.registry.live("code") is None
     staged = store.home.path / TRAINING
     assert not staged.exists() or not list(staged.iterdir())
@@ -143,6 +144,55 @@ def test_a_domain_that_was_pinned_meanwhile_is_not_left_to_the_base(outlet: Outl
     changes.pin(store, "code")
     outlet.stand_aside(["code", "prose"])
     assert store.registry.unadapted() == {"prose"}
+
+
+def test_versions_and_who_is_left_to_the_base_change_in_one_transaction(outlet: Outlet, store: Store) -> None:
+    """Else a crash between them would leave domains to adapters that the gate took from them."""
+    for name in ("prose", "pinned", "chosen"):
+        store.registry.add_domain(Domain(name, "", ("x",) * 8, 0.0))
+    changes.pin(store, "pinned")
+    outlet.publish([candidate(SHARED), candidate("chosen")])
+    changes.promote(store, "chosen", 1)
+    generation, writes = store.registry.generation(), store.home.durable_writes
+    outlet.publish(
+        [candidate(SHARED, parent=1)], Also(unadapted=["code", "pinned", "chosen", "unknown"], purges=0)
+    )
+    assert store.registry.unadapted() == {"code"}
+    assert store.registry.generation() > generation
+    between = store.home.durable_writes
+    outlet.publish([candidate(SHARED, parent=2)])
+    assert store.home.durable_writes - between == between - writes, "no transaction more than without"
+    assert store.registry.unadapted() == {"code"}, "nothing was said of it"
+    outlet.publish([candidate(SHARED, parent=3)], Also(unadapted=()))
+    assert store.registry.unadapted() == frozenset()
+
+
+def test_what_a_person_chose_is_not_left_to_the_base(outlet: Outlet, store: Store) -> None:
+    outlet.publish([candidate("code")])
+    changes.promote(store, "code", 1)
+    outlet.stand_aside(["code"])
+    assert store.registry.unadapted() == frozenset()
+
+
+def test_what_may_have_learned_from_purged_records_is_refused(outlet: Outlet, store: Store) -> None:
+    purges = store.registry.purges()
+    store.replay.purge("code")
+    with pytest.raises(MoedraftError, match="purged meanwhile"):
+        outlet.publish([candidate(SHARED), candidate("code")], Also(unadapted=["code"], purges=purges))
+    assert store.registry.live(SHARED) is None
+    assert store.registry.unadapted() == frozenset()
+    assert nothing_is_half_done(store, [])
+
+
+def test_versions_that_cannot_be_removed_do_not_undo_a_publication(
+    outlet: Outlet, store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> list[int]:
+        raise StorageError("the disk is full")
+
+    monkeypatch.setattr(AdapterStore, "prune", full)
+    assert outlet.publish([candidate("code")]) == [store.registry.live("code")]
+    assert "the disk is full" in caplog.text
 
 
 def test_a_version_is_taken_back_unless_another_is_live(outlet: Outlet, store: Store) -> None:
@@ -168,7 +218,7 @@ def test_a_joint_update_is_refused_as_a_whole(outlet: Outlet, store: Store) -> N
     with pytest.raises(MoedraftError, match="'code' is pinned"):
         outlet.publish([candidate(SHARED, parent=1), candidate("code", parent=1)])
     with pytest.raises(MoedraftError, match="'code' is pinned"):
-        outlet.publish([candidate(SHARED, parent=1)], {"code": 1})
+        outlet.publish([candidate(SHARED, parent=1)], Also({"code": 1}))
     live = store.registry.live(SHARED)
     assert live is not None
     assert live.version == 1

@@ -94,7 +94,7 @@ class Parent:
             return Noted()
         home = self.rig.store.home.path
         parts = [(one.summary(), home / TRAINING / one.folder) for one in message.parts]
-        return Published(versions=tuple(outlet.adopt(parts, message.untrained)))
+        return Published(versions=tuple(outlet.adopt(parts, message.also())))
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from moedraft.storage.store import Store
 from moedraft.storage.versions.adapter_files import sealed
 from moedraft.storage.versions.adapters import QUARANTINE
 from moedraft.storage.versions.candidate import Candidate, write_files
+from moedraft.storage.versions.version_rows import Also
 
 WORKER = Path(__file__).with_name("crash_worker.py")
 WEIGHTS = "adapter_model.safetensors"
@@ -614,14 +615,14 @@ def test_a_row_that_fails_takes_the_other_rows_with_it(store: AdapterStore, regi
     with pytest.raises(InvalidRequest, match="cannot descend from 9"):
         store.publish_together([candidate(2.0, 1, SHARED), candidate(2.0, 9)])
     with pytest.raises(InvalidRequest, match="'sql' was changed meanwhile"):
-        store.publish_together([candidate(2.0, 1, SHARED)], {"sql": 7})
+        store.publish_together([candidate(2.0, 1, SHARED)], Also({"sql": 7}))
     assert [registry.live(one.domain) for one in before] == before
     assert (folders(store), folders(store, SHARED)) == (["v1"], ["v1"])
 
 
 def test_an_expert_is_put_back_with_the_shared_adapter(store: AdapterStore, registry: Registry) -> None:
     store.publish_together(joint(1.0, 0, 0))
-    store.publish_together([candidate(2.0, 1, SHARED)], {"sql": 1})
+    store.publish_together([candidate(2.0, 1, SHARED)], Also({"sql": 1}))
     assert registry.live("sql") is None
     assert [one.state for one in registry.versions("sql")] == ["rolled_back"]
     live = registry.live(SHARED)

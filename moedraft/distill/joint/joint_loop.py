@@ -32,6 +32,7 @@ class JointLoop(DistillLoop):
 
     trainer: JointTrainer  # type: ignore[assignment]  # same outcome methods, but joint updates
     again: int = 0  # updates without new records that may still follow
+    left_at: int = -1  # the registry's generation after the last update
     interval: Interval = field(init=False)
 
     def __post_init__(self) -> None:
@@ -47,12 +48,15 @@ class JointLoop(DistillLoop):
 
         How many are enough, `interval` says.
 
-        It is due without new records as well, while `again` allows more updates, and never while the shared
-        adapter is pinned, since experts are trained on it as the same update leaves it. Each failure in a row
-        doubles the new records that are needed.
+        It is due without new records as well, while `again` allows more updates and nobody has changed what
+        serves, by a rollback for example. It is never due while the shared adapter is pinned, since experts
+        are trained on it as the same update leaves it. Each failure in a row doubles the new records that are
+        needed.
         """
         if is_pinned(self.store.registry, SHARED):
             return None
+        if self.left_at != self.store.registry.generation():
+            self.again = 0  # what serves was changed meanwhile: the same records are not to undo it
         found, failed = self._news(), self.failures.get(SHARED, 0)
         wanted = self.interval.wanted(found) * 2 ** min(failed, MOST_DOUBLINGS)
         wanted = min(wanted, max(1, self.store.replay.capacity // 2))  # more may never be there
@@ -114,4 +118,5 @@ class JointLoop(DistillLoop):
         if self.judge is not None and outcome is not None and outcome.decision in ("promote", "keep"):
             hopes = outcome.decision == "promote" or outcome.gain is None or outcome.gain > 0
             self.again = left if hopes else max(0, left + 1 - HOPELESS)
+            self.left_at = self.store.registry.generation()
         return updates.get(expert) or updates.get(SHARED)

@@ -50,7 +50,7 @@ class Publisher:
         with self._store.home.folder_lock:  # so that nobody promotes or pins between the check and the end
             for part in message.parts:
                 self._check(part)
-            versions = self._outlet.adopt(staged, message.untrained)
+            versions = self._outlet.adopt(staged, message.also())
         self._published()
         return Published(versions=tuple(versions))
 

@@ -11,7 +11,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -36,6 +36,7 @@ from moedraft.storage.versions.candidate import (
     move_files,
     write_files,
 )
+from moedraft.storage.versions.version_rows import NOTHING_ELSE, Also
 
 if TYPE_CHECKING:
     import torch
@@ -93,25 +94,20 @@ class AdapterStore:
         return self.publish_together([candidate])[0]
 
     def publish_together(
-        self, candidates: Sequence[Candidate], untrained: Mapping[str, int] | None = None
+        self, candidates: Sequence[Candidate], also: Also = NOTHING_ELSE
     ) -> list[AdapterVersion]:
-        """As `publish`, for all these candidates or for none: they become live in one transaction.
-
-        untrained: experts that are reset to no version in the same step, with the live version of each.
-        """
-        parts: list[Part] = [(one, partial(write_files, one)) for one in candidates]
-        return self._publish(parts, untrained or {})
+        """As `publish`, for all these candidates or for none, and `also`: in one transaction."""
+        return self._publish([(one, partial(write_files, one)) for one in candidates], also)
 
     def adopt(self, summary: CandidateSummary, staged: Path) -> AdapterVersion:
         """As `publish`, for a candidate whose files another process has written into the folder `staged`."""
         return self.adopt_together([(summary, staged)])[0]
 
     def adopt_together(
-        self, staged: Sequence[tuple[CandidateSummary, Path]], untrained: Mapping[str, int] | None = None
+        self, staged: Sequence[tuple[CandidateSummary, Path]], also: Also = NOTHING_ELSE
     ) -> list[AdapterVersion]:
         """As `publish_together`, for candidates whose files another process has written into folders."""
-        parts: list[Part] = [(summary, partial(move_files, folder)) for summary, folder in staged]
-        return self._publish(parts, untrained or {})
+        return self._publish([(summary, partial(move_files, folder)) for summary, folder in staged], also)
 
     def load(self, version: AdapterVersion, base_hash: str | None = None) -> LoadedAdapter:
         """The files of `version`, verified against its manifest.
@@ -194,7 +190,7 @@ class AdapterStore:
                 shutil.rmtree(self.folder(domain, number), ignore_errors=True)
         return gone
 
-    def _publish(self, parts: Sequence[Part], untrained: Mapping[str, int]) -> list[AdapterVersion]:
+    def _publish(self, parts: Sequence[Part], also: Also) -> list[AdapterVersion]:
         """Write folders, then rows: a crash leaves folders without rows, for `_clean` to set aside."""
         self._home.require_writable()
         for summary, _ in parts:
@@ -209,7 +205,7 @@ class AdapterStore:
                 versions = self._numbered([summary for summary, _ in parts], folders)
                 for temporary, version in zip(list(folders), versions, strict=True):
                     self._place(temporary, self.folder(version.domain, version.version), folders)
-                return self._registry.add_versions(versions, untrained)
+                return self._registry.add_versions(versions, also)
             except BaseException:
                 for folder in folders:
                     shutil.rmtree(folder, ignore_errors=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 
 from sqlalchemy import Connection, delete, func, insert, select, update
 
@@ -88,6 +88,20 @@ def set_state(connection: Connection, version: AdapterVersion, state: str) -> No
     connection.execute(update(adapter_versions).where(chosen).values(state=state))
 
 
+@dataclass(frozen=True)
+class Also:
+    """What a publication changes beside the versions it makes live, in the same transaction."""
+
+    untrained: Mapping[str, int] = field(
+        default_factory=dict
+    )  # experts reset to none; the live version of each
+    unadapted: Collection[str] | None = None  # the domains the draft base alone drafts for; None: as before
+    purges: int | None = None  # how often records had been purged when the candidates learned; None: unknown
+
+
+NOTHING_ELSE = Also()
+
+
 def set_live(connection: Connection, version: AdapterVersion | None) -> None:
     if version is not None:
         set_state(connection, version, "live")
@@ -116,6 +130,10 @@ def set_unadapted(connection: Connection, names: Collection[str]) -> None:
 
 def raise_generation(connection: Connection) -> None:
     raise_counter(connection, GENERATION)
+
+
+def counter(connection: Connection, name: str) -> int:
+    return connection.scalar(select(counters.c.value).where(counters.c.name == name)) or 0
 
 
 def raise_counter(connection: Connection, name: str) -> None:
