@@ -170,7 +170,7 @@ def _mistake(one: Mistake) -> Markup:
         f"In about {share(one.share)} of the last answers to what the router takes for {said}, {best} "
         f"guessed best, so {best} drafts for new ones from the start. {advice}"
     )
-    return notice(f"{best[:1].upper()}{best[1:]} guesses best for many {said}", text, "busy")
+    return notice(f"For many {said}, {best} guesses best", text, "busy")
 
 
 def _mean_shares(view: RouterView) -> list[str]:
