@@ -20,9 +20,8 @@ HOTTEST = 10_000  # the highest temperature: above it the answer is noise, and f
 KEY_VARIABLE = "MOEDRAFT_API_KEY"  # of the environment: the key that the command line shows to a server
 DOMAIN_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 FinishReason = Literal["stop", "length", "abort", "error"]
-# Published as better; published without a gain of its own, with the shared adapter or on trial; trained on
-# without being published; thrown away; the expert put back to none, below which it had fallen; and a version
-# taken back that did worse than the one before it on the requests that came since.
+# Published as better; published with the shared adapter, without a gain of its own; trained on, unpublished;
+# thrown away; an expert put back to none; and a version taken back that did worse on later requests.
 GateDecision = Literal["promote", "along", "keep", "discard", "reset", "withdraw"]
 
 
@@ -204,8 +203,7 @@ class ReplayRecord:
     created_at: float = field(default_factory=time.time)
     source: str = ""  # whose request it was: the id of a key; "" where it is not known
     pinned: bool = False  # the client chose the domain
-    # By arm, how the drafts stood when the answer ended: by prior and evidence, and by the
-    # evidence alone. Arms that hardly count are left out; empty where the arms were not compared.
+    # By arm, how the drafts stood at the end: by prior and evidence, by evidence alone; empty: not compared.
     weights: dict[str, float] = field(default_factory=dict)
     heard: dict[str, float] = field(default_factory=dict)
     id: int = field(default=0, compare=False)  # in storage; 0 before it is there

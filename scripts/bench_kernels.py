@@ -5,10 +5,11 @@ holds no time of Python's), the time until Python has the call behind it, the ba
 copy's (counting the fewest bytes that the operation must move), the peak of extra memory, and the error
 against float64. The caches are cold. Without a CUDA device it measures the PyTorch references alone.
 
-The file is written after every contender, and a later run goes on where it stopped, as long as the code, the
-device and the packages are the same. After a failure on a CUDA device, such as a graph that cannot be made,
-the process begins again and goes on from that file, since nothing that runs on the device later could be
-trusted. `--minutes` stops before a case that would begin later. `--tune` also tries other block sizes for the
+The file is written before and after every contender, and a later run goes on where it stopped, as long as the
+code, the device and the packages are the same. A contender that was begun and did not return (it hung, or
+ended the process) is named and not begun again. After a failure on a CUDA device, such as a graph that cannot
+be made, the process begins again and goes on from that file, since nothing that runs on the device later
+could be trusted. After `--minutes` no contender is begun. `--tune` also tries other block sizes for the
 divergences.
 """
 
@@ -18,6 +19,7 @@ import argparse
 import datetime
 import hashlib
 import importlib
+import importlib.metadata
 import importlib.util
 import json
 import math
@@ -29,7 +31,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from kernel_case import failed, run_case
+from kernel_case import BEGUN, failed, run_case, settle, settle_case
 from kernel_cases import cases, tuned
 from kernel_timing import Bench, copy_bandwidth, cpu_bench, cuda_bench
 
@@ -43,15 +45,13 @@ Report = dict[str, Any]
 
 
 def versions() -> dict[str, str]:
-    """Of each package that takes part; only those two are imported that are needed anyway."""
-    found = {}
+    """Of each package that takes part, as it was installed. None is imported."""
+    homes, found = importlib.metadata.packages_distributions(), {}
     for name in PEERS:
         if importlib.util.find_spec(name) is None:
             found[name] = "not installed"
-        elif name in ("torch", "triton"):
-            found[name] = str(importlib.import_module(name).__version__)
         else:
-            found[name] = "installed"
+            found[name] = importlib.metadata.version(homes[name][0]) if name in homes else "unknown version"
     return found
 
 
@@ -87,6 +87,10 @@ def resumed(fresh: Report, paths: list[Path]) -> Report:
         if path.exists():
             old: Report = json.loads(path.read_text())
             if all(old.get(key) == fresh[key] for key in SAME):
+                for case in old["cases"]:
+                    settle_case(case)
+                for entry in old.get("tuning", []):
+                    settle(entry)
                 return old
     return fresh
 
@@ -114,7 +118,7 @@ def begin_again(until: float) -> NoReturn:
 
 
 def measure(bench: Bench, report: Report, path: Path, until: float) -> int:
-    """Run what the report lacks, saving after every contender. Returns how many cases are left."""
+    """Run what the report lacks, saving before and after every contender. Returns how many cases are left."""
     if bench.cuda and "copy_bytes_per_second" not in report:
         report["copy_bytes_per_second"] = copy_bandwidth(bench)
     known = {case["key"]: case for case in report["cases"]}
@@ -130,18 +134,31 @@ def measure(bench: Bench, report: Report, path: Path, until: float) -> int:
             known[case.key] = {"key": case.key, **found, "seconds": seconds}
             report["cases"] = list(known.values())
             save(report, path)
+            if time.monotonic() > until and not begun(found):
+                break
         show(known[case.key])
         if known[case.key]["broken"]:
             begin_again(until)
+        if known[case.key]["left"]:
+            return len(waiting) - number
     return 0
 
 
+def begun(case: dict[str, Any]) -> bool:
+    """Whether one of its contenders is at work."""
+    return any(entry.get("status") == BEGUN for entry in case["contenders"].values())
+
+
 def tune(bench: Bench, report: Report, path: Path, until: float) -> None:
-    """Try the block sizes that the report lacks, saving after each."""
+    """Try the block sizes that the report lacks, saving before and after each."""
     known = report.setdefault("tuning", [])
     for entry in tuned(bench, {(one["loss"], one["block"], one["warps"], one["stages"]) for one in known}):
+        if known and known[-1].get("status") == BEGUN:
+            known.pop()
         known.append(entry)
         save(report, path)
+        if entry.get("status") == BEGUN:
+            continue
         if failed(entry) and bench.cuda:
             begin_again(until)
         if time.monotonic() > until:
@@ -175,7 +192,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="fewer shapes, less time each")
     parser.add_argument("--tune", action="store_true", help="also try other block sizes (CUDA)")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no case after so long")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no contender after so long")
     parser.add_argument("--out", type=Path, default=Path("results"))
     parser.add_argument(
         "--resume", type=Path, default=Path("results"), help="another folder to go on from, where it fits"

@@ -13,9 +13,10 @@
 #
 # Peers to compare with may lie in a folder that PYTHONPATH names (pip install --target); see docs/benchmarks.md.
 #
-# The kernel benchmark writes its file after every contender, and a later slice or run goes on where it stopped; it looks
-# in the folder above and in results/. Tests are noted one by one (FOLDER/NAME.jsonl) and summed up in FOLDER/NAME.json,
-# also where a slice's time ends before they do. Ends with a status other than 0 if a test failed or a benchmark broke off.
+# The kernel benchmark writes its file before and after every contender, and a later slice or run goes on where it
+# stopped; what was begun and did not return is not begun again. It looks in the folder above and in results/. Tests are
+# noted one by one (FOLDER/NAME.jsonl) and summed up in FOLDER/NAME.json, also where a slice's time ends before they do.
+# Ends with a status other than 0 if a test failed or a benchmark broke off.
 set -uo pipefail
 
 out=results
@@ -53,7 +54,7 @@ step() { # name, seconds, command …
     local name="$1" seconds="$2"
     shift 2
     echo "== $name"
-    timeout "$seconds" "$@" 2>&1 | tail -n 60
+    timeout -k 10 "$seconds" "$@" 2>&1 | tail -n 60
     local status="${PIPESTATUS[0]}"
     if [ "$status" -ne 0 ]; then
         echo "== $name: failed with status $status"
@@ -69,21 +70,22 @@ tests() { # name of the report, seconds, tests …
     "$python" scripts/gpu_tests.py "$lines" "$out/$report.json" && rm -f "$lines"
 }
 
-# The limits of a slice add up to less than 480 seconds. A benchmark begins no case in its last minute.
+# The limits of a slice, and ten seconds each for what does not end when it is told to, add up to less than 480 seconds.
+# The kernel benchmark begins no contender in its last minute.
 for slice in "${slices[@]}"; do
     case "$slice" in
         kernels)
-            tests kernel-tests-gpu 130 tests/kernels/test_kernels_gpu.py
+            tests kernel-tests-gpu 125 tests/kernels/test_kernels_gpu.py
             step "kernel benchmark" 330 "$python" scripts/bench_kernels.py --out "$out" --minutes 4.5
             ;;
         tests)
             # What a GPU alone shows comes first. What is compiled without one was tested elsewhere.
-            tests kernel-tests 460 tests/kernels/test_kernels_gpu.py tests/kernels \
+            tests kernel-tests 440 tests/kernels/test_kernels_gpu.py tests/kernels \
                 --ignore tests/kernels/test_kernels_compile.py
             ;;
         rest)
             step "kernel benchmark" 330 "$python" scripts/bench_kernels.py --out "$out" --minutes 4.5 --tune
-            step "engine benchmark" 130 "$python" scripts/bench_engine.py --quick --out "$out"
+            step "engine benchmark" 125 "$python" scripts/bench_engine.py --quick --out "$out"
             ;;
     esac
 done

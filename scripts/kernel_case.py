@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from kernel_callers import callers
@@ -27,7 +28,9 @@ class About(NamedTuple):
         return ", ".join(callers(self.function, self.keyword, self.given))
 
 
-NOT_INSTALLED, LEFT_OUT = "not installed", "left out"  # what may stand in place of a contender's times
+# What may stand in place of a contender's times.
+NOT_INSTALLED, LEFT_OUT = "not installed", "left out"
+BEGUN, LOST = "begun", "failed: did not return"
 SAMPLED, FILTERED = "steps that sample", "steps with top-k, top-p or min-p"
 # A divergence's kernel and the one that scales its gradient, beside what makes the rows' weights, sorts the
 # list of tokens and sums the rows' losses: about fifteen operations on tensors of one entry a row or a token.
@@ -94,8 +97,9 @@ def reported(entry: dict[str, Any]) -> Iterator[None]:
     """Put what stops a measurement beside what it has found so far, so that it does not end the run."""
     try:
         yield
-    except ImportError:
-        entry["status"] = NOT_INSTALLED
+    except ImportError as error:
+        entry["status"] = f"{NOT_INSTALLED}: {str(error)[:200]}"
+        entry["missing"] = (error.name or "").split(".")[0]
     except LeftOut as reason:
         entry["status"] = f"{LEFT_OUT}: {reason}"
     except Exception as error:
@@ -103,12 +107,19 @@ def reported(entry: dict[str, Any]) -> Iterator[None]:
 
 
 def run_contender(contender: Contender, bench: Bench) -> dict[str, Any]:
-    """What is found of it. The graph comes last, because a failed capture spoils what comes after it."""
+    """What is found of it. The graph comes last, because a failed capture spoils what comes after it.
+
+    Facts that cannot be found leave the times as they are: "facts" then says why.
+    """
     entry: dict[str, Any] = {}
     with reported(entry):
         calls = contender.make()
         entry |= measured(calls, bench)
-        entry |= contender.facts()
+        trouble: dict[str, Any] = {}
+        with reported(trouble):
+            entry |= contender.facts()
+        if trouble:
+            entry["facts"] = trouble
         if contender.graph and bench.cuda:
             entry["graph"] = captured(calls, bench)
     return entry
@@ -117,14 +128,32 @@ def run_contender(contender: Contender, bench: Bench) -> dict[str, Any]:
 def failed(entry: dict[str, Any]) -> bool:
     """Whether the process that measured this may have lost the device to a broken capture or kernel."""
     status = str(entry.get("status", NOT_INSTALLED)).split(":")[0]
-    return status not in (NOT_INSTALLED, LEFT_OUT) or "status" in entry.get("graph", {})
+    return status not in (NOT_INSTALLED, LEFT_OUT) or "facts" in entry or "status" in entry.get("graph", {})
+
+
+def settle(entry: dict[str, Any]) -> None:
+    """What was begun when its process ended did not return, and is not begun again."""
+    if entry.get("status") == BEGUN:
+        entry["status"] = LOST
+
+
+def settle_case(case: dict[str, Any]) -> None:
+    """The same for all contenders. One whose package is there by now is left to be measured."""
+    for name, entry in list(case["contenders"].items()):
+        settle(entry)
+        if entry.get("missing") and find_spec(entry["missing"]):
+            del case["contenders"][name]
+            case["left"] += 1
 
 
 def run_case(
     case: Case, bench: Bench, bandwidth: float | None, known: dict[str, Any] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Measure all contenders, our own first, beyond those that are known; after each, what is known then.
+    """Measure all contenders, our own first, beyond those that are known. Yields what is known before each
+    and after it.
 
+    Before it, its status is "begun": one that hangs, or that ends the process, is told by that. So is the
+    making of the data, as "data".
     bandwidth: bytes per second of a copy, to compare with. On a CUDA device the first contender that fails is
     the last to be measured here: "left" says how many are left to a new process, and "broken" that one must
     take over.
@@ -132,20 +161,31 @@ def run_case(
     results: dict[str, Any] = dict(known or {})
     made: dict[str, Contender] = {}
     unmade: dict[str, Any] = {}
+
+    def state(left: int, broken: bool = False) -> dict[str, Any]:
+        return described(case, bench) | {"contenders": dict(results), "left": left, "broken": broken}
+
+    if results.get("data", {}).get("status") == LOST:
+        yield state(0)
+        return
+    results["data"] = {"status": BEGUN}
+    yield state(1)
     with reported(unmade):
         made = case.contenders()
+    del results["data"]
     if unmade:
         results["data"] = unmade
     waiting, broken = [name for name in made if name not in results], bench.cuda and failed(unmade)
     while waiting and not broken:
         name = waiting.pop(0)
+        results[name] = {"status": BEGUN}
+        yield state(len(waiting) + 1)
         results[name] = run_contender(made[name], bench)
         broken = bench.cuda and failed(results[name])
         if bandwidth and not case.floor_operations:
             compare(results[name], case.floor_bytes, bandwidth)
-        yield described(case, bench) | {"contenders": dict(results), "left": len(waiting), "broken": broken}
-    if not made:
-        yield described(case, bench) | {"contenders": results, "left": 0, "broken": broken}
+        yield state(len(waiting), broken)
+    yield state(len(waiting), broken)
 
 
 def compare(entry: dict[str, Any], size: int, bandwidth: float) -> None:
@@ -160,7 +200,7 @@ def described(case: Case, bench: Bench) -> dict[str, Any]:
     said = ABOUT[case.operation]
     return {
         "operation": case.operation,
-        "shape": {**case.shape, "dtype": str(bench.dtype).removeprefix("torch.")},
+        "shape": {"dtype": str(bench.dtype).removeprefix("torch."), **case.shape},
         "floor_bytes": case.floor_bytes,
         "floor_operations": case.floor_operations,
         "launches": said.launches,

@@ -11,8 +11,16 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, get_args
 
-from kernel_case import Case, reported
-from kernel_loss_cases import dense_case, linear_cases, step, topk_case, topk_of
+import torch
+from kernel_case import BEGUN, Case, reported
+from kernel_loss_cases import (
+    dense_case,
+    linear_dense_case,
+    linear_topk_case,
+    step,
+    topk_case,
+    topk_of,
+)
 from kernel_peers import Loss
 from kernel_timing import Bench, Data, measured
 from kernel_verify_cases import (
@@ -46,6 +54,9 @@ def cases(bench: Bench) -> list[Case]:
         *(verify_case(bench, batch, bench.vocab) for batch in ends),
         filtered_case(bench, many),
         *(filter_case(bench, many, top_k) for top_k in (0, TOP_K)),
+        linear_topk_case(bench, bench.rows // 4, 2048),
+        topk_case(bench, "fkl", 32_000, bench.rows, reduction="sum", dtype=torch.float32),  # of features
+        linear_dense_case(bench, bench.rows // 4, 2048),
         dense_case(bench, "fkl"),
         *(sample_case(bench, batch) for batch in ends),
         *(verify_case(bench, batch, bench.vocab) for batch in bench.batches[1:-1]),
@@ -58,7 +69,7 @@ def cases(bench: Bench) -> list[Case]:
         *(topk_case(bench, kind, bench.vocab, bench.rows) for kind in KINDS if kind != "fkl"),
         *(dense_case(bench, kind) for kind in KINDS if kind != "fkl"),
         *(verify_case(bench, batch, bench.vocab, with_lse=False) for batch in bench.batches),
-        *linear_cases(bench),
+        linear_topk_case(bench, bench.rows, 4096),  # for the memory that it takes
     ]
     return list({case.key: case for case in found}.values())
 
@@ -69,7 +80,8 @@ Tile = tuple[str, int, int, int]  # a loss, entries of a block, warps, stages
 def tuned(bench: Bench, known: set[Tile]) -> Iterator[dict[str, Any]]:
     """Times of the divergences with other block sizes, numbers of warps and of stages than the usual ones.
 
-    Those that are known already are left out; one that a device cannot run is named.
+    Those that are known already are left out; one that a device cannot run is named. Each comes twice: when
+    it is begun, and when it has returned.
     """
     fused: Any = importlib.import_module("moedraft.kernels.fused_divergence")
     data, table = Data(bench), fused.tile
@@ -84,8 +96,9 @@ def tuned(bench: Bench, known: set[Tile]) -> Iterator[dict[str, Any]]:
             continue
         most = max(64, block // (4 * warps))  # registers of a thread: eight for each of its entries
         changes = {"BLOCK": block, "num_warps": warps, "STAGES": stages, "maxnreg": most}
-        fused.tile = lambda vocab, changes=changes: {**table(vocab), **changes}
         entry: dict[str, Any] = {"loss": name, "block": block, "warps": warps, "stages": stages}
+        yield entry | {"status": BEGUN}
+        fused.tile = lambda vocab, changes=changes: {**table(vocab), **changes}
         try:
             with reported(entry):
                 entry |= measured([step(loss, student, teacher)], bench)

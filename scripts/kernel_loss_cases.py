@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import kernel_peers as peers
 import torch
@@ -14,6 +14,9 @@ from torch import Tensor
 
 from moedraft import kernels
 from moedraft.kernels import Kind
+
+Reduction = Literal["mean", "sum"]
+LINEAR = "linear and divergence"
 
 
 def step(function: Loss, student: Tensor, teacher: Tensor) -> Call:
@@ -26,11 +29,11 @@ def step(function: Loss, student: Tensor, teacher: Tensor) -> Call:
     return call
 
 
-def relative_errors(bench: Bench, loss: Callable[[Tensor, Tensor], Tensor]) -> dict[str, float]:
+def relative_errors(bench: Bench, vocab: int, loss: Callable[[Tensor, Tensor], Tensor]) -> dict[str, float]:
     """Relative norms against float64 on a few rows: loss and gradient. `loss` gives one loss a row."""
     data, errors = Data(bench, 5), {}
     for dtype in {torch.float32, bench.dtype}:
-        size = (min(64, bench.rows), bench.vocab)
+        size = (min(64, bench.rows), vocab)
         student = data.normal(*size, scale=2, dtype=dtype)
         teacher = student + data.normal(*size, dtype=dtype)
         exact, given = student.double().requires_grad_(), student.requires_grad_()
@@ -54,19 +57,28 @@ def topk_of(teacher: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return torch.cat([part.indices for part in parts]), torch.cat([part.values for part in parts])
 
 
-def topk_case(bench: Bench, kind: Kind, vocab: int, rows: int, plain: bool = False) -> Case:
-    """The loss that the trainer lowers. The logits are read once at least, the gradient is written once."""
-    floor = 2 * rows * vocab * bench.dtype.itemsize
+def topk_case(
+    bench: Bench,
+    kind: Kind,
+    vocab: int,
+    rows: int,
+    plain: bool = False,
+    reduction: Reduction = "mean",
+    dtype: torch.dtype | None = None,
+) -> Case:
+    """The loss that the trainer lowers. The logits are read once at least, the gradient is written once.
+
+    dtype: of the logits, another one than the benchmark's.
+    """
+    floor = 2 * rows * vocab * (dtype or bench.dtype).itemsize
 
     def contenders() -> dict[str, Contender]:
         data = Data(bench)
-        student = data.normal(rows, vocab)
+        student = data.normal(rows, vocab, dtype=dtype)
         ids, logprobs = topk_of(data.normal(rows, vocab), bench.top_k)
 
-        def ours(inplace: bool) -> Loss:
-            return lambda s, _: kernels.divergence(
-                s, teacher_topk=(ids, logprobs), kind=kind, inplace_grad=inplace
-            )
+        def ours(s: Tensor, _: Tensor) -> Tensor:
+            return kernels.divergence(s, teacher_topk=(ids, logprobs), kind=kind, reduction=reduction)
 
         def rowwise(s: Tensor, t: Tensor) -> Tensor:
             some = topk_of(t, bench.top_k)
@@ -76,9 +88,8 @@ def topk_case(bench: Bench, kind: Kind, vocab: int, rows: int, plain: bool = Fal
 
         found = {
             "moedraft": Contender(
-                lambda: [step(ours(False), student, student)], lambda: relative_errors(bench, rowwise)
-            ),
-            "moedraft, gradient in place": Contender(lambda: [step(ours(True), student.clone(), student)]),
+                lambda: [step(ours, student, student)], lambda: relative_errors(bench, vocab, rowwise)
+            )
         }
         if plain:
             loss = peers.plain_topk(kind, ids, logprobs)
@@ -88,7 +99,11 @@ def topk_case(bench: Bench, kind: Kind, vocab: int, rows: int, plain: bool = Fal
             }
         return found
 
-    shape = {"rows": rows, "vocab": vocab, "top_k": bench.top_k, "kind": kind}
+    shape: dict[str, Any] = {"rows": rows, "vocab": vocab, "top_k": bench.top_k, "kind": kind}
+    if reduction != "mean":
+        shape["reduction"] = reduction
+    if dtype is not None:
+        shape["dtype"] = str(dtype).removeprefix("torch.")
     return Case("topk divergence", shape, floor, contenders)
 
 
@@ -100,8 +115,8 @@ def dense_case(bench: Bench, kind: Kind) -> Case:
         student, teacher = (data.normal(bench.rows, bench.vocab) for _ in range(2))
         plain = peers.plain_divergence(kind)
 
-        def ours(inplace: bool) -> Loss:
-            return lambda s, t: kernels.divergence(s, t, kind=kind, inplace_grad=inplace)
+        def ours(s: Tensor, t: Tensor) -> Tensor:
+            return kernels.divergence(s, t, kind=kind)
 
         def rowwise(s: Tensor, t: Tensor) -> Tensor:
             return kernels.divergence(s, t, kind=kind, reduction="none", backend=backend_of(s))
@@ -111,9 +126,8 @@ def dense_case(bench: Bench, kind: Kind) -> Case:
 
         return {
             "moedraft": Contender(
-                lambda: [step(ours(False), student, teacher)], lambda: relative_errors(bench, rowwise)
+                lambda: [step(ours, student, teacher)], lambda: relative_errors(bench, bench.vocab, rowwise)
             ),
-            "moedraft, gradient in place": Contender(lambda: [step(ours(True), student.clone(), teacher)]),
             "eager PyTorch": timed(lambda: plain),
             "torch.compile": timed(lambda: torch.compile(plain)),
             "Liger (with its log_softmax)": timed(lambda: peers.liger_divergence(kind)),
@@ -124,28 +138,21 @@ def dense_case(bench: Bench, kind: Kind) -> Case:
     return Case("divergence", shape, floor, contenders)
 
 
-def linear_cases(bench: Bench, width: int = 2048) -> list[Case]:
-    """From hidden states: the output layer and the divergence.
+def linear_topk_case(bench: Bench, rows: int, width: int) -> Case:
+    """From hidden states: the output layer and the divergence from a list of tokens.
 
     Fused, the logits of a few rows exist at a time; kernels and products are per block of rows. Each product
-    with the weights counts 2 · rows · vocab · width operations: the logits, their gradient's way back and, in
-    the second case, the teacher's logits, which all contenders there compute from its hidden states.
+    with the weights counts 2 · rows · vocab · width operations: the logits and their gradient's way back.
     """
-    rows, vocab = bench.rows // 4, bench.vocab
-    product, weights = 2 * rows * vocab * width, vocab * width * bench.dtype.itemsize
 
-    def layer() -> tuple[Data, Tensor, Tensor]:
-        data = Data(bench)
-        return data, data.normal(rows, width), data.normal(vocab, width, scale=width**-0.5)
-
-    def topk() -> dict[str, Contender]:
-        data, hidden, weight = layer()
-        some = topk_of(data.normal(rows, vocab), bench.top_k)
+    def contenders() -> dict[str, Contender]:
+        data, hidden, weight = layer(bench, rows, width)
+        some = topk_of(data.normal(rows, bench.vocab), bench.top_k)
 
         def fused(s: Tensor, _: Tensor) -> Tensor:
             return kernels.linear_divergence(s, weight, teacher_topk=some)
 
-        def apart(s: Tensor, _: Tensor) -> Tensor:
+        def apart(s: Tensor, _: Tensor) -> Tensor:  # the logits are nobody else's
             return kernels.divergence(s @ weight.T, teacher_topk=some, inplace_grad=True)
 
         return {
@@ -153,8 +160,16 @@ def linear_cases(bench: Bench, width: int = 2048) -> list[Case]:
             "moedraft after the product": Contender(lambda: [step(apart, hidden, hidden)]),
         }
 
-    def dense() -> dict[str, Contender]:
-        data, hidden, weight = layer()
+    shape = {"rows": rows, "width": width, "vocab": bench.vocab, "top_k": bench.top_k, "kind": "fkl"}
+    weights = bench.vocab * width * bench.dtype.itemsize
+    return Case(LINEAR, shape, 2 * weights, contenders, 4 * rows * bench.vocab * width)
+
+
+def linear_dense_case(bench: Bench, rows: int, width: int) -> Case:
+    """The same from a teacher's hidden states: its logits are a third product, which all contenders make."""
+
+    def contenders() -> dict[str, Contender]:
+        data, hidden, weight = layer(bench, rows, width)
         teacher = data.normal(rows, width)
 
         def fused(s: Tensor, t: Tensor) -> Tensor:
@@ -169,10 +184,12 @@ def linear_cases(bench: Bench, width: int = 2048) -> list[Case]:
             "Liger, fused": Contender(lambda: [peers.liger_linear_jsd(hidden, weight, teacher)]),
         }
 
-    shape = {"rows": rows, "width": width, "vocab": vocab}
-    topk_shape = {**shape, "top_k": bench.top_k, "kind": "fkl"}
-    operation = "linear and divergence"
-    return [
-        Case(operation, topk_shape, 2 * weights, topk, 2 * product),
-        Case(operation, {**shape, "kind": "jsd"}, 3 * weights, dense, 3 * product),
-    ]
+    shape = {"rows": rows, "width": width, "vocab": bench.vocab, "kind": "jsd"}
+    weights = bench.vocab * width * bench.dtype.itemsize
+    return Case(LINEAR, shape, 3 * weights, contenders, 6 * rows * bench.vocab * width)
+
+
+def layer(bench: Bench, rows: int, width: int) -> tuple[Data, Tensor, Tensor]:
+    """Where more data comes from, hidden states, and an output layer's weight."""
+    data = Data(bench)
+    return data, data.normal(rows, width), data.normal(bench.vocab, width, scale=width**-0.5)

@@ -8,6 +8,7 @@ these packages is needed, and none is installed by the project.
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -96,7 +97,8 @@ def sglang_verify(inputs: dict[str, Tensor]) -> Call:
 
 
 def vllm_verify(inputs: dict[str, Tensor]) -> Call:
-    module = importlib.import_module("vllm.v1.sample.rejection_sampler")
+    """Older versions take the target's probabilities, newer ones its logits in float32."""
+    verify = importlib.import_module("vllm.v1.sample.rejection_sampler").rejection_sample
     metadata = importlib.import_module("vllm.v1.sample.metadata").SamplingMetadata
     target, draft, tokens = inputs["target_logits"], inputs["draft_logits"], inputs["draft_tokens"]
     batch, length = tokens.shape
@@ -107,15 +109,15 @@ def vllm_verify(inputs: dict[str, Tensor]) -> Call:
         all_greedy=False, all_random=True, temperature=inputs["temperature"], generators={}
     )
     vocab = target.shape[-1]
+    takes_logits = "target_logits" in inspect.signature(verify).parameters
 
     def call() -> Any:
-        target_probs = target[:, :-1].reshape(-1, vocab).float().softmax(-1)
+        rows = target[:, :-1].reshape(-1, vocab).float()
         draft_probs = draft.reshape(-1, vocab).float().softmax(-1)
         bonus = target[:, -1].argmax(-1, keepdim=True).to(torch.int32)
         flat = tokens.flatten().to(torch.int32)
-        return module.rejection_sample(
-            flat, [length] * batch, length, counts, draft_probs, target_probs, bonus, sampling
-        )
+        given = rows if takes_logits else rows.softmax(-1)
+        return verify(flat, [length] * batch, length, counts, draft_probs, given, bonus, sampling)
 
     return call
 

@@ -198,6 +198,7 @@ def verification(data: Any) -> str:
     for case in data["cases"]:
         for rule, values in case["tokens_per_step"].items():
             found.setdefault(f"tokens per step, {rule}", []).append(values)
+        found.setdefault("block more than chain in whole answers", []).append(case["tokens_per_step_gain"])
         found.setdefault("block more than chain on the same drafts", []).append(case["kept_gain"])
         for rule, values in case["first_position_accepted"].items():
             found.setdefault(f"first position keeps a token, {rule}", []).append(values)

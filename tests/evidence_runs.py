@@ -18,6 +18,7 @@ def made_up(pattern: str, name: str, seed: int, shares: Sequence[float], **more:
     ]
     curve = [{"requests": 10 * i, "updates": i, "counts": counts} for i, counts in enumerate(points)]
     update = {"cpu_seconds": 2.0, "seconds": 2.0, "decisions": {"publish": 1}, "shared": "publish"}
+    learned = range(1, 1 if name == "static" else len(shares))
     settings = {
         "every": 10,
         "measured": 1,
@@ -39,7 +40,7 @@ def made_up(pattern: str, name: str, seed: int, shares: Sequence[float], **more:
         "routed": ["a"] * 40,
         "curve": curve,
         "stream": [[10, 5, 2, 1]] * 40,
-        "updates": [update] * (0 if name == "static" else len(shares) - 1),
+        "updates": [update | {"requests": 10 * i} for i in learned],
         "operations": 10,
         "target_operations": 100,
         "absent": ["a"],

@@ -103,7 +103,7 @@ def follow_server(settings: Settings, domain: str | None, as_json: bool) -> None
         raise InvalidRequest("With --follow every adapter is trained; leave out --domain.")
     if is_missing(settings):
         raise StorageError(f"There is no moedraft home at {settings.home}; register a domain to make one.")
-    from moedraft.distill.follow import follow
+    from moedraft.distill.following.follow import follow
 
     said: dict[str, str | None] = {}
 

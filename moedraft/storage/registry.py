@@ -158,8 +158,7 @@ class Registry:
             for name, number in also.untrained.items():
                 put_back(connection, name, number)
             if also.unadapted is not None:
-                known = [name for name in also.unadapted if domain_exists(connection, name)]
-                set_unadapted(connection, known)
+                set_unadapted(connection, also.unadapted)
             if also.untrained or any(version.state == "live" for version in versions):
                 raise_generation(connection)
         return stored
@@ -284,7 +283,7 @@ class Registry:
     def set_unadapted(self, names: Collection[str]) -> None:
         """Have the draft base alone draft for these domains, and for no others; unknown ones are left out."""
         with self._home.write(durable=True) as connection:
-            set_unadapted(connection, [name for name in names if domain_exists(connection, name)])
+            set_unadapted(connection, names)
 
     # --- counters and notes
 
@@ -296,10 +295,7 @@ class Registry:
         return self._generation[1]
 
     def purges(self) -> int:
-        """How often records were deleted because somebody asked for it. Grows in the deleting transaction.
-
-        Who learned from records and finds another number afterwards may have learned from what is gone.
-        """
+        """How often records were purged. Who finds another number may have learned from what is gone."""
         return self._counter(PURGES)
 
     def updates(self, domain: str) -> int:

@@ -72,7 +72,7 @@ STATIC, JOINT, GATED, LATEST = "static", "joint", "joint+gate", "latest-window"
 ONE_ADAPTER = "mixed-replay"
 SAYERS: dict[Data, str] = {"draft": "the draft's own answers", "mixed": "answers of both"}
 WIDE = 4  # rank of the shared adapter, as a multiple of an expert's, where nothing else is set
-SERVED = "joint+gate:wide"  # the default as a server has it
+SERVED = "joint+gate:wide"  # the default; a server makes more of the further updates, see `served.fewer`
 _ALL = (
     Arrangement(STATIC, "static", trainer=None, experts=False),
     Arrangement(LATEST, "one adapter, latest window", OneTrainer, False, True, plan={"replayed": 0.0}),
@@ -109,9 +109,7 @@ _ALL = (
         shared=WIDE,
         further=2,
     ),
-    Arrangement(
-        SERVED, "joint, with gate, wide, further updates (as a server)", gate=True, shared=WIDE, further=2
-    ),
+    Arrangement(SERVED, "joint, with gate, wide, further updates", gate=True, shared=WIDE, further=2),
 )
 # The arrangement, by objective and whose answers teach it.
 TAUGHT: dict[str, dict[Data, str]] = {

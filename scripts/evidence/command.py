@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import platform
+import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -199,7 +200,7 @@ def main(given: Sequence[str] | None = None) -> None:
 def run_all(args: argparse.Namespace) -> None:
     """Every run that has no file yet; each writes its own as soon as it is done."""
     (args.out / "runs").mkdir(parents=True, exist_ok=True)
-    workplace = None
+    workplace, code = None, commit()
     for seed, pattern, arrangement, file in outstanding(args):
         workplace = workplace or Workplace(args)
         began = time.monotonic()
@@ -207,9 +208,22 @@ def run_all(args: argparse.Namespace) -> None:
         made = {
             "machine": platform.machine(),
             "torch": torch.__version__,
+            "commit": code,
             "seconds": round(time.monotonic() - began),
         }
         scratch = file.with_suffix(".tmp")
         scratch.write_text(json.dumps(found | made, separators=(",", ":")) + "\n", encoding="utf-8")
         scratch.rename(file)
         print(f"{pattern}, {arrangement}, seed {seed}: {made['seconds']} s", flush=True)
+
+
+def commit() -> str:
+    """Of the code, short; empty where there is no git. Changes that are not committed are not told."""
+    asked = ["git", "rev-parse", "--short", "HEAD"]
+    try:
+        said = subprocess.run(
+            asked, cwd=Path(__file__).parent, capture_output=True, text=True, check=False, timeout=60
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return said.stdout.strip() if said.returncode == 0 else ""

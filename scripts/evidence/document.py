@@ -1,4 +1,4 @@
-"""docs/evidence.md, written from the summary. What a sentence claims is computed, never written by hand."""
+"""docs/evidence.md, written from the summary. Figures and comparisons are computed; reasons are by hand."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from evidence import costs, decisions, lows, missing, paper, served
+from evidence import costs, decisions, lows, missing, moves, paper, served
 from evidence.arrangements import ARRANGEMENTS, GATED, JOINT, MAIN, ONLINE, STATIC
 from evidence.figures import Runs
 from evidence.parts import PARTS
@@ -19,13 +19,16 @@ from evidence.words import (
     DASH,
     cells,
     difference,
+    dispute,
+    disputed,
     how_many,
+    interval,
     introduction,
     listed,
     method,
     short_sign,
     table,
-    waits,
+    told_apart,
 )
 
 ABOUT_PICTURES = {
@@ -69,7 +72,7 @@ def write(runs: Runs, out: Path, path: Path, pictures: Sequence[str]) -> None:
     parts = [first, "## What was found", *findings(whole), method(target), settings(whole)]
     parts += [*shown(*AT_THE_TOP), served.part(whole)]
     parts += [pattern_part(whole, name) for name in patterns(whole)]
-    parts += [moving(whole), *shown(*MOVING), costs.prices(whole), *shown(*COSTS), decisions.gate(whole)]
+    parts += [moves.part(whole), *shown(*MOVING), costs.prices(whole), *shown(*COSTS), decisions.gate(whole)]
     parts += [*paper.parts(whole), missing.part(whole), COMMANDS.format(times=times(whole))]
     path.write_text("\n\n".join(part for part in parts if part) + "\n", encoding="utf-8")
 
@@ -117,16 +120,14 @@ def beside_others(of: Whole, default: str) -> str:
     """Whether joint learning, in this form, is above, below or level with each other online arrangement."""
     if default not in of:
         return ""
-    by_verdict: dict[str, list[str]] = {"better": [], "worse": [], "open": []}
-    for name in ONLINE:
-        one = of.get(name, {}).get("default_more", {}).get(default)
-        if one is not None:
-            seeds = how_many(len(one["seeds"]), "seed")
-            by_verdict[one["verdict"]].append(
-                f"{ARRANGEMENTS[name].title} ({short_sign(one['value'])}, {seeds})"
-            )
-    said = (("better", "It is above"), ("worse", "It is **below**"), ("open", "Not to be told from it are"))
-    return " ".join(f"{words} {listed(by_verdict[key])}." for key, words in said if by_verdict[key])
+    found = [
+        (ARRANGEMENTS[name].title, one)
+        for name in ONLINE
+        if (one := of.get(name, {}).get("default_more", {}).get(default)) is not None
+    ]
+    words = {"better": "It is above", "worse": "It is **below**", "open": "Not to be told from it are"}
+    sure, split = told_apart(found, words)
+    return " ".join(f"{said}." for said in [*sure, *(f"Open is {one}" for one in split)])
 
 
 def harms(of: Whole, name: str) -> str:
@@ -151,26 +152,11 @@ def gated_costs(of: Whole) -> str:
         return ""
     seeds = how_many(len(one["seeds"]), "seed")
     if one["verdict"] == "open":
-        if one["low"] > 0 or one["high"] < 0:
-            return (
-                f"What the gate changes is open: its interval says {interval(one)}, but the {seeds} disagree."
-            )
+        if disputed(one):
+            return f"What the gate changes is open: {dispute(one)}."
         return f"What the gate changes is open: {interval(one)} ({seeds})."
     said = {"better": "The gate brings", "worse": "The gate costs"}
     return f"{said[one['verdict']]} {interval(one)} ({seeds})."
-
-
-def forgets(of: Whole, name: str) -> str:
-    """Whether domains lost something while others came."""
-    one = of.get(name, {}).get("forgotten")
-    if one is None:
-        return ""
-    said = {"better": "gained", "worse": "**lost**", "open": "changed by no more than chance"}[one["verdict"]]
-    return f"{ARRANGEMENTS[name].title.capitalize()}: domains {said} while they were silent, {interval(one)}."
-
-
-def interval(one: Whole) -> str:
-    return f"{short_sign(one['value'])} [{short_sign(one['low'])}, {short_sign(one['high'])}]"
 
 
 def settings(whole: Whole) -> str:
@@ -184,7 +170,9 @@ def settings(whole: Whole) -> str:
         f"A run: {of['requests']} requests of the domains {of['domains'].replace(',', ', ')}, with answers "
         f"of up to {of['max_tokens']} tokens; an update of {of['steps']} steps of {of['rows']} records after "
         f"every {of['every']} requests, experts of rank {of['rank']}; {of['heldout']} held-out prompts a "
-        f"domain. {how_many(whole['runs'], 'run')}; most seeds by pattern: {counts}. Each row of a table "
+        f"domain, asked before, after every {of['every'] * of['measured']} requests and at the end (and "
+        f"where traffic turns, in runs that tell the commit of their code; {whole['unmarked']} do not). "
+        f"{how_many(whole['runs'], 'run')}; most seeds by pattern: {counts}. Each row of a table "
         f"says how many seeds it has.{warning(of, seeds)}{precision(whole)}"
     )
 
@@ -248,36 +236,6 @@ def by_domain(of: Whole) -> str:
         [ARRANGEMENTS[name].title, *(difference(of[name]["domains"][d]) for d in domains)] for name in names
     ]
     return "More first guesses than static, by domain:\n\n" + table(("arrangement", *domains), rows)
-
-
-def moving(whole: Whole) -> str:
-    """Recovery, forgetting and new domains, where the traffic moves."""
-    rows = []
-    for pattern in ("one-by-one", "shift", "new-domain"):
-        of = whole["patterns"].get(pattern, {})
-        for name in MAIN:
-            if name in of and name not in (STATIC, "offline"):
-                one = of[name]
-                cells = difference(one["forgotten"]), waits(one.get("recovery")), waits(one.get("arrival"))
-                rows.append([title_of(pattern), ARRANGEMENTS[name].title, str(one["seeds"]), *cells])
-    if not rows:
-        return ""
-    every = whole["settings"]["every"] * whole["settings"]["measured"]
-    head = (
-        "traffic",
-        "arrangement",
-        "seeds",
-        "change while silent",
-        "requests until back",
-        "requests until at home",
-    )
-    return (
-        "## Where traffic moves\n\n*Change while silent*: first guesses on domains that stopped coming, in "
-        "the end against when they were last served; with a return, at the moment before it. *Until back*: "
-        "after the return, until the domains are within .02 of what they had. *Until at home*: after a new "
-        "domain came, until it has 80 % of what it gains offline. By seed; measured every "
-        f"{every} requests.\n\n{table(head, rows)}"
-    )
 
 
 def times(whole: Whole) -> str:

@@ -22,6 +22,8 @@ from moedraft.showcase.findings.estimates import Estimate, PairedChange, change,
 Found = Mapping[str, Any]  # one run's file
 Rows = np.ndarray  # int [prompts, 4]: tried first guesses, drafts with a right token number 1, 2, 3
 Part = Callable[[Rows], list[tuple[float, float]]]
+Wait = int | str | None  # requests, or NEVER; None: not measured
+NEVER = "never"
 
 
 def first_guesses(rows: Rows) -> list[tuple[float, float]]:
@@ -115,6 +117,7 @@ class Lowest:
     requests: int
     compared: Compared
     served: tuple[int, ...]  # requests of the domain until then, by seed
+    measured: tuple[int, ...]  # after how many requests there was a measurement
 
 
 def lowest(runs: Runs, pattern: str, one: str, other: str, domain: str) -> Lowest | None:
@@ -122,33 +125,55 @@ def lowest(runs: Runs, pattern: str, one: str, other: str, domain: str) -> Lowes
     seeds = runs.seeds(pattern, one, other)
     still, found = runs.of(pattern, one, seeds), runs.of(pattern, other, seeds)
     before = [rows_at(run, domains=[domain]) for run in still]
-    lows = []
-    for requests in common_points(found):
+    lows, points = [], common_points(found)
+    for requests in points:
         after = [rows_at(run, point_at(run, requests), [domain]) for run in found]
         served = tuple(run["domains"][:requests].count(domain) for run in found)
-        lows.append(Lowest(requests, compared(before, after), served))
+        lows.append(Lowest(requests, compared(before, after), served, tuple(points)))
     return min(lows, key=lambda low: low.compared.change.difference.value, default=None)
 
 
-def common_points(found: Sequence[Found]) -> list[int]:
-    """Numbers of requests after which all of these runs were measured, with an update before."""
-    points = [{point["requests"] for point in run["curve"] if point["updates"]} for run in found]
+def measured_at(found: Sequence[Found]) -> list[int]:
+    """Numbers of requests after which all of these runs were measured."""
+    points = [{int(point["requests"]) for point in run["curve"]} for run in found]
     return sorted(set.intersection(*points)) if points else []
+
+
+def common_points(found: Sequence[Found]) -> list[int]:
+    """As `measured_at`, with an update before."""
+    return [n for n in measured_at(found) if all(run["curve"][point_at(run, n)]["updates"] for run in found)]
 
 
 def point_at(run: Found, requests: int) -> int:
     return next(i for i, point in enumerate(run["curve"]) if point["requests"] == requests)
 
 
-def point_before(run: Found, requests: int) -> int:
-    """The last point of the curve that had not more requests."""
-    return max(i for i, point in enumerate(run["curve"]) if point["requests"] <= requests or i == 0)
+def near(run: Found, turn: int) -> list[int]:
+    """The points of the curve from the turn on until a window after it; empty: the turn was not measured."""
+    last = turn + run["settings"]["every"]
+    return [i for i, point in enumerate(run["curve"]) if turn <= point["requests"] <= last]
+
+
+def at_turn(run: Found, turn: int) -> int | None:
+    """The point at the turn at which nothing that came later had been learned from; None: not measured."""
+    return next((i for i in near(run, turn) if _learned_until(run, i) <= turn), None)
+
+
+def after_service(run: Found, turn: int) -> int | None:
+    """The point at the turn at which all that came before had been learned from; None: not measured."""
+    return next((i for i in near(run, turn) if _learned_until(run, i) >= turn), None)
+
+
+def _learned_until(run: Found, point: int) -> int:
+    """After how many requests the last update before this point was made."""
+    updates = run["curve"][point]["updates"]
+    return int(run["updates"][updates - 1]["requests"]) if updates else 0
 
 
 def forgotten(runs: Sequence[Found]) -> Compared | None:
     """What domains lost while they were silent: from when they were last served to the last measurement.
 
-    After a return: to the moment before it. None for traffic without turns.
+    After a return: to the moment before it. None for traffic without turns and turns not measured.
     """
     pairs = [pair for run in runs for pair in [_silence(run)] if pair is not None]
     return compared([b for b, _ in pairs], [a for _, a in pairs]) if pairs else None
@@ -156,39 +181,53 @@ def forgotten(runs: Sequence[Found]) -> Compared | None:
 
 def _silence(run: Found) -> tuple[Rows, Rows] | None:
     if run["pattern"] == "shift":
-        points = [point_before(run, turn) for turn in run["turns"]]
-        return rows_at(run, points[0], run["absent"]), rows_at(run, points[1], run["absent"])
+        begin, end = after_service(run, run["turns"][0]), at_turn(run, run["turns"][1])
+        if begin is None or end is None:
+            return None
+        return rows_at(run, begin, run["absent"]), rows_at(run, end, run["absent"])
     if run["pattern"] != "one-by-one":
         return None
     before, after = [], []
     for name in sorted(set(run["domains"])):
-        end = len(run["domains"]) - run["domains"][::-1].index(name)
-        # The measurement may be a little early; what came of the domain afterwards only hides forgetting.
-        before.append(rows_at(run, point_before(run, end), [name]))
-        after.append(rows_at(run, -1, [name]))
+        served = len(run["domains"]) - run["domains"][::-1].index(name)
+        point = after_service(run, served)
+        if point is None:
+            return None
+        silent = served < len(
+            run["domains"]
+        )  # prompts of the last one stay in their places and count nothing
+        before.append(rows_at(run, point, [name]) * silent)
+        after.append(rows_at(run, -1, [name]) * silent)
     return np.concatenate(before), np.concatenate(after)
 
 
-def recovery(run: Found, within: float = 0.02) -> int | None:
-    """Requests after the return until what returned is within `within` of what it had; None: never."""
+def recovery(run: Found, within: float = 0.02) -> Wait:
+    """Requests after the return until what returned is within `within` of what it had."""
     first, back = run["turns"]
-    wanted = _value(first_guesses(rows_at(run, point_before(run, first), run["absent"]))) - within
+    begin = after_service(run, first)
+    if begin is None:
+        return None
+    wanted = _value(first_guesses(rows_at(run, begin, run["absent"]))) - within
     return _requests_until(run, back, run["absent"], wanted)
 
 
-def arrival(run: Found, bound: Found, share: float = 0.8) -> int | None:
-    """Requests after a new domain came until it has `share` of its offline gain; None: never."""
+def arrival(run: Found, bound: Found, share: float = 0.8) -> Wait:
+    """Requests after a new domain came until it has `share` of its offline gain."""
     names = [run["newcomer"]]
     begin = _value(first_guesses(rows_at(run, 0, names)))
     most = _value(first_guesses(rows_at(bound, -1, names)))
     return _requests_until(run, run["turns"][0], names, begin + share * (most - begin))
 
 
-def _requests_until(run: Found, turn: int, names: Sequence[str], wanted: float) -> int | None:
-    for point in range(point_before(run, turn), len(run["curve"])):
+def _requests_until(run: Found, turn: int, names: Sequence[str], wanted: float) -> Wait:
+    """By the first measurement from the turn on that shows it, so at most so many."""
+    measured = near(run, turn)
+    if not measured or not run["updates"]:
+        return None
+    for point in range(measured[0], len(run["curve"])):
         if _value(first_guesses(rows_at(run, point, names))) >= wanted:
-            return max(0, int(run["curve"][point]["requests"]) - turn)
-    return None
+            return int(run["curve"][point]["requests"]) - turn
+    return NEVER
 
 
 def stream_part(runs: Sequence[Found], first: float, last: float) -> Estimate:
@@ -224,7 +263,10 @@ def stream_gain(
 
 
 def cost(run: Found) -> float:
-    """Operations of all updates out of those of the target for the requests that fed them."""
+    """Operations of all updates out of those of the target for the requests that fed them.
+
+    They were counted for one update, the second; see `running._counted`.
+    """
     return float(run["operations"] * len(run["updates"]) / run["target_operations"])
 
 

@@ -46,14 +46,14 @@ def never(whole: Whole) -> list[str]:
 
 
 def served(whole: Whole) -> str:
-    """Where the default was not run as a server has it."""
+    """Where the default was not run with further updates."""
     title = ARRANGEMENTS[SERVED].title
     done = [name for name in ORDERS if SERVED in whole["patterns"].get(name, {})]
     if not done:
-        return f"The default as a server has it ({title}): on no traffic at all."
+        return f"The default with further updates ({title}): on no traffic at all."
     there = [name for name in ORDERS if name not in done and JOINT in whole["patterns"].get(name, {})]
     without = f"It was not run with {listed(map(title_of, there))}." if there else ""
-    return f"The default as a server has it ({title}) was run with {listed(map(title_of, done))}. {without}"
+    return f"The default with further updates ({title}) was run with {listed(map(title_of, done))}. {without}"
 
 
 def paper(whole: Whole) -> list[str]:

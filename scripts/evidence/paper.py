@@ -73,7 +73,7 @@ def harmed(whole: Whole) -> str:
     if not worse:
         return ""
     gated = [f"{domain} {difference(gained[domain][SERVED])}" for domain in worse if SERVED in gained[domain]]
-    beside = f" With the gate, as a server learns: {'; '.join(gated)}." if gated else ""
+    beside = f" With the gate and further updates: {'; '.join(gated)}." if gated else ""
     return (
         f" With {listed(worse)}, adapters that learn without a gate end below static: what the drafter "
         "guesses well already, because it was trained on such text, a few hundred requests make worse."

@@ -11,7 +11,17 @@ import numpy as np
 
 from evidence import time_plots
 from evidence.arrangements import ARRANGEMENTS, GATED, JOINT, LATEST, MAIN, SERVED, STATIC
-from evidence.figures import Compared, Runs, against, first_guesses, forgotten, rows_at, share
+from evidence.figures import (
+    Compared,
+    Runs,
+    against,
+    first_guesses,
+    forgotten,
+    measured_at,
+    point_at,
+    rows_at,
+    share,
+)
 from evidence.looks import COLOURS, NARROW, line, panels
 from evidence.streams import ONLY
 from moedraft.showcase.findings.picture import GREY
@@ -32,10 +42,12 @@ def draw_all(runs: Runs, folder: Path) -> list[str]:
         "domains": (domains, learned),
         "positions": (positions, learned),
         "recovery": (time_plots.recovery, moving),
-        "forgetting": (forgetting, [name for name in SILENT if name in learned]),
+        "forgetting": (forgetting, [name for name in SILENT if _silent(runs, name)]),
         "updates": (time_plots.over_updates, learned),
         "seconds": (time_plots.over_seconds, learned),
     }
+    for name in (name for name, (_, where) in drawn.items() if not where):
+        (folder / f"{name}.png").unlink(missing_ok=True)  # of earlier runs
     drawn = {name: (draw, where) for name, (draw, where) in drawn.items() if where}
     for name, (draw, where) in drawn.items():
         panels(runs, where, draw, folder / f"{name}.png")
@@ -50,8 +62,8 @@ def curves(axis: Any, runs: Runs, pattern: str) -> None:
         found = runs.of(pattern, name)
         if not found:
             continue
-        at = [point["requests"] for point in found[0]["curve"]]
-        shares = [share([rows_at(run, i) for run in found]) for i in range(len(at))]
+        at = measured_at(found)
+        shares = [share([rows_at(run, point_at(run, n)) for run in found]) for n in at]
         if len(set(shares)) == 1 or len(at) == 1 or name == "offline":
             axis.axhline(
                 shares[-1], color=COLOURS[name], linestyle="--", linewidth=1, label=ARRANGEMENTS[name].title
@@ -74,10 +86,15 @@ def gains(axis: Any, runs: Runs, pattern: str) -> None:
 
 def forgetting(axis: Any, runs: Runs, pattern: str) -> None:
     """What domains lost or gained while they were silent, with its interval."""
+    bars(axis, _silent(runs, pattern))
+    axis.set_xlabel("change of right first guesses while silent")
+
+
+def _silent(runs: Runs, pattern: str) -> dict[str, Compared]:
+    """By arrangement, the change while silent, where it was measured."""
     names = [name for name in (*MAIN, NARROW, SERVED) if name not in (STATIC, "offline")]
     found = {name: forgotten(runs.of(pattern, name)) for name in names}
-    bars(axis, {name: one for name, one in found.items() if one is not None})
-    axis.set_xlabel("change of right first guesses while silent")
+    return {name: one for name, one in found.items() if one is not None}
 
 
 def bars(axis: Any, found: dict[str, Compared]) -> None:

@@ -209,7 +209,7 @@ def run(
         known = round(len(served) * arrangement.beforehand)
         before = one.tokens(held) if tell_tokens else None
         _learn_beforehand(one, served[:known], found)
-        _go_online(one, served[known:], known, held, found)
+        _go_online(one, served, known, held, found, traffic.turns)
         if tell_tokens:
             found["tokens"] = {"before": before, "after": one.tokens(held)}
     words = {"held_out": [h.record.domain for h in held], "domains": [s.record.domain for s in served]}
@@ -226,25 +226,39 @@ def _learn_beforehand(one: Run, known: Sequence[Served], found: dict[str, Any]) 
 
 
 def _go_online(
-    one: Run, served: Sequence[Served], known: int, held: Sequence[Served], found: dict[str, Any]
+    one: Run,
+    served: Sequence[Served],
+    known: int,
+    held: Sequence[Served],
+    found: dict[str, Any],
+    turns: Sequence[int],
 ) -> None:
-    """Windows of requests, each followed by an update; held-out prompts before, now and then, and after."""
+    """Windows of requests, each followed by an update; held-out prompts before, now and then, and after.
+
+    Where the traffic turns, what serves is measured twice: at the turn itself, before anything that comes
+    later was learned from, and at the end of the window, when all that came before was. On a window's end
+    the two are one.
+    """
     plan, arrangement = one.bench.plan, one.arrangement
     width = max(1, round(plan.every * arrangement.every))
     learns = arrangement.trainer is not None
     _note(one, known, held, found)
-    windows = [served[first : first + width] for first in range(0, len(served), width)]
-    for number, window in enumerate(windows, start=1):
+    for number, begin in enumerate(range(known, len(served), width), start=1):
+        window = served[begin : begin + width]
+        done = begin + len(window)
+        turned = [turn for turn in turns if begin < turn <= done]
+        for turn in turned:
+            if learns and turn < done:
+                _note(one, turn, held, found)
         found["stream"] += one.counts(window)
-        done = known + min(number * width, len(served))
         if learns:
             one.feed(window)
             found["updates"].append({"requests": done, **_counted(one, found)})
             for _ in range(arrangement.further):
                 if one.goes_on:
                     found["updates"].append({"requests": done, **_counted(one, found)})
-        due = number % max(1, round(plan.measured / arrangement.every)) == 0
-        if number == len(windows) or (due and learns):
+        due = turned or number % max(1, round(plan.measured / arrangement.every)) == 0
+        if done == len(served) or (due and learns):
             _note(one, done, held, found)
 
 

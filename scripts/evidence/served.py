@@ -1,4 +1,4 @@
-"""The default as a server has it: with further updates from the same requests, in time nobody else wants."""
+"""The default with further updates from the same requests, as a server makes them, but fewer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,20 @@ from typing import Any
 from evidence import lows
 from evidence.arrangements import ARRANGEMENTS, FURTHER, GATED, SERVED, STATIC
 from evidence.streams import ONLY, title_of
-from evidence.words import DASH, cells, difference, how_many, listed, short_sign, table, waits
+from evidence.words import (
+    DASH,
+    cells,
+    difference,
+    how_many,
+    interval,
+    listed,
+    short_sign,
+    table,
+    told_apart,
+    waits,
+)
+from moedraft.config import Settings
+from moedraft.distill.joint.joint_loop import MOST_AGAIN
 
 Whole = dict[str, Any]
 REASONS = (
@@ -17,6 +30,14 @@ REASONS = (
     "([why](experiments.md#the-rank-of-the-shared-adapter-and-of-an-expert)). Experts stay the default since "
     "each domain can be pinned, taken back, exported or kept from harm by itself."
 )
+OLDER = (
+    " The experts of wide runs are cut to the directions that matter, as a server's are since 2026-11-26. In "
+    "some of the runs whose files do not tell the commit of their code, the base drafts for a domain "
+    "[of which nothing was learned yet](experiments.md#before-anything-was-learned-of-a-domain): by the "
+    "first form of that rule in the wide runs of the slow drift and of the new domain, as it is now in all "
+    "runs with gate of prompts whose second half is of another domain. All other such runs with gate in this "
+    "table were made before the rule."
+)
 ONE_WIDE, NARROW = "mixed-replay:wide", "joint+gate:further"
 
 
@@ -24,47 +45,63 @@ def patterns(whole: Whole) -> list[str]:
     return [name for name, of in whole["patterns"].items() if SERVED in of and not name.startswith(ONLY)]
 
 
+def fewer(whole: Whole) -> str:
+    """How much less is learned here than by a server."""
+    steps = Settings.model_fields["update_steps"].default
+    return (
+        f"at most {ARRANGEMENTS[SERVED].further} after each update, of {whole['settings']['steps']} steps, "
+        f"where a server makes up to {MOST_AGAIN} of {steps}"
+    )
+
+
 def finding(whole: Whole) -> str:
-    """One sentence for each thing that is claimed of the default as a server has it."""
-    names = patterns(whole)
-    gains = {p: of for p in names if (of := whole["patterns"][p][SERVED]["gain"]) is not None}
+    """One sentence for each thing that is claimed of the default with further updates."""
+    gains = {p: of for p in patterns(whole) if (of := whole["patterns"][p][SERVED]["gain"]) is not None}
     if not gains:
         return ""
-    least, most = (pick(one["value"] for one in gains.values()) for pick in (min, max))
-    seeds = min(len(one["seeds"]) for one in gains.values())
-    where = f"on {how_many(len(gains), 'pattern')} of traffic with {how_many(seeds, 'seed')} or more"
-    doubts = [
-        f"; {word} with {listed(found)}"
-        for verdict, word in (("open", "not sure"), ("worse", "**worse**"))
-        if (found := [title_of(p) for p, one in gains.items() if one["verdict"] == verdict])
-    ]
     said = [
-        "**As a server learns**, with further updates from the same requests while the gate sees a use in "
-        f"them, joint learning with the gate gains {short_sign(least)} to {short_sign(most)} first guesses "
-        f"on the static draft, {where}{''.join(doubts) or ', each of them sure'}."
+        "**With further updates** from the same requests while the gate sees a use in them "
+        f"({fewer(whole)}), joint learning with the gate gains first guesses on the static draft: "
+        f"{gained(gains)}."
     ]
     one_wide = beside(whole, ONE_WIDE)
     said += [one_wide, REASONS if one_wide else "", beside(whole, NARROW), below(whole)]
     return "- " + " ".join(one for one in said if one)
 
 
+def gained(gains: Whole) -> str:
+    """The least and the most of the patterns with several seeds, and those of a single seed by name."""
+    several = {p: one for p, one in gains.items() if len(one["seeds"]) > 1}
+    said = []
+    if several:
+        least, most = (pick(one["value"] for one in several.values()) for pick in (min, max))
+        seeds = min(len(one["seeds"]) for one in several.values())
+        doubts = [
+            f"; {word} with {listed(found)}"
+            for verdict, word in (("open", "not sure"), ("worse", "**worse**"))
+            if (found := [title_of(p) for p, one in several.items() if one["verdict"] == verdict])
+        ]
+        where = f"on {how_many(len(several), 'pattern')} of traffic with {how_many(seeds, 'seed')} or more"
+        sure = ", each of them sure"
+        said.append(f"{short_sign(least)} to {short_sign(most)} {where}{''.join(doubts) or sure}")
+    single = [f"{title_of(p)} ({interval(one)})" for p, one in gains.items() if p not in several]
+    if single:
+        said.append(f"with one seed, which tells nothing of others, {listed(single)}")
+    return "; ".join(said)
+
+
 def beside(whole: Whole, other: str) -> str:
     """Where it is above and below another arrangement that learns as much."""
-    by_verdict: dict[str, list[str]] = {"better": [], "worse": [], "open": []}
-    for pattern in patterns(whole):
-        one = whole["patterns"][pattern].get(other, {}).get("default_more", {}).get(SERVED)
-        if one is not None:
-            seeds = how_many(len(one["seeds"]), "seed")
-            by_verdict[one["verdict"]].append(f"{title_of(pattern)} ({short_sign(one['value'])}, {seeds})")
-    if not any(by_verdict.values()):
-        return ""
-    words = (
-        ("better", "better with"),
-        ("worse", "**worse** with"),
-        ("open", "level, as far as can be told, with"),
-    )
-    found = [f"{word} {listed(by_verdict[key])}" for key, word in words if by_verdict[key]]
-    return f"Against {ARRANGEMENTS[other].title}: {'; '.join(found)}."
+    found = [
+        (title_of(pattern), one)
+        for pattern in patterns(whole)
+        for one in [whole["patterns"][pattern].get(other, {}).get("default_more", {}).get(SERVED)]
+        if one is not None
+    ]
+    level = "level, as far as can be told, with"
+    sure, split = told_apart(found, {"better": "better with", "worse": "**worse** with", "open": level})
+    said = [*sure, *(f"open with {one}" for one in split)]
+    return f"Against {ARRANGEMENTS[other].title}: {'; '.join(said)}." if said else ""
 
 
 def below(whole: Whole) -> str:
@@ -97,7 +134,9 @@ def _lows(whole: Whole, name: str) -> list[str]:
     of = {title_of(p): one for p, one in of.items() if lows.points(one)}
     said = [f"with {traffic}, {lows.shown(one)}" for traffic, one in of.items() if lows.lost(one)]
     if kept := [traffic for traffic, one in of.items() if not lows.lost(one)]:
-        said.append(f"with {listed(kept)}, no domain by more than .01")
+        counts = {len(lows.each_at(of[traffic])) for traffic in kept}
+        some = f"{min(counts)} to {max(counts)}" if len(counts) > 1 else f"{max(counts)}"
+        said.append(f"with {listed(kept)}, no domain by more than .01 at any of {some} measurements")
     title = ARRANGEMENTS[name].title
     return [f"{title[0].upper()}{title[1:]}, on the way below static: {'; '.join(said)}."] if said else []
 
@@ -112,18 +151,6 @@ def part(whole: Whole) -> str:
                 rows.append([title_of(pattern), *_row(of, name)])
     if not rows:
         return ""
-    about = (
-        "## With further updates\n\nA server does not stop at one update for its new requests: while it has "
-        "time to spare, it makes further ones from the records that are there, until the gate throws one "
-        "away. Here up to two follow each update, so that there are at most as many as the offline bound "
-        "has; those without a gate make all of them. *Wide*: the shared adapter has four times an expert's "
-        "rank, as a server's has by default, and one adapter that stands alone as much as both. The experts "
-        "of wide runs are cut to the directions that matter, as a server's are since 2026-11-26. That the "
-        "base drafts for a domain [of which nothing was learned yet]"
-        "(experiments.md#before-anything-was-learned-of-a-domain) is in the wide runs of the slow drift and "
-        "of the new domain alone; all others were made before. *Until at "
-        "home*: requests after a new domain came until it had 80 % of what it gains offline, by seed.\n\n"
-    )
     head = (
         "traffic",
         "arrangement",
@@ -131,11 +158,24 @@ def part(whole: Whole) -> str:
         "first guesses",
         "tokens per step",
         "more than static",
-        "as a server, it has more",
+        "joint, with gate, wide, has more",
         lows.HEAD,
         "until at home",
     )
-    return about + table(head, rows)
+    return f"## With further updates\n\n{about(whole)}\n\n{table(head, rows)}"
+
+
+def about(whole: Whole) -> str:
+    """How the table is to be read."""
+    return (
+        "A server does not stop at one update for its new requests: while it has time to spare, it makes "
+        "further ones from the records that are there, until the gate throws one away. Here too, but "
+        f"fewer: {fewer(whole)}. So there are at most as many updates as the offline bound has; arrangements "
+        "without a gate make all of them. *Wide*: the shared adapter has four times an expert's rank, as a "
+        "server's has by default, and one adapter that stands alone as much as both."
+        f"{OLDER if whole['unmarked'] else ''} *Until at home*: requests after a new domain came until it "
+        "had 80 % of what it gains offline, at the first measurement that shows it, by seed."
+    )
 
 
 def _row(of: Whole, name: str) -> list[str]:

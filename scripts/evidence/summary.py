@@ -20,6 +20,7 @@ from evidence.figures import (
     forgotten,
     level,
     lowest,
+    measured_at,
     recovery,
     stream_part,
     tokens_per_step,
@@ -44,6 +45,7 @@ def summary(runs: Runs) -> dict[str, Any]:
         "machine": every[0]["machine"],
         "torch": every[0]["torch"],
         "runs": len(every),
+        "unmarked": sum("commit" not in run for run in every),  # files that do not tell the code's commit
         "precisions": {
             pattern: sorted({run.get("precision", BEFORE) for run in every if run["pattern"] == pattern})
             for pattern in patterns
@@ -71,6 +73,7 @@ def of_runs(runs: Runs, pattern: str, name: str) -> dict[str, Any]:
         },
         "domains": {d: _compared(against(runs, pattern, STATIC, name, domains=[d])) for d in held},
         "lowest": {d: _lowest(runs, pattern, name, d) for d in held},
+        "measured": measured_at(found),
         "forgotten": _compared(forgotten(found)),
         "seconds": median(run.get("seconds", 0) for run in found),
         "updates": updates,
@@ -122,10 +125,12 @@ def _tokens(found: Sequence[Found]) -> dict[str, Any]:
 
 
 def _moving(runs: Runs, pattern: str, name: str, found: Sequence[Found]) -> dict[str, Any]:
-    """After how many requests it was back, by seed; None stands for never."""
-    if pattern == "shift" and name != "offline":
+    """After how many requests it was back, by seed; None: not measured. Of what learns while it serves."""
+    if name in (STATIC, "offline"):
+        return {}
+    if pattern == "shift":
         return {"recovery": [recovery(run) for run in found]}
-    if pattern == "new-domain" and name != "offline":
+    if pattern == "new-domain":
         seeds = runs.seeds(pattern, name, "offline")
         pairs = zip(runs.of(pattern, name, seeds), runs.of(pattern, "offline", seeds), strict=True)
         return {"arrival": [arrival(run, bound) for run, bound in pairs]}
@@ -156,7 +161,8 @@ def _lowest(runs: Runs, pattern: str, name: str, domain: str) -> dict[str, Any] 
     one = lowest(runs, pattern, STATIC, name, domain) if name != STATIC else None
     if one is None:
         return None
-    return (_compared(one.compared) or {}) | {"requests": one.requests, "served": list(one.served)}
+    places = {"requests": one.requests, "served": list(one.served), "measured": list(one.measured)}
+    return (_compared(one.compared) or {}) | places
 
 
 def _streamed(found: Sequence[Found]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from evidence.figures import (
     Found,
     Runs,
     common_points,
+    measured_at,
     point_at,
     rows_at,
     share,
@@ -68,8 +69,8 @@ def _of_domain(axis: Any, runs: Runs, pattern: str, domain: str) -> None:
             level = share([rows_at(run, -1, [domain]) for run in found])
             axis.axhline(level, color=COLOURS[name], linestyle="--", label=ARRANGEMENTS[name].title)
             continue
-        at = [point["requests"] for point in found[0]["curve"]]
-        shares = [share([rows_at(run, i, [domain]) for run in found]) for i in range(len(at))]
+        at = measured_at(found)
+        shares = [share([rows_at(run, point_at(run, n), [domain]) for run in found]) for n in at]
         line(axis, name, at, shares)
 
 

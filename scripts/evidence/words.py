@@ -1,4 +1,4 @@
-"""The document's fixed words, and how figures are written. Nothing here says what was found."""
+"""The document's fixed words, and how figures are written."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ def introduction(target: str, results: str) -> str:
     """The first lines; `results` is the folder of the runs."""
     return (
         "# Does learning pay, and does it do harm?\n\n"
-        f"This page is written by `scripts/evidence.py` from the files in `{results}`; its sentences are "
-        "computed from the figures. Arrangements of adapters learn from the same requests, in the same order "
+        f"This page is written by `scripts/evidence.py` from the files in `{results}`: figures and "
+        "comparisons are computed from them, reasons and how it was measured are written by hand. "
+        "Arrangements of adapters learn from the same requests, in the same order "
         f"and with as many updates, on {MODELS.get(target, target)}. They differ in who learns from what."
         + OTHER_PAGE.get(target, "")
     )
@@ -44,7 +45,8 @@ METHOD_TEXT = """## How it was measured
 - **Equal updates**: the same number of updates and steps. One record in eight is held back from training in
   every arrangement, since the gate needs it; arrangements without a gate publish every update.
 - **With gate**: the gate, after each update once. A server also makes *further updates* from the same records
-  while they still bring something; arrangements with these have a section of their own. Not in these figures:
+  while they still bring something; arrangements with some of these, fewer than a server's, have a section of
+  their own. Not in these figures:
   a server changes the interval between updates, and takes versions back that later requests show to be worse.
   In runs on SmolLM2 of 2026-11-23 the gate had cost .012 first guesses in the steady mix and .050 in the slow
   drift; what was changed in it stands in docs/experiments.md.
@@ -82,6 +84,7 @@ update) or `data` (whose answers are learned from; an independent draft model on
 `--arrangements` choose from it."""
 
 DASH = "—"
+NOT_MEASURED = "not measured"
 
 
 def number(one: dict[str, Any] | None, digits: int = 3) -> str:
@@ -134,6 +137,39 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def waits(found: Sequence[int | None] | None) -> str:
+def waits(found: Sequence[int | str | None] | None) -> str:
     """Requests by seed."""
-    return ", ".join("never" if one is None else str(one) for one in found) if found else DASH
+    if not found:
+        return DASH
+    if all(one is None for one in found):
+        return NOT_MEASURED
+    return ", ".join(NOT_MEASURED if one is None else str(one) for one in found)
+
+
+def interval(one: dict[str, Any]) -> str:
+    """`+.012 [−.003, +.020]`"""
+    return f"{short_sign(one['value'])} [{short_sign(one['low'])}, {short_sign(one['high'])}]"
+
+
+def disputed(one: dict[str, Any]) -> bool:
+    """Whether a difference is open though its interval excludes zero: the seeds disagree."""
+    return one["verdict"] == "open" and (one["low"] > 0 or one["high"] < 0)
+
+
+def dispute(one: dict[str, Any]) -> str:
+    return f"its interval says {interval(one)}, but the {how_many(len(one['seeds']), 'seed')} disagree"
+
+
+def told_apart(
+    found: Iterable[tuple[str, dict[str, Any]]], words: dict[str, str]
+) -> tuple[list[str], list[str]]:
+    """Sorted by their verdicts, one phrase for each of `words`; then those on which the seeds disagree."""
+    by_verdict: dict[str, list[str]] = {verdict: [] for verdict in words}
+    split = []
+    for title, one in found:
+        if disputed(one):
+            split.append(f"{title}: {dispute(one)}")
+        else:
+            seeds = how_many(len(one["seeds"]), "seed")
+            by_verdict[one["verdict"]].append(f"{title} ({short_sign(one['value'])}, {seeds})")
+    return [f"{words[key]} {listed(names)}" for key, names in by_verdict.items() if names], split

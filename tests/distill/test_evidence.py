@@ -24,7 +24,7 @@ from random_models import random_model
 running, streams, prompts, answers = (
     load_script(f"evidence.{name}") for name in ("running", "streams", "prompts", "answers")
 )
-arrangements = load_script("evidence.arrangements")
+arrangements, figures = (load_script(f"evidence.{name}") for name in ("arrangements", "figures"))
 ARRANGEMENTS = arrangements.ARRANGEMENTS
 
 NAMES = ("code", "law", "prose")
@@ -277,6 +277,20 @@ def test_the_latest_window_forgets_what_came_before(bench: Any) -> None:
             new = [record.token_ids for record in stream[first : first + 18]]
             assert all(ids in new for ids in used)
             one.trainer.last_id = store.replay.last_id()
+
+
+def test_where_traffic_turns_it_is_measured_before_and_after_what_comes_is_learned(bench: Any) -> None:
+    found = run(bench, "shift", "joint")
+    assert found["turns"] == (8, 16)
+    points = [(point["requests"], point["updates"]) for point in found["curve"]]
+    assert points == [(0, 0), (8, 1), (12, 2), (16, 2), (18, 3), (24, 4)]
+    assert found["curve"][2]["counts"] == found["curve"][3]["counts"], "nothing was learned between"
+    assert figures.recovery(found) is not None
+    assert figures.forgotten([found]) is not None
+    assert [point["requests"] for point in run(bench, "shift", "static")["curve"]] == [0, 24]
+    blocks = run(bench, "one-by-one", "joint+gate")
+    assert [point["requests"] for point in blocks["curve"]] == [0, 8, 12, 16, 18, 24]
+    assert figures.forgotten([blocks]) is not None
 
 
 def test_a_run_repeats_itself(bench: Any) -> None:

@@ -23,11 +23,11 @@ from moedraft.config import load_settings
 from moedraft.core import SHARED, StorageError
 from moedraft.distill import mail
 from moedraft.distill.claim import learning_for
-from moedraft.distill.follow import LONGEST_PAUSE, FollowingProcess
+from moedraft.distill.following.follow import LONGEST_PAUSE, FollowingProcess
+from moedraft.distill.following.mail import MailLink, letters, mail_of
 from moedraft.distill.governor import PAUSED, Load, write_load
 from moedraft.distill.link import ServerOutlet
 from moedraft.distill.loop import DistillLoop
-from moedraft.distill.mail import MailLink, letters, mail_of
 from moedraft.distill.messages import TRAINING, Learned, Noted, StateReport, Withdraw
 from moedraft.distill.single.trainer import Trainer
 from moedraft.learning_state import waiting
@@ -304,7 +304,7 @@ PROGRAM = "from moedraft.cli import main; import sys; sys.exit(main(sys.argv[1:]
 def test_the_command_ends_cleanly_at_sigterm_and_refuses_a_second(rig: Rig, tmp_path: Path) -> None:
     """A real process, whose draft base never loads: it is asked to end while it waits for its home."""
     hold = (
-        "import moedraft.distill.follow as f, threading\n"
+        "import moedraft.distill.following.follow as f, threading\n"
         "class Loop: state = None\n"
         "f.build_loop = lambda *_: Loop()\n"
         "f.FollowingProcess.turn = lambda self: self.link.wait(0.05)\n"

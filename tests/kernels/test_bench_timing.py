@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -65,21 +67,40 @@ def test_a_graph_lasts_two_milliseconds_however_slow_python_is(monkeypatch: pyte
     assert sizes == [3]  # long enough as it is
 
 
-def test_targets_are_looked_up_in_graphs() -> None:
-    """Each names one case of the benchmark on a GPU; the time between events is not taken for it."""
+def test_targets_are_looked_up() -> None:
+    """Each names one case of the benchmark on a GPU; the time between events is not taken for a graph's."""
     tables, timing = load_script("kernel_tables"), load_script("kernel_timing")
     bench = timing.cuda_bench(quick=False, cache=tables.H200_CACHE)
     cases = [
         {"operation": case.operation, "shape": case.shape}
         for case in load_script("kernel_cases").cases(bench)
     ]
-    for name, wanted, _ in tables.TARGETS:
+    for target in tables.TARGETS:
         matching = [
             case
             for case in cases
-            if wanted.items() <= {"operation": case["operation"], **case["shape"]}.items()
+            if target.case.items() <= {"operation": case["operation"], **case["shape"]}.items()
         ]
-        assert len(matching) == 1, name
-        for entry, value in (({"us": 70.0, "graph": {"us": 7.0}}, 7.0), ({"us": 70.0}, None)):
+        assert len(matching) == 1, target.name
+        whole = {"us": 70.0, "graph": {"us": 7.0}, "extra_mib": 0.5}
+        for entry, value in ((whole, 0.5 if target.memory else 7.0), ({"us": 70.0}, None)):
             report = {"cases": [{**matching[0], "contenders": {"moedraft": entry}}]}
-            assert tables.measured(report, wanted) == value
+            assert tables.measured(report, target) == value
+
+
+def test_targets_are_compared_with_their_device(tmp_path: Path) -> None:
+    """Another device's report, though newer, stands among the times alone."""
+    tables = load_script("kernel_tables")
+    target = next(target for target in tables.TARGETS if target.memory)
+    shape = {name: value for name, value in target.case.items() if name != "operation"}
+    for device, mib in (("NVIDIA H200", 0.25), ("NVIDIA H100", 0.75)):
+        case = {"operation": target.case["operation"], "shape": shape}
+        case["contenders"] = {"moedraft": {"us": 9.0, "extra_mib": mib}}
+        report = {"device": device, "date": f"2026-01-0{mib * 4:.0f}", "quick": False, "cases": [case]}
+        (tmp_path / f"kernels-{mib}.json").write_text(json.dumps(report))
+    targets, times = tables.tables(tmp_path).split("\n\n| operation | shape")
+    assert f"| {target.name} | 1.0 MiB | 0.2 MiB |" in targets
+    assert "NVIDIA H200, 2026-01-01" in targets
+    assert "NVIDIA H100, 2026-01-03, median time:" in targets + times
+    (tmp_path / "kernels-0.25.json").unlink()
+    assert "no H200 yet" in tables.tables(tmp_path)

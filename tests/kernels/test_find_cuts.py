@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from chain_cases import Chain, make_chain, pack, same
+from cut_cases import LIMITS, all_limits, assert_same, limits_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -18,45 +19,8 @@ from moedraft import kernels
 from moedraft.kernels import Cuts, apply_cuts, cut_kernels, find_cuts, fused_cut, reference_cut
 
 INF = float("inf")
-LIMITS: dict[str, dict[str, float]] = {
-    "top-k": {"top_k": 7},
-    "top-p": {"top_p": 0.9},
-    "min-p": {"min_p": 0.05},
-    "top-k and top-p": {"top_k": 40, "top_p": 0.8},
-    "top-p and min-p": {"top_p": 0.95, "min_p": 0.02},
-    "all": {"top_k": 30, "top_p": 0.9, "min_p": 0.01},
-    "one token": {"top_k": 1},
-    "hardly any mass": {"top_p": 1e-6},
-    "more than all": {"top_k": 2**30, "top_p": 0.7},
-    "the likeliest": {"min_p": 1.0},
-}
 RULES = [kernels.verify_chain, kernels.verify_block, kernels.verify_coupled]
 Verdict = tuple[Tensor, Tensor, Tensor]
-
-
-def limits_of(batch: int, device: str, temperature: float = 1.0, **limits: float) -> dict[str, Tensor]:
-    """The arguments of `find_cuts` for sequences that all ask for the same."""
-    types = {"top_k": torch.int64}
-    asked = {"temperature": temperature, **limits}
-    return {
-        name: torch.full((batch,), value, dtype=types.get(name, torch.float32), device=device)  # type: ignore[call-overload]
-        for name, value in asked.items()
-    }
-
-
-def assert_same(logits: Tensor, **limits: Tensor) -> None:
-    fused, plain = (
-        apply_cuts(logits, find_cuts(logits, **limits, backend=backend))  # type: ignore[arg-type]
-        for backend in ("triton", "reference")
-    )
-    assert torch.equal(fused.nan_to_num(nan=7.0), plain.nan_to_num(nan=7.0))
-
-
-def all_limits(device: str, temperature: float = 1.0) -> dict[str, Tensor]:
-    """One sequence for each of LIMITS."""
-    neutral = {"temperature": temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    rows = [{**neutral, **limits} for limits in LIMITS.values()]
-    return {name: torch.tensor([row[name] for row in rows], device=device) for name in neutral}
 
 
 @pytest.mark.parametrize(("vocab", "spread"), [(1, 1.0), (300, 0.01), (700, 6.0), (2500, 1.0)])
@@ -130,6 +94,13 @@ def test_rows_that_are_not_contiguous_and_a_real_chunk(device: str) -> None:
     )
     assert_same(wide.T, **limits_of(2, device, top_p=0.9))
     assert fused_cut.WIDEST < 33_000
+
+
+def test_a_contiguous_row_of_many_chunks(device: str) -> None:
+    """In the variant that real vocabularies run, though not copied ahead by the interpreter."""
+    logits = torch.randn(1, 33_008, generator=torch.Generator().manual_seed(3)).mul(3).to(device)
+    assert fused_cut.tile(33_008) == fused_cut.tile(151_936)
+    assert_same(logits.bfloat16(), **limits_of(1, device, top_k=900, top_p=0.9, min_p=1e-4))
 
 
 def test_a_top_p_of_nearly_one_is_met_to_a_millionth(device: str) -> None:

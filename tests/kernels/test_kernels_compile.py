@@ -22,6 +22,7 @@ LESS = ("registers", "spilled", "shared", "narrow_in_loops", "narrow_in_streams"
 LESS += ("barriers_in_loops",)
 MORE = ("wide_loads", "wide_stores", "asynchronous")  # accesses of 16 bytes, and copies beside computation
 SWEPT = ("sweep", "sweep_coupled", "cut", "_kl", "_mixed", "_topk")  # read whole rows
+VERSIONS = ["3.6", "3.7", "3.9"]  # of Triton
 STREAMS = ("_kl", "_mixed", "_topk", "cut")  # block after block, so that copies can run ahead
 # What does not keep a limit where rows begin anywhere, and by how much: a thread that searches a cut then has
 # an address for each of its entries, and stores two words aside.
@@ -95,7 +96,13 @@ def test_kernels_compile_for_sm_90_without_spilling(compiled: dict[str, Any]) ->
     assert_fit(compiled, compile_offline.version())
 
 
-@pytest.mark.parametrize("version", ["3.6", "3.7", "3.9"])
+def test_everything_stored_is_of_the_present_sources() -> None:
+    """Of all versions, not of the installed one alone: each has its own `compile_offline.py --write`."""
+    found = {version: one["sources"] for version, one in compile_offline.known().items()}
+    assert found == dict.fromkeys(VERSIONS, compile_offline.digest())
+
+
+@pytest.mark.parametrize("version", VERSIONS)
 def test_what_is_stored_fits_with_the_oldest_triton_the_usual_one_and_the_newest(version: str) -> None:
     """One environment has one version; what the other one made stands in the file."""
     assert_fit(compile_offline.known()[version]["kernels"], version)

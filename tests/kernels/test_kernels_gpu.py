@@ -8,8 +8,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 from chain_cases import make_chain, same
+from cut_cases import all_limits, assert_nearly_same
 
 from moedraft import kernels
+from moedraft.kernels import fused_cut
 
 pytestmark = pytest.mark.gpu
 Verdict = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -60,6 +62,21 @@ def test_coupled_sampling_of_real_vocabularies_equals_the_reference(vocab: int) 
     tokens, _, _ = kernels.sample_coupled(*row)
     assert torch.equal(tokens, fused[0][:, 0])
     assert torch.equal(tokens.cpu(), kernels.sample_coupled(*(part.cpu() for part in row))[0])
+
+
+@pytest.mark.parametrize("vocab", [50_257, 151_936, 262_144])
+def test_cuts_of_real_vocabularies_are_the_references(vocab: int) -> None:
+    """Contiguous rows whose chunks are copied ahead: all limits, and each of them alone."""
+    assert fused_cut.tile(vocab)["STAGES"] == 3
+    gen = torch.Generator("cuda").manual_seed(vocab)
+    limits = all_limits("cuda", 0.9)
+    for start in range(0, len(limits["top_k"]), 4):
+        some = {name: limit[start : start + 4] for name, limit in limits.items()}
+        size = (len(some["top_k"]), 3, vocab)
+        assert_nearly_same((torch.randn(size, device="cuda", generator=gen) * 3).bfloat16(), **some)
+        for name in ("top_k", "top_p", "min_p"):  # the kernel is another one without the rest
+            one = {"temperature": some["temperature"], name: some[name]}
+            assert_nearly_same((torch.randn(size, device="cuda", generator=gen) * 3).bfloat16(), **one)
 
 
 @pytest.mark.parametrize("verify", [kernels.verify_chain, kernels.verify_block])

@@ -158,6 +158,22 @@ def test_it_is_differentiable_once_and_as_often_as_one_likes() -> None:
     assert torch.allclose(again, grad, rtol=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore")  # Dynamo's own
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_under_torch_compile_it_gives_the_same(reduction: str) -> None:
+    """With breaks of the graph, where Dynamo cannot follow; numbers are what counts."""
+    parts = made(torch.float32)
+
+    def learn(hidden: Tensor) -> Tensor:
+        changed = {**parts, "hidden": hidden * 2}
+        return blocked(changed, teacher_logits=parts["teacher"].detach(), reduction=reduction).sum()
+
+    compiled = torch.compile(learn, fullgraph=False, backend="aot_eager")
+    for part in ("hidden", "weight", "a"):
+        wanted, found = (torch.autograd.grad(f(parts["hidden"]), parts[part])[0] for f in (learn, compiled))
+        assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

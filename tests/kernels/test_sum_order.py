@@ -6,19 +6,23 @@ and those of others do not. That the compiler keeps the order too is seen in `te
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
-from chain_cases import make_chain, same
+from chain_cases import Chain, make_chain, same
 from torch import Tensor
 
+from moedraft import kernels
 from moedraft.kernels import verify
 from moedraft.kernels.primitives import combine
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 VOCABS = [131_072, 262_144]
+Verdict = tuple[Tensor, Tensor, Tensor]
 
 
 @triton.jit
@@ -64,17 +68,35 @@ def test_chunks_are_added_in_one_order_whatever_the_rows(vocab: int, device: str
         assert not torch.equal(in_turn, total)  # the control: another order gives other bits
 
 
+def padded(chain: Chain, length: int) -> int:
+    """For how many rows `resolve` and `judge` are compiled where so many tokens are drafted."""
+    target, tokens = chain.target[:, : length + 1], chain.tokens[:, :length]
+    place = chain.position
+    rows = verify.VerifyRows(target, tokens, None, None, None, 1.0, place, place, None, None)
+    return rows.constants["KP"]
+
+
 @pytest.mark.slow
-def test_a_chain_goes_as_its_beginning_does(device: str) -> None:
-    """What is emitted at the first positions is the same with one and with three drafted tokens."""
-    chain = make_chain(1, 3, VOCABS[0], device=device, spread=0.3, dtype=torch.bfloat16)
-    whole = chain.run("triton")
-    assert same(whole, chain.run("reference"))
+@pytest.mark.parametrize("length", [7, 15])
+@pytest.mark.parametrize("rule", [kernels.verify_chain, kernels.verify_block])
+def test_a_chain_goes_as_its_beginning_does(rule: Callable[..., Verdict], length: int, device: str) -> None:
+    """With one drafted token and with one of many that could be, in kernels for different numbers of rows.
+
+    By chain what is emitted first is the same also where all of the many were drafted; block looks ahead.
+    """
+    chain = make_chain(1, length, VOCABS[0], device=device, spread=0.3, dtype=torch.bfloat16)
+    assert padded(chain, length) > padded(chain, 1)
     changes = {
         "target_logits": chain.target[:, :2],
         "draft_tokens": chain.tokens[:, :1],
         "draft_logits": chain.draft[:, :1],  # type: ignore[index]
     }
-    short = chain.run("triton", **changes)
-    assert same(short, chain.run("reference", **changes))
-    assert torch.equal(short[1], whole[1].clamp(max=1))
+    short = chain.run("triton", rule, **changes)
+    assert same(short, chain.run("reference", rule, **changes))
+    one = chain.run("triton", rule, num_draft=torch.ones_like(chain.seed))
+    assert same((one[0][:, :2], *one[1:]), short)
+    if rule is kernels.verify_chain:
+        whole = chain.run("triton", rule)
+        assert same(whole, chain.run("reference", rule))
+        assert torch.equal(short[1], whole[1].clamp(max=1))
+        assert torch.equal(short[0][:, 0], whole[0][:, 0])

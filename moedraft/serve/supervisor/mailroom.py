@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 from moedraft.core import MoedraftError
-from moedraft.distill.mail import answer, letters
+from moedraft.distill.following.mail import answer, letters
 from moedraft.distill.messages import Asked, Message, Refused
 from moedraft.serve.supervisor.publisher import Publisher
 

@@ -92,9 +92,7 @@ def set_state(connection: Connection, version: AdapterVersion, state: str) -> No
 class Also:
     """What a publication changes beside the versions it makes live, in the same transaction."""
 
-    untrained: Mapping[str, int] = field(
-        default_factory=dict
-    )  # experts reset to none; the live version of each
+    untrained: Mapping[str, int] = field(default_factory=dict)  # experts reset to none, with what is live
     unadapted: Collection[str] | None = None  # the domains the draft base alone drafts for; None: as before
     purges: int | None = None  # how often records had been purged when the candidates learned; None: unknown
 
@@ -108,8 +106,7 @@ def set_live(connection: Connection, version: AdapterVersion | None) -> None:
 
 
 def retire_live(connection: Connection, domain: str) -> None:
-    live = live_version(connection, domain)
-    if live is not None:
+    if (live := live_version(connection, domain)) is not None:
         set_state(connection, live, "retired")
 
 
@@ -120,10 +117,11 @@ def names_under(connection: Connection, prefix: str) -> frozenset[str]:
 
 
 def set_unadapted(connection: Connection, names: Collection[str]) -> None:
-    """Have the draft base alone draft for these, and for no others."""
-    if names_under(connection, UNADAPTED) != frozenset(names):
+    """Have the draft base alone draft for these domains, and for no others; unknown ones are left out."""
+    known = {name for name in names if domain_exists(connection, name)}
+    if names_under(connection, UNADAPTED) != known:
         connection.execute(delete(meta).where(meta.c.key.startswith(UNADAPTED)))
-        for name in sorted(names):
+        for name in sorted(known):
             connection.execute(insert(meta).values(key=UNADAPTED + name, value="1"))
         raise_generation(connection)
 
@@ -152,8 +150,7 @@ def insert_version(connection: Connection, version: AdapterVersion) -> AdapterVe
         raise InvalidRequest(f"Version {version.version} cannot descend from {version.parent}.")
     if version.state == "live":
         retire_live(connection, version.domain)
-    newest = connection.scalar(select(func.max(replay.c.id))) or 0
-    version = replace(version, last_record=newest)
+    version = replace(version, last_record=connection.scalar(select(func.max(replay.c.id))) or 0)
     connection.execute(insert(adapter_versions).values(vars(version)))
     counts = {"last_version": version.version, "updates": experts.c.updates + 1}
     connection.execute(update(experts).where(experts.c.name == version.domain).values(counts))
@@ -161,12 +158,8 @@ def insert_version(connection: Connection, version: AdapterVersion) -> AdapterVe
 
 
 def put_back(connection: Connection, domain: str, number: int) -> None:
-    """Have the untrained expert serve in place of version `number`, which becomes rolled_back.
-
-    Raises InvalidRequest where that one is not live.
-    """
-    live = live_version(connection, domain)
-    if live is None or live.version != number:
+    """Roll version `number` back: the untrained expert serves. Raises InvalidRequest if it is not live."""
+    if (live := live_version(connection, domain)) is None or live.version != number:
         raise InvalidRequest(f"the live version of '{domain}' was changed meanwhile.")
     set_state(connection, live, "rolled_back")
 
@@ -188,8 +181,8 @@ def take_experts_back(
     moved = []
     for domain, version in connection.execute(query).all():
         pinned = domain in pins
-        to = version if pinned else _step_back(connection, domain, version, number)
-        moved.append(Follower(domain, version, to, pinned))
+        now_live = version if pinned else _step_back(connection, domain, version, number)
+        moved.append(Follower(domain, version, now_live, pinned))
     if any(one.version != one.before for one in moved):
         raise_generation(connection)
     return tuple(moved)
@@ -207,7 +200,6 @@ def _step_back(connection: Connection, domain: str, version: int, shared: int) -
     fits = (columns.base_hash == live.base_hash) & (columns.stood_on <= shared) & (_state != "rolled_back")
     query = select(_version).where(_domain == domain, _version < version, fits).order_by(_version.desc())
     number = connection.scalar(query.limit(1))
-    if number is None:
-        return 0
-    set_live(connection, find_version(connection, domain, number))
-    return int(number)
+    if number is not None:
+        set_live(connection, find_version(connection, domain, number))
+    return number or 0

@@ -18,9 +18,9 @@ from types import FrameType
 from moedraft.config import Settings
 from moedraft.distill.assembly import build_loop
 from moedraft.distill.claim import learning_for
+from moedraft.distill.following.mail import MailLink
 from moedraft.distill.governor import read_load, why_wait
 from moedraft.distill.link import ServerOutlet
-from moedraft.distill.mail import MailLink
 from moedraft.distill.messages import TRAINING, StateReport
 from moedraft.distill.process import LOOK_SECONDS, Process
 from moedraft.storage.store import Store
