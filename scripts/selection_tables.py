@@ -59,6 +59,11 @@ def streams(found: dict[str, Any]) -> str:
 
 
 def made_good(found: dict[str, Any]) -> str:
+    """As `won_back`, and from which probability on an expert pays."""
+    return won_back(found) + _threshold(found["streams"])
+
+
+def won_back(found: dict[str, Any]) -> str:
     """What evidence wins back of what a wrong router loses against each prompt's own expert, by arms."""
     streams = found["streams"]
     rows: list[list[str]] = []
@@ -68,7 +73,7 @@ def made_good(found: dict[str, Any]) -> str:
         back = [(ways[way] - ways["classifier"]) / lost for way in ("evidence as served", "evidence")]
         rows.append([arms_of(name, found["settings"]), *(f"{share:.0%}" for share in back)])
     rows.sort(key=lambda row: int(row[0]))
-    return table(["arms", "made good as served", "with unlimited time"], rows) + _threshold(streams)
+    return table(["arms", "made good as served", "with unlimited time"], rows)
 
 
 def quarters(found: dict[str, Any]) -> str:

@@ -246,7 +246,7 @@ SOURCES = {
     "streams": ("streams.json", selection_tables.streams),
     "streams_avx2": ("streams_avx2.json", selection_tables.streams),
     "made_good": ("streams.json", selection_tables.made_good),
-    "corrected": ("corrected.json", selection_tables.made_good),
+    "corrected": ("corrected.json", selection_tables.won_back),
     "corrected_quarters": ("corrected.json", selection_tables.quarters),
     "own_tokens": ("smollm2/own_tokens.json", expert_tables.own_tokens),
     "mix": ("mix.json", selection_tables.mix),
