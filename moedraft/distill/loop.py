@@ -81,7 +81,8 @@ class DistillLoop:
     last_fault: str = ""  # the unexpected error that was logged last
     outcomes: list[UpdateRecord] = field(default_factory=list)  # of the last run, published or not
     purges: int = 0  # of the home, when this loop last looked; records that it remembers may be gone since
-    generation: int = 0  # of what served when the running update began
+    generation: int = 0  # of what served when the running update began, or when it had published
+    disturbed: bool = False  # somebody else changed what serves while the last update ran
     watched: int = 0  # the newest record when published versions were last looked at
 
     def resume(self) -> None:
@@ -279,6 +280,7 @@ class DistillLoop:
         Everything is published in one step, together with the experts that are reset to untrained and with
         the domains that are left to the draft base alone.
         """
+        self.disturbed = self.store.registry.generation() != self.generation
         going = [one for one in candidates if one.expert in verdicts and verdicts[one.expert].is_published]
         untrained = self._untrained(verdicts, candidates[0].base_hash)
         aside = self._aside(verdicts)
@@ -287,6 +289,7 @@ class DistillLoop:
             made = self.outlet.publish(going, Also(untrained, aside, self.purges))
         elif aside is not None:
             self.outlet.stand_aside(aside)
+        self.generation = self.store.registry.generation()
         versions = {version.domain: version for version in made}
         for name in untrained:
             self.trainer.forget(name)

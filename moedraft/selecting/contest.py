@@ -75,7 +75,10 @@ class Contest:
     @property
     def at_prompt(self) -> bool:
         """Whether the end of the prompt is what is compared next."""
-        return not self.times and not (self.believed and max(self.standings.weights.values()) >= TRUSTED)
+        if self.times:
+            return False
+        sure = max(self.shares.values(), default=0.0) >= TRUSTED
+        return not (sure and self.standings.leader == self.own.leader)
 
     def wants(self, passage: Passage) -> bool:
         """Whether to compare the arms now, on this passage, and not when there is more of it."""
@@ -89,7 +92,8 @@ class Contest:
         if row.params.max_tokens - row.num_generated <= FEW_LEFT:
             return False
         refused = len(row.rejected) - self.refused
-        enough = self.at_prompt or refused >= REFUSALS[min(self.calm, len(REFUSALS) - 1)]
+        calm = self.calm if row.owner in (None, row.expert) else 0
+        enough = self.at_prompt or refused >= REFUSALS[min(calm, len(REFUSALS) - 1)]
         return enough or passage.end - max(self.compared, row.num_prompt_tokens) >= LONGEST_GAP
 
     def believe(self, prior: Mapping[str, float]) -> None:
@@ -148,10 +152,10 @@ class Contest:
         return not stays
 
     def _note_gain(self, hits: Mapping[str, Sequence[float]]) -> None:
-        """Count how who drafts guesses beside the router's choice, on tokens that it was not chosen by."""
+        """Count how who leads by this answer guesses beside the router's choice, on tokens since then."""
         row = self.row
         routed = row.routed if row.routed in self.standings.arms else SHARED
-        drafts = row.expert if row.expert in self.standings.arms else SHARED
+        drafts = self.own.leader if row.expert in self.standings.arms else SHARED
         if row.routed is not None and routed != drafts and {routed, drafts} <= hits.keys():
             row.speculation.overruled_tokens += len(hits[drafts])
             row.speculation.overruled_gain += sum(hits[drafts]) - sum(hits[routed])
@@ -166,6 +170,8 @@ class Contest:
         if self.times and not self.row.unlearned:
             self.row.weights = _kept(self.own.weights)
             self.row.heard = _kept(self.heard.among(self.looked_at)) if len(self.looked_at) > 1 else {}
+        elif not self.times and self.row.owner not in (None, self.row.expert):  # earlier answers speak against the router
+            self.row.weights = _kept(self.standings.weights)
 
     def tell(self) -> None:
         """Let the router's next answers be corrected by what this answer has shown, once it has ended.
@@ -192,8 +198,9 @@ class Contest:
         """Let the leader draft. An untrained expert keeps its row while SHARED leads, which drafts for it."""
         leader, row = self.standings.leader, self.row
         if leader != SHARED or row.expert in self.standings.arms:
-            row.expert = leader
-            row.owner = self.own.leader
+            row.expert, row.owner = leader, self.own.leader
+        else:
+            row.owner = None
 
 
 def _kept(weights: Mapping[str, float]) -> dict[str, float]:
@@ -216,10 +223,10 @@ def _near_and_one_more(contests: Sequence[Contest], arms: Sequence[str], chance:
     """As `arms_to_compare`, whether they are ready or not; those nearest to a leader come first."""
     weights = dict.fromkeys(arms, 0.0)
     for contest in contests:
-        found = contest.standings.weights
-        best = max(found.values())
-        for arm in weights:
-            weights[arm] = max(weights[arm], found.get(arm, 0.0) / best)
+        for found in (contest.standings.weights, *([contest.own.weights] if contest.shares else [])):
+            best = max(found.values())
+            for arm in weights:
+                weights[arm] = max(weights[arm], found.get(arm, 0.0) / best)
     first = any(not contest.times for contest in contests)
     order = sorted(arms, key=lambda arm: -weights[arm])
     if first and len(order) <= ALL_ARMS:

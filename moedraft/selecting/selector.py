@@ -24,7 +24,7 @@ from moedraft.evidence import Passage
 from moedraft.routing.router import Router
 from moedraft.routing.selector import BackgroundSelector, needs_expert
 from moedraft.selecting.contest import FAILED, Contest, arms_to_compare
-from moedraft.selecting.prior.confusion import Confusion
+from moedraft.selecting.prior.confusion import Confusion, Mistake
 
 TIME_SHARE = 0.03  # share of the time that comparing may take on average, where it often changes who drafts
 LEAST_PART = 0.25  # of it, where it changes nothing
@@ -83,7 +83,7 @@ class EvidenceSelector(BackgroundSelector):
         self.time_share = time_share
         self.comparisons = 0  # of rows, since the start
         self.failures = 0  # comparisons that failed
-        self._confusion, self._fits = Confusion(), router.fits
+        self.confusion, self._fits = Confusion(), router.fits
         self._clock = clock
         self._settled_at = clock()
         self._balance = SAVED  # seconds that comparing may take now
@@ -99,6 +99,8 @@ class EvidenceSelector(BackgroundSelector):
     def assign(self, sequences: list[core.Sequence]) -> None:
         """Ask the router, and let the arms of those that it may be wrong about compete."""
         super().assign(sequences)
+        if self.router.fits != self._fits:  # answers that an older fit began do not count for this one
+            self.confusion, self._fits = Confusion(), self.router.fits
         arms, confusion = self.judge.arms, self.confusion
         if self.compares:
             for row in sequences:
@@ -131,12 +133,9 @@ class EvidenceSelector(BackgroundSelector):
         known = set(map(id, changed))
         return changed + [row for row in routed if id(row) not in known]
 
-    @property
-    def confusion(self) -> Confusion:
-        """That of the router as it was fitted last; answers that an older fit began do not count for it."""
-        if self.router.fits != self._fits:
-            self._confusion, self._fits = Confusion(), self.router.fits
-        return self._confusion
+    def mistakes(self) -> list[Mistake]:
+        """What the router takes for what again and again, as it was fitted last. For any thread."""
+        return self.confusion.mistakes() if self.router.fits == self._fits else []
 
     def _compare(self) -> None:
         """Compare the arms of the rows that are due, if the time balance allows it. Never raises."""

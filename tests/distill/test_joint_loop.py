@@ -144,9 +144,27 @@ def test_the_same_records_do_not_undo_what_a_person_has_changed(loop: JointLoop)
     assert loop.again
     assert loop.due() == SHARED
     changes.rollback(loop.store, SHARED)
+    assert loop.run_once(SHARED) is None, "as if it had been due before the rollback"
     assert loop.due() is None
     loop.store.replay.add([record(i) for i in range(4, 8)])
     assert loop.due() == SHARED
+
+
+def test_a_rollback_while_the_gate_decides_is_not_undone_either(loop: JointLoop) -> None:
+    loop.store.adapters.publish(candidate(SHARED))
+    loop.store.replay.add([record(i) for i in range(4)])
+    loop.trainer.last = loop.store.replay.last_id()  # type: ignore[attr-defined]
+    loop.trainer.kept = lambda candidate: None  # type: ignore[method-assign]
+
+    class RolledBack(Says):
+        def __call__(self, candidates: Sequence[Candidate], on_batch: Any = None) -> dict[str, Verdict]:
+            changes.rollback(loop.store, SHARED)
+            return super().__call__(candidates)
+
+    loop.judge = RolledBack(Verdict("keep"))
+    loop.run_once()
+    assert loop.again == 0
+    assert loop.due() is None
 
 
 class Says:

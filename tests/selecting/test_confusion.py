@@ -141,6 +141,11 @@ def test_one_client_cannot_decide_for_all_others() -> None:
         for _ in range(20):
             confusion.learn(said("sql"), shown("python"), "flood")
     assert confusion.corrected(said("sql"))["sql"] > 0.5
+    often = Confusion()
+    often.corrected(said("sql"))
+    for i in range(64):  # who asks most of all is counted too
+        often.learn(said("sql"), shown("python"), "a probe" if i % 8 == 0 else "the main one")
+    assert often.corrected(said("sql"))["python"] > 0.5
     alone = Confusion()
     alone.corrected(said("sql"))
     for _ in range(10):

@@ -426,7 +426,7 @@ def test_nothing_is_overruled_where_nothing_is_compared(overruled: int, compares
 def test_what_the_router_takes_for_what_is_told() -> None:
     told = unescape(_mistake(Mistake("sql", SHARED, 0.75)))
     assert "For many prompts for sql, the shared draft guesses best" in told
-    assert "In about 75" in told
+    assert "guessed best in probably 75" in told
     assert "The expert sql may need more records." in told
     other = unescape(_mistake(Mistake(SHARED, "python", 0.6)))
     assert "For many prompts that fit no domain, python guesses best" in other

@@ -85,6 +85,13 @@ class JointLoop(DistillLoop):
         """As `DistillLoop.only`."""
         return self.trainer.only(expert)
 
+    def _is_undone(self) -> bool:
+        """Whether an update without new records was due, and what serves was changed since the last one."""
+        if not self.again or self.left_at == self.generation:
+            return False
+        self.again, found = 0, self._news()
+        return found < self.interval.wanted(found)
+
     def held_up(self) -> str | None:
         """As `DistillLoop.held_up`."""
         if self.trainer.learner or not is_pinned(self.store.registry, SHARED):
@@ -99,7 +106,7 @@ class JointLoop(DistillLoop):
 
         Returns the update of `expert` or, where that was not published, the shared adapter's.
         """
-        if self.held_up():
+        if self.held_up() or self._is_undone():
             return None
         began, self.waited = time.monotonic(), 0.0
         is_fresh = not self.again or self._news() >= self.every
@@ -115,8 +122,9 @@ class JointLoop(DistillLoop):
         if self.outcomes and (is_fresh or updates):
             self.interval.settled(bool(updates))
         outcome = next((one for one in self.outcomes if one.expert == SHARED), None)
-        if self.judge is not None and outcome is not None and outcome.decision in ("promote", "keep"):
+        goes_on = outcome is not None and outcome.decision in ("promote", "keep") and not self.disturbed
+        if self.judge is not None and outcome is not None and goes_on:
             hopes = outcome.decision == "promote" or outcome.gain is None or outcome.gain > 0
             self.again = left if hopes else max(0, left + 1 - HOPELESS)
-            self.left_at = self.store.registry.generation()
+            self.left_at = self.generation
         return updates.get(expert) or updates.get(SHARED)

@@ -44,7 +44,7 @@ class Confusion:
     def __init__(self) -> None:
         # Arms, and counts [router's answer, best arm]: one value, since a page reads it from another thread.
         self._known: tuple[list[str], Floats] = [], np.zeros((0, 0))
-        self._clients: deque[str] = deque(maxlen=MEMORY)  # whose the last answers were
+        self._clients: deque[str] = deque(maxlen=MEMORY)  # whose the last answers were that counted
 
     @property
     def arms(self) -> list[str]:
@@ -78,7 +78,7 @@ class Confusion:
         given = np.array([shares.get(arm, 0.0) for arm in arms])
         both = given[:, None] * rates * np.where(named, compared, even)  # [router's answer, best arm]
         if both.sum() > 0:
-            both *= tells / both.sum()
+            both *= tells * min(1.0, given.sum()) / both.sum()  # less, where arms that it named are gone
             self._known = arms, counts * (1 - both.sum(1, keepdims=True) / MEMORY) + both
 
     def mistakes(self) -> list[Mistake]:
@@ -92,10 +92,12 @@ class Confusion:
         return found
 
     def _may_count(self, client: str) -> bool:
-        self._clients.append(client)
         mine = Counter(self._clients)[client]
         others = len(self._clients) - mine
-        return mine <= max(1, others) or not others
+        may = mine <= others or not others
+        if may:
+            self._clients.append(client)
+        return may
 
     def _know(self, arms: list[str]) -> None:
         known, counts = self._known

@@ -167,8 +167,8 @@ def _mistake(one: Mistake) -> Markup:
     else:
         advice = f"If such prompts belong to {best}, examples in their wording would teach the router."
     text = (
-        f"In about {share(one.share)} of the last answers to what the router takes for {said}, {best} "
-        f"guessed best, so {best} drafts for new ones from the start. {advice}"
+        f"Of the last answers that were compared, to what the router takes for {said}, {best} guessed best "
+        f"in probably {share(one.share)}, so {best} drafts for new ones from the start. {advice}"
     )
     return notice(f"For many {said}, {best} guesses best", text, "busy")
 

@@ -227,7 +227,7 @@ class Worker:
     def mistakes(self) -> list[Mistake]:
         """What the router takes for what, again and again, as the evidence of the last answers says."""
         selector = self.system.engine.selector
-        return selector.confusion.mistakes() if isinstance(selector, EvidenceSelector) else []
+        return selector.mistakes() if isinstance(selector, EvidenceSelector) else []
 
     def abort_all(self) -> None:
         """End all requests between two steps."""
