@@ -77,7 +77,7 @@ class Contest:
         """Whether the end of the prompt is what is compared next."""
         if self.times:
             return False
-        sure = max(self.shares.values(), default=0.0) >= TRUSTED
+        sure = self.believed and max(self.own.weights.values()) >= TRUSTED
         return not (sure and self.standings.leader == self.own.leader)
 
     def wants(self, passage: Passage) -> bool:
@@ -170,7 +170,8 @@ class Contest:
         if self.times and not self.row.unlearned:
             self.row.weights = _kept(self.own.weights)
             self.row.heard = _kept(self.heard.among(self.looked_at)) if len(self.looked_at) > 1 else {}
-        elif not self.times and self.row.owner not in (None, self.row.expert):  # earlier answers speak against the router
+        elif not self.times and self.row.owner not in (None, self.row.expert):
+            # Earlier answers speak against the router.
             self.row.weights = _kept(self.standings.weights)
 
     def tell(self) -> None:

@@ -220,7 +220,11 @@ class TinyWorkplace:
     def run(self, pattern: str, arrangement: str, seed: int) -> dict[str, Any]:
         type(self).made += 1
         ends = {"static": [0.4], "latest-window": [0.4, 0.6, 0.6, 0.7], "joint": [0.4, 0.5, 0.6, 0.6]}
-        asked = {"domains": ["a"] * 20 + ["b"] * 10, "routed": ["a"] * 30}  # measured when all were served
+        asked = {
+            "domains": ["a"] * 20 + ["b"] * 10,
+            "routed": ["a"] * 30,
+            "stream": [[10, 5, 2, 1]] * 30,
+        }  # measured when all were served
         found = made_up(pattern, arrangement, seed, ends.get(arrangement, [0.4, 0.5, 0.3, 0.3]), **asked)
         return found | {"settings": command.settings(self.args)}
 

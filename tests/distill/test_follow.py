@@ -21,8 +21,8 @@ from waiting import wait_for as until
 
 from moedraft.config import load_settings
 from moedraft.core import SHARED, StorageError
-from moedraft.distill import mail
 from moedraft.distill.claim import learning_for
+from moedraft.distill.following import mail
 from moedraft.distill.following.follow import LONGEST_PAUSE, FollowingProcess
 from moedraft.distill.following.mail import MailLink, letters, mail_of
 from moedraft.distill.governor import PAUSED, Load, write_load
@@ -264,7 +264,7 @@ class Computes:
 def paced(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> tuple[Clock, Computes, FollowingProcess]:
     """A follower with a quarter of the time beside an engine that is always busy, and its clock."""
     clock = Clock()
-    for module in ("follow", "process"):
+    for module in ("following.follow", "process"):
         monkeypatch.setattr(f"moedraft.distill.{module}.time", clock)
     settings = load_settings(home=rig.store.home.path, train_cpu_share=0.25)
     loop, link = Computes(clock), SimpleNamespace(send=lambda report: None, check=lambda: None, paused=False)

@@ -30,6 +30,7 @@ class ByLetter:
     """A router that reads the domain from the prompt."""
 
     domains = tuple(LISTS)
+    fits = 0
 
     def route(self, texts: Sequence[str]) -> list[Route]:
         rest = 0.1 / len(LISTS)

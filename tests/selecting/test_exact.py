@@ -40,6 +40,7 @@ class Undecided:
     """A router that knows three domains and finds all of them alike."""
 
     domains = ("a", "b", "c")
+    fits = 0
 
     def route(self, texts: list[str]) -> list[Route]:
         return [Route("a", 0.4, {"a": 0.4, "b": 0.2, "c": 0.2, SHARED: 0.2}) for _ in texts]

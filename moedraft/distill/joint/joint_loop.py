@@ -48,15 +48,14 @@ class JointLoop(DistillLoop):
 
         How many are enough, `interval` says.
 
-        It is due without new records as well, while `again` allows more updates and nobody has changed what
-        serves, by a rollback for example. It is never due while the shared adapter is pinned, since experts
-        are trained on it as the same update leaves it. Each failure in a row doubles the new records that are
-        needed.
+        It is due without new records as well, while `again` allows it and nobody has changed what serves,
+        and never while the shared adapter is pinned, since experts are trained on it as the same update
+        leaves it. Each failure in a row doubles the new records that are needed.
         """
         if is_pinned(self.store.registry, SHARED):
             return None
         if self.left_at != self.store.registry.generation():
-            self.again = 0  # what serves was changed meanwhile: the same records are not to undo it
+            self.again = 0  # the same records are not to undo a rollback
         found, failed = self._news(), self.failures.get(SHARED, 0)
         wanted = self.interval.wanted(found) * 2 ** min(failed, MOST_DOUBLINGS)
         wanted = min(wanted, max(1, self.store.replay.capacity // 2))  # more may never be there
@@ -87,10 +86,9 @@ class JointLoop(DistillLoop):
 
     def _is_undone(self) -> bool:
         """Whether an update without new records was due, and what serves was changed since the last one."""
-        if not self.again or self.left_at == self.generation:
-            return False
-        self.again, found = 0, self._news()
-        return found < self.interval.wanted(found)
+        if undone := self.again > 0 and self.left_at != self.generation:
+            self.again = 0
+        return undone and self._news() < self.interval.wanted(self._news())
 
     def held_up(self) -> str | None:
         """As `DistillLoop.held_up`."""

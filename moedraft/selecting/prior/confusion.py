@@ -94,8 +94,7 @@ class Confusion:
     def _may_count(self, client: str) -> bool:
         mine = Counter(self._clients)[client]
         others = len(self._clients) - mine
-        may = mine <= others or not others
-        if may:
+        if may := mine <= others or not others:
             self._clients.append(client)
         return may
 
