@@ -172,6 +172,8 @@ class DistillLoop:
 
     def _forget_records(self) -> None:
         """Forget replay records, and all candidates that may have learned from them."""
+        for name in (SHARED, *(name for name, _ in self.store.registry.domain_names())):
+            self.trainer.forget(name)
         if self.second_look is not None:
             self.second_look.forget()
 

@@ -100,7 +100,7 @@ class HomeOutlet:
         """Those of the domains of which no person has pinned or chosen what serves."""
         registry = self.store.registry
         live = {name: registry.live(name) for name in names if not is_pinned(registry, name)}
-        return [name for name, one in live.items() if one is None or not registry.is_chosen(one)]
+        return [name for name, one in live.items() if not registry.is_chosen(name, one.version if one else 0)]
 
     def _pruned(self, versions: list[AdapterVersion]) -> list[AdapterVersion]:
         """Remove old versions. The new ones serve already, so a failure here only leaves files behind."""

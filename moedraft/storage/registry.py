@@ -255,9 +255,9 @@ class Registry:
             moved = take_experts_back(connection, before, now) if domain == SHARED else ()
             return Changed(now, moved)
 
-    def is_chosen(self, version: AdapterVersion) -> bool:
-        """Whether a person has made this version live, and nothing newer was published since."""
-        return self.get_meta(CHOSEN + version.domain) == str(version.version)
+    def is_chosen(self, domain: str, version: int) -> bool:
+        """Whether a person has made this live (0: the untrained expert), and nothing newer came since."""
+        return self.get_meta(CHOSEN + domain) == str(version)
 
     def reject(self, domain: str, version: int) -> AdapterVersion | None:
         """Mark `version` rolled_back. If it was live, an ancestor serves. Returns what is live now."""

@@ -233,5 +233,5 @@ def test_after_a_purge_no_record_stays_in_memory(loop: JointLoop) -> None:
     loop.store.replay.purge("code")
     loop.forget_purged()
     loop.forget_purged()
-    assert loop.trainer.forgotten == [SHARED]  # type: ignore[attr-defined]
+    assert loop.trainer.forgotten == [SHARED, "code", "prose"]  # type: ignore[attr-defined]
     assert loop.trainer.lessons.states.dropped == 1  # type: ignore[attr-defined]

@@ -252,6 +252,15 @@ def test_candidates_of_an_update_during_which_records_were_purged_are_dropped(st
     assert loop.run_once("code") is not None
 
 
+def test_after_a_purge_nothing_goes_on_from_what_was_only_kept_in_memory(store: Store) -> None:
+    loop, trainer = loop_of(store)
+    loop.run_once("code")
+    trainer.outcomes.clear()
+    store.replay.purge("code")
+    loop.forget_purged()
+    assert trainer.outcomes == ["shared forgotten", "code forgotten", "prose forgotten"]
+
+
 def test_records_that_are_purged_while_the_gate_decides_are_in_no_version(store: Store) -> None:
     loop, trainer = loop_of(store)
     store.replay.add([record(i) for i in range(EVERY)])

@@ -174,6 +174,16 @@ def test_what_a_person_chose_is_not_left_to_the_base(outlet: Outlet, store: Stor
     assert store.registry.unadapted() == frozenset()
 
 
+def test_that_nobody_is_to_be_trained_is_a_choice_too(outlet: Outlet, store: Store) -> None:
+    outlet.publish([candidate("code")])
+    changes.promote(store, "code", 0)
+    outlet.stand_aside(["code"])
+    assert store.registry.unadapted() == frozenset()
+    outlet.publish([candidate("code", parent=0)])
+    outlet.stand_aside(["code"])
+    assert store.registry.unadapted() == {"code"}, "something newer came since"
+
+
 def test_what_may_have_learned_from_purged_records_is_refused(outlet: Outlet, store: Store) -> None:
     purges = store.registry.purges()
     store.replay.purge("code")

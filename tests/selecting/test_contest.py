@@ -670,15 +670,26 @@ def answered(
     return one
 
 
+SURE_SQL = Route("sql", 0.99, {"sql": 0.99, "python": 0.005, "french": 0.005, SHARED: 0.0})
+
+
+def misled(
+    made: list[EvidenceSelector], route: Route = SURE_SQL, times: int = 10
+) -> tuple[Judged, EvidenceSelector]:
+    """A selector whose router has said the same of some answers, in all of which french guessed best."""
+    judge = Judged("french")
+    selector = selector_of(made, judge, route, time_share=None)
+    for _ in range(times):
+        answered(selector, judge)
+    return judge, selector
+
+
 def begins(selector: EvidenceSelector, **options: object) -> core.Sequence:
     """A request of whose answer nothing is known yet; two tokens of a prompt tell nothing."""
     one = question(tokens=2, capture=True, **options)
     begun(selector, one)
     selector.settle()
     return one
-
-
-SURE_SQL = Route("sql", 0.99, {"sql": 0.99, "python": 0.005, "french": 0.005, SHARED: 0.0})
 
 
 def test_a_router_that_was_wrong_before_is_corrected_before_the_first_token(
@@ -694,10 +705,7 @@ def test_a_router_that_was_wrong_before_is_corrected_before_the_first_token(
 
 def test_whose_text_it_is_does_not_follow_from_other_answers(made: list[EvidenceSelector]) -> None:
     """Else an expert would learn another domain's texts because it had learned some of them before."""
-    judge = Judged("french")
-    selector = selector_of(made, judge, SURE_SQL, time_share=None)
-    for _ in range(10):
-        answered(selector, judge)
+    judge, selector = misled(made)
     one = begins(selector)
     assert (one.expert, one.domain, one.routed, one.overruled) == ("french", "sql", "sql", False)
     selector.settle(one)
@@ -714,10 +722,7 @@ def test_an_answer_whose_owner_is_in_doubt_is_compared_until_it_is_known(
     made: list[EvidenceSelector],
 ) -> None:
     """The router's choice stays near by this answer alone, though earlier answers leave it nothing."""
-    judge = Judged("french")
-    selector = selector_of(made, judge, SURE_SQL, time_share=None)
-    for _ in range(30):
-        answered(selector, judge)
+    judge, selector = misled(made, times=30)
     judge.asked.clear()
     one = answered(selector, judge, ends=False)
     assert (one.expert, one.domain) == ("french", "french")
@@ -727,10 +732,7 @@ def test_an_answer_whose_owner_is_in_doubt_is_compared_until_it_is_known(
 def test_a_record_of_an_answer_that_nobody_compared_is_believed_less_where_others_speak_against_it(
     made: list[EvidenceSelector],
 ) -> None:
-    judge = Judged("french")
-    selector = selector_of(made, judge, SURE_SQL, time_share=None)
-    for _ in range(10):
-        answered(selector, judge)
+    _, selector = misled(made)
     one = begins(selector)
     selector.settle(one)
     assert (one.domain, one.expert) == ("sql", "french")
@@ -739,10 +741,7 @@ def test_a_record_of_an_answer_that_nobody_compared_is_believed_less_where_other
 
 def test_a_router_that_is_fitted_anew_is_believed_again(made: list[EvidenceSelector]) -> None:
     """Answers that began with the former router say nothing of the new one."""
-    judge = Judged("french")
-    selector = selector_of(made, judge, SURE_SQL, time_share=None)
-    for _ in range(10):
-        answered(selector, judge)
+    judge, selector = misled(made)
     running = [answered(selector, judge, ends=False, slot=i) for i in range(4)]
     assert selector.mistakes()
     selector.router.fits += 1
@@ -756,10 +755,7 @@ def test_a_router_that_is_fitted_anew_is_believed_again(made: list[EvidenceSelec
 def test_who_may_not_depend_on_other_answers_keeps_the_choice_of_the_router(
     made: list[EvidenceSelector],
 ) -> None:
-    judge = Judged("french")
-    selector = selector_of(made, judge, SURE_SQL, time_share=None)
-    for _ in range(10):
-        answered(selector, judge)
+    _, selector = misled(made)
     one = begins(selector, seed=1, temperature=1.0)
     assert one.reproducible
     assert one.expert == "sql"
@@ -778,31 +774,22 @@ def test_answers_that_say_nothing_of_the_router_or_may_not_be_learned_from_leave
 
 def test_a_domain_that_never_learned_says_nothing_of_the_router(made: list[EvidenceSelector]) -> None:
     route = Route("maths", 0.99, {"maths": 0.99, "sql": 0.01, SHARED: 0.0})
-    judge = Judged("french")
-    selector = selector_of(made, judge, route, time_share=None)
-    for _ in range(10):
-        answered(selector, judge)
+    _, selector = misled(made, route)
     nothing_fits = {**dict.fromkeys(ARMS, 0.0), SHARED: 1.0}
     assert selector.confusion.corrected(nothing_fits) == pytest.approx(nothing_fits)
 
 
 def test_a_domain_that_never_learned_begins_as_the_router_says(made: list[EvidenceSelector]) -> None:
     """Prompts that fit no domain, which stand for it otherwise, may all be best drafted by one expert."""
-    judge = Judged("french")
     unknown = Route(SHARED, 0.0, {"sql": 0.0, "python": 0.0, "french": 0.0, SHARED: 1.0})
-    selector = selector_of(made, judge, unknown, time_share=None)
-    for _ in range(10):
-        answered(selector, judge)
+    _, selector = misled(made, unknown)
     assert begins(selector).expert == "french"
     selector.router.answer = Route("maths", 1.0, {"maths": 1.0, SHARED: 0.0})  # type: ignore[attr-defined]
     assert begins(selector).expert == "maths"
 
 
 def test_an_arm_that_goes_while_an_answer_runs_is_no_longer_counted(made: list[EvidenceSelector]) -> None:
-    judge = Judged("french")
-    selector = selector_of(made, judge, SURE_SQL, time_share=None)
-    for _ in range(10):
-        answered(selector, judge)
+    judge, selector = misled(made)
     running = answered(selector, judge, ends=False)
     judge.arms = [SHARED, "sql", "python"]
     assert begins(selector, slot=1).expert == "sql"

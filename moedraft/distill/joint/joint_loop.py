@@ -64,7 +64,6 @@ class JointLoop(DistillLoop):
     def _forget_records(self) -> None:
         super()._forget_records()
         self.trainer.lessons.states.forget()
-        self.trainer.forget(SHARED)  # what was trained on them and not published; experts go with it
 
     def _dropped(self, candidates: Sequence[Candidate]) -> dict[str, Update]:
         dropped = super()._dropped(candidates)

@@ -156,8 +156,8 @@ class Judge:
         """Whether the base alone may serve: enough records, and no version that a person pinned or chose."""
         registry = self.store.registry
         free = case.domain != SHARED and not is_pinned(registry, case.domain)
-        live = (registry.live(name) for name in (case.domain, SHARED))
-        chosen = any(version is not None and registry.is_chosen(version) for version in live)
+        live = {name: registry.live(name) for name in (case.domain, SHARED)}
+        chosen = any(registry.is_chosen(name, one.version if one else 0) for name, one in live.items())
         return self.base_serves and free and not chosen and len(case.records) >= ENOUGH
 
     def _live(self, name: str, made: Candidate) -> Weights | None:

@@ -82,7 +82,7 @@ class Watch:
         newest = max((one.version for one in registry.versions(name)), default=0)
         if not line or line[0].state != "live" or line[0].version != newest or is_pinned(registry, name):
             return None
-        settled = (name, newest) in self._settled or registry.is_chosen(line[0])
+        settled = (name, newest) in self._settled or registry.is_chosen(name, newest)
         return None if settled else line[0]
 
     def _compared(self, live: AdapterVersion, on_batch: OnBatch) -> Verdict:
