@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-GIVEN = 8.0  # answers, as which many being right the router begins
-HEARD = 4.0  # answers of a row that count, at most, where the router as a whole is judged
-LEAST_TRUST = 0.5  # in a row of which nothing is known, however wrong all others are
-BORROWED = 3.0  # answers of its own that weigh as much for a row as what it borrows
+GIVEN = 8.0  # right answers with which the router is credited at first
+HEARD = 4.0  # most answers of one row that count where the router as a whole is judged
+LEAST_TRUST = 0.5  # probability that it is right in a row without answers, however wrong all others are
+BORROWED = 3.0  # what a row borrows from the others weighs as much as so many answers of its own
 MEMORY = 32  # answers of a row that count; what was seen before them fades
 DOUBT = 0.2  # that an arm is the best one though it never was in this row
 TOLD = 0.5  # share of a row from which on it is told as a mistake
@@ -62,10 +62,10 @@ class Confusion:
     def learn(self, shares: Mapping[str, float], likelihoods: Mapping[str, float], client: str = "") -> None:
         """Take in one answer.
 
-        shares: what the router said. likelihoods: how likely what the answer showed is where each of the arms
-        that were compared is the best one; they sum to 1. An answer counts by how much it tells: not at all
-        where all of these are equal, fully where one is certain. Of the last answers, those of one client
-        count until they are as many as those of all others together, unless there is no other.
+        shares: what the router said. likelihoods: for each arm that was compared, how likely the evidence of
+        the answer is if this arm is the best one; they sum to 1. An answer counts by how much it tells: not
+        at all where all likelihoods are equal, fully where one arm is certain. Of the last answers, those of
+        one client count until they are as many as those of all others together, unless there is no other.
         """
         arms, counts = self._known
         compared = np.array([likelihoods.get(arm, -1.0) for arm in arms])
