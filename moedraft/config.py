@@ -173,7 +173,7 @@ class Settings(BaseSettings):
         16,
         ge=1,
         description="new records that make an update due: of all domains, sooner after traffic has moved and "
-        "rarer while updates bring nothing, or of one domain where adapters learn in turns",
+        "rarer while updates do not pay (`train_horizon`), or of one domain where adapters learn in turns",
     )
     update_steps: int = Field(16, ge=1, description="optimiser steps per update")
     update_tokens: int = Field(
@@ -223,6 +223,13 @@ class Settings(BaseSettings):
         le=1,
         description="of a core's time that learning takes while requests are served; 0: none, so that a "
         "server that is always busy does not learn",
+    )
+    train_horizon: int = Field(
+        1000,
+        ge=1,
+        description="requests that are to save, all together, as much time as the updates took by which they "
+        "became faster; while updates bring less, they become rarer (up to 32 times) and fewer follow each "
+        "other; not where adapters learn in turns",
     )
     train_max_waiting: int = Field(0, ge=0, description="train while at most so many requests wait")
 

@@ -167,7 +167,7 @@ def _plot(settings: Settings, span: str, path: Path) -> None:
 
 def engine_of(store: Store | None) -> dict[str, Any] | None:
     """The server's load; None if no server of this home has reported it in the last seconds."""
-    from moedraft.distill.governor import STALE, read_load
+    from moedraft.distill.pace.governor import STALE, read_load
 
     load = read_load(store.registry) if store else None
     if load is None or abs(time.time() - load.at) > STALE:
@@ -177,7 +177,7 @@ def engine_of(store: Store | None) -> dict[str, Any] | None:
 
 def learning_of(store: Store | None, settings: Settings) -> dict[str, Any]:
     """How many new records each adapter has, and which have enough for an update, or `shared` for all."""
-    from moedraft.distill.governor import news
+    from moedraft.distill.pace.governor import news
 
     new_records = news(store) if store else {}
     due = [name for name, count in new_records.items() if count >= settings.update_every]

@@ -36,7 +36,8 @@ def build_loop(settings: Settings, store: Store, outlet: Outlet | None = None) -
     outlet, name = outlet or HomeOutlet(store), draft_name(settings)
     if feature_folder(name) is not None or settings.model_updates == "joint":
         joint = joint_trainer(settings, store, JointTrainer)
-        return _resumed(JointLoop(joint, store, outlet, settings.update_every), settings)
+        loop = JointLoop(joint, store, outlet, settings.update_every, horizon=settings.train_horizon)
+        return _resumed(loop, settings)
     trainer = Trainer(
         load_by(settings, "draft", "float32", name),
         store,

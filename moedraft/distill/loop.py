@@ -22,12 +22,12 @@ from dataclasses import dataclass, field
 
 from moedraft.core import SHARED, AdapterVersion, MoedraftError, StorageError, UpdateRecord
 from moedraft.distill.entries import reset_entry, update_entry, withdrawal_entry
-from moedraft.distill.governor import news
 from moedraft.distill.judging.gate import Verdict
 from moedraft.distill.judging.judge import JudgeLike
 from moedraft.distill.judging.second_look import SecondLook
 from moedraft.distill.judging.watch import Watch, followers
 from moedraft.distill.outlet import Outlet
+from moedraft.distill.pace.governor import news
 from moedraft.distill.single.trainer import OnStep, Trainer
 from moedraft.learning_state import LearningKind, LearningState, paused, waiting
 from moedraft.storage.changes import is_pinned

@@ -21,10 +21,10 @@ from moedraft.config import Settings, load_settings
 from moedraft.core import SHARED, MoedraftError, StorageError
 from moedraft.distill.assembly import build_loop
 from moedraft.distill.background import run_when_idle, step_back
-from moedraft.distill.governor import read_load, why_wait
 from moedraft.distill.link import Link, ServerLink, ServerOutlet
 from moedraft.distill.loop import DistillLoop
 from moedraft.distill.messages import StateReport
+from moedraft.distill.pace.governor import read_load, why_wait
 from moedraft.learning_state import NO_RECORDS, LearningKind, LearningState, paused, waiting
 from moedraft.privacy import write_no_core_file
 from moedraft.storage.store import Store

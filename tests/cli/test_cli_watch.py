@@ -9,7 +9,7 @@ import pytest
 from cli_fakes import Run
 
 from moedraft.core import SHARED, RequestStats, UpdateRecord
-from moedraft.distill.governor import Load, write_load
+from moedraft.distill.pace.governor import Load, write_load
 from moedraft.speculation import SpeculationStats
 from moedraft.storage.store import Store
 

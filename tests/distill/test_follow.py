@@ -25,10 +25,10 @@ from moedraft.distill.claim import learning_for
 from moedraft.distill.following import mail
 from moedraft.distill.following.follow import LONGEST_PAUSE, FollowingProcess
 from moedraft.distill.following.mail import MailLink, letters, mail_of
-from moedraft.distill.governor import PAUSED, Load, write_load
 from moedraft.distill.link import ServerOutlet
 from moedraft.distill.loop import DistillLoop
 from moedraft.distill.messages import TRAINING, Learned, Noted, StateReport, Withdraw
+from moedraft.distill.pace.governor import PAUSED, Load, write_load
 from moedraft.distill.single.trainer import Trainer
 from moedraft.learning_state import waiting
 from moedraft.serve.supervisor.mailroom import Mailroom

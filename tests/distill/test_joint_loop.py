@@ -10,12 +10,13 @@ import pytest
 from candidates import candidate
 from distill_rig import record
 
-from moedraft.core import SHARED, Domain, GateDecision, StorageError
+from moedraft.core import SHARED, Domain, GateDecision, RequestStats, StorageError
 from moedraft.distill.joint.joint_loop import HOPELESS, MOST_AGAIN, JointLoop
 from moedraft.distill.joint.joint_trainer import JointUpdate
 from moedraft.distill.judging.gate import Verdict
 from moedraft.distill.outlet import HomeOutlet
 from moedraft.learning_state import LearningKind
+from moedraft.speculation import SpeculationStats
 from moedraft.storage import changes
 from moedraft.storage.store import Store
 from moedraft.storage.versions.candidate import Candidate
@@ -224,6 +225,20 @@ def test_updates_without_a_visible_gain_follow_each_other_less_often(loop: Joint
             counts[-1] += 1
     assert counts == [1 + MOST_AGAIN, 1 + MOST_AGAIN // HOPELESS]
     assert loop.trainer.forgotten == []  # type: ignore[attr-defined]
+
+
+def test_further_updates_must_be_worth_their_time_as_soon_as_requests_tell_it(loop: JointLoop) -> None:
+    stats = SpeculationStats(num_steps=10)
+    loop.store.requests.add([RequestStats("r", "code", 1, "", 8, 10, stats, 1e-9, "length")])
+    loop.judge = Says(Verdict("promote", gain=0.1))
+    loop.store.replay.add([record(i) for i in range(4)])
+    loop.trainer.last = loop.store.replay.last_id()  # type: ignore[attr-defined]
+    updates = 0
+    while loop.due() is not None:
+        loop.run_once()
+        updates += 1
+    assert updates == 1 + MOST_AGAIN // HOPELESS
+    assert loop.interval.barren == 1
 
 
 def test_after_a_purge_no_record_stays_in_memory(loop: JointLoop) -> None:

@@ -16,7 +16,6 @@ from distill_rig import Rig
 
 from moedraft.config import load_settings
 from moedraft.core import SHARED, InvalidRequest, StorageError
-from moedraft.distill.governor import Load, read_load, why_wait, write_load
 from moedraft.distill.link import ServerLink, ServerOutlet
 from moedraft.distill.loop import DistillLoop
 from moedraft.distill.messages import (
@@ -34,6 +33,7 @@ from moedraft.distill.messages import (
     from_trainer,
 )
 from moedraft.distill.outlet import HomeOutlet
+from moedraft.distill.pace.governor import Load, read_load, why_wait, write_load
 from moedraft.distill.process import OutOfMemory, Process, work
 from moedraft.distill.single.trainer import Trainer
 from moedraft.learning_state import NO_RECORDS, LearningKind

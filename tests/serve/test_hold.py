@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from moedraft.config import load_settings
-from moedraft.distill.governor import Load, why_wait
+from moedraft.distill.pace.governor import Load, why_wait
 from moedraft.serve.supervisor import hold as module
 from moedraft.serve.supervisor.child import Child
 from moedraft.serve.supervisor.hold import SLICE, Hold

@@ -35,8 +35,8 @@ from moedraft.core import (
     StorageError,
     UpdateRecord,
 )
-from moedraft.distill.governor import Load, write_load
 from moedraft.distill.messages import TRAINING, Begin, Learned
+from moedraft.distill.pace.governor import Load, write_load
 from moedraft.learning_state import LearningKind
 from moedraft.serve.supervisor.child import CHUNK, Child, ChildFailed
 from moedraft.serve.supervisor.conversation import Conversation

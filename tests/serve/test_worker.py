@@ -17,7 +17,7 @@ from serve_fakes import tiny_system, traces_of
 from waiting import until
 
 from moedraft.core import InvalidRequest, RequestOutput, SamplingParams, StorageError
-from moedraft.distill.governor import read_load
+from moedraft.distill.pace.governor import read_load
 from moedraft.routing.router import Route
 from moedraft.serve.worker.meter import Meter
 from moedraft.serve.worker.worker import Draining, EngineFailed, Overloaded, Ticket, Worker

@@ -19,9 +19,9 @@ from moedraft.config import Settings
 from moedraft.distill.assembly import build_loop
 from moedraft.distill.claim import learning_for
 from moedraft.distill.following.mail import MailLink
-from moedraft.distill.governor import read_load, why_wait
 from moedraft.distill.link import ServerOutlet
 from moedraft.distill.messages import TRAINING, StateReport
+from moedraft.distill.pace.governor import read_load, why_wait
 from moedraft.distill.process import LOOK_SECONDS, Process
 from moedraft.storage.store import Store
 

@@ -19,7 +19,6 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from moedraft.core import StorageError
-from moedraft.distill.governor import PAUSED
 from moedraft.distill.messages import (
     TRAINING,
     Asked,
@@ -30,6 +29,7 @@ from moedraft.distill.messages import (
     from_server,
     from_trainer,
 )
+from moedraft.distill.pace.governor import PAUSED
 from moedraft.learning_state import waiting
 from moedraft.storage.db import storage_errors
 from moedraft.storage.registry import Registry

@@ -8,17 +8,17 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from moedraft.core import SHARED
-from moedraft.distill.governor import news
-from moedraft.distill.interval import Interval
 from moedraft.distill.joint.joint_trainer import JointTrainer
 from moedraft.distill.loop import DistillLoop, Update
+from moedraft.distill.pace.governor import news
+from moedraft.distill.pace.interval import HORIZON, Interval
 from moedraft.distill.single.trainer import OnStep
 from moedraft.storage.changes import is_pinned
 from moedraft.storage.versions.candidate import Candidate
 
 MOST_DOUBLINGS = 5  # of the records that an update waits for, after updates that failed
 MOST_AGAIN = 8  # consecutive updates without new records, at most
-HOPELESS = 3  # one that was kept without any visible gain counts as so many of these
+HOPELESS = 3  # one whose gain is not worth its time counts as so many of these
 
 
 @dataclass
@@ -26,27 +26,27 @@ class JointLoop(DistillLoop):
     """As `DistillLoop`, but each update trains all adapters, and the gate judges them together.
 
     Requests are scarce, spare time often is not. So further updates are made from the records that are there,
-    until the gate discards one, which did harm, or a few were kept without a visible gain. The gate's
+    until the gate discards one, which did harm, or a few brought no gain that is worth their time. The gate's
     held-out records are never trained on, so this ends when nothing more is to be learned from the others.
     """
 
     trainer: JointTrainer  # type: ignore[assignment]  # same outcome methods, but joint updates
     again: int = 0  # updates without new records that may still follow
     left_at: int = -1  # the registry's generation after the last update
+    horizon: int = HORIZON  # requests over which the gain of an update is counted against its time
     interval: Interval = field(init=False)
 
     def __post_init__(self) -> None:
-        self.interval = Interval(self.store, self.every)
+        self.interval = Interval(self.store, self.every, self.horizon)
 
     def resume(self) -> None:
         """As `DistillLoop.resume`; records that were used before are not new."""
         super().resume()
+        self.interval.resume()
         self.trainer.last_id = int(self.store.registry.get_meta(f"trained:{SHARED}") or 0)
 
     def due(self) -> str | None:
-        """SHARED, which stands for an update of all, when there are enough new records of any domain.
-
-        How many are enough, `interval` says.
+        """SHARED, which stands for an update of all, when there are as many new records as `interval` wants.
 
         It is due without new records as well, while `again` allows it and nobody has changed what serves,
         and never while the shared adapter is pinned, since experts are trained on it as the same update
@@ -99,10 +99,7 @@ class JointLoop(DistillLoop):
         )
 
     def _update(self, expert: str, steps: int | None, on_step: OnStep | None) -> Update | None:
-        """Train, publish what passes the gate, and note which records were used.
-
-        Returns the update of `expert` or, where that was not published, the shared adapter's.
-        """
+        """Train and publish what passes the gate; the update of `expert`, else of the shared adapter."""
         if self.held_up() or self._is_undone():
             return None
         began, self.waited = time.monotonic(), 0.0
@@ -116,12 +113,14 @@ class JointLoop(DistillLoop):
             return None
         taught = [one for one in made.candidates if one.expert not in untaught]
         updates = self._settle(taught, made.last_id, began, on_step)
-        if self.outcomes and (is_fresh or updates):
-            self.interval.settled(bool(updates))
-        outcome = next((one for one in self.outcomes if one.expert == SHARED), None)
-        goes_on = outcome is not None and outcome.decision in ("promote", "keep") and not self.disturbed
-        if self.judge is not None and outcome is not None and goes_on:
-            hopes = outcome.decision == "promote" or outcome.gain is None or outcome.gain > 0
-            self.again = left if hopes else max(0, left + 1 - HOPELESS)
-            self.left_at = self.generation
+        if self.outcomes:
+            self._pace(bool(updates), is_fresh, left)
         return updates.get(expert) or updates.get(SHARED)
+
+    def _pace(self, published: bool, is_fresh: bool, left: int) -> None:
+        """Decide after an update when the next one comes; `left` could still follow without new records."""
+        pays = self.interval.settled(self.outcomes, published, is_fresh)
+        decision = next((one.decision for one in self.outcomes if one.expert == SHARED), None)
+        if self.judge is not None and decision in ("promote", "keep") and not self.disturbed:
+            self.again = left if pays else max(0, left + 1 - HOPELESS)
+            self.left_at = self.generation

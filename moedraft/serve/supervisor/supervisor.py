@@ -22,7 +22,6 @@ from typing import Any
 from moedraft.config import Settings
 from moedraft.core import MoedraftError, StorageError
 from moedraft.distill.claim import learning_for
-from moedraft.distill.governor import PAUSED
 from moedraft.distill.messages import (
     TRAINING,
     Asked,
@@ -36,6 +35,7 @@ from moedraft.distill.messages import (
     Resume,
     StateReport,
 )
+from moedraft.distill.pace.governor import PAUSED
 from moedraft.learning_state import LearningKind, LearningState
 from moedraft.serve.supervisor.child import Child, ChildFailed
 from moedraft.serve.supervisor.conversation import Conversation

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from moedraft.core import RequestOutput, SamplingParams, StorageError
 from moedraft.cpu.memory import return_large_blocks
 from moedraft.cpu.threads import compute_alone
-from moedraft.distill.governor import Load, write_load
+from moedraft.distill.pace.governor import Load, write_load
 from moedraft.learning_state import LearningState
 from moedraft.routing.router import Route
 from moedraft.selecting.prior.confusion import Mistake

@@ -1,0 +1,40 @@
+"""Whether learning gives back the time that it takes.
+
+A gain in tokens per step of the target shortens every later answer by that share. An update has paid when the
+next `train_horizon` requests, as long as those of late, are answered sooner by as much time, all together, as
+it took itself.
+"""
+
+from __future__ import annotations
+
+from moedraft.storage.store import Store
+
+OF_LATE = 100  # requests that tell how long an answer takes
+
+
+class Payback:
+    """Compares the seconds of updates with those that they save, in one home."""
+
+    def __init__(self, store: Store, horizon: int) -> None:
+        """horizon: over how many later requests an update's gain is counted."""
+        self.store, self.horizon = store, horizon
+
+    def is_paid(self, gain: float | None, seconds: float) -> bool:
+        """Whether `seconds` of learning are saved by a gain in tokens per step; True for an unknown gain.
+
+        Where no request tells how long answers take, every gain pays. Raises StorageError.
+        """
+        if gain is None or gain <= 0:
+            return gain is None
+        saved = self._seconds_saved(gain)
+        return saved is None or saved >= seconds
+
+    def _seconds_saved(self, gain: float) -> float | None:
+        """By all requests of the horizon together; None where nothing is known of requests."""
+        rows = self.store.requests.rows(limit=OF_LATE)
+        steps = sum(row.speculation.num_steps for row in rows)
+        if not steps:
+            return None
+        per_step = sum(row.num_tokens for row in rows) / steps
+        per_request = sum(row.seconds for row in rows) / len(rows)
+        return self.horizon * per_request * gain / (per_step + gain)
