@@ -66,10 +66,12 @@ class Arrangement:
     data: Data = "target"  # whose answers are learned from, see `Answers.drafted`
     shared: int = 1  # rank of the shared adapter, as a multiple of an expert's
     further: int = 0  # updates without new requests after each window, as many as the gate sees a use in
+    restarted: bool = False  # whether what a trainer keeps in memory is lost after each update
 
 
 STATIC, JOINT, GATED, LATEST = "static", "joint", "joint+gate", "latest-window"
 ONE_ADAPTER = "mixed-replay"
+RESTARTED = "joint:restarted"
 SAYERS: dict[Data, str] = {"draft": "the draft's own answers", "mixed": "answers of both"}
 WIDE = 4  # rank of the shared adapter, as a multiple of an expert's, where nothing else is set
 SERVED = "joint+gate:wide"  # the default; a server makes more of the further updates, see `served.fewer`
@@ -95,6 +97,7 @@ _ALL = (
         for kind in ("rkl", "jsd")
         for data, whose in SAYERS.items()
     ),
+    Arrangement(RESTARTED, "joint, no gate, restarted after each update", restarted=True),
     Arrangement("joint:half", "joint, updates twice as often", every=0.5),
     Arrangement("joint:double", "joint, updates half as often", every=2.0),
     Arrangement("mixed-replay:further", "one adapter, further updates", OneTrainer, False, True, further=2),

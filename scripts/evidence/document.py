@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from evidence import costs, decisions, lows, missing, moves, paper, served
+from evidence import costs, decisions, lows, missing, moves, paper, restarts, served
 from evidence.arrangements import ARRANGEMENTS, GATED, JOINT, MAIN, ONLINE, STATIC
 from evidence.figures import Runs
 from evidence.parts import PARTS
@@ -73,7 +73,8 @@ def write(runs: Runs, out: Path, path: Path, pictures: Sequence[str]) -> None:
     parts += [*shown(*AT_THE_TOP), served.part(whole)]
     parts += [pattern_part(whole, name) for name in patterns(whole)]
     parts += [moves.part(whole), *shown(*MOVING), costs.prices(whole), *shown(*COSTS), decisions.gate(whole)]
-    parts += [*paper.parts(whole), missing.part(whole), COMMANDS.format(times=times(whole))]
+    parts += [*paper.parts(whole), restarts.part(whole), missing.part(whole)]
+    parts += [COMMANDS.format(times=times(whole))]
     path.write_text("\n\n".join(part for part in parts if part) + "\n", encoding="utf-8")
 
 

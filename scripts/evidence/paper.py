@@ -152,7 +152,7 @@ def shift(whole: Whole) -> str:
 
 def objectives(whole: Whole) -> str:
     """Forward KL, which is the default, against the others."""
-    return _variants(
+    return variants(
         whole,
         ("joint:rkl", "joint:jsd", "joint:tvd", "joint:missed"),
         f"**Objectives**, on the {title_of('steady')}; the default is forward KL. *Refused guesses count "
@@ -175,7 +175,7 @@ def data(whole: Whole) -> str:
         "token nothing of the draft counts, and up to there its tokens are the target's. The paper compares "
         "the same nine; its figures could not be verified and are left out."
     )
-    return _variants(whole, [name for name in names if name != JOINT], about)
+    return variants(whole, [name for name in names if name != JOINT], about)
 
 
 def interval(whole: Whole) -> str:
@@ -185,7 +185,7 @@ def interval(whole: Whole) -> str:
         "**Update interval**, with as many steps in all; the default is an update after every "
         f"{every} requests. The paper fixed 8."
     )
-    return _variants(whole, ("joint:half", "joint:double"), about)
+    return variants(whole, ("joint:half", "joint:double"), about)
 
 
 def _each(whole: Whole, key: str) -> Iterator[tuple[str, str, Whole]]:
@@ -196,9 +196,9 @@ def _each(whole: Whole, key: str) -> Iterator[tuple[str, str, Whole]]:
                 yield pattern, name, one
 
 
-def _variants(whole: Whole, wanted: Sequence[str], about: str) -> str:
-    """A table of these arrangements beside joint learning, in the steady mix."""
-    of = whole["patterns"].get("steady", {})
+def variants(whole: Whole, wanted: Sequence[str], about: str, pattern: str = "steady") -> str:
+    """A table of these arrangements beside joint learning; nothing where none of them was run."""
+    of = whole["patterns"].get(pattern, {})
     names = [name for name in wanted if name in of]
     if not names or JOINT not in of:
         return ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from evidence.arrangements import FURTHER as MORE
-from evidence.arrangements import GATED, JOINT, LATEST, MAIN, SERVED, STATIC, TAUGHT
+from evidence.arrangements import GATED, JOINT, LATEST, MAIN, RESTARTED, SERVED, STATIC, TAUGHT
 from evidence.streams import ONLY, ORDERS, POISONED
 
 QUICK = {"requests": 128, "heldout": 12, "seeds": 1}
@@ -17,11 +17,12 @@ Job = tuple[str, str]  # pattern, arrangement
 PARTS: dict[str, list[Job]] = {
     "quick": [(p, a) for p in ("steady", "one-by-one") for a in (STATIC, LATEST, JOINT, GATED)],
     "main": [(pattern, name) for pattern in ORDERS if pattern not in POISONED for name in MAIN],
-    "poison": [(pattern, name) for pattern in POISONED for name in (STATIC, JOINT, GATED)],
+    "poison": [(pattern, name) for pattern in POISONED for name in (STATIC, JOINT, GATED, SERVED)],
     "objectives": [("steady", name) for name in OBJECTIVES],
     "interval": [("steady", name) for name in INTERVALS],
     "data": [("steady", name) for name in DATA],
     "paper": [(ONLY + domain, name) for domain in PAPER for name in ONE],
     "further": [(pattern, name) for pattern in ORDERS if pattern not in POISONED for name in FURTHER],
+    "restart": [("crossed", name) for name in (STATIC, JOINT, RESTARTED)],
     "gate": [(p, a) for p in ("steady", "drift", "one-by-one") for a in (GATED, "joint+gate-once")],
 }

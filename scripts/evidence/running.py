@@ -130,6 +130,8 @@ class Run:
         self.loop.run_once(SHARED)
         if self.loop.failures:
             raise RuntimeError(f"{self.arrangement.name}: {self.loop.state.reason}")
+        if self.arrangement.restarted:
+            self.trainer.forget(SHARED)  # and all experts
         return {
             "cpu_seconds": round(time.process_time() - cpu, 2),
             "seconds": round(time.monotonic() - began, 2),
