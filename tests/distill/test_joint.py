@@ -23,6 +23,7 @@ from moedraft.distill.features.record_states import RecordStates
 from moedraft.distill.features.unrolled import unroll
 from moedraft.distill.joint.joint_trainer import JointTrainer
 from moedraft.distill.joint.plan import JointPlan
+from moedraft.distill.single.trainer import is_held_out
 from moedraft.drafting.base import FeatureBase
 from moedraft.drafting.experts.lora import ExpertBank
 from moedraft.drafting.experts.modules import adaptable
@@ -180,6 +181,33 @@ def test_half_of_each_batch_is_replay_of_all_domains(tmp_path: Path) -> None:
     still = home.trainer.draw(8)
     assert not still.fresh
     assert all(len(batch) == 6 for batch in home.trainer.batches(still, 2))
+
+
+def test_what_is_asked_again_and_again_teaches_once(tmp_path: Path) -> None:
+    """Otherwise a health probe would fill half of every batch."""
+    home = Home(tmp_path, {"prose": 20})
+    home.trainer.last_id = home.store.replay.last_id()
+    home.put({"code": 3}, seed=500)
+    probe = a_record(home.target, 900, domain="code", topk=8)
+    assert not is_held_out(probe)
+    home.store.replay.add([probe] * 30)
+    drawn = home.trainer.draw(8)
+    texts = [tuple(one.token_ids) for one in drawn.fresh]
+    assert len(texts) == len(set(texts)) <= 4
+    assert texts.count(tuple(probe.token_ids)) == 1
+    fresh = dict.fromkeys(texts, 0)
+    for batch in home.trainer.batches(drawn, 8):
+        assert len(batch) == 6
+        for one in batch[-min(3, len(texts)) :]:
+            fresh[tuple(one.token_ids)] += 1
+    assert max(fresh.values()) - min(fresh.values()) <= 1
+    home.trainer.last_id = home.store.replay.last_id()
+    home.store.replay.add([probe] * 30)
+    only = home.trainer.draw(8)
+    assert [one.token_ids for one in only.fresh] == [probe.token_ids]
+    for batch in home.trainer.batches(only, 8):
+        assert len(batch) == 6
+        assert domains_of(batch).count("prose") >= 1
 
 
 def test_a_record_teaches_its_expert_as_often_as_it_is_believed_to_be_its_domains(tmp_path: Path) -> None:

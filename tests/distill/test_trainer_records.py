@@ -72,6 +72,13 @@ def test_no_more_is_read_than_the_steps_can_use(rig: Rig, monkeypatch: pytest.Mo
     assert len(held_out) == 32
 
 
+@pytest.mark.parametrize("expert", [SHARED, "code"])
+def test_what_is_asked_again_and_again_teaches_and_measures_once(rig: Rig, expert: str) -> None:
+    rig.store.replay.add([record(n % 20) for n in range(200)])
+    train, held_out = records_of(trainer_of(rig, 512), expert, 16)
+    assert sorted(one.token_ids for one in [*train, *held_out]) == [record(n).token_ids for n in range(20)]
+
+
 def test_measuring_takes_no_more_memory_than_learning(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.serve("code", 40, seed=1)
     held_out = [one for one in rig.store.replay.records("code") if is_held_out(one)]

@@ -23,7 +23,7 @@ from moedraft.core import SHARED, AdapterVersion, ReplayRecord
 from moedraft.distill.features.expert_vocabularies import Vocabularies
 from moedraft.distill.joint.averages import AveragingAdamW, averaged
 from moedraft.distill.joint.plan import JointPlan, Lessons
-from moedraft.distill.single.trainer import LAST_RATE, MEASURED, OnStep, is_held_out
+from moedraft.distill.single.trainer import LAST_RATE, MEASURED, OnStep, distinct, is_held_out
 from moedraft.feature.vocabulary import union
 from moedraft.storage.store import TARGET_ID, Store
 from moedraft.storage.versions.candidate import Candidate
@@ -161,7 +161,7 @@ class JointTrainer:
         held_out: list[ReplayRecord] = []
         for found in (newest, self.replay.sample_stratified(most, self.seed, target)):
             groups.append([])
-            for record in found:
+            for record in distinct(found):
                 on_record()
                 if self.learner not in (None, record.domain):
                     continue
@@ -174,16 +174,14 @@ class JointTrainer:
         return Drawn(groups[0], groups[1], held_out)
 
     def batches(self, drawn: Drawn, steps: int) -> Iterator[list[ReplayRecord]]:
-        """`steps` lists of records: new ones, and replay. Each kind is gone through again and again."""
-        rng = random.Random(self.seed)
-        replayed = round(self.plan.rows * self.plan.replayed)
-        if not drawn.fresh or not drawn.replayed:
-            replayed = self.plan.rows if drawn.replayed else 0
+        """`steps` lists of records: new ones, no more than there are, and replay, again and again."""
+        rng, rows = random.Random(self.seed), self.plan.rows
+        replayed = max(round(rows * self.plan.replayed), rows - len(drawn.fresh)) if drawn.replayed else 0
         fresh, old = _cycled(drawn.fresh, rng), _cycled(drawn.replayed, rng)
         for _ in range(steps):
             yield [
                 *(next(old) for _ in range(replayed)),
-                *(next(fresh) for _ in range(self.plan.rows - replayed)),
+                *(next(fresh) for _ in range(rows - replayed)),
             ]
 
     def _taught(self, record: ReplayRecord) -> str:

@@ -8,7 +8,7 @@ at every position of the answer.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -39,6 +39,16 @@ def is_held_out(record: ReplayRecord) -> bool:
     """Whether this record only measures updates; that depends on its prompt alone."""
     ids = ",".join(map(str, record.token_ids[: record.num_prompt_tokens]))
     return zlib.crc32(ids.encode()) % HELD_OUT_EVERY == 0
+
+
+def distinct(records: Iterable[ReplayRecord]) -> Iterator[ReplayRecord]:
+    """The first of each text in a domain: what is asked again and again teaches an update once."""
+    seen: set[tuple[str, tuple[int, ...]]] = set()
+    for record in records:
+        text = record.domain, tuple(record.token_ids)
+        if text not in seen:
+            seen.add(text)
+            yield record
 
 
 def _say_nothing(done: int, loss: float | None) -> None:
@@ -113,7 +123,7 @@ class Trainer:
         train: list[ReplayRecord] = []
         held_out: list[ReplayRecord] = []
         room = {False: steps * self.tokens_per_step, True: steps * self.tokens_per_step}  # tokens
-        for record in self._sample(expert):
+        for record in distinct(self._sample(expert)):
             on_record()
             measures = is_held_out(record)
             if record.topk_ids and room[measures] > 0:
