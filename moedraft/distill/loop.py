@@ -29,7 +29,7 @@ from moedraft.distill.judging.watch import Watch, followers
 from moedraft.distill.outlet import Outlet
 from moedraft.distill.pace.governor import news
 from moedraft.distill.single.trainer import OnStep, Trainer
-from moedraft.learning_state import LearningKind, LearningState, paused, waiting
+from moedraft.learning_state import NO_RECORDS, LearningKind, LearningState, paused, waiting
 from moedraft.storage.changes import is_pinned
 from moedraft.storage.store import Store
 from moedraft.storage.versions.candidate import Candidate, CandidateSummary
@@ -110,6 +110,10 @@ class DistillLoop:
     def needs(self) -> str:
         """How many new records make an update due, in words."""
         return f"an update takes {self.every} new records of a domain."
+
+    def waits(self) -> str:
+        """What it waits for while no update is due, in words."""
+        return NO_RECORDS
 
     def only(self, expert: str) -> AbstractContextManager[None]:
         """A context in which updates teach `expert` and no other adapter."""

@@ -25,7 +25,7 @@ from moedraft.distill.link import Link, ServerLink, ServerOutlet
 from moedraft.distill.loop import DistillLoop
 from moedraft.distill.messages import StateReport
 from moedraft.distill.pace.governor import read_load, why_wait
-from moedraft.learning_state import NO_RECORDS, LearningKind, LearningState, paused, waiting
+from moedraft.learning_state import LearningKind, LearningState, paused, waiting
 from moedraft.privacy import write_no_core_file
 from moedraft.storage.store import Store
 
@@ -110,12 +110,12 @@ class Process:
     def _due(self) -> str | None:
         """The adapter to train now; where it is None, `loop.state` says why."""
         try:
-            expert, held_up = self.loop.due(), self.loop.held_up()
+            expert = self.loop.due()
+            if expert is None:
+                self.loop.state = waiting(self.loop.held_up() or self.loop.waits())
         except StorageError as error:
             self.loop.state = paused(str(error))
             return None
-        if expert is None:
-            self.loop.state = waiting(held_up or NO_RECORDS)
         return expert
 
     def _why_wait(self) -> str | None:

@@ -7,7 +7,7 @@ from contextlib import suppress
 import torch
 from torch import nn
 
-from moedraft.distill.joint.averages import AVERAGE, DECAY, FEW, SHORT, AveragingAdamW, averaged
+from moedraft.distill.averages import AVERAGE, DECAY, FEW, SHORT, AveragingAdamW, averaged
 
 
 def stepped(

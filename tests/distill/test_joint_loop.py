@@ -15,7 +15,8 @@ from moedraft.distill.joint.joint_loop import HOPELESS, MOST_AGAIN, JointLoop
 from moedraft.distill.joint.joint_trainer import JointUpdate
 from moedraft.distill.judging.gate import Verdict
 from moedraft.distill.outlet import HomeOutlet
-from moedraft.learning_state import LearningKind
+from moedraft.distill.pace.interval import PATIENCE
+from moedraft.learning_state import NO_RECORDS, LearningKind
 from moedraft.speculation import SpeculationStats
 from moedraft.storage import changes
 from moedraft.storage.store import Store
@@ -239,6 +240,18 @@ def test_further_updates_must_be_worth_their_time_as_soon_as_requests_tell_it(lo
         updates += 1
     assert updates == 1 + MOST_AGAIN // HOPELESS
     assert loop.interval.barren == 1
+
+
+def test_it_says_why_updates_have_become_rare(loop: JointLoop) -> None:
+    assert loop.waits() == NO_RECORDS
+    assert loop.needs() == "an update takes 4 new records, and there are 0."
+    loop.interval.barren = PATIENCE
+    assert loop.waits() == (
+        "waiting for 8 new records, since the updates of late saved less time than they took (`train_horizon`)"
+    )
+    assert loop.needs().startswith(
+        "an update takes 8 new records, and there are 0, since the updates of late"
+    )
 
 
 def test_after_a_purge_no_record_stays_in_memory(loop: JointLoop) -> None:

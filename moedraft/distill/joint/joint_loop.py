@@ -77,7 +77,14 @@ class JointLoop(DistillLoop):
     def needs(self) -> str:
         """As `DistillLoop.needs`."""
         found = self._news()
-        return f"an update takes {self.interval.wanted(found)} new records, and there are {found}."
+        why = f", since {self.interval.why_rare}" if self.interval.why_rare else ""
+        return f"an update takes {self.interval.wanted(found)} new records, and there are {found}{why}."
+
+    def waits(self) -> str:
+        """As `DistillLoop.waits`."""
+        if not self.interval.why_rare:
+            return super().waits()
+        return f"waiting for {self.interval.wanted(0)} new records, since {self.interval.why_rare}"
 
     def only(self, expert: str) -> AbstractContextManager[None]:
         """As `DistillLoop.only`."""

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import torch
 
 from moedraft.core import SHARED, AdapterVersion, ReplayRecord
+from moedraft.distill.averages import AveragingAdamW, averaged
 from moedraft.distill.features.expert_vocabularies import Vocabularies
-from moedraft.distill.joint.averages import AveragingAdamW, averaged
 from moedraft.distill.joint.plan import JointPlan, Lessons
 from moedraft.distill.single.trainer import LAST_RATE, MEASURED, OnStep, distinct, is_held_out
 from moedraft.feature.vocabulary import union

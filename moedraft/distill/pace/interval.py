@@ -63,6 +63,13 @@ class Interval:
         self._settled_at, self._compared = time.time(), (-A_FEW, False)
         return self.payback.is_paid(gain, seconds)
 
+    @property
+    def why_rare(self) -> str | None:
+        """Why an update waits for more records than usual, as part of a sentence; None where it does not."""
+        if self.barren < PATIENCE:
+            return None
+        return "the updates of late saved less time than they took (`train_horizon`)"
+
     def wanted(self, news: int) -> int:
         """How many new records to wait for, where there are `news` of them now.
 
