@@ -30,7 +30,7 @@ from moedraft.distill.loop import DistillLoop
 from moedraft.distill.messages import TRAINING, Learned, Noted, StateReport, Withdraw
 from moedraft.distill.pace.governor import PAUSED, Load, write_load
 from moedraft.distill.single.trainer import Trainer
-from moedraft.learning_state import waiting
+from moedraft.learning_state import NO_RECORDS, waiting
 from moedraft.serve.supervisor.mailroom import Mailroom
 from moedraft.serve.supervisor.publisher import Publisher
 from moedraft.storage.store import Store
@@ -253,6 +253,9 @@ class Computes:
 
     def due(self) -> str | None:
         return SHARED if self.is_due else None
+
+    def waits(self) -> str:
+        return NO_RECORDS
 
     def run_once(self, expert: str, on_step: Any) -> None:
         for number in range(3):

@@ -246,12 +246,9 @@ def test_it_says_why_updates_have_become_rare(loop: JointLoop) -> None:
     assert loop.waits() == NO_RECORDS
     assert loop.needs() == "an update takes 4 new records, and there are 0."
     loop.interval.barren = PATIENCE
-    assert loop.waits() == (
-        "waiting for 8 new records, since the updates of late saved less time than they took (`train_horizon`)"
-    )
-    assert loop.needs().startswith(
-        "an update takes 8 new records, and there are 0, since the updates of late"
-    )
+    why = "since the updates of late saved less time than they took (`train_horizon`)"
+    assert loop.waits() == f"waiting for 8 new records, {why}"
+    assert loop.needs() == f"an update takes 8 new records, and there are 0, {why}."
 
 
 def test_after_a_purge_no_record_stays_in_memory(loop: JointLoop) -> None:
