@@ -225,11 +225,12 @@ class Settings(BaseSettings):
         "server that is always busy does not learn",
     )
     train_horizon: int = Field(
-        1000,
+        10_000,
         ge=1,
-        description="requests that are to save, all together, as much time as the updates took by which they "
-        "became faster; while updates bring less, they become rarer (up to 32 times) and fewer follow each "
-        "other; not where adapters learn in turns",
+        le=10**9,
+        description="an update pays if it saves as much time over so many later requests as it took; while "
+        "updates do not pay, they wait for up to 32 times as many records, and fewer of them follow each "
+        "other (with the gate, and not where adapters learn in turns)",
     )
     train_max_waiting: int = Field(0, ge=0, description="train while at most so many requests wait")
 

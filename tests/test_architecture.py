@@ -33,7 +33,7 @@ ROOMS = {
     "distill/text": (7, 600),
     "distill/single": (3, 460),
     "distill/judging": (10, 1400),
-    "distill/pace": (4, 240),
+    "distill/pace": (5, 320),
     "drafting": (12, 1750),
     "drafting/arms": (4, 280),
     "drafting/experts": (7, 780),

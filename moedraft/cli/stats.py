@@ -24,7 +24,8 @@ from moedraft.cli.common import (
     say,
     settings_for,
 )
-from moedraft.core import SHARED, StorageError
+from moedraft.core import StorageError
+from moedraft.learning_state import NO_RECORDS
 
 if TYPE_CHECKING:
     from moedraft.config import Settings
@@ -176,20 +177,13 @@ def engine_of(store: Store | None) -> dict[str, Any] | None:
 
 
 def learning_of(store: Store | None, settings: Settings) -> dict[str, Any]:
-    """How many new records each adapter has, and which have enough for an update, or `shared` for all."""
-    from moedraft.distill.pace.governor import news
+    """What updates wait for; of a home that is not there yet, that there are no records."""
+    from moedraft.distill.pace.outlook import outlook
 
-    new_records = news(store) if store else {}
-    due = [name for name, count in new_records.items() if count >= settings.update_every]
-    if settings.model_updates == "joint":
-        due = [name for name in due if name == SHARED]
-    return {
-        "status": f"due: {', '.join(due)}" if due else "waiting for records",
-        "due": due,
-        "records": store.replay.count() if store else 0,
-        "new_records": new_records,
-        "update_every": settings.update_every,
-    }
+    if store is None:
+        every = settings.update_every
+        return {"status": NO_RECORDS, "due": [], "records": 0, "new_records": {}, "update_every": every}
+    return outlook(store, settings)
 
 
 def _row(name: str, data: dict[str, Any]) -> list[object]:

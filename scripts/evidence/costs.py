@@ -72,8 +72,8 @@ def about(whole: Whole, gains_of: str) -> str:
         " Minutes are of a core that others used as well, without what the trainer measures for its log. The "
         "aim was 5 % of the target's operations: it is missed by far, since each request is learned from "
         "many times and answers here are short. That work is done in time that the engine leaves idle, or "
-        "within `train_cpu_share`. In a server, rounds of learning that do not save their own time within "
-        "`train_horizon` requests become rarer, down to one in 32; runs here are too short for that."
+        "within `train_cpu_share`. In a server, updates that do not save their own time over `train_horizon` "
+        "requests become up to 32 times rarer; in these runs there is an update for every window."
     )
 
 

@@ -196,7 +196,13 @@ def _each(whole: Whole, key: str) -> Iterator[tuple[str, str, Whole]]:
                 yield pattern, name, one
 
 
-def variants(whole: Whole, wanted: Sequence[str], about: str, pattern: str = "steady") -> str:
+def variants(
+    whole: Whole,
+    wanted: Sequence[str],
+    about: str,
+    pattern: str = "steady",
+    more: str = "the default has more",
+) -> str:
     """A table of these arrangements beside joint learning; nothing where none of them was run."""
     of = whole["patterns"].get(pattern, {})
     names = [name for name in wanted if name in of]
@@ -212,7 +218,7 @@ def variants(whole: Whole, wanted: Sequence[str], about: str, pattern: str = "st
         ]
         for name in (JOINT, *names)
     ]
-    head = ("arrangement", "seeds", "first guesses", "more than static", "the default has more")
+    head = ("arrangement", "seeds", "first guesses", "more than static", more)
     return f"{about}\n\n{table(head, rows)}"
 
 

@@ -10,12 +10,13 @@ from evidence.streams import CROSSED, title_of
 
 ABOUT = """## After a restart
 
-Versions keep the weights of adapters. The optimiser's state, the weights between two averages and candidates
-that the gate kept unpublished are in memory alone. An arrangement without a gate that loses all of this after
-each update shows the most that restarts can cost, with {title}:"""
+Versions keep the weights of adapters, averaged over their last steps and, of an expert, cut to the directions
+that matter. The optimiser's state, the weights themselves and what was cut off are in memory alone. One
+arrangement loses these after each update, as if its trainer had been started again each time. It has no gate,
+so nothing is shown here of candidates that a gate kept unpublished, which are lost as well. With {title}:"""
 
 
 def part(whole: dict[str, Any]) -> str:
     """The section; nothing where it was not run."""
-    table = variants(whole, [RESTARTED], ABOUT.format(title=title_of(CROSSED)), CROSSED)
-    return table.replace("the default has more", "without restarts more")
+    about = ABOUT.format(title=title_of(CROSSED))
+    return variants(whole, [RESTARTED], about, CROSSED, "never restarted has more")

@@ -169,7 +169,8 @@ def about(whole: Whole) -> str:
     """How the table is to be read."""
     return (
         "A server does not stop at one update for its new requests: while it has time to spare, it makes "
-        "further ones from the records that are there, until the gate throws one away. Here too, but "
+        "further ones from the records that are there, until the gate throws one away or they save less time "
+        "than they take. Here too, but "
         f"fewer: {fewer(whole)}. So there are at most as many updates as the offline bound has; arrangements "
         "without a gate make all of them. *Wide*: the shared adapter has four times an expert's rank, as a "
         "server's has by default, and one adapter that stands alone as much as both."

@@ -101,10 +101,27 @@ def test_stats_show_every_expert(run: Run, served: Path) -> None:
         "records": 20,
         "new_records": {SHARED: 20, "sql": 20},
         "update_every": 16,
+        "wanted": 16,
     }
     shown = run("stats", "--home", served).out
     assert "0.667" in shown
     assert "Learning: due: shared" in shown
+
+
+def test_stats_say_why_updates_are_rare(run: Run, store: Store, home: Path) -> None:
+    fruitless = UpdateRecord(
+        SHARED, 0, 4, 8, 0.5, 1.0, None, None, decision="discard", gain=0.0, gate_records=8
+    )
+    for _ in range(9):
+        store.updates.add(fruitless)
+    store.replay.add([RECORD] * 50)
+    store.registry.set_meta(f"trained:{SHARED}", str(store.replay.last_id()))
+    store.replay.add([RECORD] * 20)
+    found = run("stats", "--json", "--home", home).data["learning"]
+    assert (found["due"], found["wanted"]) == ([], 32)
+    assert (
+        "Learning: 20 of 32 new records are there; updates are rare now" in run("stats", "--home", home).out
+    )
 
 
 def test_stats_show_a_change_with_its_interval(run: Run, store: Store, home: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from candidates import candidate
 from distill_rig import record
 
-from moedraft.core import SHARED, Domain, GateDecision, RequestStats, StorageError
+from moedraft.core import SHARED, Domain, GateDecision, RequestStats, StorageError, UpdateRecord
 from moedraft.distill.joint.joint_loop import HOPELESS, MOST_AGAIN, JointLoop
 from moedraft.distill.joint.joint_trainer import JointUpdate
 from moedraft.distill.judging.gate import Verdict
@@ -215,15 +215,16 @@ def test_updates_without_a_visible_gain_follow_each_other_less_often(loop: Joint
     """What was kept is not thrown away; the next update from new records goes on with it."""
     loop.trainer.kept = lambda candidate: None  # type: ignore[method-assign]
     counts = []
-    for gain in (0.1, 0.0):
-        verdict = Verdict("keep", 8, gain)
-        loop.judge = Says(verdict)
+    for added in (0.1, 0.0):
+        gain = 0.1
         loop.store.replay.add([record(len(counts) * 10 + i) for i in range(4)])
         loop.trainer.last = loop.store.replay.last_id()  # type: ignore[attr-defined]
         counts.append(0)
         while loop.due() is not None:
+            loop.judge = Says(Verdict("keep", 8, gain))
             loop.run_once()
             counts[-1] += 1
+            gain += added
     assert counts == [1 + MOST_AGAIN, 1 + MOST_AGAIN // HOPELESS]
     assert loop.trainer.forgotten == []  # type: ignore[attr-defined]
 
@@ -231,7 +232,7 @@ def test_updates_without_a_visible_gain_follow_each_other_less_often(loop: Joint
 def test_further_updates_must_be_worth_their_time_as_soon_as_requests_tell_it(loop: JointLoop) -> None:
     stats = SpeculationStats(num_steps=10)
     loop.store.requests.add([RequestStats("r", "code", 1, "", 8, 10, stats, 1e-9, "length")])
-    loop.judge = Says(Verdict("promote", gain=0.1))
+    loop.judge = Says(Verdict("promote", 8, gain=0.1))
     loop.store.replay.add([record(i) for i in range(4)])
     loop.trainer.last = loop.store.replay.last_id()  # type: ignore[attr-defined]
     updates = 0
@@ -242,13 +243,42 @@ def test_further_updates_must_be_worth_their_time_as_soon_as_requests_tell_it(lo
     assert loop.interval.barren == 1
 
 
+def test_updates_that_do_not_pay_become_rare_under_traffic_that_never_stops(loop: JointLoop) -> None:
+    """Neither do new records that come in the meantime begin a series before its time."""
+    stats = SpeculationStats(num_steps=10)
+    loop.store.requests.add([RequestStats("r", "code", 1, "", 8, 10, stats, 1e-9, "length")])
+    loop.judge = Says(Verdict("promote", 8, gain=0.1))
+    updates = []
+    for number in range(200):
+        loop.store.replay.add([record(10 * number + i) for i in range(4)])
+        loop.trainer.last = loop.store.replay.last_id()  # type: ignore[attr-defined]
+        updates.append(loop.due() is not None)
+        loop.run_once()
+    assert all(updates[:4])
+    assert sum(updates[-64:]) <= 2 * (1 + MOST_AGAIN // HOPELESS), "one series for 32 times the records"
+
+
+def test_a_version_that_was_taken_back_is_not_taken_for_the_updates_result(loop: JointLoop) -> None:
+    back = UpdateRecord(SHARED, 1, 0, 0, 0.0, 0.0, None, None, decision="withdraw", gain=-0.5, gate_records=9)
+    loop._look_again = lambda on_step: loop.outcomes.append(back)  # type: ignore[method-assign]
+    loop.judge = Says(Verdict("promote", 8, gain=0.1))
+    loop.interval.barren = 6
+    loop.store.replay.add([record(i) for i in range(4)])
+    loop.run_once(SHARED)
+    assert loop.again == MOST_AGAIN
+    assert loop.interval.barren == 0
+
+
 def test_it_says_why_updates_have_become_rare(loop: JointLoop) -> None:
     assert loop.waits() == NO_RECORDS
     assert loop.needs() == "an update takes 4 new records, and there are 0."
     loop.interval.barren = PATIENCE
-    why = "since the updates of late saved less time than they took (`train_horizon`)"
-    assert loop.waits() == f"waiting for 8 new records, {why}"
-    assert loop.needs() == f"an update takes 8 new records, and there are 0, {why}."
+    loop.store.replay.add([record(1)])
+    why = "updates are rare now, since the last ones saved less time than they took (`train_horizon`)"
+    assert loop.waits() == f"1 of 8 new records are there; {why}"
+    assert loop.needs() == f"an update takes 8 new records, and there are 1; {why}."
+    loop.interval.barren, loop.failures[SHARED] = 0, 1
+    assert loop.waits() == "1 of 8 new records are there"
 
 
 def test_after_a_purge_no_record_stays_in_memory(loop: JointLoop) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
-from moedraft.core import SHARED
+from moedraft.core import SHARED, UpdateRecord
 from moedraft.distill.joint.joint_trainer import JointTrainer
 from moedraft.distill.loop import DistillLoop, Update
 from moedraft.distill.pace.governor import news
-from moedraft.distill.pace.interval import HORIZON, Interval
+from moedraft.distill.pace.interval import Interval
 from moedraft.distill.single.trainer import OnStep
 from moedraft.storage.changes import is_pinned
 from moedraft.storage.versions.candidate import Candidate
@@ -33,7 +33,7 @@ class JointLoop(DistillLoop):
     trainer: JointTrainer  # type: ignore[assignment]  # same outcome methods, but joint updates
     again: int = 0  # updates without new records that may still follow
     left_at: int = -1  # the registry's generation after the last update
-    horizon: int = HORIZON  # requests over which the gain of an update is counted against its time
+    horizon: int = 10_000  # requests over which the gain of an update is counted against its time
     interval: Interval = field(init=False)
 
     def __post_init__(self) -> None:
@@ -57,12 +57,17 @@ class JointLoop(DistillLoop):
         if self.left_at != self.store.registry.generation():
             self.again = 0  # the same records are not to undo a rollback
         found, failed = self._news(), self.failures.get(SHARED, 0)
-        wanted = self.interval.wanted(found) * 2 ** min(failed, MOST_DOUBLINGS)
-        wanted = min(wanted, max(1, self.store.replay.capacity // 2))  # more may never be there
-        return SHARED if found >= wanted or (self.again and not failed) else None
+        return SHARED if found >= self._wanted(found) or (self.again and not failed) else None
+
+    def _wanted(self, found: int) -> int:
+        """How many new records make an update due, where there are `found` of them."""
+        failed = min(self.failures.get(SHARED, 0), MOST_DOUBLINGS)
+        most = max(1, self.store.replay.capacity // 2)  # more may never be there
+        return min(most, self.interval.wanted(found) << failed)
 
     def _forget_records(self) -> None:
         super()._forget_records()
+        self.interval.barren = 0
         self.trainer.lessons.states.forget()
 
     def _dropped(self, candidates: Sequence[Candidate]) -> dict[str, Update]:
@@ -76,15 +81,17 @@ class JointLoop(DistillLoop):
 
     def needs(self) -> str:
         """As `DistillLoop.needs`."""
-        found = self._news()
-        why = f", since {self.interval.why_rare}" if self.interval.why_rare else ""
-        return f"an update takes {self.interval.wanted(found)} new records, and there are {found}{why}."
+        found, why = self._news(), self.interval.why_rare
+        said = f"an update takes {self._wanted(found)} new records, and there are {found}"
+        return f"{said}; {why}." if why else f"{said}."
 
     def waits(self) -> str:
         """As `DistillLoop.waits`."""
-        if not self.interval.why_rare:
+        found, why = self._news(), self.interval.why_rare
+        if (wanted := self._wanted(found)) <= self.every:
             return super().waits()
-        return f"waiting for {self.interval.wanted(0)} new records, since {self.interval.why_rare}"
+        said = f"{found} of {wanted} new records are there"
+        return f"{said}; {why}" if why else said
 
     def only(self, expert: str) -> AbstractContextManager[None]:
         """As `DistillLoop.only`."""
@@ -109,8 +116,8 @@ class JointLoop(DistillLoop):
         """Train and publish what passes the gate; the update of `expert`, else of the shared adapter."""
         if self.held_up() or self._is_undone():
             return None
-        began, self.waited = time.monotonic(), 0.0
-        is_fresh = not self.again or self._news() >= self.every
+        began, computing, self.waited = time.monotonic(), time.process_time(), 0.0
+        is_fresh = not self.again or self._news() >= self.interval.wanted(self._news())
         left = MOST_AGAIN if is_fresh else self.again - 1
         self.again = 0  # unless the gate says otherwise
         untaught = self.judge.untaught() if self.judge and self.trainer.learner is None else ()
@@ -119,15 +126,22 @@ class JointLoop(DistillLoop):
             self.outlet.learned(SHARED, self.store.replay.last_id(None), None)
             return None
         taught = [one for one in made.candidates if one.expert not in untaught]
+        withdrawn = len(self.outcomes)
+        if withdrawn:
+            self.interval.barren = 0
         updates = self._settle(taught, made.last_id, began, on_step)
-        if self.outcomes:
-            self._pace(bool(updates), is_fresh, left)
+        if outcomes := self.outcomes[withdrawn:]:
+            # The time that the trainer was suspended is none of its own, but only the server knows it.
+            seconds = min(sum(one.seconds for one in outcomes), time.process_time() - computing)
+            self._pace(outcomes, seconds, is_fresh, left)
         return updates.get(expert) or updates.get(SHARED)
 
-    def _pace(self, published: bool, is_fresh: bool, left: int) -> None:
+    def _pace(self, outcomes: Sequence[UpdateRecord], seconds: float, is_fresh: bool, left: int) -> None:
         """Decide after an update when the next one comes; `left` could still follow without new records."""
-        pays = self.interval.settled(self.outcomes, published, is_fresh)
-        decision = next((one.decision for one in self.outcomes if one.expert == SHARED), None)
+        shared = next((one for one in outcomes if one.expert == SHARED), None)
+        published = any(one.decision in (None, "promote") for one in outcomes)
+        pays = self.interval.settled(shared, seconds, published=published, is_fresh=is_fresh)
+        decision = shared.decision if shared else None
         if self.judge is not None and decision in ("promote", "keep") and not self.disturbed:
             self.again = left if pays else max(0, left + 1 - HOPELESS)
             self.left_at = self.generation

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
@@ -156,12 +157,12 @@ class JointTrainer:
         """Records that came since the last update, and as many of all domains in equal shares."""
         self.seed += 1
         target, most = self.registry.get_meta(TARGET_ID), min(SAMPLE, steps * self.plan.rows)
-        newest = self.replay.newest(most, self.last_id + 1, target)
+        newest = self.replay.newest(SAMPLE, self.last_id + 1, target)
         groups: list[list[ReplayRecord]] = []
         held_out: list[ReplayRecord] = []
         for found in (newest, self.replay.sample_stratified(most, self.seed, target)):
             groups.append([])
-            for record in distinct(found):
+            for record in islice(distinct(found), most):
                 on_record()
                 if self.learner not in (None, record.domain):
                     continue
@@ -174,9 +175,9 @@ class JointTrainer:
         return Drawn(groups[0], groups[1], held_out)
 
     def batches(self, drawn: Drawn, steps: int) -> Iterator[list[ReplayRecord]]:
-        """`steps` lists of records: new ones, no more than there are, and replay, again and again."""
+        """`steps` lists of records: new ones, each twice at most, and replay, again and again."""
         rng, rows = random.Random(self.seed), self.plan.rows
-        replayed = max(round(rows * self.plan.replayed), rows - len(drawn.fresh)) if drawn.replayed else 0
+        replayed = max(round(rows * self.plan.replayed), rows - 2 * len(drawn.fresh)) if drawn.replayed else 0
         fresh, old = _cycled(drawn.fresh, rng), _cycled(drawn.replayed, rng)
         for _ in range(steps):
             yield [

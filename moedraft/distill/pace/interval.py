@@ -1,21 +1,23 @@
 """How many new records an update waits for: fewer after traffic has moved, more while learning pays little.
 
 The setting `update_every` is where this begins. Traffic has moved where the first guesses for a domain hit
-clearly less often in its newest requests than in those before. An update of new records and those that follow
-it without any are a round. Rounds cost processor time whether they bring something or not, so after some in a
-row that did not pay for themselves, more records must come before the next one. A domain of which little was
-learned yet does not wait for that.
+clearly less often in its newest requests than in those before. Updates cost processor time whether they bring
+something or not. So after some series of them in a row, each of new records with what follows it, that did
+not pay, more records must come before the next one. A domain of which little was learned yet does not wait
+for that.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import sqrt
-from statistics import NormalDist, fmean, variance
+from statistics import fmean, variance
+
+from scipy.special import stdtrit
 
 from moedraft.core import SHARED, UpdateRecord
+from moedraft.distill.judging.gate import FEW
 from moedraft.distill.pace.payback import Payback
 from moedraft.storage.requests import outcome_of
 from moedraft.storage.store import Store
@@ -24,51 +26,65 @@ NEWEST, BEFORE = 8, 24  # requests of one domain that are compared
 CHANCE = 0.001  # that all domains together look as if one had moved
 SOONER = 4  # times fewer records than `update_every`, after traffic has moved
 A_FEW = 4  # records after which the requests are compared anew
-PATIENCE = 3  # rounds in a row that did not pay, which double the records that the next one waits for
+PATIENCE = 3  # series in a row that did not pay, which double the records that the next one waits for
 MOST_DOUBLINGS = 5  # of the usual records
 MOST_SOON = 2  # doublings after traffic has moved
-HORIZON = 1000  # requests, see `moedraft.distill.pace.payback`
+BEGINNING = 3  # times `update_every` records, of which a domain has learned before it waits like all others
+SERIES = 3  # updates of a series that does not pay, about
+LOGGED = 1000  # rows of the home's log that a new trainer reads
 
 
 class Interval:
     """The number of new records that make an update of one home due."""
 
-    def __init__(self, store: Store, every: int, horizon: int = HORIZON) -> None:
+    def __init__(self, store: Store, every: int, horizon: int) -> None:
+        """horizon: requests over which a gain is counted, see `Payback`."""
         self.store, self.every = store, every
         self.payback = Payback(store, horizon)
-        self.barren = 0  # rounds in a row that have not paid for themselves
-        self._gain, self._seconds = 0.0, 0.0  # of what the present round published, and what it took
-        self._rounds: Counter[str] = Counter()  # in which each expert took part
+        self.barren = 0  # series in a row that have not paid
+        self._seconds = 0.0  # of learning since the last version that serves or candidate that was discarded
+        self._line = 0.0  # what the candidate that the next update continues has gained already
         self._settled_at = 0.0  # epoch s, the last update's end: what came before has been learned from
         self._compared = (-A_FEW, False)  # the newest record when drift was looked for, and what was found
 
     def resume(self) -> None:
-        """Restore from the home's log of updates which experts have learned before. Raises StorageError."""
-        self._rounds = Counter(one.expert for one in self.store.updates.recent())
+        """Restore from the home's log what earlier updates have shown, about. Raises StorageError."""
+        unpaid, seconds = 0, 0.0
+        for shared, took in _updates(self.store.updates.recent(limit=LOGGED)):
+            unpaid, seconds = unpaid + 1, seconds + took
+            if shared.decision in (None, "promote"):
+                unpaid = 0 if self.payback.is_paid(_known(shared), seconds) else unpaid
+            if shared.decision != "keep":
+                seconds = 0.0
+            self._settled_at = shared.created_at
+        self.barren = unpaid // SERIES
 
-    def settled(self, outcomes: Sequence[UpdateRecord], published: bool, is_fresh: bool = True) -> bool:
-        """Note the end of an update, and whether a version of it serves. Returns whether its gain pays.
+    def settled(
+        self, outcome: UpdateRecord | None, seconds: float, *, published: bool, is_fresh: bool = True
+    ) -> bool:
+        """Note the end of an update, and whether a version of it serves. Returns whether what it added pays.
 
-        outcomes: of its adapters. is_fresh: it had new records, so it begins a round. Raises StorageError.
+        outcome: of the shared adapter. is_fresh: the update had new records, so it begins a series. Raises
+        StorageError.
         """
-        gain = next((one.gain for one in outcomes if one.expert == SHARED), None)
-        seconds = sum(one.seconds for one in outcomes)
-        if is_fresh:
-            self.barren, self._gain, self._seconds = self.barren + 1, 0.0, 0.0
-            self._rounds.update(one.expert for one in outcomes)
-        self._gain += gain or 0.0 if published else 0.0
+        self.barren += is_fresh
         self._seconds += seconds
-        if published and (gain is None or self.payback.is_paid(self._gain, self._seconds)):
+        if published and self.payback.is_paid(_known(outcome), self._seconds):
             self.barren = 0
+        gain = outcome.gain if outcome else None
+        added = None if gain is None else gain - self._line
+        is_kept = not published and outcome is not None and outcome.decision == "keep"
+        self._line = (gain or 0.0) if is_kept else 0.0
+        self._seconds = self._seconds if is_kept else 0.0
         self._settled_at, self._compared = time.time(), (-A_FEW, False)
-        return self.payback.is_paid(gain, seconds)
+        return self.payback.is_paid(added, seconds)
 
     @property
     def why_rare(self) -> str | None:
-        """Why an update waits for more records than usual, as part of a sentence; None where it does not."""
+        """Why an update waits for more records than usual, as a sentence; None where it does not."""
         if self.barren < PATIENCE:
             return None
-        return "the updates of late saved less time than they took (`train_horizon`)"
+        return "updates are rare now, since the last ones saved less time than they took (`train_horizon`)"
 
     def wanted(self, news: int) -> int:
         """How many new records to wait for, where there are `news` of them now.
@@ -84,12 +100,14 @@ class Interval:
         return usual if usual <= news < wanted and self._has_beginners() else wanted
 
     def _has_beginners(self) -> bool:
-        """Whether a few new records have come of a domain whose expert took part in few rounds."""
-        used = self.store.registry.get_meta(f"trained:{SHARED}")
-        return any(
-            self._rounds[name] < PATIENCE and self.store.replay.counts_since(name, int(used or 0)) >= A_FEW
-            for name, _ in self.store.registry.domain_names()
-        )
+        """Whether a few new records have come of a domain of which few were learned from before."""
+        used = int(self.store.registry.get_meta(f"trained:{SHARED}") or 0)
+        enough = min(BEGINNING * self.every, self.store.replay.capacity // 2)
+        for name, size in self.store.replay.sizes().items():
+            new = self.store.replay.counts_since(name, used) if name != SHARED else 0
+            if new >= A_FEW and size - new < enough:
+                return True
+        return False
 
     def _has_moved(self) -> bool:
         """Whether any domain's traffic has; looked for anew when a few records have come."""
@@ -115,10 +133,33 @@ class Interval:
 def has_drifted(shares: Sequence[float], chance: float = CHANCE) -> bool:
     """Whether the newest of these shares are lower than those before, with so small a chance of error.
 
-    As Welch's test with a normal distribution; differences below three hundredths are never enough.
+    By Welch's test; differences below three hundredths are never enough.
     """
     before, newest = shares[:-NEWEST], shares[-NEWEST:]
     if len(before) < NEWEST:
         return False
-    error = sqrt(variance(before) / len(before) + variance(newest) / len(newest))
-    return fmean(newest) < fmean(before) + NormalDist().inv_cdf(chance) * max(error, 0.01)
+    errors = [variance(some) / len(some) for some in (before, newest)]
+    each = sum(error**2 / (len(some) - 1) for error, some in zip(errors, (before, newest), strict=True))
+    free = sum(errors) ** 2 / each if each else 1e9  # degrees of freedom
+    bound = float(stdtrit(free, chance)) * max(sqrt(sum(errors)), 0.01)
+    return fmean(newest) < fmean(before) + bound
+
+
+def _known(outcome: UpdateRecord | None) -> float | None:
+    """The gain in tokens per step; None where too few records, or none, tell it."""
+    return outcome.gain if outcome and (outcome.gate_records or 0) >= FEW else None
+
+
+def _updates(rows: Iterable[UpdateRecord]) -> Iterator[tuple[UpdateRecord, float]]:
+    """Of each update in the log the shared adapter's row, which is its first one, and the seconds it took."""
+    shared, seconds = None, 0.0
+    for row in rows:
+        if row.decision in ("withdraw", "reset"):
+            continue
+        if row.expert == SHARED:
+            if shared is not None:
+                yield shared, seconds
+            shared, seconds = row, 0.0
+        seconds += row.seconds
+    if shared is not None:
+        yield shared, seconds

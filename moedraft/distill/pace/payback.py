@@ -1,8 +1,8 @@
 """Whether learning gives back the time that it takes.
 
-A gain in tokens per step of the target shortens every later answer by that share. An update has paid when the
-next `train_horizon` requests, as long as those of late, are answered sooner by as much time, all together, as
-it took itself.
+A gain in tokens per step of the target shortens the decoding of every later answer by that share. An update
+pays when this saves as much time over the next `train_horizon` requests, of the length of those of late, as
+the update took.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Payback:
     def is_paid(self, gain: float | None, seconds: float) -> bool:
         """Whether `seconds` of learning are saved by a gain in tokens per step; True for an unknown gain.
 
-        Where no request tells how long answers take, every gain pays. Raises StorageError.
+        Where no request tells how long decoding takes, every gain pays. Raises StorageError.
         """
         if gain is None or gain <= 0:
             return gain is None
@@ -33,8 +33,8 @@ class Payback:
         """By all requests of the horizon together; None where nothing is known of requests."""
         rows = self.store.requests.rows(limit=OF_LATE)
         steps = sum(row.speculation.num_steps for row in rows)
-        if not steps:
+        decoding = sum(row.seconds - (row.time_to_first_token or 0.0) for row in rows)
+        if not steps or decoding <= 0:
             return None
         per_step = sum(row.num_tokens for row in rows) / steps
-        per_request = sum(row.seconds for row in rows) / len(rows)
-        return self.horizon * per_request * gain / (per_step + gain)
+        return self.horizon * (decoding / len(rows)) * gain / (per_step + gain)

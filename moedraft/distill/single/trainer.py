@@ -42,12 +42,12 @@ def is_held_out(record: ReplayRecord) -> bool:
 
 
 def distinct(records: Iterable[ReplayRecord]) -> Iterator[ReplayRecord]:
-    """The first of each text in a domain: what is asked again and again teaches an update once."""
+    """The first of each prompt in a domain: what is asked again and again counts once in an update."""
     seen: set[tuple[str, tuple[int, ...]]] = set()
     for record in records:
-        text = record.domain, tuple(record.token_ids)
-        if text not in seen:
-            seen.add(text)
+        prompt = record.domain, tuple(record.token_ids[: record.num_prompt_tokens])
+        if prompt not in seen:
+            seen.add(prompt)
             yield record
 
 
