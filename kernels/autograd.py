@@ -2,17 +2,22 @@
 
 One call computes loss and gradient, so a backward pass only multiplies that gradient by the one it gets from
 above. Eager code runs `FusedDivergence`; under torch.compile the custom op `moedraft::divergence` takes its
-place, with the same arithmetic. Neither can be differentiated twice: both raise then.
+place, with the same arithmetic. Neither can be differentiated twice: both raise then. What no graph can hold
+runs as it is, `untraced`, between the graphs of its caller.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from . import reference_divergence
+
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
 
 
 class Problem(NamedTuple):
@@ -31,6 +36,13 @@ class Problem(NamedTuple):
     beta: float
     temperature: float
     reduce: bool
+
+
+def untraced(function: Callable[Given, Found]) -> Callable[Given, Found]:
+    """`function`, which torch.compile neither looks into nor compiles again for inputs of another size."""
+    reason = "It has a loop over blocks and takes part in autograd itself."
+    hidden: Callable[Given, Found] = torch.compiler.disable(function, reason=reason)  # type: ignore[no-untyped-call]
+    return hidden
 
 
 def evaluate(problem: Problem, backend: str, inplace_grad: bool) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .autograd import evaluate
+from .autograd import evaluate, untraced
 from .backends import Backend, use_triton
 from .divergence_inputs import check_layer, problem_of
 from .linear import Layer, computed_type, evaluate_linear
@@ -62,6 +62,7 @@ def divergence(
     return loss.reshape(student_logits.shape[:-1]) if reduction == "none" else loss
 
 
+@untraced
 def linear_divergence(
     hidden: Tensor,
     weight: Tensor,
@@ -87,7 +88,8 @@ def linear_divergence(
     32 MiB on a CPU and 256 MiB (bfloat16) on a GPU. Beside these it needs the gradients of what learns.
 
     With reduction "none", and in a second backward, the logits are computed once more. torch.compile does not
-    look inside. Raises as `divergence` does.
+    look inside: its graph ends before the call, and the next one begins after it; with fullgraph=True it
+    refuses. Raises as `divergence` does.
     """
     check_layer(hidden, weight, bias, lora, block_rows)
     fused = "triton" if use_triton(backend, hidden) else "reference"

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from moedraft import kernels
 from moedraft.kernels import linear
@@ -158,20 +160,38 @@ def test_it_is_differentiable_once_and_as_often_as_one_likes() -> None:
     assert torch.allclose(again, grad, rtol=1e-12)
 
 
-@pytest.mark.filterwarnings("ignore")  # Dynamo's own
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo's own: it looks at what it hands over
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_under_torch_compile_it_gives_the_same(reduction: str) -> None:
-    """With breaks of the graph, where Dynamo cannot follow; numbers are what counts."""
-    parts = made(torch.float32)
+def test_a_compiled_caller_gets_the_same(reduction: str, backend: str, device: str) -> None:
+    """And is compiled in two pieces, before the call and after it, however many rows and blocks there are."""
+    parts, counter = made(torch.float32, device), CompileCounterWithBackend(backend)
 
-    def learn(hidden: Tensor) -> Tensor:
-        changed = {**parts, "hidden": hidden * 2}
-        return blocked(changed, teacher_logits=parts["teacher"].detach(), reduction=reduction).sum()
+    def learn(hidden: Tensor, teacher: Tensor) -> Tensor:
+        layer: dict[str, Any] = {"bias": parts["bias"], "lora": (parts["a"], parts["b"]), "block_rows": 4}
+        how: dict[str, Any] = {"teacher_logits": teacher, "reduction": reduction}
+        return 3 * kernels.linear_divergence(hidden * 2, parts["weight"], **layer, **how)
 
-    compiled = torch.compile(learn, fullgraph=False, backend="aot_eager")
-    for part in ("hidden", "weight", "a"):
-        wanted, found = (torch.autograd.grad(f(parts["hidden"]), parts[part])[0] for f in (learn, compiled))
-        assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-7)
+    torch._dynamo.reset()
+    compiled, graphs = torch.compile(learn, backend=counter), []
+    for rows in (11, 7, 9, 5, 10):
+        hidden, teacher = (parts[name].detach()[:rows] for name in ("hidden", "teacher"))
+        hidden.requires_grad_()
+        wanted, found = learn(hidden, teacher), compiled(hidden, teacher)
+        assert torch.equal(found, wanted)
+        ours, theirs = (gradients({**parts, "hidden": hidden}, loss) for loss in (found, wanted))
+        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+        graphs.append(counter.frame_count)
+    assert graphs[0] == 2
+    assert graphs[1] <= 4  # once more for any number of rows
+    assert graphs[1:] == [graphs[1]] * 4
+
+
+def test_a_caller_that_must_be_one_graph_is_refused() -> None:
+    parts = made()
+    compiled = torch.compile(blocked, backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="loop over blocks"):
+        compiled(parts, teacher_logits=parts["teacher"].detach())
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,17 @@ def test_only_the_fused_path_ran_in_two_launches(
         chain.run("reference")  # the trap works
 
 
+def test_filters_are_found_and_heeded_in_three_launches(device: str, launched: list[str]) -> None:
+    chain = make_chain(2, 2, 40, device=device)
+    top_p = torch.full((2,), 0.8, device=device)
+    cuts = kernels.find_cuts(
+        chain.target, temperature=torch.ones(2, device=device), top_p=top_p, backend="triton"
+    )
+    fused, plain = (chain.run(backend, target_cuts=cuts) for backend in ("triton", "reference"))
+    assert launched == ["cut", "sweep", "resolve"]
+    assert all(torch.equal(a, b) for a, b in zip(fused, plain, strict=True))
+
+
 @pytest.mark.filterwarnings("ignore:invalid value|All-NaN:RuntimeWarning")
 def test_draft_lse_leaves_one_draft_row_to_read(device: str) -> None:
     chain = make_chain(6, 3, 1000, device=device)
