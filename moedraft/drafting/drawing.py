@@ -65,7 +65,7 @@ class Drawing:
             every = logits.new_full((len(logits), vocab_size), -torch.inf)
             logits, names = every.scatter_reduce_(1, names.expand_as(logits), logits, "amax"), None
         filtered, cuts = limited(logits, sampling)
-        drawn, lse, chances = draw(filtered, cuts, sampling, self.positions)
+        drawn, lse, chances = draw(filtered, cuts, sampling, self.positions, is_listed=names is not None)
         if self.keeps:
             self.buffer.put(filtered, self.steps, max(self.limits))
         self.tokens.append(
@@ -104,14 +104,21 @@ def stacked(cuts: list[Cuts | None]) -> Cuts | None:
 
 
 def draw(
-    logits: torch.Tensor, cuts: Cuts | None, sampling: SamplingBatch, positions: list[int]
+    logits: torch.Tensor,
+    cuts: Cuts | None,
+    sampling: SamplingBatch,
+    positions: list[int],
+    *,
+    is_listed: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, list[float]]:
     """Tokens int64 [B], their log-sum-exps [B] and, by row, the mass of the most likely token.
 
     The mass belongs to the prefix alone, whichever token was drawn: drafting may stop because of it.
+    is_listed: the logits are those of a list of tokens, which can have any length; kernels would be compiled
+    for it in the middle of a request.
     """
-    if sampling.greedy and not sampling.coupled and logits.device.type == "cpu":
-        return most_likely(logits)
+    if sampling.greedy and (is_listed or (logits.device.type == "cpu" and not sampling.coupled)):
+        return most_likely(logits) if logits.device.type == "cpu" else most_likely_there(logits)
     where = torch.tensor(positions, device=logits.device)
     temperature = 0.0 if sampling.greedy else sampling.temperature
     choose = sample_coupled if sampling.coupled else sample_draft
@@ -130,6 +137,18 @@ def most_likely(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[
     valid = np.isfinite(value)
     lse, top = (np.where(valid, each, np.float32(np.nan)) for each in found)
     return torch.from_numpy(np.where(valid, best, 0)), torch.from_numpy(lse), top.tolist()
+
+
+def most_likely_there(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[float]]:
+    """The same on the device of the logits, by PyTorch's own operations."""
+    rows = logits.float()
+    best = rows.argmax(-1)
+    value = rows.gather(1, best[:, None])
+    total = (rows - value).exp().sum(-1)
+    value = value[:, 0]
+    valid = value.isfinite()
+    lse, top = (torch.where(valid, each, torch.nan) for each in (value + total.log(), 1 / total))
+    return torch.where(valid, best, 0), lse, top.tolist()
 
 
 def best_tokens(logits: torch.Tensor) -> torch.Tensor:
