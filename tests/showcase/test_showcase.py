@@ -61,6 +61,18 @@ def system(tmp_path: Path) -> Iterator[System]:
     made.close()
 
 
+@pytest.mark.parametrize("rule", ["chain", "block", "coupled"])
+def test_the_setting_chooses_how_drafts_are_verified(
+    rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOEDRAFT_VERIFICATION", rule)
+    made = build(load_settings(home=tmp_path / "home"))
+    try:
+        assert made.engine.round.verifier.rule == rule
+    finally:
+        made.close()
+
+
 def test_demo_is_lossless_learns_and_reports(small: None, system: System, tmp_path: Path) -> None:
     phases, events = [], []
     demo = Demo(system, shipped.everything(), 60.0, phases.append, lambda d: events.append(len(d.points)))
