@@ -65,7 +65,7 @@ def test_each_slice_on_a_gpu_takes_less_than_eight_minutes() -> None:
     for name, body in slices:
         limits = [int(n) for n in re.findall(r'^ +(?:step "[^"]+"|tests [\w-]+) (\d+)', body, re.MULTILINE)]
         assert limits, name
-        assert sum(limit + 10 for limit in limits) < 480, name
+        assert sum(limit + 10 for limit in limits) + 20 <= 480, name  # twenty seconds for what runs outside
         for limit, minutes in re.findall(r"benchmark\" (\d+) .*bench_kernels.*--minutes ([\d.]+)", body):
             assert int(limit) - 60 * float(minutes) >= 60
 
