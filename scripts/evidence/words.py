@@ -11,7 +11,9 @@ MODELS = {
     "read such texts already",
 }
 OTHER_PAGE = {
-    "smollm2": " The same with an independent draft model: [a page of its own](evidence-mini.md).",
+    "smollm2": " The same with an independent draft model: [a page of its own](evidence-mini.md). Runs that "
+    "are measured where traffic turns, and the default on poisoned traffic, in float32: "
+    "[another](evidence-turns.md).",
     "mini": " On a real model: [evidence](evidence.md).",
 }
 
@@ -71,12 +73,15 @@ def method(target: str) -> str:
 COMMANDS = """## Run it again
 
 Answers of the target are kept in a folder (`--cache`), each run in a file of its own; a command that was
-stopped goes on where it was. So the first and the third command make what is missing in these results, and
+stopped goes on where it was. So all commands but the second make what is missing in these results, and
 with another `--out` all of it anew.{times}
 
     python scripts/evidence.py --data ../shared/data --out results/evidence
     python scripts/evidence.py --data ../shared/data --out /tmp/quick --quick      # the main contrasts
     python scripts/evidence.py --target mini --data ../shared/data --out results/evidence-mini
+    python scripts/evidence.py --data ../shared/data --out results/evidence-turns \\
+        --doc docs/evidence-turns.md --parts main,poison --patterns shift,one-by-one,{poisoned} \\
+        --arrangements static,mixed-replay,joint+gate,joint+gate:wide
 
 With `--parts` only a part is run: `main`, `further` (with further updates), `poison` (a client that sends
 rubbish), `paper` (offline, online, and both), `objectives` (forward KL and others), `interval` (how often to

@@ -281,7 +281,10 @@ def test_every_part_is_written_about(given: list[str], tmp_path: Path) -> None:
     assert "Spider .59 → .75" in text
 
 
-@pytest.mark.parametrize(("target", "folder"), [("smollm2", "evidence"), ("mini", "evidence-mini")])
+@pytest.mark.parametrize(
+    ("target", "folder"),
+    [("smollm2", "evidence"), ("smollm2", "evidence-turns"), ("mini", "evidence-mini")],
+)
 def test_the_printed_commands_go_on_with_the_published_runs(target: str, folder: str) -> None:
     args = command.arguments(["--data", "any", "--out", "any", "--target", target])
     published = Path(__file__).parents[2] / "results" / folder / "summary.json"
