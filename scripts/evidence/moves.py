@@ -54,7 +54,15 @@ def unmeasured(whole: Whole) -> str:
     ]
     every = whole["settings"]["every"]
     rule = f"A figure counts only where what serves was measured within {every} requests after the turn."
-    return f"{rule} **Not measured in these runs: {listed(lacking)}.**" if lacking else rule
+    if not lacking:
+        return rule
+    newer = " Others are [on a page of their own](evidence-turns.md)." if _has_newer(whole) else ""
+    return f"{rule} **Not measured in these runs: {listed(lacking)}.**{newer}"
+
+
+def _has_newer(whole: Whole) -> bool:
+    """Whether there are runs of the same models that are measured where traffic turns."""
+    return str(whole["settings"].get("target", "")) == "smollm2"
 
 
 def _learners(of: Whole) -> list[str]:
