@@ -181,8 +181,8 @@ def learning_of(store: Store | None, settings: Settings) -> dict[str, Any]:
     from moedraft.distill.pace.outlook import outlook
 
     if store is None:
-        every = settings.update_every
-        return {"status": NO_RECORDS, "due": [], "records": 0, "new_records": {}, "update_every": every}
+        none = {"status": NO_RECORDS, "due": [], "records": 0, "new_records": {}}
+        return none | dict.fromkeys(("update_every", "wanted"), settings.update_every)
     return outlook(store, settings)
 
 

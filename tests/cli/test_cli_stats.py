@@ -67,6 +67,7 @@ def test_stats_of_a_missing_home_are_empty(run: Run, home: Path) -> None:
     result = run("stats", "--json", "--home", home)
     assert result.data["experts"] == {}
     assert result.data["learning"]["status"] == "waiting for records"
+    assert result.data["learning"]["wanted"] == result.data["learning"]["update_every"] == 16
     assert not home.exists()
 
 
