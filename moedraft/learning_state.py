@@ -17,8 +17,8 @@ class LearningKind(StrEnum):
     STARTING = "starting"  # the process runs but has said nothing
     LOADING = "loading"  # the draft base is being read
     WAITING = "waiting"  # no update runs, for `reason`
-    TRAINING = "training"  # an update of `expert` runs
-    YIELDING = "yielding"  # an update of `expert` has begun and waits, for `reason`
+    TRAINING = "training"  # an update of `expert` runs; without one, see `LearningState.expert`
+    YIELDING = "yielding"  # that has begun and waits, for `reason`
     PAUSED = "paused"  # something went wrong: `reason`
     RESTARTING = "restarting"  # the process has ended; the next one starts `reason`, such as "in 4 s"
     STOPPED = "stopped"  # the server is shutting down
@@ -30,7 +30,7 @@ class LearningState:
 
     kind: LearningKind
     reason: str = ""  # why it waits, yields or is paused
-    expert: str | None = None  # whose update is running
+    expert: str | None = None  # whose update is running; None: published versions are measured again
     step: int = 0  # optimiser steps done, of `steps`
     steps: int = 0
     loss: float | None = None  # mean over the running update, nats per token
@@ -48,10 +48,11 @@ class LearningState:
     @property
     def text(self) -> str:
         """The state in a few words, without the reason where `waits_for` gives it."""
+        work = f"training {self.expert}" if self.expert else "measuring what serves on newer requests"
         return {
             LearningKind.LOADING: "loading the draft base",
-            LearningKind.TRAINING: f"training {self.expert}",
-            LearningKind.YIELDING: f"yielding in training {self.expert}",
+            LearningKind.TRAINING: work,
+            LearningKind.YIELDING: f"yielding in {work}",
             LearningKind.PAUSED: f"paused: {self.reason}",
             LearningKind.RESTARTING: f"starts again {self.reason}",
         }.get(self.kind, self.kind.value)

@@ -15,6 +15,12 @@ from moedraft.learning_state import NO_RECORDS, LearningKind, LearningState, pau
         (LearningState(LearningKind.LOADING), "loading the draft base", None),
         (LearningState(LearningKind.TRAINING, expert="sql", step=1, steps=2), "training sql", None),
         (LearningState(LearningKind.YIELDING, "busy", "sql"), "yielding in training sql", "busy"),
+        (LearningState(LearningKind.TRAINING), "measuring what serves on newer requests", None),
+        (
+            LearningState(LearningKind.YIELDING, "busy"),
+            "yielding in measuring what serves on newer requests",
+            "busy",
+        ),
         (paused("The disk is full."), "paused: The disk is full.", None),
         (LearningState(LearningKind.RESTARTING, "in 4 s"), "starts again in 4 s", None),
         (LearningState(LearningKind.NOT_STARTED), "not started", None),

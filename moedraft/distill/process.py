@@ -18,7 +18,7 @@ from typing import IO
 import torch
 
 from moedraft.config import Settings, load_settings
-from moedraft.core import SHARED, MoedraftError, StorageError
+from moedraft.core import MoedraftError, StorageError
 from moedraft.distill.assembly import build_loop
 from moedraft.distill.background import run_when_idle, step_back
 from moedraft.distill.link import Link, ServerLink, ServerOutlet
@@ -66,21 +66,20 @@ class Process:
         self._forget_purged()
         expert = self._due() if reason is None else None
         if expert is None and reason is None:
-            self.loop.tend(lambda step, loss: self._between(SHARED, step, loss))
+            self.loop.tend(lambda *_: self._between(LearningState(LearningKind.TRAINING)))
         if expert is None:
             self._say(waiting(reason or self.loop.state.reason), self._error())
             self.link.wait(LOOK_SECONDS)
             return
         self._say(self._training(expert))
-        self.loop.run_once(expert, on_step=lambda step, loss: self._between(expert, step, loss))
+        self.loop.run_once(expert, on_step=lambda *at: self._between(self._training(expert, *at)))
         self.failures = self.failures + 1 if self.loop.state.is_paused else 0
         if self.failures:
             _check_memory(self.loop.last_fault)
             self._rest(min(LONGEST_REST, 2.0**self.failures))
 
-    def _between(self, expert: str, step: int, loss: float | None) -> None:
+    def _between(self, state: LearningState) -> None:
         """Between two batches: say how far it is, and wait while the engine needs the machine."""
-        state = self._training(expert, step, loss)
         self._say(state)
         began = time.monotonic()
         while reason := self._why_wait():

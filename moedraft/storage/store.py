@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moedraft.storage.db import Home
-from moedraft.storage.records.replay import Policy, ReplayBuffer
+from moedraft.storage.records.replay import ReplayBuffer
 from moedraft.storage.registry import Registry
 from moedraft.storage.requests import RequestLog
+from moedraft.storage.retention.eviction import Policy
 from moedraft.storage.updates import UpdateLog
 from moedraft.storage.versions.adapters import AdapterStore, check_database_is_there
 

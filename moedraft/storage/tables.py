@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from sqlalchemy import (
     JSON,
+    BigInteger,
     Boolean,
     Column,
     Float,
@@ -97,19 +100,14 @@ replay = Table(
     # JSON: how the drafts stood at the end, with the router's prior and without; null: they were not compared
     Column("weights", Text),
     Column("heard", Text),
+    Column("prompt", BigInteger),  # a hash of the prompt's tokens; null in records from before version 14
     sqlite_autoincrement=True,  # ids are never reused, so "newer than id" stays true after a purge
 )
 Index("replay_by_domain", replay.c.domain, replay.c.id)
-Index("replay_by_source", replay.c.domain, replay.c.source, replay.c.pinned, replay.c.id)
-_is_heard = text("heard IS NOT NULL")
-Index(
-    "replay_heard",
-    replay.c.id,
-    replay.c.source,
-    replay.c.heard,
-    sqlite_where=_is_heard,
-    postgresql_where=_is_heard,
-)
+_what_shares_depend_on = (replay.c.source, replay.c.prompt, replay.c.pinned, replay.c.id)
+Index("replay_by_source", replay.c.domain, *_what_shares_depend_on)
+_where_heard: dict[str, Any] = dict.fromkeys(("sqlite_where", "postgresql_where"), text("heard IS NOT NULL"))
+Index("replay_heard", replay.c.id, replay.c.source, replay.c.heard, **_where_heard)
 
 # What a feature drafter read of the target at a record's positions; it goes when its record does.
 replay_states = Table(

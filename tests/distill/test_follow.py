@@ -300,6 +300,27 @@ def test_one_pause_is_bounded_and_ends_with_the_requests(
     assert sum(clock.waits) == pytest.approx(5, abs=1)
 
 
+def test_while_published_versions_are_measured_again_nobody_trains(
+    paced: tuple[Clock, Computes, FollowingProcess],
+) -> None:
+    """It yields as an update does, but does not say that an adapter is trained."""
+    clock, loop, follower = paced
+    said: list[str] = []
+    follower.link.send = lambda report: said.append(report.kind.value)  # type: ignore[method-assign]
+    experts: list[str | None] = []
+
+    def tend(on_step: Any) -> None:
+        clock.now += 5.0
+        on_step(0, None)
+        experts.append(follower.said.expert if follower.said else "nobody")
+
+    loop.tend = tend  # type: ignore[attr-defined]
+    follower.turn()
+    assert experts == [None]
+    assert said == ["training", "waiting"]
+    assert sum(clock.waits) >= 3 * 5, "it keeps to its share of the time"
+
+
 PROGRAM = "from moedraft.cli import main; import sys; sys.exit(main(sys.argv[1:]))"
 
 

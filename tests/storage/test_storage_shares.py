@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import count
 from random import Random
+from typing import Any
 
 import pytest
-from storage_fakes import record
+from sqlalchemy import update
+from storage_fakes import domain, record
 
-from moedraft.storage import Home, ReplayBuffer
-from moedraft.storage.records.replay import Policy
-from moedraft.storage.records.shares import LEAST_TAUGHT, Held, draw, of_many
+from moedraft.core import ReplayRecord
+from moedraft.storage import Home, Registry, ReplayBuffer
+from moedraft.storage.retention.eviction import COPIES, Policy
+from moedraft.storage.retention.shares import LEAST_TAUGHT, Held, draw, of_many
+from moedraft.storage.tables import replay as table
 
 pytestmark = pytest.mark.usefixtures("registry")
+
+
+def some(count: int, **changes: Any) -> list[ReplayRecord]:
+    """Records of as many different prompts, no two calls share one."""
+    return [record(token=next(PROMPTS), **changes) for _ in range(count)]
+
+
+PROMPTS = count(1000)
 
 
 def sources(replay: ReplayBuffer) -> Counter[str]:
@@ -22,16 +35,16 @@ def sources(replay: ReplayBuffer) -> Counter[str]:
 @pytest.mark.parametrize("policy", ["fifo", "reservoir", "hardest", "stratified"])
 def test_a_flood_of_pinned_records_takes_no_place_of_others(home: Home, policy: Policy) -> None:
     replay = ReplayBuffer(home, 40, policy, seed=1)
-    replay.add([record(source="honest", drafted=4, accepted=4) for _ in range(20)])
+    replay.add(some(20, source="honest", drafted=4, accepted=4))
     for _ in range(10):
-        replay.add([record(source="flood", pinned=True, drafted=4, accepted=0) for _ in range(20)])
+        replay.add(some(20, source="flood", pinned=True, drafted=4, accepted=0))
     assert sources(replay) == {"honest": 20, "flood": 20}
 
 
 def test_stratified_keeps_as_many_of_each_client_and_the_newest(home: Home) -> None:
     replay = ReplayBuffer(home, 40, "stratified")
-    for count, name in ((4, "few"), (70, "some"), (200, "many"), (20, "late")):
-        replay.add([record(token=i, source=name) for i in range(count)])
+    for number, name in ((4, "few"), (70, "some"), (200, "many"), (20, "late")):
+        replay.add([record(token=i, source=name) for i in range(number)])
     assert sources(replay) == {"few": 4, "some": 12, "many": 12, "late": 12}
     kept = sorted(one.token_ids[0] for one in replay.records("sql") if one.source == "many")
     assert kept == list(range(188, 200))
@@ -46,21 +59,21 @@ def test_alone_a_client_fills_everything(home: Home) -> None:
 def test_pinned_records_leave_first(home: Home) -> None:
     replay = ReplayBuffer(home, 40)
     for name in ("a", "b", "c", "d"):
-        replay.add([record(source=name, pinned=name in "ab") for _ in range(10)])
-    replay.add([record(source="e") for _ in range(10)])
+        replay.add(some(10, source=name, pinned=name in "ab"))
+    replay.add(some(10, source="e"))
     assert Counter(one.pinned for one in replay.records("sql")) == {True: 10, False: 30}
 
 
 def test_two_that_are_too_large_give_both(home: Home) -> None:
     replay = ReplayBuffer(home, 40)
-    replay.add([record(source="ab"[i % 2]) for i in range(100)])
+    replay.add([record(token=i, source="ab"[i % 2]) for i in range(100)])
     assert sources(replay) == {"a": 20, "b": 20}
 
 
 def test_what_a_client_pins_is_a_small_part_of_what_is_learned_from(home: Home) -> None:
     replay = ReplayBuffer(home, 1000)
-    replay.add([record(source="flood", pinned=True) for _ in range(900)])
-    replay.add([record(source="honest") for _ in range(30)])
+    replay.add(some(900, source="flood", pinned=True))
+    replay.add(some(30, source="honest"))
     for drawn in (replay.sample("sql", 32, 0), replay.sample_stratified(32, 0)):
         assert Counter(one.source for one in drawn) == {"flood": 8, "honest": 24}
     assert Counter(one.source for one in replay.sample("sql", 192, 0)) == {"flood": 32, "honest": 30}
@@ -69,14 +82,14 @@ def test_what_a_client_pins_is_a_small_part_of_what_is_learned_from(home: Home) 
 def test_one_client_is_not_most_of_what_is_drawn_though_others_leave_room(home: Home) -> None:
     """As many as all others together, or LEAST_TAUGHT; a client that is alone fills everything."""
     replay = ReplayBuffer(home, 1000)
-    replay.add([record(source="flood") for _ in range(300)])
+    replay.add(some(300, source="flood"))
     first = replay.last_id()
     for drawn in (replay.sample("sql", 192, 0), replay.sample_stratified(192, 0), replay.newest(192, 1)):
         assert len(list(drawn)) == 192
-    replay.add([record(source="honest") for _ in range(20)])
+    replay.add(some(20, source="honest"))
     for drawn in (replay.sample("sql", 192, 0), replay.sample_stratified(192, 0), replay.newest(192, 1)):
         assert Counter(one.source for one in drawn) == {"flood": LEAST_TAUGHT, "honest": 20}
-    replay.add([record(source="other") for _ in range(40)])
+    replay.add(some(40, source="other"))
     assert Counter(one.source for one in replay.sample("sql", 192, 0)) == {
         "flood": 60,
         "honest": 20,
@@ -104,6 +117,78 @@ def test_the_newest_of_one_client_come_in_their_order(home: Home) -> None:
     replay.add([record(token=i) for i in range(20)])
     assert [one.token_ids[0] for one in replay.newest(8, 0)] == list(range(19, 11, -1))
     assert not list(replay.newest(8, 0, "another target"))
+
+
+@pytest.mark.parametrize("policy", ["fifo", "reservoir", "hardest", "stratified"])
+def test_one_prompt_asked_again_and_again_takes_few_places(home: Home, policy: Policy) -> None:
+    """A health probe without a key, say; while there is room, copies have it, and other domains' stay."""
+    replay = ReplayBuffer(home, 40, policy, seed=1)
+    replay.add([record("shared", token=7) for _ in range(9)])
+    replay.add(some(30, drafted=4, accepted=2))
+    for _ in range(10):
+        replay.add([record(token=7, drafted=4, accepted=0)])
+    assert Counter(one.token_ids[0] for one in replay.records("sql"))[7] == 10
+    for _ in range(50):
+        replay.add([record(token=7, drafted=4, accepted=0)])
+    assert replay.count("sql") == 30 + COPIES
+    replay.add(some(6, drafted=4, accepted=2))
+    assert replay.count("sql") == 40
+    assert Counter(one.token_ids[0] for one in replay.records("sql"))[7] == COPIES
+    assert replay.count("shared") == 9
+
+
+def test_the_newest_copies_stay(home: Home) -> None:
+    replay = ReplayBuffer(home, COPIES + 1)
+    replay.add([record(token=7, accepted=i) for i in range(COPIES + 3)])
+    replay.add([record(token=8)])
+    kept = [one.accepted for one in replay.records("sql", newest_first=False) if one.token_ids[0] == 7]
+    assert kept == [3, 4, 5, 6]
+
+
+def test_a_client_cannot_push_out_the_record_of_another_with_its_prompt(home: Home) -> None:
+    replay = ReplayBuffer(home, 40)
+    replay.add([record(token=7, source="honest")])
+    for i in range(100):
+        replay.add([record(token=7, source="copier"), record(token=100 + i, source="busy")])
+    assert sources(replay)["honest"] == 1
+
+
+def test_prompts_that_differ_are_no_copies(home: Home) -> None:
+    """One is the beginning of the other, or has the same tokens in another order."""
+    replay = ReplayBuffer(home, 30)
+    prompts = ([7, 2], [2, 7], [7, 2, 3])
+    for _ in range(10):
+        ids = [{"token_ids": [*one, 3, 4, 5], "num_prompt_tokens": len(one)} for one in prompts]
+        replay.add([record(**one) for one in ids])
+    replay.add([record(token=9)])
+    held = Counter(tuple(r.token_ids[: r.num_prompt_tokens]) for r in replay.records("sql"))
+    assert held == {(7, 2): 9, (2, 7): 10, (7, 2, 3): 10, (9, 2): 1}
+
+
+def test_each_prompt_is_drawn_once(home: Home) -> None:
+    replay = ReplayBuffer(home, 1000)
+    replay.add([record(token=i) for i in range(20)])
+    replay.add([record(token=7) for _ in range(300)])
+    for drawn in (replay.sample("sql", 64, 0), replay.sample_stratified(64, 0), replay.newest(64, 0)):
+        assert sorted(one.token_ids[0] for one in drawn) == list(range(20))
+    assert [one.token_ids[0] for one in replay.newest(3, 0)] == [7, 19, 18], "the newest copy is drawn"
+
+
+def test_a_domain_of_copies_leaves_its_share_to_others(home: Home, registry: Registry) -> None:
+    registry.add_domain(domain("python"))
+    replay = ReplayBuffer(home, 1000)
+    replay.add([record("python", token=7) for _ in range(300)])
+    replay.add(some(100))
+    assert Counter(one.domain for one in replay.sample_stratified(32, 0)) == {"python": 1, "sql": 31}
+
+
+def test_records_without_a_hash_are_unlike_all_others(home: Home) -> None:
+    replay = ReplayBuffer(home, 12)
+    replay.add([record(token=7) for _ in range(10)])
+    with home.write() as connection:
+        connection.execute(update(table).values(prompt=None))
+    replay.add(some(4))
+    assert len(list(replay.sample("sql", 99, 0))) == 12
 
 
 def test_draws_are_uniform_where_nobody_dominates() -> None:

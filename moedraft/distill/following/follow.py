@@ -23,6 +23,7 @@ from moedraft.distill.link import ServerOutlet
 from moedraft.distill.messages import TRAINING, StateReport
 from moedraft.distill.pace.governor import read_load, why_wait
 from moedraft.distill.process import LOOK_SECONDS, Process
+from moedraft.learning_state import LearningState
 from moedraft.storage.store import Store
 
 LONGEST_PAUSE = 120.0  # s between two batches, at most, whatever its share
@@ -39,7 +40,7 @@ class FollowingProcess(Process):
         self.worked_since = time.monotonic()  # whatever was waited for before is no work
         super().turn()
 
-    def _between(self, expert: str, step: int, loss: float | None) -> None:
+    def _between(self, state: LearningState) -> None:
         share = self.settings.train_cpu_share
         if 0 < share < 1:
             began = time.monotonic()
@@ -47,7 +48,7 @@ class FollowingProcess(Process):
             while (left := until - time.monotonic()) > 0 and self._is_busy():
                 self.link.wait(min(left, LOOK_SECONDS))
             self.loop.waited += time.monotonic() - began
-        super()._between(expert, step, loss)
+        super()._between(state)
         self.worked_since = time.monotonic()
 
     def _is_busy(self) -> bool:

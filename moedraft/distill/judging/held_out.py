@@ -3,7 +3,7 @@
 Only their ids are remembered. So records that are purged or evicted are gone from here as well, and new
 traffic replaces old records. Of one prompt only the newest record counts: many copies are not much evidence.
 No client decides alone what is published for the others: its records do not push out those of others, and
-are at most as many as all of theirs together, or three (see `storage.records.shares`).
+are at most as many as all of theirs together, or three (see `storage.retention.shares`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from moedraft.core import ReplayRecord
 from moedraft.distill.single.trainer import is_held_out
 from moedraft.storage.records.replay import ReplayBuffer
-from moedraft.storage.records.shares import Held, of_many, within_shares
+from moedraft.storage.retention.shares import Held, of_many, within_shares
 
 MOST, LEAST = 32, 8  # records of one domain
 TOGETHER = 128  # records of all domains together, about: judging must not cost more than learning

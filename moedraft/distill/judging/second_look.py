@@ -22,7 +22,7 @@ from moedraft.distill.judging.measures import Measure, Serving
 from moedraft.distill.single.trainer import is_held_out
 from moedraft.storage.changes import is_pinned
 from moedraft.storage.filing import filed
-from moedraft.storage.records.shares import Held, of_many
+from moedraft.storage.retention.shares import Held, of_many
 from moedraft.storage.store import TARGET_ID, Store
 from moedraft.storage.versions.candidate import Candidate, Weights
 

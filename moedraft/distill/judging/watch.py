@@ -20,8 +20,8 @@ from moedraft.distill.judging.held_out import LEAST_JUDGED, USABLE
 from moedraft.distill.judging.measures import Measure, Serving
 from moedraft.storage.changes import is_pinned
 from moedraft.storage.filing import filed
-from moedraft.storage.records.shares import Held, of_many
 from moedraft.storage.registry import Registry
+from moedraft.storage.retention.shares import Held, of_many
 from moedraft.storage.store import TARGET_ID, Store
 from moedraft.storage.versions.candidate import Weights
 

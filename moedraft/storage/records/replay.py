@@ -9,48 +9,36 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from random import Random
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from sqlalchemy import ColumnElement, Connection, Select, case, delete, func, insert, select, true
+from sqlalchemy import Select, delete, func, insert, select
 
 from moedraft.core import SHARED, InvalidRequest, KeptStates, ReplayRecord, StorageError
 from moedraft.storage.db import Home
 from moedraft.storage.records.codec import shares_of
 from moedraft.storage.records.replay_rows import answers_in, decoded, row_of
-from moedraft.storage.records.shares import (
+from moedraft.storage.records.states import PIECE, add_states, read_states, size_of_states, trim_states
+from moedraft.storage.retention.eviction import POLICIES, Policy, evict
+from moedraft.storage.retention.shares import (
     LEAST_TAUGHT,
-    PINNED_SHARE,
-    SOURCE_SHARE,
     Held,
     draw,
     even_shares,
     of_many,
+    once,
     within_shares,
 )
-from moedraft.storage.records.states import PIECE, add_states, read_states, size_of_states, trim_states
 from moedraft.storage.tables import domains, replay, replay_states
 from moedraft.storage.versions.version_rows import PURGES, raise_counter
 
 if TYPE_CHECKING:
     import torch
 
-Policy = Literal["fifo", "reservoir", "hardest", "stratified"]
 CHUNK = 32  # rows of a sample that are in memory at once
 
 log = logging.getLogger(__name__)
-
-_drafted = case((replay.c.drafted > 0, replay.c.drafted), else_=1)
-_rate = case((replay.c.drafted > 0, replay.c.accepted * 1.0 / _drafted), else_=1.0)
-_place_of_its_source = func.row_number().over(partition_by=replay.c.source, order_by=replay.c.id.desc())
-# the order in which records are removed when a domain has more than its capacity
-_EVICTION: dict[Policy, tuple[Any, ...]] = {
-    "fifo": (replay.c.id,),
-    "reservoir": (replay.c.draw.desc(), replay.c.id),
-    "hardest": (_rate.desc(), replay.c.id),
-    "stratified": (_place_of_its_source.desc(), replay.c.id),
-}
 
 
 class Compared(NamedTuple):
@@ -69,7 +57,9 @@ class ReplayBuffer:
     (Vitter's reservoir by random keys). "hardest": those with the smallest share of accepted draft tokens,
     the newer of two with the same share; records without any draft are removed first. "stratified": the
     newest of each client, as many of one as of another where they have so many. No client fills a
-    buffer alone where others have records, whatever the policy: see `shares`. `seed` makes the reservoir's
+    buffer alone where others have records, whatever the policy: see `shares`. Nor does one prompt: where
+    it comes again to a full domain, only the newest COPIES of its client's records with it stay, and
+    `sample`, `sample_stratified` and `newest` give one record of a prompt. `seed` makes the reservoir's
     draws repeatable. Features kept with the records take at most `states_bytes`; 0: none are added.
     """
 
@@ -81,8 +71,8 @@ class ReplayBuffer:
         seed: int | None = None,
         states_bytes: int = 0,
     ) -> None:
-        if policy not in _EVICTION:
-            raise InvalidRequest(f"replay policy {policy!r} must be one of {', '.join(_EVICTION)}.")
+        if policy not in POLICIES:
+            raise InvalidRequest(f"replay policy {policy!r} must be one of {', '.join(POLICIES)}.")
         if capacity < 1:
             raise InvalidRequest(f"replay capacity must be >= 1, not {capacity}.")
         self._home = home
@@ -111,7 +101,8 @@ class ReplayBuffer:
             kept = {number: one for number, one in zip(ids, states, strict=False) if one is not None}
             add_states(connection, kept, self._states_bytes)
             for domain in {row["domain"] for row in rows}:
-                self._evict(connection, domain)
+                added = {(row["source"], row["prompt"]) for row in rows}
+                evict(connection, domain, self.capacity, self._policy, added)
         if kept and self._states_bytes:
             self._trim()
 
@@ -168,7 +159,7 @@ class ReplayBuffer:
     def sample(
         self, domain: str | None, n: int, seed: int, target_id: str | None = None
     ) -> Iterator[ReplayRecord]:
-        """`n` different records of `domain` (None: of all), drawn as `shares` says; all if there are fewer.
+        """`n` records of different prompts of `domain` (None: of all), drawn as `shares` says, or all.
 
         With `target_id` only records of that target are drawn. They are read while the iterator advances.
         """
@@ -179,7 +170,7 @@ class ReplayBuffer:
         """As `sample` of all domains, with equal shares. Small domains give all they have."""
         random, chosen = Random(seed), list[int]()
         held = self._held(None, target_id)
-        for domain, share in even_shares({name: len(held[name]) for name in held}, n).items():
+        for domain, share in even_shares({name: len(once(held[name])) for name in held}, n).items():
             chosen += draw(held[domain], share, random)
         random.shuffle(chosen)
         return self._fetched(chosen)
@@ -190,7 +181,7 @@ class ReplayBuffer:
         """The newest `n` records of `domain` (None: of all) from `min_id` on, as far as `shares` allow."""
         held = [one for some in self._held(domain, target_id, min_id).values() for one in some]
         held.sort(key=lambda one: -one.id)
-        return self._fetched(of_many(held, n, LEAST_TAUGHT))
+        return self._fetched(of_many(once(held), n, LEAST_TAUGHT))
 
     def since(self, domain: str, min_id: int, target_id: str | None = None) -> Iterator[ReplayRecord]:
         """The records of `domain` with an id of at least `min_id`, oldest first, read as it advances."""
@@ -249,8 +240,8 @@ class ReplayBuffer:
         return count
 
     def _held(self, domain: str | None, target_id: str | None, min_id: int = 0) -> dict[str, list[Held]]:
-        """Id, source and pin of the records, by domain, oldest first."""
-        columns = (replay.c.domain, replay.c.id, replay.c.source, replay.c.pinned)
+        """What the shares depend on in the records, by domain, oldest first."""
+        columns = (replay.c.domain, replay.c.id, replay.c.source, replay.c.pinned, replay.c.prompt)
         query = _of(select(*columns), domain).where(replay.c.id >= min_id).order_by(replay.c.id)
         if target_id is not None:
             query = query.where(replay.c.target_id == target_id)
@@ -269,32 +260,6 @@ class ReplayBuffer:
             found = {row.id: row for row in rows}
             yield from decoded(found[number] for number in chunk if number in found)
 
-    def _evict(self, connection: Connection, domain: str) -> None:
-        """Remove records above the capacity: first those of clients above their share, then by the policy."""
-        excess = _count(connection, domain) - self.capacity
-        if excess <= 0:
-            return
-        half, quarter = self.capacity // SOURCE_SHARE, self.capacity // PINNED_SHARE
-        pinned = replay.c.pinned
-        big = [replay.c.source == source for source in _sources_above(connection, domain, half)]
-        turns = [
-            *((one & pinned, one, half) for one in big),
-            (pinned, pinned, quarter),
-            *((one, one, half) for one in big),
-            (true(), true(), self.capacity),
-        ]
-        for removed, counted, most in turns:
-            too_many = min(excess, _count(connection, domain, counted) - most)
-            if too_many > 0:
-                chosen = select(replay.c.id).where(replay.c.domain == domain, removed)
-                first = chosen.order_by(*_EVICTION[self._policy]).limit(too_many).scalar_subquery()
-                excess -= connection.execute(delete(replay).where(replay.c.id.in_(first))).rowcount
-
-
-def _count(connection: Connection, domain: str, which: ColumnElement[bool] | None = None) -> int:
-    query = _of(select(func.count()).select_from(replay), domain)
-    return connection.scalar(query if which is None else query.where(which)) or 0
-
 
 def _first_piece(domain: str | None, last: int) -> Select[Any]:
     """The oldest ids up to `last`, with PIECE bytes of payloads and features together, about."""
@@ -304,12 +269,6 @@ def _first_piece(domain: str | None, last: int) -> Select[Any]:
     query = select(replay.c.id, older.label("older")).select_from(both).where(replay.c.id <= last)
     held = _of(query, domain).subquery()
     return select(held.c.id).where(held.c.older < PIECE)
-
-
-def _sources_above(connection: Connection, domain: str, most: int) -> list[str]:
-    """The sources with more than `most` records of `domain`."""
-    query = _of(select(replay.c.source), domain).group_by(replay.c.source)
-    return list(connection.scalars(query.having(func.count() > most)))
 
 
 def _of(query: Select[Any], domain: str | None) -> Select[Any]:

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,14 @@ def row_of(record: ReplayRecord, draw: float) -> dict[str, Any]:
         "pinned": record.pinned,
         "weights": json.dumps(record.weights) if record.weights else None,
         "heard": json.dumps(record.heard) if record.heard else None,
+        "prompt": prompt_hash(record),
     }
+
+
+def prompt_hash(record: ReplayRecord) -> int:
+    """A signed number of 64 bits that records of one prompt share; two others hardly ever do."""
+    prompt = np.asarray(record.token_ids[: record.num_prompt_tokens], dtype="<i8")
+    return int.from_bytes(blake2b(prompt.tobytes(), digest_size=8).digest(), "little", signed=True)
 
 
 def decoded(rows: Iterable[Row[Any]]) -> Iterator[ReplayRecord]:

@@ -20,7 +20,7 @@ from moedraft.core import SHARED
 from moedraft.routing.labels import LEAST_LABELS, MOST_LABELS, Label, Refit
 from moedraft.routing.router import Router, TriedFit
 from moedraft.storage.changes import PURGES_SEEN, REFIT, knows_deleted, last_refit
-from moedraft.storage.records.shares import Held, of_many
+from moedraft.storage.retention.shares import Held, of_many
 from moedraft.storage.store import Store
 from moedraft.system.domains.registering import refit
 

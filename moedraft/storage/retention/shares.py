@@ -24,11 +24,23 @@ class Held(NamedTuple):
     id: int
     source: str
     pinned: bool
+    prompt: int | None = None  # a hash of it; None: unlike all others
+
+
+def once(held: Iterable[Held]) -> list[Held]:
+    """The first record of each prompt."""
+    seen, chosen = set[int](), list[Held]()
+    for one in held:
+        if one.prompt is None or one.prompt not in seen:
+            chosen.append(one)
+        if one.prompt is not None:
+            seen.add(one.prompt)
+    return chosen
 
 
 def draw(held: list[Held], n: int, random: Random) -> list[int]:
-    """Ids of `n` different records in random order, drawn uniformly as far as `of_many` allows."""
-    chosen = of_many(random.sample(held, len(held)), n, LEAST_TAUGHT)
+    """Ids of `n` records of different prompts in random order, drawn uniformly as far as `of_many` allows."""
+    chosen = of_many(once(random.sample(held, len(held))), n, LEAST_TAUGHT)
     return random.sample(chosen, len(chosen))
 
 
