@@ -196,9 +196,13 @@ def merged(drawn: Proposal, looked: Proposal) -> Proposal:
     token_ids[rows, : looked.width] = looked.token_ids[rows]
     logits, lse, cuts = drawn.logits, drawn.lse, drawn.cuts
     if logits is not None and lse is not None:
-        logits = torch.nn.functional.pad(logits, (0, 0, 0, width - drawn.width))
-        certain = torch.full_like(logits[rows], -torch.inf)
-        logits[rows] = certain.scatter_(2, token_ids[rows].clamp_min(0)[..., None], 0.0)
+        if width > drawn.width:
+            logits = torch.nn.functional.pad(logits, (0, 0, 0, width - drawn.width))
+        # Nothing else reads what the model drafted for these rows, so their part of its buffer is used.
+        numbers = torch.tensor(rows, device=logits.device)
+        logits.index_fill_(0, numbers, -torch.inf)
+        at = numbers[:, None], torch.arange(width, device=logits.device), token_ids[numbers].clamp_min(0)
+        logits.index_put_(at, logits.new_zeros(()))
         lse = padded(lse, width, 0.0)
         lse[rows] = 0.0
     if cuts is not None:

@@ -172,6 +172,23 @@ def test_cuts_exclude_nothing_of_what_is_looked_up() -> None:
     assert cuts.value.tolist() == [[0.5, 0.5]] * 2  # a copy was made
 
 
+@pytest.mark.parametrize("looked", [2, 1, 3])
+def test_the_models_logits_are_copied_only_where_a_lookup_is_longer(looked: int) -> None:
+    """What is looked up is written into rows of the draft's own buffer, which hold nothing of use."""
+    logits = torch.randn(2, 2, VOCAB)
+    before, lse = logits.clone(), logits.logsumexp(-1)
+    drawn = replace(chain([5, 6], [7, 8]), logits=logits, lse=lse.clone())
+    made = merged(drawn, chain([1, 2, 3][:looked], [], source="lookup"))
+    assert made.logits is not None
+    assert made.lse is not None
+    assert (made.logits.data_ptr() == logits.data_ptr()) == (looked < 3)
+    torch.testing.assert_close(made.logits[1, :2], before[1], rtol=0, atol=0)
+    torch.testing.assert_close(made.lse[1, :2], lse[1], rtol=0, atol=0)
+    for k in range(looked):
+        assert made.logits[0, k].softmax(-1)[k + 1] == 1
+        assert made.lse[0, k] == made.logits[0, k].logsumexp(-1)
+
+
 def test_without_a_lookup_the_models_proposal_is_passed_on() -> None:
     model = ScriptedModel()
     made = chooser(Planned(Plan(True)), model).propose(rows_of(row(0, *LOOP), row(1, 5, 6)))
