@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from evidence.arrangements import FURTHER as MORE
-from evidence.arrangements import GATED, JOINT, LATEST, MAIN, RESTARTED, SERVED, STATIC, TAUGHT
+from evidence.arrangements import (
+    GATED,
+    JOINT,
+    LATEST,
+    MAIN,
+    PACED,
+    RESTARTED,
+    SERVED,
+    STATIC,
+    TAUGHT,
+)
 from evidence.streams import ONLY, ORDERS, POISONED
 
 QUICK = {"requests": 128, "heldout": 12, "seeds": 1}
@@ -13,6 +23,7 @@ DATA = (STATIC, *(name for row in TAUGHT.values() for name in row.values()))
 INTERVALS = (JOINT, "joint:half", "joint:double")
 FURTHER = (STATIC, *MORE)
 ONE = (STATIC, LATEST, "one-offline", "one-both", SERVED)
+LONG = (STATIC, PACED, "mixed-replay:wide", "joint:wide", SERVED)
 Job = tuple[str, str]  # pattern, arrangement
 PARTS: dict[str, list[Job]] = {
     "quick": [(p, a) for p in ("steady", "one-by-one") for a in (STATIC, LATEST, JOINT, GATED)],
@@ -24,5 +35,6 @@ PARTS: dict[str, list[Job]] = {
     "paper": [(ONLY + domain, name) for domain in PAPER for name in ONE],
     "further": [(pattern, name) for pattern in ORDERS if pattern not in POISONED for name in FURTHER],
     "restart": [("crossed", name) for name in (STATIC, JOINT, RESTARTED)],
+    "long": [("steady", name) for name in LONG],
     "gate": [(p, a) for p in ("steady", "drift", "one-by-one") for a in (GATED, "joint+gate-once")],
 }
