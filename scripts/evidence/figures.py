@@ -139,6 +139,12 @@ def measured_at(found: Sequence[Found]) -> list[int]:
     return sorted(set.intersection(*points)) if points else []
 
 
+def mean_at(found: Sequence[Found], requests: int, part: Part) -> float:
+    """A share after so many requests, over the prompts of all these runs; without an interval."""
+    rows = [rows_at(run, point_at(run, requests)) for run in found]
+    return _value(part(np.concatenate(rows)))
+
+
 def common_points(found: Sequence[Found]) -> list[int]:
     """As `measured_at`, with an update before."""
     return [n for n in measured_at(found) if all(run["curve"][point_at(run, n)]["updates"] for run in found)]

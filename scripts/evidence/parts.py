@@ -23,7 +23,7 @@ DATA = (STATIC, *(name for row in TAUGHT.values() for name in row.values()))
 INTERVALS = (JOINT, "joint:half", "joint:double")
 FURTHER = (STATIC, *MORE)
 ONE = (STATIC, LATEST, "one-offline", "one-both", SERVED)
-LONG = (STATIC, PACED, "mixed-replay:wide", "joint:wide", SERVED)
+PACES = (STATIC, PACED, "mixed-replay:wide", "joint:wide", SERVED)
 Job = tuple[str, str]  # pattern, arrangement
 PARTS: dict[str, list[Job]] = {
     "quick": [(p, a) for p in ("steady", "one-by-one") for a in (STATIC, LATEST, JOINT, GATED)],
@@ -35,6 +35,6 @@ PARTS: dict[str, list[Job]] = {
     "paper": [(ONLY + domain, name) for domain in PAPER for name in ONE],
     "further": [(pattern, name) for pattern in ORDERS if pattern not in POISONED for name in FURTHER],
     "restart": [("crossed", name) for name in (STATIC, JOINT, RESTARTED)],
-    "long": [("steady", name) for name in LONG],
+    "pace": [("steady", name) for name in PACES],
     "gate": [(p, a) for p in ("steady", "drift", "one-by-one") for a in (GATED, "joint+gate-once")],
 }

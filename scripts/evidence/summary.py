@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from evidence import tokens
+from evidence import growth, tokens
 from evidence.arrangements import GATED, JOINT, ONE_ADAPTER, SERVED, STATIC
 from evidence.figures import (
     Compared,
@@ -74,6 +74,7 @@ def of_runs(runs: Runs, pattern: str, name: str) -> dict[str, Any]:
         "domains": {d: _compared(against(runs, pattern, STATIC, name, domains=[d])) for d in held},
         "lowest": {d: _lowest(runs, pattern, name, d) for d in held},
         "measured": measured_at(found),
+        "grown": growth.grown(runs, pattern, name),
         "forgotten": _compared(forgotten(found)),
         "seconds": median(run.get("seconds", 0) for run in found),
         "updates": updates,

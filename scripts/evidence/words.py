@@ -13,7 +13,7 @@ MODELS = {
 OTHER_PAGE = {
     "smollm2": " The same with an independent draft model: [a page of its own](evidence-mini.md). Runs that "
     "are measured where traffic turns, and the default on poisoned traffic, in float32: "
-    "[another](evidence-turns.md).",
+    "[another](evidence-turns.md). Streams of six times as many requests: [a third](evidence-long.md).",
     "mini": " On a real model: [evidence](evidence.md).",
 }
 
@@ -82,6 +82,9 @@ with another `--out` all of it anew.{times}
     python scripts/evidence.py --data ../shared/data --out results/evidence-turns \\
         --doc docs/evidence-turns.md --parts main,poison --patterns shift,one-by-one,{poisoned} \\
         --arrangements static,mixed-replay,joint+gate,joint+gate:wide
+    python scripts/evidence.py --data ../shared/data --out results/evidence-long --doc docs/evidence-long.md \
+        --parts main,further --patterns steady --requests 960 --measured 10 --seeds 1 \\
+        --arrangements static,latest-window,mixed-replay,joint,joint+gate,mixed-replay:wide,joint+gate:wide
 
 With `--parts` only a part is run: `main`, `further` (with further updates), `poison` (a client that sends
 rubbish), `paper` (offline, online, and both), `objectives` (forward KL and others), `interval` (how often to

@@ -16,8 +16,8 @@ command, figures, summary, lows, missing, costs, decisions, served = (
     load_script(f"evidence.{name}")
     for name in ("command", "figures", "summary", "lows", "missing", "costs", "decisions", "served")
 )
-arrangements, document, paper, tokens = (
-    load_script(f"evidence.{name}") for name in ("arrangements", "document", "paper", "tokens")
+arrangements, document, paper, tokens, growth = (
+    load_script(f"evidence.{name}") for name in ("arrangements", "document", "paper", "tokens", "growth")
 )
 SERVED = arrangements.SERVED
 
@@ -282,13 +282,39 @@ def test_every_part_is_written_about(given: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "folder"),
-    [("smollm2", "evidence"), ("smollm2", "evidence-turns"), ("mini", "evidence-mini")],
+    ("folder", "given"),
+    [
+        ("evidence", []),
+        ("evidence-turns", []),
+        ("evidence-mini", ["--target", "mini"]),
+        ("evidence-long", ["--requests", "960", "--measured", "10"]),
+    ],
 )
-def test_the_printed_commands_go_on_with_the_published_runs(target: str, folder: str) -> None:
-    args = command.arguments(["--data", "any", "--out", "any", "--target", target])
+def test_the_printed_commands_go_on_with_the_published_runs(folder: str, given: list[str]) -> None:
+    args = command.arguments(["--data", "any", "--out", "any", *given])
+    assert " ".join(given) in document.COMMANDS
     published = Path(__file__).parents[2] / "results" / folder / "summary.json"
     assert command.settings(args) == json.loads(published.read_text())["settings"]
+
+
+def test_a_long_stream_is_told_point_by_point() -> None:
+    def whole(requests: int) -> Any:
+        runs = [
+            made_up("steady", name, seed, shares)
+            for name, shares in {"static": [0.4], "joint": [0.4, 0.5, 0.7]}.items()
+            for seed in range(2)
+        ]
+        found = summary.summary(figures.Runs(runs))
+        return found | {"settings": found["settings"] | {"requests": requests}}
+
+    assert growth.part(whole(growth.LONG - 1)) == ""
+    said = growth.part(whole(growth.LONG))
+    rows = [line for line in said.splitlines() if line.startswith("|")]
+    assert rows[0] == "| arrangement | seeds | 0 | 10 | 20 |"
+    static = next(line for line in rows if "static" in line).split(" | ")
+    joint = next(line for line in rows if "joint" in line).split(" | ")
+    assert [cell.split(" / ")[0] for cell in static[2:]] == [".407"] * 3  # the shares and what some prompts are easier
+    assert [cell.split(" / ")[0] for cell in joint[2:]] == [".407", ".507", ".707"]
 
 
 def test_other_settings_are_not_mixed_in(given: list[str]) -> None:
