@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from evidence.arrangements import ARRANGEMENTS, STATIC
+from evidence.arrangements import ARRANGEMENTS, EQUAL_COST, EQUAL_STEPS, ONE_ADAPTER, STATIC
 from evidence.figures import Runs, first_guesses, mean_at, measured_at, tokens_per_step
 from evidence.streams import ONLY, title_of
-from evidence.words import DASH, short, table
+from evidence.words import DASH, how_many, interval, short, table
 
 LONG = 480  # requests of a run from which on its stream is called long
 ABOUT = (
@@ -40,13 +40,34 @@ def part(whole: Whole) -> str:
         if pattern.startswith(ONLY):
             continue
         points = sorted({int(one["requests"]) for arrangement in of.values() for one in arrangement["grown"]})
-        head = ("arrangement", "seeds", *(f"{n}" for n in points))
-        rows = [
-            [ARRANGEMENTS[name].title, str(one["seeds"]), *_cells(one["grown"], points, name == STATIC)]
-            for name, one in of.items()
+        head = ("arrangement", "seeds", *(f"{n}" for n in points), "learning's operations")
+        rows = [_row(of, name, points) for name in of]
+        parts += [
+            f"{title_of(pattern).capitalize()}:\n\n{table(head, rows)}",
+            at_equal_cost(of, whole["settings"]["steps"]),
         ]
-        parts.append(f"{title_of(pattern).capitalize()}:\n\n{table(head, rows)}")
-    return "\n\n".join(parts)
+    return "\n\n".join(one for one in parts if one)
+
+
+def at_equal_cost(of: Whole, steps: int) -> str:
+    """Joint learning beside one adapter that takes as many operations; nothing where it was not run."""
+    more = of.get(ONE_ADAPTER, {}).get("default_more", {}).get(EQUAL_COST)
+    if more is None:
+        return ""
+    verdict = {"better": "more", "worse": "**less**", "open": "not surely more or less"}[more["verdict"]]
+    return (
+        "A step of joint learning takes fewer operations than one of the single adapter, since a row is "
+        "guessed from its own expert's list of tokens, where one adapter guesses from all lists together. "
+        f"With as many operations joint learning makes {EQUAL_STEPS} steps where one adapter makes {steps}, "
+        f"and then hits {verdict}: {interval(more)} first guesses ({how_many(len(more['seeds']), 'seed')})."
+    )
+
+
+def _row(of: Whole, name: str, points: list[int]) -> list[str]:
+    one, is_static = of[name], name == STATIC
+    cost = DASH if is_static else f"{one['cost']:.0%} of the target's"
+    title = ARRANGEMENTS[name].title
+    return [title, str(one["seeds"]), *_cells(one["grown"], points, is_static), cost]
 
 
 def _cells(grown: list[dict[str, float]], points: list[int], is_static: bool) -> list[str]:

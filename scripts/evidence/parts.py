@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from evidence.arrangements import FURTHER as MORE
 from evidence.arrangements import (
+    EQUAL_COST,
     GATED,
     JOINT,
     LATEST,
     MAIN,
+    ONE_ADAPTER,
     PACED,
     RESTARTED,
     SERVED,
     STATIC,
     TAUGHT,
 )
+from evidence.arrangements import FURTHER as MORE
 from evidence.streams import ONLY, ORDERS, POISONED
 
 QUICK = {"requests": 128, "heldout": 12, "seeds": 1}
@@ -35,6 +37,7 @@ PARTS: dict[str, list[Job]] = {
     "paper": [(ONLY + domain, name) for domain in PAPER for name in ONE],
     "further": [(pattern, name) for pattern in ORDERS if pattern not in POISONED for name in FURTHER],
     "restart": [("crossed", name) for name in (STATIC, JOINT, RESTARTED)],
+    "equal-cost": [("steady", name) for name in (STATIC, ONE_ADAPTER, JOINT, EQUAL_COST)],
     "pace": [("steady", name) for name in PACES],
     "gate": [(p, a) for p in ("steady", "drift", "one-by-one") for a in (GATED, "joint+gate-once")],
 }

@@ -310,12 +310,28 @@ def test_a_long_stream_is_told_point_by_point() -> None:
     assert growth.part(whole(growth.LONG - 1)) == ""
     said = growth.part(whole(growth.LONG))
     rows = [line for line in said.splitlines() if line.startswith("|")]
-    assert rows[0] == "| arrangement | seeds | 0 | 10 | 20 |"
+    assert rows[0] == "| arrangement | seeds | 0 | 10 | 20 | learning's operations |"
     static = next(line for line in rows if "static" in line).split(" | ")
     joint = next(line for line in rows if "joint" in line).split(" | ")
     # As the shares were given, but for the noise of the prompts.
+    assert static[-1].strip(" |") == "—"
+    assert joint[-1].strip(" |") == "20% of the target's"
+    static, joint = static[:-1], joint[:-1]
     assert [cell.split(" / ")[0] for cell in static[2:]] == [".407"] * 3
     assert [cell.split(" / ")[0] for cell in joint[2:]] == [".407", ".507", ".708"]
+
+
+@pytest.mark.parametrize(
+    ("end", "verdict"),
+    [(0.7, "more: +.100"), (0.5, "**less**: −.100"), (0.6, "not surely more or less: +.000")],
+)
+def test_as_many_operations_are_set_beside_one_adapter(end: float, verdict: str) -> None:
+    shares = {"static": [0.4], "mixed-replay": [0.4, 0.6], arrangements.EQUAL_COST: [0.4, end]}
+    found = [made_up("steady", name, i, some) for name, some in shares.items() for i in range(2)]
+    of = summary.summary(figures.Runs(found))["patterns"]["steady"]
+    assert verdict in growth.at_equal_cost(of, 8)
+    del of[arrangements.EQUAL_COST], of["mixed-replay"]["default_more"][arrangements.EQUAL_COST]
+    assert growth.at_equal_cost(of, 8) == ""
 
 
 def test_other_settings_are_not_mixed_in(given: list[str]) -> None:
