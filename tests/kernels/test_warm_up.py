@@ -19,6 +19,7 @@ from moedraft import kernels, sampling
 from moedraft.core import SamplingParams
 from moedraft.drafting import drawing
 from moedraft.drafting.drafter import NoExperts
+from moedraft.drafting.feature import FeatureDrafter
 from moedraft.drafting.model import ModelDrafter
 from moedraft.engine import verification, warming
 from moedraft.engine.engine import Engine
@@ -26,6 +27,8 @@ from moedraft.engine.warming import warm_up
 from moedraft.kernels import block, coupled, fused_cut, verify
 from moedraft.routing.selector import FixedSelector
 
+from random_features import draft_for
+from random_models import random_model
 from tiny import NumberTokenizer, TinyLM, random_table
 
 LAUNCHED = {
@@ -96,6 +99,16 @@ def engine_of(rule: str, vocab: int = 16) -> Engine:
     )  # fmt: skip
 
 
+def engine_with_features(rule: str) -> Engine:
+    """With a feature drafter, which guesses from a list of tokens."""
+    target = random_model("llama", 0)
+    drafter = FeatureDrafter(draft_for(target), NoExperts(), 8, target.vocab_size)
+    return Engine(
+        target, NumberTokenizer(), drafter, FixedSelector(), max_batch_size=8,
+        verification=rule,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
 def serve(engine: Engine) -> None:
     """Requests of all kinds, alone and together; drafts that are drawn and looked up, of every length."""
     kinds: list[dict[str, Any]] = [
@@ -126,6 +139,16 @@ def test_after_it_nothing_new_is_compiled(rule: str, vocab: int, variants: set[V
     serve(engine)
     assert variants - known == set()
     assert len(known) < 80  # a second each, or more
+
+
+@pytest.mark.parametrize("rule", ["chain", "block", "coupled"])
+def test_nor_is_it_with_a_feature_drafter(rule: str, variants: set[Variant]) -> None:
+    engine = engine_with_features(rule)
+    warm_up(engine, compiles=True)
+    known = set(variants)
+    assert "cut" in {name for name, _, _ in known}
+    serve(engine)
+    assert variants - known == set()
 
 
 @pytest.mark.parametrize("kind", ["FILTERED", "SAMPLED"])
