@@ -104,8 +104,9 @@ replay = Table(
     sqlite_autoincrement=True,  # ids are never reused, so "newer than id" stays true after a purge
 )
 Index("replay_by_domain", replay.c.domain, replay.c.id)
-_what_shares_depend_on = (replay.c.source, replay.c.prompt, replay.c.pinned, replay.c.id)
-Index("replay_by_source", replay.c.domain, *_what_shares_depend_on)
+_of_source = (replay.c.domain, replay.c.source)
+Index("replay_by_source", *_of_source, replay.c.pinned, replay.c.id)
+Index("replay_by_prompt", *_of_source, replay.c.prompt, replay.c.id, replay.c.pinned)
 _where_heard: dict[str, Any] = dict.fromkeys(("sqlite_where", "postgresql_where"), text("heard IS NOT NULL"))
 Index("replay_heard", replay.c.id, replay.c.source, replay.c.heard, **_where_heard)
 

@@ -210,6 +210,24 @@ def test_what_is_asked_again_and_again_teaches_once(tmp_path: Path) -> None:
         assert domains_of(batch).count("prose") >= 1
 
 
+def test_a_prompt_whose_newest_answer_teaches_nothing_is_learned_from_all_the_same(tmp_path: Path) -> None:
+    """A client that repeats others' prompts with an answer of one token takes nothing away."""
+    home = Home(tmp_path, {})
+    whole = a_record(home.target, 900, domain="code", topk=8)
+    assert not is_held_out(whole)
+    end = whole.num_prompt_tokens + 1
+    short = replace(
+        whole,
+        token_ids=whole.token_ids[:end],
+        topk_ids=whole.topk_ids[:1],
+        topk_logprobs=whole.topk_logprobs[:1],
+    )
+    home.store.replay.add([replace(whole, source="one"), *[replace(short, source="two")] * 3])
+    drawn = home.trainer.draw(8)
+    for records in (drawn.fresh, drawn.replayed):
+        assert [one.token_ids for one in records] == [whole.token_ids]
+
+
 def test_a_record_teaches_its_expert_as_often_as_it_is_believed_to_be_its_domains(tmp_path: Path) -> None:
     """What stands for the shared draft speaks for no other domain; everything teaches the shared adapter."""
     home = Home(tmp_path, {})

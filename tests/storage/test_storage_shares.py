@@ -8,13 +8,13 @@ from random import Random
 from typing import Any
 
 import pytest
-from sqlalchemy import update
+from sqlalchemy import Engine, event, update
 from storage_fakes import domain, record
 
 from moedraft.core import ReplayRecord
 from moedraft.storage import Home, Registry, ReplayBuffer
-from moedraft.storage.retention.eviction import COPIES, Policy
-from moedraft.storage.retention.shares import LEAST_TAUGHT, Held, draw, of_many
+from moedraft.storage.retention.eviction import Policy, evict
+from moedraft.storage.retention.shares import COPIES, LEAST_TAUGHT, Held, draw, of_many
 from moedraft.storage.tables import replay as table
 
 pytestmark = pytest.mark.usefixtures("registry")
@@ -165,13 +165,36 @@ def test_prompts_that_differ_are_no_copies(home: Home) -> None:
     assert held == {(7, 2): 9, (2, 7): 10, (7, 2, 3): 10, (9, 2): 1}
 
 
-def test_each_prompt_is_drawn_once(home: Home) -> None:
+def test_of_a_prompt_few_copies_are_drawn(home: Home) -> None:
+    """The newest ones; other prompts are as likely as without them."""
     replay = ReplayBuffer(home, 1000)
     replay.add([record(token=i) for i in range(20)])
-    replay.add([record(token=7) for _ in range(300)])
+    replay.add([record(token=7, accepted=i) for i in range(300)])
+    expected = sorted([*range(7), *[7] * COPIES, *range(8, 20)])
     for drawn in (replay.sample("sql", 64, 0), replay.sample_stratified(64, 0), replay.newest(64, 0)):
-        assert sorted(one.token_ids[0] for one in drawn) == list(range(20))
-    assert [one.token_ids[0] for one in replay.newest(3, 0)] == [7, 19, 18], "the newest copy is drawn"
+        records = list(drawn)
+        assert sorted(one.token_ids[0] for one in records) == expected
+        assert {one.accepted for one in records if one.token_ids[0] == 7} == {296, 297, 298, 299}
+    newest = [one.token_ids[0] for one in replay.newest(COPIES + 2, 0)]
+    assert newest == [7] * COPIES + [19, 18]
+
+
+def test_a_client_that_repeats_the_prompts_of_another_takes_no_place_of_it(home: Home) -> None:
+    replay = ReplayBuffer(home, 1000)
+    replay.add([record(token=i, source="honest") for i in range(100)])
+    for _ in range(3):
+        replay.add([record(token=i, source="copier") for i in range(100)])
+    for drawn in (replay.sample("sql", 64, 0), replay.sample_stratified(64, 0), replay.newest(64, 0)):
+        assert Counter(one.source for one in drawn) == {"honest": 32, "copier": 32}
+
+
+def test_the_same_prompts_in_another_domain_are_no_copies(home: Home, registry: Registry) -> None:
+    registry.add_domain(domain("python"))
+    replay = ReplayBuffer(home, 1000)
+    replay.add([record(token=i) for i in range(20)])
+    replay.add([record("python", token=i) for i in range(20) for _ in range(9)])
+    counts = Counter(one.domain for one in replay.newest(1000, 0))
+    assert counts == {"sql": 20, "python": 20 * COPIES}
 
 
 def test_a_domain_of_copies_leaves_its_share_to_others(home: Home, registry: Registry) -> None:
@@ -179,7 +202,29 @@ def test_a_domain_of_copies_leaves_its_share_to_others(home: Home, registry: Reg
     replay = ReplayBuffer(home, 1000)
     replay.add([record("python", token=7) for _ in range(300)])
     replay.add(some(100))
-    assert Counter(one.domain for one in replay.sample_stratified(32, 0)) == {"python": 1, "sql": 31}
+    counts = Counter(one.domain for one in replay.sample_stratified(32, 0))
+    assert counts == {"python": COPIES, "sql": 32 - COPIES}
+
+
+def test_no_query_of_an_eviction_reads_payloads(home: Home) -> None:
+    """They lie in front of the columns that are asked for, on pages of their own; no client has too many."""
+    ReplayBuffer(home, 8).add([record(token=i, source="abcd"[i % 4]) for i in range(8)])
+    plans: list[str] = []
+
+    def plan(connection: Any, cursor: Any, statement: str, parameters: Any, *_: Any) -> None:
+        if statement.startswith(("SELECT", "DELETE")):
+            found = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters)
+            plans.extend(row.detail for row in found if "replay" in row.detail)
+
+    event.listen(Engine, "after_cursor_execute", plan)
+    try:
+        with home.write() as connection:
+            evict(connection, "sql", 7, "fifo", [("a", 5)])
+    finally:
+        event.remove(Engine, "after_cursor_execute", plan)
+    searches = [one for one in plans if "SEARCH" in one or "SCAN" in one]
+    assert any("COVERING INDEX replay_by_prompt (domain=? AND source=? AND prompt=?)" in o for o in searches)
+    assert all("COVERING INDEX" in one or "INTEGER PRIMARY KEY" in one for one in searches), searches
 
 
 def test_records_without_a_hash_are_unlike_all_others(home: Home) -> None:

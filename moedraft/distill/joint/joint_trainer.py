@@ -162,12 +162,14 @@ class JointTrainer:
         held_out: list[ReplayRecord] = []
         for found in (newest, self.replay.sample_stratified(most, self.seed, target)):
             groups.append([])
-            for record in islice(distinct(found), most):
+            # A feature drafter never guesses the first token of an answer.
+            usable = (one for one in found if len(one.topk_ids) >= 2)
+            for record in islice(distinct(usable), most):
                 on_record()
                 if self.learner not in (None, record.domain):
                     continue
-                if len(record.topk_ids) < 2 or (target is not None and record.target_id != target):
-                    continue  # a feature drafter never guesses the first token of an answer
+                if target is not None and record.target_id != target:
+                    continue
                 if not is_held_out(record):
                     groups[-1].append(record)
                 elif len(held_out) < MEASURED:

@@ -123,10 +123,10 @@ class Trainer:
         train: list[ReplayRecord] = []
         held_out: list[ReplayRecord] = []
         room = {False: steps * self.tokens_per_step, True: steps * self.tokens_per_step}  # tokens
-        for record in distinct(self._sample(expert)):
+        for record in distinct(one for one in self._sample(expert) if one.topk_ids):
             on_record()
             measures = is_held_out(record)
-            if record.topk_ids and room[measures] > 0:
+            if room[measures] > 0:
                 (held_out if measures else train).append(record)
                 room[measures] -= length_of(record, self.tokens_per_step)
             if len(held_out) == MEASURED:

@@ -26,8 +26,8 @@ from moedraft.storage.retention.shares import (
     Held,
     draw,
     even_shares,
+    few_copies,
     of_many,
-    once,
     within_shares,
 )
 from moedraft.storage.tables import domains, replay, replay_states
@@ -58,8 +58,8 @@ class ReplayBuffer:
     the newer of two with the same share; records without any draft are removed first. "stratified": the
     newest of each client, as many of one as of another where they have so many. No client fills a
     buffer alone where others have records, whatever the policy: see `shares`. Nor does one prompt: where
-    it comes again to a full domain, only the newest COPIES of its client's records with it stay, and
-    `sample`, `sample_stratified` and `newest` give one record of a prompt. `seed` makes the reservoir's
+    it comes again to a full domain, only the newest COPIES of its client's records with it stay, and as
+    many are given by `sample`, `sample_stratified` and `newest`. `seed` makes the reservoir's
     draws repeatable. Features kept with the records take at most `states_bytes`; 0: none are added.
     """
 
@@ -159,18 +159,18 @@ class ReplayBuffer:
     def sample(
         self, domain: str | None, n: int, seed: int, target_id: str | None = None
     ) -> Iterator[ReplayRecord]:
-        """`n` records of different prompts of `domain` (None: of all), drawn as `shares` says, or all.
+        """`n` different records of `domain` (None: of all), drawn as `shares` says; all if there are fewer.
 
         With `target_id` only records of that target are drawn. They are read while the iterator advances.
         """
-        held = [one for some in self._held(domain, target_id).values() for one in some]
+        held = [one for some in self._drawable(domain, target_id).values() for one in some]
         return self._fetched(draw(held, n, Random(seed)))
 
     def sample_stratified(self, n: int, seed: int, target_id: str | None = None) -> Iterator[ReplayRecord]:
         """As `sample` of all domains, with equal shares. Small domains give all they have."""
         random, chosen = Random(seed), list[int]()
-        held = self._held(None, target_id)
-        for domain, share in even_shares({name: len(once(held[name])) for name in held}, n).items():
+        held = self._drawable(None, target_id)
+        for domain, share in even_shares({name: len(held[name]) for name in held}, n).items():
             chosen += draw(held[domain], share, random)
         random.shuffle(chosen)
         return self._fetched(chosen)
@@ -179,9 +179,9 @@ class ReplayBuffer:
         self, n: int, min_id: int, target_id: str | None = None, domain: str | None = None
     ) -> Iterator[ReplayRecord]:
         """The newest `n` records of `domain` (None: of all) from `min_id` on, as far as `shares` allow."""
-        held = [one for some in self._held(domain, target_id, min_id).values() for one in some]
+        held = [one for some in self._drawable(domain, target_id, min_id).values() for one in some]
         held.sort(key=lambda one: -one.id)
-        return self._fetched(of_many(once(held), n, LEAST_TAUGHT))
+        return self._fetched(of_many(held, n, LEAST_TAUGHT))
 
     def since(self, domain: str, min_id: int, target_id: str | None = None) -> Iterator[ReplayRecord]:
         """The records of `domain` with an id of at least `min_id`, oldest first, read as it advances."""
@@ -238,6 +238,11 @@ class ReplayBuffer:
                 raise_counter(connection, PURGES)
             self._home.checkpoint(wait=not more)  # until then the journal still holds them
         return count
+
+    def _drawable(self, domain: str | None, target_id: str | None, min_id: int = 0) -> dict[str, list[Held]]:
+        """As `_held`, but newest first and without all but the newest copies of a prompt."""
+        held = self._held(domain, target_id, min_id)
+        return {name: few_copies(reversed(some)) for name, some in held.items()}
 
     def _held(self, domain: str | None, target_id: str | None, min_id: int = 0) -> dict[str, list[Held]]:
         """What the shares depend on in the records, by domain, oldest first."""

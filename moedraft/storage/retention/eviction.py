@@ -7,12 +7,11 @@ from typing import Any, Literal, get_args
 
 from sqlalchemy import ColumnElement, Connection, case, delete, func, select, true
 
-from moedraft.storage.retention.shares import PINNED_SHARE, SOURCE_SHARE
+from moedraft.storage.retention.shares import COPIES, PINNED_SHARE, SOURCE_SHARE
 from moedraft.storage.tables import replay
 
 Policy = Literal["fifo", "reservoir", "hardest", "stratified"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
-COPIES = 4  # records of one client with the same prompt that a full buffer keeps
 
 _drafted = case((replay.c.drafted > 0, replay.c.drafted), else_=1)
 _rate = case((replay.c.drafted > 0, replay.c.accepted * 1.0 / _drafted), else_=1.0)
@@ -31,7 +30,8 @@ def evict(
 ) -> None:
     """Remove what exceeds the capacity: copies, then of clients above their share, then by the policy.
 
-    added: the clients and prompts whose copies are looked for, since only they can have become too many.
+    added: the clients and prompts whose copies are looked for. Copies of others, which came while there was
+    room, leave when their prompt comes again, or by the policy as all records do.
     """
     excess = _count(connection, domain) - capacity
     for source, prompt in added if excess > 0 else ():

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from random import Random
 from typing import NamedTuple
 
+COPIES = 4  # records of one client with the same prompt in one domain that are kept when it is full, or drawn
 SOURCE_SHARE = 2  # one source has at most 1 / 2
 PINNED_SHARE = 4  # records whose domain the client chose have at most 1 / 4
 LEAST_TAUGHT = 32  # records of one source that are learned from, though others give fewer
@@ -27,20 +28,20 @@ class Held(NamedTuple):
     prompt: int | None = None  # a hash of it; None: unlike all others
 
 
-def once(held: Iterable[Held]) -> list[Held]:
-    """The first record of each prompt."""
-    seen, chosen = set[int](), list[Held]()
+def few_copies(held: Iterable[Held]) -> list[Held]:
+    """Of each client's records with the same prompt the first COPIES; `held` are those of one domain."""
+    seen, chosen = Counter[tuple[str, int]](), list[Held]()
     for one in held:
-        if one.prompt is None or one.prompt not in seen:
-            chosen.append(one)
         if one.prompt is not None:
-            seen.add(one.prompt)
+            seen[one.source, one.prompt] += 1
+        if one.prompt is None or seen[one.source, one.prompt] <= COPIES:
+            chosen.append(one)
     return chosen
 
 
 def draw(held: list[Held], n: int, random: Random) -> list[int]:
-    """Ids of `n` records of different prompts in random order, drawn uniformly as far as `of_many` allows."""
-    chosen = of_many(once(random.sample(held, len(held))), n, LEAST_TAUGHT)
+    """Ids of `n` different records in random order, drawn uniformly as far as `of_many` allows."""
+    chosen = of_many(random.sample(held, len(held)), n, LEAST_TAUGHT)
     return random.sample(chosen, len(chosen))
 
 

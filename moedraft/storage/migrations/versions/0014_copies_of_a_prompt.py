@@ -13,5 +13,4 @@ down_revision = "0013"
 def upgrade() -> None:
     op.add_column("replay", sa.Column("prompt", sa.BigInteger))
     # The column lies behind the payload; the index has it where its overflow pages need not be read.
-    op.drop_index("replay_by_source", "replay")
-    op.create_index("replay_by_source", "replay", ["domain", "source", "prompt", "pinned", "id"])
+    op.create_index("replay_by_prompt", "replay", ["domain", "source", "prompt", "id", "pinned"])
