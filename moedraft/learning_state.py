@@ -30,7 +30,7 @@ class LearningState:
 
     kind: LearningKind
     reason: str = ""  # why it waits, yields or is paused
-    expert: str | None = None  # whose update is running; None: published versions are measured again
+    expert: str | None = None  # whose update is running; None: what serves is measured between updates
     step: int = 0  # optimiser steps done, of `steps`
     steps: int = 0
     loss: float | None = None  # mean over the running update, nats per token

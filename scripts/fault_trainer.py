@@ -90,7 +90,7 @@ def works(server: Server) -> bool:
         with suppress(OSError):
             os.sched_setscheduler(int(thread.name), os.SCHED_OTHER, os.sched_param(0))
             os.setpriority(os.PRIO_PROCESS, int(thread.name), 0)
-    return bool(found["pid"]) and found["status"].startswith(("waiting", "training", "yielding"))
+    return bool(found["pid"]) and found["status"].startswith(("waiting", "training", "yielding", "measuring"))
 
 
 def kill(pid: int) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from moedraft.config import Settings
 from moedraft.core import SHARED, ReplayRecord
 from moedraft.distill.joint.joint_trainer import Drawn, JointTrainer
 
@@ -68,20 +67,16 @@ class Arrangement:
     shared: int = 1  # rank of the shared adapter, as a multiple of an expert's
     further: int = 0  # updates without new requests after each window, as many as the gate sees a use in
     restarted: bool = False  # whether what a trainer keeps in memory is lost after each update
-    paced: bool = False  # whether updates follow when a server would make them, and as long as it would
 
 
 STATIC, JOINT, GATED, LATEST = "static", "joint", "joint+gate", "latest-window"
 ONE_ADAPTER = "mixed-replay"
 RESTARTED = "joint:restarted"
 EQUAL_COST = "joint:equal-cost"
-# Steps whose operations are those of 8 steps of one adapter, which computes all experts' tokens for each row:
-# .61 against .38 million million operations (results/evidence-long).
+# Steps whose operations are about those of 8 steps of one adapter, see `growth.at_equal_cost`.
 EQUAL_STEPS = 13
 SAYERS: dict[Data, str] = {"draft": "the draft's own answers", "mixed": "answers of both"}
 WIDE = 4  # rank of the shared adapter, as a multiple of an expert's, where nothing else is set
-SERVER_STEPS = Settings.model_fields["update_steps"].default
-PACED = "joint+gate:paced"  # the default, with updates of the length and as often as in a server
 SERVED = "joint+gate:wide"  # the default; a server makes more of the further updates, see `served.fewer`
 _ALL = (
     Arrangement(STATIC, "static", trainer=None, experts=False),
@@ -106,7 +101,7 @@ _ALL = (
         for data, whose in SAYERS.items()
     ),
     Arrangement(RESTARTED, "joint, no gate, restarted after each update", restarted=True),
-    Arrangement(EQUAL_COST, "joint, no gate, as much computing as one adapter", plan={"steps": EQUAL_STEPS}),
+    Arrangement(EQUAL_COST, "joint, no gate, 13 steps where others make 8", plan={"steps": EQUAL_STEPS}),
     Arrangement("joint:half", "joint, updates twice as often", every=0.5),
     Arrangement("joint:double", "joint, updates half as often", every=2.0),
     Arrangement("mixed-replay:further", "one adapter, further updates", OneTrainer, False, True, further=2),
@@ -121,11 +116,7 @@ _ALL = (
         shared=WIDE,
         further=2,
     ),
-    Arrangement("joint:wide", "joint, no gate, wide, further updates", shared=WIDE, further=2),
     Arrangement(SERVED, "joint, with gate, wide, further updates", gate=True, shared=WIDE, further=2),
-    Arrangement(
-        PACED, "as a server learns", gate=True, shared=WIDE, paced=True, plan={"steps": SERVER_STEPS}
-    ),
 )
 # The arrangement, by objective and whose answers teach it.
 TAUGHT: dict[str, dict[Data, str]] = {

@@ -9,7 +9,6 @@ from evidence.arrangements import (
     LATEST,
     MAIN,
     ONE_ADAPTER,
-    PACED,
     RESTARTED,
     SERVED,
     STATIC,
@@ -25,7 +24,6 @@ DATA = (STATIC, *(name for row in TAUGHT.values() for name in row.values()))
 INTERVALS = (JOINT, "joint:half", "joint:double")
 FURTHER = (STATIC, *MORE)
 ONE = (STATIC, LATEST, "one-offline", "one-both", SERVED)
-PACES = (STATIC, PACED, "mixed-replay:wide", "joint:wide", SERVED)
 Job = tuple[str, str]  # pattern, arrangement
 PARTS: dict[str, list[Job]] = {
     "quick": [(p, a) for p in ("steady", "one-by-one") for a in (STATIC, LATEST, JOINT, GATED)],
@@ -38,6 +36,5 @@ PARTS: dict[str, list[Job]] = {
     "further": [(pattern, name) for pattern in ORDERS if pattern not in POISONED for name in FURTHER],
     "restart": [("crossed", name) for name in (STATIC, JOINT, RESTARTED)],
     "equal-cost": [("steady", name) for name in (STATIC, ONE_ADAPTER, JOINT, EQUAL_COST)],
-    "pace": [("steady", name) for name in PACES],
     "gate": [(p, a) for p in ("steady", "drift", "one-by-one") for a in (GATED, "joint+gate-once")],
 }

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from evidence import pacing, tokens
+from evidence import tokens
 from evidence.answers import TARGET, Answers
 from evidence.arrangements import Arrangement
 from evidence.streams import Traffic
@@ -101,11 +101,8 @@ class Run:
         self.own_measure = self.trainer.measure  # for its log: no decision rests on it, see `learn`
         feature = isinstance(bench.draft, FeatureDraft)
         judge = Judge(self.measure, store, base_serves=feature) if arrangement.gate else None
-        every = plan.every if arrangement.paced else 1
-        self.loop = JointLoop(self.trainer, store, HomeOutlet(store), every, judge)
+        self.loop = JointLoop(self.trainer, store, HomeOutlet(store), 1, judge)
         self.loop.second_look = judge.second_look if judge and arrangement.second_look else None
-        self.step_seconds = pacing.step_seconds(bench.target, DEPTH) if arrangement.paced else 0.0
-        self.decoding = 0.0  # s that the requests so far took, of a paced run
 
     def owner(self, served: Served) -> str:
         """Whose expert drafts."""
@@ -122,27 +119,6 @@ class Run:
             step = 1 if data == "draft" else 2
             kept[::step] = self.bench.answers.drafted(draft, kept[::step])
         self.store.replay.add(kept)
-
-    def tell(self, served: Sequence[Served], counts: Sequence[Sequence[int]]) -> None:
-        """Store how long these requests took, for a trainer that reckons with it."""
-        rows = []
-        for one, row in zip(served, counts, strict=True):
-            prompt = one.record.num_prompt_tokens
-            tokens = len(one.record.token_ids) - prompt
-            rows.append(pacing.request_of(self.owner(one), row, prompt, tokens, self.step_seconds))
-        self.store.requests.add(rows)
-        self.decoding += sum(row.seconds for row in rows)
-
-    def rounds(self) -> Iterator[None]:
-        """Once for each update that follows a window; the caller makes it."""
-        if self.arrangement.paced:
-            while self.loop.due():
-                yield
-            return
-        yield
-        for _ in range(self.arrangement.further):
-            if self.goes_on:
-                yield
 
     def learn(self, whole: bool = False) -> dict[str, Any]:
         """One update: what it took, and what was decided.
@@ -238,8 +214,6 @@ def run(
         _go_online(one, served, known, held, found, traffic.turns)
         if tell_tokens:
             found["tokens"] = {"before": before, "after": one.tokens(held)}
-        if arrangement.paced:
-            found["decoding_seconds"] = round(one.decoding, 2)
     words = {"held_out": [h.record.domain for h in held], "domains": [s.record.domain for s in served]}
     return words | {"routed": list(routed), "target_operations": _target_operations(bench, records)} | found
 
@@ -278,14 +252,13 @@ def _go_online(
         for turn in turned:
             if learns and turn < done:
                 _note(one, turn, held, found)
-        counts = one.counts(window)
-        found["stream"] += counts
+        found["stream"] += one.counts(window)
         if learns:
             one.feed(window)
-            if arrangement.paced:
-                one.tell(window, counts)
-            for _ in one.rounds():
-                found["updates"].append({"requests": done, **_counted(one, found)})
+            found["updates"].append({"requests": done, **_counted(one, found)})
+            for _ in range(arrangement.further):
+                if one.goes_on:
+                    found["updates"].append({"requests": done, **_counted(one, found)})
         due = turned or number % max(1, round(plan.measured / arrangement.every)) == 0
         if done == len(served) or (due and learns):
             _note(one, done, held, found)

@@ -45,7 +45,7 @@ def summary(runs: Runs) -> dict[str, Any]:
         "machine": every[0]["machine"],
         "torch": every[0]["torch"],
         "runs": len(every),
-        "unmarked": sum("commit" not in run for run in every),  # files that do not tell the code's commit
+        "unmarked": sum(not run.get("commit") for run in every),  # files that do not tell the code's commit
         "precisions": {
             pattern: sorted({run.get("precision", BEFORE) for run in every if run["pattern"] == pattern})
             for pattern in patterns

@@ -13,7 +13,7 @@ MODELS = {
 OTHER_PAGE = {
     "smollm2": " The same with an independent draft model: [a page of its own](evidence-mini.md). Runs that "
     "are measured where traffic turns, and the default on poisoned traffic, in float32: "
-    "[another](evidence-turns.md). Streams of six times as many requests: [a third](evidence-long.md).",
+    "[another](evidence-turns.md). A stream of 960 requests: [evidence-long](evidence-long.md).",
     "mini": " On a real model: [evidence](evidence.md).",
 }
 
@@ -44,8 +44,9 @@ METHOD_TEXT = """## How it was measured
 - **Labels are hidden**: domains are the router's answer, after it was fitted on 40 example prompts a domain
   that are neither served nor held out. *True labels* is the exception.
 {weights}
-- **Equal updates**: the same number of updates and steps. One record in eight is held back from training in
-  every arrangement, since the gate needs it; arrangements without a gate publish every update.
+- **Equal updates**: the same number of updates and steps, unless a title says otherwise. One record in eight
+  is held back from training in every arrangement, since the gate needs it; arrangements without a gate
+  publish every update.
 - **With gate**: the gate, after each update once. A server also makes *further updates* from the same records
   while they still bring something; arrangements with some of these, fewer than a server's, have a section of
   their own. Not in these figures:
@@ -82,14 +83,16 @@ with another `--out` all of it anew.{times}
     python scripts/evidence.py --data ../shared/data --out results/evidence-turns \\
         --doc docs/evidence-turns.md --parts main,poison --patterns shift,one-by-one,{poisoned} \\
         --arrangements static,mixed-replay,joint+gate,joint+gate:wide
-    python scripts/evidence.py --data ../shared/data --out results/evidence-long --doc docs/evidence-long.md \
-        --parts main,further --patterns steady --requests 960 --measured 10 --seeds 1 \\
-        --arrangements static,latest-window,mixed-replay,joint,joint+gate,mixed-replay:wide,joint+gate:wide
+    python scripts/evidence.py --data ../shared/data --out results/evidence-long \\
+        --doc docs/evidence-long.md --parts main,equal-cost --patterns steady \\
+        --requests 960 --measured 10 --seeds 2 \\
+        --arrangements static,latest-window,mixed-replay,joint,joint+gate,joint:equal-cost
 
 With `--parts` only a part is run: `main`, `further` (with further updates), `poison` (a client that sends
 rubbish), `paper` (offline, online, and both), `objectives` (forward KL and others), `interval` (how often to
-update) or `data` (whose answers are learned from; an independent draft model only). `--patterns` and
-`--arrangements` choose from it."""
+update), `equal-cost` (as many operations as one adapter takes), `restart` (what a trainer that is started
+again has lost), `gate` (without its second look) or `data` (whose answers are learned from; an independent
+draft model only). `--patterns` and `--arrangements` choose from it."""
 
 DASH = "—"
 NOT_MEASURED = "not measured"

@@ -18,22 +18,16 @@ from scripts_loader import load_script
 from moedraft.config import Settings
 from moedraft.core import SHARED, ReplayRecord
 from moedraft.distill.features.record_states import RecordStates
-from moedraft.distill.joint.joint_loop import HOPELESS, MOST_AGAIN
-from moedraft.distill.pace.interval import Interval
-from moedraft.storage.requests import outcome_of
 
 from random_models import random_model
 
 running, streams, prompts, answers = (
     load_script(f"evidence.{name}") for name in ("running", "streams", "prompts", "answers")
 )
-arrangements, figures, pacing = (
-    load_script(f"evidence.{name}") for name in ("arrangements", "figures", "pacing")
-)
-ARRANGEMENTS, PACED = arrangements.ARRANGEMENTS, arrangements.PACED
+arrangements, figures = (load_script(f"evidence.{name}") for name in ("arrangements", "figures"))
+ARRANGEMENTS = arrangements.ARRANGEMENTS
 
 NAMES = ("code", "law", "prose")
-ANSWERED = 5  # tokens of an answer
 PLAN = running.Plan(every=6, steps=2, rows=4, rank=2, measured=2, beforehand=2)
 
 
@@ -139,6 +133,7 @@ VARIANTS = (
     "joint:missed",
     "joint:jsd",
     "joint:double",
+    "joint:equal-cost",
     "one-both",
     "separate-true",
     "joint+gate-once",
@@ -168,51 +163,18 @@ def test_every_arrangement_runs_and_says_what_it_did(bench: Any, name: str) -> N
         "mixed-replay:further": 12,
         "joint:further": 12,
         "mixed-replay:wide": 12,
-        "joint:wide": 12,
     }
     for update in found["updates"]:
         counted = Counter(one["decision"] for one in update["outcomes"])
         assert update["decisions"] == counted
-    # As many of the further updates as the gate allows, or as pay.
-    most = {"joint+gate:further": 12, "joint+gate:wide": 12, "joint+gate:paced": 4 * (1 + MOST_AGAIN)}
+    # As many of the further updates as the gate allows.
+    most = {"joint+gate:further": 12, "joint+gate:wide": 12}
     if name in most:
         assert 4 <= len(found["updates"]) <= most[name]
     else:
         assert len(found["updates"]) == expected.get(name, 4)
     assert len(found["stream"]) == {"offline": 0, "one-offline": 0, "one-both": 12}.get(name, 24)
     assert (found["operations"] > 0) == (name != "static")
-
-
-def test_a_paced_run_reckons_with_the_time_of_its_requests(
-    bench: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The trainer finds the requests in its home and reckons by them what a gain would save."""
-    settled, saved = Interval.settled, list[float]()
-
-    def reckoned(self: Interval, *args: Any, **keywords: Any) -> bool:
-        saved.append(self.payback._seconds_saved(0.1) or 0.0)
-        settled(self, *args, **keywords)
-        return False  # as if no update had paid
-
-    monkeypatch.setattr(Interval, "settled", reckoned)
-    monkeypatch.setattr(pacing, "step_seconds", lambda *_: 0.5)
-    found = run(bench, "steady", PACED)
-    assert len(found["updates"]) <= 4 * HOPELESS, "it stops after a few that do not pay"
-    assert found["decoding_seconds"] == pytest.approx(0.5 * sum(steps_of(found)))
-    each = found["decoding_seconds"] / 24
-    assert all(0 < one < 10_000 * each for one in saved)
-
-
-def steps_of(found: dict[str, Any]) -> list[int]:
-    """Of the target, by request: as many as its tokens took with drafts of that quality."""
-    return [max(1, round(ANSWERED * row[0] / sum(row))) for row in found["stream"]]
-
-
-def test_a_request_of_a_paced_run_took_the_steps_that_its_drafts_left_it() -> None:
-    row = pacing.request_of("law", [10, 5, 3, 2], prompt=7, tokens=40, step=0.5)
-    assert (row.num_tokens, row.speculation.num_steps, row.seconds) == (40, 20, 10.0)
-    assert outcome_of(row)[2:] == (10, 5)
-    assert outcome_of(pacing.request_of(SHARED, [10, 0, 0, 0], 7, 40, 0.5))[1:] == (40, 10, 0)
 
 
 def test_tokens_that_are_told_are_those_that_are_counted(bench: Any) -> None:

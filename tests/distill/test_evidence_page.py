@@ -314,6 +314,7 @@ def test_a_long_stream_is_told_point_by_point() -> None:
     static = next(line for line in rows if "static" in line).split(" | ")
     joint = next(line for line in rows if "joint" in line).split(" | ")
     # As the shares were given, but for the noise of the prompts.
+    assert "the first 10 requests brought +.100 first guesses, the last 10 +.200" in said
     assert static[-1].strip(" |") == "—"
     assert joint[-1].strip(" |") == "20% of the target's"
     static, joint = static[:-1], joint[:-1]
@@ -330,6 +331,9 @@ def test_as_many_operations_are_set_beside_one_adapter(end: float, verdict: str)
     found = [made_up("steady", name, i, some) for name, some in shares.items() for i in range(2)]
     of = summary.summary(figures.Runs(found))["patterns"]["steady"]
     assert verdict in growth.at_equal_cost(of, 8)
+    assert "takes about as many operations (10% and 10% of the target's)" in growth.at_equal_cost(of, 8)
+    of[arrangements.EQUAL_COST]["cost"] *= 2
+    assert "takes 2.00 times the operations" in growth.at_equal_cost(of, 8)
     del of[arrangements.EQUAL_COST], of["mixed-replay"]["default_more"][arrangements.EQUAL_COST]
     assert growth.at_equal_cost(of, 8) == ""
 

@@ -65,6 +65,8 @@ def trainer_state(now: TrainerState | None) -> StatusText:
         return StatusText("Training", "good", f"Updating the adapter of {doing.expert}{done}{loss}.")
     if doing.waits_for:
         return StatusText("Waiting", "busy", sentence(doing.waits_for))
+    if now.trains and now.held:
+        return StatusText("Yielding", "busy", f"{sentence(doing.text)[:-1]}: Requests are being served.")
     return StatusText("Running", "quiet", sentence(doing.reason if doing.is_paused else doing.text))
 
 
