@@ -25,7 +25,7 @@ from moedraft.distill.joint.joint_trainer import JointTrainer, JointUpdate
 from moedraft.distill.joint.plan import JointPlan
 from moedraft.distill.judging.gate import FEW, MOST_KEPT, Measured
 from moedraft.distill.judging.held_out import LEAST, MOST, TOGETHER, HeldOut
-from moedraft.distill.judging.judge import ENOUGH, TAUGHT, Judge
+from moedraft.distill.judging.judge import ENOUGH, OF_LATE, TAUGHT, Judge
 from moedraft.distill.judging.measures import JointMeasure, Serving, TextMeasure, instead
 from moedraft.distill.loop import LEAST_GAIN, DistillLoop
 from moedraft.distill.outlet import HomeOutlet
@@ -415,6 +415,20 @@ def test_a_joint_update_is_published_together(store: Store) -> None:
     assert (found["code"].stood_on, found[SHARED].stood_on) == (1, None)
     assert found["code"].gain == pytest.approx(0.2, abs=0.03)
     assert found[SHARED].gate_records == 16
+
+
+def test_half_of_the_traffic_is_that_of_late(store: Store) -> None:
+    """After a shift an update is judged for those who ask now, without forgetting the others."""
+    judge = Judge(Figures(by_tensors), store)
+    store.replay.add([record(n, "prose") for n in range(3 * OF_LATE)])
+    assert judge._traffic(store.replay.sizes()) == {"prose": 1.0}
+    store.replay.add([record(1000 + n, "code") for n in range(OF_LATE)])
+    assert judge._traffic(store.replay.sizes()) == {"code": 0.625, "prose": 0.375}
+    store.replay.add([record(2000 + n, SHARED) for n in range(OF_LATE // 2)])
+    shares = judge._traffic(store.replay.sizes())
+    assert shares == pytest.approx({"code": 1 / 9 + 1 / 4, "prose": 1 / 3, SHARED: 1 / 18 + 1 / 4})
+    store.replay.purge("code")
+    assert set(judge._traffic(store.replay.sizes())) == {"prose", SHARED}
 
 
 @pytest.mark.parametrize("base_serves", [True, False])

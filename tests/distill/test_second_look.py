@@ -210,7 +210,7 @@ def seen_records(look: SecondLook, name: str) -> dict[str, int]:
 def test_new_records_are_measured_once_before_they_are_trained_on(store: Store) -> None:
     store.replay.add(fresh(5))
     look = SecondLook(Figures(by_tensors), store)
-    kept(look, SHARED, "code")
+    kept(look, SHARED, "code", "prose")
     look.gather()
     assert seen_records(look, SHARED) == {}  # nothing came since
     new = fresh(6, first=200_000)
@@ -227,6 +227,19 @@ def test_new_records_are_measured_once_before_they_are_trained_on(store: Store) 
     store.replay.add(fresh(2, first=600_000))
     look.gather()
     assert seen_records(look, SHARED) == {"code": 8, "prose": 2}
+
+
+def test_a_domain_that_the_line_has_not_learned_says_nothing_of_it(store: Store) -> None:
+    """When traffic moves, weights that do not know the new domain must not speak against those that do."""
+    look = SecondLook(Figures(by_tensors), store)
+    kept(look, SHARED, "code")
+    store.replay.add([*fresh(4), *fresh(5, "prose", 400_000), *fresh(2, SHARED, 500_000)])
+    look.gather()
+    assert seen_records(look, SHARED) == {"code": 4, SHARED: 2}
+    kept(look, SHARED, "code", "prose")  # the next candidates have learned from these
+    store.replay.add(fresh(3, "prose", 600_000))
+    look.gather()
+    assert seen_records(look, SHARED) == {"code": 4, "prose": 3, SHARED: 2}
 
 
 def test_prompts_that_were_trained_on_are_not_new_when_they_come_again(store: Store) -> None:
@@ -271,7 +284,7 @@ def test_a_line_ends_when_something_else_serves(store: Store) -> None:
 
 def test_no_more_records_are_measured_than_an_update_has(store: Store) -> None:
     look = SecondLook(Figures(by_tensors), store)
-    kept(look, SHARED)
+    kept(look, SHARED, "code")
     store.replay.add(fresh(2 * MOST))
     look.gather()
     assert seen_records(look, SHARED) == {"code": MOST}

@@ -9,7 +9,7 @@ base alone did on the records that were measured last.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -25,6 +25,7 @@ from moedraft.storage.versions.candidate import Candidate, Weights
 
 OnBatch = Callable[[], None]
 TAUGHT = 4  # records from which on a domain gets adapters
+OF_LATE = 32  # newest records, whose domains are those of the traffic now
 ENOUGH = 3  # held-out records of a domain that may be left to the base alone
 
 
@@ -112,7 +113,7 @@ class Judge:
         """Measure for each domain with records what it could have under the new shared adapter."""
         new_shared, sizes = made[SHARED], self.store.replay.sizes()
         shared = self._live(SHARED, new_shared)
-        untaught = self.untaught()
+        untaught, traffic = self.untaught(), self._traffic(sizes)
         cases = {name: self._case(name, len(sizes), on_batch) for name in sizes}
         unadapted, options = self.store.registry.unadapted(), dict[str, Options]()
         seen = self.second_look.seen(new_shared)
@@ -125,12 +126,21 @@ class Judge:
             new = None
             if name in made and name != SHARED:
                 new = case.measured({SHARED: new_shared, name: made[name]})
-            options[name] = Options(before, new, old, None, static, sizes[name], base, seen.get(name))
+            options[name] = Options(before, new, old, None, static, traffic[name], base, seen.get(name))
         for name in in_doubt(options):
             if self._removable(name, new_shared):
                 none = cases[name].measured({SHARED: new_shared, name: None})
                 options[name] = replace(options[name], none=none)
         return options
+
+    def _traffic(self, sizes: Mapping[str, int]) -> dict[str, float]:
+        """The share of the traffic of each domain: half by all records that are kept, half by the newest.
+
+        After a shift an update is for those who ask now, and the others are asked no less than half.
+        """
+        newest = self.store.replay.newest_domains(OF_LATE)
+        parts = [{name: one / sum(some.values()) for name, one in some.items()} for some in (sizes, newest)]
+        return {name: sum(part.get(name, 0.0) for part in parts) / 2 for name in sizes}
 
     def _case(self, domain: str, domains: int, on_batch: OnBatch) -> Case:
         target = self.store.registry.get_meta(TARGET_ID)

@@ -103,13 +103,15 @@ class SecondLook:
     def _new(self, name: str, line: Line) -> dict[str, list[ReplayRecord]]:
         """The records that came since, by domain, one of each prompt, as many of a client as of all others.
 
-        Without those that are held out: by these the next candidate is judged itself.
+        Only of domains that the line's newest candidates were trained on. Without those that are held out: by
+        these the next candidate is judged itself.
         """
         new: dict[int, ReplayRecord] = {}
         target, moved = self.store.registry.get_meta(TARGET_ID), filed(self.store.registry)
         for record in self.store.replay.newest(MOST, line.last_id + 1, target):
             prompt = _prompt(record)
-            concerned = name in (SHARED, record.domain)
+            # Of a domain that the line has not learned yet it only shows what was, not what its next can do.
+            concerned = record.domain == name or (name == SHARED and record.domain in line.made)
             known = prompt in line.prompts or record.id in moved or is_held_out(record)
             if concerned and not known and len(record.topk_ids) >= USABLE:
                 line.prompts.add(prompt)

@@ -211,6 +211,13 @@ class ReplayBuffer:
         with self._home.read() as connection:
             return {row[0]: row[1] for row in connection.execute(query)}
 
+    def newest_domains(self, limit: int) -> dict[str, int]:
+        """How many of the newest `limit` records are of which domain; a domain without any is left out."""
+        newest = select(replay.c.domain).order_by(replay.c.id.desc()).limit(limit).subquery()
+        query = select(newest.c.domain, func.count()).group_by(newest.c.domain)
+        with self._home.read() as connection:
+            return {row[0]: row[1] for row in connection.execute(query)}
+
     def counts_since(self, domain: str | None, since_id: int) -> int:
         """How many records of `domain` (None: of all) are kept that came after the one with `since_id`."""
         query = _of(select(func.count()).select_from(replay).where(replay.c.id > since_id), domain)
