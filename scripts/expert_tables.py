@@ -72,10 +72,14 @@ def note(found: dict[str, Any]) -> str:
     same = "all answers equal" if all(seed["same_answers"] for seed in seeds) else "NOT all answers equal"
     count = "one seed" if len(seeds) == 1 else f"{len(seeds)} seeds"
     said = f"{found['note']}\n\n" if "note" in found else ""
+    other = seeds[0].get("learning of one adapter", learned)["updates"]
+    updates = f"{learned['updates']} updates" + (
+        f" ({other} of the one adapter)" if other != learned["updates"] else ""
+    )
     return (
         f"{said}SmolLM2-135M-Instruct on {seeds[0]['threads']} threads of a shared machine, {prompts} "
         f"held-out prompts of {domains} domains that the shipped drafter had not read, after "
-        f"{learned['requests']} requests and {learned['updates']} updates; {count}, {found['date']}, "
+        f"{learned['requests']} requests and {updates}; {count}, {found['date']}, "
         f"{same} token for token. Intervals are 95 %, over the prompts, at batch 1; batch 8 is a queue of "
         f"these prompts that was answered a few times, and its range that of the runs. The true domain of "
         f"each prompt is given, so "

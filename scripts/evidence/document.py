@@ -183,6 +183,8 @@ def precision(whole: Whole) -> str:
     other = [title_of(pattern) for pattern, found in whole["precisions"].items() if found == ["float32"]]
     if whole["settings"].get("target") == "mini" or not other:
         return ""
+    if len(other) == len(whole["precisions"]):
+        return " The target ran in float32, on a processor that has no bfloat16."
     return (
         f" With {listed(other)}, the target ran in float32, on a processor that has no bfloat16; with all "
         "other traffic in bfloat16. So figures of these are compared with one another only."
