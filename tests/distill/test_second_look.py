@@ -233,13 +233,35 @@ def test_a_domain_that_the_line_has_not_learned_says_nothing_of_it(store: Store)
     """When traffic moves, weights that do not know the new domain must not speak against those that do."""
     look = SecondLook(Figures(by_tensors), store)
     kept(look, SHARED, "code")
-    store.replay.add([*fresh(4), *fresh(5, "prose", 400_000), *fresh(2, SHARED, 500_000)])
+    store.replay.add([*fresh(4), *fresh(5, "prose", 400_000), *fresh(5, SHARED, 500_000)])
     look.gather()
-    assert seen_records(look, SHARED) == {"code": 4, SHARED: 2}
+    assert seen_records(look, SHARED) == {"code": 4}
     kept(look, SHARED, "code", "prose")  # the next candidates have learned from these
-    store.replay.add(fresh(3, "prose", 600_000))
+    store.replay.add([*fresh(3, "prose", 600_000), *fresh(2, SHARED, 700_000)])
     look.gather()
     assert seen_records(look, SHARED) == {"code": 4, "prose": 3, SHARED: 2}
+
+
+def test_a_shared_adapter_that_learns_in_turns_is_seen_on_all_that_it_learned(store: Store) -> None:
+    store.replay.add([*fresh(5), *fresh(2, "prose", 400_000)])
+    look = SecondLook(Figures(by_tensors), store)
+    kept(look, SHARED)
+    store.replay.add([*fresh(3, first=200_000), *fresh(3, "prose", 500_000)])
+    look.gather()
+    assert seen_records(look, SHARED) == {"code": 3}
+    store.adapters.publish(candidate("prose", 0.0))  # it was learned from before, as its expert shows
+    kept(look, SHARED)
+    store.replay.add(fresh(2, "prose", 600_000))
+    look.gather()
+    assert seen_records(look, SHARED) == {"code": 3, "prose": 2}
+
+
+def test_known_domains_are_seen_though_most_records_are_of_a_new_one(store: Store) -> None:
+    look = SecondLook(Figures(by_tensors), store)
+    kept(look, SHARED, "code")
+    store.replay.add([*fresh(4), *fresh(2 * MOST, "prose", 400_000)])
+    look.gather()
+    assert seen_records(look, SHARED) == {"code": 4}
 
 
 def test_prompts_that_were_trained_on_are_not_new_when_they_come_again(store: Store) -> None:
@@ -284,7 +306,8 @@ def test_a_line_ends_when_something_else_serves(store: Store) -> None:
 
 def test_no_more_records_are_measured_than_an_update_has(store: Store) -> None:
     look = SecondLook(Figures(by_tensors), store)
-    kept(look, SHARED, "code")
+    store.replay.add(fresh(5, first=500_000))
+    kept(look, SHARED)
     store.replay.add(fresh(2 * MOST))
     look.gather()
     assert seen_records(look, SHARED) == {"code": MOST}

@@ -74,8 +74,9 @@ def test_records_are_found_by_order_limit_and_id(mixed: ReplayBuffer) -> None:
     assert mixed.counts_since(None, 0) == mixed.count() == 124
     assert mixed.count("python") == 20
     assert mixed.sizes() == {"python": 20, "shared": 4, "sql": 100}
-    assert mixed.newest_domains(10) == {SHARED: 4, "python": 6}
-    assert mixed.newest_domains(1000) == mixed.sizes()
+    assert mixed.newest_domains(10, 3) == {SHARED: 4, "python": 6}
+    assert mixed.newest_domains(1000, 3) == mixed.sizes()
+    assert mixed.newest_domains(10, 3, {mixed.last_id()}) == {SHARED: 3, "python": 7}
     assert mixed.last_id() == mixed.last_id(SHARED)
     assert mixed.last_id("nothing") == 0
 

@@ -15,11 +15,12 @@ from typing import Protocol
 
 from moedraft.core import SHARED, ReplayRecord
 from moedraft.distill.judging.gate import Measured, Verdict
-from moedraft.distill.judging.held_out import HeldOut
+from moedraft.distill.judging.held_out import LEAST_JUDGED, HeldOut
 from moedraft.distill.judging.measures import Measure, Serving
 from moedraft.distill.judging.second_look import SecondLook
 from moedraft.distill.judging.together import Options, decide_alone, decide_together, in_doubt
 from moedraft.storage.changes import is_pinned
+from moedraft.storage.filing import filed
 from moedraft.storage.store import TARGET_ID, Store
 from moedraft.storage.versions.candidate import Candidate, Weights
 
@@ -136,9 +137,9 @@ class Judge:
     def _traffic(self, sizes: Mapping[str, int]) -> dict[str, float]:
         """The share of the traffic of each domain: half by all records that are kept, half by the newest.
 
-        After a shift an update is for those who ask now, and the others are asked no less than half.
+        After a shift an update is for those who ask now, and the others count at least half of what they did.
         """
-        newest = self.store.replay.newest_domains(OF_LATE)
+        newest = self.store.replay.newest_domains(OF_LATE, LEAST_JUDGED, filed(self.store.registry))
         parts = [{name: one / sum(some.values()) for name, one in some.items()} for some in (sizes, newest)]
         return {name: sum(part.get(name, 0.0) for part in parts) / 2 for name in sizes}
 

@@ -19,7 +19,7 @@ from moedraft.core import SHARED, ReplayRecord
 from moedraft.distill.judging.gate import Measured, Seen, Verdict, joined
 from moedraft.distill.judging.held_out import LEAST_JUDGED, USABLE
 from moedraft.distill.judging.measures import Measure, Serving
-from moedraft.distill.single.trainer import is_held_out
+from moedraft.distill.single.trainer import domains_taught, is_held_out
 from moedraft.storage.changes import is_pinned
 from moedraft.storage.filing import filed
 from moedraft.storage.retention.shares import Held, of_many
@@ -27,6 +27,7 @@ from moedraft.storage.store import TARGET_ID, Store
 from moedraft.storage.versions.candidate import Candidate, Weights
 
 MOST = 32  # new records that one line is measured on before an update
+LOOKED_AT = 4 * MOST  # of the newest records, some of which are of no use
 REMEMBERED = 512  # of the newest records that an update knew of, those whose prompts count as trained on
 
 OnBatch = Callable[[], None]
@@ -40,6 +41,7 @@ class Line:
     last_id: int  # the newest record that these candidates may have been trained on
     shared: int  # the version of the shared adapter that serves while the line lasts
     prompts: set[int] = field(default_factory=set)  # hashes of those trained on or measured: they are not new
+    learned: set[str] = field(default_factory=set)  # domains that these candidates have learned
     seen: dict[str, Seen] = field(default_factory=dict)  # by domain
 
 
@@ -62,8 +64,10 @@ class SecondLook:
         if line is None or line.shared != shared or line.made[name].parent != made[name].parent:
             line = self._lines[name] = Line(made, last_id, shared)
         line.made, line.last_id = made, last_id
-        known = self.store.replay.records(limit=REMEMBERED)
-        line.prompts |= {_prompt(record) for record in known if record.id <= last_id}
+        known = [one for one in self.store.replay.records(limit=REMEMBERED) if one.id <= last_id]
+        line.prompts |= {_prompt(record) for record in known}
+        live = {one.domain for one in self.store.registry.versions() if one.state == "live"}
+        line.learned |= domains_taught(known) | {*made, *live} - {SHARED}
 
     def gather(self, on_batch: OnBatch = lambda: None) -> None:
         """Measure the candidate of every line on the records that came since it was made."""
@@ -103,15 +107,15 @@ class SecondLook:
     def _new(self, name: str, line: Line) -> dict[str, list[ReplayRecord]]:
         """The records that came since, by domain, one of each prompt, as many of a client as of all others.
 
-        Only of domains that the line's newest candidates were trained on. Without those that are held out: by
+        Only of domains that the line has learned. Without those that are held out: by
         these the next candidate is judged itself.
         """
         new: dict[int, ReplayRecord] = {}
         target, moved = self.store.registry.get_meta(TARGET_ID), filed(self.store.registry)
-        for record in self.store.replay.newest(MOST, line.last_id + 1, target):
+        for record in self.store.replay.newest(LOOKED_AT, line.last_id + 1, target):
             prompt = _prompt(record)
             # Of a domain that the line has not learned yet it only shows what was, not what its next can do.
-            concerned = record.domain == name or (name == SHARED and record.domain in line.made)
+            concerned = name in (SHARED, record.domain) and record.domain in line.learned
             known = prompt in line.prompts or record.id in moved or is_held_out(record)
             if concerned and not known and len(record.topk_ids) >= USABLE:
                 line.prompts.add(prompt)

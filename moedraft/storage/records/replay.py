@@ -7,7 +7,8 @@ The shared adapter has no second copy: its buffer is the records of all domains,
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,6 +29,7 @@ from moedraft.storage.retention.shares import (
     even_shares,
     few_copies,
     of_many,
+    one_of_each_prompt,
     within_shares,
 )
 from moedraft.storage.tables import domains, replay, replay_states
@@ -211,12 +213,20 @@ class ReplayBuffer:
         with self._home.read() as connection:
             return {row[0]: row[1] for row in connection.execute(query)}
 
-    def newest_domains(self, limit: int) -> dict[str, int]:
-        """How many of the newest `limit` records are of which domain; a domain without any is left out."""
-        newest = select(replay.c.domain).order_by(replay.c.id.desc()).limit(limit).subquery()
-        query = select(newest.c.domain, func.count()).group_by(newest.c.domain)
-        with self._home.read() as connection:
-            return {row[0]: row[1] for row in connection.execute(query)}
+    def newest_domains(self, limit: int, least: int, without: Collection[int] = ()) -> dict[str, int]:
+        """How many of the newest `limit` records are of which domain, as far as the clients' shares allow.
+
+        One of each prompt, and none with the ids `without`; a domain without any is left out. least: as in
+        `shares.of_many`.
+        """
+        domain_of: dict[int, str] = {}
+        newest = list[Held]()
+        for name, some in self._drawable(None, None).items():
+            first = [one for one in one_of_each_prompt(some) if one.id not in without]
+            newest += first
+            domain_of |= dict.fromkeys((one.id for one in first), name)
+        newest.sort(key=lambda one: -one.id)
+        return dict(Counter(domain_of[number] for number in of_many(newest, limit, least)))
 
     def counts_since(self, domain: str | None, since_id: int) -> int:
         """How many records of `domain` (None: of all) are kept that came after the one with `since_id`."""
