@@ -9,7 +9,7 @@ base alone did on the records that were measured last.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -114,7 +114,8 @@ class Judge:
         """Measure for each domain with records what it could have under the new shared adapter."""
         new_shared, sizes = made[SHARED], self.store.replay.sizes()
         shared = self._live(SHARED, new_shared)
-        untaught, traffic = self.untaught(), self._traffic(sizes)
+        untaught = self.untaught()
+        traffic = self.store.replay.traffic(OF_LATE, LEAST_JUDGED, filed(self.store.registry))
         cases = {name: self._case(name, len(sizes), on_batch) for name in sizes}
         unadapted, options = self.store.registry.unadapted(), dict[str, Options]()
         seen = self.second_look.seen(new_shared)
@@ -133,15 +134,6 @@ class Judge:
                 none = cases[name].measured({SHARED: new_shared, name: None})
                 options[name] = replace(options[name], none=none)
         return options
-
-    def _traffic(self, sizes: Mapping[str, int]) -> dict[str, float]:
-        """The share of the traffic of each domain: half by all records that are kept, half by the newest.
-
-        After a shift an update is for those who ask now, and the others count at least half of what they did.
-        """
-        newest = self.store.replay.newest_domains(OF_LATE, LEAST_JUDGED, filed(self.store.registry))
-        parts = [{name: one / sum(some.values()) for name, one in some.items()} for some in (sizes, newest)]
-        return {name: sum(part.get(name, 0.0) for part in parts) / 2 for name in sizes}
 
     def _case(self, domain: str, domains: int, on_batch: OnBatch) -> Case:
         target = self.store.registry.get_meta(TARGET_ID)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from moedraft.core import SHARED, ReplayRecord
-from moedraft.distill.judging.gate import Measured, Seen, Verdict, joined
+from moedraft.distill.judging.gate import FEW, Measured, Seen, Verdict, joined
 from moedraft.distill.judging.held_out import LEAST_JUDGED, USABLE
 from moedraft.distill.judging.measures import Measure, Serving
 from moedraft.distill.single.trainer import domains_taught, is_held_out
@@ -67,7 +67,7 @@ class SecondLook:
         known = [one for one in self.store.replay.records(limit=REMEMBERED) if one.id <= last_id]
         line.prompts |= {_prompt(record) for record in known}
         live = {one.domain for one in self.store.registry.versions() if one.state == "live"}
-        line.learned |= domains_taught(known) | {*made, *live} - {SHARED}
+        line.learned |= domains_taught(known, FEW) | {*made, *live} - {SHARED}
 
     def gather(self, on_batch: OnBatch = lambda: None) -> None:
         """Measure the candidate of every line on the records that came since it was made."""

@@ -30,7 +30,6 @@ from moedraft.storage.versions.candidate import Candidate
 
 HELD_OUT_EVERY = 8  # one record of this many is never trained on; it only measures updates
 MEASURED = 32  # held-out records that one update is measured by, at most
-A_FEW = 4  # records of a domain from which on it counts as learned
 SAMPLE = 512  # records that one update looks at, at most
 LAST_RATE = 0.2  # share of the learning rate that is left at the end of an update, so that the result settles
 
@@ -43,10 +42,10 @@ def is_held_out(record: ReplayRecord) -> bool:
     return zlib.crc32(ids.encode()) % HELD_OUT_EVERY == 0
 
 
-def domains_taught(records: Iterable[ReplayRecord]) -> set[str]:
-    """The domains of which an update has a few of these records to learn from."""
+def domains_taught(records: Iterable[ReplayRecord], least: int) -> set[str]:
+    """The domains of which an update has at least so many of these records to learn from."""
     counts = Counter(record.domain for record in records if not is_held_out(record))
-    return {name for name, count in counts.items() if count >= A_FEW}
+    return {name for name, count in counts.items() if count >= least}
 
 
 def distinct(records: Iterable[ReplayRecord]) -> Iterator[ReplayRecord]:

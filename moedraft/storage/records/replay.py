@@ -213,20 +213,20 @@ class ReplayBuffer:
         with self._home.read() as connection:
             return {row[0]: row[1] for row in connection.execute(query)}
 
-    def newest_domains(self, limit: int, least: int, without: Collection[int] = ()) -> dict[str, int]:
-        """How many of the newest `limit` records are of which domain, as far as the clients' shares allow.
+    def traffic(self, of_late: int, least: int, without: Collection[int] = ()) -> dict[str, float]:
+        """The share of each domain: half by all records that are kept, half by the newest `of_late`.
 
-        One of each prompt, and none with the ids `without`; a domain without any is left out. least: as in
-        `shares.of_many`.
+        Of these one of each prompt counts, none with the ids `without`, and a client's as far as the shares
+        allow. least: as in `shares.of_many`.
         """
-        domain_of: dict[int, str] = {}
-        newest = list[Held]()
-        for name, some in self._drawable(None, None).items():
-            first = [one for one in one_of_each_prompt(some) if one.id not in without]
-            newest += first
-            domain_of |= dict.fromkeys((one.id for one in first), name)
-        newest.sort(key=lambda one: -one.id)
-        return dict(Counter(domain_of[number] for number in of_many(newest, limit, least)))
+        held = self._held(None, None)
+        newest = {name: one_of_each_prompt(reversed(some)) for name, some in held.items()}
+        domain_of = {one.id: name for name, some in newest.items() for one in some if one.id not in without}
+        found = sorted((one for some in newest.values() for one in some if one.id in domain_of), reverse=True)
+        late = Counter(domain_of[number] for number in of_many(found, of_late, least))
+        sizes = {name: len(some) for name, some in held.items()}
+        parts = [{name: one / sum(some.values()) for name, one in some.items()} for some in (sizes, late)]
+        return {name: sum(part.get(name, 0.0) for part in parts) / 2 for name in sizes}
 
     def counts_since(self, domain: str | None, since_id: int) -> int:
         """How many records of `domain` (None: of all) are kept that came after the one with `since_id`."""
