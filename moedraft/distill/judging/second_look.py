@@ -3,8 +3,8 @@ is trained on them.
 
 One record in eight is held out, and one update brings few of them. But until the next update is trained on
 them, all new records are new to a candidate that was kept, so what serves and that candidate can be measured
-on each of them that is of a domain that it has learned. What is seen adds up over the line: the candidate, and those trained on from it, until one is
-published or thrown away (`gate.decide_again`).
+on each of them, in domains that it has learned. What is seen adds up over the line: the candidate, and those
+trained on from it, until one is published or thrown away (`gate.decide_again`).
 
 Simulated with sixteen records an update, two of them held out (tests/distill/test_second_look.py): without a
 gain fewer lines are published than by one look at each candidate, and small gains are published sooner.
