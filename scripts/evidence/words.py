@@ -53,8 +53,8 @@ METHOD_TEXT = """## How it was measured
   a server changes the interval between updates, and takes versions back that later requests show to be worse.
   Runs with a gate were made with the forms that it had at their time; what was changed stands in
   [experiments](experiments.md#candidates-that-had-not-learned-a-domain-yet). Only joint learning with the
-  gate on the sharp shift and on one domain after another, in float32, was run with the form of 2026-11-27,
-  which publishes sooner where traffic moves.
+  gate on the sharp shift and on one domain after another, in float32, was run with a form of 2026-11-27 that
+  publishes sooner where traffic moves, and that is not quite the present one either.
 - **Lowest point of a domain**: of all measurements on the way and at the end, and of all domains, the one
   that stood lowest against static, and after how many requests. As the lowest of several is picked, a little
   of it is chance. The gate judges by one record in eight of those that came, so that it can hardly protect a
