@@ -27,7 +27,7 @@ from moedraft.storage.store import TARGET_ID, Store
 from moedraft.storage.versions.candidate import Candidate, Weights
 
 MOST = 32  # new records that one line is measured on before an update
-LOOKED_AT = 4 * MOST  # of the newest records, some of which are of no use
+LOOKED_AT = 4 * MOST  # newest records of which these are chosen
 REMEMBERED = 512  # of the newest records that an update knew of, those whose prompts count as trained on
 
 OnBatch = Callable[[], None]
@@ -107,8 +107,8 @@ class SecondLook:
     def _new(self, name: str, line: Line) -> dict[str, list[ReplayRecord]]:
         """The records that came since, by domain, one of each prompt, as many of a client as of all others.
 
-        Only of domains that the line has learned. Without those that are held out: by
-        these the next candidate is judged itself.
+        Only of domains that the line has learned, and none that are held out: by these the next candidate is
+        judged itself.
         """
         new: dict[int, ReplayRecord] = {}
         target, moved = self.store.registry.get_meta(TARGET_ID), filed(self.store.registry)
