@@ -54,6 +54,8 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--target", default="smollm2")
     parser.add_argument("--draft", help="of any kind; default: the one that is shipped for the target")
+    precisions = ("auto", "float32", "bfloat16")
+    parser.add_argument("--dtype", default="auto", choices=precisions, help="of the target, as in `serve`")
     parser.add_argument("--domains", default=DOMAINS)
     parser.add_argument("--requests", type=int, default=160, help="of a run")
     parser.add_argument("--heldout", type=int, default=40, help="prompts a domain to measure with")
@@ -151,16 +153,17 @@ class Workplace:
 
 
 def _bench(args: argparse.Namespace, plan: Plan) -> Bench:
-    target = load_model(args.target, "target")
+    target = load_model(args.target, "target", dtype=args.dtype)
+    precision = str(target.dtype).removeprefix("torch.")
     name = draft_name(load_settings(target=args.target, draft=str(args.draft or "auto")))
     if feature_folder(name) is None:
         draft = load_model(name, "draft", dtype="float32", cpu_fast_paths=False)
-        cache = args.cache / Path(args.target).name
+        cache = args.cache / f"{Path(args.target).name}-{precision}"
         return Bench(target, draft, Answers(target, None, cache, args.max_tokens), plan)
     base = load_feature_base(Path(name), target, torch.float32)
     states = RecordStates(target, base.hf, 2**28)
     # What is cached depends on both models.
-    cache = args.cache / f"{Path(args.target).name}-{base.weights_hash()[:12]}"
+    cache = args.cache / f"{Path(args.target).name}-{precision}-{base.weights_hash()[:12]}"
     return Bench(target, base.hf, Answers(target, states, cache, args.max_tokens), plan)
 
 

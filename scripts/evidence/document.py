@@ -184,9 +184,9 @@ def precision(whole: Whole) -> str:
     if whole["settings"].get("target") == "mini" or not other:
         return ""
     if len(other) == len(whole["precisions"]):
-        return " The target ran in float32, on a processor that has no bfloat16."
+        return " The target ran in float32, as on a processor that has no bfloat16."
     return (
-        f" With {listed(other)}, the target ran in float32, on a processor that has no bfloat16; with all "
+        f" With {listed(other)}, the target ran in float32, as on a processor without bfloat16; with all "
         "other traffic in bfloat16. So figures of these are compared with one another only."
     )
 
