@@ -12,9 +12,9 @@ from moedraft.distill.joint.joint_loop import JointLoop
 from moedraft.distill.joint.joint_trainer import JointTrainer
 from moedraft.distill.joint.plan import JointPlan
 from moedraft.distill.judging.judge import Judge
-from moedraft.distill.judging.measures import JointMeasure, Measure, TextMeasure
 from moedraft.distill.judging.watch import Watch
 from moedraft.distill.loop import DistillLoop
+from moedraft.distill.measuring.measures import JointMeasure, Measure, TextMeasure
 from moedraft.distill.outlet import HomeOutlet, Outlet
 from moedraft.distill.single.trainer import Trainer
 from moedraft.distill.text.text_lessons import TextLessons

@@ -27,7 +27,7 @@ from moedraft.distill.joint.joint_loop import JointLoop
 from moedraft.distill.joint.joint_trainer import JointTrainer
 from moedraft.distill.joint.plan import JointPlan, Lessons
 from moedraft.distill.judging.judge import Judge
-from moedraft.distill.judging.measures import JointMeasure, Serving
+from moedraft.distill.measuring.measures import JointMeasure, Serving
 from moedraft.distill.outlet import HomeOutlet
 from moedraft.distill.text.text_lessons import TextLessons
 from moedraft.distill.text.text_student import TextStudent

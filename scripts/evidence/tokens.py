@@ -15,7 +15,7 @@ from moedraft.core import ReplayRecord
 from moedraft.distill.features.feature_batches import DraftVocabulary, collate, taught_at
 from moedraft.distill.features.feature_lessons import FeatureLessons
 from moedraft.distill.joint.joint_trainer import JointTrainer
-from moedraft.distill.judging.measures import Serving, instead
+from moedraft.distill.measuring.measures import Serving, instead
 
 KEPT = 100  # tokens, the most frequent ones in the target's answers
 Pair = tuple[int, int]  # what the target says, and what was guessed

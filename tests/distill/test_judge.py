@@ -26,8 +26,9 @@ from moedraft.distill.joint.plan import JointPlan
 from moedraft.distill.judging.gate import FEW, MOST_KEPT, Measured
 from moedraft.distill.judging.held_out import LEAST, MOST, TOGETHER, HeldOut
 from moedraft.distill.judging.judge import ENOUGH, TAUGHT, Judge
-from moedraft.distill.judging.measures import JointMeasure, Serving, TextMeasure, instead
 from moedraft.distill.loop import LEAST_GAIN, DistillLoop
+from moedraft.distill.measuring.measures import JointMeasure, Serving, TextMeasure, instead
+from moedraft.distill.measuring.remembered import Remembered
 from moedraft.distill.outlet import HomeOutlet
 from moedraft.distill.single.trainer import Trainer, is_held_out
 from moedraft.distill.text.batches import collate as collate_text
@@ -282,11 +283,13 @@ class Figures:
 
     share: Callable[[Serving, str], float]
     asked: list[str] = field(default_factory=list)
+    records: list[int] = field(default_factory=list)
 
     def __call__(
         self, serving: Serving, domain: str, records: Sequence[ReplayRecord], on_batch: Callable[[], None]
     ) -> Measured:
         self.asked.append(domain)
+        self.records.append(len(records))
         share, tries = self.share(serving, domain), 100
         right = [round(tries * share) + (index % 3) for index in range(len(records))]
         return Measured(np.array([[[one, tries]] for one in right]).reshape(-1, 1, 2), 1 - share)
@@ -339,7 +342,9 @@ def loop_of(store: Store, kind: type[FakeTrainer] = One, **value: float) -> tupl
         store.replay.add(held_out(8, name, first=0 if name == "code" else 5000))
     trainer = kind({"shared": 0.0, **value})
     loop = JointLoop if kind is Together else DistillLoop
-    judge = Judge(Figures(by_tensors), store)
+    figures = Figures(by_tensors)
+    judge = Judge(figures, store)
+    judge.measure = figures  # tests change its table; what is remembered has tests of its own
     return loop(trainer, store, HomeOutlet(store), 4, judge), trainer  # type: ignore[arg-type]
 
 
@@ -633,16 +638,25 @@ def test_an_expert_that_learned_alone_is_measured_against_the_untrained_draft(st
     assert (one.decision, one.version) == ("reset", 0)
 
 
-def test_the_untrained_draft_is_measured_once_for_the_same_records(store: Store) -> None:
-    loop, _ = loop_of(store, code=0.1)
-    loop.run_once("code")
-    first = len(loop.judge.measure.asked)
-    loop.run_once("code")
-    assert len(loop.judge.measure.asked) - first == first - 1 + 1  # the live version can be taken away now
-    store.replay.add(held_out(9, "code", first=9000))
-    before = len(loop.judge.measure.asked)
-    loop.run_once("code")
-    assert len(loop.judge.measure.asked) - before == first + 1
+def test_what_serves_and_the_untrained_draft_are_measured_on_new_records_alone(store: Store) -> None:
+    loop, trainer = loop_of(store, Together, shared=0.1, code=0.1)
+    figures = loop.judge.measure
+    loop.judge.measure = Remembered(figures)
+    assert loop.run_once() is not None
+
+    def measured_on(value: float) -> list[int]:
+        """How many records of "code" were measured each time in an update that is not published."""
+        figures.asked.clear()
+        figures.records.clear()
+        trainer.value = {SHARED: value, "code": value}
+        assert loop.run_once() is None
+        asked = zip(figures.asked, figures.records, strict=True)
+        return [count for domain, count in asked if domain == "code"]
+
+    candidates = [8, 8, 8]  # above the new shared adapter: the new expert, the one that serves, and none
+    assert measured_on(0.05) == candidates
+    store.replay.add(held_out(3, "code", first=9000))
+    assert sorted(measured_on(0.04)) == [3, 3, *(11 for _ in candidates)]
 
 
 def test_a_joint_update_that_cannot_be_stored_leaves_all_as_it_was(

@@ -21,7 +21,7 @@ from moedraft.distill.joint.joint_loop import JointLoop
 from moedraft.distill.joint.joint_trainer import JointTrainer
 from moedraft.distill.joint.plan import JointPlan
 from moedraft.distill.judging.judge import Judge
-from moedraft.distill.judging.measures import JointMeasure
+from moedraft.distill.measuring.measures import JointMeasure
 from moedraft.distill.outlet import HomeOutlet
 from moedraft.distill.text.batches import RecordBatch, collate
 from moedraft.distill.text.text_lessons import TextLessons

@@ -3,8 +3,8 @@
 An expert's candidate is measured over the shared adapter that is live, on its own domain: other domains are
 drafted by other experts. A shared adapter's is measured on every domain, below the expert that each would
 have. All of them are measured against the draft base without any adapter as well. This reads storage and
-writes nothing; it remembers how often an adapter was trained on without being published, and how the draft
-base alone did on the records that were measured last.
+writes nothing; it remembers how often an adapter was trained on without being published, and what was
+measured.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import Protocol
 from moedraft.core import SHARED, ReplayRecord
 from moedraft.distill.judging.gate import Measured, Verdict
 from moedraft.distill.judging.held_out import HeldOut
-from moedraft.distill.judging.measures import Measure, Serving
 from moedraft.distill.judging.second_look import SecondLook
 from moedraft.distill.judging.together import Options, decide_alone, decide_together, in_doubt
+from moedraft.distill.measuring.measures import Measure, Serving
+from moedraft.distill.measuring.remembered import Remembered
 from moedraft.storage.changes import is_pinned
 from moedraft.storage.store import TARGET_ID, Store
 from moedraft.storage.versions.candidate import Candidate, Weights
@@ -50,13 +51,12 @@ class Judge:
 
     def __init__(self, measure: Measure, store: Store, *, base_serves: bool = False) -> None:
         """base_serves: whether rows of single domains can be drafted for by the base alone."""
-        self.measure, self.store = measure, store
+        self.measure, self.store = Remembered(measure), store
         self.held_out = HeldOut(store.replay)
         self.second_look = SecondLook(measure, store)
         self._kept: dict[str, tuple[int, int]] = {}  # the live version, and candidates kept since
         self._newest = -1  # record there was when candidates were judged last
         self.base_serves = base_serves
-        self._static: dict[str, tuple[int, Measured]] = {}  # by domain: hash of the records, their figures
 
     def __call__(
         self, candidates: Sequence[Candidate], on_batch: OnBatch = lambda: None
@@ -137,14 +137,10 @@ class Judge:
         records = self.held_out.records(domain, domains, target, on_batch)
         return Case(domain, records, lambda serving: self.measure(serving, domain, records, on_batch))
 
-    def _static_of(self, case: Case) -> Measured:
-        """The figures of the draft base alone; they are measured again only when the records change."""
-        key = hash(tuple(tuple(record.token_ids) for record in case.records))
-        known = self._static.get(case.domain)
-        if known is None or known[0] != key:
-            serving: Serving = {SHARED: None} if case.domain == SHARED else {SHARED: None, case.domain: None}
-            known = self._static[case.domain] = key, case.measured(serving)
-        return known[1]
+    @staticmethod
+    def _static_of(case: Case) -> Measured:
+        """The figures of the draft base alone."""
+        return case.measured(dict.fromkeys({SHARED, case.domain}))
 
     def _removable(self, name: str, made: Candidate) -> bool:
         """Whether the expert has a live version of this draft base that is not pinned, and may be removed."""

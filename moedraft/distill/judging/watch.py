@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from moedraft.core import SHARED, AdapterVersion, CorruptAdapter, GateDecision, ReplayRecord
 from moedraft.distill.judging.gate import Measured, Verdict, compare, joined
 from moedraft.distill.judging.held_out import LEAST_JUDGED, USABLE
-from moedraft.distill.judging.measures import Measure, Serving
+from moedraft.distill.measuring.measures import Measure, Serving
 from moedraft.storage.changes import is_pinned
 from moedraft.storage.filing import filed
 from moedraft.storage.registry import Registry
