@@ -1,4 +1,4 @@
-"""What was measured once under the same adapters is not measured again, and figures stay those of a measure."""
+"""What was measured once under the same adapters is not measured again, and no figure changes by that."""
 
 from __future__ import annotations
 

@@ -88,5 +88,5 @@ def _content(weights: Weights | None) -> bytes:
         parts["vocabulary"] = weights.vocabulary
     for name, tensor in sorted(parts.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.digest()
