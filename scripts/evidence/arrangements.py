@@ -78,6 +78,7 @@ EQUAL_STEPS = 13
 SAYERS: dict[Data, str] = {"draft": "the draft's own answers", "mixed": "answers of both"}
 WIDE = 4  # rank of the shared adapter, as a multiple of an expert's, where nothing else is set
 SERVED = "joint+gate:wide"  # the default; a server makes more of the further updates, see `served.fewer`
+SERVED_EQUAL_COST = "joint+gate:wide:equal-cost"
 _ALL = (
     Arrangement(STATIC, "static", trainer=None, experts=False),
     Arrangement(LATEST, "one adapter, latest window", OneTrainer, False, True, plan={"replayed": 0.0}),
@@ -117,6 +118,14 @@ _ALL = (
         further=2,
     ),
     Arrangement(SERVED, "joint, with gate, wide, further updates", gate=True, shared=WIDE, further=2),
+    Arrangement(
+        SERVED_EQUAL_COST,
+        "joint, with gate, wide, further updates, 13 steps where others make 8",
+        gate=True,
+        shared=WIDE,
+        further=2,
+        plan={"steps": EQUAL_STEPS},
+    ),
 )
 # The arrangement, by objective and whose answers teach it.
 TAUGHT: dict[str, dict[Data, str]] = {

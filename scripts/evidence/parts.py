@@ -11,6 +11,7 @@ from evidence.arrangements import (
     ONE_ADAPTER,
     RESTARTED,
     SERVED,
+    SERVED_EQUAL_COST,
     STATIC,
     TAUGHT,
 )
@@ -23,6 +24,8 @@ OBJECTIVES = (JOINT, "joint:rkl", "joint:jsd", "joint:tvd", "joint:missed")
 DATA = (STATIC, *(name for row in TAUGHT.values() for name in row.values()))
 INTERVALS = (JOINT, "joint:half", "joint:double")
 FURTHER = (STATIC, *MORE)
+FURTHER_EQUAL_COST = (STATIC, "mixed-replay:wide", SERVED, SERVED_EQUAL_COST)
+FURTHER_ON = ("steady", "reworded", "drift", "new-domain")
 ONE = (STATIC, LATEST, "one-offline", "one-both", SERVED)
 Job = tuple[str, str]  # pattern, arrangement
 PARTS: dict[str, list[Job]] = {
@@ -35,6 +38,9 @@ PARTS: dict[str, list[Job]] = {
     "paper": [(ONLY + domain, name) for domain in PAPER for name in ONE],
     "further": [(pattern, name) for pattern in ORDERS if pattern not in POISONED for name in FURTHER],
     "restart": [("crossed", name) for name in (STATIC, JOINT, RESTARTED)],
-    "equal-cost": [("steady", name) for name in (STATIC, ONE_ADAPTER, JOINT, EQUAL_COST)],
+    "equal-cost": [
+        *(("steady", name) for name in (STATIC, ONE_ADAPTER, JOINT, EQUAL_COST)),
+        *((pattern, name) for pattern in FURTHER_ON for name in FURTHER_EQUAL_COST),
+    ],
     "gate": [(p, a) for p in ("steady", "drift", "one-by-one") for a in (GATED, "joint+gate-once")],
 }
