@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from evidence import costs, decisions, growth, lows, missing, moves, paper, restarts, served
+from evidence import aims, costs, decisions, growth, lows, missing, moves, paper, restarts, served
 from evidence.arrangements import ARRANGEMENTS, GATED, JOINT, MAIN, ONLINE, STATIC
 from evidence.figures import Runs
 from evidence.parts import PARTS
@@ -69,7 +69,8 @@ def write(runs: Runs, out: Path, path: Path, pictures: Sequence[str]) -> None:
         return [f"![{ABOUT_PICTURES[n]}]({folder / n}.png)\n\n{ABOUT_PICTURES[n]}" for n in there]
 
     first = introduction(target, f"results/{out.name}")
-    parts = [first, "## What was found", *findings(whole), method(target), settings(whole)]
+    parts = [first, "## What was found", *findings(whole), aims.part(whole)]
+    parts += [method(target), settings(whole)]
     parts += [*shown(*AT_THE_TOP), growth.part(whole), served.part(whole)]
     parts += [pattern_part(whole, name) for name in patterns(whole)]
     parts += [moves.part(whole), *shown(*MOVING), costs.prices(whole), *shown(*COSTS), decisions.gate(whole)]

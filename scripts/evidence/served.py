@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from evidence import lows
-from evidence.arrangements import ARRANGEMENTS, FURTHER, GATED, SERVED, STATIC
+from evidence.arrangements import ARRANGEMENTS, FURTHER, GATED, SERVED, SERVED_EQUAL_COST, STATIC
 from evidence.streams import ONLY, title_of
 from evidence.words import (
     DASH,
@@ -148,7 +148,7 @@ def part(whole: Whole) -> str:
     for pattern, of in whole["patterns"].items():
         if pattern.startswith(ONLY) or not any(name in of for name in FURTHER):
             continue
-        for name in (STATIC, GATED, *FURTHER, "offline"):
+        for name in (STATIC, GATED, *FURTHER, SERVED_EQUAL_COST, "offline"):
             if name in of:
                 rows.append([title_of(pattern), *_row(of, name)])
     if not rows:

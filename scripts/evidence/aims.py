@@ -1,0 +1,183 @@
+"""The aims that were set for learning, and how much of each the runs of a page show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from evidence import lows
+from evidence.arrangements import ARRANGEMENTS, GATED, ONLINE, SERVED
+from evidence.costs import learned, operations
+from evidence.streams import ONLY, title_of
+from evidence.words import NOT_MEASURED, how_many, interval, listed, short_sign, table
+
+ABOUT = (
+    "## The aims, and what was reached\n\nThe aims were set before these runs. *Held*: all runs of this page "
+    "show it; *partly*: some do; an interval that includes zero counts as level. One update for each window, "
+    "and with further updates where it is said."
+)
+SOON = 100  # requests within which a domain is to be back, or at home
+FORGOTTEN = 0.01  # first guesses that a silent domain may lose
+CHEAP = 0.05  # of the target's operations, that learning may take
+MOVING = ("shift", "one-by-one", "drift", "new-domain")
+RIVALS = {GATED: ONLINE, SERVED: ("mixed-replay:wide",)}  # what is compared with the default
+HELD, PARTLY, MISSED = "held", "partly", "**missed**"
+Whole = dict[str, Any]
+
+
+class Reached(NamedTuple):
+    """One row of the table."""
+
+    aim: str
+    verdict: str
+    figures: str
+
+
+def part(whole: Whole) -> str:
+    """The table; nothing where the default was not run."""
+    default = {name: of for name in (GATED, SERVED) if (of := _runs_of(whole, name))}
+    if not default:
+        return ""
+    rows = [
+        at_least_the_best(whole, default),
+        above_where_it_moves(whole, default),
+        never_below(default),
+        nothing_lost(default),
+        soon(default, "shift", "recovery", "after a sharp shift and return, back within .02 of before"),
+        soon(default, "new-domain", "arrival", "a new domain at 80 % of what it gains offline"),
+        not_forgotten(default),
+        cheap(whole),
+    ]
+    return f"{ABOUT}\n\n{table(('aim', 'reached', 'figures'), rows)}"
+
+
+def _runs_of(whole: Whole, name: str) -> dict[str, Whole]:
+    """By pattern of traffic, the figures of an arrangement."""
+    return {
+        pattern: of[name]
+        for pattern, of in whole["patterns"].items()
+        if name in of and not pattern.startswith(ONLY) and of[name]["gain"] is not None
+    }
+
+
+def _compared(whole: Whole, name: str, patterns: Iterable[str]) -> Iterator[tuple[str, str, Whole]]:
+    """Pattern, rival, and what the default has more than it."""
+    for pattern in patterns:
+        for rival in RIVALS[name]:
+            one = whole["patterns"][pattern].get(rival, {}).get("default_more", {}).get(name)
+            if one is not None:
+                yield pattern, rival, one
+
+
+def _named(found: Iterable[tuple[str, str, Whole]]) -> str:
+    """`one adapter, mixed replay: steady mix (−.004), slow drift (−.010)`"""
+    by_rival: dict[str, list[str]] = {}
+    for pattern, rival, one in found:
+        by_rival.setdefault(ARRANGEMENTS[rival].title, []).append(
+            f"{title_of(pattern)} {short_sign(one['value'])}"
+        )
+    return "; ".join(f"{title} with {listed(where)}" for title, where in by_rival.items())
+
+
+def at_least_the_best(whole: Whole, default: Mapping[str, Mapping[str, Whole]]) -> Reached:
+    """Whether some other online arrangement is above the default by its interval."""
+    said, verdicts = [], []
+    for name, of in default.items():
+        found = [*_compared(whole, name, of)]
+        if not found:
+            continue
+        below = [one for one in found if one[2]["high"] < 0]
+        patterns = {pattern for pattern, _, _ in found}
+        lost = {pattern for pattern, _, _ in below}
+        further = "With further updates" if name == SERVED else "With one update for each window"
+        rest = f" Below {_named(below)}." if below else ""
+        said.append(f"{further}: on {len(patterns - lost)} of {how_many(len(patterns), 'pattern')}.{rest}")
+        verdicts += [pattern not in lost for pattern in patterns]
+    return Reached("on every traffic at least the best other online arrangement", *_told(verdicts, said))
+
+
+def above_where_it_moves(whole: Whole, default: Mapping[str, Mapping[str, Whole]]) -> Reached:
+    """Whether the default is above every other online arrangement where traffic moves."""
+    found = [
+        one for name, of in default.items() for one in _compared(whole, name, [p for p in MOVING if p in of])
+    ]
+    above = [one for one in found if one[2]["low"] > 0]
+    said = [f"Above {_named(above)}."] if above else ["Above none by its interval."]
+    if rest := [one for one in found if one[2]["low"] <= 0]:
+        said.append(f"Not above {_named(rest)}.")
+    return Reached(
+        "above each of them where traffic moves", *_told([one[2]["low"] > 0 for one in found], said)
+    )
+
+
+def never_below(default: Mapping[str, Mapping[str, Whole]]) -> Reached:
+    """Whether a domain ended below static by its interval."""
+    domains = [
+        (f"{domain} with {title_of(pattern)} {interval(one)}", one["high"] >= 0)
+        for of in default.values()
+        for pattern, figures in of.items()
+        for domain, one in figures["domains"].items()
+        if one is not None
+    ]
+    below = [text for text, held in domains if not held]
+    count = sum(map(len, default.values()))
+    said = f"Below: {listed(below)}." if below else f"None, in {how_many(count, 'row')} of the tables."
+    return Reached("with the gate no domain ends below static", *_told([held for _, held in domains], [said]))
+
+
+def nothing_lost(default: Mapping[str, Mapping[str, Whole]]) -> Reached:
+    """Whether a domain was surely below static by more than .01 at some point, poisoned traffic included."""
+    verdicts, said = [], []
+    for name, of in default.items():
+        for pattern, figures in of.items():
+            points = lows.points(figures).items()
+            lost = [(d, low) for d, low in points if low["high"] < 0 and low["value"] < -lows.WORST]
+            verdicts.append(not lost)
+            further = ", further updates" if name == SERVED else ""
+            own = (f"{d} {interval(low)} after {low['requests']}" for d, low in lost)
+            said += [f"{one} ({title_of(pattern)}{further})" for one in own]
+    text = (
+        f"Below static by more than .01 for a while: {listed(said)}." if said else "None at any measurement."
+    )
+    return Reached("none loses more than .01 while others learn", *_told(verdicts, [text]))
+
+
+def soon(default: Mapping[str, Mapping[str, Whole]], pattern: str, key: str, aim: str) -> Reached:
+    """Whether it took at most SOON requests, by seed."""
+    verdicts, said = [], []
+    for name, of in default.items():
+        waits = [one for one in of.get(pattern, {}).get(key, ()) if one is not None]
+        if waits:
+            verdicts += [one != "never" and int(one) <= SOON for one in waits]
+            said.append(f"{ARRANGEMENTS[name].title}: {listed(map(str, waits))} requests, by seed.")
+    return Reached(f"{aim} within {SOON} requests", *_told(verdicts, said))
+
+
+def not_forgotten(default: Mapping[str, Mapping[str, Whole]]) -> Reached:
+    """Whether domains that stopped coming lost more than FORGOTTEN."""
+    found = [
+        (pattern, one)
+        for of in default.values()
+        for pattern, figures in of.items()
+        if (one := figures["forgotten"]) is not None
+    ]
+    said = [f"{title_of(pattern).capitalize()}: {interval(one)}." for pattern, one in found]
+    return Reached(
+        "domains that are silent lose at most .01",
+        *_told([one["low"] >= -FORGOTTEN for _, one in found], said),
+    )
+
+
+def cheap(whole: Whole) -> Reached:
+    """What learning takes of the target's operations."""
+    found = {name: of for name in (GATED, SERVED) if (of := learned(whole, name))}
+    said = [f"{ARRANGEMENTS[name].title}: {operations(of)}, at least." for name, of in found.items()]
+    verdicts = [one["cost"] <= CHEAP for of in found.values() for one in of.values()]
+    return Reached("learning takes at most 5 % of the target's operations", *_told(verdicts, said))
+
+
+def _told(verdicts: list[bool], said: list[str]) -> tuple[str, str]:
+    if not verdicts:
+        return NOT_MEASURED, "Not in these runs."
+    verdict = HELD if all(verdicts) else PARTLY if any(verdicts) else MISSED
+    return verdict, " ".join(said)

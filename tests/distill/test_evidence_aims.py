@@ -1,0 +1,95 @@
+"""The table of aims says what the runs show, and that nothing is known where there are none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from evidence_runs import made_up
+from scripts_loader import load_script
+
+aims, figures, summary = (load_script(f"evidence.{name}") for name in ("aims", "figures", "summary"))
+
+
+def rows(*runs: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """Verdict and figures by aim."""
+    lines = aims.part(summary.summary(figures.Runs(runs))).splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+    return {aim: (verdict, text) for aim, verdict, text in cells[2:]}
+
+
+def of(pattern: str, name: str, *shares: float, **more: Any) -> list[dict[str, Any]]:
+    return [made_up(pattern, name, seed, shares, **more) for seed in range(2)]
+
+
+STATIC = [*of("shift", "static", 0.4), *of("steady", "static", 0.4)]
+BEST = "on every traffic at least the best other online arrangement"
+
+
+@pytest.mark.parametrize(
+    ("others", "verdict", "said"),
+    [
+        ([0.5, 0.7], "partly", "on 1 of 2 patterns. Below one adapter, mixed replay with steady mix −.100."),
+        ([0.5, 0.6], "held", "on 2 of 2 patterns."),
+        ([0.7, 0.7], "**missed**", "on 0 of 2 patterns."),
+    ],
+)
+def test_the_default_is_held_against_the_best_of_the_others(
+    others: list[float], verdict: str, said: str
+) -> None:
+    rivals = [
+        run
+        for pattern, share in zip(("shift", "steady"), others, strict=True)
+        for run in of(pattern, "mixed-replay", 0.4, share)
+    ]
+    gated = [*of("shift", "joint+gate", 0.4, 0.6), *of("steady", "joint+gate", 0.4, 0.6)]
+    found = rows(*STATIC, *rivals, *gated)
+    assert found[BEST][0] == verdict
+    assert said in found[BEST][1]
+    moves = found["above each of them where traffic moves"]
+    assert moves[0] == ("held" if others[0] < 0.6 else "**missed**")
+    assert "steady" not in moves[1]
+
+
+def test_domains_that_lost_are_named_and_only_those_of_the_default() -> None:
+    worse = of("steady", "joint", 0.4, 0.2, 0.3)
+    found = rows(*STATIC, *worse, *of("steady", "joint+gate", 0.4, 0.5, 0.6))
+    assert found["with the gate no domain ends below static"] == ("held", "None, in 1 row of the tables.")
+    assert found["none loses more than .01 while others learn"] == ("held", "None at any measurement.")
+    found = rows(*STATIC, *of("steady", "joint+gate", 0.4, 0.2, 0.6))
+    assert found["with the gate no domain ends below static"][0] == "held"
+    verdict, text = found["none loses more than .01 while others learn"]
+    assert verdict == "**missed**"
+    assert "a −.200 [" in text
+    assert "after 10 (steady mix)" in text
+    found = rows(*STATIC, *of("steady", "joint+gate", 0.4, 0.2))
+    verdict, text = found["with the gate no domain ends below static"]
+    assert verdict == "**missed**"
+    assert text.startswith("Below: a with steady mix −.200 [")
+
+
+def test_what_learning_takes_is_told_and_what_was_not_measured() -> None:
+    found = rows(*STATIC, *of("steady", "joint+gate", 0.4, 0.6))
+    cost = "learning takes at most 5 % of the target's operations"
+    assert found[cost] == ("**missed**", "joint, with gate: 10%, at least.")
+    cheap = of("steady", "joint+gate", 0.4, 0.6, operations=1)
+    assert rows(*STATIC, *cheap)[cost][0] == "held"
+    nothing = ("not measured", "Not in these runs.")
+    assert found["domains that are silent lose at most .01"] == nothing
+    assert found[BEST] == nothing
+    assert found["a new domain at 80 % of what it gains offline within 100 requests"] == nothing
+
+
+def test_waits_are_held_against_their_bound() -> None:
+    bound = of("new-domain", "offline", 0.4, 0.8)
+    still = of("new-domain", "static", 0.4)
+    aim = "a new domain at 80 % of what it gains offline within 100 requests"
+    quick = rows(*still, *bound, *of("new-domain", "joint+gate", 0.4, 0.8, 0.8))
+    never = rows(*still, *bound, *of("new-domain", "joint+gate", 0.4, 0.5, 0.5))
+    assert quick[aim][0] == "held"
+    assert never[aim] == ("**missed**", "joint, with gate: never and never requests, by seed.")
+
+
+def test_nothing_is_said_where_the_default_was_not_run() -> None:
+    runs = figures.Runs([*STATIC, *of("steady", "joint", 0.4, 0.6)])
+    assert aims.part(summary.summary(runs)) == ""
