@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from evidence import served
-from evidence.arrangements import ARRANGEMENTS, FURTHER, MAIN, SERVED
+from evidence.arrangements import ARRANGEMENTS, FURTHER, JOINT, MAIN, SERVED
 from evidence.streams import ONLY, title_of
 from evidence.words import DASH, table
 
@@ -71,9 +71,23 @@ def about(whole: Whole, gains_of: str) -> str:
         f"{reading if reads else ''}{with_further(whole, reads)}"
         " Minutes are of a core that others used as well, without what the trainer measures for its log. The "
         "aim was 5 % of the target's operations: it is missed by far, since each request is learned from "
-        "many times and answers here are short. That work is done in time that the engine leaves idle, or "
-        "within `train_cpu_share`. In a server, updates that do not save their own time over `train_horizon` "
-        "requests become up to 32 times rarer; in these runs there is an update for every window."
+        f"many times and answers here are short.{one_pass(whole)} That work "
+        "is done in time that the engine leaves idle, or within `train_cpu_share`. In a server, updates that "
+        "do not save their own time over `train_horizon` requests become up to 32 times rarer; in these runs "
+        "there is an update for every window."
+    )
+
+
+def one_pass(whole: Whole) -> str:
+    """What it would take to learn from each request once; nothing where joint learning alone was not run."""
+    of, settings = learned(whole, JOINT), whole["settings"]
+    if not of:
+        return ""
+    passes = settings["steps"] * settings["rows"] / settings["every"]
+    each = sum(one["cost"] for one in of.values()) / len(of) / passes
+    return (
+        f" An update reads {settings['steps'] * settings['rows']} records, forward and backward, for "
+        f"{settings['every']} requests; one such pass for each request would take about {each:.0%}."
     )
 
 

@@ -82,10 +82,10 @@ with another `--out` all of it anew.{times}
     python scripts/evidence.py --data ../shared/data --out results/evidence
     python scripts/evidence.py --data ../shared/data --out /tmp/quick --quick      # the main contrasts
     python scripts/evidence.py --target mini --data ../shared/data --out results/evidence-mini
-    python scripts/evidence.py --data ../shared/data --out results/evidence-turns \\
+    python scripts/evidence.py --data ../shared/data --out results/evidence-turns --dtype float32 \\
         --doc docs/evidence-turns.md --parts main,poison --patterns shift,one-by-one,{poisoned} \\
         --arrangements static,mixed-replay,joint+gate,joint+gate:wide
-    python scripts/evidence.py --data ../shared/data --out results/evidence-long \\
+    python scripts/evidence.py --data ../shared/data --out results/evidence-long --dtype float32 \\
         --doc docs/evidence-long.md --parts main,equal-cost --patterns steady \\
         --requests 960 --measured 10 --seeds 2 \\
         --arrangements static,latest-window,mixed-replay,joint,joint+gate,joint:equal-cost
