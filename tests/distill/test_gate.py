@@ -11,10 +11,14 @@ from moedraft.distill.judging.gate import (
     FEW,
     LONGEST_KEPT,
     MOST_KEPT,
+    RISEN,
     Counts,
     Measured,
+    Seen,
+    Verdict,
     compare,
     decide,
+    decide_again,
     expected_tokens,
     joined,
 )
@@ -140,3 +144,51 @@ def test_the_loss_of_all_records_is_their_mean() -> None:
     whole = joined([first, second])
     assert (whole.records, whole.loss) == (4, 1.5)
     assert joined([]).records == 0
+
+
+# -- guesses and their witness --------------------------------------------------------------------
+
+
+def judged(hits: int, chance: float, records: int = 16) -> Verdict:
+    """More of 100 guesses right in each record, and more chance given to the right token, about so."""
+    swing = np.where(np.arange(records) % 2, 1, -1)
+
+    def measured(more: np.ndarray, likelier: np.ndarray) -> Measured:
+        right = np.stack([50 + more, np.full(records, 100)], axis=1)[:, None]
+        return Measured(right, None, np.stack([40 + 100 * likelier, np.full(records, 100.0)], axis=1))
+
+    before = measured(np.zeros(records, np.int64), np.zeros(records))
+    return decide(before, measured(hits + 6 * swing, chance + 0.01 * swing))
+
+
+def test_either_guesses_or_their_witness_can_be_sure() -> None:
+    assert judged(5, 0.0).decision == "promote"
+    assert judged(0, 0.02).decision == "promote"
+    assert judged(0, 0.0).decision == "keep"
+
+
+def test_the_other_one_must_not_speak_against_it() -> None:
+    assert judged(5, -0.005).decision == "keep"
+    assert judged(-2, 0.02).decision == "keep"
+
+
+def test_only_what_neither_speaks_for_is_thrown_away() -> None:
+    assert judged(-5, -0.02).decision == "discard"
+    assert judged(-5, 0.02).decision == "keep"
+
+
+def test_it_is_said_where_the_guesses_themselves_gained_nothing() -> None:
+    found = judged(0, 0.02)
+    assert (found.gain, found.reason) == (0.0, RISEN)
+    assert judged(5, 0.02).reason is None
+
+
+def test_few_records_of_its_own_do_not_speak_against_a_candidate_of_a_line() -> None:
+    """One or two records do not tell how much they vary."""
+    rng = np.random.default_rng(3)
+    before, after = a_pair(rng, 24, 0.3)
+    seen = Seen(before, after)
+    worse, better = a_pair(np.random.default_rng(4), 1, 0.5)[::-1], a_pair(rng, FEW, 0.3)
+    assert decide_again(*worse, seen, 0).decision == "promote"
+    assert decide_again(*a_pair(rng, FEW, -0.3), seen, 0).decision == "keep"
+    assert decide_again(*better, seen, 0).decision == "promote"

@@ -6,8 +6,10 @@ it were. The candidate and what serves now are measured on the same records. How
 Bayesian bootstrap over the records (Rubin 1981), made wider where there are few of them, as Student's t is
 wider than the normal distribution.
 
-Whether a guess is right varies more by chance than the probability that the draft gives the right token. So a
-gain that is only likely is published too where the right tokens have certainly become more probable.
+Whether a guess is right varies two or three times more by chance than the probability that the draft gives
+the right token, and both rise together. So a candidate is published too where the right tokens have become
+more probable, which is the `witness` of a gain. One of the two has to be sure, and the other must not speak
+against it (docs/experiments.md, "What the gate goes by").
 """
 
 from __future__ import annotations
@@ -23,14 +25,17 @@ Counts = NDArray[np.int64]  # [records, depth, 2]: hits and tries of the draft's
 Chances = NDArray[np.float64]  # [records, 2]: what first guesses gave the right token, summed; guesses
 Shares = NDArray[np.float64]
 
-SURE = 0.9  # probability of a gain that a promotion needs; with 1 − SURE or less a candidate is thrown away
+SURE = 0.9  # probability that counts as sure, of a loss for example
+ENOUGH = (
+    0.93  # probability of a gain, or of the witness, that a promotion needs: more, since either will do …
+)
+ENOUGH_AGAIN = 0.95  # … and where a line of candidates is looked at again
+DOUBTFUL = 0.3  # below it the other of the two, or a candidate's own records, speak against a promotion
 FEW = 4  # with fewer records the training objective decides
 MOST_KEPT = 6  # candidates in a row that may be trained on without being published …
 LONGEST_KEPT = 9  # … or so many where a gain is LIKELY, so that only records are missing
 LIKELY = 0.5  # beyond it a gain is likelier than a loss
-CONFIRMED = 0.95  # probability that right tokens became more probable, with which a LIKELY gain is published
-SURE_AGAIN, CONFIRMED_AGAIN = 0.95, 0.975  # the same where a line of candidates is looked at again
-DOUBTFUL = 0.3  # less probable than this by its own records, a candidate is not published on its line's
+RISEN = "The right tokens have become more probable; by how much less is guessed right is within chance."
 DRAWS = 1000
 SEED = 0  # of the bootstrap, so that the same figures always get the same answer
 Z = 1.2816  # of the normal distribution at SURE
@@ -91,13 +96,12 @@ def compare(
     before: Measured,
     after: Measured,
     shares: Shares | None = None,
-    sure: float = SURE,
-    confirmed: float = CONFIRMED,
+    enough: float = ENOUGH,
 ) -> Verdict:
     """The gain and how sure it is; the decision is that of `decide` with nothing kept before.
 
     shares [records]: how much of the traffic each record stands for; without them, all the same.
-    sure, confirmed: what a promotion needs.
+    enough: the probability that a promotion needs.
     """
     count = before.records
     if not count:
@@ -116,7 +120,9 @@ def compare(
     found = Verdict("keep", count, gain, float(low), float(high), better)
     if before.chances is not None and after.chances is not None:
         found = replace(found, witness=_witness(before.chances, after.chances, shares))
-    return replace(found, decision=_decision(found, before.loss, after.loss, sure, confirmed))
+    decision = _decision(found, before.loss, after.loss, enough)
+    reason = RISEN if decision == "promote" and gain <= 0 else None
+    return replace(found, decision=decision, reason=reason)
 
 
 def _witness(before: Chances, after: Chances, shares: Shares | None) -> float:
@@ -150,9 +156,9 @@ def decide_again(
     shares [records]: of the candidate's own records first, then of the line's.
     """
     befores, afters = joined([before, seen.before]), joined([after, seen.after])
-    found = compare(befores, afters, shares, SURE_AGAIN, CONFIRMED_AGAIN)
+    found = compare(befores, afters, shares, ENOUGH_AGAIN)
     own = compare(before, after, None if shares is None else shares[: before.records])
-    if found.decision == "promote" and own.better < DOUBTFUL:
+    if found.decision == "promote" and own.better < DOUBTFUL and own.records >= FEW:
         reason = "The candidates before it were better than what serves, but it is not likely to be."
         found = replace(found, decision="keep", reason=reason)
     return bounded(found, kept)
@@ -180,17 +186,15 @@ def _widening(count: float) -> float:
     return float(student * ((count + 1) / free) ** 0.5)
 
 
-def _decision(
-    found: Verdict, before: float | None, after: float | None, sure: float, surely_risen: float
-) -> GateDecision:
+def _decision(found: Verdict, before: float | None, after: float | None, enough: float) -> GateDecision:
     assert found.gain is not None
     if found.records < FEW:
         improved = before is not None and after is not None and after < before
         return "promote" if improved and found.gain >= 0 else "keep"
-    confirmed = found.better > LIKELY and found.witness is not None and found.witness >= surely_risen
-    if (found.better >= sure or confirmed) and found.gain > 0:
+    witness = 0.5 if found.witness is None else found.witness
+    if max(found.better, witness) >= enough and min(found.better, witness) >= DOUBTFUL:
         return "promote"
-    return "discard" if found.better <= 1 - sure else "keep"
+    return "discard" if found.better <= 1 - SURE and witness <= LIKELY else "keep"
 
 
 def bounded(found: Verdict, kept: int) -> Verdict:
