@@ -15,6 +15,7 @@ from typing import Any
 import aims_table
 import expert_tables
 import feature_tables
+import gate_tables
 import kernel_tables
 import selection_tables
 import step_tables
@@ -246,6 +247,8 @@ SOURCES = {
     "streams": ("streams.json", selection_tables.streams),
     "streams_avx2": ("streams_avx2.json", selection_tables.streams),
     "made_good": ("streams.json", selection_tables.made_good),
+    "gate": ("gate.json", gate_tables.rules),
+    "gate_agreement": ("gate.json", gate_tables.agreement),
     "corrected": ("corrected.json", selection_tables.won_back),
     "corrected_quarters": ("corrected.json", selection_tables.quarters),
     "own_tokens": ("smollm2/own_tokens.json", expert_tables.own_tokens),
