@@ -16,6 +16,7 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from evidence import command, running
@@ -60,7 +61,7 @@ def looked_at(workplace: command.Workplace, pattern: str, seed: int) -> list[dic
     """One run's updates."""
     watched: list[Watched] = []
     held: list[Served] = []
-    held_out, judge = workplace.held_out, running.Judge
+    held_out = workplace.held_out
 
     def remember(*args: Any) -> list[Served]:
         held[:] = held_out(*args)
@@ -70,11 +71,8 @@ def looked_at(workplace: command.Workplace, pattern: str, seed: int) -> list[dic
         watched.append(Watched(held, *args, **options))
         return watched[-1]
 
-    workplace.held_out, running.Judge = remember, watch  # type: ignore[method-assign, misc, assignment]
-    try:
+    with patch.object(workplace, "held_out", remember), patch.object(running, "Judge", watch):
         workplace.run(pattern, GATED, seed)
-    finally:
-        workplace.held_out, running.Judge = held_out, judge  # type: ignore[method-assign, misc]
     return watched[0].rows
 
 

@@ -19,13 +19,13 @@ WORTH = 0.02
 def before(one: Update) -> bool:
     """The rule until 2026-11-27."""
     sure, risen = (0.95, 0.975) if one["seen"] else (SURE, 0.95)
-    return one["better"] >= sure or (one["better"] > LIKELY and one["witness"] >= risen)
+    return bool(one["better"] >= sure or (one["better"] > LIKELY and one["witness"] >= risen))
 
 
 def now(one: Update) -> bool:
     enough = ENOUGH_AGAIN if one["seen"] else ENOUGH
     pair = one["better"], one["witness"]
-    return max(pair) >= enough and min(pair) >= DOUBTFUL
+    return bool(max(pair) >= enough and min(pair) >= DOUBTFUL)
 
 
 RULES: dict[str, Callable[[Update], bool]] = {
