@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from markdown_tables import table
 
-from moedraft.distill.judging.gate import DOUBTFUL, ENOUGH, ENOUGH_AGAIN, FEW, LIKELY, SURE
+from moedraft.distill.judging.gate import CONFIRMED, DOUBTFUL, FEW, LIKELY, SURE, SURE_AGAIN
 
 Update = dict[str, Any]
 HARM = 0.01  # tokens per step
@@ -23,16 +23,16 @@ def before(one: Update) -> bool:
 
 
 def now(one: Update) -> bool:
-    enough = ENOUGH_AGAIN if one["seen"] else ENOUGH
-    pair = one["better"], one["witness"]
-    return bool(max(pair) >= enough and min(pair) >= DOUBTFUL)
+    enough = SURE_AGAIN if one["seen"] else SURE
+    is_sure = one["better"] >= enough or one["witness"] >= CONFIRMED
+    return bool(is_sure and min(one["better"], one["witness"]) >= DOUBTFUL)
 
 
 RULES: dict[str, Callable[[Update], bool]] = {
     "guesses sure to .9": lambda one: one["better"] >= SURE,
     "guesses sure to .9, or likely and their witness sure to .95 (before)": before,
     "witness sure to .9": lambda one: one["witness"] >= SURE,
-    f"either sure to {ENOUGH:.2f}, the other at least {DOUBTFUL} (now)": now,
+    f"guesses sure to .9 or their witness to .95, the other at least {DOUBTFUL} (now)": now,
     "all": lambda one: True,
 }
 

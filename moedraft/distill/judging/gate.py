@@ -25,11 +25,9 @@ Counts = NDArray[np.int64]  # [records, depth, 2]: hits and tries of the draft's
 Chances = NDArray[np.float64]  # [records, 2]: what first guesses gave the right token, summed; guesses
 Shares = NDArray[np.float64]
 
-SURE = 0.9  # probability that counts as sure, of a loss for example
-ENOUGH = (
-    0.93  # probability of a gain, or of the witness, that a promotion needs: more, since either will do …
-)
-ENOUGH_AGAIN = 0.95  # … and where a line of candidates is looked at again
+SURE = 0.9  # probability of a gain that a promotion needs; with 1 − SURE or less a candidate is thrown away
+SURE_AGAIN = 0.95  # the same where a line of candidates is looked at again
+CONFIRMED = 0.95  # probability that right tokens became more probable, which suffices as well
 DOUBTFUL = 0.3  # below it the other of the two, or a candidate's own records, speak against a promotion
 FEW = 4  # with fewer records the training objective decides
 MOST_KEPT = 6  # candidates in a row that may be trained on without being published …
@@ -96,12 +94,12 @@ def compare(
     before: Measured,
     after: Measured,
     shares: Shares | None = None,
-    enough: float = ENOUGH,
+    enough: float = SURE,
 ) -> Verdict:
     """The gain and how sure it is; the decision is that of `decide` with nothing kept before.
 
     shares [records]: how much of the traffic each record stands for; without them, all the same.
-    enough: the probability that a promotion needs.
+    enough: the probability of a gain that a promotion needs.
     """
     count = before.records
     if not count:
@@ -156,7 +154,7 @@ def decide_again(
     shares [records]: of the candidate's own records first, then of the line's.
     """
     befores, afters = joined([before, seen.before]), joined([after, seen.after])
-    found = compare(befores, afters, shares, ENOUGH_AGAIN)
+    found = compare(befores, afters, shares, SURE_AGAIN)
     own = compare(before, after, None if shares is None else shares[: before.records])
     if found.decision == "promote" and own.better < DOUBTFUL and own.records >= FEW:
         reason = "The candidates before it were better than what serves, but it is not likely to be."
@@ -192,7 +190,8 @@ def _decision(found: Verdict, before: float | None, after: float | None, enough:
         improved = before is not None and after is not None and after < before
         return "promote" if improved and found.gain >= 0 else "keep"
     witness = 0.5 if found.witness is None else found.witness
-    if max(found.better, witness) >= enough and min(found.better, witness) >= DOUBTFUL:
+    is_sure = found.better >= enough or witness >= CONFIRMED
+    if is_sure and min(found.better, witness) >= DOUBTFUL:
         return "promote"
     return "discard" if found.better <= 1 - SURE and witness <= LIKELY else "keep"
 
