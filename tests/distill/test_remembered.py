@@ -18,6 +18,8 @@ from moedraft.distill.measuring.measures import Serving
 from moedraft.distill.measuring.remembered import SEVERAL, Remembered
 from moedraft.storage.store import Store
 
+BARE: Serving = {SHARED: None, "code": None}
+
 
 @dataclass
 class Figures:
@@ -68,21 +70,21 @@ def test_other_numbers_lists_settings_or_domains_are_measured_anew() -> None:
     measure, first = Remembered(figures), candidate(SHARED, 0.5)
     own = torch.arange(4, dtype=torch.int32)
     others = [
-        {SHARED: candidate(SHARED, 0.25)},
-        {SHARED: None},
+        {SHARED: candidate(SHARED, 0.25), "code": None},
+        {SHARED: None, "code": None},
         {SHARED: first, "code": candidate("code", 0.5)},
         {SHARED: None, "code": first},
-        {SHARED: replace(first, vocabulary=own)},
-        {SHARED: replace(first, vocabulary=own + 1)},
-        {SHARED: replace(first, config={**first.config, "lora_alpha": 7})},
+        {SHARED: replace(first, vocabulary=own), "code": None},
+        {SHARED: replace(first, vocabulary=own + 1), "code": None},
+        {SHARED: replace(first, config={**first.config, "lora_alpha": 7}), "code": None},
     ]
-    ask(measure, {SHARED: first}, some)
+    ask(measure, {SHARED: first, "code": None}, some)
     for number, serving in enumerate(others, 2):
         ask(measure, serving, some)
         assert len(figures.asked) == number
-    ask(measure, {SHARED: first}, some, "prose")
+    ask(measure, {SHARED: first, "prose": None}, some, "prose")
     assert len(figures.asked) == len(others) + 2
-    ask(measure, {SHARED: candidate(SHARED, 0.5)}, some)
+    ask(measure, {SHARED: candidate(SHARED, 0.5), "code": None}, some)
     assert len(figures.asked) == len(others) + 2, "equal numbers are the same adapter"
 
 
@@ -90,26 +92,26 @@ def test_a_record_that_took_anothers_id_is_measured() -> None:
     """After a purge the store can give an id again."""
     figures, some = Figures(), records(FEW)
     measure = Remembered(figures)
-    ask(measure, {SHARED: None}, some)
+    ask(measure, BARE, some)
     other = replace(some[0], token_ids=[*some[0].token_ids[:-1], some[0].token_ids[-1] + 1])
-    ask(measure, {SHARED: None}, [other, *some[1:]])
+    ask(measure, BARE, [other, *some[1:]])
     assert figures.asked[1:] == [[some[0].id]]
 
 
 def test_of_few_records_the_loss_is_told_each_time() -> None:
     figures, few = Figures(), records(FEW - 1)
     measure = Remembered(figures)
-    assert [ask(measure, {SHARED: None}, few).loss for _ in range(2)] == [0.5, 0.5]
+    assert [ask(measure, BARE, few).loss for _ in range(2)] == [0.5, 0.5]
     assert len(figures.asked) == 2
-    assert ask(measure, {SHARED: None}, records(FEW)).loss is None
+    assert ask(measure, BARE, records(FEW)).loss is None
 
 
 def test_what_is_remembered_is_bounded() -> None:
     figures, measure = Figures(), Remembered(Figures())
     measure.measure = figures
     for number in range(SEVERAL + 3):
-        ask(measure, {SHARED: candidate(SHARED, float(number))}, records(2 * FEW))
-    ask(measure, {SHARED: candidate(SHARED, float(SEVERAL + 2))}, records(FEW, 50))
+        ask(measure, {SHARED: candidate(SHARED, float(number)), "code": None}, records(2 * FEW))
+    ask(measure, {SHARED: candidate(SHARED, float(SEVERAL + 2)), "code": None}, records(FEW, 50))
     assert len(measure._known["code"]) == SEVERAL
     assert {len(rows) for rows in measure._known["code"].values()} == {FEW, 2 * FEW}
 

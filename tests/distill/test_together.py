@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 
-from moedraft.distill.judging.gate import FEW, MOST_KEPT, Counts, Measured, Verdict, compare
+from moedraft.distill.judging.gate import FEW, MOST_KEPT, RISEN, Counts, Measured, Verdict, compare
 from moedraft.distill.judging.shrinkage import estimates
 from moedraft.distill.judging.together import (
     LARGEST_SHARE,
@@ -409,3 +409,38 @@ def test_one_domain_speaks_for_itself_and_nothing_is_unknown() -> None:
     assert found.gain == pytest.approx(compare(one.before, one.new).gain)
     empty = options(rng, 0.0, 0.0, 0)
     assert estimates([empty.before], [empty.old])[0].worse == 0.5
+
+
+# -- published by the witness ----------------------------------------------------------------------
+
+
+def drafted(hits: Sequence[int], chance: float) -> Measured:
+    """Of 100 guesses in each record so many right, with this probability given to the right tokens."""
+    counts = np.array([[[one, 100]] for one in hits], np.int64)
+    swing = np.where(np.arange(len(hits)) % 2, 0.5, -0.5)
+    return Measured(counts, None, np.stack([100 * chance + swing, np.full(len(hits), 100.0)], axis=1))
+
+
+def test_what_the_witness_has_judged_is_what_is_published() -> None:
+    """Guesses that showed no gain at all choose nobody's expert."""
+    before = [50, 52, 48, 51, 49, 50]
+
+    def domain(change: Sequence[int]) -> Options:
+        new = [a + b for a, b in zip(before, change, strict=True)]
+        old = drafted(before, 0.40)
+        return Options(old, drafted(new, 0.43), drafted(before, 0.41), None, drafted(before, 0.38))
+
+    found = decide_together(
+        {"a": domain([-9, 2, -9, 2, -9, 2]), "b": domain([5, 0, 5, 0, 5, 0])}, {}, "shared"
+    )
+    assert found["shared"].reason == RISEN
+    assert found["shared"].gain <= 0
+    assert {name: one.decision for name, one in found.items()} == {
+        "shared": "promote",
+        "a": "along",
+        "b": "promote",
+    }
+    harmed = decide_together(
+        {"a": domain([-30, -31, -29, -30, -32, -28]), "b": domain([0] * 6)}, {}, "shared"
+    )
+    assert harmed["a"].decision not in ("promote", "along"), "a sure loss is another matter"

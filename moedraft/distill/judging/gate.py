@@ -8,8 +8,8 @@ wider than the normal distribution.
 
 Whether a guess is right varies two or three times more by chance than the probability that the draft gives
 the right token, and both rise together. So a candidate is published too where the right tokens have become
-more probable, which is the `witness` of a gain. One of the two has to be sure, and the other must not speak
-against it (docs/experiments.md, "What the gate goes by").
+more probable, which is the `witness` of a gain. One of the two has to be sure, and the other must not be
+almost sure of the opposite (docs/experiments.md, "What the gate goes by").
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ Shares = NDArray[np.float64]
 SURE = 0.9  # probability of a gain that a promotion needs; with 1 − SURE or less a candidate is thrown away
 SURE_AGAIN = 0.95  # the same where a line of candidates is looked at again
 CONFIRMED = 0.95  # probability that right tokens became more probable, which suffices as well
-DOUBTFUL = 0.3  # below it the other of the two, or a candidate's own records, speak against a promotion
+DOUBTFUL = 0.3  # a promotion needs as much of the other of the two, and of a candidate's own records
 FEW = 4  # with fewer records the training objective decides
 MOST_KEPT = 6  # candidates in a row that may be trained on without being published …
 LONGEST_KEPT = 9  # … or so many where a gain is LIKELY, so that only records are missing
 LIKELY = 0.5  # beyond it a gain is likelier than a loss
-RISEN = "The right tokens have become more probable; by how much less is guessed right is within chance."
+RISEN = "The right tokens have become more probable; that no more of them are guessed is within chance."
 DRAWS = 1000
 SEED = 0  # of the bootstrap, so that the same figures always get the same answer
-Z = 1.2816  # of the normal distribution at SURE
+Z, Z_CONFIRMED = 1.2816, 1.6449  # of the normal distribution at SURE and at CONFIRMED
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def compare(
     if before.chances is not None and after.chances is not None:
         found = replace(found, witness=_witness(before.chances, after.chances, shares))
     decision = _decision(found, before.loss, after.loss, enough)
-    reason = RISEN if decision == "promote" and gain <= 0 else None
+    reason = RISEN if decision == "promote" and gain <= 0 and count >= FEW else None
     return replace(found, decision=decision, reason=reason)
 
 
@@ -130,7 +130,7 @@ def _witness(before: Chances, after: Chances, shares: Shares | None) -> float:
     sums = np.tensordot(weights, both, axes=1)  # [draws, 2, 2]
     rates = sums[..., 0] / np.maximum(sums[..., 1], 1e-9)
     risen = rates[:, 1] - rates[:, 0]
-    wider = _widening(len(both) if shares is None else counts_as(shares))
+    wider = _widening(len(both) if shares is None else counts_as(shares), Z_CONFIRMED)
     risen = risen.mean() + wider * (risen - risen.mean())
     return float((risen > 0).mean() + (risen == 0).mean() / 2)
 
@@ -177,10 +177,10 @@ def counts_as(shares: Shares) -> float:
     return float(shares.sum() ** 2 / (shares**2).sum())
 
 
-def _widening(count: float) -> float:
-    """The factor that widens the bootstrap's spread over few records to that of Student's t, at SURE."""
+def _widening(count: float, z: float = Z) -> float:
+    """The factor that widens the bootstrap's spread over few records to that of Student's t, at `z`."""
     free = max(count - 1, 1.0)
-    student = 1 + (Z**2 + 1) / (4 * free) + (5 * Z**4 + 16 * Z**2 + 3) / (96 * free**2)
+    student = 1 + (z**2 + 1) / (4 * free) + (5 * z**4 + 16 * z**2 + 3) / (96 * free**2)
     return float(student * ((count + 1) / free) ** 0.5)
 
 

@@ -30,6 +30,7 @@ from moedraft.core import GateDecision
 from moedraft.distill.judging.gate import (
     FEW,
     MOST_KEPT,
+    RISEN,
     SURE,
     Measured,
     Seen,
@@ -119,6 +120,8 @@ def decide_together(
     choices = {name: _choice(options, prospects[name]) for name, options in domains.items()}
     stopped = [name for name, choice in choices.items() if choice.stops]
     whole = _whole(domains, choices, kept.get(shared, 0), stopped)
+    if whole.reason == RISEN:  # guesses showed no gain, so they choose nobody's expert either
+        choices = {name: replace(choice, kind=choice.counted) for name, choice in choices.items()}
     verdicts = {shared: whole}
     for name, options in domains.items():
         choice, goes = choices[name], whole.decision == "promote"
@@ -192,7 +195,7 @@ def _whole(
         whole = replace(whole, static=compare(statics, afters, shares_of(domains)).gain)
     if whole.decision == "promote" and stopped:
         decision: GateDecision = "discard" if kept >= MOST_KEPT else "keep"
-        reason = f"It would be better as a whole, but it harms {', '.join(stopped)} with any expert."
+        reason = f"It would be published as a whole, but it harms {', '.join(stopped)} with any expert."
         return replace(whole, decision=decision, reason=reason)
     return whole
 

@@ -42,6 +42,7 @@ class Remembered:
     ) -> Measured:
         if len(records) < FEW:
             return self.measure(serving, domain, records, on_batch)
+        assert {SHARED, domain} <= serving.keys(), "else an adapter that is not named drafts as it is"
         of_domain, which = self._known.setdefault(domain, OrderedDict()), _fingerprint(serving, domain)
         known = of_domain.get(which, {})
         missing = [record for record in records if _key(record) not in known]

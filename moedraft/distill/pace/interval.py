@@ -17,7 +17,7 @@ from statistics import fmean, variance
 from scipy.special import stdtrit
 
 from moedraft.core import SHARED, UpdateRecord
-from moedraft.distill.judging.gate import FEW
+from moedraft.distill.judging.gate import FEW, RISEN
 from moedraft.distill.pace.payback import Payback
 from moedraft.storage.requests import outcome_of
 from moedraft.storage.store import Store
@@ -146,8 +146,13 @@ def has_drifted(shares: Sequence[float], chance: float = CHANCE) -> bool:
 
 
 def _known(outcome: UpdateRecord | None) -> float | None:
-    """The gain in tokens per step; None where too few records, or none, tell it."""
-    return outcome.gain if outcome and (outcome.gate_records or 0) >= FEW else None
+    """The gain in tokens per step; None where too few records, or none, tell it.
+
+    Nor do they of a version that was published for another reason than its gain (`gate.RISEN`).
+    """
+    if outcome is None or outcome.reason == RISEN or (outcome.gate_records or 0) < FEW:
+        return None
+    return outcome.gain
 
 
 def _updates(rows: Iterable[UpdateRecord]) -> Iterator[tuple[UpdateRecord, float]]:
