@@ -12,15 +12,19 @@ from evidence.streams import ONLY, title_of
 from evidence.words import NOT_MEASURED, how_many, interval, listed, short_sign, table
 
 ABOUT = (
-    "## The aims, and what was reached\n\nThe aims were set before these runs. *Held*: all runs of this page "
-    "show it; *partly*: some do; an interval that includes zero counts as level. One update for each window, "
-    "and with further updates where it is said."
+    "## The aims, and what was reached\n\nThe aims were set before these runs. *Held*: everything that this "
+    "page measured of it bears it out; *partly*: some does. An interval that includes zero counts as level, "
+    "and one that does not decides here even where seeds disagree. How many seeds there are, and whether "
+    "they agree, is told below."
 )
 SOON = 100  # requests within which a domain is to be back, or at home
 FORGOTTEN = 0.01  # first guesses that a silent domain may lose
 CHEAP = 0.05  # of the target's operations, that learning may take
 MOVING = ("shift", "one-by-one", "drift", "new-domain")
-RIVALS = {GATED: ONLINE, SERVED: ("mixed-replay:wide",)}  # what is compared with the default
+RIVALS = {
+    GATED: ONLINE,
+    SERVED: ("mixed-replay:wide", "mixed-replay:further"),
+}  # what is compared with the default
 HELD, PARTLY, MISSED = "held", "partly", "**missed**"
 Whole = dict[str, Any]
 
@@ -126,20 +130,21 @@ def never_below(default: Mapping[str, Mapping[str, Whole]]) -> Reached:
 
 
 def nothing_lost(default: Mapping[str, Mapping[str, Whole]]) -> Reached:
-    """Whether a domain was surely below static by more than .01 at some point, poisoned traffic included."""
-    verdicts, said = [], []
+    """Whether a domain stood below static by more than .01 at its lowest point, poisoned traffic included."""
+    verdicts, sure, unsure = [], [], []
     for name, of in default.items():
         for pattern, figures in of.items():
-            points = lows.points(figures).items()
-            lost = [(d, low) for d, low in points if low["high"] < 0 and low["value"] < -lows.WORST]
-            verdicts.append(not lost)
+            lost = [(d, low) for d, low in lows.points(figures).items() if low["value"] < -lows.WORST]
+            verdicts.append(not any(low["high"] < 0 for _, low in lost))
             further = ", further updates" if name == SERVED else ""
-            own = (f"{d} {interval(low)} after {low['requests']}" for d, low in lost)
-            said += [f"{one} ({title_of(pattern)}{further})" for one in own]
-    text = (
-        f"Below static by more than .01 for a while: {listed(said)}." if said else "None at any measurement."
+            for domain, low in lost:
+                where = f"after {low['requests']} ({title_of(pattern)}{further})"
+                (sure if low["high"] < 0 else unsure).append(f"{domain} {interval(low)} {where}")
+    said = [f"Below static by more than .01 for a while: {listed(sure)}."] if sure else []
+    said += [f"Not sure: {listed(unsure)}."] if unsure else []
+    return Reached(
+        "none loses more than .01 while others learn", *_told(verdicts, said or ["None at any measurement."])
     )
-    return Reached("none loses more than .01 while others learn", *_told(verdicts, [text]))
 
 
 def soon(default: Mapping[str, Mapping[str, Whole]], pattern: str, key: str, aim: str) -> Reached:
@@ -164,7 +169,7 @@ def not_forgotten(default: Mapping[str, Mapping[str, Whole]]) -> Reached:
     said = [f"{title_of(pattern).capitalize()}: {interval(one)}." for pattern, one in found]
     return Reached(
         "domains that are silent lose at most .01",
-        *_told([one["low"] >= -FORGOTTEN for _, one in found], said),
+        *_told([one["high"] >= 0 or one["value"] >= -FORGOTTEN for _, one in found], said),
     )
 
 

@@ -206,6 +206,7 @@ def run_all(args: argparse.Namespace) -> None:
     workplace, code = None, commit()
     for seed, pattern, arrangement, file in outstanding(args):
         workplace = workplace or Workplace(args)
+        check_precision(args.out, pattern, str(workplace.bench.target.dtype).removeprefix("torch."))
         began = time.monotonic()
         found = workplace.run(pattern, arrangement, seed)
         made = {
@@ -218,6 +219,19 @@ def run_all(args: argparse.Namespace) -> None:
         scratch.write_text(json.dumps(found | made, separators=(",", ":")) + "\n", encoding="utf-8")
         scratch.rename(file)
         print(f"{pattern}, {arrangement}, seed {seed}: {made['seconds']} s", flush=True)
+
+
+def check_precision(out: Path, pattern: str, precision: str) -> None:
+    """Exits where runs of the same pattern of traffic, with which this one is compared, have another one."""
+    for file in (out / "runs").glob(f"{pattern.replace(':', '-')}.*.json"):
+        other = json.loads(file.read_text(encoding="utf-8")).get(
+            "precision", precision
+        )  # older ones tell none
+        if other != precision:
+            raise SystemExit(
+                f"evidence.py: {file} was made with a target in {other}, and this one is in {precision}; "
+                f"give --dtype {other}, or name another --out."
+            )
 
 
 def commit() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from evidence import served
-from evidence.arrangements import ARRANGEMENTS, FURTHER, JOINT, MAIN, SERVED
+from evidence.arrangements import ARRANGEMENTS, FURTHER, JOINT, MAIN, SERVED, SERVED_EQUAL_COST
 from evidence.streams import ONLY, title_of
 from evidence.words import DASH, table
 
@@ -16,7 +16,7 @@ Whole = dict[str, Any]
 
 def prices(whole: Whole) -> str:
     """Gains by arrangement on one pattern, and operations on all that it was run with."""
-    by_name = {name: of for name in (*MAIN, *FURTHER) if (of := learned(whole, name))}
+    by_name = {name: of for name in (*MAIN, *FURTHER, SERVED_EQUAL_COST) if (of := learned(whole, name))}
     if not by_name:
         return ""
     pattern = shared_pattern(by_name)

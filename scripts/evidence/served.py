@@ -66,7 +66,9 @@ def finding(whole: Whole) -> str:
         f"{gained(gains)}."
     ]
     one_wide = beside(whole, ONE_WIDE)
-    said += [one_wide, REASONS if one_wide else "", beside(whole, NARROW), below(whole)]
+    equal = beside(whole, ONE_WIDE, SERVED_EQUAL_COST)
+    said += [one_wide, f"With 13 steps where it makes 8, {equal[0].lower()}{equal[1:]}" if equal else ""]
+    said += [REASONS if one_wide else "", beside(whole, NARROW), below(whole)]
     return "- " + " ".join(one for one in said if one)
 
 
@@ -91,12 +93,12 @@ def gained(gains: Whole) -> str:
     return "; ".join(said)
 
 
-def beside(whole: Whole, other: str) -> str:
-    """Where it is above and below another arrangement that learns as much."""
+def beside(whole: Whole, other: str, name: str = SERVED) -> str:
+    """Where it is above and below another arrangement; `name`: the default, or a variation of it."""
     found = [
         (title_of(pattern), one)
         for pattern in patterns(whole)
-        for one in [whole["patterns"][pattern].get(other, {}).get("default_more", {}).get(SERVED)]
+        for one in [whole["patterns"][pattern].get(other, {}).get("default_more", {}).get(name)]
         if one is not None
     ]
     level = "level, as far as can be told, with"

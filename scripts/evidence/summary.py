@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from evidence import growth, tokens
-from evidence.arrangements import EQUAL_COST, GATED, JOINT, ONE_ADAPTER, SERVED, STATIC
+from evidence.arrangements import EQUAL_COST, GATED, JOINT, ONE_ADAPTER, SERVED, SERVED_EQUAL_COST, STATIC
 from evidence.figures import (
     Compared,
     Found,
@@ -68,7 +68,7 @@ def of_runs(runs: Runs, pattern: str, name: str) -> dict[str, Any]:
         "tokens_gain": _compared(against(runs, pattern, STATIC, name, tokens_per_step)),
         "default_more": {
             default: _compared(against(runs, pattern, name, default))
-            for default in (JOINT, GATED, SERVED, EQUAL_COST)
+            for default in (JOINT, GATED, SERVED, EQUAL_COST, SERVED_EQUAL_COST)
             if default != name
         },
         "domains": {d: _compared(against(runs, pattern, STATIC, name, domains=[d])) for d in held},

@@ -351,3 +351,15 @@ def test_what_is_missing_is_said(given: list[str], tmp_path: Path) -> None:
         command.main(["--data", str(tmp_path), "--out", str(tmp_path / "out")])
     with pytest.raises(SystemExit, match="no run has finished yet"):
         command.main([*given, "--only-write"])
+
+
+def test_runs_of_one_pattern_share_a_precision(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    older = tmp_path / "runs" / "steady.static.0.json"
+    older.write_text("{}")
+    command.check_precision(tmp_path, "steady", "float32")
+    older.write_text('{"precision": "bfloat16"}')
+    command.check_precision(tmp_path, "steady", "bfloat16")
+    command.check_precision(tmp_path, "drift", "float32")
+    with pytest.raises(SystemExit, match="give --dtype bfloat16"):
+        command.check_precision(tmp_path, "steady", "float32")

@@ -190,5 +190,6 @@ def test_few_records_of_its_own_do_not_speak_against_a_candidate_of_a_line() -> 
     seen = Seen(before, after)
     worse, better = a_pair(np.random.default_rng(4), 1, 0.5)[::-1], a_pair(rng, FEW, 0.3)
     assert decide_again(*worse, seen, 0).decision == "promote"
-    assert decide_again(*a_pair(rng, FEW, -0.3), seen, 0).decision == "keep"
+    refused = decide_again(*a_pair(rng, FEW, -0.3), seen, 0)
+    assert (refused.decision, refused.reason is not None) == ("keep", True)
     assert decide_again(*better, seen, 0).decision == "promote"
