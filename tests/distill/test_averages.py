@@ -37,9 +37,23 @@ def test_the_average_of_a_new_adapter_soon_forgets_its_first_steps() -> None:
 
 def test_the_average_of_one_that_was_trained_before_begins_where_it_is() -> None:
     parameter, optimiser, (expected, *seen) = stepped(6, settled=True)
-    for weights in seen:
-        expected = DECAY * expected + (1 - DECAY) * weights
+    for number, weights in enumerate(seen, start=1):
+        decay = min(DECAY, (FEW + number) / (2 * FEW - 1 + number))
+        expected = decay * expected + (1 - decay) * weights
     torch.testing.assert_close(optimiser.state[parameter][AVERAGE], expected)
+
+
+def test_an_update_after_a_start_shows_in_its_average() -> None:
+    """Else each update of a trainer that is started anew would publish hardly anything of what it learned."""
+    parameter = nn.Parameter(torch.zeros(4))
+    optimiser = AveragingAdamW([parameter], settled=True, weight_decay=0.0)
+    for _ in range(16):
+        parameter.grad = -torch.ones(4)
+        optimiser.param_groups[0]["lr"] = 0.1 * optimiser.rate
+        optimiser.step()
+    with averaged([optimiser]):
+        moved = parameter.detach().clone()
+    assert (moved > 0.6 * parameter.detach()).all()
 
 
 def test_its_first_steps_are_short() -> None:
