@@ -24,8 +24,8 @@ from moedraft.distill.joint.joint_loop import JointLoop
 from moedraft.distill.joint.joint_trainer import JointTrainer, JointUpdate
 from moedraft.distill.joint.plan import JointPlan
 from moedraft.distill.judging.gate import FEW, MOST_KEPT, Measured
-from moedraft.distill.judging.held_out import LEAST, MOST, TOGETHER, HeldOut
-from moedraft.distill.judging.judge import ENOUGH, TAUGHT, Judge
+from moedraft.distill.judging.held_out import LEAST, LEAST_JUDGED, MOST, TOGETHER, HeldOut
+from moedraft.distill.judging.judge import ENOUGH, OF_LATE, TAUGHT, Judge
 from moedraft.distill.loop import LEAST_GAIN, DistillLoop
 from moedraft.distill.measuring.measures import JointMeasure, Serving, TextMeasure, instead
 from moedraft.distill.measuring.remembered import Remembered
@@ -35,6 +35,7 @@ from moedraft.distill.text.batches import collate as collate_text
 from moedraft.distill.text.text_guesses import runs
 from moedraft.distill.warmstart import OnTrial
 from moedraft.storage import changes
+from moedraft.storage.filing import file_under, filed
 from moedraft.storage.store import Store
 from moedraft.storage.versions import version_rows
 
@@ -420,6 +421,41 @@ def test_a_joint_update_is_published_together(store: Store) -> None:
     assert (found["code"].stood_on, found[SHARED].stood_on) == (1, None)
     assert found["code"].gain == pytest.approx(0.2, abs=0.03)
     assert found[SHARED].gate_records == 16
+
+
+def traffic(store: Store) -> dict[str, float]:
+    return store.replay.traffic(OF_LATE, LEAST_JUDGED, filed(store.registry))
+
+
+def test_half_of_the_traffic_is_that_of_late(store: Store) -> None:
+    """After a shift an update is judged for those who ask now, without forgetting the others."""
+    assert traffic(store) == {}
+    store.replay.add([record(n, "prose") for n in range(3 * OF_LATE)])
+    assert traffic(store) == {"prose": 1.0}
+    store.replay.add([record(1000 + n, "code") for n in range(OF_LATE)])
+    assert traffic(store) == {"code": 0.625, "prose": 0.375}
+    store.replay.add([record(2000 + n, SHARED) for n in range(OF_LATE // 2)])
+    shares = traffic(store)
+    assert shares == pytest.approx({"code": 1 / 9 + 1 / 4, "prose": 1 / 3, SHARED: 1 / 18 + 1 / 4})
+    store.replay.purge("code")
+    assert set(traffic(store)) == {"prose", SHARED}
+
+
+def test_neither_one_prompt_nor_one_client_nor_filing_is_the_traffic_of_late(store: Store) -> None:
+    calm = [replace(record(n, "prose"), source="one") for n in range(OF_LATE)]
+    store.replay.add(calm)
+    store.replay.add([record(1000, "code")] * OF_LATE)
+    probed = traffic(store)
+    assert probed["code"] == pytest.approx((1 / 2 + 1 / OF_LATE) / 2), "a prompt that comes again is one"
+    store.replay.purge("code")
+    store.replay.add([replace(record(2000 + n, "code"), source="two") for n in range(OF_LATE)])
+    assert traffic(store)["code"] == pytest.approx((1 / 2 + 1 / 2) / 2)
+    store.replay.purge("code")
+    store.replay.add([record(3000 + n, SHARED) for n in range(4)])
+    old = store.replay.last_id()
+    store.replay.add([replace(record(4000 + n, "prose"), source="three") for n in range(OF_LATE)])
+    assert file_under(store, "code", list(range(old - 3, old + 1))) == 4
+    assert traffic(store)["code"] == pytest.approx(4 / (2 * OF_LATE + 4) / 2)
 
 
 @pytest.mark.parametrize("base_serves", [True, False])

@@ -74,6 +74,13 @@ def test_records_are_found_by_order_limit_and_id(mixed: ReplayBuffer) -> None:
     assert mixed.counts_since(None, 0) == mixed.count() == 124
     assert mixed.count("python") == 20
     assert mixed.sizes() == {"python": 20, "shared": 4, "sql": 100}
+    shares = {"sql": 100 / 124, "python": 20 / 124, SHARED: 4 / 124}
+    assert mixed.traffic(1000, 3) == pytest.approx(shares)
+    late = {"sql": 0.0, "python": 0.6, SHARED: 0.4}
+    assert mixed.traffic(10, 3) == pytest.approx({n: (shares[n] + late[n]) / 2 for n in late})
+    late = {"sql": 0.0, "python": 0.7, SHARED: 0.3}
+    found = mixed.traffic(10, 3, {mixed.last_id()})
+    assert found == pytest.approx({n: (shares[n] + late[n]) / 2 for n in late})
     assert mixed.last_id() == mixed.last_id(SHARED)
     assert mixed.last_id("nothing") == 0
 

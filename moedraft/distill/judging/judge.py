@@ -15,17 +15,19 @@ from typing import Protocol
 
 from moedraft.core import SHARED, ReplayRecord
 from moedraft.distill.judging.gate import Measured, Verdict
-from moedraft.distill.judging.held_out import HeldOut
+from moedraft.distill.judging.held_out import LEAST_JUDGED, HeldOut
 from moedraft.distill.judging.second_look import SecondLook
 from moedraft.distill.judging.together import Options, decide_alone, decide_together, in_doubt
 from moedraft.distill.measuring.measures import Measure, Serving
 from moedraft.distill.measuring.remembered import Remembered
 from moedraft.storage.changes import is_pinned
+from moedraft.storage.filing import filed
 from moedraft.storage.store import TARGET_ID, Store
 from moedraft.storage.versions.candidate import Candidate, Weights
 
 OnBatch = Callable[[], None]
 TAUGHT = 4  # records from which on a domain gets adapters
+OF_LATE = 32  # newest records, whose domains are those of the traffic now
 ENOUGH = 3  # held-out records of a domain that may be left to the base alone
 
 
@@ -113,6 +115,7 @@ class Judge:
         new_shared, sizes = made[SHARED], self.store.replay.sizes()
         shared = self._live(SHARED, new_shared)
         untaught = self.untaught()
+        traffic = self.store.replay.traffic(OF_LATE, LEAST_JUDGED, filed(self.store.registry))
         cases = {name: self._case(name, len(sizes), on_batch) for name in sizes}
         unadapted, options = self.store.registry.unadapted(), dict[str, Options]()
         seen = self.second_look.seen(new_shared)
@@ -125,7 +128,7 @@ class Judge:
             new = None
             if name in made and name != SHARED:
                 new = case.measured({SHARED: new_shared, name: made[name]})
-            options[name] = Options(before, new, old, None, static, sizes[name], base, seen.get(name))
+            options[name] = Options(before, new, old, None, static, traffic[name], base, seen.get(name))
         for name in in_doubt(options):
             if self._removable(name, new_shared):
                 none = cases[name].measured({SHARED: new_shared, name: None})

@@ -7,7 +7,8 @@ The shared adapter has no second copy: its buffer is the records of all domains,
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,6 +29,7 @@ from moedraft.storage.retention.shares import (
     even_shares,
     few_copies,
     of_many,
+    one_of_each_prompt,
     within_shares,
 )
 from moedraft.storage.tables import domains, replay, replay_states
@@ -210,6 +212,21 @@ class ReplayBuffer:
         query = select(replay.c.domain, func.count()).group_by(replay.c.domain).order_by(replay.c.domain)
         with self._home.read() as connection:
             return {row[0]: row[1] for row in connection.execute(query)}
+
+    def traffic(self, of_late: int, least: int, without: Collection[int] = ()) -> dict[str, float]:
+        """The share of each domain: half by all records that are kept, half by the newest `of_late`.
+
+        Of these one of each prompt counts, none with the ids `without`, and a client's as far as the shares
+        allow. least: as in `shares.of_many`.
+        """
+        held = self._held(None, None)
+        newest = {name: one_of_each_prompt(reversed(some)) for name, some in held.items()}
+        domain_of = {one.id: name for name, some in newest.items() for one in some if one.id not in without}
+        found = sorted((one for some in newest.values() for one in some if one.id in domain_of), reverse=True)
+        late = Counter(domain_of[number] for number in of_many(found, of_late, least))
+        sizes = {name: len(some) for name, some in held.items()}
+        parts = [{name: one / sum(some.values()) for name, one in some.items()} for some in (sizes, late)]
+        return {name: sum(part.get(name, 0.0) for part in parts) / 2 for name in sizes}
 
     def counts_since(self, domain: str | None, since_id: int) -> int:
         """How many records of `domain` (None: of all) are kept that came after the one with `since_id`."""

@@ -39,6 +39,14 @@ def few_copies(held: Iterable[Held]) -> list[Held]:
     return chosen
 
 
+def one_of_each_prompt(held: Iterable[Held]) -> list[Held]:
+    """The first record of each prompt, whosever it is; `held` are those of one domain."""
+    firsts: dict[int | tuple[int], Held] = {}
+    for one in held:
+        firsts.setdefault((one.id,) if one.prompt is None else one.prompt, one)
+    return list(firsts.values())
+
+
 def draw(held: list[Held], n: int, random: Random) -> list[int]:
     """Ids of `n` different records in random order, drawn uniformly as far as `of_many` allows."""
     chosen = of_many(random.sample(held, len(held)), n, LEAST_TAUGHT)
