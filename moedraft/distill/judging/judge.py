@@ -27,7 +27,7 @@ from moedraft.storage.versions.candidate import Candidate, Weights
 
 OnBatch = Callable[[], None]
 TAUGHT = 4  # records from which on a domain gets adapters
-OF_LATE = 32  # newest records, whose domains are those of the traffic now
+OF_LATE = 48  # newest records, whose domains are those of the traffic now
 ENOUGH = 3  # held-out records of a domain that may be left to the base alone
 
 
