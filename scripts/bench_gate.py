@@ -30,7 +30,10 @@ from moedraft.distill.judging.together import Options, shares_of
 from moedraft.distill.measuring.remembered import Remembered
 from moedraft.storage.versions.candidate import Candidate
 
-RUNS = "shift:4,drift:0,one-by-one:4,steady:0,poison-noise:0,reworded:0"
+RUNS = (
+    "shift:0,shift:1,shift:2,shift:3,one-by-one:0,one-by-one:1,one-by-one:2,one-by-one:3,steady:0,"
+    "poison-noise:0,poison-labels:0,poison-flood:0"
+)
 
 
 def main() -> None:
