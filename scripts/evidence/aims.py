@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from evidence import lows
@@ -12,10 +12,11 @@ from evidence.streams import ONLY, title_of
 from evidence.words import NOT_MEASURED, how_many, interval, listed, short_sign, table
 
 ABOUT = (
-    "## The aims, and what was reached\n\nThe aims were set before these runs. *Held*: everything that this "
-    "page measured of it bears it out; *partly*: some does. An interval that includes zero counts as level, "
-    "and one that does not decides here even where seeds disagree. How many seeds there are, and whether "
-    "they agree, is told below."
+    "## The aims, and what was reached\n\nThe aims were set before these runs, the words for what was "
+    "reached afterwards. *Held*: everything that this page measured of it bears it out; *partly*: some does; *open*: "
+    "nothing speaks against it by its interval, and not everything for it. An interval that includes zero "
+    "counts as level, and one that does not decides here even where seeds disagree. How many seeds there "
+    "are, and whether they agree, is told below."
 )
 SOON = 100  # requests within which a domain is to be back, or at home
 FORGOTTEN = 0.01  # first guesses that a silent domain may lose
@@ -25,7 +26,7 @@ RIVALS = {
     GATED: ONLINE,
     SERVED: ("mixed-replay:wide", "mixed-replay:further"),
 }  # what is compared with the default
-HELD, PARTLY, MISSED = "held", "partly", "**missed**"
+HELD, PARTLY, OPEN, MISSED = "held", "partly", "open", "**missed**"
 Whole = dict[str, Any]
 
 
@@ -131,11 +132,12 @@ def never_below(default: Mapping[str, Mapping[str, Whole]]) -> Reached:
 
 def nothing_lost(default: Mapping[str, Mapping[str, Whole]]) -> Reached:
     """Whether a domain stood below static by more than .01 at its lowest point, poisoned traffic included."""
-    verdicts, sure, unsure = [], [], []
+    verdicts: list[bool | None] = []
+    sure, unsure = [], []
     for name, of in default.items():
         for pattern, figures in of.items():
             lost = [(d, low) for d, low in lows.points(figures).items() if low["value"] < -lows.WORST]
-            verdicts.append(not any(low["high"] < 0 for _, low in lost))
+            verdicts.append(False if any(low["high"] < 0 for _, low in lost) else None if lost else True)
             further = ", further updates" if name == SERVED else ""
             for domain, low in lost:
                 where = f"after {low['requests']} ({title_of(pattern)}{further})"
@@ -169,7 +171,7 @@ def not_forgotten(default: Mapping[str, Mapping[str, Whole]]) -> Reached:
     said = [f"{title_of(pattern).capitalize()}: {interval(one)}." for pattern, one in found]
     return Reached(
         "domains that are silent lose at most .01",
-        *_told([one["high"] >= 0 or one["value"] >= -FORGOTTEN for _, one in found], said),
+        *_told([_keeps(one) for _, one in found], said),
     )
 
 
@@ -181,8 +183,16 @@ def cheap(whole: Whole) -> Reached:
     return Reached("learning takes at most 5 % of the target's operations", *_told(verdicts, said))
 
 
-def _told(verdicts: list[bool], said: list[str]) -> tuple[str, str]:
+def _keeps(one: Whole) -> bool | None:
+    """Whether a change is no loss beyond FORGOTTEN; None where its interval leaves that open."""
+    if one["low"] >= -FORGOTTEN:
+        return True
+    return False if one["high"] < 0 and one["value"] < -FORGOTTEN else None
+
+
+def _told(verdicts: Sequence[bool | None], said: list[str]) -> tuple[str, str]:
     if not verdicts:
         return NOT_MEASURED, "Not in these runs."
-    verdict = HELD if all(verdicts) else PARTLY if any(verdicts) else MISSED
-    return verdict, " ".join(said)
+    if False in verdicts:
+        return (PARTLY if True in verdicts else MISSED), " ".join(said)
+    return (HELD if None not in verdicts else OPEN), " ".join(said)

@@ -64,9 +64,9 @@ def record(found: list[Row]) -> str:
     return (
         "By the gate's own record, in tokens per step on held-out records, against the version before; "
         "*along*: experts that were published with the shared adapter without a gain of their own. The gate "
-        "publishes what surely gains, and what surely gives the right tokens more probability where a loss "
-        "is not likely ([how](how-it-works.md)). So a *least gain* below zero is a loss within chance, of a "
-        "version that was published for the second reason; older runs asked for a likely gain there as well. "
+        "publishes what surely gains, and what surely gives the right tokens more probability where a gain "
+        "has 30 % or more ([how](how-it-works.md)). So a *least gain* below zero is a loss within chance, of "
+        "a version that was published for the second reason; older runs asked for a likely gain there too. "
         "What versions did to domains is told by the held-out prompts above, as their lowest points. Only "
         f"runs that kept it.\n\n{table(head, rows)}"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from evidence import lows
-from evidence.arrangements import ARRANGEMENTS, FURTHER, GATED, SERVED, SERVED_EQUAL_COST, STATIC
+from evidence.arrangements import ARRANGEMENTS, EQUAL_STEPS, FURTHER, GATED, SERVED, SERVED_EQUAL_COST, STATIC
 from evidence.streams import ONLY, title_of
 from evidence.words import (
     DASH,
@@ -67,7 +67,7 @@ def finding(whole: Whole) -> str:
     ]
     one_wide = beside(whole, ONE_WIDE)
     equal = beside(whole, ONE_WIDE, SERVED_EQUAL_COST)
-    said += [one_wide, f"With 13 steps where it makes 8, {equal[0].lower()}{equal[1:]}" if equal else ""]
+    said += [one_wide, f"With {EQUAL_STEPS} steps an update: {equal}" if equal else ""]
     said += [REASONS if one_wide else "", beside(whole, NARROW), below(whole)]
     return "- " + " ".join(one for one in said if one)
 

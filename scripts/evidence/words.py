@@ -51,9 +51,9 @@ METHOD_TEXT = """## How it was measured
   while they still bring something; arrangements with some of these, fewer than a server's, have a section of
   their own. Not in these figures:
   a server changes the interval between updates, and takes versions back that later requests show to be worse.
-  Joint learning was run with the gate as it is since 2026-11-27 on the sharp shift and on one domain after
-  another, in float32. All other runs with a gate were made with the forms that it had at their time, which
-  publish [later](experiments.md#what-the-gate-goes-by).
+  Runs with a gate were made with the forms that it had at their time, which publish
+  [later](experiments.md#what-the-gate-goes-by) than the present one. That one was run on the sharp shift and
+  on one domain after another, in float32: [these](evidence-turns.md#sharp-shift-and-return) runs alone.
 - **Lowest point of a domain**: of all measurements on the way and at the end, and of all domains, the one
   that stood lowest against static, and after how many requests. As the lowest of several is picked, a little
   of it is chance. The gate judges by one record in eight of those that came, so that it can hardly protect a

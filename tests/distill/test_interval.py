@@ -10,6 +10,7 @@ import pytest
 from distill_rig import record
 
 from moedraft.core import SHARED, Domain, GateDecision, RequestStats, UpdateRecord
+from moedraft.distill.judging.gate import RISEN
 from moedraft.distill.pace.interval import MOST_DOUBLINGS, SERIES, Interval, has_drifted
 from moedraft.distill.pace.payback import Payback
 from moedraft.speculation import SpeculationStats
@@ -95,6 +96,21 @@ def test_a_gain_of_few_records_or_without_a_gate_is_believed(interval: Interval)
     fruitless(interval, 3)
     interval.settled(outcome(None, None), 1e6, published=True)
     assert interval.wanted(0) == 16
+
+
+def test_what_was_published_without_a_gain_that_shows_makes_updates_neither_rarer_nor_more_frequent(
+    interval: Interval,
+) -> None:
+    risen = replace(outcome(-0.001), reason=RISEN)
+    fruitless(interval, 2)
+    assert interval.settled(risen, 60.0, published=True), "a further update may tell"
+    assert interval.barren == 2
+    assert not interval.settled(outcome(-0.001), 60.0, published=True)
+    assert interval.barren == 3
+    for one in (outcome(-0.1, "discard"), risen, risen):
+        interval.store.updates.add(one)
+    interval.resume()
+    assert interval.barren == 1 // SERIES
 
 
 def test_what_a_candidate_took_before_it_is_published_counts(interval: Interval) -> None:

@@ -444,3 +444,20 @@ def test_what_the_witness_has_judged_is_what_is_published() -> None:
         {"a": domain([-30, -31, -29, -30, -32, -28]), "b": domain([0] * 6)}, {}, "shared"
     )
     assert harmed["a"].decision not in ("promote", "along"), "a sure loss is another matter"
+
+
+def test_what_the_witness_publishes_leaves_nobody_below_the_base() -> None:
+    before, swing = [50, 52, 48, 51, 49, 50], [-9, 2, -9, 2, -9, 2]
+    new, other = ([a + b for a, b in zip(before, change, strict=True)] for change in (swing, [5, 0] * 3))
+    old = drafted(before, 0.40)
+
+    def found(static: int) -> dict[str, Verdict]:
+        base = drafted([50 + static] * 6, 0.38)
+        low = Options(old, drafted(new, 0.43), drafted(before, 0.41), None, base, base=base)
+        high = Options(old, drafted(other, 0.43), drafted(before, 0.41), None, drafted([30] * 6, 0.38))
+        return decide_together({"a": low, "b": high}, {}, "shared")
+
+    for static, left in ((-20, None), (20, True)):
+        verdicts = found(static)
+        assert verdicts["shared"].reason == RISEN
+        assert bool(verdicts["a"].unadapted) == bool(left)

@@ -8,8 +8,8 @@ wider than the normal distribution.
 
 Whether a guess is right varies two or three times more by chance than the probability that the draft gives
 the right token, and both rise together. So a candidate is published too where the right tokens have become
-more probable, which is the `witness` of a gain. One of the two has to be sure, and the other must not be
-almost sure of the opposite (docs/experiments.md, "What the gate goes by").
+more probable, which is the `witness` of a gain. One of the two has to be sure, and the other at least
+DOUBTFUL (docs/experiments.md, "What the gate goes by").
 """
 
 from __future__ import annotations

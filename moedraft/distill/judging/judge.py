@@ -112,11 +112,11 @@ class Judge:
 
     def _options(self, made: dict[str, Candidate], on_batch: OnBatch) -> dict[str, Options]:
         """Measure for each domain with records what it could have under the new shared adapter."""
-        new_shared, sizes = made[SHARED], self.store.replay.sizes()
+        new_shared = made[SHARED]
         shared = self._live(SHARED, new_shared)
         untaught = self.untaught()
         traffic = self.store.replay.traffic(OF_LATE, LEAST_JUDGED, filed(self.store.registry))
-        cases = {name: self._case(name, len(sizes), on_batch) for name in sizes}
+        cases = {name: self._case(name, len(traffic), on_batch) for name in traffic}
         unadapted, options = self.store.registry.unadapted(), dict[str, Options]()
         seen = self.second_look.seen(new_shared)
         for name, case in cases.items():

@@ -120,8 +120,8 @@ def decide_together(
     choices = {name: _choice(options, prospects[name]) for name, options in domains.items()}
     stopped = [name for name, choice in choices.items() if choice.stops]
     whole = _whole(domains, choices, kept.get(shared, 0), stopped)
-    if whole.reason == RISEN:  # guesses showed no gain, so they choose nobody's expert either
-        choices = {name: replace(choice, kind=choice.counted) for name, choice in choices.items()}
+    if whole.reason == RISEN:  # guesses showed no gain, so a likely loss by them takes nobody's expert
+        choices = {name: _as_judged(choice, prospects[name]) for name, choice in choices.items()}
     verdicts = {shared: whole}
     for name, options in domains.items():
         choice, goes = choices[name], whole.decision == "promote"
@@ -234,6 +234,12 @@ def _choice(options: Options, prospects: Mapping[Kind, Prospect]) -> Choice:
     falls = best != "base" and prospects[best].below_static and not _stands_below(options)
     stops = not wanted and (prospects[best].surely_harms or falls)
     return Choice(best, counted, stops)
+
+
+def _as_judged(choice: Choice, prospects: Mapping[Kind, Prospect]) -> Choice:
+    """What the whole was judged with, unless the domain would stand below the base with it."""
+    stays = choice.kind == "base" or prospects[choice.counted].below_static
+    return choice if stays else replace(choice, kind=choice.counted)
 
 
 def _will_not_do(prospect: Prospect) -> bool:

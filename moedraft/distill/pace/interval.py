@@ -51,8 +51,9 @@ class Interval:
         """Restore from the home's log what earlier updates have shown, about. Raises StorageError."""
         unpaid, seconds = 0, 0.0
         for shared, took in _updates(self.store.updates.recent(limit=LOGGED)):
-            unpaid, seconds = unpaid + 1, seconds + took
-            if shared.decision in (None, "promote"):
+            unseen = _is_unseen(shared)
+            unpaid, seconds = unpaid + (not unseen), seconds + took
+            if not unseen and shared.decision in (None, "promote"):
                 unpaid = 0 if self.payback.is_paid(_known(shared), seconds) else unpaid
             if shared.decision != "keep":
                 seconds = 0.0
@@ -67,12 +68,13 @@ class Interval:
         outcome: of the shared adapter. is_fresh: the update had new records, so it begins a series. Raises
         StorageError.
         """
-        self.barren += is_fresh
+        unseen = _is_unseen(outcome)
+        self.barren += is_fresh and not unseen
         self._seconds += seconds
-        if published and self.payback.is_paid(_known(outcome), self._seconds):
+        if published and not unseen and self.payback.is_paid(_known(outcome), self._seconds):
             self.barren = 0
         gain = outcome.gain if outcome else None
-        added = None if gain is None else gain - self._line
+        added = None if gain is None or unseen else gain - self._line
         is_kept = not published and outcome is not None and outcome.decision == "keep"
         self._line = (gain or 0.0) if is_kept else 0.0
         self._seconds = self._seconds if is_kept else 0.0
@@ -146,13 +148,13 @@ def has_drifted(shares: Sequence[float], chance: float = CHANCE) -> bool:
 
 
 def _known(outcome: UpdateRecord | None) -> float | None:
-    """The gain in tokens per step; None where too few records, or none, tell it.
+    """The gain in tokens per step; None where too few records, or none, tell it."""
+    return outcome.gain if outcome and (outcome.gate_records or 0) >= FEW else None
 
-    Nor do they of a version that was published for another reason than its gain (`gate.RISEN`).
-    """
-    if outcome is None or outcome.reason == RISEN or (outcome.gate_records or 0) < FEW:
-        return None
-    return outcome.gain
+
+def _is_unseen(outcome: UpdateRecord | None) -> bool:
+    """Whether a version was published for another reason than its gain: what it saves is not known."""
+    return outcome is not None and outcome.reason == RISEN
 
 
 def _updates(rows: Iterable[UpdateRecord]) -> Iterator[tuple[UpdateRecord, float]]:
