@@ -12,11 +12,12 @@ from evidence.streams import ONLY, title_of
 from evidence.words import NOT_MEASURED, how_many, interval, listed, short_sign, table
 
 ABOUT = (
-    "## The aims, and what was reached\n\nThe aims were set before these runs, the words for what was "
-    "reached afterwards. *Held*: everything that this page measured of it bears it out; *partly*: some does; *open*: "
-    "nothing speaks against it by its interval, and not everything for it. An interval that includes zero "
-    "counts as level, and one that does not decides here even where seeds disagree. How many seeds there "
-    "are, and whether they agree, is told below."
+    "## The aims, and what was reached\n\n"
+    "The aims were set before these runs, the words for what was reached afterwards. *Held*: everything that "
+    "this page measured of it bears it out; *partly*: some does; *open*: nothing speaks against it by its "
+    "interval, and not everything for it. An interval that includes zero counts as level, and one that does "
+    "not decides here even where seeds disagree. How many seeds there are, and whether they agree, is told "
+    "below."
 )
 SOON = 100  # requests within which a domain is to be back, or at home
 FORGOTTEN = 0.01  # first guesses that a silent domain may lose
