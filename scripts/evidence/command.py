@@ -103,6 +103,11 @@ class Workplace:
         self.embedder = Embedder()
         self._routed: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = {}
 
+    @property
+    def precision(self) -> str:
+        """Of the target, such as "float32"."""
+        return str(self.bench.target.dtype).removeprefix("torch.")
+
     def run(self, pattern: str, arrangement: str, seed: int) -> dict[str, Any]:
         domains = self.domains_of(pattern)
         stream = traffic(pattern, domains, self.args.requests, seed)
@@ -118,7 +123,7 @@ class Workplace:
             "arrangement": arrangement,
             "seed": seed,
             "settings": settings(self.args),
-            "precision": str(self.bench.target.dtype).removeprefix("torch."),
+            "precision": self.precision,
         }
         marks = {"absent": stream.absent, "turns": stream.turns, "newcomer": stream.newcomer}
         return words | marks | found
@@ -206,7 +211,7 @@ def run_all(args: argparse.Namespace) -> None:
     workplace, code = None, commit()
     for seed, pattern, arrangement, file in outstanding(args):
         workplace = workplace or Workplace(args)
-        check_precision(args.out, pattern, str(workplace.bench.target.dtype).removeprefix("torch."))
+        check_precision(args.out, pattern, workplace.precision)
         began = time.monotonic()
         found = workplace.run(pattern, arrangement, seed)
         made = {

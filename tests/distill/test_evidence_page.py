@@ -214,6 +214,8 @@ class TinyWorkplace:
 
     made = 0
 
+    precision = "float32"
+
     def __init__(self, args: Any) -> None:
         self.args = args
 
