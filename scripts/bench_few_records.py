@@ -29,7 +29,7 @@ from moedraft.config import Settings, load_settings
 from moedraft.core import SHARED, ReplayRecord, SamplingParams
 from moedraft.distill.assembly import build_loop
 from moedraft.distill.joint.joint_trainer import Drawn, JointTrainer
-from moedraft.distill.judging.gate import expected_tokens
+from moedraft.distill.measuring.figures import expected_tokens
 from moedraft.distill.single.trainer import LAST_RATE, is_held_out
 from moedraft.showcase import shipped
 from moedraft.storage.store import Store

@@ -24,9 +24,10 @@ from evidence.arrangements import GATED
 from evidence.running import Served
 
 from moedraft.core import SHARED
-from moedraft.distill.judging.gate import Measured, Verdict, compare, expected_tokens, joined
+from moedraft.distill.judging.gate import Verdict, compare
 from moedraft.distill.judging.judge import Judge
 from moedraft.distill.judging.together import Options, shares_of
+from moedraft.distill.measuring.figures import Measured, expected_tokens, joined
 from moedraft.distill.measuring.remembered import Remembered
 from moedraft.storage.versions.candidate import Candidate
 
@@ -54,10 +55,11 @@ def main() -> None:
     for name in args.runs.split(","):
         if name not in found["runs"]:
             pattern, seed = name.rsplit(":", 1)
-            found["runs"][name] = looked_at(workplace, pattern, int(seed))
-            found |= {"commit": command.commit(), "dtype": str(workplace.bench.target.dtype)}
+            updates = looked_at(workplace, pattern, int(seed))
+            words = {"commit": command.commit(), "precision": workplace.precision}
+            found["runs"][name] = words | {"updates": updates}
             args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-            print(f"{name}: {len(found['runs'][name])} updates", flush=True)
+            print(f"{name}: {len(updates)} updates", flush=True)
 
 
 def looked_at(workplace: command.Workplace, pattern: str, seed: int) -> list[dict[str, Any]]:

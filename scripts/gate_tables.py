@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from markdown_tables import table
 
-from moedraft.distill.judging.gate import CONFIRMED, DOUBTFUL, FEW, LIKELY, SURE, SURE_AGAIN
+from moedraft.distill.judging.gate import DOUBTFUL, LIKELY, SURE, SURE_AGAIN, suffices
+from moedraft.distill.measuring.figures import FEW
 
 Update = dict[str, Any]
 HARM = 0.01  # tokens per step
@@ -23,9 +24,8 @@ def before(one: Update) -> bool:
 
 
 def now(one: Update) -> bool:
-    enough = SURE_AGAIN if one["seen"] else SURE
-    is_sure = one["better"] >= enough or one["witness"] >= CONFIRMED
-    return bool(is_sure and min(one["better"], one["witness"]) >= DOUBTFUL)
+    """The gate's own."""
+    return suffices(one["better"], one["witness"], SURE_AGAIN if one["seen"] else SURE)
 
 
 RULES: dict[str, Callable[[Update], bool]] = {
@@ -39,7 +39,7 @@ RULES: dict[str, Callable[[Update], bool]] = {
 
 def judged(found: dict[str, Any]) -> list[Update]:
     """The updates that the gate had enough records for."""
-    every = [one for updates in found["runs"].values() for one in updates]
+    every = [one for run in found["runs"].values() for one in run["updates"]]
     return [one for one in every if one["records"] + one["seen"] >= FEW and one["witness"] is not None]
 
 

@@ -18,12 +18,14 @@ AVERAGE = "average"  # in the optimiser's state of each parameter
 DECAY = 0.97  # weight of the old average at each step
 FEW = 10  # a new adapter's average forgets its first steps, about this many, which tell little
 SHORT = 8  # warm-up steps of an adapter that was trained before, until Adam's statistics are of use
-# Its average begins where it is, and forgets that within a dozen steps: what a trainer learns right after its
-# start, or after the gate threw an update away, is to be seen in that update's candidate.
 
 
 class AveragingAdamW(torch.optim.AdamW):
-    """AdamW for one adapter. settled: the adapter was trained before, so its average begins where it is."""
+    """AdamW for one adapter.
+
+    settled: the adapter was trained before, so its average begins where it is. It forgets that within a dozen
+    steps, so that what a trainer learns right after its start is to be seen in that update's candidate.
+    """
 
     def __init__(self, parameters: Iterable[nn.Parameter], *, settled: bool, weight_decay: float) -> None:
         super().__init__(parameters, weight_decay=weight_decay, fused=True)
@@ -47,8 +49,8 @@ class AveragingAdamW(torch.optim.AdamW):
             if AVERAGE not in state:
                 state[AVERAGE] = first.detach().clone()
             done = float(state["step"])
-            first_weight = FEW if self.settled else 1
-            decay = min(DECAY, (first_weight + done) / (first_weight + FEW - 1 + done))
+            done += FEW - 1 if self.settled else 0  # as if it had made some steps already
+            decay = min(DECAY, (1 + done) / (FEW + done))
             state[AVERAGE].lerp_(parameter, 1 - decay)
 
     def exchange(self) -> None:

@@ -13,8 +13,9 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from moedraft.core import Domain, InvalidRequest, RequestOutput, SamplingParams, StorageError
-from moedraft.distill.judging.gate import FEW, Verdict
+from moedraft.distill.judging.gate import Verdict
 from moedraft.distill.judging.judge import JudgeLike
+from moedraft.distill.measuring.figures import FEW
 from moedraft.speculation import SpeculationStats
 from moedraft.storage.versions.candidate import Candidate
 

@@ -23,10 +23,8 @@ SOON = 100  # requests within which a domain is to be back, or at home
 FORGOTTEN = 0.01  # first guesses that a silent domain may lose
 CHEAP = 0.05  # of the target's operations, that learning may take
 MOVING = ("shift", "one-by-one", "drift", "new-domain")
-RIVALS = {
-    GATED: ONLINE,
-    SERVED: ("mixed-replay:wide", "mixed-replay:further"),
-}  # what is compared with the default
+# What the default is compared with, with one update for each window and with further ones.
+RIVALS = {GATED: ONLINE, SERVED: ("mixed-replay:wide", "mixed-replay:further")}
 HELD, PARTLY, OPEN, MISSED = "held", "partly", "open", "**missed**"
 Whole = dict[str, Any]
 

@@ -229,10 +229,8 @@ def run_all(args: argparse.Namespace) -> None:
 def check_precision(out: Path, pattern: str, precision: str) -> None:
     """Exits where runs of the same pattern of traffic, with which this one is compared, have another one."""
     for file in (out / "runs").glob(f"{pattern.replace(':', '-')}.*.json"):
-        other = json.loads(file.read_text(encoding="utf-8")).get(
-            "precision", precision
-        )  # older ones tell none
-        if other != precision:
+        other = json.loads(file.read_text(encoding="utf-8")).get("precision")
+        if other not in (None, precision):  # older runs tell none
             raise SystemExit(
                 f"evidence.py: {file} was made with a target in {other}, and this one is in {precision}; "
                 f"give --dtype {other}, or name another --out."

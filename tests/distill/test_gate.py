@@ -8,20 +8,16 @@ import numpy as np
 import pytest
 
 from moedraft.distill.judging.gate import (
-    FEW,
     LONGEST_KEPT,
     MOST_KEPT,
     RISEN,
-    Counts,
-    Measured,
     Seen,
     Verdict,
     compare,
     decide,
     decide_again,
-    expected_tokens,
-    joined,
 )
+from moedraft.distill.measuring.figures import FEW, Counts, Measured, expected_tokens, joined
 
 DEPTH = 4
 TRIALS = 200

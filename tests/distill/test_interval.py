@@ -10,7 +10,6 @@ import pytest
 from distill_rig import record
 
 from moedraft.core import SHARED, Domain, GateDecision, RequestStats, UpdateRecord
-from moedraft.distill.judging.gate import RISEN
 from moedraft.distill.pace.interval import MOST_DOUBLINGS, SERIES, Interval, has_drifted
 from moedraft.distill.pace.payback import Payback
 from moedraft.speculation import SpeculationStats
@@ -101,11 +100,11 @@ def test_a_gain_of_few_records_or_without_a_gate_is_believed(interval: Interval)
 def test_what_was_published_without_a_gain_that_shows_makes_updates_neither_rarer_nor_more_frequent(
     interval: Interval,
 ) -> None:
-    risen = replace(outcome(-0.001), reason=RISEN)
+    risen = outcome(-0.001)
     fruitless(interval, 2)
     assert interval.settled(risen, 60.0, published=True), "a further update may tell"
     assert interval.barren == 2
-    assert not interval.settled(outcome(-0.001), 60.0, published=True)
+    assert not interval.settled(outcome(0.001), 60.0, published=True)
     assert interval.barren == 3
     for one in (outcome(-0.1, "discard"), risen, risen):
         interval.store.updates.add(one)

@@ -23,10 +23,11 @@ from moedraft.distill.features.record_states import RecordStates
 from moedraft.distill.joint.joint_loop import JointLoop
 from moedraft.distill.joint.joint_trainer import JointTrainer, JointUpdate
 from moedraft.distill.joint.plan import JointPlan
-from moedraft.distill.judging.gate import FEW, MOST_KEPT, Measured
+from moedraft.distill.judging.gate import MOST_KEPT
 from moedraft.distill.judging.held_out import LEAST, LEAST_JUDGED, MOST, TOGETHER, HeldOut
 from moedraft.distill.judging.judge import ENOUGH, OF_LATE, TAUGHT, Judge
 from moedraft.distill.loop import LEAST_GAIN, DistillLoop
+from moedraft.distill.measuring.figures import FEW, Measured
 from moedraft.distill.measuring.measures import JointMeasure, Serving, TextMeasure, instead
 from moedraft.distill.measuring.remembered import Remembered
 from moedraft.distill.outlet import HomeOutlet

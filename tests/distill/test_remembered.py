@@ -13,7 +13,7 @@ from candidates import candidate
 from distill_rig import record
 
 from moedraft.core import SHARED, Domain, ReplayRecord
-from moedraft.distill.judging.gate import FEW, Measured
+from moedraft.distill.measuring.figures import FEW, Measured
 from moedraft.distill.measuring.measures import Serving
 from moedraft.distill.measuring.remembered import SEVERAL, Remembered
 from moedraft.storage.store import Store

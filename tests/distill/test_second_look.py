@@ -15,17 +15,9 @@ from test_judge import Figures, Together, by_tensors, loop_of
 from test_together import TOKENS, counts_of
 
 from moedraft.core import SHARED, Domain, StorageError
-from moedraft.distill.judging.gate import (
-    DOUBTFUL,
-    Measured,
-    Seen,
-    Verdict,
-    compare,
-    decide,
-    decide_again,
-    joined,
-)
+from moedraft.distill.judging.gate import DOUBTFUL, Seen, Verdict, compare, decide, decide_again
 from moedraft.distill.judging.second_look import MOST, SecondLook
+from moedraft.distill.measuring.figures import Measured, joined
 from moedraft.distill.single.trainer import is_held_out
 from moedraft.storage import changes
 from moedraft.storage.store import TARGET_ID, Store

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from moedraft.distill.judging.gate import FEW, MOST_KEPT, RISEN, Counts, Measured, Verdict, compare
+from moedraft.distill.judging.gate import MOST_KEPT, RISEN, Verdict, compare
 from moedraft.distill.judging.shrinkage import estimates
 from moedraft.distill.judging.together import (
     LARGEST_SHARE,
@@ -18,6 +18,7 @@ from moedraft.distill.judging.together import (
     in_doubt,
     shares_of,
 )
+from moedraft.distill.measuring.figures import FEW, Counts, Measured
 
 DEPTH = 4
 TOKENS = 48

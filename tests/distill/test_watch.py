@@ -15,9 +15,9 @@ from candidates import candidate
 from distill_rig import record
 
 from moedraft.core import SHARED, Domain, InvalidRequest, ReplayRecord
-from moedraft.distill.judging.gate import Measured
 from moedraft.distill.judging.watch import ENOUGH, MOST, Watch
 from moedraft.distill.loop import DistillLoop
+from moedraft.distill.measuring.figures import Measured
 from moedraft.distill.measuring.measures import Serving
 from moedraft.distill.outlet import HomeOutlet
 from moedraft.storage import changes

@@ -1,10 +1,9 @@
 """The gate: figures of a candidate on held-out records in, a decision out. It knows no model and no storage.
 
-What counts is the number of tokens that one step of the target is expected to give at the draft length in
-use: 1 + a1 + a1·a2 + …, where a_j is the share of drafts whose token number j is accepted when those before
-it were. The candidate and what serves now are measured on the same records. How sure the gain is comes from a
-Bayesian bootstrap over the records (Rubin 1981), made wider where there are few of them, as Student's t is
-wider than the normal distribution.
+What counts is the number of tokens that one step of the target is expected to give (`measuring.figures`). The
+candidate and what serves now are measured on the same records. How sure the gain is comes from a Bayesian
+bootstrap over the records (Rubin 1981), made wider where there are few of them, as Student's t is wider than
+the normal distribution.
 
 Whether a guess is right varies two or three times more by chance than the probability that the draft gives
 the right token, and both rise together. So a candidate is published too where the right tokens have become
@@ -20,16 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moedraft.core import GateDecision
+from moedraft.distill.measuring.figures import FEW, Chances, Measured, expected_tokens, joined
 
-Counts = NDArray[np.int64]  # [records, depth, 2]: hits and tries of the draft's tokens number 1 … depth
-Chances = NDArray[np.float64]  # [records, 2]: what first guesses gave the right token, summed; guesses
 Shares = NDArray[np.float64]
 
 SURE = 0.9  # probability of a gain that a promotion needs; with 1 − SURE or less a candidate is thrown away
 SURE_AGAIN = 0.95  # the same where a line of candidates is looked at again
 CONFIRMED = 0.95  # probability that right tokens became more probable, which suffices as well
 DOUBTFUL = 0.3  # a promotion needs as much of the other of the two, and of a candidate's own records
-FEW = 4  # with fewer records the training objective decides
 MOST_KEPT = 6  # candidates in a row that may be trained on without being published …
 LONGEST_KEPT = 9  # … or so many where a gain is LIKELY, so that only records are missing
 LIKELY = 0.5  # beyond it a gain is likelier than a loss
@@ -37,19 +34,6 @@ RISEN = "The right tokens have become more probable; that no more of them are gu
 DRAWS = 1000
 SEED = 0  # of the bootstrap, so that the same figures always get the same answer
 Z, Z_CONFIRMED = 1.2816, 1.6449  # of the normal distribution at SURE and at CONFIRMED
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Figures of one set of adapters on some records."""
-
-    counts: Counts
-    loss: float | None = None  # the training objective on them, nats; None: not measured
-    chances: Chances | None = None
-
-    @property
-    def records(self) -> int:
-        return len(self.counts)
 
 
 @dataclass(frozen=True)
@@ -83,13 +67,6 @@ class Verdict:
         return self.decision in ("promote", "along")
 
 
-def expected_tokens(sums: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Hits and tries [..., depth, 2] → tokens per target step [...]."""
-    tries = sums[..., 1]
-    rates = np.divide(sums[..., 0], tries, out=np.zeros_like(tries), where=tries > 0)
-    return np.asarray(1 + rates.cumprod(-1).sum(-1))
-
-
 def compare(
     before: Measured,
     after: Measured,
@@ -119,7 +96,7 @@ def compare(
     if before.chances is not None and after.chances is not None:
         found = replace(found, witness=_witness(before.chances, after.chances, shares))
     decision = _decision(found, before.loss, after.loss, enough)
-    reason = RISEN if decision == "promote" and gain <= 0 and count >= FEW else None
+    reason = RISEN if is_unseen(decision, gain, count) else None
     return replace(found, decision=decision, reason=reason)
 
 
@@ -162,16 +139,6 @@ def decide_again(
     return bounded(found, kept)
 
 
-def joined(parts: list[Measured]) -> Measured:
-    """Join the figures of several sets of records; the loss is the mean over all records."""
-    losses = [one.loss * one.records for one in parts if one.loss is not None]
-    counts = np.concatenate([one.counts for one in parts]) if parts else np.zeros((0, 1, 2), np.int64)
-    known = sum(one.records for one in parts if one.loss is not None)
-    chances = [one.chances for one in parts if one.chances is not None]
-    together = np.concatenate(chances) if parts and len(chances) == len(parts) else None
-    return Measured(counts, sum(losses) / known if known else None, together)
-
-
 def counts_as(shares: Shares) -> float:
     """How many records of equal shares tell as much as these (Kish's effective sample size)."""
     return float(shares.sum() ** 2 / (shares**2).sum())
@@ -190,10 +157,19 @@ def _decision(found: Verdict, before: float | None, after: float | None, enough:
         improved = before is not None and after is not None and after < before
         return "promote" if improved and found.gain >= 0 else "keep"
     witness = 0.5 if found.witness is None else found.witness
-    is_sure = found.better >= enough or witness >= CONFIRMED
-    if is_sure and min(found.better, witness) >= DOUBTFUL:
+    if suffices(found.better, witness, enough):
         return "promote"
     return "discard" if found.better <= 1 - SURE and witness <= LIKELY else "keep"
+
+
+def suffices(better: float, witness: float, enough: float = SURE) -> bool:
+    """Whether one of the two probabilities is sure, and the other not too small."""
+    return (better >= enough or witness >= CONFIRMED) and min(better, witness) >= DOUBTFUL
+
+
+def is_unseen(decision: GateDecision | None, gain: float | None, records: int | None) -> bool:
+    """Whether something was published for its witness alone, while guesses showed no gain."""
+    return decision == "promote" and gain is not None and gain <= 0 and (records or 0) >= FEW
 
 
 def bounded(found: Verdict, kept: int) -> Verdict:

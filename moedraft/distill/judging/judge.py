@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from moedraft.core import SHARED, ReplayRecord
-from moedraft.distill.judging.gate import Measured, Verdict
+from moedraft.distill.judging.gate import Verdict
 from moedraft.distill.judging.held_out import LEAST_JUDGED, HeldOut
 from moedraft.distill.judging.second_look import SecondLook
 from moedraft.distill.judging.together import Options, decide_alone, decide_together, in_doubt
+from moedraft.distill.measuring.figures import Measured
 from moedraft.distill.measuring.measures import Measure, Serving
 from moedraft.distill.measuring.remembered import Remembered
 from moedraft.storage.changes import is_pinned

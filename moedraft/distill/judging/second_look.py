@@ -16,8 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from moedraft.core import SHARED, ReplayRecord
-from moedraft.distill.judging.gate import FEW, Measured, Seen, Verdict, joined
+from moedraft.distill.judging.gate import Seen, Verdict
 from moedraft.distill.judging.held_out import LEAST_JUDGED, USABLE
+from moedraft.distill.measuring.figures import FEW, Measured, joined
 from moedraft.distill.measuring.measures import Measure, Serving
 from moedraft.distill.single.trainer import domains_taught, is_held_out
 from moedraft.storage.changes import is_pinned

@@ -16,7 +16,8 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from moedraft.distill.judging.gate import Measured, Z, expected_tokens
+from moedraft.distill.judging.gate import Z
+from moedraft.distill.measuring.figures import Measured, expected_tokens
 
 TYPICAL = 0.04  # variance of the gain by a single record, (tokens per step)², as found on small homes
 WEIGHT = 4  # records that TYPICAL counts as in the pooled variance, and this one in each domain's

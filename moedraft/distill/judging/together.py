@@ -28,11 +28,8 @@ import numpy as np
 
 from moedraft.core import GateDecision
 from moedraft.distill.judging.gate import (
-    FEW,
     MOST_KEPT,
-    RISEN,
     SURE,
-    Measured,
     Seen,
     Shares,
     Verdict,
@@ -40,9 +37,10 @@ from moedraft.distill.judging.gate import (
     compare,
     decide,
     decide_again,
-    joined,
+    is_unseen,
 )
 from moedraft.distill.judging.shrinkage import GainEstimate, estimates
+from moedraft.distill.measuring.figures import FEW, Measured, joined
 
 NEGLIGIBLE = 0.01  # tokens per step that a domain may lose
 HARMFUL = 0.5  # probability of a loss from which a domain is left out, or to the draft base alone …
@@ -120,7 +118,9 @@ def decide_together(
     choices = {name: _choice(options, prospects[name]) for name, options in domains.items()}
     stopped = [name for name, choice in choices.items() if choice.stops]
     whole = _whole(domains, choices, kept.get(shared, 0), stopped)
-    if whole.reason == RISEN:  # guesses showed no gain, so a likely loss by them takes nobody's expert
+    if is_unseen(
+        whole.decision, whole.gain, whole.records
+    ):  # guesses showed no gain, so a likely loss by them takes nobody's expert
         choices = {name: _as_judged(choice, prospects[name]) for name, choice in choices.items()}
     verdicts = {shared: whole}
     for name, options in domains.items():

@@ -13,7 +13,8 @@ from itertools import chain
 from moedraft.core import SHARED, InvalidRequest, ReplayRecord
 from moedraft.distill.features.record_states import RecordStates
 from moedraft.distill.joint.joint_trainer import Drawn, JointTrainer
-from moedraft.distill.judging.gate import compare, expected_tokens
+from moedraft.distill.judging.gate import compare
+from moedraft.distill.measuring.figures import expected_tokens
 from moedraft.distill.measuring.measures import JointMeasure
 from moedraft.storage.store import TARGET_ID
 

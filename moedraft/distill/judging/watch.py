@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from moedraft.core import SHARED, AdapterVersion, CorruptAdapter, GateDecision, ReplayRecord
-from moedraft.distill.judging.gate import Measured, Verdict, compare, joined
+from moedraft.distill.judging.gate import Verdict, compare
 from moedraft.distill.judging.held_out import LEAST_JUDGED, USABLE
+from moedraft.distill.measuring.figures import Measured, joined
 from moedraft.distill.measuring.measures import Measure, Serving
 from moedraft.storage.changes import is_pinned
 from moedraft.storage.filing import filed

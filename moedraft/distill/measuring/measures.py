@@ -15,8 +15,8 @@ import torch
 
 from moedraft.core import SHARED, ReplayRecord
 from moedraft.distill.joint.joint_trainer import JointTrainer
-from moedraft.distill.judging.gate import FEW, Measured
 from moedraft.distill.lora.adapters import JointAdapters
+from moedraft.distill.measuring.figures import FEW, Measured
 from moedraft.distill.single.trainer import Trainer
 from moedraft.distill.text.batches import collate as collate_text
 from moedraft.distill.text.batches import grouped

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from moedraft.core import SHARED, ReplayRecord
-from moedraft.distill.judging.gate import FEW, Measured
+from moedraft.distill.measuring.figures import FEW, Measured
 from moedraft.distill.measuring.measures import Measure, Serving
 from moedraft.storage.versions.candidate import Weights
 

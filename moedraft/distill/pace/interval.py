@@ -17,7 +17,8 @@ from statistics import fmean, variance
 from scipy.special import stdtrit
 
 from moedraft.core import SHARED, UpdateRecord
-from moedraft.distill.judging.gate import FEW, RISEN
+from moedraft.distill.judging.gate import is_unseen
+from moedraft.distill.measuring.figures import FEW
 from moedraft.distill.pace.payback import Payback
 from moedraft.storage.requests import outcome_of
 from moedraft.storage.store import Store
@@ -154,7 +155,7 @@ def _known(outcome: UpdateRecord | None) -> float | None:
 
 def _is_unseen(outcome: UpdateRecord | None) -> bool:
     """Whether a version was published for another reason than its gain: what it saves is not known."""
-    return outcome is not None and outcome.reason == RISEN
+    return outcome is not None and is_unseen(outcome.decision, outcome.gain, outcome.gate_records)
 
 
 def _updates(rows: Iterable[UpdateRecord]) -> Iterator[tuple[UpdateRecord, float]]:
