@@ -50,7 +50,7 @@ class Trials:
     alone: dict[str, list[Trial]] = field(default_factory=dict)  # by system, one prompt at a time
     together: dict[str, list[list[int]]] = field(default_factory=dict)  # answers of the queues
     rest: list[list[int]] = field(default_factory=list)  # plain decoding's answers to those not timed
-    seconds: dict[str, float] = field(default_factory=dict)  # that this took
+    seconds: dict[str, list[float]] = field(default_factory=dict)  # that each queue took
     guessed: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # first guesses: right, all
 
     @property
@@ -67,7 +67,7 @@ class Trials:
 
     def tokens_per_second(self, system: str) -> float:
         """How fast this system answered the queue in full batches."""
-        return sum(map(len, self.together[system])) / self.seconds[system]
+        return sum(map(len, self.together[system])) / sum(self.seconds[system])
 
 
 class Comparison:
@@ -92,7 +92,7 @@ class Comparison:
         trials, queries = self.trials, self.trials.queries[: self.trials.timed]
         for name in SYSTEMS:
             self._answer(name, warm_up)
-        trials.seconds = dict.fromkeys(SYSTEMS, 0.0)
+        trials.seconds = {name: [] for name in SYSTEMS}
         half = len(queries) // 2
         few = half < self.system.settings.max_batch_size
         queues = [queries] if few else [queries[:half], queries[half:]]
@@ -100,7 +100,7 @@ class Comparison:
             for name in order:
                 began = time.perf_counter()
                 outputs = self._answer(name, queue)
-                trials.seconds[name] += time.perf_counter() - began
+                trials.seconds[name].append(time.perf_counter() - began)
                 trials.together.setdefault(name, []).extend(output.token_ids for output in outputs)
         if untimed := trials.queries[trials.timed :]:
             trials.rest = [output.token_ids for output in self._answer(PLAIN, untimed)]
