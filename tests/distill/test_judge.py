@@ -696,6 +696,18 @@ def test_what_serves_and_the_untrained_draft_are_measured_on_new_records_alone(s
     assert sorted(measured_on(0.04)) == [3, 3, *(11 for _ in candidates)]
 
 
+def test_what_was_measured_of_purged_records_is_forgotten(store: Store) -> None:
+    loop, trainer = loop_of(store, shared=0.1, code=0.1, prose=0.1)
+    loop.judge.measure = measure = Remembered(loop.judge.measure)
+    assert loop.run_once("code") is not None
+    assert loop.run_once("prose") is not None
+    assert {"code", "prose"} <= measure._known.keys()
+    store.replay.purge("prose")
+    trainer.value["code"] = 0.05
+    loop.run_once("code")
+    assert set(measure._known) == {"code"}
+
+
 def test_a_joint_update_that_cannot_be_stored_leaves_all_as_it_was(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,6 +59,7 @@ class Judge:
         self.second_look = SecondLook(measure, store)
         self._kept: dict[str, tuple[int, int]] = {}  # the live version, and candidates kept since
         self._newest = -1  # record there was when candidates were judged last
+        self._purges = store.registry.purges()  # of records, when they were
         self.base_serves = base_serves
 
     def __call__(
@@ -71,6 +72,9 @@ class Judge:
         made = {one.expert: one for one in candidates if not is_pinned(self.store.registry, one.expert)}
         if not made or (len(candidates) > 1 and SHARED not in made):
             return {}
+        if (purges := self.store.registry.purges()) != self._purges:
+            self._purges = purges
+            self.measure.forget()
         newest, before = self.store.replay.last_id(), self._newest
         self._newest = newest
         kept = {name: self._kept_before(one) for name, one in made.items()}

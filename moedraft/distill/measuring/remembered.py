@@ -55,6 +55,10 @@ class Remembered:
             of_domain.popitem(last=False)
         return _joined([rows[_key(record)] for record in records])
 
+    def forget(self) -> None:
+        """Forget all figures, since records were purged."""
+        self._known.clear()
+
 
 def _key(record: ReplayRecord) -> RecordKey:
     return record.id, hash(tuple(record.token_ids))
