@@ -276,10 +276,7 @@ class RequestStats:
 
 @dataclass(frozen=True)
 class UpdateRecord:
-    """One finished update of an adapter. Acceptance: top-1 agreement on held-out records.
-
-    The gate's figures are None where no gate decided: it was off, or the update is older than it.
-    """
+    """One finished update of an adapter. The gate's figures are None where no gate decided."""
 
     expert: str
     version: int  # that serves after it: the new one, or still the one before where it was not published
@@ -287,7 +284,7 @@ class UpdateRecord:
     steps: int
     loss: float  # mean over the update, nats per token
     seconds: float
-    acceptance_before: float | None
+    acceptance_before: float | None  # top-1 agreement on held-out records
     acceptance_after: float | None
     created_at: float = field(default_factory=time.time)
     decision: GateDecision | None = None
@@ -298,6 +295,7 @@ class UpdateRecord:
     parent: int | None = None  # the version that the update began with
     stood_on: int | None = None  # an expert's: the version of the shared adapter that it was trained on
     static_gain: float | None = None  # as `gain`, over the draft base without any adapter
+    witness: float | None = None  # probability that the right tokens became more probable; where it is judged
     reason: str | None = None  # why the gate decided so, where the figures alone do not say it
 
 

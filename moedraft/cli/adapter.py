@@ -26,7 +26,7 @@ from moedraft.config import Settings
 from moedraft.core import InvalidRequest
 
 app = typer.Typer(help="Versions of experts: list, promote, roll back, pin, export.")
-GAINS = ("gain", "80 % between", "over base")
+GAINS = ("gain", "80 % between", "over base", "more probable")
 DECIDED = ("at", "decision", "began with", "on shared", *GAINS, "records", "serves")
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="A domain, or `shared`.")]
 
@@ -72,6 +72,7 @@ def _decided(update: dict[str, Any]) -> tuple[str, ...]:
         _signed(update["gain"]),
         "–" if update["gain_low"] is None else f"{low} … {high}",
         _signed(update.get("static_gain")),
+        "–" if update.get("witness") is None else f"{update['witness']:.0%}",
         "–" if update["records"] is None else str(update["records"]),
         str(update["version"]),
     )

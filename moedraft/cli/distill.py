@@ -163,5 +163,5 @@ def _judged(made: UpdateRecord) -> str:
 def update_data(made: UpdateRecord) -> dict[str, Any]:
     keys = ("expert", "version", "parent", "records", "steps", "loss")
     rates = ("acceptance_before", "acceptance_after")
-    gate = ("decision", "gain", "gain_low", "gain_high", "gate_records", "stood_on", "static_gain", "reason")
-    return {key: getattr(made, key) for key in (*keys, *rates, *gate)}
+    gate = ("decision", "gain", "gain_low", "gain_high", "gate_records", "stood_on", "static_gain", "witness")
+    return {key: getattr(made, key) for key in (*keys, *rates, *gate, "reason")}

@@ -42,6 +42,7 @@ def update_entry(
         gain_high=verdict.high,
         gate_records=verdict.records,
         static_gain=verdict.static,
+        witness=verdict.witness,
         reason=verdict.reason,
     )
 

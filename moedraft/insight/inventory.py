@@ -91,6 +91,7 @@ def decisions(store: Store, name: str | None = None, limit: int = 50) -> list[Da
             "gain_high": one.gain_high,
             "records": one.gate_records,
             "static_gain": one.static_gain,
+            "witness": one.witness,
             "reason": one.reason,
         }
         for one in store.updates.recent(name, limit)

@@ -171,14 +171,13 @@ updates = Table(
     Column("acceptance_after", Float),
     Column("created_at", Float, nullable=False),
     Column("decision", String(16)),  # the gate's, with what it measured; null where there was no gate
-    Column("gain", Float),
-    Column("gain_low", Float),
-    Column("gain_high", Float),
+    *(Column(name, Float) for name in ("gain", "gain_low", "gain_high")),
     Column("gate_records", Integer),
     Column("parent", Integer),
     Column("stood_on", Integer),
     Column("static_gain", Float),  # over the untrained draft
     Column("reason", Text),
+    Column("witness", Float),  # probability that the right tokens became more probable
     sqlite_autoincrement=True,
 )
 

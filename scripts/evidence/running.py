@@ -182,7 +182,7 @@ class Run:
 
 def _outcome(one: UpdateRecord) -> dict[str, Any]:
     """One decision and what the gate had measured, in tokens per step."""
-    figures = {"gain": one.gain, "low": one.gain_low, "high": one.gain_high}
+    figures = {"gain": one.gain, "low": one.gain_low, "high": one.gain_high, "witness": one.witness}
     rounded = {name: None if value is None else round(value, 5) for name, value in figures.items()}
     who = {"expert": one.expert, "decision": one.decision or "publish"}
     return who | rounded | {"records": one.gate_records}

@@ -189,20 +189,20 @@ def test_adapter_list_shows_all_versions(run: Run, served: Path, home: Path) -> 
 def test_adapter_list_shows_what_the_gate_decided(run: Run, served: Path, store: Store) -> None:
     old = UpdateRecord("sql", 1, 16, 4, 1.0, 2.0, 0.4, 0.5)
     figures = {"gain": -0.125, "gain_low": -0.25, "gain_high": -0.0625, "gate_records": 12}
-    figures |= {"static_gain": 0.03125}
+    figures |= {"static_gain": 0.03125, "witness": 0.972}
     judged = replace(old, version=2, decision="discard", parent=2, stood_on=4, reason="It lost.", **figures)
     for one in (old, judged, replace(judged, expert="shared")):
         store.updates.add(one)
     for words in (["sql"], ["--domain", "sql"]):
         found = run("adapter", "list", *words, "--json", "--home", served).data["updates"]
         assert [one["decision"] for one in found] == [None, "discard"]
-        assert found[1]["gain"] == -0.125
+        assert (found[1]["gain"], found[1]["witness"]) == (-0.125, 0.972)
         shown = run("adapter", "list", *words, "--home", served).out
         assert "Updates of sql" in shown
         assert "It lost." in shown
         row = next(line for line in shown.splitlines() if "discard" in line)
         assert [part.strip() for part in row.split("│")[2:-1]] == [
-            *("discard", "2", "4", "−0.125", "−0.250 … −0.062", "+0.031", "12", "2"),
+            *("discard", "2", "4", "−0.125", "−0.250 … −0.062", "+0.031", "97%", "12", "2"),
         ]
         assert "–" in next(line for line in shown.splitlines() if line.endswith("│ 1      │"))
 

@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 
 from moedraft.distill.judging.gate import (
+    CONFIRMED,
     LONGEST_KEPT,
     MOST_KEPT,
+    PROBABLE,
     RISEN,
+    SURE,
     Seen,
     Verdict,
     compare,
@@ -177,6 +180,14 @@ def test_it_is_said_where_the_guesses_themselves_gained_nothing() -> None:
     found = judged(0, 0.02)
     assert (found.gain, found.reason) == (0.0, RISEN)
     assert judged(5, 0.02).reason is None
+
+
+def test_it_is_said_where_the_guesses_alone_would_not_have_sufficed() -> None:
+    found = judged(2, 0.02)
+    assert (found.decision, found.reason) == ("promote", PROBABLE)
+    assert found.better < SURE
+    assert found.witness is not None
+    assert found.witness >= CONFIRMED
 
 
 def test_few_records_of_its_own_do_not_speak_against_a_candidate_of_a_line() -> None:

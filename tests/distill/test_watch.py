@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from candidates import candidate
 from distill_rig import record
+from test_gate import a_pair
 
 from moedraft.core import SHARED, Domain, InvalidRequest, ReplayRecord
-from moedraft.distill.judging.watch import ENOUGH, MOST, Watch
+from moedraft.distill.judging.watch import ENOUGH, MOST, SURE, Watch, looked_at
 from moedraft.distill.loop import DistillLoop
 from moedraft.distill.measuring.figures import Measured
 from moedraft.distill.measuring.measures import Serving
@@ -24,6 +25,7 @@ from moedraft.storage import changes
 from moedraft.storage.store import Store
 
 TRIES = 100
+LATER, PATHS = 512, 40  # requests that come after a publication, and how often that is simulated
 
 
 @pytest.fixture
@@ -229,3 +231,23 @@ def test_a_pinned_expert_is_not_taken_back_in_the_comparison_either(store: Store
     values.served.clear()
     Watch(values, store)("base")
     assert values.served == [("code", {0.1, 0.2}), ("code", {0.12, 0.2})]
+
+
+@pytest.mark.parametrize(("gain", "least", "most"), [(0.0, 0.0, 0.25), (0.01, 0.0, 0.05), (-0.03, 0.95, 1.0)])
+def test_looking_again_and_again_takes_few_versions_back_by_chance(
+    gain: float, least: float, most: float
+) -> None:
+    """By the share of first guesses that a version gains; one that does no worse is seldom taken back."""
+    rng = np.random.default_rng(1)
+    taken = sum(_is_taken_back(*a_pair(rng, LATER, gain)) for _ in range(PATHS))
+    assert least <= taken / PATHS <= most
+
+
+def _is_taken_back(before: Measured, after: Measured) -> bool:
+    """Whether a version is, while it is looked at with every further ENOUGH of these records."""
+    for count in range(ENOUGH, LATER + 1, ENOUGH):
+        newest = slice(max(0, count - MOST), count)
+        found = looked_at(Measured(before.counts[newest]), Measured(after.counts[newest]))
+        if found.decision == "withdraw" or found.better >= SURE:
+            return found.decision == "withdraw"
+    return False

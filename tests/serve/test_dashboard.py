@@ -608,6 +608,7 @@ def test_what_was_taken_back_is_said_first(fresh: Site, visit: Visit) -> None:
             gain=-0.31,
             gain_low=-0.4,
             gain_high=-0.2,
+            witness=0.02,
             gate_records=24,
             parent=4,
             reason="It did worse.",
@@ -618,7 +619,7 @@ def test_what_was_taken_back_is_said_first(fresh: Site, visit: Visit) -> None:
     expect(said).to_contain_text("The adapter of sql was taken back to version 3")
     expect(said).to_contain_text("on 24 later requests the newer one gave 0.31 tokens per step")
     [row] = table(page, "updates")
-    assert row[-6:] == ["withdraw", "-0.31", "-0.4", "-0.2", "24", "It did worse."]
+    assert row[-7:] == ["withdraw", "-0.31", "-0.4", "-0.2", "2 %", "24", "It did worse."]
 
 
 def test_who_serves_an_expert_without_a_version_is_said(fresh: Site, visit: Visit) -> None:

@@ -261,13 +261,15 @@ def test_the_router(filled: Store) -> None:
 
 def test_learning(filled: Store) -> None:
     judged = {"decision": "keep", "gain": 0.25, "gain_low": -0.5, "gain_high": 1.0, "gate_records": 12}
+    judged["witness"] = 0.75
     filled.updates.add(UpdateRecord("sql", 99, 5, 2, 0.5, 2.5, None, 0.9, **judged, reason="In doubt."))
     view = Observer(filled).learning(ALL)
     updates = filled.updates.recent(limit=1000)
     assert view.updates.column("loss") == [update.loss for update in updates]
     assert view.updates.column("gain")[-1] is None
-    gate = ("decision", "gate_gain", "gate_least", "gate_most", "gate_records", "reason")
-    assert [view.updates.column(key)[-1] for key in gate] == ["keep", 0.25, -0.5, 1.0, 12, "In doubt."]
+    gate = ("decision", "gate_gain", "gate_least", "gate_most", "gate_witness", "gate_records", "reason")
+    found = [view.updates.column(key)[-1] for key in gate]
+    assert found == ["keep", 0.25, -0.5, 1.0, 0.75, 12, "In doubt."]
     assert view.seconds == pytest.approx(sum(update.seconds for update in updates))
     gains = [
         u.acceptance_after - u.acceptance_before

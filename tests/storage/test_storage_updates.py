@@ -45,6 +45,7 @@ def test_what_the_gate_decided_is_kept(path: Path) -> None:
         gate_records=12,
         parent=3,
         stood_on=7,
+        witness=0.75,
     )
     with Home.open(path) as home:
         log = UpdateLog(home, capacity=3)

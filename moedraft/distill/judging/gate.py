@@ -31,6 +31,7 @@ MOST_KEPT = 6  # candidates in a row that may be trained on without being publis
 LONGEST_KEPT = 9  # … or so many where a gain is LIKELY, so that only records are missing
 LIKELY = 0.5  # beyond it a gain is likelier than a loss
 RISEN = "The right tokens have become more probable; that no more of them are guessed is within chance."
+PROBABLE = "The right tokens have become more probable; that more are guessed is not sure by itself."
 DRAWS = 1000
 SEED = 0  # of the bootstrap, so that the same figures always get the same answer
 Z, Z_CONFIRMED = 1.2816, 1.6449  # of the normal distribution at SURE and at CONFIRMED
@@ -96,7 +97,9 @@ def compare(
     if before.chances is not None and after.chances is not None:
         found = replace(found, witness=_witness(before.chances, after.chances, shares))
     decision = _decision(found, before.loss, after.loss, enough)
-    reason = RISEN if is_unseen(decision, gain, count) else None
+    reason = None
+    if decision == "promote" and count >= FEW and better < enough:
+        reason = RISEN if gain <= 0 else PROBABLE
     return replace(found, decision=decision, reason=reason)
 
 

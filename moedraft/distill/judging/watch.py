@@ -3,7 +3,9 @@
 The gate judges by few records, all from before. Requests that came after a publication are new to what serves
 now and to what served before it, so both can be measured on each of them. That needs fewer requests for the
 same certainty than sending a share of the traffic to the earlier version, and slows none of them down. A
-version that does clearly worse than the one before it is withdrawn.
+version that does clearly worse than the one before it is withdrawn. It is looked at again and again, so much
+certainty is asked for: with less, one that is no worse would be withdrawn by chance sooner or later
+(docs/experiments.md, "What the gate lets pass").
 
 Only the newest version of an adapter is looked at: an earlier one that is live was chosen by a person.
 Nothing is taken back that a person has made live or pinned.
@@ -27,7 +29,8 @@ from moedraft.storage.store import TARGET_ID, Store
 from moedraft.storage.versions.candidate import Weights
 
 ENOUGH, MOST = 16, 64  # records that came since: with fewer nothing is decided, more are not looked at
-SURE = 0.98  # probability that a version is worse, so that it is taken back, or better, so that it is left
+SURE = 0.98  # probability that a version is better, from which on it is left alone …
+SURELY_WORSE = 0.995  # … or worse, from which on it is taken back
 
 OnBatch = Callable[[], None]
 
@@ -54,6 +57,14 @@ def followers(
         for one in live
         if one.domain != found.version.domain and now.get(one.domain) != one.version
     ]
+
+
+def looked_at(before: Measured, after: Measured) -> Verdict:
+    """The verdict on a version, by what would serve without it and what serves, on the same records."""
+    found = compare(before, after)
+    decision: GateDecision = "withdraw" if found.better <= 1 - SURELY_WORSE else "keep"
+    reason = "On the requests that came since, what served before it did better."
+    return replace(found, decision=decision, reason=reason if decision == "withdraw" else None)
 
 
 class Watch:
@@ -99,10 +110,7 @@ class Watch:
                 afters.append(self.measure(self._serving(live, domain), domain, records, on_batch))
         except CorruptAdapter:  # whoever serves finds that as well, and goes on with an older version
             return Verdict("keep")
-        found = compare(joined(befores), joined(afters))
-        decision: GateDecision = "withdraw" if found.better <= 1 - SURE else "keep"
-        reason = "On the requests that came since, what served before it did better."
-        return replace(found, decision=decision, reason=reason if decision == "withdraw" else None)
+        return looked_at(joined(befores), joined(afters))
 
     def _since(self, live: AdapterVersion) -> dict[str, list[ReplayRecord]]:
         """The newest records since `live` was published, by domain, as far as the clients' shares allow.

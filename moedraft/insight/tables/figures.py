@@ -237,6 +237,7 @@ def updates_table(updates: Sequence[UpdateRecord], grid: Grid) -> Table:
         Column("decision", "gate", "text"),
         Column("gate_gain", "tokens per step", "number"),
         *(Column(f"gate_{key}", f"at {key}", "number") for key in ("least", "most")),
+        Column("gate_witness", "more probable", "share"),
         Column("gate_records", "judged by", "count"),
         Column("reason", "reason", "text"),
     )
@@ -244,7 +245,7 @@ def updates_table(updates: Sequence[UpdateRecord], grid: Grid) -> Table:
         (
             *(one.created_at, one.expert, one.version, one.records, one.steps, one.loss, one.seconds),
             *(one.acceptance_before, one.acceptance_after, gain_of(one), one.decision),
-            *(one.gain, one.gain_low, one.gain_high, one.gate_records, one.reason),
+            *(one.gain, one.gain_low, one.gain_high, one.witness, one.gate_records, one.reason),
         )
         for one in updates
     )
