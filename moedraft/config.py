@@ -78,7 +78,11 @@ class Settings(BaseSettings):
         "refuse", description="too long a prompt; truncate keeps its end and the token that begins a text"
     )
     num_speculative_tokens: int = Field(
-        4, ge=0, le=32, description="draft length of seeded sampling, whose answer must not depend on timing"
+        4,
+        ge=0,
+        le=32,
+        description="draft length of seeded sampling, whose answer must not depend on timing; the gate "
+        "judges updates at this length too",
     )
     max_speculative_tokens: int = Field(8, ge=0, le=32, description="longest draft the budget may choose")
     adaptive_budget: bool = Field(
@@ -159,7 +163,9 @@ class Settings(BaseSettings):
         "fkl", description="what updates lower: forward or reverse KL, Jensen-Shannon or total variation"
     )
     gate: Literal["on", "off"] = Field(
-        "on", description="publish only what is better on held-out records; off: publish every update"
+        "on",
+        description="publish only what is surely better on held-out records, by guesses or the probability "
+        "of the right tokens; off: publish every update",
     )
     learning_rate: float | None = Field(
         None, gt=0, description="of an update's optimiser; unset: 0.004 for a feature drafter, else 0.001"

@@ -13,8 +13,10 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from moedraft.core import Domain, InvalidRequest, RequestOutput, SamplingParams, StorageError
+from moedraft.distill.entries import withdrawal_entry
 from moedraft.distill.judging.gate import Verdict
 from moedraft.distill.judging.judge import JudgeLike
+from moedraft.distill.judging.watch import Withdrawal
 from moedraft.distill.measuring.figures import FEW
 from moedraft.speculation import SpeculationStats
 from moedraft.storage.versions.candidate import Candidate
@@ -127,15 +129,19 @@ def _cannot_tell(loop: DistillLoop) -> bool:
 
 
 def _take_back(system: System, loop: DistillLoop, name: str) -> None:
-    """Roll back the expert that the last update has published on trial."""
-    if any(one.expert == name and one.version not in (0, one.parent) for one in loop.outcomes):
-        system.store.registry.rollback(name)
+    """Roll back the expert that the last update has published on trial, and say so in the log."""
+    live = system.store.registry.live(name)
+    if live is not None and any(one.expert == name and one.version == live.version for one in loop.outcomes):
+        verdict = Verdict("withdraw", reason="It was on trial, and the other examples did worse with it.")
+        now = loop.outlet.withdraw(name, live.version)
+        used = int(system.store.registry.get_meta(f"trained:{name}") or 0)
+        loop.outlet.learned(name, used, withdrawal_entry(Withdrawal(live, verdict), now))
     system.refresh()
 
 
 @dataclass(frozen=True)
 class OnTrial:
-    """Asks the gate, but publishes the expert `name` whatever the gate says of it."""
+    """Asks the gate, but publishes the expert `name` where it has too few records to judge it by."""
 
     judge: JudgeLike
     name: str
@@ -145,7 +151,7 @@ class OnTrial:
     ) -> dict[str, Verdict]:
         verdicts = self.judge(candidates, on_batch)
         own = verdicts.get(self.name)
-        if own is not None and not own.is_published:
+        if own is not None and own.decision == "keep" and own.records < FEW:
             reason = "On trial: too few records are held out to judge it by."
             verdicts[self.name] = replace(own, decision="along", reason=reason, unadapted=False)
         return verdicts

@@ -78,21 +78,12 @@ def decisions(store: Store, name: str | None = None, limit: int = 50) -> list[Da
 
     Values are None for updates that no gate has judged.
     """
+    same = "created_at", "decision", "version", "parent", "stood_on", "gain", "gain_low", "gain_high"
     return [
         {
             "domain": one.expert,
-            "created_at": one.created_at,
-            "decision": one.decision,
-            "version": one.version,
-            "parent": one.parent,
-            "stood_on": one.stood_on,
-            "gain": one.gain,
-            "gain_low": one.gain_low,
-            "gain_high": one.gain_high,
+            **{key: getattr(one, key) for key in (*same, "static_gain", "witness", "reason")},
             "records": one.gate_records,
-            "static_gain": one.static_gain,
-            "witness": one.witness,
-            "reason": one.reason,
         }
         for one in store.updates.recent(name, limit)
     ]

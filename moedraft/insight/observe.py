@@ -133,6 +133,7 @@ class Observer:
             stats=served,
             share=ratio(len(own), len(requests)),
             requests=len(own),
+            by_shared=ratio(own.total("shared_first_guesses"), own.total("first_guesses")),
             tokens_per_step=own.tokens_per_step,
             first_step_share=drafts.first_step_share,
             acceptance=drafts.acceptance,

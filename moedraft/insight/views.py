@@ -49,6 +49,7 @@ class Expert:
     stats: ExpertStats | None  # None: it never served
     share: float | None  # of the span's requests
     requests: int
+    by_shared: float | None  # share of the first guesses in these that the shared draft made
     tokens_per_step: float | None
     first_step_share: float | None
     acceptance: float | None

@@ -219,7 +219,11 @@ def pattern_part(whole: Whole, pattern: str) -> str:
     )
     right = f"The router sent {whole['router'][pattern]:.0%} of the requests to their true domain."
     if pattern in POISONED:
-        right = "Every third request is the poisoner's; what is measured are the others' held-out prompts."
+        right = (
+            "Every third request is the poisoner's; what is measured are the others' held-out prompts. The "
+            "others come without a key, so that no bound for each of several clients is at work, as it is in "
+            "a server whose clients all have keys."
+        )
     return "\n\n".join([f"## {title_of(pattern).capitalize()}", right, table(head, rows), by_domain(of)])
 
 

@@ -11,8 +11,8 @@ MODELS = {
     "read such texts already",
 }
 OTHER_PAGE = {
-    "smollm2": " The same with an independent draft model: [a page of its own](evidence-mini.md). Runs that "
-    "are measured where traffic turns, and the default on poisoned traffic, in float32: "
+    "smollm2": " The same with an independent draft model: [a page of its own](evidence-mini.md). The "
+    "gate of today on all of this traffic and on poisoned traffic, measured where traffic turns, in float32: "
     "[another](evidence-turns.md). A stream of 960 requests: [evidence-long](evidence-long.md).",
     "mini": " On a real model: [evidence](evidence.md).",
 }
@@ -39,8 +39,8 @@ METHOD_TEXT = """## How it was measured
 - **Intervals** are 95 %, by a paired bootstrap over held-out prompts; a prompt's counts are added up over the
   seeds. A seed changes the order of the requests, what is drawn from replay, and the adapters' first weights.
   A difference is called *better* or *worse* only where the interval excludes zero and every seed agrees; all
-  else is *open*. With one seed nothing is known of other seeds. Intervals are not corrected for their number:
-  of twenty that hide no difference, one is expected to exclude zero.
+  else is *open*. With one seed, of which these words are not in bold, nothing is known of others. Intervals
+  are not corrected for their number: of twenty that hide no difference, one is expected to exclude zero.
 - **Labels are hidden**: domains are the router's answer, after it was fitted on 40 example prompts a domain
   that are neither served nor held out. *True labels* is the exception.
 {weights}
@@ -51,9 +51,10 @@ METHOD_TEXT = """## How it was measured
   while they still bring something; arrangements with some of these, fewer than a server's, have a section of
   their own. Not in these figures:
   a server changes the interval between updates, and takes versions back that later requests show to be worse.
-  Runs with a gate were made with the forms that it had at their time, which publish
-  [later](experiments.md#what-the-gate-goes-by) than the present one. That one was run on the sharp shift and
-  on one domain after another, in float32: [these](evidence-turns.md#sharp-shift-and-return) runs alone.
+  A server's gate judges drafts of four tokens (`num_speculative_tokens`), the one in these runs drafts of
+  three. The runs of [this page](evidence-turns.md), and those with prompts whose second half is of another
+  domain, are of the present gate; all others were made with the forms that it had at their time, which
+  publish [later](experiments.md#what-the-gate-goes-by).
 - **Lowest point of a domain**: of all measurements on the way and at the end, and of all domains, the one
   that stood lowest against static, and after how many requests. As the lowest of several is picked, a little
   of it is chance. The gate judges by one record in eight of those that came, so that it can hardly protect a
@@ -113,7 +114,8 @@ def difference(one: dict[str, Any] | None, digits: int = 3) -> str:
     value, low, high = (
         f"{'+' if one[key] >= 0 else '−'}{short(abs(one[key]), digits)}" for key in ("value", "low", "high")
     )
-    mark = {"better": " **better**", "worse": " **worse**"}.get(one["verdict"], "")
+    sure = "**" if len(one.get("seeds", "..")) > 1 else ""
+    mark = {"better": f" {sure}better{sure}", "worse": f" {sure}worse{sure}"}.get(one["verdict"], "")
     return f"{value} [{low}, {high}]{mark}"
 
 

@@ -213,6 +213,9 @@ def test_a_warm_start_on_trial_is_taken_back_where_it_does_harm(
     assert (warm["updates"], warm["version"], warm["acceptance_after"]) == (0, 0, 0.4)
     [version] = run("adapter", "list", "low", "--json", "--home", home).data["adapters"]
     assert version["state"] == "rolled_back"
+    log = run("adapter", "list", "low", "--json", "--home", home).data["updates"]
+    assert [one["decision"] for one in log[-2:]] == ["along", "withdraw"]
+    assert "on trial" in log[-1]["reason"]
 
 
 @pytest.mark.usefixtures("brief")

@@ -53,6 +53,7 @@ from moedraft.serve.dashboard.router import _mistake, _strip
 from moedraft.serve.dashboard.standings import shown
 from moedraft.serve.dashboard.suggestions import groups_of, merges_of
 from moedraft.serve.dashboard.words import COVERAGE, FIRST_GUESS
+from moedraft.speculation import SpeculationStats
 from moedraft.storage.keys import KeyFile
 from moedraft.storage.store import Store
 from moedraft.system.domains.suggest import Suggestion, Suggestions
@@ -619,7 +620,7 @@ def test_what_was_taken_back_is_said_first(fresh: Site, visit: Visit) -> None:
     expect(said).to_contain_text("The adapter of sql was taken back to version 3")
     expect(said).to_contain_text("on 24 later requests the newer one gave 0.31 tokens per step")
     [row] = table(page, "updates")
-    assert row[-7:] == ["withdraw", "-0.31", "-0.4", "-0.2", "2 %", "24", "It did worse."]
+    assert row[-7:] == ["withdraw", "-0.31", "-0.4", "-0.2", "0.02", "24", "It did worse."]
 
 
 def test_who_serves_an_expert_without_a_version_is_said(fresh: Site, visit: Visit) -> None:
@@ -630,6 +631,21 @@ def test_who_serves_an_expert_without_a_version_is_said(fresh: Site, visit: Visi
     expect(page.get_by_text(words)).to_have_count(0)  # it never had a version
     registry.add_version(AdapterVersion("sql", 1, 0, "adapters/sql/v1", "base", None, 1.0, "live"))
     registry.rollback("sql")
+    page = visit(fresh, "experts?range=all&expert=sql")
+    expect(page.get_by_text(words)).to_be_visible(timeout=SLOW)
+    expect(page.get_by_text("or a person chose so")).to_be_visible()
+
+
+def test_a_domain_that_the_shared_draft_guesses_better_is_said(fresh: Site, visit: Visit) -> None:
+    registry = fresh.store.registry
+    registry.add_domain(Domain("sql", "", ("sql",) * 8, 1.0))
+    registry.add_version(AdapterVersion("sql", 1, 0, "adapters/sql/v1", "base", None, 1.0, "live"))
+    words = "The shared draft guessed 75 % of the tokens in this time"
+    for tokens, shared in ((30, False), (90, True)):
+        speculation = SpeculationStats()
+        speculation.saw(20, tokens, shared=shared)
+        one = invented("sql", time.time() - 5, 0.6, Random(tokens))
+        fresh.store.requests.add([replace(one, speculation=speculation)])
     page = visit(fresh, "experts?range=all&expert=sql")
     expect(page.get_by_text(words)).to_be_visible(timeout=SLOW)
 

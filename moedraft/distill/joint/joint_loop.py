@@ -122,7 +122,7 @@ class JointLoop(DistillLoop):
         self.again = 0  # unless the gate says otherwise
         untaught = self.judge.untaught() if self.judge and self.trainer.learner is None else ()
         made = self.trainer.update(steps=steps, on_step=on_step)
-        if made is None:
+        if made is None or not made.candidates:
             self.outlet.learned(SHARED, self.store.replay.last_id(None), None)
             return None
         taught = [one for one in made.candidates if one.expert not in untaught]
