@@ -339,9 +339,7 @@ def by_tensors(serving: Serving, domain: str) -> float:
     return 0.5 + sum(found)
 
 
-def loop_of(
-    store: Store, kind: type[FakeTrainer] = One, count: int = 8, **value: float
-) -> tuple[Any, Any]:
+def loop_of(store: Store, kind: type[FakeTrainer] = One, count: int = 8, **value: float) -> tuple[Any, Any]:
     """A loop and its trainer, in a home with `count` held-out records of each of two domains."""
     for name in ("code", "prose"):
         store.replay.add(held_out(count, name, first=0 if name == "code" else 5000))
