@@ -59,6 +59,7 @@ def record(found: list[Row]) -> str:
         "mean gain",
         "least gain",
         "80 % interval above 0",
+        "of other shared ones, right tokens 95 % more probable",
         "along",
     )
     return (
@@ -75,8 +76,10 @@ def record(found: list[Row]) -> str:
 def figures(of: Whole) -> list[str]:
     own, along = of.get("promote"), of.get("along", {"versions": 0})
     if own is None:
-        return ["0", "—", "—", "—", str(along["versions"])]
+        return ["0", "—", "—", "—", "—", str(along["versions"])]
     sure = f"{own['sure']} of {own['versions']}"
     gains = [short_sign(own["gain"]), short_sign(own["least"])]
     beside = f", least {short(along['least'])}" if along["versions"] else ""
-    return [str(own["versions"]), *gains, sure, f"{along['versions']}{beside}"]
+    seen = own.get("witnessed")
+    by_witness = "—" if seen is None else f"{seen[0]} of {seen[1]}"
+    return [str(own["versions"]), *gains, sure, by_witness, f"{along['versions']}{beside}"]

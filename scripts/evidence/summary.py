@@ -25,6 +25,7 @@ from evidence.figures import (
     stream_part,
     tokens_per_step,
 )
+from moedraft.distill.judging.gate import CONFIRMED
 from moedraft.showcase.findings.estimates import Estimate
 
 TENTH = 0.1
@@ -154,8 +155,18 @@ def record(found: Sequence[Found]) -> dict[str, Any]:
                 "gain": sum(gains) / len(gains),
                 "least": min(gains),
                 "sure": sum(one["low"] > 0 for one in mine),
+                "witnessed": witnessed(mine),
             }
     return result
+
+
+def witnessed(published: Sequence[dict[str, Any]]) -> list[int] | None:
+    """Of those that were judged by the right tokens' probability too and are not sure by gain: how many are
+    sure by it, and how many there are. None where runs did not keep it.
+    """
+    judged = [one for one in published if one.get("witness") is not None]
+    unsure = [one for one in judged if one["low"] <= 0]
+    return [sum(one["witness"] >= CONFIRMED for one in unsure), len(unsure)] if judged else None
 
 
 def _lowest(runs: Runs, pattern: str, name: str, domain: str) -> dict[str, Any] | None:

@@ -90,7 +90,11 @@ def test_what_the_gate_had_measured_is_shown_where_runs_kept_it() -> None:
     assert "cannot be shown" in decisions.gate(summary.summary(figures.Runs([old])))
     new["updates"] = [new["updates"][0] | {"outcomes": outcomes}]
     text = decisions.gate(summary.summary(figures.Runs([old, new])))
-    assert "| steady mix | joint, with gate | 2 | +.125 | +.050 | 1 of 2 | 1, least −.010 |" in text
+    assert "| steady mix | joint, with gate | 2 | +.125 | +.050 | 1 of 2 | — | 1, least −.010 |" in text
+    outcomes[0]["witness"] = 0.5
+    outcomes[1]["witness"] = 0.96
+    text = decisions.gate(summary.summary(figures.Runs([old, new])))
+    assert "| 1 of 2 | 1 of 1 | 1, least −.010 |" in text
 
 
 def test_the_default_as_served_has_a_price_and_a_place() -> None:
