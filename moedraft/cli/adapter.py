@@ -26,7 +26,7 @@ from moedraft.config import Settings
 from moedraft.core import InvalidRequest
 
 app = typer.Typer(help="Versions of experts: list, promote, roll back, pin, export.")
-GAINS = ("gain", "80 % between", "over base", "more probable")
+GAINS = ("gain", "80 % between", "over base", "surely likelier")
 DECIDED = ("at", "decision", "began with", "on shared", *GAINS, "records", "serves")
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="A domain, or `shared`.")]
 
@@ -63,7 +63,7 @@ def list_(
 
 
 def _decided(update: dict[str, Any]) -> tuple[str, ...]:
-    """An update as a row. Gains are in tokens per step of the target; "–": the gate did not judge it."""
+    """An update as a row. Gains are in tokens per step of the target; "–": the gate did not go by it."""
     low, high = _signed(update["gain_low"]), _signed(update["gain_high"])
     return (
         moment(update["created_at"]),
@@ -72,7 +72,7 @@ def _decided(update: dict[str, Any]) -> tuple[str, ...]:
         _signed(update["gain"]),
         "–" if update["gain_low"] is None else f"{low} … {high}",
         _signed(update.get("static_gain")),
-        "–" if update.get("witness") is None else f"{update['witness']:.0%}",
+        "–" if update.get("witness") is None else f"{update['witness']:.1%}",
         "–" if update["records"] is None else str(update["records"]),
         str(update["version"]),
     )

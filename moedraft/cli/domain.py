@@ -148,6 +148,8 @@ def _show_registered(domain: dict[str, Any], warm: WarmStart | None, as_json: bo
             f"Warm start: {warm.answered} examples answered, {len(warm.updates)} updates; "
             f"acceptance on {warm.held_out} held-out examples {gain}"
         )
+        if warm.reason:
+            say(f"No expert of its own serves it yet. {warm.reason}")
 
 
 @app.command("list")

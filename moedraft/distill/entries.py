@@ -74,6 +74,7 @@ def withdrawal_entry(found: Withdrawal, now: int) -> UpdateRecord:
         gate_records=verdict.records,
         parent=found.version.version,
         stood_on=found.version.stood_on,
+        witness=verdict.witness,
         reason=verdict.reason,
     )
 

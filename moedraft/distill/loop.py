@@ -180,6 +180,8 @@ class DistillLoop:
             self.trainer.forget(name)
         if self.second_look is not None:
             self.second_look.forget()
+        if self.judge is not None:
+            self.judge.forget()
 
     def _look_again(self, on_step: OnStep | None) -> None:
         """Withdraw versions that do worse than their predecessors on requests since their publication."""

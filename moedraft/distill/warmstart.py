@@ -29,6 +29,7 @@ STEPS = 60  # optimiser steps, over UPDATES versions
 UPDATES = 3
 MIN_HELD_OUT, MAX_HELD_OUT = 4, 24
 PARAMS = SamplingParams(max_tokens=64)
+NO_TRIAL = "It was on trial, and was taken back, since other examples did worse with it."
 
 Progress = Callable[[int, str, int], None]  # how many are done, what is being done, how many there are
 
@@ -41,7 +42,8 @@ class WarmStart:
     held_out: int
     updates: list[Update]
     acceptance_before: float | None
-    acceptance_after: float | None
+    acceptance_after: float | None  # also of a version that was taken back for it
+    reason: str | None = None  # why nothing of it serves, where the gate or a trial said so
 
 
 def split_examples(examples: Sequence[str], count: int) -> tuple[list[str], list[str]]:
@@ -86,10 +88,11 @@ def warm_start(
             updates += [update] if update is not None else []
     system.refresh()
     after = _measure(system, domain.name, held_out, on_progress, "Measuring after", chat)
+    why = None if updates else "The gate did not find it surely better."
     if on_trial and (before or 0.0) > (after or 0.0):
         _take_back(system, loop, domain.name)
-        updates = []
-    return WarmStart(len(chosen), len(held_out), updates, before, after)
+        updates, why = [], NO_TRIAL
+    return WarmStart(len(chosen), len(held_out), updates, before, after, why)
 
 
 def _answer(
@@ -131,8 +134,9 @@ def _cannot_tell(loop: DistillLoop) -> bool:
 def _take_back(system: System, loop: DistillLoop, name: str) -> None:
     """Roll back the expert that the last update has published on trial, and say so in the log."""
     live = system.store.registry.live(name)
-    if live is not None and any(one.expert == name and one.version == live.version for one in loop.outcomes):
-        verdict = Verdict("withdraw", reason="It was on trial, and the other examples did worse with it.")
+    made = [one.version for one in loop.outcomes if one.expert == name and one.version != one.parent]
+    if live is not None and live.version in made:
+        verdict = Verdict("withdraw", reason=NO_TRIAL)
         now = loop.outlet.withdraw(name, live.version)
         used = int(system.store.registry.get_meta(f"trained:{name}") or 0)
         loop.outlet.learned(name, used, withdrawal_entry(Withdrawal(live, verdict), now))
@@ -158,6 +162,9 @@ class OnTrial:
 
     def untaught(self) -> frozenset[str]:
         return self.judge.untaught() - {self.name}
+
+    def forget(self) -> None:
+        self.judge.forget()
 
 
 def _update(

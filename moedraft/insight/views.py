@@ -49,7 +49,7 @@ class Expert:
     stats: ExpertStats | None  # None: it never served
     share: float | None  # of the span's requests
     requests: int
-    by_shared: float | None  # share of the first guesses in these that the shared draft made
+    by_shared: float | None  # share of first guesses in those that evidence gave to the shared draft
     tokens_per_step: float | None
     first_step_share: float | None
     acceptance: float | None

@@ -59,7 +59,7 @@ def record(found: list[Row]) -> str:
         "mean gain",
         "least gain",
         "80 % interval above 0",
-        "of other shared ones, right tokens 95 % more probable",
+        "of the others, right tokens surely likelier",
         "along",
     )
     return (
@@ -67,7 +67,8 @@ def record(found: list[Row]) -> str:
         "*along*: experts that were published with the shared adapter without a gain of their own. The gate "
         "publishes what surely gains, and what surely gives the right tokens more probability where a gain "
         "has 30 % or more ([how](how-it-works.md)). So a *least gain* below zero is a loss within chance, of "
-        "a version that was published for the second reason; older runs asked for a likely gain there too. "
+        "a version that was published for the second reason (*surely likelier*: with 95 %; judged of a whole "
+        "update, not of single experts); older runs asked for a likely gain there too. "
         "What versions did to domains is told by the held-out prompts above, as their lowest points. Only "
         f"runs that kept it.\n\n{table(head, rows)}"
     )

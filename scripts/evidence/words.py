@@ -12,7 +12,7 @@ MODELS = {
 }
 OTHER_PAGE = {
     "smollm2": " The same with an independent draft model: [a page of its own](evidence-mini.md). The "
-    "gate of today on all of this traffic and on poisoned traffic, measured where traffic turns, in float32: "
+    "present gate on more of this traffic and on poisoned traffic, measured where traffic turns, in float32: "
     "[another](evidence-turns.md). A stream of 960 requests: [evidence-long](evidence-long.md).",
     "mini": " On a real model: [evidence](evidence.md).",
 }
@@ -39,7 +39,7 @@ METHOD_TEXT = """## How it was measured
 - **Intervals** are 95 %, by a paired bootstrap over held-out prompts; a prompt's counts are added up over the
   seeds. A seed changes the order of the requests, what is drawn from replay, and the adapters' first weights.
   A difference is called *better* or *worse* only where the interval excludes zero and every seed agrees; all
-  else is *open*. With one seed, of which these words are not in bold, nothing is known of others. Intervals
+  else is *open*. With one seed the words are not in bold: nothing is known of others. Intervals
   are not corrected for their number: of twenty that hide no difference, one is expected to exclude zero.
 - **Labels are hidden**: domains are the router's answer, after it was fitted on 40 example prompts a domain
   that are neither served nor held out. *True labels* is the exception.
@@ -52,9 +52,9 @@ METHOD_TEXT = """## How it was measured
   their own. Not in these figures:
   a server changes the interval between updates, and takes versions back that later requests show to be worse.
   A server's gate judges drafts of four tokens (`num_speculative_tokens`), the one in these runs drafts of
-  three. The runs of [this page](evidence-turns.md), and those with prompts whose second half is of another
-  domain, are of the present gate; all others were made with the forms that it had at their time, which
-  publish [later](experiments.md#what-the-gate-goes-by).
+  three. The runs of [evidence-turns](evidence-turns.md), and those with prompts whose second half is of
+  another domain, are of the present gate; all others were made with the forms that it had at their time,
+  which publish [later](experiments.md#what-the-gate-goes-by).
 - **Lowest point of a domain**: of all measurements on the way and at the end, and of all domains, the one
   that stood lowest against static, and after how many requests. As the lowest of several is picked, a little
   of it is chance. The gate judges by one record in eight of those that came, so that it can hardly protect a

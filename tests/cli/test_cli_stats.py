@@ -202,7 +202,7 @@ def test_adapter_list_shows_what_the_gate_decided(run: Run, served: Path, store:
         assert "It lost." in shown
         row = next(line for line in shown.splitlines() if "discard" in line)
         assert [part.strip() for part in row.split("│")[2:-1]] == [
-            *("discard", "2", "4", "−0.125", "−0.250 … −0.062", "+0.031", "97%", "12", "2"),
+            *("discard", "2", "4", "−0.125", "−0.250 … −0.062", "+0.031", "97.2%", "12", "2"),
         ]
         assert "–" in next(line for line in shown.splitlines() if line.endswith("│ 1      │"))
 

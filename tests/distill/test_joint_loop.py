@@ -183,6 +183,9 @@ class Says:
     def untaught(self) -> frozenset[str]:
         return frozenset()
 
+    def forget(self) -> None:
+        pass
+
 
 @pytest.mark.parametrize(("decision", "follows"), [("promote", True), ("keep", True), ("discard", False)])
 def test_records_are_used_again_unless_the_gate_throws_the_update_away(

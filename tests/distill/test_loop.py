@@ -273,6 +273,9 @@ def test_records_that_are_purged_while_the_gate_decides_are_in_no_version(store:
         def untaught(self) -> frozenset[str]:
             return frozenset()
 
+        def forget(self) -> None:
+            pass
+
     loop.judge = Purges()
     assert loop.run_once("code") is None
     assert store.registry.versions() == []

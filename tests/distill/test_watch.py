@@ -233,7 +233,7 @@ def test_a_pinned_expert_is_not_taken_back_in_the_comparison_either(store: Store
     assert values.served == [("code", {0.1, 0.2}), ("code", {0.12, 0.2})]
 
 
-@pytest.mark.parametrize(("gain", "least", "most"), [(0.0, 0.0, 0.25), (0.01, 0.0, 0.05), (-0.03, 0.95, 1.0)])
+@pytest.mark.parametrize(("gain", "least", "most"), [(0.0, 0.0, 0.15), (0.01, 0.0, 0.05), (-0.03, 0.95, 1.0)])
 def test_looking_again_and_again_takes_few_versions_back_by_chance(
     gain: float, least: float, most: float
 ) -> None:

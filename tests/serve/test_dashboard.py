@@ -640,7 +640,7 @@ def test_a_domain_that_the_shared_draft_guesses_better_is_said(fresh: Site, visi
     registry = fresh.store.registry
     registry.add_domain(Domain("sql", "", ("sql",) * 8, 1.0))
     registry.add_version(AdapterVersion("sql", 1, 0, "adapters/sql/v1", "base", None, 1.0, "live"))
-    words = "The shared draft guessed 75 % of the tokens in this time"
+    words = "The shared draft stood for 75 % of the tokens looked at in this time"
     for tokens, shared in ((30, False), (90, True)):
         speculation = SpeculationStats()
         speculation.saw(20, tokens, shared=shared)

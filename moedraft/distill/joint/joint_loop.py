@@ -123,7 +123,8 @@ class JointLoop(DistillLoop):
         untaught = self.judge.untaught() if self.judge and self.trainer.learner is None else ()
         made = self.trainer.update(steps=steps, on_step=on_step)
         if made is None or not made.candidates:
-            self.outlet.learned(SHARED, self.store.replay.last_id(None), None)
+            name = self.trainer.learner or SHARED  # with an only learner, others' records are still new
+            self.outlet.learned(name, self.store.replay.last_id(None), None)
             return None
         taught = [one for one in made.candidates if one.expert not in untaught]
         withdrawn = len(self.outcomes)

@@ -97,10 +97,9 @@ def compare(
     if before.chances is not None and after.chances is not None:
         found = replace(found, witness=_witness(before.chances, after.chances, shares))
     decision = _decision(found, before.loss, after.loss, enough)
-    reason = None
-    if decision == "promote" and count >= FEW and better < enough:
-        reason = RISEN if gain <= 0 else PROBABLE
-    return replace(found, decision=decision, reason=reason)
+    unsure = decision == "promote" and count >= FEW and better < enough
+    why = RISEN if gain <= 0 else PROBABLE
+    return replace(found, decision=decision, reason=why if unsure else None)
 
 
 def _witness(before: Chances, after: Chances, shares: Shares | None) -> float:

@@ -48,6 +48,8 @@ class JudgeLike(Protocol):
 
     def untaught(self) -> frozenset[str]: ...
 
+    def forget(self) -> None: ...
+
 
 class Judge:
     """The gate of one home."""
@@ -59,7 +61,6 @@ class Judge:
         self.second_look = SecondLook(measure, store)
         self._kept: dict[str, tuple[int, int]] = {}  # the live version, and candidates kept since
         self._newest = -1  # record there was when candidates were judged last
-        self._purges = store.registry.purges()  # of records, when they were
         self.base_serves = base_serves
 
     def __call__(
@@ -72,9 +73,6 @@ class Judge:
         made = {one.expert: one for one in candidates if not is_pinned(self.store.registry, one.expert)}
         if not made or (len(candidates) > 1 and SHARED not in made):
             return {}
-        if (purges := self.store.registry.purges()) != self._purges:
-            self._purges = purges
-            self.measure.forget()
         newest, before = self.store.replay.last_id(), self._newest
         self._newest = newest
         kept = {name: self._kept_before(one) for name, one in made.items()}
@@ -100,6 +98,11 @@ class Judge:
         kept, registry = self.store.replay.sizes(), self.store.registry
         few = [name for name, _ in registry.domain_names() if kept.get(name, 0) < TAUGHT]
         return frozenset(n for n in few if registry.live(n) is None and not is_pinned(registry, n))
+
+    def forget(self) -> None:
+        """Forget what was measured of records, since some were purged."""
+        self.measure.forget()
+        self.held_out = HeldOut(self.store.replay)
 
     def _kept_before(self, candidate: Candidate) -> int:
         """How many candidates were kept since the live version was published."""

@@ -118,8 +118,7 @@ def decide_together(
     choices = {name: _choice(options, prospects[name]) for name, options in domains.items()}
     stopped = [name for name, choice in choices.items() if choice.stops]
     whole = _whole(domains, choices, kept.get(shared, 0), stopped)
-    if is_unseen(whole.decision, whole.gain, whole.records):
-        # Guesses showed no gain, so a likely loss by them takes nobody's expert.
+    if is_unseen(whole.decision, whole.gain, whole.records):  # what guesses lose takes nobody's expert
         choices = {name: _as_judged(choice, prospects[name]) for name, choice in choices.items()}
     verdicts = {shared: whole}
     for name, options in domains.items():

@@ -3,9 +3,8 @@
 The gate judges by few records, all from before. Requests that came after a publication are new to what serves
 now and to what served before it, so both can be measured on each of them. That needs fewer requests for the
 same certainty than sending a share of the traffic to the earlier version, and slows none of them down. A
-version that does clearly worse than the one before it is withdrawn. It is looked at again and again, so much
-certainty is asked for: with less, one that is no worse would be withdrawn by chance sooner or later
-(docs/experiments.md, "What the gate lets pass").
+version that does clearly worse than the one before it is withdrawn. It is looked at again and again, so less
+certainty would withdraw one that is no worse in time (docs/experiments.md, "What the gate lets pass").
 
 Only the newest version of an adapter is looked at: an earlier one that is live was chosen by a person.
 Nothing is taken back that a person has made live or pinned.
@@ -16,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from moedraft.core import SHARED, AdapterVersion, CorruptAdapter, GateDecision, ReplayRecord
+from moedraft.core import SHARED, AdapterVersion, CorruptAdapter, ReplayRecord
 from moedraft.distill.judging.gate import Verdict, compare
 from moedraft.distill.judging.held_out import LEAST_JUDGED, USABLE
 from moedraft.distill.measuring.figures import Measured, joined
@@ -62,9 +61,10 @@ def followers(
 def looked_at(before: Measured, after: Measured) -> Verdict:
     """The verdict on a version, by what would serve without it and what serves, on the same records."""
     found = compare(before, after)
-    decision: GateDecision = "withdraw" if found.better <= 1 - SURELY_WORSE else "keep"
+    if found.better > 1 - SURELY_WORSE:
+        return replace(found, decision="keep", reason=None)
     reason = "On the requests that came since, what served before it did better."
-    return replace(found, decision=decision, reason=reason if decision == "withdraw" else None)
+    return replace(found, decision="withdraw", reason=reason)
 
 
 class Watch:

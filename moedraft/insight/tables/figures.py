@@ -237,7 +237,7 @@ def updates_table(updates: Sequence[UpdateRecord], grid: Grid) -> Table:
         Column("decision", "gate", "text"),
         Column("gate_gain", "tokens per step", "number"),
         *(Column(f"gate_{key}", f"at {key}", "number") for key in ("least", "most")),
-        Column("gate_witness", "more probable", "share"),
+        Column("gate_witness", "surely likelier", "share"),
         Column("gate_records", "judged by", "count"),
         Column("reason", "reason", "text"),
     )

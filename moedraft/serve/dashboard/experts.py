@@ -34,7 +34,7 @@ from moedraft.serve.dashboard.markup import (
 from moedraft.serve.dashboard.panels import Live, NumbersPanel, Panel, Text
 from moedraft.serve.dashboard.words import COVERAGE, FIRST_GUESS
 
-MOSTLY = 0.5  # of a domain's tokens: a page says it where the shared draft guesses more of them
+MOSTLY = 0.5  # of a domain's tokens: the page says it where the shared draft stands for more of them
 
 
 @dataclass(frozen=True)
@@ -188,8 +188,8 @@ def _strip(look: Look, view: ExpertView) -> Markup:
         why = "no version of its own does better, or a person chose so"
         updates = f"The shared draft serves it at present: {why}. {updates}"
     elif expert.version and expert.name != SHARED and (expert.by_shared or 0) > MOSTLY:
-        said = f"The shared draft guessed {share(expert.by_shared)} of the tokens in this time"
-        updates = f"{said}: it does better here, or full batches share one draft. {updates}"
+        said = f"The shared draft stood for {share(expert.by_shared)} of the tokens looked at in this time"
+        updates = f"{said}, since it guesses them better. {updates}"
     replay = f"Newest {ago(expert.replay_newest)}, oldest {ago(expert.replay_oldest)}."
     return figures(
         *_main(expert),
