@@ -98,8 +98,7 @@ def compare(
         found = replace(found, witness=_witness(before.chances, after.chances, shares))
     decision = _decision(found, before.loss, after.loss, enough)
     unsure = decision == "promote" and count >= FEW and better < enough
-    why = RISEN if gain <= 0 else PROBABLE
-    return replace(found, decision=decision, reason=why if unsure else None)
+    return replace(found, decision=decision, reason=(RISEN if gain <= 0 else PROBABLE) if unsure else None)
 
 
 def _witness(before: Chances, after: Chances, shares: Shares | None) -> float:
