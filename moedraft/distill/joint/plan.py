@@ -29,7 +29,7 @@ class JointPlan:
     emitted: float = 0.0  # weight of the emitted token's own loss, of a feature drafter
     missed: float = 1.0  # weight of places where a feature drafter guesses wrong now
     kind: Kind = "fkl"
-    kept: float = 0.97  # share of an expert's squares that decides the rank it is published with
+    kept: float = 0.99  # share of the squares of each of an expert's terms that its published rank keeps
 
 
 @dataclass(frozen=True)

@@ -16,19 +16,16 @@ from moedraft.drafting.experts.adapter import Delta
 
 
 def cut(deltas: Mapping[str, Delta], kept: float) -> dict[str, Delta]:
-    """These low-rank terms with the smallest rank that keeps the share `kept` of all their squares.
+    """These low-rank terms with the smallest rank at which each keeps the share `kept` of its squares.
 
     All of them get the same rank, but none a higher one than before or than its layer allows. Where kept is 1
-    or more they stay as they are.
+    or more they stay as they are. Each counts by itself, since the output layer has most of all squares, and
+    those of the layers before it matter as much (docs/experiments.md, "What an expert needs of its rank").
     """
     if kept >= 1:
         return dict(deltas)
     found = {module: _singular(a, b) for module, (a, b) in deltas.items()}
-    squares = torch.zeros(max(len(values) for _, values, _ in found.values()), dtype=torch.float64)
-    for _, values, _ in found.values():
-        squares[: len(values)] += values.double() ** 2
-    lost = squares.sum() - squares.cumsum(0)  # by rank, from 1 on
-    rank = 1 + int((lost[:-1] > (1 - kept) * squares.sum()).sum())
+    rank = max((_needed(values, kept) for _, values, _ in found.values()), default=1)
     return {
         module: (v[:rank].contiguous(), (u[:, :rank] * values[:rank]).contiguous())
         for module, (u, values, v) in found.items()
@@ -47,3 +44,10 @@ def _singular(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     (q_b, r_b), (q_a, r_a) = (torch.linalg.qr(part.detach().float().cpu()) for part in (b, a.T))
     u, values, v = torch.linalg.svd(r_b @ r_a.T, full_matrices=False)
     return q_b @ u, values, v @ q_a.T
+
+
+def _needed(values: torch.Tensor, kept: float) -> int:
+    """The smallest rank, 1 at least, that keeps this share of the squares of these singular values."""
+    squares = values.double() ** 2
+    lost = squares.sum() - squares.cumsum(0)  # by rank, from 1 on
+    return 1 + int((lost[:-1] > (1 - kept) * squares.sum()).sum())
