@@ -14,6 +14,7 @@ from moedraft.distill.joint.plan import JointPlan
 from moedraft.distill.judging.judge import Judge
 from moedraft.distill.judging.watch import Watch
 from moedraft.distill.loop import DistillLoop
+from moedraft.distill.lora.ranks import LEADING, MOST, Kept
 from moedraft.distill.measuring.measures import JointMeasure, Measure, TextMeasure
 from moedraft.distill.outlet import HomeOutlet, Outlet
 from moedraft.distill.single.trainer import Trainer
@@ -25,6 +26,9 @@ from moedraft.storage.store import Store
 
 Joint = TypeVar("Joint", bound=JointTrainer)
 TEXT_RATE = 1e-3  # learning rate of an independent draft model's updates
+TEXT_KEPT = Kept(
+    0.97, together=True
+)  # such a draft serves mixed batches by experts where their ranks are low
 
 
 def build_loop(settings: Settings, store: Store, outlet: Outlet | None = None) -> DistillLoop:
@@ -61,22 +65,23 @@ def joint_trainer(settings: Settings, store: Store, kind: type[Joint]) -> Joint:
         lessons = TextLessons(
             TextStudent(draft, scope=settings.adapter_scope, **ranks), settings.update_tokens
         )
-        return kind(lessons, store, _plan(settings, TEXT_RATE))
+        return kind(lessons, store, _plan(settings, TEXT_RATE, LEADING))
     target = load_by(settings, "target")
     base = load_base(settings, target, learns=True)
     assert isinstance(base, FeatureBase)
     student = FeatureStudent(base.hf, base.weights_hash(), name=base.name, **ranks)
     kept = kept_in(store.replay, student.base_hash) if settings.states_bytes else None
     states = RecordStates(target, base.hf, kept=kept)
-    plan = _plan(settings, JointPlan.learning_rate)
+    plan = _plan(settings, JointPlan.learning_rate, MOST)
     return kind(FeatureLessons(student, states), store, plan, target.eos_token_ids)
 
 
-def _plan(settings: Settings, rate: float) -> JointPlan:
+def _plan(settings: Settings, rate: float, kept: Kept) -> JointPlan:
     return JointPlan(
         steps=settings.update_steps,
         learning_rate=settings.learning_rate or rate,
         kind=settings.distill_kind,
+        kept=kept,
     )
 
 

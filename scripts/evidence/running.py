@@ -27,6 +27,7 @@ from moedraft.distill.joint.joint_loop import JointLoop
 from moedraft.distill.joint.joint_trainer import JointTrainer
 from moedraft.distill.joint.plan import JointPlan, Lessons
 from moedraft.distill.judging.judge import Judge
+from moedraft.distill.lora.ranks import LEADING
 from moedraft.distill.measuring.measures import JointMeasure, Serving
 from moedraft.distill.outlet import HomeOutlet
 from moedraft.distill.text.text_lessons import TextLessons
@@ -85,8 +86,9 @@ class Run:
         kind = arrangement.trainer or JointTrainer
         plan = bench.plan
         steps = max(1, round(plan.steps * arrangement.every))
-        rate = TEXT_RATE if isinstance(bench.draft, LanguageModel) else JointPlan.learning_rate
-        usual = JointPlan(steps=steps, rows=plan.rows, learning_rate=rate)
+        usual = JointPlan(steps=steps, rows=plan.rows)
+        if isinstance(bench.draft, LanguageModel):
+            usual = replace(usual, learning_rate=TEXT_RATE, kept=LEADING)
         given = replace(usual, **arrangement.plan)
         shared = plan.rank * arrangement.shared
         rank = shared + plan.rank if arrangement.alone else plan.rank

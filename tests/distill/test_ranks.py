@@ -12,7 +12,7 @@ from peft import PeftModel
 
 from moedraft.core import SHARED, Domain
 from moedraft.distill.features.feature_student import FeatureStudent
-from moedraft.distill.lora.ranks import cut, filled_up
+from moedraft.distill.lora.ranks import ALL, Kept, cut, filled_up
 from moedraft.distill.peft_config import widened
 from moedraft.distill.single.student import Student
 from moedraft.distill.text.text_student import TextStudent
@@ -38,7 +38,7 @@ def test_the_smallest_rank_with_the_share_of_the_squares_of_each_term_is_kept() 
     """The larger term alone would need less: .71 of its squares, and of all, lie in one direction."""
     terms = {"one": a_term([60.0, 20.0, 3.0, 1.0]), "two": a_term([10.0, 4.0, 2.0])}
     for kept, rank in ((0.5, 1), (0.62, 1), (0.63, 2), (0.87, 2), (0.94, 3), (0.98, 3), (0.995, 4), (0.0, 1)):
-        found = cut(terms, kept)
+        found = cut(terms, Kept(kept))
         assert [len(a) for a, _ in found.values()] == [rank, min(rank, 3)], kept
         for name, (a, b) in found.items():
             whole = terms[name][1] @ terms[name][0]
@@ -47,13 +47,20 @@ def test_the_smallest_rank_with_the_share_of_the_squares_of_each_term_is_kept() 
             torch.testing.assert_close(b @ a, best, rtol=1e-4, atol=1e-4)
 
 
+def test_the_share_can_be_that_of_all_squares_together() -> None:
+    terms = {"one": a_term([60.0, 20.0, 3.0, 1.0]), "two": a_term([10.0, 4.0, 2.0])}
+    for share, rank in ((0.5, 1), (0.69, 1), (0.71, 2), (0.94, 2), (0.95, 3), (0.995, 4), (0.0, 1)):
+        found = cut(terms, Kept(share, together=True))
+        assert [len(a) for a, _ in found.values()] == [rank, min(rank, 3)], share
+
+
 def test_all_is_kept_where_all_is_asked_for() -> None:
     terms = {"one": a_term([9.0, 1.0])}
-    assert cut(terms, 1.0)["one"] is terms["one"]
+    assert cut(terms, ALL)["one"] is terms["one"]
 
 
 def test_a_term_that_has_learned_nothing_has_rank_one() -> None:
-    a, b = cut({"one": (torch.randn(8, 12), torch.zeros(9, 8))}, 0.95)["one"]
+    a, b = cut({"one": (torch.randn(8, 12), torch.zeros(9, 8))}, Kept(0.95))["one"]
     assert a.shape == (1, 12)
     assert b.shape == (9, 1)
     assert not b.any()
@@ -87,7 +94,7 @@ def taught(squares: list[float]) -> FeatureStudent:
 
 def test_an_exported_expert_is_small_says_so_and_guesses_nearly_the_same() -> None:
     student = taught([8.0, 4.0, 0.004, 0.004])
-    config, tensors = student.export("code", kept=0.95)
+    config, tensors = student.export("code", kept=Kept(0.95))
     assert config["r"] == config["lora_alpha"] == 2
     assert {len(value) for key, value in tensors.items() if "lora_A" in key} == {2}
     other = FeatureStudent(a_draft(a_target()), "base", rank=4, shared_rank=4)
@@ -113,7 +120,7 @@ def test_peft_loads_an_independent_drafts_expert_that_was_cut(tmp_path: Path, ki
     for module, part in student._parts("code").items():
         out, inner = student.layers[module].weight.shape
         part.a.data, part.b.data = a_term([0.08, 0.04, 1e-5, 1e-5], inner, out)
-    config, tensors = student.export("code", kept=0.95)
+    config, tensors = student.export("code", kept=Kept(0.95))
     assert config["r"] == 2
     modules = student.modules("code")
     made = Candidate("code", 0, "base", 2, modules, 1, 0, 1, 0.0, None, None, config, tensors, None)
@@ -135,7 +142,7 @@ def test_an_expert_that_was_cut_learns_on_in_turns_with_its_whole_rank(store: St
     for module, part in joint._parts("code").items():
         out, inner = joint.layers[module].weight.shape
         part.a.data, part.b.data = a_term([0.08, 0.04, 1e-5, 1e-5], inner, out)
-    config, tensors = joint.export("code", kept=0.95)
+    config, tensors = joint.export("code", kept=Kept(0.95))
     summary = ("code", 0, joint.base_hash, 2, joint.modules("code"), 1, 0, 1, 0.0, None, None)
     store.adapters.publish(Candidate(*summary, config, tensors, None))
     turns = Student(random_model("llama", 2, layers=2), store.adapters, scope="tail", rank=4, shared_rank=4)

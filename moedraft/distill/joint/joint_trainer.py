@@ -24,6 +24,7 @@ from moedraft.core import SHARED, AdapterVersion, ReplayRecord
 from moedraft.distill.averages import AveragingAdamW, averaged
 from moedraft.distill.features.expert_vocabularies import Vocabularies
 from moedraft.distill.joint.plan import JointPlan, Lessons
+from moedraft.distill.lora.ranks import ALL
 from moedraft.distill.single.trainer import LAST_RATE, MEASURED, OnStep, distinct, is_held_out
 from moedraft.feature.vocabulary import union
 from moedraft.storage.store import TARGET_ID, Store
@@ -305,7 +306,7 @@ class JointTrainer:
         """Export `name`. sizes: records used and held out, by adapter; rates: `measure` before and after."""
         used, held_out = sizes
         vocabulary = self.vocabularies.of(name)
-        kept = 1.0 if name == SHARED else self.plan.kept
+        kept = ALL if name == SHARED else self.plan.kept
         config, tensors = self.student.export(name, vocabulary, kept)
         before, after = (one.get(name, (0, 0)) for one in rates)
         return Candidate(

@@ -11,6 +11,7 @@ import torch
 from moedraft.core import ReplayRecord
 from moedraft.distill.features.record_states import States
 from moedraft.distill.lora.adapters import JointAdapters
+from moedraft.distill.lora.ranks import MOST, Kept
 from moedraft.kernels import Kind
 
 
@@ -29,7 +30,7 @@ class JointPlan:
     emitted: float = 0.0  # weight of the emitted token's own loss, of a feature drafter
     missed: float = 1.0  # weight of places where a feature drafter guesses wrong now
     kind: Kind = "fkl"
-    kept: float = 0.99  # share of the squares of each of an expert's terms that its published rank keeps
+    kept: Kept = MOST  # of an expert that is published
 
 
 @dataclass(frozen=True)

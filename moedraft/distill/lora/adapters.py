@@ -14,7 +14,7 @@ from torch import nn
 
 from moedraft.core import SHARED
 from moedraft.distill.lora.joint_lora import JointLinear, LowRank, Routing
-from moedraft.distill.lora.ranks import cut, filled_up
+from moedraft.distill.lora.ranks import ALL, Kept, cut, filled_up
 from moedraft.distill.peft_config import peft_config
 from moedraft.drafting.experts.adapter import LORA_A, LORA_B, PREFIX, Delta, read_adapter
 
@@ -94,12 +94,12 @@ class JointAdapters:
         self._put(name, {module: (a, self._placed(module, b, own)) for module, (a, b) in deltas.items()})
 
     def export(
-        self, name: str, vocabulary: torch.Tensor | None = None, kept: float = 1.0
+        self, name: str, vocabulary: torch.Tensor | None = None, kept: Kept = ALL
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """The adapter of `name` as it is now: its PEFT configuration and copies of its tensors.
 
         vocabulary: the tokens, int64 and ascending, of its output rows; None: those of the draft base.
-        kept: share of the squares that decides its rank, see `cut`.
+        kept: decides its rank, see `cut`.
         """
         parts = {
             module: (part.a, self._rows(module, part.b, vocabulary))

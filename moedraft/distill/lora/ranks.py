@@ -8,24 +8,45 @@ weights keep their rank; one that is loaded from storage is filled up again.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from moedraft.drafting.experts.adapter import Delta
 
 
-def cut(deltas: Mapping[str, Delta], kept: float) -> dict[str, Delta]:
-    """These low-rank terms with the smallest rank at which each keeps the share `kept` of its squares.
+@dataclass(frozen=True)
+class Kept:
+    """What a cut keeps of the squares of an expert's terms: this share of each one's, or of all together.
 
-    All of them get the same rank, but none a higher one than before or than its layer allows. Where kept is 1
-    or more they stay as they are. Each counts by itself, since the output layer has most of all squares, and
-    those of the layers before it matter as much (docs/experiments.md, "What an expert needs of its rank").
+    The output layer has most of all squares. Where an expert changes more layers, these matter as much, so
+    each counts by itself (docs/experiments.md, "What an expert needs of its rank").
     """
-    if kept >= 1:
+
+    share: float
+    together: bool = False
+
+
+ALL = Kept(1.0)
+MOST = Kept(0.99)
+LEADING = Kept(0.97, together=True)  # a small draft serves mixed batches by experts where their ranks are low
+
+
+def cut(deltas: Mapping[str, Delta], kept: Kept) -> dict[str, Delta]:
+    """These low-rank terms with the smallest rank that keeps so much.
+
+    All of them get the same rank, but none a higher one than before or than its layer allows. Where all is
+    kept they stay as they are.
+    """
+    if kept.share >= 1:
         return dict(deltas)
     found = {module: _singular(a, b) for module, (a, b) in deltas.items()}
-    rank = max((_needed(values, kept) for _, values, _ in found.values()), default=1)
+    squares = [values.double() ** 2 for _, values, _ in found.values()]
+    if kept.together:
+        squares = [pad_sequence(squares).sum(1)]
+    rank = max(_needed(one, kept.share) for one in squares)
     return {
         module: (v[:rank].contiguous(), (u[:, :rank] * values[:rank]).contiguous())
         for module, (u, values, v) in found.items()
@@ -46,8 +67,7 @@ def _singular(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     return q_b @ u, values, v @ q_a.T
 
 
-def _needed(values: torch.Tensor, kept: float) -> int:
-    """The smallest rank, 1 at least, that keeps this share of the squares of these singular values."""
-    squares = values.double() ** 2
+def _needed(squares: torch.Tensor, share: float) -> int:
+    """The smallest rank, 1 at least, that keeps this share of these squares, which descend."""
     lost = squares.sum() - squares.cumsum(0)  # by rank, from 1 on
-    return 1 + int((lost[:-1] > (1 - kept) * squares.sum()).sum())
+    return 1 + int((lost[:-1] > (1 - share) * squares.sum()).sum())
