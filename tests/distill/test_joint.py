@@ -23,6 +23,7 @@ from moedraft.distill.features.record_states import RecordStates
 from moedraft.distill.features.unrolled import unroll
 from moedraft.distill.joint.joint_trainer import JointTrainer
 from moedraft.distill.joint.plan import JointPlan
+from moedraft.distill.lora.ranks import ALL, Kept
 from moedraft.distill.single.trainer import is_held_out
 from moedraft.drafting.base import FeatureBase
 from moedraft.drafting.experts.lora import ExpertBank
@@ -34,7 +35,7 @@ from moedraft.storage.store import Store
 from moedraft.storage.versions.candidate import CONFIG, Candidate, write_files
 
 # Experts are published whole, so that what is published can be compared with what learns; see `test_ranks`.
-PLAN = JointPlan(steps=12, rows=6, learning_rate=1e-2, unrolled=2, kept=1.0)
+PLAN = JointPlan(steps=12, rows=6, learning_rate=1e-2, unrolled=2, kept=ALL)
 
 
 def a_student(draft: FeatureDraft, *names: str) -> FeatureStudent:
@@ -261,7 +262,7 @@ def test_a_record_that_teaches_the_shared_adapter_alone_gives_no_expert_a_gradie
 
 
 def test_an_expert_is_published_with_few_directions_and_learns_on_with_all(tmp_path: Path) -> None:
-    home = Home(tmp_path, {"code": 16}, replace(PLAN, kept=0.5))
+    home = Home(tmp_path, {"code": 16}, replace(PLAN, kept=Kept(0.5)))
     update = home.trainer.update()
     assert update is not None
     ranks = {one.expert: one.rank for one in update.candidates}

@@ -21,6 +21,7 @@ from moedraft.distill.joint.joint_loop import JointLoop
 from moedraft.distill.joint.joint_trainer import JointTrainer
 from moedraft.distill.joint.plan import JointPlan
 from moedraft.distill.judging.judge import Judge
+from moedraft.distill.lora.ranks import ALL
 from moedraft.distill.measuring.measures import JointMeasure
 from moedraft.distill.outlet import HomeOutlet
 from moedraft.distill.text.batches import RecordBatch, collate
@@ -310,7 +311,7 @@ def test_the_engine_drafts_as_the_trainer_guesses(rig: Rig) -> None:
     for seed, name in enumerate(("code", "prose")):
         rig.serve(name, 24, seed)
     loop = joint_loop(rig)
-    loop.trainer.plan = replace(loop.trainer.plan, kept=1.0)
+    loop.trainer.plan = replace(loop.trainer.plan, kept=ALL)
     assert loop.run_once(SHARED) is not None
     record = rig.store.replay.records("code")[0]
     student: TextStudent = loop.trainer.student  # type: ignore[assignment]

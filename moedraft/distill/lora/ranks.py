@@ -37,8 +37,7 @@ LEADING = Kept(0.97, together=True)  # a small draft serves mixed batches by exp
 def cut(deltas: Mapping[str, Delta], kept: Kept) -> dict[str, Delta]:
     """These low-rank terms with the smallest rank that keeps so much.
 
-    All of them get the same rank, but none a higher one than before or than its layer allows. Where all is
-    kept they stay as they are.
+    All get the same rank, but none a higher one than before or than its layer allows; ALL changes nothing.
     """
     if kept.share >= 1:
         return dict(deltas)
