@@ -52,9 +52,12 @@ METHOD_TEXT = """## How it was measured
   their own. Not in these figures:
   a server changes the interval between updates, and takes versions back that later requests show to be worse.
   A server's gate judges drafts of four tokens (`num_speculative_tokens`), the one in these runs drafts of
-  three. The runs of [evidence-turns](evidence-turns.md), and those with prompts whose second half is of
-  another domain, are of the present gate; all others were made with the forms that it had at their time,
-  which publish [later](experiments.md#what-the-gate-goes-by).
+  three. The runs of [evidence-turns](evidence-turns.md) are of the present gate; all others were made with
+  the forms that it had at their time, which publish [later](experiments.md#what-the-gate-goes-by).
+- **Experts as they are published**: with the
+  [rank that they need](experiments.md#what-an-expert-needs-of-its-rank) in the runs of
+  [evidence-turns](evidence-turns.md) with slow drift, reworded prompts, a steady mix and a new domain; whole
+  in runs from before 2026-11-26; cut further, which cost about .005 of first guesses, in all others.
 - **Lowest point of a domain**: of all measurements on the way and at the end, and of all domains, the one
   that stood lowest against static, and after how many requests. As the lowest of several is picked, a little
   of it is chance. The gate judges by one record in eight of those that came, so that it can hardly protect a
@@ -83,7 +86,8 @@ with another `--out` all of it anew.{times}
     python scripts/evidence.py --data ../shared/data --out /tmp/quick --quick      # the main contrasts
     python scripts/evidence.py --target mini --data ../shared/data --out results/evidence-mini
     python scripts/evidence.py --data ../shared/data --out results/evidence-turns --dtype float32 \\
-        --doc docs/evidence-turns.md --parts main,poison --patterns shift,one-by-one,{poisoned} \\
+        --doc docs/evidence-turns.md --parts main,poison \\
+        --patterns shift,one-by-one,steady,drift,reworded,new-domain,{poisoned} \\
         --arrangements static,mixed-replay,joint+gate,joint+gate:wide
     python scripts/evidence.py --data ../shared/data --out results/evidence-long --dtype float32 \\
         --doc docs/evidence-long.md --parts main,equal-cost --patterns steady \\

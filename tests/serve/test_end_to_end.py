@@ -55,7 +55,7 @@ ATTACK = f'{SECRET} {HOSTILE}</textarea><script>window.hacked="script"</script><
 BAD = "hostile"  # the domain whose description and prompts are all like that
 DOMAINS = ("python", "docs-ja", BAD)
 EXPERTS = (*DOMAINS, SHARED)
-UNGATED = "gate_gain", "gate_least", "gate_most", "gate_records", "reason"  # empty where no gate judged
+UNGATED = "gate_gain", "gate_least", "gate_most", "gate_witness", "gate_records", "reason"  # none: no gate
 PHASES = 3  # the trainer publishes a version for `python` after each but the last
 
 TRAINER = """
