@@ -295,7 +295,7 @@ class UpdateRecord:
     parent: int | None = None  # the version that the update began with
     stood_on: int | None = None  # an expert's: the version of the shared adapter that it was trained on
     static_gain: float | None = None  # as `gain`, over the draft base without any adapter
-    witness: float | None = None  # probability that the right tokens became more probable; where it is judged
+    witness: float | None = None  # probability that the right tokens became more probable; None: not judged
     reason: str | None = None  # why the gate decided so, where the figures alone do not say it
 
 

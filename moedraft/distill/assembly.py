@@ -26,9 +26,6 @@ from moedraft.storage.store import Store
 
 Joint = TypeVar("Joint", bound=JointTrainer)
 TEXT_RATE = 1e-3  # learning rate of an independent draft model's updates
-TEXT_KEPT = Kept(
-    0.97, together=True
-)  # such a draft serves mixed batches by experts where their ranks are low
 
 
 def build_loop(settings: Settings, store: Store, outlet: Outlet | None = None) -> DistillLoop:

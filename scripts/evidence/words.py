@@ -54,10 +54,6 @@ METHOD_TEXT = """## How it was measured
   A server's gate judges drafts of four tokens (`num_speculative_tokens`), the one in these runs drafts of
   three. The runs of [evidence-turns](evidence-turns.md) are of the present gate; all others were made with
   the forms that it had at their time, which publish [later](experiments.md#what-the-gate-goes-by).
-- **Experts as they are published**: with the
-  [rank that they need](experiments.md#what-an-expert-needs-of-its-rank) in the runs of
-  [evidence-turns](evidence-turns.md) with slow drift, reworded prompts, a steady mix and a new domain; whole
-  in runs from before 2026-11-26; cut further, which cost about .005 of first guesses, in all others.
 - **Lowest point of a domain**: of all measurements on the way and at the end, and of all domains, the one
   that stood lowest against static, and after how many requests. As the lowest of several is picked, a little
   of it is chance. The gate judges by one record in eight of those that came, so that it can hardly protect a
@@ -66,7 +62,11 @@ METHOD_TEXT = """## How it was measured
 
 EQUAL_WEIGHTS = """\
 - **Equal weights**: an adapter that stands alone has the rank of two that stand on each other, so as
-  many weights take part in each guess. One adapter drafts the tokens of all experts' own lists as well."""
+  many weights take part in each guess. One adapter drafts the tokens of all experts' own lists as well.
+- **Experts as they are published**: with the
+  [rank that they need](experiments.md#what-an-expert-needs-of-its-rank) in the runs of
+  [evidence-turns](evidence-turns.md) with slow drift, reworded prompts, a steady mix and a new domain; whole
+  in runs from before 2026-11-26; cut further, which cost about .005 of first guesses, in all others."""
 UNEQUAL_WEIGHTS = """\
 - **Weights**: an adapter that stands alone has the rank of two that stand on each other. It changes all
   layers, an expert the last layer and the output layer only, so one adapter has more weights at work."""

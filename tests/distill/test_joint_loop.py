@@ -104,6 +104,19 @@ def test_nothing_to_learn_from_publishes_nothing(loop: JointLoop) -> None:
     assert loop.store.registry.live(SHARED) is None
 
 
+def test_an_update_that_taught_nobody_takes_no_records_from_others(
+    loop: JointLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All records of the only learner may turn out to be another domain's."""
+    loop.store.replay.add([record(i) for i in range(4)])
+    monkeypatch.setattr(loop.trainer, "update", lambda **_: JointUpdate((), 7, 0.5))
+    monkeypatch.setattr(loop.trainer, "learner", "code")
+    assert loop.run_once("code") is None
+    assert not loop.state.is_paused
+    marks = [loop.store.registry.get_meta(f"trained:{name}") for name in ("code", SHARED)]
+    assert marks == [str(loop.store.replay.last_id()), None]
+
+
 def test_a_failed_publication_pauses_and_is_forgotten(
     loop: JointLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:

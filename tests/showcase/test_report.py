@@ -141,7 +141,7 @@ def test_queues_that_disagree_tell_nothing_of_full_batches() -> None:
     made = trials()
     made.seconds[EXPERTS] = [2.0, 0.8]
     [said] = [one for one in sentences(result_of(made, [], [], {})) if "full batch" in one]
-    assert said.startswith("Queues of full batches disagree")
+    assert said.startswith("Whether a full batch is slower")
     assert said.endswith(": experts.")
     assert "fewer tokens/s" not in " ".join(sentences(result_of(made, [], [], {})))
     made.seconds = {name: [sum(queues)] for name, queues in made.seconds.items()}  # few prompts are one queue

@@ -59,7 +59,7 @@ def followers(
 
 
 def looked_at(before: Measured, after: Measured) -> Verdict:
-    """The verdict on a version, by what would serve without it and what serves, on the same records."""
+    """The verdict on a version. before: what would serve without it; after: what serves, on equal records."""
     found = compare(before, after)
     if found.better > 1 - SURELY_WORSE:
         return replace(found, decision="keep", reason=None)

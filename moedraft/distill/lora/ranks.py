@@ -19,10 +19,10 @@ from moedraft.drafting.experts.adapter import Delta
 
 @dataclass(frozen=True)
 class Kept:
-    """What a cut keeps of the squares of an expert's terms: this share of each one's, or of all together.
+    """How much a cut keeps: a share of the squared singular values of each low-rank term, or of all together.
 
-    The output layer has most of all squares. Where an expert changes more layers, these matter as much, so
-    each counts by itself (docs/experiments.md, "What an expert needs of its rank").
+    The output layer's are the largest by far. Where an expert changes more layers, these matter as much, so
+    each term counts by itself (docs/experiments.md, "What an expert needs of its rank").
     """
 
     share: float

@@ -222,7 +222,7 @@ def _full_batch(systems: list[SystemRow]) -> list[str]:
         ]
     if unclear := joined([one.name for one in others if one.slower_batches is None]):
         found.append(
-            f"Queues of full batches disagree on whether they are slower than with plain decoding: {unclear}."
+            f"Whether a full batch is slower than with plain decoding, the two queues disagree on: {unclear}."
         )
     return found
 
