@@ -344,6 +344,11 @@ class Steps:
         self._step: Callable[[], list[RequestOutput]] = system.engine.step
         system.engine.step = self._held  # type: ignore[method-assign]
 
+    @property
+    def waits(self) -> bool:
+        """Whether a step stands at the gate."""
+        return self._waits
+
     def let(self, count: int = 1) -> None:
         until = self.done + count
         for _ in range(count):
