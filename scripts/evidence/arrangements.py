@@ -117,6 +117,7 @@ _ALL = (
         shared=WIDE,
         further=2,
     ),
+    Arrangement("joint:wide", "joint, no gate, wide, further updates", shared=WIDE, further=2),
     Arrangement(SERVED, "joint, with gate, wide, further updates", gate=True, shared=WIDE, further=2),
     Arrangement(
         SERVED_EQUAL_COST,
@@ -138,4 +139,11 @@ TAUGHT: dict[str, dict[Data, str]] = {
 ARRANGEMENTS = {one.name: one for one in _ALL}
 MAIN = (STATIC, LATEST, ONE_ADAPTER, "separate-true", "separate", "turns", JOINT, GATED, "offline")
 ONLINE = (LATEST, ONE_ADAPTER, "separate", "turns")  # what joint learning stands beside
-FURTHER = ("mixed-replay:further", "joint:further", "joint+gate:further", "mixed-replay:wide", SERVED)
+FURTHER = (
+    "mixed-replay:further",
+    "joint:further",
+    "joint+gate:further",
+    "mixed-replay:wide",
+    "joint:wide",
+    SERVED,
+)

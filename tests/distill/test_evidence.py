@@ -134,6 +134,7 @@ VARIANTS = (
     "joint:jsd",
     "joint:double",
     "joint:equal-cost",
+    "joint:wide",
     "joint+gate:wide:equal-cost",
     "one-both",
     "separate-true",
@@ -164,6 +165,7 @@ def test_every_arrangement_runs_and_says_what_it_did(bench: Any, name: str) -> N
         "mixed-replay:further": 12,
         "joint:further": 12,
         "mixed-replay:wide": 12,
+        "joint:wide": 12,
     }
     for update in found["updates"]:
         counted = Counter(one["decision"] for one in update["outcomes"])
