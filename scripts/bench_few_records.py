@@ -139,7 +139,7 @@ def scaled(trainer: JointTrainer, shared: float, expert: float) -> Iterator[None
     parts = [
         (part.b, shared if name == SHARED else expert)
         for name in trainer.student.names
-        for part in trainer.student._parts(name).values()
+        for part in trainer.student.low_ranks(name).values()
     ]
     before = [b.data for b, _ in parts]
     for b, share in parts:

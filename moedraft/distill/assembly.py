@@ -16,6 +16,7 @@ from moedraft.distill.judging.watch import Watch
 from moedraft.distill.loop import DistillLoop
 from moedraft.distill.lora.ranks import LEADING, MOST, Kept
 from moedraft.distill.measuring.measures import JointMeasure, Measure, TextMeasure
+from moedraft.distill.memory.trainer_memory import TrainerMemory
 from moedraft.distill.outlet import HomeOutlet, Outlet
 from moedraft.distill.single.trainer import Trainer
 from moedraft.distill.text.text_lessons import TextLessons
@@ -37,7 +38,9 @@ def build_loop(settings: Settings, store: Store, outlet: Outlet | None = None) -
     outlet, name = outlet or HomeOutlet(store), draft_name(settings)
     if feature_folder(name) is not None or settings.model_updates == "joint":
         joint = joint_trainer(settings, store, JointTrainer)
-        loop = JointLoop(joint, store, outlet, settings.update_every, horizon=settings.train_horizon)
+        memory = TrainerMemory(store.home.path, store.registry)
+        every, horizon = settings.update_every, settings.train_horizon
+        loop = JointLoop(joint, store, outlet, every, memory=memory, horizon=horizon)
         return _resumed(loop, settings)
     trainer = Trainer(
         load_by(settings, "draft", "float32", name),

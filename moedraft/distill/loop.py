@@ -183,6 +183,9 @@ class DistillLoop:
         if self.judge is not None:
             self.judge.forget()
 
+    def end(self) -> None:
+        """Keep what the next trainer of this home can go on from, since this process ends."""
+
     def _look_again(self, on_step: OnStep | None) -> None:
         """Withdraw versions that do worse than their predecessors on requests since their publication."""
         if self.watch is None:
@@ -290,8 +293,7 @@ class DistillLoop:
         """
         self.disturbed = self.store.registry.generation() != self.generation
         going = [one for one in candidates if one.expert in verdicts and verdicts[one.expert].is_published]
-        untrained = self._untrained(verdicts, candidates[0].base_hash)
-        aside = self._aside(verdicts)
+        untrained, aside = self._untrained(verdicts, candidates[0].base_hash), self._aside(verdicts)
         made: list[AdapterVersion] = []
         if going or untrained:
             made = self.outlet.publish(going, Also(untrained, aside, self.purges))

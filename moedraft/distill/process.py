@@ -57,8 +57,12 @@ class Process:
 
     def run(self) -> None:
         """Take turns until the server is gone, which raises SystemExit."""
-        while True:
-            self.turn()
+        try:
+            while True:
+                self.turn()
+        except SystemExit:
+            self.loop.end()
+            raise
 
     def turn(self) -> None:
         """Run one update if one is due and the engine leaves room for it; otherwise wait for a moment."""

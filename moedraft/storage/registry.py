@@ -10,6 +10,7 @@ from sqlalchemy import Row, delete, insert, select, update
 
 from moedraft.core import DOMAIN_NAME, SHARED, AdapterVersion, Domain, InvalidRequest, StorageError
 from moedraft.storage.db import Home
+from moedraft.storage.records import trainer_file
 from moedraft.storage.tables import adapter_versions, domains, experts, meta, replay
 from moedraft.storage.versions.version_rows import (
     CHOSEN,
@@ -123,6 +124,7 @@ class Registry:
 
         Statistics of its requests stay, and its version numbers are never given again.
         """
+        trainer_file.remove(self._home.path)
         with self._home.write(durable=True) as connection:
             if not domain_exists(connection, name):
                 raise unknown_domain(name)
@@ -130,9 +132,8 @@ class Registry:
                 connection.execute(delete(table).where(table.c.domain == name))
             raise_counter(connection, PURGES)
             connection.execute(delete(domains).where(domains.c.name == name))
-            connection.execute(
-                delete(meta).where(meta.c.key.in_([PIN + name, CHOSEN + name, UNADAPTED + name]))
-            )
+            keys = [PIN + name, CHOSEN + name, UNADAPTED + name]
+            connection.execute(delete(meta).where(meta.c.key.in_(keys)))
             connection.execute(update(experts).where(experts.c.name == name).values(updates=0))
             raise_generation(connection)
         self._home.checkpoint()  # until then the journal holds its records still

@@ -66,12 +66,13 @@ class Arrangement:
     data: Data = "target"  # whose answers are learned from, see `Answers.drafted`
     shared: int = 1  # rank of the shared adapter, as a multiple of an expert's
     further: int = 0  # updates without new requests after each window, as many as the gate sees a use in
-    restarted: bool = False  # whether what a trainer keeps in memory is lost after each update
+    restarted: bool = False  # whether the trainer is started again after each update
+    resumed: bool = False  # and then has what the one before it had in memory; else that is lost
 
 
 STATIC, JOINT, GATED, LATEST = "static", "joint", "joint+gate", "latest-window"
 ONE_ADAPTER = "mixed-replay"
-RESTARTED = "joint:restarted"
+RESTARTED, RESUMED = "joint:restarted", "joint:resumed"
 EQUAL_COST = "joint:equal-cost"
 # Steps whose operations are about those of 8 steps of one adapter, see `growth.at_equal_cost`.
 EQUAL_STEPS = 13
@@ -101,7 +102,8 @@ _ALL = (
         for kind in ("rkl", "jsd")
         for data, whose in SAYERS.items()
     ),
-    Arrangement(RESTARTED, "joint, no gate, restarted after each update", restarted=True),
+    Arrangement(RESTARTED, "joint, no gate, restarted with nothing in memory", restarted=True),
+    Arrangement(RESUMED, "joint, no gate, restarted with its file", restarted=True, resumed=True),
     Arrangement(EQUAL_COST, "joint, no gate, 13 steps where others make 8", plan={"steps": EQUAL_STEPS}),
     Arrangement("joint:half", "joint, updates twice as often", every=0.5),
     Arrangement("joint:double", "joint, updates half as often", every=2.0),

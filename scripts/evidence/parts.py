@@ -10,6 +10,7 @@ from evidence.arrangements import (
     MAIN,
     ONE_ADAPTER,
     RESTARTED,
+    RESUMED,
     SERVED,
     SERVED_EQUAL_COST,
     STATIC,
@@ -37,7 +38,7 @@ PARTS: dict[str, list[Job]] = {
     "data": [("steady", name) for name in DATA],
     "paper": [(ONLY + domain, name) for domain in PAPER for name in ONE],
     "further": [(pattern, name) for pattern in ORDERS if pattern not in POISONED for name in FURTHER],
-    "restart": [("crossed", name) for name in (STATIC, JOINT, RESTARTED)],
+    "restart": [("crossed", name) for name in (STATIC, JOINT, RESTARTED, RESUMED)],
     "equal-cost": [
         *(("steady", name) for name in (STATIC, ONE_ADAPTER, JOINT, EQUAL_COST)),
         *((pattern, name) for pattern in FURTHER_ON for name in FURTHER_EQUAL_COST),

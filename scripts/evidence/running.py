@@ -29,6 +29,7 @@ from moedraft.distill.joint.plan import JointPlan, Lessons
 from moedraft.distill.judging.judge import Judge
 from moedraft.distill.lora.ranks import LEADING
 from moedraft.distill.measuring.measures import JointMeasure, Serving
+from moedraft.distill.memory.trainer_memory import TrainerMemory
 from moedraft.distill.outlet import HomeOutlet
 from moedraft.distill.text.text_lessons import TextLessons
 from moedraft.distill.text.text_student import TextStudent
@@ -104,6 +105,7 @@ class Run:
         feature = isinstance(bench.draft, FeatureDraft)
         judge = Judge(self.measure, store, base_serves=feature) if arrangement.gate else None
         self.loop = JointLoop(self.trainer, store, HomeOutlet(store), 1, judge)
+        self.memory = TrainerMemory(store.home.path, store.registry)
         self.loop.second_look = judge.second_look if judge and arrangement.second_look else None
 
     def owner(self, served: Served) -> str:
@@ -133,7 +135,7 @@ class Run:
         if self.loop.failures:
             raise RuntimeError(f"{self.arrangement.name}: {self.loop.state.reason}")
         if self.arrangement.restarted:
-            self.trainer.forget(SHARED)  # and all experts
+            self._restart()
         return {
             "cpu_seconds": round(time.process_time() - cpu, 2),
             "seconds": round(time.monotonic() - began, 2),
@@ -141,6 +143,14 @@ class Run:
             "outcomes": [_outcome(one) for one in self.loop.outcomes],
             "shared": next((o.decision or "publish" for o in self.loop.outcomes if o.expert == SHARED), ""),
         }
+
+    def _restart(self) -> None:
+        """Have the trainer lose what it has in memory, and get it back where the arrangement says so."""
+        if self.arrangement.resumed:
+            self.memory.keep(self.trainer, self.store.registry.purges(), now=True)
+        self.trainer.forget(SHARED)  # and all experts
+        if self.arrangement.resumed:
+            self.memory.restore(self.trainer)
 
     @property
     def goes_on(self) -> bool:

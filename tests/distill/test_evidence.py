@@ -139,6 +139,7 @@ VARIANTS = (
     "one-both",
     "separate-true",
     "joint+gate-once",
+    "joint:resumed",
 )
 
 

@@ -255,7 +255,7 @@ def test_a_record_that_teaches_the_shared_adapter_alone_gives_no_expert_a_gradie
     home.store.replay.add([replace(one, weights={"prose": 1.0}) for one in made])
     assert home.trainer.update() is not None
     moved = {
-        name: any(bool(part.b.any()) for part in home.student._parts(name).values())
+        name: any(bool(part.b.any()) for part in home.student.low_ranks(name).values())
         for name in (SHARED, "code")
     }
     assert moved == {SHARED: True, "code": False}
@@ -272,7 +272,7 @@ def test_an_expert_is_published_with_few_directions_and_learns_on_with_all(tmp_p
         home.store.adapters.publish(candidate)
     home.trainer.forget(SHARED)  # as after a restart
     home.trainer._follow("code")
-    assert {len(part.a) for part in home.student._parts("code").values()} == {4}
+    assert {len(part.a) for part in home.student.low_ranks("code").values()} == {4}
     again = home.trainer.update()
     assert again is not None
     assert {one.expert: one.parent for one in again.candidates} == {SHARED: 1, "code": 1}

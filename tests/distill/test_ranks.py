@@ -117,7 +117,7 @@ def test_peft_loads_an_independent_drafts_expert_that_was_cut(tmp_path: Path, ki
 
     student = TextStudent(a_model(), rank=4, shared_rank=4)
     student.add("code")
-    for module, part in student._parts("code").items():
+    for module, part in student.low_ranks("code").items():
         out, inner = student.layers[module].weight.shape
         part.a.data, part.b.data = a_term([0.08, 0.04, 1e-5, 1e-5], inner, out)
     config, tensors = student.export("code", kept=Kept(0.95))
@@ -139,7 +139,7 @@ def test_an_expert_that_was_cut_learns_on_in_turns_with_its_whole_rank(store: St
     joint = TextStudent(draft, rank=4, shared_rank=4)
     store.registry.add_domain(Domain("code", "", ("x",) * 8, 0.0))
     joint.add("code")
-    for module, part in joint._parts("code").items():
+    for module, part in joint.low_ranks("code").items():
         out, inner = joint.layers[module].weight.shape
         part.a.data, part.b.data = a_term([0.08, 0.04, 1e-5, 1e-5], inner, out)
     config, tensors = joint.export("code", kept=Kept(0.95))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from moedraft.core import SHARED, UpdateRecord
 from moedraft.distill.joint.joint_trainer import JointTrainer
 from moedraft.distill.loop import DistillLoop, Update
+from moedraft.distill.memory.trainer_memory import TrainerMemory
 from moedraft.distill.pace.governor import news
 from moedraft.distill.pace.interval import Interval
 from moedraft.distill.single.trainer import OnStep
@@ -33,6 +34,7 @@ class JointLoop(DistillLoop):
     trainer: JointTrainer  # type: ignore[assignment]  # same outcome methods, but joint updates
     again: int = 0  # updates without new records that may still follow
     left_at: int = -1  # the registry's generation after the last update
+    memory: TrainerMemory | None = None  # None: what is not published is lost at a restart
     horizon: int = 10_000  # requests over which the gain of an update is counted against its time
     interval: Interval = field(init=False)
 
@@ -40,9 +42,11 @@ class JointLoop(DistillLoop):
         self.interval = Interval(self.store, self.every, self.horizon)
 
     def resume(self) -> None:
-        """As `DistillLoop.resume`; records that were used before are not new."""
+        """As `DistillLoop.resume`, and what the trainer before had in memory; used records are not new."""
         super().resume()
         self.interval.resume()
+        if self.memory is not None:
+            self.purges = self.memory.restore(self.trainer)
         self.trainer.last_id = int(self.store.registry.get_meta(f"trained:{SHARED}") or 0)
 
     def due(self) -> str | None:
@@ -69,6 +73,13 @@ class JointLoop(DistillLoop):
         super()._forget_records()
         self.interval.barren = 0
         self.trainer.lessons.states.forget()
+        if self.memory is not None:
+            self.memory.remove()
+
+    def end(self) -> None:
+        """As `DistillLoop.end`. In the middle of an update there is nothing new to keep."""
+        if self.memory is not None and SHARED in self.trainer.versions:
+            self.memory.keep(self.trainer, self.purges, now=True)
 
     def _dropped(self, candidates: Sequence[Candidate]) -> dict[str, Update]:
         dropped = super()._dropped(candidates)
@@ -135,6 +146,8 @@ class JointLoop(DistillLoop):
             # The time that the trainer was suspended is none of its own, but only the server knows it.
             seconds = min(sum(one.seconds for one in outcomes), time.process_time() - computing)
             self._pace(outcomes, seconds, is_fresh, left)
+        if self.memory is not None and self.trainer.learner is None:
+            self.memory.keep(self.trainer, self.purges)
         return updates.get(expert) or updates.get(SHARED)
 
     def _pace(self, outcomes: Sequence[UpdateRecord], seconds: float, is_fresh: bool, left: int) -> None:

@@ -77,7 +77,7 @@ class JointTrainer:
         self.learner: str | None = None  # the only expert that learns, see `only`
         self._chance = random.Random(0)  # whether a record that may be another domain's teaches an expert
         self._done = 0  # steps of the running update
-        self._optimisers: dict[str, AveragingAdamW] = {}
+        self.optimisers: dict[str, AveragingAdamW] = {}
 
     def update(self, *, steps: int | None = None, on_step: OnStep | None = None) -> JointUpdate | None:
         """Train for `steps` optimiser steps; None where there is nothing to learn from.
@@ -118,7 +118,7 @@ class JointTrainer:
 
     def averaged(self) -> AbstractContextManager[None]:
         """A context in which the student drafts with the averaged weights, as the last candidates do."""
-        return averaged(self._optimisers.values())
+        return averaged(self.optimisers.values())
 
     @contextmanager
     def only(self, name: str) -> Iterator[None]:
@@ -149,7 +149,7 @@ class JointTrainer:
             if other != SHARED:
                 self.forget(other)
         self.versions.pop(name, None)
-        self._optimisers.pop(name, None)
+        self.optimisers.pop(name, None)
         self.student.remove(name)
 
     # -- the records -----------------------------------------------------------------------------
@@ -208,7 +208,7 @@ class JointTrainer:
         before = self.student.vocabulary
         wanted = union([before, self.vocabularies.all().to(before.device)])
         if len(wanted) > len(before):
-            self.student.widen(wanted, self._optimisers.values())
+            self.student.widen(wanted, self.optimisers.values())
 
     # -- the steps -------------------------------------------------------------------------------
 
@@ -239,27 +239,27 @@ class JointTrainer:
         norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         finite = math.isfinite(loss) and bool(norm.isfinite())
         for name in names:
-            optimiser = self._optimiser(name)
+            optimiser = self.optimiser(name)
             for group in optimiser.param_groups:
                 group["lr"] = plan.learning_rate * rate * optimiser.rate
             if finite:
                 optimiser.step()
         for name in {SHARED, *owners}:
-            self._optimiser(name).zero_grad(set_to_none=True)
+            self.optimiser(name).zero_grad(set_to_none=True)
         return loss if finite else None
 
     def _learners(self, owners: Sequence[str]) -> list[str]:
         """The adapters that make a step after a batch with rows of these owners."""
         return sorted({SHARED, *owners} if self.learner is None else {*owners} - {SHARED})
 
-    def _optimiser(self, name: str) -> AveragingAdamW:
+    def optimiser(self, name: str) -> AveragingAdamW:
         """The optimiser of an adapter, kept between updates; an expert without records makes no steps."""
-        if name not in self._optimisers:
+        if name not in self.optimisers:
             decay = 0.0 if name == SHARED else self.plan.weight_decay
             parameters = self.student.parameters(name)
             settled = self.versions.get(name, 0) > 0
-            self._optimisers[name] = AveragingAdamW(parameters, settled=settled, weight_decay=decay)
-        return self._optimisers[name]
+            self.optimisers[name] = AveragingAdamW(parameters, settled=settled, weight_decay=decay)
+        return self.optimisers[name]
 
     @torch.no_grad()
     def measure(

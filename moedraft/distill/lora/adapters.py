@@ -103,7 +103,7 @@ class JointAdapters:
         """
         parts = {
             module: (part.a, self._rows(module, part.b, vocabulary))
-            for module, part in self._parts(name).items()
+            for module, part in self.low_ranks(name).items()
         }
         tensors, ranks = {}, {}
         for module, pair in cut(parts, kept).items():
@@ -119,15 +119,15 @@ class JointAdapters:
     def grow(self, name: str) -> None:
         """Give the adapter of `name`, which guesses as before, the rank that it learns with."""
         rank = self._ranks[name == SHARED]
-        self._put(name, {module: filled_up(p.a, p.b, rank) for module, p in self._parts(name).items()})
+        self._put(name, {module: filled_up(p.a, p.b, rank) for module, p in self.low_ranks(name).items()})
 
     def parameters(self, name: str) -> list[nn.Parameter]:
         """The parameters of the adapter of `name`."""
-        return [p for part in self._parts(name).values() for p in part.parameters()]
+        return [p for part in self.low_ranks(name).values() for p in part.parameters()]
 
     def modules(self, name: str) -> tuple[str, ...]:
         """The layers that the adapter of `name` changes, in ascending order."""
-        return tuple(sorted(self._parts(name)))
+        return tuple(sorted(self.low_ranks(name)))
 
     def widen(self, vocabulary: torch.Tensor, optimisers: Iterable[torch.optim.Optimizer] = ()) -> None:
         """Draft these tokens from now on; there is nothing to do where all tokens can be drafted."""
@@ -149,10 +149,8 @@ class JointAdapters:
 
     def _shapes(self) -> dict[str, torch.Tensor]:
         """Tensors with the layers' shapes and device, by module; each takes the memory of one number."""
-        return {
-            module: torch.zeros(1, 1, device=layer.weight.device).expand(layer.weight.shape)
-            for module, layer in self.layers.items()
-        }
+        weights = {module: layer.weight for module, layer in self.layers.items()}
+        return {name: torch.zeros(1, 1, device=one.device).expand(one.shape) for name, one in weights.items()}
 
     def _put(self, name: str, deltas: Mapping[str, Delta]) -> None:
         """Have `name` be these low-rank terms, in place of what it was."""
@@ -165,9 +163,10 @@ class JointAdapters:
             with torch.no_grad():
                 part.a.copy_(a), part.b.copy_(b)
 
-    def _parts(self, name: str) -> dict[str, LowRank]:
-        parts = {module: layer.adapter(name) for module, layer in self.layers.items()}
-        return {module: part for module, part in parts.items() if part is not None}
+    def low_ranks(self, name: str) -> dict[str, LowRank]:
+        """The adapter of `name`, by layer."""
+        found = ((module, layer.adapter(name)) for module, layer in self.layers.items())
+        return {module: part for module, part in found if part is not None}
 
     def _route(self, owners: Sequence[str], counts: Sequence[int]) -> None:
         """Have the next rows, counts[b] for the owner b, go through their owners' adapters."""

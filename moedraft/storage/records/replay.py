@@ -18,6 +18,7 @@ from sqlalchemy import Select, delete, func, insert, select
 
 from moedraft.core import SHARED, InvalidRequest, KeptStates, ReplayRecord, StorageError
 from moedraft.storage.db import Home
+from moedraft.storage.records import trainer_file
 from moedraft.storage.records.codec import shares_of
 from moedraft.storage.records.replay_rows import answers_in, decoded, row_of
 from moedraft.storage.records.states import PIECE, add_states, read_states, size_of_states, trim_states
@@ -245,6 +246,7 @@ class ReplayBuffer:
         Their bytes are overwritten, unless `Home.erasing` is true afterwards because of a reader. They go in
         pieces, as in `trim_states`: where the disk fails in the middle, the newer ones are still there.
         """
+        trainer_file.remove(self._home.path)
         last, count, more = self.last_id(domain), 0, True
         while more:
             with self._home.write(durable=True) as connection:

@@ -1,0 +1,1 @@
+"""What a trainer has learned and not published, kept over a restart."""

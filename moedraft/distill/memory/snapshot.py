@@ -1,0 +1,132 @@
+"""What a joint trainer has in memory beside the published versions, as plain tensors, and back into memory.
+
+A version holds the average of an adapter's weights over its last steps and, of an expert, the directions
+that matter. Training goes on from more: the weights of the last step, whole, the averages, and Adam's
+moments. With these a new trainer makes the same next update as the one before it would have made.
+
+Rows in which all of this is zero are left out: an expert's factor of the output layer has a row for each
+token that anybody drafts, and learns those of its own tokens only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from pydantic import BaseModel
+
+from moedraft.core import SHARED
+from moedraft.distill.averages import AVERAGE
+from moedraft.distill.joint.joint_trainer import JointTrainer
+from moedraft.feature.vocabulary import union
+
+VOCABULARY = "vocabulary"  # the tokens that the student drafts; "vocabulary/NAME": an adapter's own
+MOMENTS = ("exp_avg", "exp_avg_sq", AVERAGE)  # in the optimiser's state of a factor, of the factor's shape
+Tensors = dict[str, torch.Tensor]
+
+
+class Stamp(BaseModel):
+    """The live version that an adapter's weights go on from; 0 before there is one."""
+
+    version: int
+    created_at: float | None
+
+
+class Words(BaseModel):
+    """What a snapshot says beside its tensors."""
+
+    format: Literal[1] = 1
+    base_hash: str
+    purges: int  # of the home; with another number it may have learned from what is gone
+    seed: int  # of the next draw of records
+    adapters: dict[str, Stamp]
+    settled: dict[str, bool] = {}  # of the optimisers, see `AveragingAdamW`
+
+
+class Unfit(ValueError):
+    """The snapshot is of another trainer: of other ranks, layers or tokens, or not a snapshot at all."""
+
+
+def taken(trainer: JointTrainer, names: Mapping[str, Stamp]) -> Tensors:
+    """What `trainer` has in memory of these adapters, between two updates."""
+    tensors = {VOCABULARY: _plain(trainer.student.vocabulary).clone()}
+    for name in names:
+        own, optimiser = trainer.vocabularies.of(name), trainer.optimisers.get(name)
+        if own is not None:
+            tensors[f"{VOCABULARY}/{name}"] = _plain(own)
+        for key, factor in _factors(trainer, name).items():
+            state = optimiser.state.get(factor, {}) if optimiser else {}
+            if state:
+                tensors[f"{key}/step"] = _plain(state["step"])
+            tensors |= _packed(key, {"weight": factor} | {part: state[part] for part in MOMENTS if state})
+    return tensors
+
+
+def restore(trainer: JointTrainer, words: Words, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Put the adapters that `words` names into a trainer's memory. Raises Unfit, and then none of them is."""
+    try:
+        _widen(trainer, tensors)
+        for name, stamp in words.adapters.items():
+            _restore(trainer, name, stamp.version, tensors)
+            trainer.optimiser(name).settled = words.settled.get(name, True)
+    except (KeyError, IndexError, RuntimeError, ValueError) as error:
+        for name in {SHARED, *words.adapters}:
+            trainer.forget(name)
+        raise Unfit(str(error)) from error
+    trainer.seed = words.seed
+
+
+def _widen(trainer: JointTrainer, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Have the student draft the tokens that it drafted then."""
+    student = trainer.student
+    wanted = tensors[VOCABULARY].to(student.vocabulary.device)
+    if not torch.equal(union([student.vocabulary, wanted]), wanted) or int(wanted[-1]) >= student.vocab_size:
+        raise Unfit("it drafts other tokens")
+    if len(wanted) > len(student.vocabulary):
+        student.widen(wanted)
+
+
+def _restore(trainer: JointTrainer, name: str, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    trainer.forget(name)
+    trainer.vocabularies.restore(name, tensors.get(f"{VOCABULARY}/{name}"))
+    trainer.student.add(name)
+    trainer.versions[name] = version
+    moved = trainer.optimiser(name)
+    for key, factor in _factors(trainer, name).items():
+        factor.data = _unpacked(key, "weight", tensors, factor)
+        if f"{key}/step" in tensors:
+            step = tensors[f"{key}/step"].to(factor.device)
+            state = {part: _unpacked(key, part, tensors, factor) for part in MOMENTS}
+            moved.state[factor] = {"step": step, **state}
+
+
+def _factors(trainer: JointTrainer, name: str) -> dict[str, torch.nn.Parameter]:
+    """The two factors of each layer's term, by the beginning of their tensors' names."""
+    parts = trainer.student.low_ranks(name).items()
+    return {f"{name}/{layer}/{which}": getattr(part, which) for layer, part in parts for which in "ab"}
+
+
+def _packed(key: str, found: Mapping[str, torch.Tensor]) -> Tensors:
+    """Tensors [rows, n] of one shape, without the rows in which all of them are zero."""
+    used = torch.stack([tensor.detach().ne(0).any(1) for tensor in found.values()]).any(0)
+    if used.all():
+        return {f"{key}/{part}": _plain(tensor) for part, tensor in found.items()}
+    rows = used.nonzero().flatten()
+    packed = {f"{key}/{part}": _plain(tensor[rows]) for part, tensor in found.items()}
+    return packed | {f"{key}/rows": _plain(rows)}
+
+
+def _unpacked(key: str, part: str, tensors: Mapping[str, torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    found = tensors[f"{key}/{part}"].to(like.device, like.dtype)
+    if not found.isfinite().all():
+        raise Unfit(f"{key} is not finite")
+    if (rows := tensors.get(f"{key}/rows")) is not None:
+        found = torch.zeros_like(like).index_copy_(0, rows.to(like.device), found)
+    if found.shape != like.shape:
+        raise Unfit(f"{key} has another shape")
+    return found
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().contiguous()
