@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from evidence import aims, costs, decisions, growth, lows, missing, moves, paper, restarts, served
+from evidence import aims, came, costs, decisions, growth, lows, missing, moves, paper, restarts, served
 from evidence.arrangements import ARRANGEMENTS, GATED, JOINT, MAIN, ONLINE, STATIC
 from evidence.figures import Runs
 from evidence.parts import PARTS
@@ -71,7 +71,7 @@ def write(runs: Runs, out: Path, path: Path, pictures: Sequence[str]) -> None:
     first = introduction(target, f"results/{out.name}")
     parts = [first, "## What was found", *findings(whole), aims.part(whole)]
     parts += [method(target), settings(whole)]
-    parts += [*shown(*AT_THE_TOP), growth.part(whole), served.part(whole)]
+    parts += [*shown(*AT_THE_TOP), growth.part(whole), served.part(whole), came.part(whole)]
     parts += [pattern_part(whole, name) for name in patterns(whole)]
     parts += [moves.part(whole), *shown(*MOVING), costs.prices(whole), *shown(*COSTS), decisions.gate(whole)]
     parts += [*paper.parts(whole), restarts.part(whole), missing.part(whole)]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from evidence import growth, tokens
+from evidence import came, growth, tokens
 from evidence.arrangements import EQUAL_COST, GATED, JOINT, ONE_ADAPTER, SERVED, SERVED_EQUAL_COST, STATIC
 from evidence.figures import (
     Compared,
@@ -72,6 +72,7 @@ def of_runs(runs: Runs, pattern: str, name: str) -> dict[str, Any]:
             for default in (JOINT, GATED, SERVED, EQUAL_COST, SERVED_EQUAL_COST)
             if default != name
         },
+        "came": came.of_runs(runs, pattern, name),
         "domains": {d: _compared(against(runs, pattern, STATIC, name, domains=[d])) for d in held},
         "lowest": {d: _lowest(runs, pattern, name, d) for d in held},
         "measured": measured_at(found),
