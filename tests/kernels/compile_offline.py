@@ -11,12 +11,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
+import compiled_code
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
@@ -40,11 +39,11 @@ TYPES = {
     "top_k": "*i64",
     **dict.fromkeys(["t_max", "t_sum", "d_max", "d_sum", "mass", "lses", "scaled", "sums"], "*fp32"),
     **dict.fromkeys(["draft_lse", "temperature", "weight", "losses", "logprobs", "upstream"], "*fp32"),
-    **dict.fromkeys(["logits", "target", "draft", "student", "teacher", "grad"], "*bf16"),
     **dict.fromkeys(["starts", "target_starts", "draft_starts"], "*i64"),
     "maxima": "*fp64",
     **dict.fromkeys(["inverse", "beta"], "fp32"),
 }
+LOGITS = ("logits", "target", "draft", "student", "teacher", "grad")
 KNOWN = Path(__file__).with_name("compiled.json")
 CUTS = ("t_values", "t_lasts", "d_values", "d_lasts")
 FUSION = bool(verify.shared_constants(1000, False, False)["enable_fp_fusion"])  # in verification
@@ -67,13 +66,18 @@ def compile_kernel(
     fusion: bool | None = None,
     most: int | None = None,
     odd: bool = False,
+    numbers: str = "bf16",
+    draft: str | None = None,
     **constants: Any,
 ) -> dict[str, Any]:
     """fusion: whether the compiler may make one operation of a product and a sum; None: as it is launched.
 
     most: registers of a thread, where the launch says so. odd: vocabulary and strides do not divide by 16.
+    numbers: the type of all logits and gradients; draft: that of the draft's logits, where it is another one.
     """
     shown = constants | ({} if fusion is None else {"FUSION": fusion}) | ({"ODD": True} if odd else {})
+    shown |= ({} if numbers == "bf16" else {"NUMBERS": numbers}) | ({} if draft is None else {"DRAFT": draft})
+    types = TYPES | dict.fromkeys(LOGITS, f"*{numbers}") | {"draft": f"*{draft or numbers}"}
     if fusion is None:
         fusion = FUSION or kernel.__module__ == fused_divergence.__name__
     signature: dict[str, str] = {}
@@ -84,7 +88,7 @@ def compile_kernel(
             signature[name] = "constexpr"
             values[(index,)] = constants.get(name, 1 if name.endswith("_v") else None)
             continue
-        signature[name] = TYPES.get(name, "i32")
+        signature[name] = types.get(name, "i32")
         divides = signature[name] == "i32" and ALIGNED.fullmatch(name) and not odd
         if signature[name].startswith("*") or divides:
             hints[(index,)] = [["tt.divisibility", 16]]
@@ -93,69 +97,7 @@ def compile_kernel(
         target=GPUTarget("cuda", 90, 32),
         options={"num_warps": warps, "enable_fp_fusion": fusion, **({"maxnreg": most} if most else {})},
     )
-    return {"kernel": kernel.__name__, **resources(compiled), "constants": repr(shown)}
-
-
-def resources(compiled: Any) -> dict[str, int]:
-    """What the compiled kernel uses: see `test_kernels_compile.py`, which says what each may be."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        report = subprocess.run(
-            [str(tool), "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    found = {name: int(re.search(rf"{name}:(\d+)", report)[1]) for name in ("REG", "STACK", "LOCAL")}  # type: ignore[index]
-    ptx = compiled.asm["ptx"]
-    repeated = loops(ptx)
-    return {
-        "registers": found["REG"],
-        "spilled": found["STACK"] + found["LOCAL"],
-        "shared": compiled.metadata.shared,
-        **accesses(ptx, repeated),
-        "narrow_in_streams": sum(accesses(ptx, body)["narrow_in_loops"] for body in streams(ptx)),
-        "barriers": len(re.findall(r"bar\.sync", ptx)),
-        "barriers_in_loops": len(re.findall(r"bar\.sync", repeated)),
-        "arrivals": len(re.findall(r"atom[^;]*acq_rel[^;]*", ptx)),
-        "fused": len(re.findall(r"fma\.rn(?:\.ftz)?\.f32", ptx)),
-    }
-
-
-def accesses(ptx: str, repeated: str) -> dict[str, int]:
-    """Loads and stores of global memory. Wide ones move 16 bytes; a copy to shared memory is a load, too.
-
-    Narrow ones move a single number, or as a copy less than 16 bytes.
-    """
-    copies = re.findall(r"cp\.async\.c[ag][^;]*, (?:0x)?(\w+)(?:, %\w+)?;", ptx)
-    assert len(copies) == len(re.findall(r"cp\.async\.c[ag]", ptx))
-    narrow = r"(?:ld|st)\.global(?![^;]*\.v[248])|cp\.async\.c[ag](?![^;]*, 0x10\b)"
-    return {
-        "wide_loads": len(re.findall(r"ld\.global[^;]*\.v4", ptx)) + copies.count("10"),
-        "wide_stores": len(re.findall(r"st\.global[^;]*\.v4", ptx)),
-        "narrow_in_loops": len(re.findall(narrow, repeated)),
-        "asynchronous": len(copies),
-    }
-
-
-def spans(lines: list[str]) -> list[range]:
-    """Where loops lie in these lines of PTX: between a label and a branch back to it."""
-    labels = {line.split(":")[0].strip(): i for i, line in enumerate(lines) if re.match(r"\s*\$\w+:", line)}
-    branches = [(i, re.search(r"\bbra(?:\.uni)?\s+(\$\w+)", line)) for i, line in enumerate(lines)]
-    found = [(labels.get(branch[1], i), i) for i, branch in branches if branch]
-    return [range(first, last + 1) for first, last in found if first < last]
-
-
-def loops(ptx: str) -> str:
-    """The lines that lie in a loop."""
-    lines = ptx.splitlines()
-    return "\n".join(lines[i] for i in sorted({i for span in spans(lines) for i in span}))
-
-
-def streams(ptx: str) -> list[str]:
-    """The loops that read or write a row: those in which 16 bytes are moved at a time."""
-    lines = ptx.splitlines()
-    bodies = ["\n".join(lines[i] for i in span) for span in spans(lines)]
-    return [body for body in bodies if re.search(r"(?:ld|st)\.global[^;]*\.v4|cp\.async", body)]
+    return {"kernel": kernel.__name__, **compiled_code.resources(compiled), "constants": repr(shown)}
 
 
 def verification(width: int, warps: int) -> list[dict[str, Any]]:
@@ -249,16 +191,18 @@ def unaligned() -> list[dict[str, Any]]:
 
 
 def losses(
-    vocab: int, kinds: tuple[str, ...] = ("fkl", "rkl", "jsd", "tvd"), lists: tuple[int, ...] = (16,)
+    vocab: int,
+    kinds: tuple[str, ...] = ("fkl", "rkl", "jsd", "tvd"),
+    lists: tuple[int, ...] = (16,),
+    numbers: str = "bf16",
 ) -> list[dict[str, Any]]:
     """The kernels of the divergences, each with its gradient; `lists`: tokens of a top-k teacher, padded."""
     tile = dict(fused_divergence.tile(vocab))
     size = {"V": vocab, "BLOCK": tile["BLOCK"], "STAGES": tile["STAGES"]}
 
     def of(kernel: Any, **more: Any) -> dict[str, Any]:
-        return compile_kernel(
-            kernel, tile["num_warps"], most=tile["maxnreg"], odd=vocab % 16 > 0, **more, **size
-        )
+        launch = {"most": tile["maxnreg"], "odd": vocab % 16 > 0, "numbers": numbers}
+        return compile_kernel(kernel, tile["num_warps"], **launch, **more, **size)
 
     results = []
     for kind in kinds:
@@ -269,6 +213,33 @@ def losses(
         for count in lists:
             results.append(of(fused_divergence._topk, KIND=kind, KP=count, WANT_GRAD=True))
     return [*results, of(fused_divergence._scale)]
+
+
+def precisions() -> list[dict[str, Any]]:
+    """Each kernel that reads logits, for float16 and float32, which models in these types give.
+
+    A draft that learns is in float32, whatever its target is in.
+    """
+    results = []
+    flags = {"HAS_COUNTS": False, "PACKED": False, "CHUNK": 4096}
+    shape = {"HAS_DRAFT": True, "HAS_LSE": True, "NCP": 64, "KP": 8, "PER": 1, **flags}
+    rows = ("target_starts", "draft_starts", "counts", *CUTS, "d_max", "d_sum")
+    swept = {"PER": 2, "BOTH": False, "SKIP_GREEDY_SUM": True, **flags}
+    coupled = {"PER": 1, "WANT_LSE": True, "HAS_COUNTS": True, "PACKED": True, "CHUNK": 4096}
+    tile = fused_cut.tile(151_936)
+    warps, search = tile.pop("num_warps"), {"BINS": fused_cut.BINS, **tile}
+    for numbers, shift in (("fp16", 13), ("fp32", 0)):
+        of = {"numbers": numbers}
+        results.append(compile_kernel(verify_kernels.sweep, 8, (*rows, "draft"), **of, **swept))
+        results.append(compile_kernel(coupled_kernels.sweep_coupled, 8, (), **of, **coupled))
+        results.append(compile_kernel(cut_kernels.cut, warps, (), True, **of, SHIFT=shift, **search))
+        results += losses(151_936, ("fkl", "jsd"), numbers=numbers)
+    for types in ({"numbers": "fp16"}, {"numbers": "fp32"}, {"draft": "fp32"}):
+        results.append(
+            compile_kernel(verify_kernels.resolve, 8, (*rows, "lses", "tops"), PURPOSE=3, **types, **shape)
+        )
+        results.append(compile_kernel(block_kernels.judge, 8, rows, **types, **shape))
+    return results
 
 
 def known() -> dict[str, Any]:
@@ -283,9 +254,9 @@ def version() -> str:
 
 
 def digest() -> str:
-    """Of the kernels' sources and of this file, which says what of them is compiled."""
+    """Of the kernels' sources, of this file, which says what of them is compiled, and of what reads that."""
     folder = Path(verify.__file__).parent
-    sources = [*sorted(folder.glob("*.py")), Path(__file__)]
+    sources = [*sorted(folder.glob("*.py")), Path(__file__), Path(compiled_code.__file__)]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
 
 
@@ -304,11 +275,10 @@ def main() -> None:
     for width, warps in ((4096, 8), (1024, 4), (256, 4)):
         results += verification(width, warps)
     results += summation() + chains() + filters() + unaligned()
-    results += losses(151_936, lists=(16, 64)) + losses(
-        1000
-    )  # the trainer's lists have 16 tokens, unless told
+    results += losses(151_936, lists=(16, 64)) + losses(1000)  # a trainer's lists have 16 tokens, unless told
     for vocab in (50_257, 262_144):
         results += losses(vocab, ("fkl",), (16, 64))
+    results += precisions()
     if sys.argv[1:] == ["--write"]:
         stored = known()
         kernels = {f"{one.pop('kernel')} {one.pop('constants')}": one for one in results}

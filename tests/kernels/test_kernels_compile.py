@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import compile_offline
+import compiled_code
 import pytest
 import triton
 
@@ -24,11 +26,15 @@ MORE = ("wide_loads", "wide_stores", "asynchronous")  # accesses of 16 bytes, an
 SWEPT = ("sweep", "sweep_coupled", "cut", "_kl", "_mixed", "_topk")  # read whole rows
 VERSIONS = ["3.6", "3.7", "3.9"]  # of Triton
 STREAMS = ("_kl", "_mixed", "_topk", "cut")  # block after block, so that copies can run ahead
-# What does not keep a limit where rows begin anywhere, and by how much: a thread that searches a cut then has
-# an address for each of its entries, and stores two words aside.
-BEYOND = {("3.7", "cut"): {"spilled": 8}}
+# What does not keep a limit with one version of Triton, and by how much. Where rows begin anywhere, a thread
+# that searches a cut has an address for each of its entries, and stores two words aside; of float32 rows one.
+BEYOND = {
+    ("3.7", "cut", "'ODD': True"): {"spilled": 8},
+    ("3.6", "cut", "'NUMBERS': 'fp32'"): {"spilled": 8},
+}
 # Also goes through its list of tokens, and through those that share a lane with one of them, one by one.
 NARROW = ("_topk",)
+NUMBERS = re.compile(r"'NUMBERS': '(\w+)'")  # the type of logits, where it is not bfloat16
 FEW = "'CHUNK': 256"  # of rows with so few entries a thread has two, which are less than 16 bytes
 
 
@@ -48,7 +54,10 @@ def compiled_now(cache: Path) -> dict[str, Any]:
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     if not (tools / "cuobjdump").exists() or not (tools / "ptxas").exists():
         pytest.skip("this build of Triton brings no assembler for NVIDIA")
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+    environment = {
+        **os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": path
+    }  # fmt: skip
     command = [sys.executable, compile_offline.__file__]
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr
@@ -108,6 +117,19 @@ def test_what_is_stored_fits_with_the_oldest_triton_the_usual_one_and_the_newest
     assert_fit(compile_offline.known()[version]["kernels"], version)
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+def test_what_reads_logits_is_compiled_for_each_of_their_types(version: str) -> None:
+    """Models give them in bfloat16, float16 or float32. `choose` and `combined` read none."""
+    found: dict[str, set[str]] = {}
+    for name in compile_offline.known()[version]["kernels"]:
+        kernel, constants = name.split(" ", 1)
+        found.setdefault(kernel, set()).update(NUMBERS.findall(constants) or ["bf16"])
+    without = {"choose", "combined"}
+    assert {kernel for kernel, types in found.items() if types == {"bf16", "fp16", "fp32"}} == set(
+        found
+    ) - without
+
+
 def test_control_what_does_not_fit_is_noticed(compiled: dict[str, Any]) -> None:
     name = next(name for name in compiled if name.startswith("sweep "))
     for change in ({"registers": 65}, {"spilled": 4}, {"wide_loads": 0}, {"narrow_in_loops": 1}):
@@ -132,9 +154,9 @@ def test_copies_count_by_their_width() -> None:
     """One of 16 bytes is a wide load, a smaller one in a loop is narrow. What follows a loop is not in it."""
     found = []
     for ptx in (PTX.format(size="0x10"), PTX.format(size="0x4").replace(".cg.", ".ca.")):
-        repeated = compile_offline.loops(ptx)
-        found.append(compile_offline.accesses(ptx, repeated))
-        assert compile_offline.streams(ptx) == [repeated]
+        repeated = compiled_code.loops(ptx)
+        found.append(compiled_code.accesses(ptx, repeated))
+        assert compiled_code.streams(ptx) == [repeated]
     assert [one["wide_loads"] for one in found] == [1, 0]
     assert [one["narrow_in_loops"] for one in found] == [0, 1]
     assert [one["asynchronous"] for one in found] == [1, 1]
@@ -156,7 +178,7 @@ def assert_fit(compiled: dict[str, Any], version: str) -> None:
     kernels = [kernel for kernel in kernels if kernel["kernel"] != "combined"]
     assert verification | losses == {k["kernel"] for k in kernels}
     for kernel in kernels:
-        beyond = BEYOND.get((version, kernel["kernel"]), {}) if unaligned(kernel) else {}
+        beyond = beyond_limits(kernel, version)
         assert kernel["spilled"] <= beyond.get("spilled", 0), kernel
         # two blocks of 256 threads share a multiprocessor; of what sweeps over all logits four do, and of the
         # losses of rows that begin anywhere three
@@ -169,6 +191,14 @@ def assert_fit(compiled: dict[str, Any], version: str) -> None:
         assert kernel["arrivals"] == int(counts), kernel
         if not unaligned(kernel):
             assert_wide(kernel)
+
+
+def beyond_limits(kernel: dict[str, Any], version: str) -> dict[str, int]:
+    """What is allowed to this kernel alone."""
+    for (of, name, constants), allowed in BEYOND.items():
+        if (of, name) == (version, kernel["kernel"]) and constants in kernel["constants"]:
+            return allowed
+    return {}
 
 
 def unaligned(kernel: dict[str, Any]) -> bool:
