@@ -105,6 +105,8 @@ _ALL = (
     Arrangement(RESTARTED, "joint, no gate, restarted with nothing in memory", restarted=True),
     Arrangement(RESUMED, "joint, no gate, restarted with its file", restarted=True, resumed=True),
     Arrangement(EQUAL_COST, "joint, no gate, 13 steps where others make 8", plan={"steps": EQUAL_STEPS}),
+    Arrangement("joint:1-step", "joint, no gate, 1 step where others make 8", plan={"steps": 1}),
+    Arrangement("joint:2-steps", "joint, no gate, 2 steps where others make 8", plan={"steps": 2}),
     Arrangement("joint:half", "joint, updates twice as often", every=0.5),
     Arrangement("joint:double", "joint, updates half as often", every=2.0),
     Arrangement("mixed-replay:further", "one adapter, further updates", OneTrainer, False, True, further=2),
@@ -130,6 +132,7 @@ _ALL = (
         plan={"steps": EQUAL_STEPS},
     ),
 )
+LEAN = ("joint:1-step", "joint:2-steps")
 # The arrangement, by objective and whose answers teach it.
 TAUGHT: dict[str, dict[Data, str]] = {
     "fkl": {"target": JOINT, "draft": "joint:draft-data", "mixed": "joint:mixed-data"},

@@ -5,25 +5,34 @@ from __future__ import annotations
 from typing import Any
 
 from evidence import served
-from evidence.arrangements import ARRANGEMENTS, FURTHER, JOINT, MAIN, SERVED, SERVED_EQUAL_COST
+from evidence.arrangements import ARRANGEMENTS, FURTHER, JOINT, LEAN, MAIN, SERVED, SERVED_EQUAL_COST
 from evidence.streams import ONLY, title_of
-from evidence.words import DASH, table
+from evidence.words import DASH, short_sign, table
 
-HEAD = ("arrangement", "gain per update", "gain per minute of one core", "operations, of the target's")
+HEAD = (
+    "arrangement",
+    "gain in the end",
+    "gain per update",
+    "gain per minute of one core",
+    "operations, of the target's",
+)
 GAINS = ("gain_per_update", "gain_per_minute")
 Whole = dict[str, Any]
 
 
 def prices(whole: Whole) -> str:
     """Gains by arrangement on one pattern, and operations on all that it was run with."""
-    by_name = {name: of for name in (*MAIN, *FURTHER, SERVED_EQUAL_COST) if (of := learned(whole, name))}
+    by_name = {
+        name: of for name in (*MAIN, *FURTHER, SERVED_EQUAL_COST, *LEAN) if (of := learned(whole, name))
+    }
     if not by_name:
         return ""
     pattern = shared_pattern(by_name)
     rows = []
     for name, of in by_name.items():
         gains = [f"{of[pattern][key]:+.4f}" if pattern in of else DASH for key in GAINS]
-        rows.append([ARRANGEMENTS[name].title, *gains, operations(of)])
+        end = short_sign(of[pattern]["gain"]["value"]) if pattern in of else DASH
+        rows.append([ARRANGEMENTS[name].title, end, *gains, operations(of)])
     return f"## What it costs\n\n{about(whole, title_of(pattern))}\n\n{table(HEAD, rows)}"
 
 

@@ -96,9 +96,10 @@ with another `--out` all of it anew.{times}
 
 With `--parts` only a part is run: `main`, `further` (with further updates), `poison` (a client that sends
 rubbish), `paper` (offline, online, and both), `objectives` (forward KL and others), `interval` (how often to
-update), `equal-cost` (as many operations as one adapter takes), `restart` (what a trainer that is started
-again has lost), `gate` (without its second look) or `data` (whose answers are learned from; an independent
-draft model only). `--patterns` and `--arrangements` choose from it."""
+update), `lean` (with an eighth and a quarter of the steps), `equal-cost` (as many operations as one adapter
+takes), `restart` (what a trainer that is started again has lost), `gate` (without its second look) or `data`
+(whose answers are learned from; an independent draft model only). `--patterns` and `--arrangements` choose
+from it."""
 
 DASH = "—"
 NOT_MEASURED = "not measured"

@@ -140,6 +140,7 @@ VARIANTS = (
     "separate-true",
     "joint+gate-once",
     "joint:resumed",
+    "joint:2-steps",
 )
 
 
