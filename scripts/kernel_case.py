@@ -80,6 +80,7 @@ class Case:
     operation: str
     shape: dict[str, Any]
     floor_bytes: int
+    data_bytes: int  # that a contender reads of all sets of data together, before it reads one again
     contenders: Callable[[], dict[str, Contender]]  # makes the data, so that only one case's lie in memory
     floor_operations: int = 0  # of matrix products; 0: moving the bytes takes longer
 
@@ -202,6 +203,7 @@ def described(case: Case, bench: Bench) -> dict[str, Any]:
         "operation": case.operation,
         "shape": {"dtype": str(bench.dtype).removeprefix("torch."), **case.shape},
         "floor_bytes": case.floor_bytes,
+        "data_bytes": case.data_bytes,
         "floor_operations": case.floor_operations,
         "launches": said.launches,
         "replaces": said.replaces,

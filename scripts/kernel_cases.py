@@ -24,6 +24,7 @@ from kernel_loss_cases import (
 from kernel_peers import Loss
 from kernel_timing import Bench, Data, measured
 from kernel_verify_cases import (
+    MIN_P,
     TOP_K,
     filter_case,
     filtered_case,
@@ -38,6 +39,7 @@ from moedraft import kernels
 from moedraft.kernels import Kind
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
+DECAY = 0.8  # by which base training multiplies the loss of a drafter's second step
 # entries of a block, warps, and stages: 3 is work on one block while the next two are copied
 TILES = (
     *((1024, 4, 3), (2048, 4, 3), (2048, 8, 1), (2048, 8, 2), (2048, 8, 3), (2048, 8, 4)),
@@ -48,18 +50,22 @@ TILES = (
 def cases(bench: Bench) -> list[Case]:
     """All cases, those first that say most about what serves and what trains."""
     ends = dict.fromkeys((bench.batches[0], bench.batches[-1]))
-    many = bench.batches[-1]
+    one, many, between = bench.batches[0], bench.batches[-1], bench.batches[1:-1]
     found = [
         topk_case(bench, "fkl", bench.vocab, bench.rows, plain=True),
         *(verify_case(bench, batch, bench.vocab) for batch in ends),
         filtered_case(bench, many),
         *(filter_case(bench, many, top_k) for top_k in (0, TOP_K)),
+        filter_case(bench, one),
         linear_topk_case(bench, bench.rows // 4, 2048),
-        topk_case(bench, "fkl", 32_000, bench.rows, reduction="sum", dtype=torch.float32),  # of features
+        topk_case(bench, "fkl", 32_000, bench.rows, summed=True, dtype=torch.float32),  # of features
+        topk_case(bench, "fkl", bench.vocab, bench.rows, summed=True),
         linear_dense_case(bench, bench.rows // 4, 2048),
         dense_case(bench, "fkl"),
         *(sample_case(bench, batch) for batch in ends),
-        *(verify_case(bench, batch, bench.vocab) for batch in bench.batches[1:-1]),
+        *(verify_case(bench, batch, bench.vocab) for batch in between),
+        *(filter_case(bench, batch) for batch in between),
+        *(filtered_case(bench, batch) for batch in (one, *between)),
         *(rule_case(bench, kernels.verify_block, batch) for batch in ends),
         *(rule_case(bench, kernels.verify_coupled, batch) for batch in ends),
         *(sample_coupled_case(bench, batch) for batch in ends),
@@ -68,6 +74,9 @@ def cases(bench: Bench) -> list[Case]:
         *(greedy_case(bench, batch) for batch in ends),
         *(topk_case(bench, kind, bench.vocab, bench.rows) for kind in KINDS if kind != "fkl"),
         *(dense_case(bench, kind) for kind in KINDS if kind != "fkl"),
+        dense_case(bench, "fkl", DECAY),
+        filter_case(bench, one, TOP_K),
+        filter_case(bench, many, top_p=1.0, min_p=MIN_P),
         *(verify_case(bench, batch, bench.vocab, with_lse=False) for batch in bench.batches),
         linear_topk_case(bench, bench.rows, 4096),  # for the memory that it takes
     ]

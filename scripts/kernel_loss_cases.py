@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import kernel_peers as peers
 import torch
@@ -15,7 +15,6 @@ from torch import Tensor
 from moedraft import kernels
 from moedraft.kernels import Kind
 
-Reduction = Literal["mean", "sum"]
 LINEAR = "linear and divergence"
 
 
@@ -63,79 +62,102 @@ def topk_case(
     vocab: int,
     rows: int,
     plain: bool = False,
-    reduction: Reduction = "mean",
+    summed: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Case:
     """The loss that the trainer lowers. The logits are read once at least, the gradient is written once.
 
-    dtype: of the logits, another one than the benchmark's.
+    summed: the rows' sum is divided by their number outside of the kernel, as joint updates do it; otherwise
+    it is their mean, as where one expert learns after the other. dtype: of the logits, where it is not the
+    benchmark's.
     """
-    floor = 2 * rows * vocab * (dtype or bench.dtype).itemsize
+    read = rows * vocab * (dtype or bench.dtype).itemsize
+    count = bench.sets(read, 1)
 
     def contenders() -> dict[str, Contender]:
         data = Data(bench)
-        student = data.normal(rows, vocab, dtype=dtype)
-        ids, logprobs = topk_of(data.normal(rows, vocab), bench.top_k)
-
-        def ours(s: Tensor, _: Tensor) -> Tensor:
-            return kernels.divergence(s, teacher_topk=(ids, logprobs), kind=kind, reduction=reduction)
-
-        def rowwise(s: Tensor, t: Tensor) -> Tensor:
-            some = topk_of(t, bench.top_k)
-            return kernels.divergence(
-                s, teacher_topk=some, kind=kind, reduction="none", backend=backend_of(s)
-            )
-
-        found = {
-            "moedraft": Contender(
-                lambda: [step(ours, student, student)], lambda: relative_errors(bench, vocab, rowwise)
-            )
-        }
-        if plain:
-            loss = peers.plain_topk(kind, ids, logprobs)
-            found |= {
-                "eager PyTorch": Contender(lambda: [step(loss, student, student)]),
-                "torch.compile": Contender(lambda: [step(torch.compile(loss), student, student)]),
-            }
-        return found
+        students = [data.normal(rows, vocab, dtype=dtype) for _ in range(count)]
+        some = topk_of(data.normal(rows, vocab), bench.top_k)
+        return topk_contenders(bench, kind, students, some, plain, summed)
 
     shape: dict[str, Any] = {"rows": rows, "vocab": vocab, "top_k": bench.top_k, "kind": kind}
-    if reduction != "mean":
-        shape["reduction"] = reduction
+    shape["upstream"] = f"1/{rows}" if summed else "1"
     if dtype is not None:
         shape["dtype"] = str(dtype).removeprefix("torch.")
-    return Case("topk divergence", shape, floor, contenders)
+    return Case("topk divergence", shape, 2 * read, count * read, contenders)
 
 
-def dense_case(bench: Bench, kind: Kind) -> Case:
-    floor = 3 * bench.rows * bench.vocab * bench.dtype.itemsize  # two reads and one write
+def topk_contenders(
+    bench: Bench,
+    kind: Kind,
+    students: list[Tensor],
+    some: tuple[Tensor, Tensor],
+    plain: bool,
+    summed: bool,
+) -> dict[str, Contender]:
+    """Our own and with `plain` PyTorch's, for each of these logits and the teacher's list `some`."""
+    rows, vocab = students[0].shape
+
+    def ours(s: Tensor, _: Tensor) -> Tensor:
+        if summed:
+            return kernels.divergence(s, teacher_topk=some, kind=kind, reduction="sum") / rows
+        return kernels.divergence(s, teacher_topk=some, kind=kind)
+
+    def rowwise(s: Tensor, t: Tensor) -> Tensor:
+        few = topk_of(t, bench.top_k)
+        return kernels.divergence(s, teacher_topk=few, kind=kind, reduction="none", backend=backend_of(s))
+
+    def timed(loss: Callable[[], Loss]) -> Contender:
+        return Contender(lambda: [step(one, s, s) for one in [loss()] for s in students])
+
+    found = {
+        "moedraft": Contender(
+            lambda: [step(ours, s, s) for s in students], lambda: relative_errors(bench, vocab, rowwise)
+        )
+    }
+    if plain:
+        loss = peers.plain_topk(kind, *some)
+        found |= {
+            "eager PyTorch": timed(lambda: loss),
+            "torch.compile": timed(lambda: torch.compile(loss)),
+        }
+    return found
+
+
+def dense_case(bench: Bench, kind: Kind, upstream: float = 1.0) -> Case:
+    """The loss of base training. upstream: its factor, which is 1 in a drafter's first step and less later.
+
+    Both sides' logits are read once at least, the gradient is written once.
+    """
+    read = 2 * bench.rows * bench.vocab * bench.dtype.itemsize
+    count = bench.sets(read, 1)
 
     def contenders() -> dict[str, Contender]:
         data = Data(bench)
-        student, teacher = (data.normal(bench.rows, bench.vocab) for _ in range(2))
+        pairs = [[data.normal(bench.rows, bench.vocab) for _ in range(2)] for _ in range(count)]
         plain = peers.plain_divergence(kind)
 
         def ours(s: Tensor, t: Tensor) -> Tensor:
-            return kernels.divergence(s, t, kind=kind)
+            return upstream * kernels.divergence(s, t, kind=kind)
 
         def rowwise(s: Tensor, t: Tensor) -> Tensor:
             return kernels.divergence(s, t, kind=kind, reduction="none", backend=backend_of(s))
 
-        def timed(loss: Callable[[], Loss]) -> Contender:
-            return Contender(lambda: [step(loss(), student, teacher)])
+        def timed(loss: Callable[[], Loss], facts: Callable[[], dict[str, Any]] = dict) -> Contender:
+            return Contender(lambda: [step(one, *pair) for one in [loss()] for pair in pairs], facts)
 
-        return {
-            "moedraft": Contender(
-                lambda: [step(ours, student, teacher)], lambda: relative_errors(bench, bench.vocab, rowwise)
-            ),
-            "eager PyTorch": timed(lambda: plain),
-            "torch.compile": timed(lambda: torch.compile(plain)),
-            "Liger (with its log_softmax)": timed(lambda: peers.liger_divergence(kind)),
-            "speculators": timed(lambda: peers.speculators_divergence(kind)),
-        }
+        found = {"moedraft": timed(lambda: ours, lambda: relative_errors(bench, bench.vocab, rowwise))}
+        if upstream == 1:
+            found |= {
+                "eager PyTorch": timed(lambda: plain),
+                "torch.compile": timed(lambda: torch.compile(plain)),
+                "Liger (with its log_softmax)": timed(lambda: peers.liger_divergence(kind)),
+                "speculators": timed(lambda: peers.speculators_divergence(kind)),
+            }
+        return found
 
-    shape = {"rows": bench.rows, "vocab": bench.vocab, "kind": kind}
-    return Case("divergence", shape, floor, contenders)
+    shape = {"rows": bench.rows, "vocab": bench.vocab, "kind": kind, "upstream": f"{upstream:g}"}
+    return Case("divergence", shape, read * 3 // 2, count * read, contenders)
 
 
 def linear_topk_case(bench: Bench, rows: int, width: int) -> Case:
@@ -150,10 +172,11 @@ def linear_topk_case(bench: Bench, rows: int, width: int) -> Case:
         some = topk_of(data.normal(rows, bench.vocab), bench.top_k)
 
         def fused(s: Tensor, _: Tensor) -> Tensor:
-            return kernels.linear_divergence(s, weight, teacher_topk=some)
+            return kernels.linear_divergence(s, weight, teacher_topk=some, reduction="sum") / rows
 
         def apart(s: Tensor, _: Tensor) -> Tensor:  # the logits are nobody else's
-            return kernels.divergence(s @ weight.T, teacher_topk=some, inplace_grad=True)
+            logits = s @ weight.T
+            return kernels.divergence(logits, teacher_topk=some, inplace_grad=True, reduction="sum") / rows
 
         return {
             "moedraft": Contender(lambda: [step(fused, hidden, hidden)]),
@@ -161,8 +184,9 @@ def linear_topk_case(bench: Bench, rows: int, width: int) -> Case:
         }
 
     shape = {"rows": rows, "width": width, "vocab": bench.vocab, "top_k": bench.top_k, "kind": "fkl"}
+    shape["upstream"] = f"1/{rows}"
     weights = bench.vocab * width * bench.dtype.itemsize
-    return Case(LINEAR, shape, 2 * weights, contenders, 4 * rows * bench.vocab * width)
+    return Case(LINEAR, shape, 2 * weights, weights, contenders, 4 * rows * bench.vocab * width)
 
 
 def linear_dense_case(bench: Bench, rows: int, width: int) -> Case:
@@ -186,7 +210,7 @@ def linear_dense_case(bench: Bench, rows: int, width: int) -> Case:
 
     shape = {"rows": rows, "width": width, "vocab": bench.vocab, "kind": "jsd"}
     weights = bench.vocab * width * bench.dtype.itemsize
-    return Case(LINEAR, shape, 3 * weights, contenders, 6 * rows * bench.vocab * width)
+    return Case(LINEAR, shape, 3 * weights, weights, contenders, 6 * rows * bench.vocab * width)
 
 
 def layer(bench: Bench, rows: int, width: int) -> tuple[Data, Tensor, Tensor]:

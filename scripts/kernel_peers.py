@@ -39,12 +39,20 @@ def plain_sample(logits: Tensor) -> Tensor:
     return (probs / torch.empty_like(probs).exponential_()).argmax(-1)
 
 
-def plain_top_p(logits: Tensor, top_p: float) -> Tensor:
-    """Top-p as it is usually written: a full sort."""
+def plain_filter(logits: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Top-k, unless it is 0, and then top-p, as they are usually written: a full sort."""
     ordered, order = logits.float().sort(dim=-1, descending=True)
-    mass = ordered.softmax(-1).cumsum(-1)
-    drop = (mass - ordered.softmax(-1)) >= top_p
+    if top_k:
+        ordered[..., top_k:] = -torch.inf
+    probs = ordered.softmax(-1)
+    drop = (probs.cumsum(-1) - probs) >= top_p
     return logits.masked_fill(torch.zeros_like(drop).scatter(-1, order, drop), -torch.inf)
+
+
+def plain_min_p(logits: Tensor, min_p: float) -> Tensor:
+    """What is less than min_p times as likely as the most likely token becomes −inf."""
+    least = logits.amax(-1, keepdim=True) + math.log(min_p)
+    return logits.masked_fill(logits < least, -torch.inf)
 
 
 def flashinfer_verify(inputs: dict[str, Tensor]) -> Call:
@@ -54,10 +62,18 @@ def flashinfer_verify(inputs: dict[str, Tensor]) -> Call:
     return lambda: sample(draft.float().softmax(-1), tokens, target.float().softmax(-1))
 
 
-def flashinfer_top_p(logits: Tensor, top_p: float) -> Call:
-    renormalise = importlib.import_module("flashinfer.sampling").top_p_renorm_probs
+def flashinfer_filter(logits: Tensor, top_k: int, top_p: float) -> Call:
+    """The probabilities that top-k, unless it is 0, and then top-p leave, renormalised by each."""
+    sampling = importlib.import_module("flashinfer.sampling")
     flat = logits.flatten(0, -2)
-    return lambda: renormalise(flat.float().softmax(-1), top_p)
+
+    def call() -> Any:
+        probs = flat.float().softmax(-1)
+        if top_k:
+            probs = sampling.top_k_renorm_probs(probs, top_k)
+        return sampling.top_p_renorm_probs(probs, top_p)
+
+    return call
 
 
 def sglang_verify(inputs: dict[str, Tensor]) -> Call:

@@ -17,7 +17,7 @@ from moedraft.core import SamplingParams
 from moedraft.kernels import verify_chain
 from moedraft.sampling import SamplingBatch, filter_logits
 
-TOP_P, TOP_K = 0.95, 50
+TOP_P, TOP_K, MIN_P = 0.95, 50, 0.05
 
 
 def chain_inputs(bench: Bench, batch: int, vocab: int, seed: int, top_p: float = 1.0) -> dict[str, Tensor]:
@@ -43,8 +43,10 @@ def chain_inputs(bench: Bench, batch: int, vocab: int, seed: int, top_p: float =
     }
 
 
-def filters(batch: int, device: str, top_k: int = 0) -> SamplingBatch:
-    params = SamplingParams(temperature=1.0, top_p=TOP_P, top_k=top_k)
+def filters(
+    batch: int, device: str, top_k: int = 0, top_p: float = TOP_P, min_p: float = 0.0
+) -> SamplingBatch:
+    params = SamplingParams(temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p)
     return SamplingBatch.of([params] * batch, [0] * batch, torch.device(device))
 
 
@@ -92,9 +94,10 @@ def filter_facts(logits: Tensor, sampling: SamplingBatch) -> dict[str, int]:
 def verify_case(bench: Bench, batch: int, vocab: int, with_lse: bool = True, many_peers: bool = True) -> Case:
     row = vocab * bench.dtype.itemsize
     floor = batch * row * (bench.length + 1 + (1 if with_lse else bench.length))
+    count = bench.sets(floor)
 
     def contenders() -> dict[str, Contender]:
-        sets = [chain_inputs(bench, batch, vocab, seed) for seed in range(bench.sets(floor))]
+        sets = [chain_inputs(bench, batch, vocab, seed) for seed in range(count)]
         plain = [(i["target_logits"], i["draft_tokens"], i["draft_logits"]) for i in sets]
         found = {
             "moedraft": Contender(
@@ -114,16 +117,17 @@ def verify_case(bench: Bench, batch: int, vocab: int, with_lse: bool = True, man
         return found
 
     shape = {"batch": batch, "num_draft": bench.length, "vocab": vocab, "draft_lse": with_lse}
-    return Case("verify_chain", shape, floor, contenders)
+    return Case("verify_chain", shape, floor, count * floor, contenders)
 
 
 def rule_case(bench: Bench, rule: Callable[..., object], batch: int) -> Case:
     """Another rule than chain's, fused and as its PyTorch reference. Both read each row at least once."""
     drafted = bench.length if rule is kernels.verify_block else 0
     floor = batch * bench.vocab * bench.dtype.itemsize * (bench.length + 1 + drafted)
+    count = bench.sets(floor)
 
     def contenders() -> dict[str, Contender]:
-        sets = [chain_inputs(bench, batch, bench.vocab, seed) for seed in range(bench.sets(floor))]
+        sets = [chain_inputs(bench, batch, bench.vocab, seed) for seed in range(count)]
         return {
             "moedraft": Contender(lambda: [partial(rule, **inputs) for inputs in sets]),
             "PyTorch reference": Contender(
@@ -132,14 +136,15 @@ def rule_case(bench: Bench, rule: Callable[..., object], batch: int) -> Case:
         }
 
     shape = {"batch": batch, "num_draft": bench.length, "vocab": bench.vocab}
-    return Case(rule.__name__, shape, floor, contenders)
+    return Case(rule.__name__, shape, floor, count * floor, contenders)
 
 
 def greedy_case(bench: Bench, batch: int) -> Case:
     floor = batch * bench.vocab * bench.dtype.itemsize * (bench.length + 1)
+    count = bench.sets(floor)
 
     def contenders() -> dict[str, Contender]:
-        sets = [chain_inputs(bench, batch, bench.vocab, seed) for seed in range(bench.sets(floor))]
+        sets = [chain_inputs(bench, batch, bench.vocab, seed) for seed in range(count)]
         changes: dict[str, Any] = {"draft_logits": None, "temperature": 0.0}
         return {
             "moedraft": Contender(lambda: [verify_call(inputs, False, **changes) for inputs in sets]),
@@ -147,16 +152,17 @@ def greedy_case(bench: Bench, batch: int) -> Case:
         }
 
     shape = {"batch": batch, "num_draft": bench.length, "vocab": bench.vocab}
-    return Case("verify_chain, greedy", shape, floor, contenders)
+    return Case("verify_chain, greedy", shape, floor, count * floor, contenders)
 
 
 def filtered_case(bench: Bench, batch: int) -> Case:
     """What the engine runs for requests with top-p: cuts are found for the target's rows, then heeded."""
     row = bench.vocab * bench.dtype.itemsize
     floor = batch * row * (bench.length + 2)
+    count = bench.sets(floor)
 
     def contenders() -> dict[str, Contender]:
-        sets = [chain_inputs(bench, batch, bench.vocab, seed, TOP_P) for seed in range(bench.sets(floor))]
+        sets = [chain_inputs(bench, batch, bench.vocab, seed, TOP_P) for seed in range(count)]
         sampling = filters(batch, bench.device)
 
         def whole(inputs: dict[str, Tensor]) -> Call:
@@ -179,7 +185,7 @@ def filtered_case(bench: Bench, batch: int) -> Case:
         }
 
     shape = {"batch": batch, "num_draft": bench.length, "vocab": bench.vocab, "top_p": TOP_P}
-    return Case("verify_chain, filtered", shape, floor, contenders)
+    return Case("verify_chain, filtered", shape, floor, count * floor, contenders)
 
 
 def cuts_of(logits: Tensor, sampling: SamplingBatch, backend: Any = "auto") -> kernels.Cuts:
@@ -194,56 +200,73 @@ def cuts_of(logits: Tensor, sampling: SamplingBatch, backend: Any = "auto") -> k
     )
 
 
-def filter_case(bench: Bench, batch: int, top_k: int) -> Case:
-    """Every logit is read once at least."""
+def filter_case(bench: Bench, batch: int, top_k: int = 0, top_p: float = TOP_P, min_p: float = 0.0) -> Case:
+    """Every logit is read once at least. What stands beside ours filters by the same limits."""
     floor = batch * bench.vocab * bench.dtype.itemsize * (bench.length + 1)
+    count = bench.sets(floor)
 
     def contenders() -> dict[str, Contender]:
         shape = (batch, bench.length + 1, bench.vocab)
         data = Data(bench)
-        sets = [data.normal(*shape, scale=2) for _ in range(bench.sets(floor))]
-        sampling = filters(batch, bench.device, top_k)
+        sets = [data.normal(*shape, scale=2) for _ in range(count)]
+        sampling = filters(batch, bench.device, top_k, top_p, min_p)
         return {
             "moedraft": Contender(
                 lambda: [partial(cuts_of, x, sampling) for x in sets],
-                lambda: filter_facts(sets[0], sampling),
+                lambda: filter_facts(sets[0], sampling) if batch <= 64 else {},
             ),
             "PyTorch reference": Contender(
                 lambda: [partial(cuts_of, x, sampling, "reference") for x in sets], graph=False
             ),
-            "eager PyTorch, top-p by a full sort": Contender(
-                lambda: [partial(peers.plain_top_p, x, TOP_P) for x in sets]
-            ),
-            "FlashInfer, top-p (with its softmax)": Contender(
-                lambda: [peers.flashinfer_top_p(x, TOP_P) for x in sets]
-            ),
+            **(filter_peers(sets, top_k, top_p) if top_p < 1 else min_p_peers(sets, min_p)),
         }
 
-    shape = {"batch": batch, "num_draft": bench.length, "vocab": bench.vocab, "top_p": TOP_P, "top_k": top_k}
-    return Case("find_cuts", shape, floor, contenders)
+    shape = {"batch": batch, "num_draft": bench.length, "vocab": bench.vocab}
+    limits = {"top_p": top_p, "top_k": top_k, "min_p": min_p}
+    return Case("find_cuts", shape | limits, floor, count * floor, contenders)
+
+
+def filter_peers(sets: list[Tensor], top_k: int, top_p: float) -> dict[str, Contender]:
+    """Others that filter by top-p, before it by top-k where that is not 0. Their names say what they do."""
+    what = "top-k, then top-p" if top_k else "top-p"
+    return {
+        f"eager PyTorch, {what} by a full sort": Contender(
+            lambda: [partial(peers.plain_filter, x, top_k, top_p) for x in sets]
+        ),
+        f"FlashInfer, {what} (with its softmax)": Contender(
+            lambda: [peers.flashinfer_filter(x, top_k, top_p) for x in sets]
+        ),
+    }
+
+
+def min_p_peers(sets: list[Tensor], min_p: float) -> dict[str, Contender]:
+    """FlashInfer is not among them: its min-p draws a token, and leaves no filtered row."""
+    return {"eager PyTorch, min-p": Contender(lambda: [partial(peers.plain_min_p, x, min_p) for x in sets])}
 
 
 def sample_case(bench: Bench, batch: int) -> Case:
     floor = batch * bench.vocab * bench.dtype.itemsize
+    count = bench.sets(floor)
 
     def contenders() -> dict[str, Contender]:
         data = Data(bench)
-        sets = [data.normal(batch, bench.vocab) for _ in range(bench.sets(floor))]
+        sets = [data.normal(batch, bench.vocab) for _ in range(count)]
         seed, warm = torch.arange(batch, device=bench.device), torch.ones(batch, device=bench.device)
         return {
             "moedraft": Contender(lambda: [partial(kernels.sample_draft, x, warm, seed, seed) for x in sets]),
             "eager PyTorch": Contender(lambda: [partial(peers.plain_sample, x) for x in sets]),
         }
 
-    return Case("sample_draft", {"batch": batch, "vocab": bench.vocab}, floor, contenders)
+    return Case("sample_draft", {"batch": batch, "vocab": bench.vocab}, floor, count * floor, contenders)
 
 
 def sample_coupled_case(bench: Bench, batch: int) -> Case:
     floor = batch * bench.vocab * bench.dtype.itemsize
+    count = bench.sets(floor)
 
     def contenders() -> dict[str, Contender]:
         data = Data(bench)
-        sets = [data.normal(batch, bench.vocab) for _ in range(bench.sets(floor))]
+        sets = [data.normal(batch, bench.vocab) for _ in range(count)]
         seed, choose = torch.arange(batch, device=bench.device), kernels.sample_coupled
         warm = torch.ones(batch, device=bench.device)
         return {
@@ -253,4 +276,4 @@ def sample_coupled_case(bench: Bench, batch: int) -> Case:
             ),
         }
 
-    return Case("sample_coupled", {"batch": batch, "vocab": bench.vocab}, floor, contenders)
+    return Case("sample_coupled", {"batch": batch, "vocab": bench.vocab}, floor, count * floor, contenders)

@@ -131,6 +131,7 @@ def test_every_case_runs_and_only_missing_packages_are_named(
     assert len(report["tuning"]) == len(load_script("kernel_cases").TILES) * 5
     for case in report["cases"]:
         assert case["floor_bytes"] > 0
+        assert case["data_bytes"] >= tiny().cold_bytes, case["key"]
         for name, entry in case["contenders"].items():
             if "us" in entry:
                 waits = name == "PyTorch reference"  # for the device
@@ -150,6 +151,13 @@ def test_every_case_runs_and_only_missing_packages_are_named(
     assert ours["find_cuts"]["rows_kept_unlike"] == ours["verify_chain, filtered"]["rows_unlike_float64"] == 0
     batches = {case["shape"]["batch"] for case in report["cases"] if case["operation"] == "verify_chain"}
     assert batches == {1, 2, 3}
+    filters = [case for case in report["cases"] if case["operation"] == "find_cuts"]
+    assert {case["shape"]["batch"] for case in filters} == {1, 2, 3}
+    for case in filters:  # nobody is compared in what it does not do
+        by_rank = case["shape"]["top_k"] > 0
+        others = [name for name in case["contenders"] if "moedraft" not in name and "reference" not in name]
+        assert others
+        assert [("top-k" in name) == by_rank for name in others] == [True] * len(others), others
 
 
 def test_the_losses_of_speculators_are_called_as_they_want(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +268,7 @@ def made_up(*names: str, fails: str = "") -> list[Any]:
         torch.randn(3)
         return {name: contender(name) for name in names}
 
-    return [case.Case("sample_draft", {"batch": batch}, 100, contenders) for batch in (1, 2)]
+    return [case.Case("sample_draft", {"batch": batch}, 100, 100, contenders) for batch in (1, 2)]
 
 
 def test_after_a_failed_capture_a_new_process_goes_on(

@@ -33,7 +33,8 @@ bench = Bench(
     batches=(1,), rows=8,
 )
 made = [
-    Case("sample_draft", {{"batch": batch}}, 100, make) for batch, make in enumerate([{first}, contenders])
+    Case("sample_draft", {{"batch": batch}}, 100, 100, make)
+    for batch, make in enumerate([{first}, contenders])
 ]
 bench_kernels.cases = lambda bench: made
 bench_kernels.plot = lambda *_: None
