@@ -8,8 +8,10 @@ these packages is needed, and none is installed by the project.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -181,18 +183,35 @@ def liger_divergence(kind: str) -> Loss:
 
 
 def liger_linear_jsd(hidden: Tensor, weight: Tensor, teacher: Tensor) -> Call:
-    """Liger's fused linear JSD: the output layer and the divergence in one, for student and teacher."""
+    """Liger's fused linear JSD: the output layer and the divergence in one, for student and teacher.
+
+    Its last argument, labels of the rows that count, has no default.
+    """
     loss = importlib.import_module("liger_kernel.transformers").LigerFusedLinearJSD(jsd_beta=0.5)
 
     def call() -> Tensor:
         leaf = hidden.detach().requires_grad_()
-        return torch.autograd.grad(loss(leaf, weight, teacher, weight), leaf)[0]
+        return torch.autograd.grad(loss(leaf, weight, teacher, weight, None), leaf)[0]
 
     return call
 
 
+def speculators_fused() -> Any:
+    """The module of fused losses of speculators 0.9, without the package around it.
+
+    The package imports data sets, servers and more; a module that is not executed stands in for it, so that
+    the losses need no more than transformers and pydantic.
+    """
+    if "speculators" not in sys.modules:
+        spec = importlib.util.find_spec("speculators")
+        if spec is None:
+            raise ModuleNotFoundError("No module named 'speculators'", name="speculators")
+        sys.modules["speculators"] = importlib.util.module_from_spec(spec)
+    return importlib.import_module("speculators.losses.fused")
+
+
 def speculators_divergence(kind: str) -> Loss:
-    """The fused losses of speculators 0.9: of logits [1, T, V] each position's."""
+    """Of logits [1, T, V] each position's."""
     name = {"fkl": "kl_div", "rkl": "reverse_kl_div", "jsd": "js_div", "tvd": "tv"}[kind]
-    loss = getattr(importlib.import_module("speculators.losses"), f"{name}_loss")
+    loss = getattr(speculators_fused(), f"fused_{name}_loss")
     return lambda student, teacher: loss(student[None], teacher[None]).mean()

@@ -160,24 +160,6 @@ def test_every_case_runs_and_only_missing_packages_are_named(
         assert [("top-k" in name) == by_rank for name in others] == [True] * len(others), others
 
 
-def test_the_losses_of_speculators_are_called_as_they_want(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With logits [1, T, V] of student and teacher, for each position's loss [1, T]."""
-    peers = load_script("kernel_peers")
-
-    def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        s, t = logits.log_softmax(-1), targets.log_softmax(-1)
-        assert logits.shape == targets.shape == (1, 3, 9)
-        return (t.exp() * (t - s)).sum(-1)
-
-    monkeypatch.setitem(sys.modules, "speculators", ModuleType("speculators"))
-    fake = ModuleType("speculators.losses")
-    fake.kl_div_loss = loss  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "speculators.losses", fake)
-    student, teacher = torch.randn(2, 3, 9)
-    found = peers.speculators_divergence("fkl")(student, teacher)
-    torch.testing.assert_close(found, peers.plain_divergence("fkl")(student, teacher))
-
-
 def after(count: int, function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, which the run is broken off at after so many calls."""
     calls = iter(range(count))
