@@ -18,9 +18,11 @@ def problem_of(
     temperature: float,
     mask: Tensor | None,
     reduction: str,
+    divisor: float = 1.0,
 ) -> Problem:
     """Checked arguments, flattened to rows."""
     check_choices(kind, beta, temperature, reduction)
+    check_divisor(divisor, reduction)
     check_tensors(student, teacher, topk, mask)
     flat = student.reshape(-1, student.shape[-1])
     rows = flat.shape[0]
@@ -35,6 +37,8 @@ def problem_of(
     weight = counted.to(torch.float64 if student.dtype == torch.float64 else torch.float32)
     if reduction == "mean":
         weight = weight / weight.sum().clamp(min=1)
+    elif divisor != 1:
+        weight = weight / divisor
     teacher = None if teacher is None else teacher.detach().reshape(flat.shape)
     return Problem(
         flat, teacher, ids, logprobs, weight, kind, float(beta), float(temperature), reduction != "none"
@@ -58,6 +62,13 @@ def check_choices(kind: str, beta: float, temperature: float, reduction: str) ->
         raise ValueError(f"beta must lie strictly between 0 and 1, not {beta}; for the ends take fkl or rkl.")
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, not {temperature}.")
+
+
+def check_divisor(divisor: float, reduction: str) -> None:
+    if not divisor > 0:
+        raise ValueError(f"divisor must be positive, not {divisor}.")
+    if divisor != 1 and reduction != "sum":
+        raise ValueError(f'divisor belongs to reduction "sum", not to {reduction!r}.')
 
 
 def check_tensors(

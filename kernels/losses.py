@@ -25,6 +25,7 @@ def divergence(
     temperature: float = 1.0,
     mask: Tensor | None = None,
     reduction: Literal["mean", "sum", "none"] = "mean",
+    divisor: float = 1.0,
     inplace_grad: bool = False,
     backend: Backend = "auto",
 ) -> Tensor:
@@ -42,8 +43,9 @@ def divergence(
     log-probabilities are used as they are and must belong to `temperature`; where they leave less than 1e-6
     for the other tokens, that counts as zero. Rows that mask [...] (bool, or 0 and 1) excludes, and rows
     whose top-k is all padding, have exactly zero loss and gradient. reduction "mean" divides by the number of
-    rows that count (with none the loss is 0), "none" returns [...]. Results are float32, or float64 for
-    float64 logits.
+    rows that count (with none the loss is 0), "none" returns [...], "sum" divides by `divisor`: a caller that
+    divides the loss itself has the backward multiply the whole gradient once more. Results are float32, or
+    float64 for float64 logits.
 
     0·(−inf) is 0: tokens that both sides exclude cost nothing. Where for fkl the teacher gives a token some
     probability and the student none (rkl: the other way round) the row's loss is +inf; its gradient is s − t
@@ -53,12 +55,12 @@ def divergence(
     derivative.
     """
     # float16 cannot hold small entries divided by the number of rows: they are divided in the backward
-    late = reduction == "mean" and student_logits.dtype == torch.float16
-    summed = "sum" if late else reduction
-    problem = problem_of(student_logits, teacher_logits, teacher_topk, kind, beta, temperature, mask, summed)
+    late = reduction != "none" and student_logits.dtype == torch.float16
+    how = ("sum" if late else reduction), (1.0 if late else divisor)
+    problem = problem_of(student_logits, teacher_logits, teacher_topk, kind, beta, temperature, mask, *how)
     loss = evaluate(problem, "triton" if use_triton(backend, student_logits) else "reference", inplace_grad)
     if late:
-        return loss / problem.weight.sum().clamp(min=1)
+        return loss / (divisor if reduction == "sum" else problem.weight.sum().clamp(min=1))
     return loss.reshape(student_logits.shape[:-1]) if reduction == "none" else loss
 
 
@@ -76,6 +78,7 @@ def linear_divergence(
     temperature: float = 1.0,
     mask: Tensor | None = None,
     reduction: Literal["mean", "sum", "none"] = "mean",
+    divisor: float = 1.0,
     block_rows: int | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
@@ -93,12 +96,12 @@ def linear_divergence(
     """
     check_layer(hidden, weight, bias, lora, block_rows)
     fused = "triton" if use_triton(backend, hidden) else "reference"
-    late = reduction == "mean" and computed_type(hidden) == torch.float16  # as in `divergence`
+    late = reduction != "none" and computed_type(hidden) == torch.float16  # as in `divergence`
     shape = hidden.new_zeros(()).expand(*hidden.shape[:-1], weight.shape[0])  # holds one number
-    summed = "sum" if late else reduction
-    problem = problem_of(shape, teacher_logits, teacher_topk, kind, beta, temperature, mask, summed)
+    how = ("sum" if late else reduction), (1.0 if late else divisor)
+    problem = problem_of(shape, teacher_logits, teacher_topk, kind, beta, temperature, mask, *how)
     layer = Layer(weight, bias, *(lora or (None, None)))
     loss = evaluate_linear(hidden.reshape(-1, hidden.shape[-1]), layer, problem, fused, block_rows)
     if late:
-        return loss / problem.weight.sum().clamp(min=1)
+        return loss / (divisor if reduction == "sum" else problem.weight.sum().clamp(min=1))
     return loss.reshape(hidden.shape[:-1]) if reduction == "none" else loss

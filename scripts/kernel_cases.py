@@ -58,8 +58,7 @@ def cases(bench: Bench) -> list[Case]:
         *(filter_case(bench, many, top_k) for top_k in (0, TOP_K)),
         filter_case(bench, one),
         linear_topk_case(bench, bench.rows // 4, 2048),
-        topk_case(bench, "fkl", 32_000, bench.rows, summed=True, dtype=torch.float32),  # of features
-        topk_case(bench, "fkl", bench.vocab, bench.rows, summed=True),
+        topk_case(bench, "fkl", 32_000, bench.rows, divided=True, dtype=torch.float32),  # of features
         linear_dense_case(bench, bench.rows // 4, 2048),
         dense_case(bench, "fkl"),
         *(sample_case(bench, batch) for batch in ends),

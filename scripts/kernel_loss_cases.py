@@ -62,14 +62,13 @@ def topk_case(
     vocab: int,
     rows: int,
     plain: bool = False,
-    summed: bool = False,
+    divided: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Case:
     """The loss that the trainer lowers. The logits are read once at least, the gradient is written once.
 
-    summed: the rows' sum is divided by their number outside of the kernel, as joint updates do it; otherwise
-    it is their mean, as where one expert learns after the other. dtype: of the logits, where it is not the
-    benchmark's.
+    divided: the rows' sum is divided by their number, as joint updates have it done; otherwise it is their
+    mean, as where one expert learns after the other. dtype: of the logits, where it is not the benchmark's.
     """
     read = rows * vocab * (dtype or bench.dtype).itemsize
     count = bench.sets(read, 1)
@@ -78,10 +77,10 @@ def topk_case(
         data = Data(bench)
         students = [data.normal(rows, vocab, dtype=dtype) for _ in range(count)]
         some = topk_of(data.normal(rows, vocab), bench.top_k)
-        return topk_contenders(bench, kind, students, some, plain, summed)
+        return topk_contenders(bench, kind, students, some, plain, divided)
 
     shape: dict[str, Any] = {"rows": rows, "vocab": vocab, "top_k": bench.top_k, "kind": kind}
-    shape["upstream"] = f"1/{rows}" if summed else "1"
+    shape["upstream"] = "1"
     if dtype is not None:
         shape["dtype"] = str(dtype).removeprefix("torch.")
     return Case("topk divergence", shape, 2 * read, count * read, contenders)
@@ -93,14 +92,14 @@ def topk_contenders(
     students: list[Tensor],
     some: tuple[Tensor, Tensor],
     plain: bool,
-    summed: bool,
+    divided: bool,
 ) -> dict[str, Contender]:
     """Our own and with `plain` PyTorch's, for each of these logits and the teacher's list `some`."""
     rows, vocab = students[0].shape
 
     def ours(s: Tensor, _: Tensor) -> Tensor:
-        if summed:
-            return kernels.divergence(s, teacher_topk=some, kind=kind, reduction="sum") / rows
+        if divided:
+            return kernels.divergence(s, teacher_topk=some, kind=kind, reduction="sum", divisor=rows)
         return kernels.divergence(s, teacher_topk=some, kind=kind)
 
     def rowwise(s: Tensor, t: Tensor) -> Tensor:
@@ -172,11 +171,11 @@ def linear_topk_case(bench: Bench, rows: int, width: int) -> Case:
         some = topk_of(data.normal(rows, bench.vocab), bench.top_k)
 
         def fused(s: Tensor, _: Tensor) -> Tensor:
-            return kernels.linear_divergence(s, weight, teacher_topk=some, reduction="sum") / rows
+            return kernels.linear_divergence(s, weight, teacher_topk=some, reduction="sum", divisor=rows)
 
         def apart(s: Tensor, _: Tensor) -> Tensor:  # the logits are nobody else's
-            logits = s @ weight.T
-            return kernels.divergence(logits, teacher_topk=some, inplace_grad=True, reduction="sum") / rows
+            how = {"reduction": "sum", "divisor": rows}
+            return kernels.divergence(s @ weight.T, teacher_topk=some, inplace_grad=True, **how)
 
         return {
             "moedraft": Contender(lambda: [step(fused, hidden, hidden)]),
@@ -184,7 +183,6 @@ def linear_topk_case(bench: Bench, rows: int, width: int) -> Case:
         }
 
     shape = {"rows": rows, "width": width, "vocab": bench.vocab, "top_k": bench.top_k, "kind": "fkl"}
-    shape["upstream"] = f"1/{rows}"
     weights = bench.vocab * width * bench.dtype.itemsize
     return Case(LINEAR, shape, 2 * weights, weights, contenders, 4 * rows * bench.vocab * width)
 

@@ -71,17 +71,17 @@ def test_gradients_are_multiplied_by_what_the_case_says(monkeypatch: pytest.Monk
         case.shape["upstream"]: passed(case, monkeypatch)
         for case in (
             losses.topk_case(size, "fkl", 96, 8),
-            losses.topk_case(size, "fkl", 96, 8, summed=True),
             losses.dense_case(size, "fkl", 0.8),
         )
     }
-    assert found == {"1": 1.0, "1/8": 0.125, "0.8": pytest.approx(0.8)}
+    assert found == {"1": 1.0, "0.8": pytest.approx(0.8)}
+    assert passed(losses.topk_case(size, "fkl", 96, 8, divided=True), monkeypatch) == 1
 
 
 def test_a_sum_that_is_divided_has_the_gradient_of_the_mean() -> None:
     losses, size = load_script("kernel_loss_cases"), bench()
     summed, mean = (
-        losses.topk_case(size, "rkl", 96, 8, summed=each).contenders()["moedraft"].make()[0]()
+        losses.topk_case(size, "rkl", 96, 8, divided=each).contenders()["moedraft"].make()[0]()
         for each in (True, False)
     )
     torch.testing.assert_close(summed, mean)

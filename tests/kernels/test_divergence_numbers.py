@@ -50,6 +50,52 @@ def test_the_mean_of_float16_counts_the_rows_that_count(device: str) -> None:
     assert nobody.item() == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_sum_that_is_divided_is_divided_with_its_gradient(
+    dtype: torch.dtype, backend: str, device: str
+) -> None:
+    """So that the backward has nothing to multiply; in float16 it has, as a mean's has there."""
+    gen = torch.Generator().manual_seed(3)
+    values = torch.randn(6, 40, generator=gen).to(device, dtype)
+    teacher = torch.randn(6, 40, generator=gen).to(device, dtype)
+    mask = torch.tensor([True, False, True, True, True, True], device=device)
+    ours, mean = (values.clone().requires_grad_() for _ in range(2))
+    how = {"mask": mask, "kind": "jsd", "backend": backend}
+    loss = kernels.divergence(ours, teacher, reduction="sum", divisor=2.5, **how)  # type: ignore[arg-type]
+    wanted = 2 * kernels.divergence(mean, teacher, **how)  # type: ignore[arg-type]
+    torch.testing.assert_close(loss, wanted)
+    loss.backward()
+    wanted.backward()
+    torch.testing.assert_close(ours.grad, mean.grad)
+
+
+def test_the_loss_of_a_layer_is_divided_with_its_gradients(device: str) -> None:
+    hidden, weight = torch.randn(7, 5, device=device), torch.randn(30, 5, device=device)
+    some = torch.randn(7, 30, device=device).log_softmax(-1).topk(4)
+    topk = some.indices, some.values
+    ours, theirs = ([tensor.clone().requires_grad_() for tensor in (hidden, weight)] for _ in range(2))
+    loss = kernels.linear_divergence(*ours, teacher_topk=topk, reduction="sum", divisor=14.0)
+    whole = kernels.linear_divergence(*theirs, teacher_topk=topk) / 2
+    loss.backward()
+    whole.backward()
+    torch.testing.assert_close(loss, whole)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "divisor"), [("mean", 2.0), ("none", 2.0), ("sum", 0.0), ("sum", -1.0)]
+)
+def test_a_divisor_that_means_nothing_is_refused(reduction: str, divisor: float) -> None:
+    logits = torch.randn(2, 8)
+    with pytest.raises(ValueError, match="divisor"):
+        kernels.divergence(logits, logits, reduction=reduction, divisor=divisor)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="divisor"):
+        kernels.linear_divergence(
+            logits, torch.randn(9, 8), teacher_logits=torch.randn(2, 9), reduction=reduction, divisor=divisor
+        )  # type: ignore[arg-type]
+
+
 def test_float64_logits_give_float64_whoever_computes(backend: str, device: str) -> None:
     """So that a compiled graph, which asks the op's fake, expects what it will get."""
     student = torch.randn(3, 40, dtype=torch.float64, device=device)

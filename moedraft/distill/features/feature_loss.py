@@ -40,21 +40,26 @@ def loss_of(
     total, weight = torch.zeros((), device=batch.states.device), 1.0
     for step, hidden in enumerate(student.outputs(batch, steps, shared=shared), start=1):
         taught = taught_at(batch, step)
-        if not sum(taught.counts):
+        if not (sum(taught.counts) and weight):
             break
         parts = student.guesses(hidden[taught.rows], batch.owners, taught.counts)
-        loss = sum(_loss(part, taught, vocabulary, kind, (emitted, missed)) for part in parts) / len(
-            taught.tokens
+        divisor = len(taught.tokens) / weight
+        total = total + sum(
+            _loss(part, taught, vocabulary, kind, (emitted, missed), divisor) for part in parts
         )
-        total = total + weight * loss
         weight *= decay
     return total
 
 
 def _loss(
-    part: Guesses, taught: Taught, vocabulary: DraftVocabulary, kind: Kind, weights: tuple[float, float]
+    part: Guesses,
+    taught: Taught,
+    vocabulary: DraftVocabulary,
+    kind: Kind,
+    weights: tuple[float, float],
+    divisor: float,
 ) -> torch.Tensor:
-    """The sum over the rows of one expert. weights: `emitted` and `missed`."""
+    """The sum over the rows of one expert, divided by `divisor`. weights: `emitted` and `missed`."""
     emitted, missed = weights
     ids, logprobs = taught.topk_ids[part.rows], taught.topk_logprobs[part.rows]
     tokens, logits = vocabulary(taught.tokens[part.rows]), part.logits.float()
@@ -63,12 +68,12 @@ def _loss(
         tokens, (ids, logprobs) = own(tokens), within(own(ids), logprobs)
     teacher = ids, taught_by(logprobs, kind)
     if missed == 1:
-        loss = divergence(logits, teacher_topk=teacher, kind=kind, reduction="sum")
+        loss = divergence(logits, teacher_topk=teacher, kind=kind, reduction="sum", divisor=divisor)
     else:
         rows = divergence(logits, teacher_topk=teacher, kind=kind, reduction="none")
-        loss = torch.where(logits.argmax(-1) == ids[:, 0], rows, missed * rows).sum()
+        loss = torch.where(logits.argmax(-1) == ids[:, 0], rows, missed * rows).sum() / divisor
     if emitted:
-        hard = cross_entropy(logits, tokens, ignore_index=OUTSIDE, reduction="sum")
+        hard = cross_entropy(logits, tokens, ignore_index=OUTSIDE, reduction="sum") / divisor
         loss = (1 - emitted) * loss + emitted * hard
     return loss
 

@@ -87,18 +87,23 @@ class TextLessons:
         # what they say of its inputs then goes into the layers below at once.
         inputs = None if hidden is None else hidden.detach().requires_grad_(hidden.requires_grad)
         found = 0.0
-        for part in self._divergences(batch, names, plan, inputs):
-            (part / total).backward()  # type: ignore[no-untyped-call]
-            found += part.item() / total
+        for part in self._divergences(batch, names, plan, inputs, total):
+            part.backward()  # type: ignore[no-untyped-call]
+            found += part.item()
         if hidden is not None and inputs is not None and inputs.grad is not None:
             hidden.backward(inputs.grad)  # type: ignore[no-untyped-call]
         self.states.on_forward()
         return found
 
     def _divergences(
-        self, batch: RecordBatch, names: list[str], plan: JointPlan, inputs: torch.Tensor | None = None
+        self,
+        batch: RecordBatch,
+        names: list[str],
+        plan: JointPlan,
+        inputs: torch.Tensor | None = None,
+        divisor: float = 1.0,
     ) -> Iterator[torch.Tensor]:
-        """The divergence, nats, summed over the rows of one expert after another.
+        """The divergence, nats, summed over the rows of one expert after another, and divided by `divisor`.
 
         inputs [N, H]: of the output layer; None: they are computed. Where the logits are not simply that
         layer's output, those of all rows have to exist, and there is one divergence of all.
@@ -106,7 +111,8 @@ class TextLessons:
         student, (ids, logprobs) = self.student, (batch.topk_ids, taught_by(batch.topk_logprobs, plan.kind))
         if not student.ends_in_head():
             logits = student.logits(batch, names)
-            yield divergence(logits, teacher_topk=(ids, logprobs), kind=plan.kind, reduction="sum")
+            topk = ids, logprobs
+            yield divergence(logits, teacher_topk=topk, kind=plan.kind, reduction="sum", divisor=divisor)
             return
         hidden = student.hidden(batch, names) if inputs is None else inputs
         for name, rows in student.parts(batch, names):
@@ -119,6 +125,7 @@ class TextLessons:
                 teacher_topk=(ids[rows], logprobs[rows]),
                 kind=plan.kind,
                 reduction="sum",
+                divisor=divisor,
             )
 
     def _logits(self, batch: RecordBatch, names: list[str]) -> Iterator[torch.Tensor]:
