@@ -174,7 +174,7 @@ def linear_topk_case(bench: Bench, rows: int, width: int) -> Case:
             return kernels.linear_divergence(s, weight, teacher_topk=some, reduction="sum", divisor=rows)
 
         def apart(s: Tensor, _: Tensor) -> Tensor:  # the logits are nobody else's
-            how = {"reduction": "sum", "divisor": rows}
+            how: dict[str, Any] = {"reduction": "sum", "divisor": rows}
             return kernels.divergence(s @ weight.T, teacher_topk=some, inplace_grad=True, **how)
 
         return {
