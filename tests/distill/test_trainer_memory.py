@@ -304,6 +304,16 @@ def test_a_failure_is_said_once_and_learning_goes_on(
     assert not (path.parent / trainer_file.SCRATCH).exists()
 
 
+def test_what_a_killed_trainer_had_begun_to_write_is_removed(home: Home) -> None:
+    scratch = home.store.home.path / trainer_file.SCRATCH
+    scratch.write_bytes(b"half")
+    restarted(home)
+    assert not scratch.exists()
+    scratch.write_bytes(b"half")
+    changes.purge(home.store, None)
+    assert not scratch.exists()
+
+
 def test_a_process_that_ends_in_order_keeps_it(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     loop = a_loop(home, home.trainer)
     loop.run_once(SHARED)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -48,8 +47,13 @@ def write(home: Path, words: str, tensors: Mapping[str, torch.Tensor]) -> bool:
 
 
 def read(home: Path) -> tuple[str, dict[str, torch.Tensor]] | None:
-    """The words and the tensors; None without a file. Raises StorageError where it cannot be read."""
+    """The words and the tensors; None without a file. Raises StorageError where it cannot be read.
+
+    Call it before anything is written: what a killed trainer had begun to write is removed.
+    """
     path = home / NAME
+    with storage_errors(home):
+        (home / SCRATCH).unlink(missing_ok=True)
     if not path.is_file():
         return None
     try:
@@ -61,6 +65,7 @@ def read(home: Path) -> tuple[str, dict[str, torch.Tensor]] | None:
 
 
 def remove(home: Path) -> None:
-    """Remove the file, where there is one. Raises StorageError."""
-    with storage_errors(home), suppress(FileNotFoundError):
-        (home / NAME).unlink()
+    """Remove the file, where there is one, and one that is being written. Raises StorageError."""
+    with storage_errors(home):
+        for name in (SCRATCH, NAME):
+            (home / name).unlink(missing_ok=True)
