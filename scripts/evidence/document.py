@@ -75,7 +75,7 @@ def write(runs: Runs, out: Path, path: Path, pictures: Sequence[str]) -> None:
     parts += [pattern_part(whole, name) for name in patterns(whole)]
     parts += [moves.part(whole), *shown(*MOVING), costs.prices(whole), *shown(*COSTS), decisions.gate(whole)]
     parts += [*paper.parts(whole), restarts.part(whole), missing.part(whole)]
-    parts += [COMMANDS.format(times=times(whole), poisoned=",".join(POISONED))]
+    parts += [COMMANDS.format(times=times(whole))]
     path.write_text("\n\n".join(part for part in parts if part) + "\n", encoding="utf-8")
 
 

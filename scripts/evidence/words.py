@@ -11,9 +11,10 @@ MODELS = {
     "read such texts already",
 }
 OTHER_PAGE = {
-    "smollm2": " The same with an independent draft model: [a page of its own](evidence-mini.md). The "
-    "present gate on more of this traffic and on poisoned traffic, measured where traffic turns, in float32: "
-    "[another](evidence-turns.md). A stream of 960 requests: [evidence-long](evidence-long.md).",
+    "smollm2": " What the default does today, with its present gate, stands on "
+    "[evidence-turns](evidence-turns.md); arrangements without a gate, and the paper's experiments, on "
+    "[evidence](evidence.md). A stream of 960 requests: [evidence-long](evidence-long.md). The same with an "
+    "independent draft model: [evidence-mini](evidence-mini.md).",
     "mini": " On a real model: [evidence](evidence.md).",
 }
 
@@ -65,8 +66,8 @@ EQUAL_WEIGHTS = """\
   many weights take part in each guess. One adapter drafts the tokens of all experts' own lists as well.
 - **Experts as they are published**: with the
   [rank that they need](experiments.md#what-an-expert-needs-of-its-rank) in the runs of
-  [evidence-turns](evidence-turns.md) with slow drift, reworded prompts, a steady mix and a new domain; whole
-  in runs from before 2026-11-26; cut further, which cost about .005 of first guesses, in all others."""
+  [evidence-turns](evidence-turns.md); whole in runs from before 2026-11-26; cut further, which cost about
+  .005 of first guesses, in all others."""
 UNEQUAL_WEIGHTS = """\
 - **Weights**: an adapter that stands alone has the rank of two that stand on each other. It changes all
   layers, an expert the last layer and the output layer only, so one adapter has more weights at work."""
@@ -86,9 +87,10 @@ with another `--out` all of it anew.{times}
     python scripts/evidence.py --data ../shared/data --out /tmp/quick --quick      # the main contrasts
     python scripts/evidence.py --target mini --data ../shared/data --out results/evidence-mini
     python scripts/evidence.py --data ../shared/data --out results/evidence-turns --dtype float32 \\
-        --doc docs/evidence-turns.md --parts main,poison \\
-        --patterns shift,one-by-one,steady,drift,reworded,new-domain,{poisoned} \\
-        --arrangements static,mixed-replay,joint+gate,joint+gate:wide
+        --doc docs/evidence-turns.md --parts main,further,poison \\
+        --arrangements static,mixed-replay,joint+gate,mixed-replay:wide,joint:wide,joint+gate:wide
+    python scripts/evidence.py --data ../shared/data --out results/evidence-turns --dtype float32 \\
+        --doc docs/evidence-turns.md --parts lean,restart
     python scripts/evidence.py --data ../shared/data --out results/evidence-long --dtype float32 \\
         --doc docs/evidence-long.md --parts main,equal-cost --patterns steady \\
         --requests 960 --measured 10 --seeds 2 \\
