@@ -93,3 +93,13 @@ def test_waits_are_held_against_their_bound() -> None:
 def test_nothing_is_said_where_the_default_was_not_run() -> None:
     runs = figures.Runs([*STATIC, *of("steady", "joint", 0.4, 0.6)])
     assert aims.part(summary.summary(runs)) == ""
+
+
+def test_what_few_steps_bring_stands_beside_what_they_cost() -> None:
+    few = of("steady", "joint:1-step", 0.4, 0.45)
+    for run in few:
+        run["operations"] = 3
+    gated = of("steady", "joint+gate", 0.4, 0.6)
+    said = rows(*STATIC, *few, *gated)["learning takes at most 5 % of the target's operations"]
+    assert said[0] == "**missed**"
+    assert "joint, no gate, 1 step where others make 8: 3% for +.050 [+.050, +.050] first guesses" in said[1]
