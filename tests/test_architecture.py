@@ -34,7 +34,7 @@ ROOMS = {
     "distill/single": (3, 460),
     "distill/judging": (9, 1282),
     "distill/measuring": (4, 290),
-    "distill/memory": (3, 260),
+    "distill/memory": (3, 300),
     "distill/pace": (5, 320),
     "drafting": (12, 1750),
     "drafting/arms": (4, 280),

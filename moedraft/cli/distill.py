@@ -93,6 +93,7 @@ def train_now(settings: Settings, domain: str | None, as_json: bool) -> None:
         for made in run_updates(loop, domain, settings.update_steps):
             count += 1
             show(made, as_json)
+        loop.end()
         if not count:
             note(held_up or f"Nothing is due: {loop.needs()}")
 

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import IO
 
 import torch
@@ -27,6 +28,7 @@ from moedraft.distill.messages import StateReport
 from moedraft.distill.pace.governor import read_load, why_wait
 from moedraft.learning_state import LearningKind, LearningState, paused, waiting
 from moedraft.privacy import write_no_core_file
+from moedraft.storage.records import trainer_file
 from moedraft.storage.store import Store
 
 LOOK_SECONDS = 0.5  # between two looks for something to do
@@ -79,7 +81,7 @@ class Process:
         self.loop.run_once(expert, on_step=lambda *at: self._between(self._training(expert, *at)))
         self.failures = self.failures + 1 if self.loop.state.is_paused else 0
         if self.failures:
-            _check_memory(self.loop.last_fault)
+            _check_memory(self.loop.last_fault, self.store.home.path)
             self._rest(min(LONGEST_REST, 2.0**self.failures))
 
     def _between(self, state: LearningState) -> None:
@@ -142,9 +144,10 @@ class Process:
             self.said, self.said_at = report, now
 
 
-def _check_memory(fault: str) -> None:
+def _check_memory(fault: str, home: Path) -> None:
     """Raises OutOfMemory where that is why an update failed."""
     if any(words in fault for words in NO_MEMORY):
+        trainer_file.remove(home)  # else a new process would begin with as much
         raise OutOfMemory("An update found no memory; a new process will try again.")
 
 
@@ -157,6 +160,8 @@ def work(link: ServerLink) -> None:
     link.send(StateReport.of(LearningState(LearningKind.LOADING)))
     store = Store.open(settings.home, write=False, replay_capacity=settings.replay_capacity)
     try:
+        if begin.failures:  # the last process died: this one begins with little in memory
+            trainer_file.remove(settings.home)
         loop = build_loop(settings, store, ServerOutlet(link, settings.home))
         loop.failures |= begin.failures
         Process(settings, store, loop, link).run()

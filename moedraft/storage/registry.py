@@ -124,7 +124,6 @@ class Registry:
 
         Statistics of its requests stay, and its version numbers are never given again.
         """
-        trainer_file.remove(self._home.path)
         with self._home.write(durable=True) as connection:
             if not domain_exists(connection, name):
                 raise unknown_domain(name)
@@ -136,6 +135,7 @@ class Registry:
             connection.execute(delete(meta).where(meta.c.key.in_(keys)))
             connection.execute(update(experts).where(experts.c.name == name).values(updates=0))
             raise_generation(connection)
+        trainer_file.remove(self._home.path)
         self._home.checkpoint()  # until then the journal holds its records still
 
     # --- adapter versions (`domain` is a domain's name or SHARED)

@@ -20,38 +20,50 @@ ABOUT = (
     "## On the requests as they came\n\nThe figures above are of held-out prompts of all domains, also of "
     "those that have not come yet or come no more. These are of the requests themselves, each guessed by "
     "what served when it came, before anything was learned from it: what users get, from the first request "
-    "on. Intervals are by a paired bootstrap over the requests of all seeds; the seeds draw from the same "
-    "prompts, so they are somewhat too narrow."
+    "on. Intervals are by a paired bootstrap over prompts, whose counts are added up over the seeds, which "
+    "serve the same prompts in other orders; a prompt is known by its domain and by what the static draft "
+    "guesses of it."
 )
 Whole = dict[str, Any]
 
 
 def of_runs(runs: Runs, pattern: str, name: str) -> dict[str, Any]:
     """The level of an arrangement, its gain on static, and what the default of its kind has more."""
-    found = runs.of(pattern, name)
+    seeds = runs.seeds(pattern, STATIC, name)
+    found = runs.of(pattern, name, seeds)
     if not found or any(not run["stream"] for run in found):
         return {}
     default = DEFAULT.get(name)
     return {
-        "level": _estimate(ratio(first_guesses(np.concatenate([_rows(run) for run in found])))),
+        "level": _estimate(ratio(first_guesses(_by_prompt(runs, pattern, seeds, found)))),
         "gain": None if name == STATIC else _said(compared(runs, pattern, STATIC, name)),
         "default_more": {default: _said(compared(runs, pattern, name, default))} if default else {},
     }
 
 
 def compared(runs: Runs, pattern: str, one: str, other: str) -> Compared | None:
-    """What `other` has more than `one`, request by request; None without seeds of both."""
-    seeds = runs.seeds(pattern, one, other)
-    pairs = [
-        (_rows(a), _rows(b))
-        for a, b in zip(runs.of(pattern, one, seeds), runs.of(pattern, other, seeds), strict=True)
-        if len(a["stream"]) == len(b["stream"]) > 0
-    ]
-    if not pairs:
+    """What `other` has more than `one`, prompt by prompt; None without seeds of both and of static."""
+    seeds = runs.seeds(pattern, STATIC, one, other)
+    both = [runs.of(pattern, name, seeds) for name in (one, other)]
+    if not seeds or any(not run["stream"] for found in both for run in found):
         return None
-    before, after = (np.concatenate([pair[side] for pair in pairs]) for side in (0, 1))
-    each = tuple(_share(b) - _share(a) for a, b in pairs)
+    before, after = (_by_prompt(runs, pattern, seeds, found) for found in both)
+    each = tuple(_share(_rows(b)) - _share(_rows(a)) for a, b in zip(*both, strict=True))
     return Compared(change(first_guesses(before), first_guesses(after)), each)
+
+
+def _by_prompt(runs: Runs, pattern: str, seeds: Sequence[int], found: Sequence[Found]) -> Rows:
+    """The counts [prompts, 4] of these runs, one of each seed, added up over the requests with one prompt.
+
+    The static draft guesses the same of a prompt whenever it comes. Prompts that happen to look alike to it
+    are taken for one, which makes intervals wider, not narrower.
+    """
+    sums: dict[tuple[str, ...], Rows] = {}
+    for still, run in zip(runs.of(pattern, STATIC, seeds), found, strict=True):
+        for domain, known, row in zip(still["domains"], still["stream"], _rows(run), strict=False):
+            key = (domain, *map(str, known))
+            sums[key] = sums.get(key, 0) + row
+    return np.array(list(sums.values()))
 
 
 def part(whole: Whole) -> str:

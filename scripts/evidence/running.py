@@ -147,7 +147,7 @@ class Run:
     def _restart(self) -> None:
         """Have the trainer lose what it has in memory, and get it back where the arrangement says so."""
         if self.arrangement.resumed:
-            self.memory.keep(self.trainer, self.store.registry.purges(), now=True)
+            self.memory.keep(self.trainer, self.store.registry.purges(), now=True)  # there is no gate
         self.trainer.forget(SHARED)  # and all experts
         if self.arrangement.resumed:
             self.memory.restore(self.trainer)

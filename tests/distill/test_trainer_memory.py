@@ -22,6 +22,8 @@ from moedraft.distill.features.record_states import RecordStates
 from moedraft.distill.joint.joint_loop import JointLoop
 from moedraft.distill.joint.joint_trainer import JointTrainer, JointUpdate
 from moedraft.distill.judging.gate import Verdict
+from moedraft.distill.judging.judge import Judge
+from moedraft.distill.measuring.measures import JointMeasure
 from moedraft.distill.memory.snapshot import _unpacked
 from moedraft.distill.memory.trainer_memory import TrainerMemory
 from moedraft.distill.outlet import HomeOutlet
@@ -209,11 +211,95 @@ def test_a_running_trainer_removes_it_after_a_purge(home: Home) -> None:
 
 
 def test_what_the_gate_has_thrown_away_does_not_come_back(home: Home) -> None:
-    a_loop(home, home.trainer, "keep").run_once(SHARED)
+    """Though it was written just before, and would not be written again for a while."""
+    loop = a_loop(home, home.trainer, "keep")
+    assert loop.memory is not None
+    loop.run_once(SHARED)
     assert (home.store.home.path / trainer_file.NAME).exists()
-    loop = a_loop(home, home.trainer, "discard")
+    loop.memory.rest_until += 1000
+    loop.judge = Says("discard")
     loop.run_once(SHARED)
     assert not (home.store.home.path / trainer_file.NAME).exists()
+    loop.end()
+    assert not (home.store.home.path / trainer_file.NAME).exists()
+
+
+@pytest.mark.parametrize("by", ["watch", "person"])
+def test_a_version_that_was_taken_back_does_not_come_back_by_an_older_file(home: Home, by: str) -> None:
+    loop = a_loop(home, home.trainer)
+    assert loop.memory is not None
+    loop.run_once(SHARED)
+    loop.memory.rest_until += 1000  # version 2 is not written any more
+    loop.run_once(SHARED)
+    if by == "watch":
+        loop.outlet.withdraw(SHARED, 2)
+        loop.trainer.forget(SHARED)
+    else:
+        changes.rollback(home.store, SHARED)
+    assert restarted(home).trainer.versions == {}
+
+
+def test_a_purge_right_before_the_end_is_final(home: Home) -> None:
+    """The loop has not noticed it yet."""
+    loop = a_loop(home, home.trainer)
+    loop.purges = home.store.registry.purges()
+    loop.run_once(SHARED)
+    changes.purge(home.store, None)
+    loop.end()
+    assert not (home.store.home.path / trainer_file.NAME).exists()
+
+
+def test_a_purge_while_it_is_written_is_final(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, write = a_loop(home, home.trainer), trainer_file.write
+    loop.purges = home.store.registry.purges()
+
+    def slow(*args: Any) -> None:
+        changes.purge(home.store, None)
+        write(*args)
+
+    monkeypatch.setattr(trainer_file, "write", slow)
+    loop.run_once(SHARED)
+    assert not (home.store.home.path / trainer_file.NAME).exists()
+
+
+def test_the_gate_goes_on_counting_what_it_has_kept(home: Home) -> None:
+    """So that a line which shows nothing ends, however often the trainer is started again."""
+    home.trainer.update()
+    memory = TrainerMemory(home.store.home.path, home.store.registry)
+    memory.keep(home.trainer, 0, {SHARED: (0, 4), "sql": (0, 3)})
+    loop = a_loop(home, a_trainer(home))
+    loop.judge = judge = Judge(JointMeasure(loop.trainer, 3), home.store)
+    loop.resume()
+    assert judge.kept == {SHARED: (0, 4)}
+
+
+@pytest.mark.parametrize("other", ["target", "gate"])
+def test_what_another_target_or_gate_left_is_not_gone_on_from(home: Home, other: str) -> None:
+    loop = a_loop(home, home.trainer, "keep")
+    loop.run_once(SHARED)
+    loop.end()
+    again = a_loop(home, a_trainer(home))
+    if other == "target":
+        home.store.registry.set_meta("target_id", "other")
+    else:
+        again.judge = None
+    again.resume()
+    assert again.trainer.versions == {}
+    again.end()
+    assert (home.store.home.path / trainer_file.NAME).exists()  # for who comes back to what was
+
+
+def test_an_expert_that_has_made_no_step_begins_as_it_would_have(home: Home) -> None:
+    home.trainer.update()
+    home.trainer._follow("sql")  # which is no domain any more
+    assert "sql" not in home.trainer.optimisers
+    memory = TrainerMemory(home.store.home.path, home.store.registry)
+    memory.keep(home.trainer, 0)
+    trainer = a_trainer(home)
+    memory.restore(trainer)
+    assert "sql" in trainer.versions
+    assert "sql" not in trainer.optimisers
+    assert not trainer.optimiser("code").settled
 
 
 @pytest.mark.parametrize("wrong", [-1, 10_000])
@@ -238,12 +324,22 @@ def spoilt(path: Path, how: str) -> None:
             tensors = {name: t for name, t in tensors.items() if not name.endswith("exp_avg")}
         elif how == "infinite":
             next(t for name, t in tensors.items() if name.endswith("weight")).fill_(torch.inf)
+        elif how == "another layer":
+            tensors["code/elsewhere/a/weight"] = torch.zeros(1)
+        elif how == "its own list":
+            tensors["vocabulary/code"] = torch.tensor([3, 10**6])
         else:
-            tensors["vocabulary"] = torch.tensor([0, 10**6])
+            tensors["vocabulary"] = torch.tensor([-1, *range(97)] if how == "below" else [0, 10**6])
         save_file(tensors, path, metadata={"words": words})
 
 
-@pytest.mark.parametrize("how", ["cut", "words", "no words", "noise", "missing", "infinite", "vocabulary"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("cut", "words", "no words", "noise", "missing", "infinite"),
+        *("vocabulary", "below", "its own list", "another layer"),
+    ],
+)
 def test_a_file_that_is_no_good_is_said_and_not_used(
     home: Home, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -253,6 +349,7 @@ def test_a_file_that_is_no_good_is_said_and_not_used(
     assert loop.trainer.versions == {}
     assert not loop.trainer.student.names
     assert "is not used" in caplog.text
+    assert not (home.store.home.path / trainer_file.NAME).exists()
     assert loop.run_once(SHARED) is not None  # from the live versions
 
 
@@ -291,8 +388,12 @@ def test_a_failure_is_said_once_and_learning_goes_on(
 ) -> None:
     learned(home)
     path = home.store.home.path / trainer_file.NAME
-    before = path.read_bytes()
-    monkeypatch.setattr(trainer_file, "sync", lambda path: (_ for _ in ()).throw(OSError(5, "broken")))
+    assert path.exists()
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise OSError(5, "broken")
+
+    monkeypatch.setattr(trainer_file, "save_file", broken)
     loop = restarted(home)
     caplog.set_level(logging.WARNING)
     for seed in (300, 400):
@@ -300,12 +401,11 @@ def test_a_failure_is_said_once_and_learning_goes_on(
         assert loop.run_once(SHARED) is not None
     loop.end()
     assert caplog.text.count("is not kept") == 1
-    assert path.read_bytes() == before
-    assert not (path.parent / trainer_file.SCRATCH).exists()
+    assert not list(path.parent.glob("trainer*"))  # nor one that is older than what serves
 
 
 def test_what_a_killed_trainer_had_begun_to_write_is_removed(home: Home) -> None:
-    scratch = home.store.home.path / trainer_file.SCRATCH
+    scratch = home.store.home.path / trainer_file.SCRATCH.format(4711)
     scratch.write_bytes(b"half")
     restarted(home)
     assert not scratch.exists()
@@ -353,7 +453,7 @@ def test_a_warm_start_leaves_it_alone(home: Home) -> None:
     assert path.read_bytes() == before
 
 
-def test_a_home_that_cannot_be_read_is_an_error(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_removed_is_an_error(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "unlink", lambda *_, **__: (_ for _ in ()).throw(PermissionError(13, "no")))
     (home.store.home.path / trainer_file.NAME).touch()
     with pytest.raises(StorageError):

@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 
 from moedraft.core import SHARED, UpdateRecord
 from moedraft.distill.joint.joint_trainer import JointTrainer
+from moedraft.distill.judging.judge import Judge
 from moedraft.distill.loop import DistillLoop, Update
 from moedraft.distill.memory.trainer_memory import TrainerMemory
 from moedraft.distill.pace.governor import news
 from moedraft.distill.pace.interval import Interval
 from moedraft.distill.single.trainer import OnStep
+from moedraft.learning_state import LearningKind
 from moedraft.storage.changes import is_pinned
 from moedraft.storage.versions.candidate import Candidate
 
@@ -46,7 +48,9 @@ class JointLoop(DistillLoop):
         super().resume()
         self.interval.resume()
         if self.memory is not None:
-            self.purges = self.memory.restore(self.trainer)
+            self.purges, kept = self.memory.restore(self.trainer, gated=self.judge is not None)
+            if isinstance(self.judge, Judge):
+                self.judge.kept |= kept
         self.trainer.last_id = int(self.store.registry.get_meta(f"trained:{SHARED}") or 0)
 
     def due(self) -> str | None:
@@ -77,9 +81,15 @@ class JointLoop(DistillLoop):
             self.memory.remove()
 
     def end(self) -> None:
-        """As `DistillLoop.end`. In the middle of an update there is nothing new to keep."""
-        if self.memory is not None and SHARED in self.trainer.versions:
-            self.memory.keep(self.trainer, self.purges, now=True)
+        """As `DistillLoop.end`. An update that was cut short has forgotten all; what was kept stays."""
+        if self.state.kind is not LearningKind.TRAINING:
+            self._keep(now=True)
+
+    def _keep(self, *, now: bool = False) -> None:
+        """Keep what the trainer has in memory."""
+        kept = self.judge.kept if isinstance(self.judge, Judge) else {} if self.judge else None
+        if self.memory is not None and self.trainer.learner is None:
+            self.memory.keep(self.trainer, self.purges, kept, now=now)
 
     def _dropped(self, candidates: Sequence[Candidate]) -> dict[str, Update]:
         dropped = super()._dropped(candidates)
@@ -146,8 +156,7 @@ class JointLoop(DistillLoop):
             # The time that the trainer was suspended is none of its own, but only the server knows it.
             seconds = min(sum(one.seconds for one in outcomes), time.process_time() - computing)
             self._pace(outcomes, seconds, is_fresh, left)
-        if self.memory is not None and self.trainer.learner is None:
-            self.memory.keep(self.trainer, self.purges)
+        self._keep()
         return updates.get(expert) or updates.get(SHARED)
 
     def _pace(self, outcomes: Sequence[UpdateRecord], seconds: float, is_fresh: bool, left: int) -> None:

@@ -59,7 +59,7 @@ class Judge:
         self.measure, self.store = Remembered(measure), store
         self.held_out = HeldOut(store.replay)
         self.second_look = SecondLook(measure, store)
-        self._kept: dict[str, tuple[int, int]] = {}  # the live version, and candidates kept since
+        self.kept: dict[str, tuple[int, int]] = {}  # the live version, and candidates kept since
         self._newest = -1  # record there was when candidates were judged last
         self.base_serves = base_serves
 
@@ -83,7 +83,7 @@ class Judge:
         for name, one in made.items():
             stays = name in verdicts and verdicts[name].decision == "keep"
             # Without new records a further look tells nothing new; it must not use up the candidate's time.
-            self._kept[name] = one.parent, kept[name] + (newest != before) if stays else 0
+            self.kept[name] = one.parent, kept[name] + (newest != before) if stays else 0
         return verdicts
 
     def untaught(self) -> frozenset[str]:
@@ -106,7 +106,7 @@ class Judge:
 
     def _kept_before(self, candidate: Candidate) -> int:
         """How many candidates were kept since the live version was published."""
-        parent, count = self._kept.get(candidate.expert, (0, 0))
+        parent, count = self.kept.get(candidate.expert, (0, 0))
         return count if parent == candidate.parent else 0
 
     def _alone(self, made: Candidate, kept: int, on_batch: OnBatch) -> Verdict:

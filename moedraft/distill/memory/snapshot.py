@@ -2,7 +2,8 @@
 
 A version holds the average of an adapter's weights over its last steps and, of an expert, the directions
 that matter. Training goes on from more: the weights of the last step, whole, the averages, and Adam's
-moments. With these a new trainer makes the same next update as the one before it would have made.
+moments. With these a new trainer makes the next update as the one before it would have made it, but for
+chance: whether an unsure record teaches its expert, and what a new adapter begins with, is drawn anew.
 
 Rows in which all of this is zero are left out: an expert's factor of the output layer has a row for each
 token that anybody drafts, and learns those of its own tokens only.
@@ -16,10 +17,10 @@ from typing import Literal
 import torch
 from pydantic import BaseModel
 
-from moedraft.core import SHARED
+from moedraft.core import SHARED, CorruptAdapter
 from moedraft.distill.averages import AVERAGE
 from moedraft.distill.joint.joint_trainer import JointTrainer
-from moedraft.feature.vocabulary import union
+from moedraft.feature.vocabulary import checked, union
 
 VOCABULARY = "vocabulary"  # the tokens that the student drafts; "vocabulary/NAME": an adapter's own
 MOMENTS = ("exp_avg", "exp_avg_sq", AVERAGE)  # in the optimiser's state of a factor, of the factor's shape
@@ -27,10 +28,15 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Stamp(BaseModel):
-    """The live version that an adapter's weights go on from; 0 before there is one."""
+    """The live version that an adapter's weights go on from, and the number that the next one would get.
 
-    version: int
+    Where another one was published since, the weights are no longer what the last trainer went on from, even
+    if the same version serves again.
+    """
+
+    version: int  # 0 before there is one
     created_at: float | None
+    following: int
 
 
 class Words(BaseModel):
@@ -41,6 +47,9 @@ class Words(BaseModel):
     purges: int  # of the home; with another number it may have learned from what is gone
     seed: int  # of the next draw of records
     adapters: dict[str, Stamp]
+    target: str | None = None  # whose words were learned from
+    gated: bool = True  # whether a gate decided on what was published
+    kept: dict[str, tuple[int, int]] = {}  # the gate's counts of candidates that it kept, see `Judge.kept`
     settled: dict[str, bool] = {}  # of the optimisers, see `AveragingAdamW`
 
 
@@ -66,22 +75,32 @@ def taken(trainer: JointTrainer, names: Mapping[str, Stamp]) -> Tensors:
 def restore(trainer: JointTrainer, words: Words, tensors: Mapping[str, torch.Tensor]) -> None:
     """Put the adapters that `words` names into a trainer's memory. Raises Unfit, and then none of them is."""
     try:
-        _widen(trainer, tensors)
+        _widen(trainer, _lists(trainer, tensors))
         for name, stamp in words.adapters.items():
             _restore(trainer, name, stamp.version, tensors)
-            trainer.optimiser(name).settled = words.settled.get(name, True)
-    except (KeyError, IndexError, RuntimeError, ValueError) as error:
+            if name in words.settled:
+                trainer.optimiser(name).settled = words.settled[name]
+    except (CorruptAdapter, KeyError, IndexError, RuntimeError, ValueError) as error:
         for name in {SHARED, *words.adapters}:
             trainer.forget(name)
+            trainer.vocabularies.restore(name, None)
         raise Unfit(str(error)) from error
     trainer.seed = words.seed
 
 
-def _widen(trainer: JointTrainer, tensors: Mapping[str, torch.Tensor]) -> None:
+def _lists(trainer: JointTrainer, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The tokens that the student drafted; all lists are looked at. Raises CorruptAdapter, KeyError."""
+    for name in tensors:
+        if name.partition("/")[0] == VOCABULARY:
+            checked(tensors[name], trainer.student.vocab_size)
+    return checked(tensors[VOCABULARY], trainer.student.vocab_size)
+
+
+def _widen(trainer: JointTrainer, wanted: torch.Tensor) -> None:
     """Have the student draft the tokens that it drafted then."""
     student = trainer.student
-    wanted = tensors[VOCABULARY].to(student.vocabulary.device)
-    if not torch.equal(union([student.vocabulary, wanted]), wanted) or int(wanted[-1]) >= student.vocab_size:
+    wanted = wanted.to(student.vocabulary.device)
+    if not torch.equal(union([student.vocabulary, wanted]), wanted):
         raise Unfit("it drafts other tokens")
     if len(wanted) > len(student.vocabulary):
         student.widen(wanted)
@@ -92,13 +111,15 @@ def _restore(trainer: JointTrainer, name: str, version: int, tensors: Mapping[st
     trainer.vocabularies.restore(name, tensors.get(f"{VOCABULARY}/{name}"))
     trainer.student.add(name)
     trainer.versions[name] = version
-    moved = trainer.optimiser(name)
-    for key, factor in _factors(trainer, name).items():
+    factors = _factors(trainer, name)
+    if {key.rpartition("/")[0] for key in tensors if key.startswith(f"{name}/")} != factors.keys():
+        raise Unfit("it changes other layers")
+    for key, factor in factors.items():
         factor.data = _unpacked(key, "weight", tensors, factor)
         if f"{key}/step" in tensors:
             step = tensors[f"{key}/step"].to(factor.device)
             state = {part: _unpacked(key, part, tensors, factor) for part in MOMENTS}
-            moved.state[factor] = {"step": step, **state}
+            trainer.optimiser(name).state[factor] = {"step": step, **state}
 
 
 def _factors(trainer: JointTrainer, name: str) -> dict[str, torch.nn.Parameter]:

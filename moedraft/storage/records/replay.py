@@ -255,6 +255,7 @@ class ReplayBuffer:
                 left = _of(select(replay.c.id).where(replay.c.id <= last), domain).limit(1)
                 more = connection.scalar(left) is not None
                 raise_counter(connection, PURGES)
+            trainer_file.remove(self._home.path)  # once more: a trainer may have written it just before
             self._home.checkpoint(wait=not more)  # until then the journal still holds them
         return count
 
