@@ -31,7 +31,7 @@ def of_runs(runs: Runs, pattern: str, name: str) -> dict[str, Any]:
     """The level of an arrangement, its gain on static, and what the default of its kind has more."""
     seeds = runs.seeds(pattern, STATIC, name)
     found = runs.of(pattern, name, seeds)
-    if not found or any(not run["stream"] for run in found):
+    if not found or not _whole(runs, pattern, seeds, found):
         return {}
     default = DEFAULT.get(name)
     return {
@@ -45,11 +45,17 @@ def compared(runs: Runs, pattern: str, one: str, other: str) -> Compared | None:
     """What `other` has more than `one`, prompt by prompt; None without seeds of both and of static."""
     seeds = runs.seeds(pattern, STATIC, one, other)
     both = [runs.of(pattern, name, seeds) for name in (one, other)]
-    if not seeds or any(not run["stream"] for found in both for run in found):
+    if not seeds or not all(_whole(runs, pattern, seeds, found) for found in both):
         return None
     before, after = (_by_prompt(runs, pattern, seeds, found) for found in both)
     each = tuple(_share(_rows(b)) - _share(_rows(a)) for a, b in zip(*both, strict=True))
     return Compared(change(first_guesses(before), first_guesses(after)), each)
+
+
+def _whole(runs: Runs, pattern: str, seeds: Sequence[int], found: Sequence[Found]) -> bool:
+    """Whether these served every request; what learns beforehand does not."""
+    pairs = zip(runs.of(pattern, STATIC, seeds), found, strict=True)
+    return all(0 < len(run["stream"]) == len(still["stream"]) for still, run in pairs)
 
 
 def _by_prompt(runs: Runs, pattern: str, seeds: Sequence[int], found: Sequence[Found]) -> Rows:
@@ -60,7 +66,7 @@ def _by_prompt(runs: Runs, pattern: str, seeds: Sequence[int], found: Sequence[F
     """
     sums: dict[tuple[str, ...], Rows] = {}
     for still, run in zip(runs.of(pattern, STATIC, seeds), found, strict=True):
-        for domain, known, row in zip(still["domains"], still["stream"], _rows(run), strict=False):
+        for domain, known, row in zip(still["domains"], still["stream"], _rows(run), strict=True):
             key = (domain, *map(str, known))
             sums[key] = sums.get(key, 0) + row
     return np.array(list(sums.values()))

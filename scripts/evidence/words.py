@@ -66,8 +66,8 @@ EQUAL_WEIGHTS = """\
   many weights take part in each guess. One adapter drafts the tokens of all experts' own lists as well.
 - **Experts as they are published**: with the
   [rank that they need](experiments.md#what-an-expert-needs-of-its-rank) in the runs of
-  [evidence-turns](evidence-turns.md); whole in runs from before 2026-11-26; cut further, which cost about
-  .005 of first guesses, in all others."""
+  [evidence-turns](evidence-turns.md), but for poisoned traffic; whole in runs from before 2026-11-26; cut
+  further, which cost about .005 of first guesses, in all others."""
 UNEQUAL_WEIGHTS = """\
 - **Weights**: an adapter that stands alone has the rank of two that stand on each other. It changes all
   layers, an expert the last layer and the output layer only, so one adapter has more weights at work."""
