@@ -329,7 +329,9 @@ def test_the_command_ends_cleanly_at_sigterm_and_refuses_a_second(rig: Rig, tmp_
     """A real process, whose draft base never loads: it is asked to end while it waits for its home."""
     hold = (
         "import moedraft.distill.following.follow as f, threading\n"
-        "class Loop: state = None\n"
+        "class Loop:\n"
+        "    state = None\n"
+        "    def end(self): pass\n"
         "f.build_loop = lambda *_: Loop()\n"
         "f.FollowingProcess.turn = lambda self: self.link.wait(0.05)\n"
     )
