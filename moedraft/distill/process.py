@@ -1,8 +1,8 @@
 """The trainer process: `python -m moedraft.distill.process`, started and watched by the server.
 
 It reads the home, learns when the engine has room, and hands finished candidates over to the server, which
-alone writes the home. The two exchange lines on stdin and stdout (see `messages`). The process ends when its
-stdin does. Whatever happens to it, serving goes on.
+alone writes the home's database and versions. The two exchange lines on stdin and stdout (see `messages`).
+The process ends when its stdin does. Whatever happens to it, serving goes on.
 """
 
 from __future__ import annotations

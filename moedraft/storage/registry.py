@@ -135,8 +135,8 @@ class Registry:
             connection.execute(delete(meta).where(meta.c.key.in_(keys)))
             connection.execute(update(experts).where(experts.c.name == name).values(updates=0))
             raise_generation(connection)
-        trainer_file.remove(self._home.path)
         self._home.checkpoint()  # until then the journal holds its records still
+        trainer_file.remove(self._home.path)
 
     # --- adapter versions (`domain` is a domain's name or SHARED)
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from evidence.arrangements import ARRANGEMENTS, GATED, ONE_ADAPTER, SERVED, STATIC
-from evidence.figures import Compared, Found, Rows, Runs, first_guesses
+from evidence.figures import Compared, Found, Rows, Runs, compared_in_json, first_guesses, in_json
 from evidence.streams import ONLY, POISONED, title_of
 from evidence.words import DASH, difference, number, table
-from moedraft.showcase.findings.estimates import Estimate, change, ratio
+from moedraft.showcase.findings.estimates import change, ratio
 
 ONE_WIDE, UNGATED = "mixed-replay:wide", "joint:wide"
 SHOWN = (STATIC, ONE_ADAPTER, GATED, ONE_WIDE, UNGATED, SERVED)
@@ -34,10 +34,11 @@ def of_runs(runs: Runs, pattern: str, name: str) -> dict[str, Any]:
     if not found or not _whole(runs, pattern, seeds, found):
         return {}
     default = DEFAULT.get(name)
+    more = {default: compared_in_json(compared(runs, pattern, name, default))} if default else {}
     return {
-        "level": _estimate(ratio(first_guesses(_by_prompt(runs, pattern, seeds, found)))),
-        "gain": None if name == STATIC else _said(compared(runs, pattern, STATIC, name)),
-        "default_more": {default: _said(compared(runs, pattern, name, default))} if default else {},
+        "level": in_json(ratio(first_guesses(_by_prompt(runs, pattern, seeds, found)))),
+        "gain": None if name == STATIC else compared_in_json(compared(runs, pattern, STATIC, name)),
+        "default_more": more,
     }
 
 
@@ -97,13 +98,3 @@ def _rows(run: Found) -> Rows:
 
 def _share(rows: Rows) -> float:
     return float(rows[:, 1].sum() / max(rows[:, 0].sum(), 1e-9))
-
-
-def _estimate(one: Estimate) -> dict[str, float]:
-    return {"value": one.value, "low": one.low, "high": one.high}
-
-
-def _said(one: Compared | None) -> dict[str, Any] | None:
-    if one is None:
-        return None
-    return _estimate(one.change.difference) | {"seeds": list(one.seeds), "verdict": one.verdict}

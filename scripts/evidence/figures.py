@@ -51,6 +51,16 @@ class Compared:
         return said if all(sign * one > 0 for one in self.seeds) else "open"
 
 
+def in_json(one: Estimate) -> dict[str, float]:
+    return {"value": one.value, "low": one.low, "high": one.high}
+
+
+def compared_in_json(one: Compared | None) -> dict[str, Any] | None:
+    if one is None:
+        return None
+    return in_json(one.change.difference) | {"seeds": list(one.seeds), "verdict": one.verdict}
+
+
 class Runs:
     """All runs that were found, by pattern and arrangement."""
 

@@ -10,14 +10,15 @@ from typing import Any
 from evidence import came, growth, tokens
 from evidence.arrangements import EQUAL_COST, GATED, JOINT, ONE_ADAPTER, SERVED, SERVED_EQUAL_COST, STATIC
 from evidence.figures import (
-    Compared,
     Found,
     Runs,
     against,
     arrival,
+    compared_in_json,
     cost,
     cpu_seconds,
     forgotten,
+    in_json,
     level,
     lowest,
     measured_at,
@@ -26,7 +27,6 @@ from evidence.figures import (
     tokens_per_step,
 )
 from moedraft.distill.judging.gate import CONFIRMED
-from moedraft.showcase.findings.estimates import Estimate
 
 TENTH = 0.1
 BEFORE = "bfloat16"  # of the target, in runs that do not tell it: they were made on one kind of processor
@@ -59,25 +59,25 @@ def summary(runs: Runs) -> dict[str, Any]:
 def of_runs(runs: Runs, pattern: str, name: str) -> dict[str, Any]:
     """One arrangement under one pattern of traffic; None for what cannot be said."""
     found, held = runs.of(pattern, name), _held(runs, pattern)
-    gain = _compared(against(runs, pattern, STATIC, name))
+    gain = compared_in_json(against(runs, pattern, STATIC, name))
     updates = sum(len(run["updates"]) for run in found)
     result = {
         "seeds": len(found),
-        "first_guess": _estimate(level(found)),
-        "tokens": _estimate(level(found, tokens_per_step)),
+        "first_guess": in_json(level(found)),
+        "tokens": in_json(level(found, tokens_per_step)),
         "gain": gain,
-        "tokens_gain": _compared(against(runs, pattern, STATIC, name, tokens_per_step)),
+        "tokens_gain": compared_in_json(against(runs, pattern, STATIC, name, tokens_per_step)),
         "default_more": {
-            default: _compared(against(runs, pattern, name, default))
+            default: compared_in_json(against(runs, pattern, name, default))
             for default in (JOINT, GATED, SERVED, EQUAL_COST, SERVED_EQUAL_COST)
             if default != name
         },
         "came": came.of_runs(runs, pattern, name),
-        "domains": {d: _compared(against(runs, pattern, STATIC, name, domains=[d])) for d in held},
+        "domains": {d: compared_in_json(against(runs, pattern, STATIC, name, domains=[d])) for d in held},
         "lowest": {d: _lowest(runs, pattern, name, d) for d in held},
         "measured": measured_at(found),
         "grown": growth.grown(runs, pattern, name),
-        "forgotten": _compared(forgotten(found)),
+        "forgotten": compared_in_json(forgotten(found)),
         "seconds": median(run.get("seconds", 0) for run in found),
         "updates": updates,
         "cpu_seconds": sum(map(cpu_seconds, found)),
@@ -105,8 +105,8 @@ def _groups(runs: Runs, pattern: str, name: str, held: Sequence[str]) -> dict[st
     return {
         group: {
             "seeds": len(runs.seeds(pattern, STATIC, name)),
-            "gain": _compared(against(runs, pattern, STATIC, name, domains=domains)),
-            "more": _compared(against(runs, pattern, ONE_ADAPTER, name, domains=domains))
+            "gain": compared_in_json(against(runs, pattern, STATIC, name, domains=domains)),
+            "more": compared_in_json(against(runs, pattern, ONE_ADAPTER, name, domains=domains))
             if name != ONE_ADAPTER
             else None,
         }
@@ -175,7 +175,7 @@ def _lowest(runs: Runs, pattern: str, name: str, domain: str) -> dict[str, Any] 
     if one is None:
         return None
     places = {"requests": one.requests, "served": list(one.served), "measured": list(one.measured)}
-    return (_compared(one.compared) or {}) | places
+    return (compared_in_json(one.compared) or {}) | places
 
 
 def _streamed(found: Sequence[Found]) -> dict[str, Any]:
@@ -183,8 +183,8 @@ def _streamed(found: Sequence[Found]) -> dict[str, Any]:
     if any(len(run["stream"]) < 1 / TENTH for run in found):
         return {}
     return {
-        "first_tenth": _estimate(stream_part(found, 0, TENTH)),
-        "last_tenth": _estimate(stream_part(found, 1 - TENTH, 1)),
+        "first_tenth": in_json(stream_part(found, 0, TENTH)),
+        "last_tenth": in_json(stream_part(found, 1 - TENTH, 1)),
     }
 
 
@@ -198,13 +198,3 @@ def routed_right(runs: Runs, pattern: str) -> float:
 def _held(runs: Runs, pattern: str) -> list[str]:
     some = next(run for (p, _), found in runs.by_name.items() if p == pattern for run in found.values())
     return list(dict.fromkeys(some["held_out"]))
-
-
-def _estimate(one: Estimate) -> dict[str, float]:
-    return {"value": one.value, "low": one.low, "high": one.high}
-
-
-def _compared(one: Compared | None) -> dict[str, Any] | None:
-    if one is None:
-        return None
-    return _estimate(one.change.difference) | {"seeds": list(one.seeds), "verdict": one.verdict}

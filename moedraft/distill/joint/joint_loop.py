@@ -86,10 +86,11 @@ class JointLoop(DistillLoop):
             self._keep(now=True)
 
     def _keep(self, *, now: bool = False) -> None:
-        """Keep what the trainer has in memory."""
-        kept = self.judge.kept if isinstance(self.judge, Judge) else {} if self.judge else None
-        if self.memory is not None and self.trainer.learner is None:
-            self.memory.keep(self.trainer, self.purges, kept, now=now)
+        """Keep what the trainer has in memory, unless one expert alone is learning."""
+        if self.memory is None or self.trainer.learner is not None:
+            return
+        counts = self.judge.kept if isinstance(self.judge, Judge) else {}
+        self.memory.keep(self.trainer, self.purges, None if self.judge is None else counts, now=now)
 
     def _dropped(self, candidates: Sequence[Candidate]) -> dict[str, Update]:
         dropped = super()._dropped(candidates)

@@ -1,4 +1,4 @@
-"""Keeps a joint trainer's memory in its home, and gives it back to the trainer that is started next.
+"""Keeps what a joint trainer has in memory in a file of its home, for the trainer that is started next.
 
 It is written after updates, seldom enough to spare the disk, and when the process ends between two updates.
 What is lost otherwise is what was learned since, beside the published versions. What the gate has seen of

@@ -255,8 +255,8 @@ class ReplayBuffer:
                 left = _of(select(replay.c.id).where(replay.c.id <= last), domain).limit(1)
                 more = connection.scalar(left) is not None
                 raise_counter(connection, PURGES)
-            trainer_file.remove(self._home.path)  # once more: a trainer may have written it just before
             self._home.checkpoint(wait=not more)  # until then the journal still holds them
+        trainer_file.remove(self._home.path)  # once more: a trainer may have written it meanwhile
         return count
 
     def _drawable(self, domain: str | None, target_id: str | None, min_id: int = 0) -> dict[str, list[Held]]:
