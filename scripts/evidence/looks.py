@@ -18,7 +18,7 @@ from moedraft.showcase.findings.picture import BLUE, GREY, INK, ORANGE, STYLE
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-NARROW = "joint+gate:further"
+NARROW, ONE_WIDE = "joint+gate:further", "mixed-replay:wide"
 LOOK = STYLE | {"font.size": 10, "axes.titlesize": 11, "axes.titlepad": 8}
 COLOURS = {
     STATIC: GREY,
@@ -31,6 +31,7 @@ COLOURS = {
     GATED: INK,
     "offline": "#c9b458",
     NARROW: "#e589b4",
+    ONE_WIDE: "#8c5a14",  # the rival of the next one, which learns as often
     SERVED: "#c2187a",
 }
 Draw = Callable[[Any, Runs, str], None]
