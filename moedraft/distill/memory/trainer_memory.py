@@ -44,8 +44,8 @@ class TrainerMemory:
         was published since, is left to be loaded from storage. A file that cannot be used is logged and
         removed, and learning goes on without it. Raises StorageError for the database.
 
-        gated: whether a gate decides on what is published. Where none does, what was trained under a gate is not
-        used, since it may hold candidates that the gate has kept back.
+        gated: whether a gate decides on what is published. Where none does, what was trained under a gate is
+        not used, since it may hold candidates that the gate has kept back.
         """
         purges = self.registry.purges()
         try:
