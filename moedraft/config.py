@@ -94,6 +94,13 @@ class Settings(BaseSettings):
         "auto",
         description="who guesses: the draft model or lookup in the text; auto: the better one for each row",
     )
+    lookup_answers: int = Field(
+        32768,
+        ge=0,
+        le=1 << 22,
+        description="tokens of earlier answers of each domain, and of all together, that lookup searches "
+        "besides the row's own text; 0: none",
+    )
     verification: Literal["chain", "block", "coupled"] = Field(
         "chain",
         description="the rule of sampled rows: chain judges token by token, block a whole draft, which keeps "

@@ -12,8 +12,11 @@ turns:
     experts             the same with shared adapter and experts, after the stream
     one adapter         the same with one adapter for all domains (`selector = "fixed"`), as large as those
                         two, that has learned from the same requests
-    lookup              guesses from the text alone
-    ... + lookup        both, the better one for each row
+    lookup              guesses from the prompt's and the answer's own text alone
+    lookup in answers   the same, and from the earlier answers of the domain (`lookup_answers`)
+    ... + lookup        drafter and lookup in the own text, the better one for each row
+    ... + lookup in answers
+                        drafter and lookup in both, as a server has it
 
 Reported are, with 95 % intervals over the prompts (bootstrap, paired): tokens per second at batch 1 and at
 batch 8 with all domains mixed, tokens per target step, and the share of the target's tokens that the
@@ -43,6 +46,7 @@ from moedraft.distill.assembly import build_loop
 from moedraft.distill.joint.joint_loop import JointLoop
 from moedraft.distill.loop import DistillLoop
 from moedraft.drafting.base import load_base
+from moedraft.drafting.lookup.drafter import LookupDrafter
 from moedraft.showcase.bench import surroundings
 from moedraft.showcase.findings.estimates import Estimate, change, quotient, ratio
 from moedraft.showcase.measure import (
@@ -55,14 +59,17 @@ from moedraft.system.build import System, assemble, open_store, opened
 from moedraft.system.domains.registering import register_all
 
 DOMAINS = "sql_en,code_python,math_en,docs_fr,docs_ja,support"
-ONE = "one adapter"
+ONE, ANSWERS = "one adapter", "lookup in answers"
 SOURCES = {
     "static": "model",
     "experts": "model",
     ONE: "model",
     "lookup": "lookup",
+    ANSWERS: "lookup",
     "experts + lookup": "auto",
     f"{ONE} + lookup": "auto",
+    f"experts + {ANSWERS}": "auto",
+    f"{ONE} + {ANSWERS}": "auto",
 }
 BATCHED = ("plain", *SOURCES)  # that are measured in full batches
 QUEUE = 5  # requests that one place in the batch serves of a queue
@@ -82,6 +89,10 @@ class Systems:
         self.budgets = {
             name: copy.deepcopy(self.of(name).engine.chooser.budget) for name in ("plain", *SOURCES)
         }
+        self.lookups = {
+            name: LookupDrafter(self.of(name).engine.chooser.lookup.past if name.endswith(ANSWERS) else None)
+            for name in SOURCES
+        }
         self.budgets["static"].acceptance.clear()  # what is known there is the experts' acceptance
 
     def of(self, name: str) -> System:
@@ -95,7 +106,8 @@ class Systems:
     def serving(self, name: str) -> Iterator[None]:
         """The engine as this system; `plain` is what requests ask for themselves."""
         source, system = SOURCES.get(name, "auto"), self.of(name)
-        drafting = system.engine.chooser.using(self.budgets[name], source)  # type: ignore[arg-type]
+        chooser, lookup = system.engine.chooser, self.lookups.get(name)
+        drafting = chooser.using(self.budgets[name], source, lookup=lookup)  # type: ignore[arg-type]
         with drafting, only_base(system, name == "static"):
             yield
 
@@ -239,8 +251,14 @@ def figures(found: Answered, hits: dict[str, list[Pair]]) -> dict[str, Any]:
         "experts + lookup / lookup": {
             "tokens_per_second": rounded(quotient(speed["experts + lookup"], speed["lookup"]))
         },
-        f"experts + lookup / {ONE} + lookup": {
-            "tokens_per_second": rounded(quotient(speed["experts + lookup"], speed[f"{ONE} + lookup"]))
+        **{
+            f"experts + {kind} / {ONE} + {kind}": {
+                "tokens_per_second": rounded(quotient(speed[f"experts + {kind}"], speed[f"{ONE} + {kind}"]))
+            }
+            for kind in ("lookup", ANSWERS)
+        },
+        f"experts + {ANSWERS} / experts + lookup": {
+            "tokens_per_second": rounded(quotient(speed[f"experts + {ANSWERS}"], speed["experts + lookup"]))
         },
         "first_step": {
             "static": rounded(gain.before),

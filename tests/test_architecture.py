@@ -41,6 +41,7 @@ ROOMS = {
     "drafting/experts": (7, 780),
     "drafting/heads": (3, 320),
     "drafting/lengths": (4, 550),
+    "drafting/lookup": (5, 400),
     "engine": (15, 1600),
     "feature": (8, 1040),
     "feature/training": (5, 650),
@@ -67,6 +68,7 @@ ROOMS = {
     "storage/versions": (5, 715),
     "storage/migrations": (18, 450),  # one more for each change of the schema
     "system": (5, 700),
+    "system/sources": (3, 250),
     "system/domains": (5, 540),
 }
 

@@ -14,7 +14,8 @@ from moedraft.core import Sequence
 from moedraft.drafting.drafter import ExpertDrafter, NoDrafter
 from moedraft.drafting.lengths.acceptance import RowAcceptance
 from moedraft.drafting.lengths.budget import Budget, StopRule, survival_of
-from moedraft.drafting.lookup import LookupDrafter
+from moedraft.drafting.lookup.drafter import LookupDrafter
+from moedraft.drafting.lookup.past_answers import PastAnswers
 from moedraft.evidence import Evidence, Proposal, Rows
 
 DraftSource = Literal["auto", "model", "lookup"]
@@ -42,9 +43,10 @@ class Chooser:
         source: DraftSource = "auto",
         *,
         catch_up: CatchUp | None = None,
+        past: PastAnswers | None = None,
     ) -> None:
-        """catch_up: the model's own, or that with something around it, such as a timer."""
-        self.model, self.lookup = model, LookupDrafter()
+        """catch_up: the model's own, or that with something around it, such as a timer. past: for lookup."""
+        self.model, self.lookup = model, LookupDrafter(past)
         self.budget, self.limits = budget, limits
         self.source: DraftSource = source
         self._catch_up = catch_up or model.catch_up
@@ -66,21 +68,23 @@ class Chooser:
         budget: Budget | None = None,
         source: DraftSource | None = None,
         fixed_length: int | None = None,
+        lookup: LookupDrafter | None = None,
     ) -> Iterator[None]:
         """While the block runs, draft by these instead of what was set at the start. The engine must be idle.
 
-        budget: decides what is drafted and learns from it; systems that are compared on one engine need one
-        each, or one would draft by the others' acceptance. fixed_length: tokens that every row is drafted
-        for, whether that pays or not.
+        budget, lookup: decide what is drafted and learn from it; systems that are compared on one engine need
+        one of each, or one would draft by the others' acceptance. fixed_length: tokens that every row is
+        drafted for, whether that pays or not.
         """
-        before = self.budget, self.source, self.limits
+        before = self.budget, self.source, self.limits, self.lookup
         self.budget, self.source = budget or self.budget, source or self.source
+        self.lookup = lookup or self.lookup
         if fixed_length is not None:
             self.limits = replace(self.limits, num_speculative_tokens=fixed_length, adaptive=False)
         try:
             yield
         finally:
-            self.budget, self.source, self.limits = before
+            self.budget, self.source, self.limits, self.lookup = before
 
     def propose(self, rows: Rows) -> Proposal:
         """Guess for every row that wants it; nothing where drafting does not pay."""
@@ -128,7 +132,7 @@ class Chooser:
         certain = self.limits.num_speculative_tokens if self.source == "lookup" else 0
         longest = {True: certain, False: self.budget.longest}
         limits = [min(self._room(row), longest[f]) for row, f in zip(rows.sequences, fixed, strict=True)]
-        return self.lookup.propose(rows, limits)
+        return self.lookup.propose(rows, limits, weighed=[not f for f in fixed])
 
     def _limit(self, row: Sequence, fixed: bool) -> int:
         """The most tokens that the model may draft for this row."""

@@ -6,7 +6,7 @@ from copy import copy
 from itertools import zip_longest
 
 from moedraft.core import SHARED, FinishReason, RequestOutput, Sequence
-from moedraft.drafting.lookup import LookupDrafter
+from moedraft.drafting.lookup.drafter import LookupDrafter
 from moedraft.engine.detokenizer import Detokenizer
 from moedraft.evidence import NOBODY, Evidence
 from moedraft.speculation import SpeculationStats

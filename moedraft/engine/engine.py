@@ -22,12 +22,13 @@ from moedraft.core import SHARED, FinishReason, InvalidRequest, RequestOutput, S
 from moedraft.drafting.chooser import Chooser, DraftLimits, DraftSource
 from moedraft.drafting.drafter import CausalModel, ExpertDrafter
 from moedraft.drafting.lengths.budget import Budget
+from moedraft.drafting.lookup.past_answers import PastAnswers
 from moedraft.drafting.timer import RoundTimer
 from moedraft.engine.answers import WholeAnswers
 from moedraft.engine.capture import Capture
 from moedraft.engine.commit import commit, output_of, stamp_first_tokens
 from moedraft.engine.detokenizer import Detokenizer
-from moedraft.engine.port import AdapterSource, EngineFigures, Learner, NoAdapters, OnOutput, Sink
+from moedraft.engine.port import AdapterSource, EngineFigures, Learner, OnOutput, Sink, Sources
 from moedraft.engine.prompts import Prompts
 from moedraft.engine.round import Round
 from moedraft.engine.scheduler import Scheduler
@@ -48,7 +49,7 @@ class Engine(WholeAnswers):
 
     `generate` and `stream`, of `WholeAnswers`, do the stepping themselves. closers: called at `close`, in
     their order. learners: besides the drafters and the budget, they are shown what every verification gave.
-    glance: is shown each whole answer before its slot is given away.
+    glance: is shown each whole answer before its slot is given away. past: answers that lookup searches.
     """
 
     def __init__(
@@ -71,26 +72,26 @@ class Engine(WholeAnswers):
         max_speculative_tokens: int = 8,
         adaptive_budget: bool = True,
         draft_source: DraftSource = "auto",
+        past: PastAnswers | None = None,
         verification: Verification = "chain",
         topk: int = 16,
         eos_token_ids: frozenset[int] = frozenset(),
     ) -> None:
         self.target, self.tokenizer, self.selector = target, tokenizer, selector
-        self.adapters, self._sinks = adapters or NoAdapters(), list(sinks)
+        self.adapters, self._sinks = adapters or Sources(), list(sinks)
         self.max_model_len = min(target.max_len, max_model_len or target.max_len)
         self.vocab_size, self.eos_token_ids = target.vocab_size, eos_token_ids
         self.timer, budget = RoundTimer(), Budget(max_speculative_tokens, target.ragged)
         limits = DraftLimits(self.max_model_len, num_speculative_tokens, adaptive_budget)
         fill, self._glance = self.timer.apart()(drafter.catch_up), self.timer.apart()(glance)
-        self.chooser = Chooser(drafter, budget, limits, draft_source, catch_up=fill)
+        self.chooser = Chooser(drafter, budget, limits, draft_source, catch_up=fill, past=past)
         self.runner = TargetRunner(target, max_batch_size, drafter.needs)
         self.capture, self._closers, self.truncate_prompts = Capture(topk), [*closers], truncate_prompts
         self.round = self._round(Verifier(verification), learners)
         self.scheduler = Scheduler(max_batch_size, self._swap)
         self.prompts = Prompts(self.scheduler, self.runner, self.chooser, prefill_chunk)
         self._sequences: dict[str, Sequence] = {}
-        self._texts: dict[str, Detokenizer] = {}
-        self._listeners: dict[str, OnOutput] = {}
+        self._texts, self._listeners = dict[str, Detokenizer](), dict[str, OnOutput]()
 
     def _round(self, verifier: Verifier, learners: Iterable[Learner]) -> Round:
         parts = self.runner, self.chooser, verifier, self.capture

@@ -43,11 +43,15 @@ class AdapterSource(Protocol):
         """Called between two steps; resets `draft_cached` of sequences whose draft cache became stale."""
 
 
-class NoAdapters:
-    """For an engine whose adapters never change."""
+class Sources:
+    """Several of these, asked one after another; none for an engine whose adapters never change."""
+
+    def __init__(self, *sources: AdapterSource) -> None:
+        self.sources = sources
 
     def refresh(self, running: Iterable[Sequence], *, now: bool = False) -> None:
-        """There are no versions to load."""
+        for source in self.sources:
+            source.refresh(running, now=now)
 
 
 class ServingEngine(Protocol):

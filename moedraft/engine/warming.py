@@ -8,15 +8,14 @@ drafts, the number of rows and the models' types; so rounds of all kinds are run
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from time import monotonic
 from typing import Any
 
 from moedraft.core import SHARED, SamplingParams, Sequence
 from moedraft.drafting.chooser import DraftSource
 from moedraft.drafting.lengths.budget import Budget
-from moedraft.drafting.lookup import SHORTEST, LookupDrafter, Match
+from moedraft.drafting.lookup.drafter import LookupDrafter
+from moedraft.drafting.lookup.matches import SHORTEST, Match
 from moedraft.engine.engine import Engine
 
 log = logging.getLogger(__name__)
@@ -30,7 +29,7 @@ FILTERED: dict[str, Any] = {"temperature": 1.0, "top_k": 5, "top_p": 0.9, "min_p
 class SureDrafter(LookupDrafter):
     """As if something were found for every row in its own text, whatever that is."""
 
-    def find(self, row: Sequence, count: int) -> Match | None:
+    def find(self, row: Sequence, count: int, widely: bool = False) -> Match | None:
         return Match(SHORTEST, [0] * count) if count else None
 
 
@@ -76,8 +75,7 @@ def _rounds(engine: Engine, rows: int) -> None:
         for sampling in (GREEDY, SAMPLED, FILTERED):
             _run(engine, rows, length, sampling)
         if length:  # in rows that are not filtered, what verifies these is what verifies greedy rows
-            with _sure(engine):
-                _run(engine, rows, length, FILTERED, source="lookup")
+            _run(engine, rows, length, FILTERED, source="lookup")
 
 
 def _run(
@@ -91,20 +89,11 @@ def _run(
     prompts = [[row % engine.vocab_size] * TOKENS for row in range(rows)]
     ids = [engine.add(prompt, params, expert=SHARED, counted=False) for prompt in prompts]
     try:
-        with engine.chooser.using(budget=budget, source=source, fixed_length=length):
+        lookup = SureDrafter()
+        with engine.chooser.using(budget, source, fixed_length=length, lookup=lookup):
             while engine.has_work and engine.scheduler.num_ready < rows:
                 engine.step()
             engine.step()
     finally:
         for request_id in ids:
             engine.abort(request_id)
-
-
-@contextmanager
-def _sure(engine: Engine) -> Iterator[None]:
-    before = engine.chooser.lookup
-    engine.chooser.lookup = SureDrafter()
-    try:
-        yield
-    finally:
-        engine.chooser.lookup = before

@@ -20,8 +20,10 @@ from moedraft.drafting.base import DraftBase, drafter_of, load_base
 from moedraft.drafting.drafter import ExpertDrafter
 from moedraft.drafting.experts.lora import ExpertBank
 from moedraft.drafting.glances import glances_of
+from moedraft.drafting.lookup.past_answers import PastAnswers
 from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine
+from moedraft.engine.port import Sources
 from moedraft.models import LanguageModel, load_by
 from moedraft.routing.bert import BertRouter
 from moedraft.routing.embedder import Embedder
@@ -32,7 +34,8 @@ from moedraft.storage.changes import REFIT, knows_deleted, last_refit
 from moedraft.storage.db import DATABASE
 from moedraft.storage.store import GENERAL_LIST, TARGET_ID, Store
 from moedraft.system.domains.registering import refit
-from moedraft.system.loader import AdapterLoader
+from moedraft.system.sources.loader import AdapterLoader
+from moedraft.system.sources.past_answers import PastAnswersKeeper
 from moedraft.system.recorder import Recorder
 
 ROUTER_FOLDER = "router"
@@ -141,6 +144,8 @@ def assemble(settings: Settings, store: Store, target: LanguageModel, draft: Dra
     selector = selector_of(settings, router, drafter, bank)
     loader = AdapterLoader(store, bank, tend_memory=settings.cpu_fast_paths)
     recorder = Recorder(store, target.weights_hash(), bank.base_hash)
+    past = PastAnswers(settings.lookup_answers)
+    keeper = PastAnswersKeeper(store, past, recorder.target_id)
     store.registry.set_meta(TARGET_ID, recorder.target_id)
     store.registry.set_meta(GENERAL_LIST, general_list(bank))
     engine = Engine(
@@ -148,8 +153,8 @@ def assemble(settings: Settings, store: Store, target: LanguageModel, draft: Dra
         target.tokenizer,
         drafter,
         selector,
-        adapters=loader,
-        sinks=[recorder],
+        adapters=Sources(loader, keeper),
+        sinks=[recorder, keeper],
         closers=[selector.close, loader.close, recorder.close, store.close],
         glance=glances_of(drafter, draft, bank, settings.draft_source),
         max_batch_size=settings.max_batch_size,
@@ -158,13 +163,14 @@ def assemble(settings: Settings, store: Store, target: LanguageModel, draft: Dra
         truncate_prompts=settings.long_prompts == "truncate",
         num_speculative_tokens=settings.num_speculative_tokens,
         draft_source=settings.draft_source,
+        past=past,
         verification=settings.verification,
         max_speculative_tokens=settings.max_speculative_tokens,
         adaptive_budget=settings.adaptive_budget,
         topk=settings.topk,
         eos_token_ids=target.eos_token_ids,
     )
-    loader.refresh([], now=True)
+    engine.refresh(now=True)
     return System(settings, store, router, target, draft, bank, loader, recorder, engine)
 
 

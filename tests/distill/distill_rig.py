@@ -14,8 +14,8 @@ from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine
 from moedraft.routing.selector import FixedSelector
 from moedraft.storage.store import Store
-from moedraft.system.loader import AdapterLoader
 from moedraft.system.recorder import Recorder
+from moedraft.system.sources.loader import AdapterLoader
 
 from random_models import VOCAB, prompts_of, random_model
 from tiny import NumberTokenizer

@@ -20,8 +20,8 @@ from moedraft.drafting.experts.lora import ExpertBank
 from moedraft.kernels import divergence, linear_divergence
 from moedraft.learning_state import paused
 from moedraft.models import LanguageModel
-from moedraft.system.loader import AdapterLoader
 from moedraft.system.recorder import LEARNING
+from moedraft.system.sources.loader import AdapterLoader
 
 from random_models import VOCAB, random_model
 

@@ -345,7 +345,7 @@ def test_each_drafter_learns_from_its_own_rows() -> None:
     assert made.sources == ["lookup", "model", NOBODY]
     looked = one.lookup.find(rows.sequences[0], 1)
     assert looked is not None
-    rates = one.lookup._acceptance[True].rates
+    rates = one.lookup._acceptance[True, False].rates
     before = rates[looked.length]
     evidence = evidence_of(rows, made, [0, 1, 0])
     one.observe(evidence)

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from moedraft.core import SamplingParams, Sequence
-from moedraft.drafting import lookup
 from moedraft.drafting.lengths.budget import survival_of
-from moedraft.drafting.lookup import LONGEST, SHORTEST, LookupDrafter, Match, MatchAcceptance, SuffixIndex
+from moedraft.drafting.lookup import own_text
+from moedraft.drafting.lookup.drafter import LookupDrafter
+from moedraft.drafting.lookup.matches import LONGEST, SHORTEST, Match, MatchAcceptance
+from moedraft.drafting.lookup.own_text import REACH, SuffixIndex
 from moedraft.evidence import NOBODY, Evidence, Rows
 from moedraft.sampling import SamplingBatch
 
@@ -40,7 +42,7 @@ def brute(tokens: list[int], count: int) -> Match | None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_it_finds_what_looking_everywhere_finds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookup, "CANDIDATES", 10_000)
+    monkeypatch.setattr(own_text, "CANDIDATES", 10_000)
     rng = random.Random(seed)
     tokens = [rng.randrange(4) for _ in range(rng.randrange(1, 6))]
     index = SuffixIndex(len(tokens))
@@ -61,9 +63,9 @@ def test_a_loop_is_guessed_beyond_its_end() -> None:
 
 def test_few_candidates_are_compared_and_only_the_near_past() -> None:
     """A text of one pair over and over costs no more than any other; what stands far back is not searched."""
-    far = [1, 2, 3, 4] + [5] * lookup.REACH + [1, 2]
+    far = [1, 2, 3, 4] + [5] * REACH + [1, 2]
     assert SuffixIndex(len(far)).find(far, 2) is None
-    near = [1, 2, 3, 4] + [5] * (lookup.REACH - 6) + [1, 2]
+    near = [1, 2, 3, 4] + [5] * (REACH - 6) + [1, 2]
     assert SuffixIndex(len(near)).find(near, 2) == Match(2, [3, 4])
 
 

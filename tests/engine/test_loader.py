@@ -23,7 +23,7 @@ from moedraft.drafting.experts.adapter import PREFIX
 from moedraft.drafting.experts.lora import ExpertBank, Prepared
 from moedraft.storage.store import Store
 from moedraft.storage.versions.adapter_files import sealed
-from moedraft.system.loader import AdapterLoader
+from moedraft.system.sources.loader import AdapterLoader
 
 from random_models import VOCAB, random_model
 
@@ -43,7 +43,7 @@ def bank() -> ExpertBank:
 
 @pytest.fixture
 def loader(store: Store, bank: ExpertBank, monkeypatch: pytest.MonkeyPatch) -> Iterator[AdapterLoader]:
-    monkeypatch.setattr("moedraft.system.loader.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("moedraft.system.sources.loader.POLL_SECONDS", 0.0)
     made = AdapterLoader(store, bank)
     made.refresh([], now=True)
     made.load_beside()
@@ -110,7 +110,7 @@ def logits(bank: ExpertBank, expert: str) -> torch.Tensor:
 def test_who_knows_of_something_new_is_not_told_to_wait(
     loader: AdapterLoader, store: Store, bank: ExpertBank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moedraft.system.loader.POLL_SECONDS", 1000.0)
+    monkeypatch.setattr("moedraft.system.sources.loader.POLL_SECONDS", 1000.0)
     loader.refresh([])
     made = publish(store, bank, "code")
     with monkeypatch.context() as patch:
@@ -244,7 +244,7 @@ BAD = {
 def test_a_version_that_does_not_fit_is_refused_and_the_older_one_serves(
     store: Store, bank: ExpertBank, weights: bytes, beside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moedraft.system.loader.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("moedraft.system.sources.loader.POLL_SECONDS", 0.0)
     older, newer = publish(store, bank, "code"), publish(store, bank, "code")
     only, other = publish(store, bank, SHARED), publish(store, bank, "prose")
     spoil(store, bank, "code", newer, weights)
@@ -268,7 +268,7 @@ def test_memory_of_replaced_weights_is_given_back_only_where_that_is_wanted(
     given_back: list[int] = []
     number = publish(store, bank, "code")
     monkeypatch.setattr(
-        "moedraft.system.loader.return_free_memory", lambda: given_back.append(bank.version("code"))
+        "moedraft.system.sources.loader.return_free_memory", lambda: given_back.append(bank.version("code"))
     )
     loader = AdapterLoader(store, bank, tend_memory=tend_memory)
     loader.refresh([], now=True)
@@ -292,7 +292,7 @@ def test_without_memory_the_old_ones_serve_until_there_is_some(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A fault of ours is no other: it ends no step either."""
-    monkeypatch.setattr("moedraft.system.loader.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("moedraft.system.sources.loader.POLL_SECONDS", 0.0)
     tries: list[object] = []
 
     def fails(*_: object, **__: object) -> None:
@@ -330,7 +330,7 @@ def test_a_version_that_cannot_be_read_now_is_tried_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Too many open files, say. Meanwhile its ancestor serves, and nobody else waits."""
-    monkeypatch.setattr("moedraft.system.loader.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("moedraft.system.sources.loader.POLL_SECONDS", 0.0)
     older, newer = publish(store, bank, "code"), publish(store, bank, "code")
     other = publish(store, bank, "prose")
     load, loader = store.adapters.load, AdapterLoader(store, bank)
@@ -384,7 +384,7 @@ def test_what_fails_again_and_again_is_tried_ever_less_often(
         tries.append(clock.now)
         raise MemoryError
 
-    monkeypatch.setattr("moedraft.system.loader.time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr("moedraft.system.sources.loader.time", SimpleNamespace(monotonic=lambda: clock.now))
     loader = AdapterLoader(store, bank)
     loader.refresh([])
     made = publish(store, bank, "code")

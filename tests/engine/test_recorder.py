@@ -17,8 +17,8 @@ from moedraft.core import SHARED, Domain, SamplingParams, Sequence, StorageError
 from moedraft.drafting.experts.lora import ExpertBank
 from moedraft.learning_state import paused
 from moedraft.storage.store import Store
-from moedraft.system.loader import AdapterLoader
 from moedraft.system.recorder import LEARNING, Recorder, replay_record, script_of, size_of
+from moedraft.system.sources.loader import AdapterLoader
 
 from random_models import random_model
 

@@ -136,13 +136,18 @@ class ReplayBuffer:
             rows = connection.execute(query.limit(limit)).all()
         return list(decoded(rows))
 
-    def answers(self, domain: str, limit: int, min_id: int = 0) -> list[NDArray[np.int32]]:
-        """The tokens of the newest `limit` answers of `domain` with an id of at least `min_id`.
+    def answers(
+        self, domain: str, limit: int, min_id: int = 0, target_id: str | None = None
+    ) -> list[NDArray[np.int32]]:
+        """The tokens of the newest `limit` answers of `domain` with an id of at least `min_id`, newest first.
 
-        Nothing else of the records is decoded, which takes a fraction of the time.
+        With `target_id` only that target's. Nothing else of the records is decoded, which takes a fraction of
+        the time.
         """
         query = _of(select(replay.c.payload, replay.c.num_prompt_tokens), domain)
         query = query.where(replay.c.id >= min_id).order_by(replay.c.id.desc())
+        if target_id is not None:
+            query = query.where(replay.c.target_id == target_id)
         with self._home.read() as connection:
             return list(answers_in(connection.execute(query.limit(limit)).all()))
 
