@@ -34,9 +34,9 @@ from moedraft.storage.changes import REFIT, knows_deleted, last_refit
 from moedraft.storage.db import DATABASE
 from moedraft.storage.store import GENERAL_LIST, TARGET_ID, Store
 from moedraft.system.domains.registering import refit
+from moedraft.system.recorder import Recorder
 from moedraft.system.sources.loader import AdapterLoader
 from moedraft.system.sources.past_answers import PastAnswersKeeper
-from moedraft.system.recorder import Recorder
 
 ROUTER_FOLDER = "router"
 UNCOMPARED = (
