@@ -66,6 +66,7 @@ SOURCES = {
     ONE: "model",
     "lookup": "lookup",
     ANSWERS: "lookup",
+    f"static + {ANSWERS}": "auto",
     "experts + lookup": "auto",
     f"{ONE} + lookup": "auto",
     f"experts + {ANSWERS}": "auto",
@@ -93,7 +94,8 @@ class Systems:
             name: LookupDrafter(self.of(name).engine.chooser.lookup.past if name.endswith(ANSWERS) else None)
             for name in SOURCES
         }
-        self.budgets["static"].acceptance.clear()  # what is known there is the experts' acceptance
+        for name in (name for name in SOURCES if name.startswith("static")):
+            self.budgets[name].acceptance.clear()  # what is known there is the experts' acceptance
 
     def of(self, name: str) -> System:
         return self.one if name.startswith(ONE) else self.system
@@ -108,7 +110,7 @@ class Systems:
         source, system = SOURCES.get(name, "auto"), self.of(name)
         chooser, lookup = system.engine.chooser, self.lookups.get(name)
         drafting = chooser.using(self.budgets[name], source, lookup=lookup)  # type: ignore[arg-type]
-        with drafting, only_base(system, name == "static"):
+        with drafting, only_base(system, name.startswith("static")):
             yield
 
 
@@ -257,8 +259,11 @@ def figures(found: Answered, hits: dict[str, list[Pair]]) -> dict[str, Any]:
             }
             for kind in ("lookup", ANSWERS)
         },
-        f"experts + {ANSWERS} / experts + lookup": {
-            "tokens_per_second": rounded(quotient(speed[f"experts + {ANSWERS}"], speed["experts + lookup"]))
+        **{
+            f"experts + {ANSWERS} / {other}": {
+                "tokens_per_second": rounded(quotient(speed[f"experts + {ANSWERS}"], speed[other]))
+            }
+            for other in ("experts + lookup", f"static + {ANSWERS}", ANSWERS)
         },
         "first_step": {
             "static": rounded(gain.before),
