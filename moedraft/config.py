@@ -92,7 +92,7 @@ class Settings(BaseSettings):
     )
     draft_source: Literal["auto", "model", "lookup"] = Field(
         "auto",
-        description="who guesses: the draft model or lookup in the text; auto: the better one for each row",
+        description="who guesses: the draft model or lookup in texts; auto: the better one for each row",
     )
     lookup_answers: int = Field(
         32768,

@@ -21,7 +21,7 @@ class SpeculationStats:
     num_accepted_tokens: int = 0  # of these, accepted
     drafted_at: list[int] = field(default_factory=list)  # draft tokens by draft position 0, 1, …
     accepted_at: list[int] = field(default_factory=list)  # those accepted
-    num_lookup_tokens: int = 0  # draft tokens that were looked up in the text instead
+    num_lookup_tokens: int = 0  # draft tokens that were looked up in texts instead
     num_accepted_lookup_tokens: int = 0
     # Of `drafted_at` and `accepted_at`, what the shared adapter drafted: for a request without an expert, for
     # one that is not routed yet, or in place of its expert.

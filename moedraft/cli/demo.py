@@ -189,7 +189,7 @@ def domain_table(result: Result) -> Table:
 
 def system_table(result: Result) -> Table:
     """How fast each system answers."""
-    table = Table(title="Five ways to the same answers")
+    table = Table(title="Six ways to the same answers")
     for name in ("", "s per answer", "× plain", "tokens per step", "tokens/s alone", "tokens/s full batch"):
         table.add_column(name, justify="right" if name else "left")
     for one in result.systems:

@@ -1,4 +1,4 @@
-"""The phases of the demo: register, serve and learn, measure five systems in turns. Prints nothing."""
+"""The phases of the demo: register, serve and learn, measure six systems in turns. Prints nothing."""
 
 from __future__ import annotations
 
@@ -139,9 +139,9 @@ class Demo:
 
     def _measure(self, pace: Pace) -> Trials:
         comparison = Comparison(self.system, self.prompts.heldout, self.timed(pace))
-        self._begin("held-out prompts in a queue, eight at a time, five systems in turns")
+        self._begin("held-out prompts in a queue, eight at a time, six systems in turns")
         comparison.run_batches(with_short_answers(self.prompts.stream[-WARM_UP:], WARM_UP_TOKENS))
-        self._begin("held-out prompts one at a time, five systems in turns")
+        self._begin("held-out prompts one at a time, six systems in turns")
         return comparison.run(min(ALONE_SECONDS, ALL_SECONDS - sum(self.took.values())))
 
     def _facts(self, trials: Trials, pace: Pace) -> dict[str, str]:

@@ -1,6 +1,6 @@
-"""Held-out prompts answered by five systems: plain decoding, the static draft, experts, lookup, and both.
+"""Held-out prompts answered by six systems: plain decoding, the static draft, experts, lookups, and all.
 
-Both together are what a server does. The systems take turns, so that a slow minute of the machine hits all
+All together are what a server does. The systems take turns, so that a slow minute of the machine hits all
 alike. Prompts are answered in full batches, and as many of them as there is time for one at a time. First
 guesses are counted on plain decoding's answers to all prompts, also where there was no time for the others.
 """
@@ -15,17 +15,20 @@ from dataclasses import dataclass, field
 from moedraft.core import SHARED, RequestOutput, SamplingParams
 from moedraft.drafting.chooser import DraftSource
 from moedraft.drafting.lengths.budget import Budget
+from moedraft.drafting.lookup.drafter import LookupDrafter
 from moedraft.showcase.measure import AnswerRead, new_budget, only_base
 from moedraft.showcase.shipped import Query
 from moedraft.system.build import System
 
 PLAIN, STATIC, EXPERTS = "plain decoding", "static draft", "experts"
-LOOKUP, SERVED = "lookup in the text", "experts and lookup"
+LOOKUP, EARLIER = "lookup in the text", "lookup in earlier answers too"
+SERVED = "experts and both lookups"
 SOURCES: dict[str, DraftSource] = {
     PLAIN: "model",  # its requests ask for no draft
     STATIC: "model",
     EXPERTS: "model",
     LOOKUP: "lookup",
+    EARLIER: "lookup",
     SERVED: "auto",
 }
 SYSTEMS = tuple(SOURCES)
@@ -71,7 +74,7 @@ class Trials:
 
 
 class Comparison:
-    """Runs the five systems on one engine. Each has a draft budget of its own, as if it served alone.
+    """Runs the six systems on one engine. Each has a budget and a lookup of its own, as if it served alone.
 
     What they answer is left out of the home's statistics, which are of the stream.
     """
@@ -81,6 +84,8 @@ class Comparison:
         self.system = system
         self.trials = Trials(queries, timed)
         self.budgets: dict[str, Budget] = {name: new_budget(system) for name in SYSTEMS}
+        earlier = system.engine.chooser.lookup.past
+        self.lookups = {name: LookupDrafter(None if name == LOOKUP else earlier) for name in SYSTEMS}
 
     def run_batches(self, warm_up: list[Query], on_prompt: OnPrompt = lambda done: None) -> Trials:
         """The prompts in two queues, so that batches are full until shortly before their ends; then guesses.
@@ -144,8 +149,9 @@ class Comparison:
     @contextmanager
     def _as(self, name: str) -> Iterator[None]:
         """The engine as this system."""
-        system, budget = self.system, self.budgets[name]
-        with system.engine.chooser.using(budget, SOURCES[name]), only_base(system, name == STATIC):
+        system, chooser = self.system, self.system.engine.chooser
+        drafting = chooser.using(self.budgets[name], SOURCES[name], lookup=self.lookups[name])
+        with drafting, only_base(system, name == STATIC):
             yield
 
     def _guess(self, query: Query, answer: list[int]) -> None:

@@ -39,7 +39,7 @@ def test_a_shorter_demo_still_has_every_domain() -> None:
 
 @pytest.mark.parametrize(("each", "rounds"), [(0.1, 8), (0.5, 3), (9.0, 2)])
 def test_a_slow_machine_times_fewer_held_out_prompts(each: float, rounds: int) -> None:
-    """`each`: seconds that a request of the stream took; five systems answer each held-out prompt."""
+    """`each`: seconds that a request of the stream took; six systems answer each held-out prompt."""
     prompts = shipped.chosen()
     demo = Demo(SimpleNamespace(), prompts)
     demo.points = [Point(n, 1.0) for n in range(128)]

@@ -30,7 +30,7 @@ ACCEPTANCE = (
     Column("accepted_tokens", "accepted", "count"),
     Column("acceptance_rate", "acceptance", "share"),
 )
-SOURCES = {"draft": "draft model", "text": "found in the text", "target": "target itself"}
+SOURCES = {"draft": "draft model", "text": "looked up in texts", "target": "target itself"}
 _DRAFTED = ("num_draft_tokens", "num_accepted_tokens")
 _SPEED = ("num_tokens", "num_steps")
 
@@ -62,7 +62,7 @@ def throughput(requests: Requests, grid: Grid) -> Table:
 
 
 def sources(requests: Requests, grid: Grid) -> Table:
-    """The sources of the tokens in each step: the draft model, a lookup in the text, or the target itself.
+    """The sources of the tokens in each step: the draft model, a lookup in texts, or the target itself.
 
     The target itself adds one token in each of its steps.
     """

@@ -38,7 +38,7 @@ class PrometheusMetrics:
         self._drafted = self._counter(f"{spec}_draft_tokens", "Draft tokens by this expert", EXPERT)
         self._accepted = self._counter(f"{spec}_accepted_tokens", "Of those, accepted", EXPERT)
         self._looked_up = self._counter(
-            f"{spec}_lookup_tokens", "Draft tokens looked up in the text, apart from the model's", EXPERT
+            f"{spec}_lookup_tokens", "Draft tokens looked up in texts, apart from the model's", EXPERT
         )
         self._lookup_accepted = self._counter(f"{spec}_accepted_lookup_tokens", "Of those, accepted", EXPERT)
         self._accepted_at = self._counter(

@@ -50,7 +50,7 @@ def page(result: Result, picture: str) -> str:
 <h1>moedraft demo</h1>
 {said}
 <img src="{html.escape(picture)}" alt="{ALT}">
-<h2>Five ways to the same answers</h2>
+<h2>Six ways to the same answers</h2>
 <table><tr><th>system</th><th>seconds per answer</th><th>against plain</th><th>tokens per step</th>
 <th>tokens/s, one at a time</th><th>tokens/s, full batch</th></tr>{systems}</table>
 <h2>By domain, static draft → experts</h2>

@@ -7,16 +7,17 @@ from typing import Any
 
 from moedraft.showcase.findings.estimates import Estimate
 from moedraft.showcase.findings.report import Result
-from moedraft.showcase.trials import EXPERTS, LOOKUP, PLAIN, SERVED, STATIC
+from moedraft.showcase.trials import EARLIER, EXPERTS, LOOKUP, PLAIN, SERVED, STATIC
 
 LOOK_BACK = 40  # requests that the line over the stream is a mean of
 GREY, BLUE, ORANGE, INK = "#97a3ae", "#1f5f99", "#d9822b", "#25313b"
-BARS = {PLAIN: "#c6ced5", STATIC: GREY, EXPERTS: BLUE, LOOKUP: GREY, SERVED: BLUE}
+BARS = {PLAIN: "#c6ced5", STATIC: GREY, EXPERTS: BLUE, LOOKUP: GREY, EARLIER: BLUE, SERVED: BLUE}
 NAMES = {
     PLAIN: "plain\ndecoding",
     STATIC: "static\ndraft",
     EXPERTS: "experts",
-    LOOKUP: "lookup",
+    LOOKUP: "lookup\nin the\ntext",
+    EARLIER: "lookup in\nearlier\nanswers",
     SERVED: "experts\n+ lookup,\nas served",
 }
 STYLE = {

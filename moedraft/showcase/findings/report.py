@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from moedraft.showcase.findings.estimates import Counts, Estimate, PairedChange, change, ratio
-from moedraft.showcase.trials import EXPERTS, LOOKUP, PLAIN, SERVED, STATIC, SYSTEMS, Trials
+from moedraft.showcase.trials import EARLIER, EXPERTS, LOOKUP, PLAIN, SERVED, STATIC, SYSTEMS, Trials
 
 LABELS = {
     "general": "General English",
@@ -155,8 +155,9 @@ def sentences(result: Result) -> list[str]:
     times = {one.name: f"{one.speedup.value:.2f}" for one in result.systems}
     found = [
         f"An answer takes {systems[PLAIN].seconds.value:.2f} s with plain decoding and "
-        f"{systems[SERVED].seconds.value:.2f} s as a server gives it, with experts and lookup in the text: "
-        f"{times[SERVED]} times as fast. Lookup alone is {times[LOOKUP]} times as fast, experts alone "
+        f"{systems[SERVED].seconds.value:.2f} s as a server gives it, with experts and lookup in the "
+        f"text and in earlier answers: {times[SERVED]} times as fast. Lookup in the text alone is "
+        f"{times[LOOKUP]} times as fast, with earlier answers {times[EARLIER]}, experts alone "
         f"{times[EXPERTS]} and the static draft {times[STATIC]} times.",
         f"Without lookup, each step of the target gives {after:.2f} tokens with the experts and {before:.2f} "
         f"with the static draft; with lookup as well {systems[SERVED].tokens_per_step.value:.2f}. Plain "
