@@ -195,6 +195,16 @@ def test_only_decoding_is_made_shorter(store: Store) -> None:
     assert not payback.is_paid(0.1, 92.0)
 
 
+@pytest.mark.parametrize(("drafts", "most"), [(20, 91.0), (10, 47.6), (2, 9.9), (0, 9.9)])
+def test_a_gain_counts_in_steps_that_the_model_guesses_in(store: Store, drafts: int, most: float) -> None:
+    """Of 20 steps with one token each; where it guesses in none, a better one is taken to do so in a tenth."""
+    usual = request("code", 10)
+    store.requests.add([replace(usual, speculation=replace(usual.speculation, num_drafts=drafts))])
+    payback = Payback(store, 1000)
+    assert payback.is_paid(0.1, most - 0.2)
+    assert not payback.is_paid(0.1, most + 0.2)
+
+
 def test_without_requests_every_gain_pays(store: Store) -> None:
     payback = Payback(store, 1000)
     assert payback.is_paid(1e-6, 1e9)

@@ -1,6 +1,7 @@
 """Whether learning gives back the time that it takes.
 
-A gain in tokens per step of the target shortens the decoding of every later answer by that share. An update
+A gain in tokens per step of the target shortens the decoding of every later answer, as far as the draft model
+guesses: in steps whose tokens are looked up, or for which nothing is drafted, it changes nothing. An update
 pays when this saves as much time over the next `train_horizon` requests, of the length of those of late, as
 the update took.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 from moedraft.storage.store import Store
 
 OF_LATE = 100  # requests that tell how long an answer takes
+LEAST = 0.1  # share of the steps that the model is taken to guess in: a better one would guess more often
 
 
 class Payback:
@@ -37,4 +39,5 @@ class Payback:
         if not steps or decoding <= 0:
             return None
         per_step = sum(row.num_tokens for row in rows) / steps
+        gain *= max(LEAST, sum(row.speculation.num_drafts for row in rows) / steps)
         return self.horizon * (decoding / len(rows)) * gain / (per_step + gain)
