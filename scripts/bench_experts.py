@@ -90,12 +90,17 @@ class Systems:
         self.budgets = {
             name: copy.deepcopy(self.of(name).engine.chooser.budget) for name in ("plain", *SOURCES)
         }
+        self.lookups: dict[str, LookupDrafter] = {}
+        self.begin_to_look_up()
+        for name in (name for name in SOURCES if name.startswith("static")):
+            self.budgets[name].acceptance.clear()  # what is known there is the experts' acceptance
+
+    def begin_to_look_up(self) -> None:
+        """From now on no system knows how often what it looks up is right."""
         self.lookups = {
             name: LookupDrafter(self.of(name).engine.chooser.lookup.past if name.endswith(ANSWERS) else None)
             for name in SOURCES
         }
-        for name in (name for name in SOURCES if name.startswith("static")):
-            self.budgets[name].acceptance.clear()  # what is known there is the experts' acceptance
 
     def of(self, name: str) -> System:
         return self.one if name.startswith(ONE) else self.system
@@ -380,6 +385,7 @@ def run(args: argparse.Namespace, seed: int, home: Path) -> dict[str, Any]:
         for name in systems.budgets:  # each budget sees a few answers before anything is timed
             for prompt in stream[: 2 * args.domains.count(",") + 2]:
                 answer(systems, name, [prompt], args.max_tokens)
+        systems.begin_to_look_up()  # what the stream's own prompts found was found in their own answers
         measured = measure(systems, prompts_for(args, "dev", args.heldout, seed), args)
         costs = step_costs(system)
         own = [step_costs(system, domain)["draft_ms"] for domain in args.domains.split(",")]

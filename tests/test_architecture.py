@@ -62,13 +62,14 @@ ROOMS = {
     "serve/worker": (7, 1000),
     "showcase": (9, 1060),
     "showcase/findings": (5, 600),
+    "showcase/serving": (3, 200),
     "storage": (12, 1950),
     "storage/records": (6, 675),
     "storage/retention": (3, 210),
     "storage/versions": (5, 715),
     "storage/migrations": (18, 450),  # one more for each change of the schema
     "system": (5, 700),
-    "system/sources": (3, 250),
+    "system/sources": (3, 270),
     "system/domains": (5, 540),
 }
 

@@ -16,6 +16,7 @@ import torch
 from moedraft.core import SHARED, RequestOutput, SamplingParams
 from moedraft.drafting.base import draft_name
 from moedraft.drafting.chooser import DraftSource
+from moedraft.drafting.lookup.drafter import LookupDrafter
 from moedraft.models import LanguageModel, load_by
 from moedraft.showcase.measure import (
     Timed,
@@ -144,12 +145,15 @@ def others_runners(other: System, outputs: Outputs) -> dict[str, Runner]:
 def runner_of(
     system: System, outputs: Outputs, name: str, source: DraftSource = "auto", **options: Any
 ) -> Runner:
-    """One of our systems, with a draft budget of its own. `options` go to `Engine.generate`."""
-    budget = copy.deepcopy(system.engine.chooser.budget)
+    """One of our systems, with a draft budget and a lookup in the own text of its own.
+
+    Earlier answers are not searched: other programs have none. `options` go to `Engine.generate`.
+    """
+    budget, lookup = copy.deepcopy(system.engine.chooser.budget), LookupDrafter()
 
     def answer(prompt: str, max_tokens: int) -> list[int]:
         params = SamplingParams(max_tokens=max_tokens)
-        with system.engine.chooser.using(budget, source):
+        with system.engine.chooser.using(budget, source, lookup=lookup):
             [output] = system.engine.generate(prompt, params, counted=False, chat=True, **options)
         outputs.setdefault(name, []).append(output)
         return output.token_ids

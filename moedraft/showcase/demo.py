@@ -14,9 +14,9 @@ from moedraft.drafting.lengths.costs import RoundCosts
 from moedraft.showcase import shipped
 from moedraft.showcase.findings.report import Point, Result, result_of
 from moedraft.showcase.measure import new_budget, warm_up
-from moedraft.showcase.pace import Pace
+from moedraft.showcase.serving.pace import Pace
+from moedraft.showcase.serving.stream import Event, ExpertProgress, rate, serve_and_learn
 from moedraft.showcase.shipped import DemoPrompts, with_short_answers
-from moedraft.showcase.stream import Event, ExpertProgress, rate, serve_and_learn
 from moedraft.showcase.trials import PLAIN, SYSTEMS, Comparison, Trials
 from moedraft.system.build import System
 from moedraft.system.domains.registering import register_all

@@ -84,8 +84,7 @@ class Comparison:
         self.system = system
         self.trials = Trials(queries, timed)
         self.budgets: dict[str, Budget] = {name: new_budget(system) for name in SYSTEMS}
-        earlier = system.engine.chooser.lookup.past
-        self.lookups = {name: LookupDrafter(None if name == LOOKUP else earlier) for name in SYSTEMS}
+        self.lookups: dict[str, LookupDrafter] = {}
 
     def run_batches(self, warm_up: list[Query], on_prompt: OnPrompt = lambda done: None) -> Trials:
         """The prompts in two queues, so that batches are full until shortly before their ends; then guesses.
@@ -97,6 +96,7 @@ class Comparison:
         trials, queries = self.trials, self.trials.queries[: self.trials.timed]
         for name in SYSTEMS:
             self._answer(name, warm_up)
+        self.lookups.clear()  # prompts of the stream found their own answers
         trials.seconds = {name: [] for name in SYSTEMS}
         half = len(queries) // 2
         few = half < self.system.settings.max_batch_size
@@ -150,7 +150,8 @@ class Comparison:
     def _as(self, name: str) -> Iterator[None]:
         """The engine as this system."""
         system, chooser = self.system, self.system.engine.chooser
-        drafting = chooser.using(self.budgets[name], SOURCES[name], lookup=self.lookups[name])
+        lookup = self.lookups.setdefault(name, LookupDrafter(None if name == LOOKUP else chooser.lookup.past))
+        drafting = chooser.using(self.budgets[name], SOURCES[name], lookup=lookup)
         with drafting, only_base(system, name == STATIC):
             yield
 

@@ -144,7 +144,8 @@ def assemble(settings: Settings, store: Store, target: LanguageModel, draft: Dra
     selector = selector_of(settings, router, drafter, bank)
     loader = AdapterLoader(store, bank, tend_memory=settings.cpu_fast_paths)
     recorder = Recorder(store, target.weights_hash(), bank.base_hash)
-    past = PastAnswers(settings.lookup_answers)
+    # What is drafted with a fixed length is never looked up in earlier answers.
+    past = PastAnswers(settings.lookup_answers if settings.adaptive_budget else 0)
     keeper = PastAnswersKeeper(store, past, recorder.target_id)
     store.registry.set_meta(TARGET_ID, recorder.target_id)
     store.registry.set_meta(GENERAL_LIST, general_list(bank))

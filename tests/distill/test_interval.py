@@ -197,7 +197,7 @@ def test_only_decoding_is_made_shorter(store: Store) -> None:
 
 @pytest.mark.parametrize(("drafts", "most"), [(20, 91.0), (10, 47.6), (2, 9.9), (0, 9.9)])
 def test_a_gain_counts_in_steps_that_the_model_guesses_in(store: Store, drafts: int, most: float) -> None:
-    """Of 20 steps with one token each; where it guesses in none, a better one is taken to do so in a tenth."""
+    """Of 20 steps with one token each; in a tenth of them at least, since a better one would."""
     usual = request("code", 10)
     store.requests.add([replace(usual, speculation=replace(usual.speculation, num_drafts=drafts))])
     payback = Payback(store, 1000)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moedraft.showcase.pace import FIRST_STEPS, LEAST_STEPS, Pace, StepClock
+from moedraft.showcase.serving.pace import FIRST_STEPS, LEAST_STEPS, Pace, StepClock
 
 
 class Clock:
@@ -17,7 +17,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr("moedraft.showcase.pace.time.monotonic", made)
+    monkeypatch.setattr("moedraft.showcase.serving.pace.time.monotonic", made)
     return made
 
 

@@ -88,9 +88,13 @@ class LookupDrafter:
         return index.find_single(row.token_ids, count) or past
 
     def observe(self, evidence: Evidence) -> None:
-        for b in evidence.drafted_by(self.source):
-            drafted, accepted, match = evidence.proposal.lengths[b], evidence.accepted[b], self._matches[b]
-            self._of(evidence.rows[b], match).observe(match.length, drafted, accepted)
+        """Learn from all that was found in this round, whoever guessed: what is right is known now."""
+        matches, self._matches = self._matches, {}
+        for b, match in matches.items():
+            if not evidence.broken[b]:
+                pairs = list(zip(match.tokens, evidence.tokens[b], strict=False))
+                right = next((i for i, (guess, said) in enumerate(pairs) if guess != said), len(pairs))
+                self._of(evidence.rows[b], match).observe(match.length, len(pairs), right)
 
     def forget(self, row: Sequence) -> None:
         """Drop the finished request's index; its id may be used again."""

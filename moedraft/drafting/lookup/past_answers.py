@@ -10,12 +10,12 @@ those of the draft model, are our own.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from moedraft.core import SHARED
 from moedraft.drafting.lookup.matches import LONGEST, Match
 
-CANDIDATES = 32  # places that are compared, newest first
+CANDIDATES = 8  # places that are compared, newest first; more bring 1 % and take as many times the time
 Context = int | tuple[int, int]  # a token, or two neighbours
 
 MARK = -1  # between two answers
@@ -112,19 +112,17 @@ class PastAnswers:
         self.most = most
         self._by_domain: dict[str, NewestAnswers] = {}
 
-    def add(self, domain: str, answer: Sequence[int]) -> None:
+    def add(self, domain: str, answer: Sequence[int], *, common: bool = True) -> None:
+        """common: whether it is kept among those of all domains too."""
         if not self.most or not len(answer):
             return
-        for name in {domain, SHARED}:
+        for name in {domain, SHARED} if common else {domain}:
             if name not in self._by_domain:
                 self._by_domain[name] = NewestAnswers(self.most)
             self._by_domain[name].add(answer)
 
-    def replace(self, answers: Iterable[tuple[str, Sequence[int]]]) -> None:
-        """Forget all, and take these instead, oldest first."""
+    def clear(self) -> None:
         self._by_domain = {}
-        for domain, answer in answers:
-            self.add(domain, answer)
 
     def find(self, domain: str, text: list[int], count: int) -> Match | None:
         """At most `count` tokens to follow `text`: the domain's own answers first, then all others."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from moedraft.core import RequestOutput, SamplingParams
 from moedraft.distill.loop import DistillLoop
-from moedraft.showcase.pace import Pace, StepClock
+from moedraft.showcase.serving.pace import Pace, StepClock
 from moedraft.showcase.shipped import Query
 from moedraft.system.build import System
 
