@@ -99,7 +99,7 @@ class Settings(BaseSettings):
         ge=0,
         le=1 << 22,
         description="tokens of earlier answers of each domain, and of all together, that lookup searches "
-        "besides the row's own text; 0: none",
+        "besides the row's own text, for drafts without a fixed length; 0: none",
     )
     verification: Literal["chain", "block", "coupled"] = Field(
         "chain",

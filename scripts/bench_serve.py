@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 r"""Measure the server under load: plain decoding, lookup, a generic draft, experts, experts that learn.
 
-All but the first look drafts up in the text as well. `lookup` does nothing else; the difference to it is what
-a draft model adds.
+All but the first look drafts up in the text as well, but not in earlier answers: prompts come again from load
+to load and would be guessed from their own answers (`bench_experts.py` measures that on new prompts).
+`lookup` does nothing else; the difference to it is what a draft model adds.
 
     moedraft demo --target mini --home H            # experts to measure with
     python scripts/bench_serve.py --home H --out results/serve.json
@@ -128,7 +129,8 @@ def running(system: System, home: Path, args: argparse.Namespace) -> Iterator[Se
     command = [sys.executable, "-m", "moedraft", "serve", "--home", str(home), "--port", "0"]
     command += ["--learning" if system.trainer else "--no-learning", "--max-batch-size", str(args.streams)]
     command += ["--max-waiting", "4096", "--target", args.target, "--draft", args.draft]
-    environment = os.environ | system.environment | {"OMP_NUM_THREADS": "1"}
+    usual = {"OMP_NUM_THREADS": "1", "MOEDRAFT_LOOKUP_ANSWERS": "0"}
+    environment = os.environ | usual | system.environment
     process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
     try:
         found = home / "server.json"

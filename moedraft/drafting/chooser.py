@@ -1,4 +1,4 @@
-"""Who drafts for each row, and how far: the draft model, what the row looks up in its own text, or nobody."""
+"""Who drafts for each row, and how far: the draft model, what the row looks up in texts, or nobody."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """What the engine asks of a drafter, and what a drafter asks of a model and of its experts.
 
-Implementations: `lookup.LookupDrafter` (what followed the same words before), `model.ModelDrafter` (an
-independent draft model with experts), `feature.FeatureDrafter` (reads what the target has computed, and has
-experts too), `NoDrafter` (plain decoding). The engine takes an `ExpertDrafter`, which each of them but lookup
-is. `chooser.Chooser` adds lookup to it, row by row; `Drafter` is what the chooser asks of both.
+Implementations: `lookup.drafter.LookupDrafter` (what followed the same words before), `model.ModelDrafter`
+(an independent draft model with experts), `feature.FeatureDrafter` (reads what the target has computed, and
+has experts too), `NoDrafter` (plain decoding). The engine takes an `ExpertDrafter`, which each of them but
+lookup is. `chooser.Chooser` adds lookup to it, row by row; `Drafter` is what the chooser asks of both.
 """
 
 from __future__ import annotations

@@ -234,7 +234,7 @@ class Engine(WholeAnswers):
         return outputs
 
     def refresh(self, *, now: bool = False) -> None:
-        """Look for new adapter versions. now: wait until the newest stored ones are loaded."""
+        """Look for what has changed in the home. now: wait until the newest stored versions are loaded."""
         self.adapters.refresh(self._sequences.values(), now=now)
 
     def _admit(self) -> None:

@@ -50,7 +50,7 @@ class ExpertStats:
     acceptance_rate: float | None  # all time
     recent_acceptance_rate: float | None  # last 50 requests that drafted
     first_acceptance_rate: float | None  # first 20 requests that drafted
-    lookup_tokens: int = 0  # drafted from the text instead of by the model
+    lookup_tokens: int = 0  # drafted from texts instead of by the model
     accepted_lookup_tokens: int = 0
     first_guesses: int = 0  # of tokens drafted or not that were looked at, of answers that the expert served
     right_first_guesses: int = 0

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
 from moedraft.core import SamplingParams
 from moedraft.drafting.chooser import DraftSource
 from moedraft.drafting.drafter import NoExperts
+from moedraft.drafting.lookup.past_answers import PastAnswers
 from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine
 from moedraft.routing.selector import FixedSelector
@@ -26,7 +30,7 @@ def looping() -> TinyLM:
 
 
 def engine(
-    source: DraftSource = "auto", *, target: TinyLM | None = None, longest: int = 8, **options: int
+    source: DraftSource = "auto", *, target: TinyLM | None = None, longest: int = 8, **options: Any
 ) -> Engine:
     return Engine(
         target or looping(),
@@ -98,6 +102,55 @@ def test_a_seeded_answer_comes_from_the_model_alone() -> None:
     assert beside[0].token_ids == alone.token_ids
     assert beside[0].speculation.num_lookup_tokens == 0
     assert engine("lookup").generate([[1, 2, 1, 2]], params)[0].speculation.num_draft_tokens == 0
+
+
+def filled(*answers: list[int]) -> PastAnswers:
+    past = PastAnswers(2000)
+    for answer in answers:
+        past.add("shared", answer)
+    return past
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_same_answers_whatever_earlier_ones_say(source: DraftSource) -> None:
+    """Right ones, wrong ones, and tokens at random."""
+    prompts = [[1, 2, 3], [5], [9, 4], [20, 21]]
+    params = [SamplingParams(max_tokens=20 + 9 * i) for i in range(4)]
+    for target in (looping(), TinyLM(random_table(VOCAB, 1))):
+        plain = engine(target=target).generate(prompts, params, draft=False)
+        answers = [output.token_ids for output in plain]
+        wrong = [[(token + 1) % VOCAB for token in answer] for answer in answers]
+        noise = torch.randint(VOCAB, (20, 30), generator=torch.Generator().manual_seed(0)).tolist()
+        for past in (filled(*answers), filled(*wrong), filled(*noise, *answers, *wrong)):
+            fast = engine(source, target=target, past=past).generate(prompts, params)
+            assert [o.token_ids for o in fast] == answers
+
+
+def test_an_answer_that_was_given_before_takes_few_steps() -> None:
+    table = torch.zeros(VOCAB, VOCAB).double()
+    table[torch.arange(VOCAB), (torch.arange(VOCAB) + 1) % VOCAB] = 20.0  # a text that never repeats itself
+    target, params = TinyLM(table), SamplingParams(max_tokens=20)
+    new, known = (engine("lookup", target=target, past=past) for past in (None, PastAnswers(1000)))
+    [first] = new.generate([[1, 2]], params)
+    known.chooser.lookup.past.add("sql", first.token_ids)
+    known.chooser.budget.costs.slopes = lambda rows: np.array(
+        [0.0, 0.1, 0.01]
+    )  # whatever this machine is like
+    [second] = known.generate([[1, 2]], params)
+    assert second.token_ids == first.token_ids
+    assert second.speculation.num_steps < 0.6 * first.speculation.num_steps
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("verification", ["chain", "block"])
+def test_a_seeded_answer_does_not_depend_on_earlier_ones(source: DraftSource, verification: Any) -> None:
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=40)
+    target = TinyLM(random_table(VOCAB, 1))
+    alone = engine(source, target=target, verification=verification).generate([[1, 2]], params)[0]
+    past = filled(alone.token_ids, alone.token_ids[::-1], list(range(VOCAB)))
+    beside = engine(source, target=target, verification=verification, past=past).generate([[1, 2]], params)[0]
+    assert beside.token_ids == alone.token_ids
+    assert beside.speculation == alone.speculation
 
 
 def test_an_answer_never_grows_beyond_its_length() -> None:

@@ -124,6 +124,47 @@ def test_a_home_that_cannot_be_read_is_read_later(
     assert guesses(keeper, [3]) == [4, 5]
 
 
+def test_a_fault_of_any_kind_ends_no_step_and_is_said_once(
+    keeper: PastAnswersKeeper, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    keeper.store.replay.add([record(3, 4, 5)])
+    tries = []
+
+    def fails(*_: object, **__: object) -> list[object]:
+        tries.append(1)
+        raise MemoryError("too much")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(keeper.store.replay, "answers", fails)
+        for _ in range(20):
+            keeper.refresh([])
+        assert len(tries) == 1, "it is not tried again at each step"
+        keeper.refresh([], now=True)
+    assert caplog.text.count("Earlier answers cannot be read now: too much") == 1
+    keeper.refresh([], now=True)
+    assert guesses(keeper, [3]) == [4, 5]
+
+
+def test_while_others_wait_it_reads_one_domain_at_a_step(keeper: PastAnswersKeeper) -> None:
+    keeper.store.replay.add([record(3, 4), record(7, 8, domain="code")])
+    keeper.refresh([])
+    assert [guesses(keeper, [3]), guesses(keeper, [7], "code")].count([]) == 1
+    keeper.refresh([])
+    assert [guesses(keeper, [3]), guesses(keeper, [7], "code")] == [[4], [8]]
+
+
+def test_at_the_start_each_domain_has_its_share_of_those_of_all(store: Store) -> None:
+    for name in ("sql", "code"):
+        store.registry.add_domain(Domain(name, "", ("one", "two"), 0.0))
+    store.replay.add([record(100 + i, i, 300, domain=name) for name in ("sql", "code") for i in range(40)])
+    keeper = PastAnswersKeeper(store, PastAnswers(120), "t")
+    keeper.refresh([], now=True)
+    common = [i for i in range(40) if keeper.past.find(SHARED, [100 + i], 1)]
+    assert common == list(range(common[0], 40))
+    assert 5 <= len(common) <= 21
+    assert keeper.past.find("sql", [139], 1)
+
+
 def test_it_looks_now_and_then(keeper: PastAnswersKeeper, monkeypatch: pytest.MonkeyPatch) -> None:
     looks = []
     monkeypatch.setattr(keeper.store.registry, "purges", lambda: looks.append(1) or 0)

@@ -11,9 +11,10 @@ from chi_squares import p_values
 
 import moedraft.drafting.drawing as drawing_module
 import moedraft.engine.verification as verification_module
-from moedraft.core import SamplingParams
+from moedraft.core import SHARED, SamplingParams
 from moedraft.drafting.drafter import NoExperts
 from moedraft.drafting.lengths.budget import Budget, Plan
+from moedraft.drafting.lookup.past_answers import PastAnswers
 from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine
 from moedraft.kernels.philox import ACCEPT, uniform
@@ -56,6 +57,7 @@ def sample(
     prompt: list[int] = PROMPT,
     verification: str = "chain",
     runs: int = RUNS,
+    past: PastAnswers | None = None,
 ) -> list[tuple[int, ...]]:
     engine = Engine(
         target,
@@ -67,6 +69,7 @@ def sample(
         adaptive_budget=adaptive,
         draft_source=source,  # type: ignore[arg-type]
         verification=verification,  # type: ignore[arg-type]
+        past=past,
     )
     # Fixed costs, as of a target ten times the draft: the budget's choices then depend on confidence alone.
     slopes = np.array([0.0, 0.1, 0.01])
@@ -117,6 +120,23 @@ def test_adaptive_budget_keeps_it_exact(models: tuple[TinyLM, TinyLM]) -> None:
     """Where to stop depends on the prefix and the logits only, so unseeded answers are exact too."""
     params = SamplingParams(1.0)
     answers = sample(*models, params, adaptive=True)
+    assert min(p_values(answers, exact(models[0], params))) > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("source", "verification"), [("lookup", "chain"), ("auto", "chain"), ("auto", "block")]
+)
+@pytest.mark.usefixtures("unseeded")
+def test_earlier_answers_keep_it_exact(models: tuple[TinyLM, TinyLM], source: str, verification: str) -> None:
+    """After a pair of the first tokens the likeliest one is found; elsewhere the model drafts."""
+    past = PastAnswers(1000)
+    for first in range(VOCAB // 2):
+        for second in range(VOCAB // 2):
+            likeliest = int(models[0].logits_after([first, second]).argmax())
+            past.add(SHARED, [first, second, likeliest])
+    params = SamplingParams(1.0)
+    made = {"source": source, "verification": verification, "past": past}
+    answers = sample(models[0], STRANGER, params, adaptive=True, **made)
     assert min(p_values(answers, exact(models[0], params))) > 1e-4
 
 
