@@ -16,8 +16,12 @@ WAYS = {
     "experts": "the drafter with experts",
     "one adapter": "the drafter with one adapter as large, for all domains",
     "lookup": "lookup in the text alone",
-    "experts + lookup": "experts and lookup",
-    "one adapter + lookup": "one adapter and lookup",
+    "lookup in answers": "lookup in the text and in earlier answers",
+    "static + lookup in answers": "both lookups, and the drafter as it is shipped",
+    "experts + lookup": "lookup in the text, and experts",
+    "one adapter + lookup": "lookup in the text, and one adapter",
+    "experts + lookup in answers": "both lookups, and experts, as a server has it",
+    "one adapter + lookup in answers": "both lookups, and one adapter",
 }
 
 
@@ -102,7 +106,8 @@ def by_domain(found: dict[str, Any]) -> str:
                 shown(mean(found, *path, "static", "times_plain")),
                 shown(mean(found, *path, "experts", "times_plain")),
                 shown(mean(found, *path, "experts / one adapter", "tokens_per_second")),
-                shown(mean(found, *path, "experts + lookup", "times_plain")),
+                shown(mean(found, *path, "lookup in answers", "times_plain")),
+                shown(mean(found, *path, "experts + lookup in answers", "times_plain")),
             ]
         )
     head = [
@@ -114,7 +119,8 @@ def by_domain(found: dict[str, Any]) -> str:
         "static, × plain",
         "experts, × plain",
         "experts, × one adapter",
-        "experts + lookup, × plain",
+        "both lookups, × plain",
+        "both lookups and experts, × plain",
     ]
     return f"{table(head, rows)}\n\n{note(found)} {costs(found)}"
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import aims_table
+import answer_tables
 import expert_tables
 import feature_tables
 import gate_tables
@@ -234,6 +235,7 @@ def linear(found: dict[str, Any]) -> str:
 SOURCES = {
     "linear": ("linear_divergence.json", linear),
     "experts": ("smollm2/experts.json", expert_tables.by_domain),
+    "answers": ("answers.json", answer_tables.answers),
     "serving": ("serve.json", serving),
     "learning_cost": ("serve_learning.json", learning_cost),
     "learning_cost_closed": ("serve_learning_closed.json", learning_cost),
