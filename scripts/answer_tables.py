@@ -21,8 +21,8 @@ def answers(found: dict[str, Any]) -> str:
             rows.append([title_of(pattern), stage, *figures, sure])
     s = found["settings"]
     note = (
-        f"{s['target']}, float32, {s['requests']} requests of five domains, {s['seeds']} seeds, answers of up "
-        f"to {s['max_tokens']} tokens, at most {s['longest']} tokens drafted in a step, {s['heldout']} "
+        f"{s['target']}, float32, {s['requests']} requests of five domains, {s['seeds']} seeds, answers of "
+        f"up to {s['max_tokens']} tokens, at most {s['longest']} tokens drafted in a step, {s['heldout']} "
         f"held-out prompts a domain; {found['date']}. Intervals are 95 %, paired, over the prompts. No clock "
         "and no draft model: what does not pay is drafted as well."
     )
