@@ -64,8 +64,8 @@ def aims(results: Path) -> str:
 
 NOTE = (
     "Over the six domains of the table above, with 95 % intervals where there are any (at batch 8: the "
-    "range of a few runs; one seed). Each ratio is within one run, all on one kind of processor, without "
-    "AMX. First guess on general English: the drafter's card. Costs of steps: `results/step.json`, bfloat16, "
+    "range of a few runs; one seed). Each ratio is within one run; the runs are of different days and "
+    "processors. First guess on general English: the drafter's card. Costs of steps: `results/step.json`, bfloat16, "
     "medians; those of the run with the experts stand in brackets. Plain decoding: `results/peers.json`."
 )
 

@@ -19,7 +19,6 @@ WAYS = {
     "lookup in answers": "lookup in the text and in earlier answers",
     "static + lookup in answers": "both lookups, and the drafter as it is shipped",
     "experts + lookup": "lookup in the text, and experts",
-    "one adapter + lookup": "lookup in the text, and one adapter",
     "experts + lookup in answers": "both lookups, and experts, as a server has it",
     "one adapter + lookup in answers": "both lookups, and one adapter",
 }
@@ -75,7 +74,7 @@ def note(found: dict[str, Any]) -> str:
     domains = len(seeds[0]["by_domain"])
     same = "all answers equal" if all(seed["same_answers"] for seed in seeds) else "NOT all answers equal"
     count = "one seed" if len(seeds) == 1 else f"{len(seeds)} seeds"
-    said = f"{found['note']}\n\n" if "note" in found else ""
+    said = f"{found['note']} " if "note" in found else ""
     other = seeds[0].get("learning of one adapter", learned)["updates"]
     updates = f"{learned['updates']} updates" + (
         f" ({other} of the one adapter)" if other != learned["updates"] else ""

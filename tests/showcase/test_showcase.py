@@ -81,7 +81,7 @@ def test_demo_is_lossless_learns_and_reports(small: None, system: System, tmp_pa
     assert phases[-1] == "done"
     assert [row.domain for row in result.rows] == ["docs-de", "math", "sql"]
     assert [one.name for one in result.systems] == list(SYSTEMS)
-    assert [one.name for one in result.systems][-1] == "experts and lookup"
+    assert [one.name for one in result.systems][-1] == "experts and both lookups"
     assert result.systems[0].tokens_per_step.value == 1
     assert system.store.updates.count()
     assert demo.published == sum(row[-1] > 0 for row in demo.table()) or demo.published > 1
