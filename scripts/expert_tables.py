@@ -19,6 +19,7 @@ WAYS = {
     "lookup in answers": "lookup in the text and in earlier answers",
     "static + lookup in answers": "both lookups, and the drafter as it is shipped",
     "experts + lookup": "lookup in the text, and experts",
+    "one adapter + lookup": "lookup in the text, and one adapter",
     "experts + lookup in answers": "both lookups, and experts, as a server has it",
     "one adapter + lookup in answers": "both lookups, and one adapter",
 }
@@ -83,8 +84,8 @@ def note(found: dict[str, Any]) -> str:
         f"{said}SmolLM2-135M-Instruct on {seeds[0]['threads']} threads of a shared machine, {prompts} "
         f"held-out prompts of {domains} domains that the shipped drafter had not read, after "
         f"{learned['requests']} requests and {updates}; {count}, {found['date']}, "
-        f"{same} token for token. Intervals are 95 %, over the prompts, at batch 1; batch 8 is a queue of "
-        f"these prompts that was answered a few times, and its range that of the runs. The true domain of "
+        f"{same} token for token. Intervals are 95 %, over the prompts, at batch 1; batch 8 is queues of "
+        f"these prompts, each answered a few times, and its interval is over these timings. The true domain of "
         f"each prompt is given, so "
         f"routing and the comparing of experts, both on by default, are not in these figures."
     )
