@@ -64,7 +64,7 @@ def test_greedy_answers_are_the_targets_own(kind: str, options: dict[str, object
 @pytest.mark.parametrize("source", ["model", "auto"])
 @pytest.mark.parametrize(
     ("adaptive", "at_least"), [(True, 6), (False, 60)]
-)  # the budget soon leaves it at plain steps
+)  # the budget asks others for most of them
 def test_each_guess_is_that_of_one_pass_over_the_whole_text(
     kind: str, source: str, adaptive: bool, at_least: int
 ) -> None:
@@ -76,6 +76,8 @@ def test_each_guess_is_that_of_one_pass_over_the_whole_text(
     target = target_of(kind)
     one, noted = engine_of(target, draft_source=source, adaptive_budget=adaptive)
     draft = one.chooser.model.draft  # type: ignore[union-attr]
+    # As if drafting cost next to nothing: else the budget leaves it, sooner or later by this machine's times.
+    one.chooser.budget.costs.slopes = lambda rows: np.array([0.0, 0.001, 0.001])  # type: ignore[method-assign]
     one.generate(prompts_of(7, seed=4), SamplingParams(max_tokens=30))
     compared = 0
     for evidence, texts in noted.seen:
