@@ -17,8 +17,8 @@ NAMES = {
     STATIC: "static\ndraft",
     EXPERTS: "experts",
     LOOKUP: "lookup\nin the\ntext",
-    EARLIER: "lookup in\nearlier\nanswers",
-    SERVED: "experts\n+ lookup,\nas served",
+    EARLIER: "and in\nearlier\nanswers",
+    SERVED: "and with\nexperts,\nas served",
 }
 STYLE = {
     "font.size": 13,
@@ -127,7 +127,7 @@ def _seconds(axis: Any, result: Result) -> None:
         axis.text(
             place, figure.high + 0.03 * highest, text, ha="center", va="bottom", weight="bold", fontsize=12
         )
-    axis.set_xticks(range(len(figures)), [NAMES[one.name] for one in result.systems], fontsize=11)
+    axis.set_xticks(range(len(figures)), [NAMES[one.name] for one in result.systems], fontsize=10)
     axis.tick_params(axis="x", length=0)
     axis.set(ylim=(0, 1.25 * highest))
     axis.set_title("Seconds per answer,\none at a time")
