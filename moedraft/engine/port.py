@@ -37,14 +37,14 @@ class Learner(Protocol):
 
 
 class AdapterSource(Protocol):
-    """Where new adapter versions come from."""
+    """Brings what changes in the home into the engine: adapter versions, and what else drafting goes by."""
 
     def refresh(self, running: Iterable[Sequence], *, now: bool = False) -> None:
         """Called between two steps; resets `draft_cached` of sequences whose draft cache became stale."""
 
 
 class Sources:
-    """Several of these, asked one after another; none for an engine whose adapters never change."""
+    """Several of these, asked one after another; none for an engine without a home."""
 
     def __init__(self, *sources: AdapterSource) -> None:
         self.sources = sources

@@ -1,9 +1,9 @@
 """Drafting without a model: what followed the last tokens when they stood in a text before.
 
 Answers quote their prompts and repeat themselves: code, tables, names. And they resemble earlier answers to
-the same kind of question. Such a guess costs nothing but its place in verification. Known as prompt lookup
-(Saxena 2023) and n-gram drafting; that it is weighed against the draft model, row by row, by measured chances
-is our own.
+the same kind of question. Such a guess costs nothing but its place in verification. In the own text this is
+known as prompt lookup (Saxena 2023) or n-gram drafting; for earlier answers see `past_answers`. Each guess is
+weighed against the draft model's, row by row, by chances that are measured while serving.
 """
 
 from __future__ import annotations
@@ -71,8 +71,9 @@ class LookupDrafter:
     def find(self, row: Sequence, count: int, widely: bool = False) -> Match | None:
         """At most `count` tokens to follow the row's text.
 
-        widely: also after the last token alone, and as in earlier answers. Own text comes before these where
-        as many tokens agree, be it two or more, or one.
+        widely: earlier answers are searched too, and the last token alone may agree. Then the first of these
+        that finds something counts: two tokens or more in the own text, two or more in earlier answers, the
+        last token in the own text, the last token in earlier answers.
         """
         if not count:
             return None

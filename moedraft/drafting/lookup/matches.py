@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SHORTEST, LONGEST = 2, 8  # tokens that must agree, and beyond which a longer match is no better
+SHORTEST, LONGEST = 2, 8  # tokens that agree in a usual match, and beyond which a longer one is no better
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """What followed the same words in earlier answers of the domain, or of all domains.
 
 Answers to one kind of question resemble each other. The newest of them are kept as they are and searched for
-the last tokens of a row's text: an expert that has learned an answer as soon as it ends, and guesses without
-any model. Searching earlier answers is known from REST (He et al. 2023, arXiv 2311.08252) and SuffixDecoding
-(Oliaro et al. 2024, arXiv 2411.04975); one store for each expert, and guesses that are weighed by row against
-those of the draft model, are our own.
+the last tokens of a row's text. So an answer helps the next one as soon as it ends, without any training.
+Searching earlier answers is known from REST (He et al. 2023, arXiv 2311.08252) and SuffixDecoding (Oliaro et
+al. 2024, arXiv 2411.04975), which also leaves it to a draft model where it finds too little. Here each domain
+has a store, and there is one of all domains.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 
 from moedraft.core import SHARED
-from moedraft.drafting.lookup.matches import LONGEST, Match
+from moedraft.drafting.lookup.matches import LONGEST, SHORTEST, Match
 
 CANDIDATES = 8  # places that are compared, newest first; more bring 1 % and take as many times the time
 Context = int | tuple[int, int]  # a token, or two neighbours
@@ -128,7 +128,7 @@ class PastAnswers:
         """At most `count` tokens to follow `text`: the domain's own answers first, then all others."""
         found: Match | None = None
         for name in dict.fromkeys((domain, SHARED)):
-            if name in self._by_domain and (found is None or found.length < 2):
+            if name in self._by_domain and (found is None or found.length < SHORTEST):
                 other = self._by_domain[name].find(text, count)
                 if other is not None and (found is None or other.length > found.length):
                     found = other
