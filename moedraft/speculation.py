@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 @dataclass
 class SpeculationStats:
-    """What speculation did for one answer. All counts but the two of lookup are those of the draft model.
+    """What speculation did for one answer. All counts but those of lookup are of the draft model.
 
     The three totals of the draft model equal sums of the lists by position. They are kept beside them, since
     requests of older versions were stored without the lists. Stats add up, count by count.
@@ -23,6 +23,8 @@ class SpeculationStats:
     accepted_at: list[int] = field(default_factory=list)  # those accepted
     num_lookup_tokens: int = 0  # draft tokens that were looked up in texts instead
     num_accepted_lookup_tokens: int = 0
+    num_earlier_tokens: int = 0  # of these two counts, what was looked up in earlier answers
+    num_accepted_earlier_tokens: int = 0
     # Of `drafted_at` and `accepted_at`, what the shared adapter drafted: for a request without an expert, for
     # one that is not routed yet, or in place of its expert.
     shared_drafted_at: list[int] = field(default_factory=list)

@@ -67,7 +67,7 @@ ROOMS = {
     "storage/records": (6, 675),
     "storage/retention": (3, 210),
     "storage/versions": (5, 715),
-    "storage/migrations": (18, 450),  # one more for each change of the schema
+    "storage/migrations": (19, 450),  # one more for each change of the schema
     "system": (5, 700),
     "system/sources": (3, 270),
     "system/domains": (5, 540),

@@ -235,8 +235,9 @@ def summary(output: RequestOutput) -> str:
     if output.speculation.mean_acceptance_length is not None:
         parts.append(f"{rate(output.speculation.draft_acceptance_rate)} accepted")
         parts.append(f"{output.speculation.mean_acceptance_length:.2f} tokens a check")
-    if output.speculation.num_accepted_lookup_tokens:
-        parts.append(f"{output.speculation.num_accepted_lookup_tokens} looked up")
+    if found := output.speculation.num_accepted_lookup_tokens:
+        earlier = output.speculation.num_accepted_earlier_tokens
+        parts.append(f"{found} looked up" + (f", {earlier} of them in earlier answers" if earlier else ""))
     parts.append(f"{len(output.token_ids)} tokens, {output.tokens_per_second:.0f} a second")
     return " · ".join(parts)
 
@@ -255,6 +256,8 @@ def output_data(output: RequestOutput) -> dict[str, Any]:
         "num_accepted_tokens": output.speculation.num_accepted_tokens,
         "num_lookup_tokens": output.speculation.num_lookup_tokens,
         "num_accepted_lookup_tokens": output.speculation.num_accepted_lookup_tokens,
+        "num_earlier_tokens": output.speculation.num_earlier_tokens,
+        "num_accepted_earlier_tokens": output.speculation.num_accepted_earlier_tokens,
         "num_steps": output.speculation.num_steps,
         "tokens_per_step": output.tokens_per_step,
         "tokens_per_second": output.tokens_per_second,

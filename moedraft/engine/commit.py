@@ -11,6 +11,8 @@ from moedraft.engine.detokenizer import Detokenizer
 from moedraft.evidence import NOBODY, Evidence
 from moedraft.speculation import SpeculationStats
 
+LOOKED_UP = (LookupDrafter.source, LookupDrafter.earlier)
+
 
 def commit(
     evidence: Evidence, b: int, text: Detokenizer, max_model_len: int, eos_token_ids: frozenset[int]
@@ -47,13 +49,16 @@ def cut(
 def count_round(evidence: Evidence, b: int, entered: int) -> None:
     """Add this round to row b's statistics. Only the first `entered` of its tokens are in the answer."""
     row, proposal = evidence.rows[b], evidence.proposal
-    drafted, accepted = proposal.lengths[b], min(evidence.accepted[b], entered)
+    drafted, accepted, source = proposal.lengths[b], min(evidence.accepted[b], entered), proposal.sources[b]
     stats = row.speculation
     stats.num_steps += 1
-    if proposal.sources[b] == LookupDrafter.source:
+    if source in LOOKED_UP:
         stats.num_lookup_tokens += drafted
         stats.num_accepted_lookup_tokens += accepted
-    elif proposal.sources[b] != NOBODY:
+        if source == LookupDrafter.earlier:
+            stats.num_earlier_tokens += drafted
+            stats.num_accepted_earlier_tokens += accepted
+    elif source != NOBODY:
         count_drafted(stats, drafted, accepted)
         if proposal.experts[b] == SHARED:
             count_shared(stats, drafted, accepted)
@@ -68,7 +73,7 @@ def keep_for_learning(evidence: Evidence, b: int, entered: int) -> None:
     row, proposal = evidence.rows[b], evidence.proposal
     if (top := evidence.topk.get(b)) is not None:
         row.captured.append(top)
-    if proposal.sources[b] in (NOBODY, LookupDrafter.source):
+    if proposal.sources[b] in (NOBODY, *LOOKED_UP):
         return
     if proposal.experts[b] == row.domain:
         row.adapter_version = proposal.versions[b]

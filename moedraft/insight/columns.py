@@ -34,6 +34,7 @@ NUMBERS = (
     "num_draft_tokens",
     "num_accepted_tokens",
     "num_accepted_lookup_tokens",
+    "num_accepted_earlier_tokens",
     "seconds",
     "confidence",
     "time_to_first_token",

@@ -123,6 +123,8 @@ def _expert(store: Store, name: str, served: ExpertStats | None, replay_size: in
         **_windows(served),
         "lookup_tokens": served.lookup_tokens if served else 0,
         "accepted_lookup_tokens": served.accepted_lookup_tokens if served else 0,
+        "earlier_tokens": served.earlier_tokens if served else 0,
+        "accepted_earlier_tokens": served.accepted_earlier_tokens if served else 0,
         "replay_size": replay_size,
         "updates": store.registry.updates(name),
         "version": live.version if live else 0,

@@ -15,6 +15,11 @@ from moedraft.storage.tables import request_totals, requests
 
 FIRST = 20
 RECENT = 50
+LOOKUPS = ("lookup_tokens", "accepted_lookup_tokens", "earlier_tokens", "accepted_earlier_tokens")
+AS_STORED = (
+    *("expert", "requests", "tokens", "steps", "seconds", *LOOKUPS),
+    *("drafts", "draft_tokens", "accepted_tokens", "first_guesses", "right_first_guesses"),
+)
 NO_SUMS = ("expert", "first_window")  # columns of the totals that are not sums
 
 
@@ -52,6 +57,8 @@ class ExpertStats:
     first_acceptance_rate: float | None  # first 20 requests that drafted
     lookup_tokens: int = 0  # drafted from texts instead of by the model
     accepted_lookup_tokens: int = 0
+    earlier_tokens: int = 0  # of these two, from earlier answers
+    accepted_earlier_tokens: int = 0
     first_guesses: int = 0  # of tokens drafted or not that were looked at, of answers that the expert served
     right_first_guesses: int = 0
     first_window: Window | None = ()  # the first 20 requests; None where they are not known any more
@@ -239,8 +246,7 @@ def _add_to_totals(connection: Connection, expert: str, stats: list[RequestStats
         "tokens": sum(one.num_tokens for one in stats),
         "steps": sum(one.speculation.num_steps for one in stats),
         "seconds": sum(one.seconds for one in stats),
-        "lookup_tokens": sum(one.speculation.num_lookup_tokens for one in stats),
-        "accepted_lookup_tokens": sum(one.speculation.num_accepted_lookup_tokens for one in stats),
+        **{name: sum(getattr(one.speculation, f"num_{name}") for one in stats) for name in LOOKUPS},
         "first_requests": len(first),
         "first_draft_tokens": sum(one.draft_tokens for one in first),
         "first_accepted_tokens": sum(one.accepted_tokens for one in first),
@@ -288,21 +294,10 @@ def _summary(connection: Connection, totals: Any) -> ExpertStats:
     newest = _newest(connection, totals.expert)
     recent = _summed(own_drafts(one) for one in _drafting(connection, totals.expert, newest))
     return ExpertStats(
-        expert=totals.expert,
-        requests=totals.requests,
-        tokens=totals.tokens,
-        steps=totals.steps,
-        drafts=totals.drafts,
-        draft_tokens=totals.draft_tokens,
-        accepted_tokens=totals.accepted_tokens,
-        seconds=totals.seconds,
+        **{name: getattr(totals, name) for name in AS_STORED},
         acceptance_rate=_rate(totals.accepted_tokens, totals.draft_tokens),
         recent_acceptance_rate=_rate(recent["accepted_tokens"], recent["draft_tokens"]),
         first_acceptance_rate=_rate(totals.first_accepted_tokens, totals.first_draft_tokens),
-        lookup_tokens=totals.lookup_tokens,
-        accepted_lookup_tokens=totals.accepted_lookup_tokens,
-        first_guesses=totals.first_guesses,
-        right_first_guesses=totals.right_first_guesses,
         first_window=_window(totals.first_window),
         recent_window=_recent_window(newest, totals.requests),
     )

@@ -23,6 +23,11 @@ from sqlalchemy import (
 
 metadata = MetaData()
 
+
+def _counts(*names: str) -> list[Column[int]]:
+    return [Column(name, Integer, nullable=False, server_default="0") for name in names]
+
+
 meta = Table(
     "meta",
     metadata,
@@ -141,17 +146,14 @@ requests = Table(
     Column("time_to_first_token", Float),
     Column("drafted_at", JSON, nullable=False, server_default="[]"),
     Column("accepted_at", JSON, nullable=False, server_default="[]"),
-    Column("num_lookup_tokens", Integer, nullable=False, server_default="0"),
-    Column("num_accepted_lookup_tokens", Integer, nullable=False, server_default="0"),
     Column("shared_drafted_at", JSON, nullable=False, server_default="[]"),
     Column("shared_accepted_at", JSON, nullable=False, server_default="[]"),
     Column("overruled", Boolean, nullable=False, server_default="0"),
     Column("overruled_tokens", Integer, nullable=False, server_default="0"),
     Column("overruled_gain", Float, nullable=False, server_default="0"),
-    Column("first_guesses", Integer, nullable=False, server_default="0"),
-    Column("right_first_guesses", Integer, nullable=False, server_default="0"),
-    Column("shared_first_guesses", Integer, nullable=False, server_default="0"),
-    Column("shared_right_first_guesses", Integer, nullable=False, server_default="0"),
+    *_counts("first_guesses", "right_first_guesses", "shared_first_guesses", "shared_right_first_guesses"),
+    *_counts("num_lookup_tokens", "num_accepted_lookup_tokens"),
+    *_counts("num_earlier_tokens", "num_accepted_earlier_tokens"),  # of these, from earlier answers
     sqlite_autoincrement=True,
 )
 Index("requests_by_expert", requests.c.expert, requests.c.id)
@@ -198,9 +200,7 @@ request_totals = Table(
     Column("first_requests", Integer, nullable=False),
     Column("first_draft_tokens", Integer, nullable=False),
     Column("first_accepted_tokens", Integer, nullable=False),
-    Column("lookup_tokens", Integer, nullable=False, server_default="0"),
-    Column("accepted_lookup_tokens", Integer, nullable=False, server_default="0"),
-    Column("first_guesses", Integer, nullable=False, server_default="0"),
-    Column("right_first_guesses", Integer, nullable=False, server_default="0"),
+    *_counts("lookup_tokens", "accepted_lookup_tokens", "earlier_tokens", "accepted_earlier_tokens"),
+    *_counts("first_guesses", "right_first_guesses"),
     Column("first_window", JSON(none_as_null=True)),
 )

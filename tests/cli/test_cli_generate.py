@@ -26,7 +26,8 @@ from tiny import NumberTokenizer, TinyLM, random_table
 KEYS = [
     *("text", "token_ids", "finish_reason", "expert", "adapter_version", "draft_acceptance_rate"),
     *("mean_acceptance_length", "num_drafts", "num_draft_tokens", "num_accepted_tokens"),
-    *("num_lookup_tokens", "num_accepted_lookup_tokens", "num_steps", "tokens_per_step", "tokens_per_second"),
+    *("num_lookup_tokens", "num_accepted_lookup_tokens", "num_earlier_tokens", "num_accepted_earlier_tokens"),
+    *("num_steps", "tokens_per_step", "tokens_per_second"),
 ]
 
 

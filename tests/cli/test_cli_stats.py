@@ -89,6 +89,8 @@ def test_stats_show_every_expert(run: Run, served: Path) -> None:
         "first_step_share_change": None,
         "lookup_tokens": 0,
         "accepted_lookup_tokens": 0,
+        "earlier_tokens": 0,
+        "accepted_earlier_tokens": 0,
         "replay_size": 20,
         "updates": 2,
         "version": 2,

@@ -139,6 +139,11 @@ def test_an_answer_that_was_given_before_takes_few_steps() -> None:
     [second] = known.generate([[1, 2]], params)
     assert second.token_ids == first.token_ids
     assert second.speculation.num_steps < 0.6 * first.speculation.num_steps
+    # All that was guessed stood in the earlier answer, and counts as that.
+    found = second.speculation
+    assert first.speculation.num_earlier_tokens == 0 < found.num_accepted_earlier_tokens
+    assert found.num_earlier_tokens == found.num_lookup_tokens
+    assert found.num_accepted_earlier_tokens == found.num_accepted_lookup_tokens
 
 
 @pytest.mark.parametrize("source", SOURCES)

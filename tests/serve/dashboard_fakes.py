@@ -185,6 +185,8 @@ def invented(expert: str, at: float, level: float, rng: random.Random, version: 
             accepted_at=accepted,
             num_lookup_tokens=2 * found,
             num_accepted_lookup_tokens=found,
+            num_earlier_tokens=found,
+            num_accepted_earlier_tokens=found // 3,
             first_guesses=drafts,
             right_first_guesses=accepted[0],
         ),

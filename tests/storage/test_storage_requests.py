@@ -14,10 +14,12 @@ def test_summary_adds_up_requests(home: Home) -> None:
     log.add([])
     assert log.summary() == {}
     log.add([stats(accepted=2), stats("shared", drafted=0, accepted=0)])
-    log.add([stats(accepted=8, seconds=1.5, num_lookup_tokens=6, num_accepted_lookup_tokens=4)])
+    looked = {"num_lookup_tokens": 6, "num_accepted_lookup_tokens": 4}
+    earlier = {"num_earlier_tokens": 3, "num_accepted_earlier_tokens": 2}
+    log.add([stats(accepted=8, seconds=1.5, **looked, **earlier)])
     summary = log.summary()
     seen = (Outcome(8, 4, 0, 0),) * 2
-    sql = ExpertStats("sql", 2, 16, 8, 4, 20, 10, 2.0, 0.5, 0.5, 0.5, 6, 4, first_window=seen)
+    sql = ExpertStats("sql", 2, 16, 8, 4, 20, 10, 2.0, 0.5, 0.5, 0.5, 6, 4, 3, 2, first_window=seen)
     assert summary["sql"] == sql
     assert summary["sql"].tokens_per_step == 16 / 8
     assert summary["sql"].mean_acceptance_length == 1 + 10 / 4

@@ -26,7 +26,8 @@ DOUBT = {False: 1.0, True: 4.0}  # of matches in the row's own text and in earli
 class LookupDrafter:
     """A drafter that takes what followed the row's last tokens before. It needs no model and no cache."""
 
-    source = "lookup"
+    source = "lookup"  # of guesses from the row's own text
+    earlier = "earlier answers"  # of those from earlier answers
     needs: tuple[int, ...] = ()
 
     def __init__(self, past: PastAnswers | None = None) -> None:
@@ -61,7 +62,7 @@ class LookupDrafter:
             nothing,
             token_ids=torch.tensor(padded, device=rows.device),
             lengths=[len(guess) for guess in guesses],
-            sources=[self.source if match else NOBODY for match in found],
+            sources=[self._source(match) if match else NOBODY for match in found],
             confidences=[
                 self._of(row, match).rates_after(match.length, len(match.tokens)) if match else []
                 for row, match in zip(rows.sequences, found, strict=True)
@@ -106,6 +107,9 @@ class LookupDrafter:
 
     def clear(self, slot: int) -> None:
         """Nothing is kept by slot."""
+
+    def _source(self, match: Match) -> str:
+        return self.earlier if match.past else self.source
 
     def _of(self, row: Sequence, match: Match) -> MatchAcceptance:
         """What is known of matches like this one.

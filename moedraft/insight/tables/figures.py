@@ -30,7 +30,12 @@ ACCEPTANCE = (
     Column("accepted_tokens", "accepted", "count"),
     Column("acceptance_rate", "acceptance", "share"),
 )
-SOURCES = {"draft": "draft model", "text": "looked up in texts", "target": "target itself"}
+SOURCES = {
+    "draft": "draft model",
+    "text": "looked up in the text",
+    "earlier": "looked up in earlier answers",
+    "target": "target itself",
+}
 _DRAFTED = ("num_draft_tokens", "num_accepted_tokens")
 _SPEED = ("num_tokens", "num_steps")
 
@@ -62,15 +67,15 @@ def throughput(requests: Requests, grid: Grid) -> Table:
 
 
 def sources(requests: Requests, grid: Grid) -> Table:
-    """The sources of the tokens in each step: the draft model, a lookup in texts, or the target itself.
+    """The sources of the tokens in each step: see SOURCES.
 
     The target itself adds one token in each of its steps.
     """
     steps = grid.steps(requests["created_at"])
-    names = ["num_tokens", "num_accepted_tokens", "num_accepted_lookup_tokens"]
+    names = ["num_accepted_tokens", "num_accepted_lookup_tokens", "num_accepted_earlier_tokens", "num_tokens"]
     rows = list[Row]()
-    for tokens, guessed, found in requests.sums(steps, grid.count, names).tolist():
-        parts = (guessed, found, tokens - guessed - found)
+    for guessed, found, earlier, tokens in requests.sums(steps, grid.count, names).tolist():
+        parts = (guessed, found - earlier, earlier, tokens - guessed - found)
         rows.append((*parts, *(ratio(part, tokens) for part in parts)))
     counts = [Column(f"from_{key}", f"{label}, tokens", "count") for key, label in SOURCES.items()]
     shares = [Column(f"{key}_share", label, "share") for key, label in SOURCES.items()]

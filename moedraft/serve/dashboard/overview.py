@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 MOST_CHARTS = 12  # small charts of experts; the numbers and the CSV have all
-SOURCE_PAINTS = ("var(--accent)", "var(--hue-1)", "var(--hue-shared)")  # of draft, text and target
+SOURCE_PAINTS = ("var(--accent)", "var(--hue-1)", "var(--hue-2)", "var(--hue-shared)")  # as in `SOURCES`
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,8 @@ def _show_per_step(look: Look, panel: SmallPanels, seen: Overview) -> None:
 
 def _show_sources(panel: Panel, seen: Overview) -> None:
     table = seen.sources
-    counts, shares = table.columns[1:4], table.columns[4:]
+    middle = 1 + len(table.columns) // 2
+    counts, shares = table.columns[1:middle], table.columns[middle:]
     paints = dict(zip((c.label for c in shares), SOURCE_PAINTS, strict=True))
     totals = [sum(int(n or 0) for n in table.column(column.key)) for column in counts]
     every = sum(totals)

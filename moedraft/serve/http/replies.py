@@ -28,6 +28,8 @@ class Speculative(TypedDict):
     num_accepted_tokens: int
     num_lookup_tokens: int
     num_accepted_lookup_tokens: int
+    num_earlier_tokens: int
+    num_accepted_earlier_tokens: int
     expert: str | None
     adapter_version: int | None
 
@@ -205,6 +207,8 @@ def metrics_of(outputs: Sequence[RequestOutput]) -> AnswerMetrics:
             "num_accepted_tokens": stats.num_accepted_tokens,
             "num_lookup_tokens": stats.num_lookup_tokens,
             "num_accepted_lookup_tokens": stats.num_accepted_lookup_tokens,
+            "num_earlier_tokens": stats.num_earlier_tokens,
+            "num_accepted_earlier_tokens": stats.num_accepted_earlier_tokens,
             "expert": expert,
             "adapter_version": version,
         }

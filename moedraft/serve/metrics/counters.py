@@ -21,6 +21,12 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 EXPERT = ("model_name", "expert", "lang")
 PLACE = (*EXPERT, "position")
 MODEL = ("model_name",)
+LOOKUPS = {  # counts of `SpeculationStats`
+    "num_lookup_tokens": "Draft tokens looked up in texts, apart from the model's",
+    "num_accepted_lookup_tokens": "Of those, accepted",
+    "num_earlier_tokens": "Of those looked up, the ones from earlier answers",
+    "num_accepted_earlier_tokens": "Of those from earlier answers, accepted",
+}
 LATENCIES = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)  # seconds
 GAPS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2)
 
@@ -37,10 +43,9 @@ class PrometheusMetrics:
         self._drafts = self._counter(f"{spec}_drafts", "Verifications of this expert's drafts", EXPERT)
         self._drafted = self._counter(f"{spec}_draft_tokens", "Draft tokens by this expert", EXPERT)
         self._accepted = self._counter(f"{spec}_accepted_tokens", "Of those, accepted", EXPERT)
-        self._looked_up = self._counter(
-            f"{spec}_lookup_tokens", "Draft tokens looked up in texts, apart from the model's", EXPERT
-        )
-        self._lookup_accepted = self._counter(f"{spec}_accepted_lookup_tokens", "Of those, accepted", EXPERT)
+        self._lookups = {
+            name: self._counter(f"moedraft_spec_decode_{name}", of, EXPERT) for name, of in LOOKUPS.items()
+        }
         self._accepted_at = self._counter(
             f"{spec}_accepted_tokens_per_pos", "Draft tokens accepted, by position; 0 is the first", PLACE
         )
@@ -82,8 +87,8 @@ class PrometheusMetrics:
         self._generated.labels(*labels).inc(sequence.num_generated)
         stats = sequence.speculation
         self._steps.labels(*labels).inc(stats.num_steps)
-        self._looked_up.labels(*labels).inc(stats.num_lookup_tokens)
-        self._lookup_accepted.labels(*labels).inc(stats.num_accepted_lookup_tokens)
+        for name, counter in self._lookups.items():
+            counter.labels(*labels).inc(getattr(stats, name))
         self._count_drafts(labels, stats.expert_drafted_at, stats.expert_accepted_at)
         shared = (self._model_name, SHARED, labels[-1])
         self._count_drafts(shared, stats.shared_drafted_at, stats.shared_accepted_at)
