@@ -99,7 +99,7 @@ def test_totals_are_those_of_the_store(filled: Store) -> None:
     earlier = sum(row.speculation.num_accepted_earlier_tokens for row in rows)
     assert 0 < earlier < found
     assert parts == [accepted, found - earlier, earlier, view.tokens - accepted - found]
-    assert all(sum(row[5:]) == pytest.approx(1) for row in view.sources.rows if row[4] is not None)
+    assert all(sum(row[5:]) == pytest.approx(1) for row in view.sources.rows if row[5] is not None)
     assert sum(expert.share or 0 for expert in view.experts) == pytest.approx(1)
     for expert in view.experts:
         assert expert.stats == sums[expert.name]
