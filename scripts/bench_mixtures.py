@@ -1,0 +1,172 @@
+#!/usr/bin/env python3
+"""Measure what mixing the guesses of experts, or weakening what they add, would bring.
+
+    python scripts/bench_mixtures.py --data ../shared/data --out results/mixtures.json
+
+The default (joint learning with the gate) learns from a stream as in `scripts/evidence.py`. In the end the
+held-out prompts' answers are read once for each way of guessing: the routed expert as it serves, the shared
+adapter alone, the draft base, expert and shared adapter multiplied by smaller factors, the expert with the
+general list beside its own tokens, and means of the probabilities of several of them. Given is the share of
+the target's tokens that is the likeliest one of each. A mean of two would cost a second pass of the drafter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from evidence import command, running
+from evidence.arrangements import GATED
+from evidence.running import Run, Served
+
+from moedraft.core import SHARED, ReplayRecord
+from moedraft.distill.features.feature_batches import DraftVocabulary, collate, taught_at
+from moedraft.distill.features.feature_lessons import FeatureLessons
+from moedraft.distill.measuring.measures import Serving, instead
+from moedraft.storage.versions.adapters import LoadedAdapter
+from moedraft.storage.versions.candidate import Weights
+
+FACTORS = ((1.0, 1.0), (0.8, 1.0), (0.65, 1.0), (0.5, 1.0), (1.0, 0.8), (0.8, 0.8))  # of expert and shared
+MEANS = {
+    "mean of expert and shared": ("expert", "shared"),
+    "mean of expert and base": ("expert", "base"),
+    "mean of expert, shared and base": ("expert", "shared", "base"),
+    "mean of expert with both lists, and shared": ("both lists", "shared"),
+}
+
+
+class Mixtures:
+    """Notes, at the end of a run, how often each way of guessing is right."""
+
+    def __init__(self) -> None:
+        self.right: Counter[str] = Counter()
+        self.tokens = 0
+
+    def note(self, one: Run, held: Sequence[Served]) -> None:
+        for served in held:
+            domain = served.routed if one.store.registry.live(served.routed) else SHARED
+            chances, said = self._chances(one, domain, served.record)
+            self.tokens += len(said)
+            for name, found in chances.items():
+                self.right[name] += int((found.argmax(-1) == said).sum())
+
+    def _chances(
+        self, one: Run, domain: str, record: ReplayRecord
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """By way of guessing, the probabilities [T, V] at each token of the answer; and the tokens [T]."""
+        general, usual = one.measure.general, one._serving(domain)
+        own = _list(usual, domain, general)
+        wide = torch.unique(torch.cat([own, general]))
+        found = {
+            f"expert × {expert}, shared × {shared}": _read(
+                one, _scaled(usual, domain, expert, shared), domain, own, record
+            )
+            for expert, shared in FACTORS
+        }
+        alone = one._serving(SHARED)
+        parts = {
+            "expert": found.pop("expert × 1.0, shared × 1.0"),
+            "shared": _read(one, alone, SHARED, _list(alone, SHARED, general), record),
+            "base": _read(one, {SHARED: None}, SHARED, general, record),
+            "both lists": _read(one, usual, domain, wide, record),
+        }
+        means = {name: torch.stack([parts[part][0] for part in of]).mean(0) for name, of in MEANS.items()}
+        chances = {name: each[0] for name, each in {**parts, **found}.items()}
+        return {**chances, **means}, parts["base"][1]
+
+
+def _list(serving: Serving, domain: str, general: torch.Tensor) -> torch.Tensor:
+    """The tokens that are drafted: the expert's list, else that of the shared adapter, else `general`."""
+    who = next((one for one in (serving.get(domain), *serving.values()) if one), None)
+    return general if who is None or who.vocabulary is None else who.vocabulary
+
+
+def _scaled(serving: Serving, domain: str, expert: float, shared: float) -> Serving:
+    """The same adapters, what they add multiplied by these factors."""
+    return {
+        name: one and _times(one, expert if name == domain and name != SHARED else shared)
+        for name, one in serving.items()
+    }
+
+
+def _times(one: Weights, factor: float) -> Weights:
+    tensors = {name: t * factor if ".lora_B." in name else t for name, t in one.tensors.items()}
+    return LoadedAdapter(dict(one.config), tensors, {}, one.vocabulary)
+
+
+@torch.no_grad()
+def _read(
+    one: Run, serving: Serving, owner: str, vocabulary: torch.Tensor, record: ReplayRecord
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Probabilities [T, V] of first guesses from this list of tokens, and the target's tokens [T]."""
+    student, lessons = one.trainer.student, one.trainer.lessons
+    assert isinstance(lessons, FeatureLessons)
+    with instead(student, serving):
+        student.use_lists({owner: vocabulary})
+        known = DraftVocabulary(student.vocabulary, student.vocab_size)
+        longest = one.trainer.plan.max_tokens
+        batch = collate([record], [owner], lessons.states, known, torch.device("cpu"), longest)
+        with lessons.student.precision():
+            hidden, taught = next(iter(lessons.student.outputs(batch, 1))), taught_at(batch, 1)
+            chances = torch.zeros(len(taught.tokens), student.vocab_size)
+            for part in lessons.student.guesses(hidden[taught.rows], batch.owners, taught.counts):
+                ids = student.vocabulary if part.numbers is None else student.vocabulary[part.numbers]
+                chances[part.rows, ids] = part.logits.float().softmax(-1)
+    return chances, taught.tokens
+
+
+def measured(args: argparse.Namespace, pattern: str, seed: int) -> dict[str, float]:
+    """First guesses by way of guessing, after one run on this pattern of traffic."""
+    given = ["--data", str(args.data), "--out", str(args.out.parent)]
+    given += ["--cache", str(args.cache)] if args.cache else []
+    options = ["--requests", str(args.requests), "--threads", str(args.threads), "--dtype", args.dtype]
+    workplace = command.Workplace(command.arguments([*given, *options]))
+    mixtures, usual = Mixtures(), running._note
+
+    def noting(one: Run, done: int, held: Sequence[Served], found: dict[str, Any]) -> None:
+        usual(one, done, held, found)
+        if done == args.requests:
+            mixtures.note(one, held)
+
+    running._note = noting
+    try:
+        workplace.run(pattern, GATED, seed)
+    finally:
+        running._note = usual
+    return {name: round(right / mixtures.tokens, 4) for name, right in mixtures.right.items()}
+
+
+def show(pattern: str, seed: int, found: Mapping[str, float]) -> None:
+    for name, share in found.items():
+        print(f"{pattern}, seed {seed}: {name:44} {share:.4f}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True, help="folder with stream/ and dev/")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--cache", type=Path, help="as of scripts/evidence.py")
+    parser.add_argument("--patterns", default="steady,crossed,reworded")
+    parser.add_argument("--requests", type=int, default=160)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--dtype", default="float32", choices=("auto", "float32", "bfloat16"))
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    report: dict[str, Any] = {"date": datetime.now(UTC).date().isoformat(), "requests": args.requests}
+    for pattern in args.patterns.split(","):
+        for seed in range(args.seeds):
+            found = measured(args, pattern, seed)
+            show(pattern, seed, found)
+            report.setdefault(pattern, []).append(found)
+            args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
