@@ -38,7 +38,7 @@ from kernel_timing import Bench, copy_bandwidth, cpu_bench, cuda_bench
 import moedraft.kernels
 import moedraft.sampling
 
-PEERS = ("torch", "triton", "flashinfer", "sgl_kernel", "vllm", "liger_kernel", "speculators")
+PEERS = ("torch", "triton", "flashinfer", "sglang", "sgl_kernel", "vllm", "liger_kernel", "speculators")
 SAME = ("device", "quick", "code", "versions", "bench")  # a file that agrees in these is gone on with
 START = 0.25  # minutes that a new process takes until it measures
 Report = dict[str, Any]
