@@ -83,7 +83,7 @@ def stand_in(until: float) -> None:
 
 
 @pytest.fixture
-def bench_kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def bench_kernels(monkeypatch: pytest.MonkeyPatch, no_peers: None) -> ModuleType:
     device = Device()
     stubs: dict[str, Any] = {
         "Event": Event,
