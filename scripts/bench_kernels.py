@@ -104,7 +104,9 @@ def save(report: Report, path: Path) -> None:
 
 
 def show(case: dict[str, Any]) -> None:
-    print(case["operation"], case["shape"], flush=True)
+    print(case["operation"], case["shape"])
+    print(f"  at least {case['floor_bytes'] / 1e6:,.1f} MB; launches: {case['launches']};", end=" ")
+    print(f"replaces: {case['replaces']}; called by: {case['called_by']}", flush=True)
     for name, entry in case["contenders"].items():
         print(f"  {name:44}", json.dumps(entry), flush=True)
 
