@@ -144,7 +144,7 @@ def learn(system: System, loop: DistillLoop, prompts: Prompts, max_tokens: int) 
     long as the gate does not throw an update away.
     """
     engine, params = system.engine, SamplingParams(max_tokens=max_tokens)
-    waiting, spent, decisions = list(prompts), [0.0], list[list[str]]()
+    waiting, spent, decisions = list(prompts), [0.0], list[list[str | None]]()
     began = time.perf_counter()
 
     def train() -> None:

@@ -38,7 +38,7 @@ from kernel_timing import Bench, copy_bandwidth, cpu_bench, cuda_bench
 import moedraft.kernels
 import moedraft.sampling
 
-PEERS = ("torch", "triton", "flashinfer", "sgl_kernel", "vllm", "liger_kernel", "speculators")
+PEERS = ("torch", "triton", "flashinfer", "sglang", "sgl_kernel", "vllm", "liger_kernel", "speculators")
 SAME = ("device", "quick", "code", "versions", "bench")  # a file that agrees in these is gone on with
 START = 0.25  # minutes that a new process takes until it measures
 Report = dict[str, Any]
@@ -104,7 +104,9 @@ def save(report: Report, path: Path) -> None:
 
 
 def show(case: dict[str, Any]) -> None:
-    print(case["operation"], case["shape"], flush=True)
+    print(case["operation"], case["shape"])
+    print(f"  at least {case['floor_bytes'] / 1e6:,.1f} MB; launches: {case['launches']};", end=" ")
+    print(f"replaces: {case['replaces']}; called by: {case['called_by']}", flush=True)
     for name, entry in case["contenders"].items():
         print(f"  {name:44}", json.dumps(entry), flush=True)
 

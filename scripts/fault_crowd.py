@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import httpx
 from fault_process import MODEL, PROMPT, Server, keyed_home, until
@@ -28,7 +29,7 @@ CALM = 20  # answers without a crowd, before and after it
 MANY = 500  # connections from which on times and memory are judged; a small crowd is a test that it runs
 REFUSED = 1000.0
 WARM = 1400  # answers after which the caches with a bound are full: docs/robustness.md
-ENVIRONMENT = {
+ENVIRONMENT: dict[str, Any] = {
     "MOEDRAFT_HEADER_TIMEOUT": str(PATIENCE),
     "MOEDRAFT_BODY_TIMEOUT": str(PATIENCE),
     "MOEDRAFT_SEND_TIMEOUT": str(PATIENCE),

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 from fault_process import MODEL, Server, keyed_home, until
@@ -29,7 +30,7 @@ QUESTIONS = (
 def trainers(folder: Path, times: int) -> list[Row]:
     folder.mkdir()
     home, secret = keyed_home(folder / "home")
-    environment = {"MOEDRAFT_TRAINER_TIMEOUT": str(SILENCE), "MOEDRAFT_UPDATE_EVERY": "4"}
+    environment: dict[str, Any] = {"MOEDRAFT_TRAINER_TIMEOUT": str(SILENCE), "MOEDRAFT_UPDATE_EVERY": "4"}
     with Server(home, secret, "--learning", **environment) as server:
         wanted = {question: server.answer(prompt=question, model=f"{MODEL}:sql") for question in QUESTIONS}
         return [

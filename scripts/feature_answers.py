@@ -93,7 +93,9 @@ def answer_batch(
         logits = model.forward(cache, 0, last, [start + step for start in starts])[:, -1].float()
         values, found = logits.log_softmax(-1).topk(TOPK, dim=-1)
         last = logits.argmax(-1, keepdim=True)
-        tokens.append(last), top_ids.append(found), top_logprobs.append(values)
+        tokens.append(last)
+        top_ids.append(found)
+        top_logprobs.append(values)
         ended |= torch.isin(last[:, 0], torch.tensor(sorted(model.eos_token_ids)))
         if ended.all():
             break
@@ -127,7 +129,7 @@ def record(
 
 
 def save_records(file: Path, records: list[ReplayRecord]) -> None:
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for i, one in enumerate(records):
         tensors |= {
             f"{i}.prompt": torch.tensor(one.token_ids[: one.num_prompt_tokens]),

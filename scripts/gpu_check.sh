@@ -16,6 +16,7 @@
 # The kernel benchmark writes its file before and after every contender, and a later slice or run goes on where it
 # stopped; what was begun and did not return is not begun again. It looks in the folder above and in results/. Tests are
 # noted one by one (FOLDER/NAME.jsonl) and summed up in FOLDER/NAME.json, also where a slice's time ends before they do.
+# What each step prints is in FOLDER/SLICE-NAME.log, its last lines are shown when it has ended.
 # Ends with a status other than 0 if a test failed or a benchmark broke off.
 set -uo pipefail
 
@@ -53,9 +54,12 @@ failed=0
 step() { # name, seconds, command …
     local name="$1" seconds="$2"
     shift 2
+    local log="$out/$slice-${name// /-}.log"
     echo "== $name"
-    timeout -k 10 "$seconds" "$@" 2>&1 | tail -n 60
-    local status="${PIPESTATUS[0]}"
+    # Not into a pipe: a process that is left behind would keep it open.
+    timeout -k 10 "$seconds" "$@" > "$log" 2>&1
+    local status=$?
+    tail -n 60 "$log"
     if [ "$status" -ne 0 ]; then
         echo "== $name: failed with status $status"
         failed=1
@@ -65,9 +69,10 @@ step() { # name, seconds, command …
 tests() { # name of the report, seconds, tests …
     local report="$1" seconds="$2" lines="$out/$1.jsonl"
     shift 2
+    rm -f "$lines"
     step "$report" "$seconds" env PYTHONSAFEPATH=1 PYTHONPATH="$PWD/scripts:$PYTHONPATH" "$python" -m pytest "$@" -q \
         -o addopts= -o filterwarnings=default -p no:cacheprovider -p gpu_tests --lines "$lines"
-    "$python" scripts/gpu_tests.py "$lines" "$out/$report.json" && rm -f "$lines"
+    "$python" scripts/gpu_tests.py "$lines" "$out/$report.json" && rm -f "$lines" || failed=1
 }
 
 # The limits of a slice, ten seconds each for what does not end when it is told to, and twenty for what runs outside of

@@ -68,7 +68,10 @@ ABOUT = {
 
 @dataclass(frozen=True)
 class Contender:
-    """`make` gives one call for each set of data; `facts` what else is said of it, such as its error."""
+    """`make` gives one call for each set of data; `facts` what else is said of it, such as its error.
+
+    graph: false where a call waits for the device, which ends a capture.
+    """
 
     make: Callable[[], list[Call]]
     facts: Callable[[], dict[str, Any]] = dict

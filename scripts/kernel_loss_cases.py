@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import kernel_peers as peers
@@ -150,7 +151,9 @@ def dense_case(bench: Bench, kind: Kind, upstream: float = 1.0) -> Case:
             found |= {
                 "eager PyTorch": timed(lambda: plain),
                 "torch.compile": timed(lambda: torch.compile(plain)),
-                "Liger (with its log_softmax)": timed(lambda: peers.liger_divergence(kind)),
+                "Liger (with its log_softmax)": replace(
+                    timed(lambda: peers.liger_divergence(kind)), graph=False
+                ),
                 "speculators": timed(lambda: peers.speculators_divergence(kind)),
             }
         return found
@@ -203,7 +206,7 @@ def linear_dense_case(bench: Bench, rows: int, width: int) -> Case:
         return {
             "moedraft": Contender(lambda: [step(fused, hidden, teacher)]),
             "moedraft after the product": Contender(lambda: [step(apart, hidden, teacher)]),
-            "Liger, fused": Contender(lambda: [peers.liger_linear_jsd(hidden, weight, teacher)]),
+            "Liger, fused": Contender(lambda: [peers.liger_linear_jsd(hidden, weight, teacher)], graph=False),
         }
 
     shape = {"rows": rows, "width": width, "vocab": bench.vocab, "kind": "jsd"}

@@ -1,8 +1,8 @@
 """What the kernels are compared with: plain PyTorch, and other packages where they are installed.
 
-Each maker raises ImportError where its package is missing, LeftOut where it has nothing to compare with; the
-benchmark then names it and goes on. None of
-these packages is needed, and none is installed by the project.
+Each maker raises ImportError where its package is missing, LeftOut where it has nothing to compare with or
+its kernels cannot be built; the benchmark then names it and goes on. None of these packages is needed, and
+none is installed by the project.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,16 +58,28 @@ def plain_min_p(logits: Tensor, min_p: float) -> Tensor:
     return logits.masked_fill(logits < least, -torch.inf)
 
 
+def flashinfer_sampling() -> Any:
+    """FlashInfer's module. Where no package brings its kernels, they are built here, which needs nvcc."""
+    sampling = importlib.import_module("flashinfer.sampling")
+    try:
+        sampling.get_sampling_module()
+    except Exception as error:
+        raise LeftOut(f"its kernels cannot be built: {type(error).__name__}: {str(error)[:200]}") from error
+    return sampling
+
+
 def flashinfer_verify(inputs: dict[str, Tensor]) -> Call:
-    sample = importlib.import_module("flashinfer.sampling").chain_speculative_sampling
+    """With a seed in memory: asked for its state, a generator would refuse to be captured in a graph."""
+    sample = flashinfer_sampling().chain_speculative_sampling
     target, draft = inputs["target_logits"], inputs["draft_logits"]
     tokens = inputs["draft_tokens"].to(torch.int32)
-    return lambda: sample(draft.float().softmax(-1), tokens, target.float().softmax(-1))
+    numbers = {name: tokens.new_zeros(1, dtype=torch.int64) for name in ("seed", "offset")}
+    return lambda: sample(draft.float().softmax(-1), tokens, target.float().softmax(-1), **numbers)
 
 
 def flashinfer_filter(logits: Tensor, top_k: int, top_p: float) -> Call:
     """The probabilities that top-k, unless it is 0, and then top-p leave, renormalised by each."""
-    sampling = importlib.import_module("flashinfer.sampling")
+    sampling = flashinfer_sampling()
     flat = logits.flatten(0, -2)
 
     def call() -> Any:
@@ -78,38 +91,66 @@ def flashinfer_filter(logits: Tensor, top_k: int, top_p: float) -> Call:
     return call
 
 
-def sglang_verify(inputs: dict[str, Tensor]) -> Call:
-    """SGLang verifies trees; a chain is a tree in which every token is the only child of the one before."""
+def module_of_file(package: str, file: str) -> Any:
+    """One file of a package as a module, without what the package imports beside it."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError(f"No module named '{package}'", name=package)
+    path = Path(spec.submodule_search_locations[0]) / file
+    if not path.exists():
+        raise LeftOut(f"this version of {package} has no {file}")
+    found = importlib.util.spec_from_file_location(f"{package}_{path.stem}", path)
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+def sglang_chain(inputs: dict[str, Tensor]) -> Call:
+    """SGLang's kernel for chains, with the draft's probabilities."""
+    file = "kernels/ops/speculative/reject_sampling.py"
+    return sglang_call(module_of_file("sglang", file).chain_speculative_sampling_triton, inputs, True)
+
+
+def sglang_tree(inputs: dict[str, Tensor]) -> Call:
+    """SGLang's kernel for trees, which accepts by the target alone, and notes what it refuses in zeros."""
     verify = importlib.import_module("sgl_kernel").tree_speculative_sampling_target_only
+    return sglang_call(verify, inputs, False)
+
+
+def sglang_call(verify: Callable[..., None], inputs: dict[str, Tensor], drafted: bool) -> Call:
+    """A chain is a tree in which every token is the only child of the one before."""
     tokens, device = inputs["draft_tokens"], inputs["draft_tokens"].device
     batch, length = tokens.shape
     width = length + 1
     steps = torch.arange(width, device=device)
-    candidates = torch.cat((tokens.new_zeros(batch, 1), tokens), 1)
     following = torch.where(steps < length, steps + 1, -1).expand(batch, width).contiguous()
-    predicts = torch.empty(batch * width, dtype=torch.int32, device=device)
-    accept_index = torch.full((batch, width), -1, dtype=torch.int32, device=device)
     accepted = torch.empty(batch, dtype=torch.int32, device=device)
-    index = torch.arange(batch * width, device=device).view(batch, width)
+    chain: dict[str, Any] = {
+        "predicts": torch.empty(batch * width, dtype=torch.int32, device=device),
+        "accept_index": torch.full((batch, width), -1, dtype=torch.int32, device=device),
+        "accept_token_num": accepted,
+        "candidates": torch.cat((tokens.new_zeros(batch, 1), tokens), 1),
+        "retrive_index": torch.arange(batch * width, device=device).view(batch, width),
+        "retrive_next_token": following,
+        "retrive_next_sibling": torch.full_like(following, -1),
+        "threshold_single": 1.0,
+        "threshold_acc": 1.0,
+        "deterministic": True,
+    }
     target, draft = inputs["target_logits"], inputs["draft_logits"]
 
     def call() -> Any:
-        target_probs = target.float().softmax(-1)
-        draft_probs = torch.zeros_like(target_probs)
-        draft_probs[:, :-1] = draft.float().softmax(-1)
-        return verify(
-            predicts=predicts,
-            accept_index=accept_index,
-            accept_token_num=accepted,
-            candidates=candidates,
-            retrive_index=index,
-            retrive_next_token=following,
-            retrive_next_sibling=torch.full_like(following, -1),
+        probs = target.float().softmax(-1)
+        verify(
+            **chain,
             uniform_samples=torch.rand(batch, width, device=device),
             uniform_samples_for_final_sampling=torch.rand(batch, device=device),
-            target_probs=target_probs,
-            draft_probs=draft_probs,
+            target_probs=probs,
+            draft_probs=draft.float().softmax(-1) if drafted else torch.zeros_like(probs),
         )
+        return accepted
 
     return call
 

@@ -111,8 +111,9 @@ def verify_case(bench: Bench, batch: int, vocab: int, with_lse: bool = True, man
             found |= {
                 "torch.compile": Contender(lambda: [partial(compiled, *p) for p in plain]),
                 "FlashInfer (with its softmax)": Contender(lambda: [*map(peers.flashinfer_verify, sets)]),
-                "SGLang (with its softmax)": Contender(lambda: [*map(peers.sglang_verify, sets)]),
-                "vLLM (with its softmax)": Contender(lambda: [*map(peers.vllm_verify, sets)], graph=False),
+                "SGLang, chain (with its softmax)": Contender(lambda: [*map(peers.sglang_chain, sets)]),
+                "SGLang, tree (with its softmax)": Contender(lambda: [*map(peers.sglang_tree, sets)]),
+                "vLLM (with its softmax)": Contender(lambda: [*map(peers.vllm_verify, sets)]),
             }
         return found
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
+from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -46,7 +47,7 @@ def main() -> None:
 def closure() -> dict[str, tuple[Distribution, set[str]]]:
     """By name: each package that is installed because of moedraft, and who asks for it."""
     found: dict[str, tuple[Distribution, set[str]]] = {}
-    open_ones = [("moedraft", EXTRAS)]
+    open_ones: list[tuple[str, tuple[str, ...]]] = [("moedraft", EXTRAS)]
     seen = set(open_ones)
     while open_ones:
         name, extras = open_ones.pop()
@@ -72,7 +73,7 @@ def requirements(name: str, extras: tuple[str, ...]) -> list[Requirement]:
 
 def licence(found: Distribution) -> str:
     """In as few words as the package has for it."""
-    about = found.metadata
+    about: Any = found.metadata
     classes = [text.split(" :: ") for text in about.get_all("Classifier", [])]
     names = [one[-1] for one in classes if one[0] == "License" and one[-1] != "OSI Approved"]
     lines = (about.get("License") or "").strip().splitlines()

@@ -41,26 +41,17 @@ def moedraft(model: str, dtype: str, threads: int) -> Answer:
     from moedraft.drafting.drafter import NoDrafter
     from moedraft.engine.engine import Engine
     from moedraft.models import load_model
+    from moedraft.routing.selector import FixedSelector
 
     torch.set_num_threads(threads)
     target = load_model(model, "target", "cpu", dtype)
-    engine = Engine(target, target.tokenizer, NoDrafter(), NoExperts())
+    engine = Engine(target, target.tokenizer, NoDrafter(), FixedSelector())
 
     def answer(prompts: list[list[int]], tokens: int) -> list[list[int]]:
         params = SamplingParams(max_tokens=tokens, ignore_eos=True)
         return [output.token_ids for output in engine.generate(prompts, params)]
 
     return answer
-
-
-class NoExperts:
-    """The selector of an engine that drafts nothing."""
-
-    def assign(self, sequences: Any) -> None:
-        pass
-
-    def settle(self, ending: Any = None) -> list[Any]:
-        return []
 
 
 def vllm(model: str, dtype: str, threads: int, **options: Any) -> Answer:

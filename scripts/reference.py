@@ -58,7 +58,8 @@ class Standing:
     )
 
     def snapshot(self) -> Snapshot:
-        return Snapshot(**{f.name: None if f.name == "failed" else 0 for f in fields(Snapshot)})
+        values: dict[str, typing.Any] = {f.name: None if f.name == "failed" else 0 for f in fields(Snapshot)}
+        return Snapshot(**values)
 
     def state(self) -> TrainerState:
         return TrainerState()
@@ -73,7 +74,8 @@ def metrics() -> str:
         "",
     ]
     lines += ["| metric | type | labels | meaning |", "| --- | --- | --- | --- |"]
-    declared = {c._name: c._labelnames for c in registry._collector_to_names if hasattr(c, "_labelnames")}
+    collectors: list[typing.Any] = list(registry._collector_to_names)
+    declared = {c._name: c._labelnames for c in collectors if hasattr(c, "_labelnames")}
     for family in registry.collect():
         labels = declared.get(family.name) or family._labelnames  # type: ignore[attr-defined]
         name = f"{family.name}_total" if family.type == "counter" else family.name
@@ -84,7 +86,7 @@ def metrics() -> str:
 def routes() -> str:
     lines = ["## Routes and scopes", "", "A path needs the scope of its longest prefix in this table."]
     lines += ["Other paths are refused.", "", "| path | scope |", "| --- | --- |"]
-    lines += [f"| `{path}` | {scope or 'open'} |" for path, scope in sorted(ACCESS.items())]
+    lines += [f"| `{path}` | {scope} |" for path, scope in sorted(ACCESS.items())]
     return "\n".join(lines)
 
 

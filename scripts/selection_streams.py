@@ -6,6 +6,7 @@ import argparse
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from choosers import KnownRouter, PromptClassifier, answers, choosing
@@ -167,9 +168,7 @@ class Streams:
         for turned in (False, True):
             before = "permuted " if turned else ""
             if len(self.names) >= FEW:
-                made[f"{before}{FEW} arms"] = lambda turned=turned: self.few_arms(turned)  # type: ignore[misc]
+                made[f"{before}{FEW} arms"] = partial(self.few_arms, turned)
             for count in MANY:
-                made[f"{before}{count} arms"] = (  # type: ignore[misc]
-                    lambda count=count, turned=turned: self.many_arms(count, turned)
-                )
+                made[f"{before}{count} arms"] = partial(self.many_arms, count, turned)
         return made

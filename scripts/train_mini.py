@@ -26,7 +26,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -210,7 +210,7 @@ class Lesson(Protocol):
 
 def train(
     name: str, model: LlamaForCausalLM, lesson: Lesson, lr: float, seconds: float, args: argparse.Namespace
-) -> dict:
+) -> dict[str, Any]:
     """Train until `seconds` of wall time are used. Returns steps, tokens and the last loss."""
     device = args.device
     model.to(device).train()
@@ -218,19 +218,19 @@ def train(
     checkpoint = Checkpoint(args.work / name)
     step, used = checkpoint.load(model, opts)
     even = isinstance(lesson, Texts)  # all steps have the same shape
-    run = torch.compile(model) if args.compile and even else model
+    run: Any = torch.compile(model) if args.compile and even else model
     cast = nullcontext() if args.precision == "float32" else torch.autocast(device, torch.bfloat16)
     began, saved, smooth = time.monotonic() - used, time.monotonic(), math.nan
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns) as progress:
-        task = progress.add_task(name, total=seconds, completed=used)
+        task = progress.add_task(name, total=seconds, completed=int(used))
         while (used := time.monotonic() - began) < seconds:
             for opt in opts:
                 for group in opt.param_groups:
                     group["lr"] = learning_rate(used / seconds, lr)
             with cast:
                 loss = lesson.loss(run, step, device)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for opt in opts:
                 opt.step()
@@ -249,7 +249,9 @@ def train(
     return {"steps": step, "tokens": step * lesson.tokens_per_step, "train_loss": round(smooth, 4)}
 
 
-def publish(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path, facts: dict) -> None:
+def publish(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path, facts: dict[str, Any]
+) -> None:
     """Write an ordinary `save_pretrained` folder in half precision, then swap it into place."""
     temporary = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)

@@ -73,6 +73,28 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
+@pytest.fixture
+def no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of the packages that the kernel benchmark compares with is found, whatever PYTHONPATH holds."""
+    names = {"flashinfer", "sglang", "sgl_kernel", "vllm", "liger_kernel", "speculators"}
+    for module in [name for name in sys.modules if name.split(".")[0] in names]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setattr(sys, "meta_path", [Hiding(finder, names) for finder in sys.meta_path])
+
+
+class Hiding:
+    """A finder of modules that does not find some packages."""
+
+    def __init__(self, finder: Any, names: set[str]) -> None:
+        self._finder, self._names = finder, names
+
+    def find_spec(self, name: str, *rest: Any) -> Any:
+        return None if name.split(".")[0] in self._names else self._finder.find_spec(name, *rest)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._finder, name)
+
+
 class Recorder:
     """A kernel that writes its name down when it is launched."""
 

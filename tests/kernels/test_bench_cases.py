@@ -117,6 +117,7 @@ def test_flashinfer_filters_by_rank_only_where_it_is_asked_to(monkeypatch: pytes
         return renormalise
 
     fake = ModuleType("flashinfer.sampling")
+    fake.get_sampling_module = dict  # type: ignore[attr-defined]
     for name in ("top_k_renorm_probs", "top_p_renorm_probs"):
         setattr(fake, name, recorded(name))
     monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))

@@ -83,7 +83,7 @@ def stand_in(until: float) -> None:
 
 
 @pytest.fixture
-def bench_kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def bench_kernels(monkeypatch: pytest.MonkeyPatch, no_peers: None) -> ModuleType:
     device = Device()
     stubs: dict[str, Any] = {
         "Event": Event,
@@ -122,9 +122,11 @@ def run(script: ModuleType, folder: Path, *more: str) -> dict[str, Any]:
 
 
 def test_every_case_runs_and_only_missing_packages_are_named(
-    bench_kernels: ModuleType, tmp_path: Path
+    bench_kernels: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = run(bench_kernels, tmp_path, "--tune")
+    printed = capsys.readouterr().out
+    assert "MB; launches: 2; replaces: softmax, a draw; called by: drafting/drawing.py\n" in printed
     operations = [case["operation"] for case in report["cases"]]
     assert operations[:3] == ["topk divergence", "verify_chain", "verify_chain"]
     assert set(operations) == set(load_script("kernel_case").ABOUT)

@@ -111,7 +111,7 @@ def test_a_package_that_is_there_by_now_is_measured(
     assert (list(known["contenders"]), known["left"]) == (["ours"], 1)  # type: ignore[call-overload]
 
 
-def test_versions_are_those_that_were_installed() -> None:
+def test_versions_are_those_that_were_installed(no_peers: None) -> None:
     found = load_script("bench_kernels").versions()
     assert found["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert found["vllm"] == "not installed"

@@ -7,6 +7,7 @@ below that the compiler fuses none of them.
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -35,6 +36,9 @@ BEYOND = {
 # Also goes through its list of tokens, and through those that share a lane with one of them, one by one.
 NARROW = ("_topk",)
 NUMBERS = re.compile(r"'NUMBERS': '(\w+)'")  # the type of logits, where it is not bfloat16
+# Barriers of a kernel's loops together, at most, with any of these versions; no other kernel has any there.
+BARRIERS = {"_kl": 8, "_mixed": 10, "_topk": 14, "_scale": 2, "cut": 59, "judge": 3}
+WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4}
 FEW = "'CHUNK': 256"  # of rows with so few entries a thread has two, which are less than 16 bytes
 
 
@@ -132,7 +136,9 @@ def test_what_reads_logits_is_compiled_for_each_of_their_types(version: str) -> 
 
 def test_control_what_does_not_fit_is_noticed(compiled: dict[str, Any]) -> None:
     name = next(name for name in compiled if name.startswith("sweep "))
-    for change in ({"registers": 65}, {"spilled": 4}, {"wide_loads": 0}, {"narrow_in_loops": 1}):
+    more = {"wide_loads": compiled[name]["wide_loads"] + 1}
+    changes: list[dict[str, int]] = [{"registers": 65}, {"spilled": 4}, {"wide_loads": 0}, more]
+    for change in (*changes, {"narrow_in_loops": 1}, {"barriers_in_loops": 1}):
         with pytest.raises(AssertionError):
             assert_fit({**compiled, name: compiled[name] | change}, compile_offline.version())
     for kernel in STREAMS:
@@ -186,6 +192,7 @@ def assert_fit(compiled: dict[str, Any], version: str) -> None:
         if kernel["kernel"] in losses and unaligned(kernel):
             most = 80
         assert kernel["registers"] <= beyond.get("registers", most), kernel
+        assert kernel["barriers_in_loops"] <= BARRIERS.get(kernel["kernel"], 0), kernel
         # where a row has a residual its programs count themselves, in a way that orders their stores
         counts = kernel["kernel"] in ("resolve", "judge") and "'HAS_DRAFT': True" in kernel["constants"]
         assert kernel["arrivals"] == int(counts), kernel
@@ -211,8 +218,18 @@ def assert_wide(kernel: dict[str, Any]) -> None:
     few = FEW in kernel["constants"]
     if kernel["kernel"] in SWEPT and not few:
         assert kernel["wide_loads"], kernel
+    if kernel["kernel"] in ("sweep", "sweep_coupled"):
+        assert kernel["wide_loads"] == chunk_loads(kernel), kernel
     assert kernel["narrow_in_streams"] == 0, kernel
     if kernel["kernel"] not in NARROW and not few:
         assert kernel["narrow_in_loops"] == 0, kernel
     if kernel["kernel"] in STREAMS and "'STAGES': 1" not in kernel["constants"]:
         assert kernel["asynchronous"], kernel
+
+
+def chunk_loads(kernel: dict[str, Any]) -> int:
+    """In how many loads of 16 bytes a thread reads its part of the chunks of its program, each entry once."""
+    shape = ast.literal_eval(kernel["constants"])
+    threads = 256 if shape["CHUNK"] == 4096 else 128
+    each = shape["CHUNK"] // threads * WIDTHS[shape.get("NUMBERS", "bf16")] // 16
+    return int(each * shape["PER"] * (2 if shape.get("BOTH") else 1))
