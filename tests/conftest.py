@@ -33,7 +33,7 @@ def _fixed_seeds() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _tables_are_copied() -> Iterator[None]:
-    """What the migrations make of a new home is the same each time; `real_migrations` is for what tests them."""
+    """What migrations make of a new home is always the same; `real_migrations` is for what tests them."""
     try:
         import new_homes
     except ModuleNotFoundError:  # the kernels' tests also run on machines that have no database library
