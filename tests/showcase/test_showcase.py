@@ -75,7 +75,7 @@ def test_the_setting_chooses_how_drafts_are_verified(
 
 def test_demo_is_lossless_learns_and_reports(small: None, system: System, tmp_path: Path) -> None:
     phases, events = [], []
-    demo = Demo(system, shipped.everything(), 60.0, phases.append, lambda d: events.append(len(d.points)))
+    demo = Demo(system, shipped.everything(), 10.0, phases.append, lambda d: events.append(len(d.points)))
     result = demo.run()
     assert result.equal
     assert phases[-1] == "done"
