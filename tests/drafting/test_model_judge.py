@@ -6,6 +6,7 @@ import pytest
 import torch
 from looking import Looking
 from random_experts import publish_random
+from slow_cases import slow
 
 from moedraft.core import SHARED, SamplingParams
 from moedraft.drafting.arms.model_judge import ModelJudge
@@ -30,9 +31,14 @@ def drafts(kind: str, *, fast: bool = True, layers: int = 2) -> tuple[LanguageMo
     return draft, bank
 
 
-@pytest.mark.parametrize("source", ["model", "auto"])
 @pytest.mark.parametrize(
-    ("kind", "fast"), [("llama", True), ("llama", False), ("qwen2", True), ("gpt_neox", True), ("gpt2", True)]
+    ("kind", "fast", "source"),
+    [
+        *(("llama", fast, source) for fast in (True, False) for source in ("model", "auto")),
+        ("gpt_neox", True, "model"),
+        *(slow(kind, True, "model") for kind in ("qwen2", "gpt2")),
+        *(slow(kind, True, "auto") for kind in ("qwen2", "gpt_neox", "gpt2")),
+    ],
 )
 def test_verdicts_are_those_of_each_expert_alone(kind: str, fast: bool, source: str) -> None:
     """Rows of several lengths in changing slots, with other experts drafting than those compared."""
