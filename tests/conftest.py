@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 torch.set_num_threads(1)  # the models are tiny: a second thread costs more than it gives
-LONG = ("showcase", "kernels", "engine", "routing", "distill", "serve")  # folders, slowest files first
+# Folders, slowest files first.
+LONG = ("showcase", "kernels", "serve", "distill", "engine", "drafting", "cli", "selecting", "routing")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
