@@ -51,14 +51,14 @@ class PairedChange:
 def ratio(counts: Counts) -> Estimate:
     """Σ first / Σ second over all prompts, such as tokens per step."""
     table = np.asarray(counts, dtype=float).reshape(-1, 2)
-    return _estimate(_whole(table), _ratios(_draws(len(table)) @ table), len(table))
+    return _estimate(float(_ratios(table.sum(0))), _ratios(_draws(len(table)) @ table), len(table))
 
 
 def change(before: Counts, after: Counts, fewest: int = 0) -> PairedChange:
     """The ratio of the same prompts before and after; no interval for less than `fewest` prompts."""
     tables = [np.asarray(counts, dtype=float).reshape(-1, 2) for counts in (before, after)]
     prompts = len(tables[0])
-    whole = [_whole(table) for table in tables]
+    whole = [float(_ratios(table.sum(0))) for table in tables]
     drawn = [_ratios(_draws(prompts) @ table) for table in tables]
     figures = [(whole[0], drawn[0]), (whole[1], drawn[1]), (whole[1] - whole[0], drawn[1] - drawn[0])]
     few = prompts < fewest
@@ -70,9 +70,9 @@ def quotient(above: Counts, below: Counts) -> Estimate:
     """One ratio over another of the same prompts, such as a speed-up."""
     tables = [np.asarray(counts, dtype=float).reshape(-1, 2) for counts in (above, below)]
     prompts = len(tables[0])
-    whole = [_whole(table) for table in tables]
+    whole = [_ratios(table.sum(0)) for table in tables]
     drawn = [_ratios(_draws(prompts) @ table) for table in tables]
-    return _estimate(whole[0] / whole[1], drawn[0] / drawn[1], prompts)
+    return _estimate(float(whole[0] / whole[1]), drawn[0] / drawn[1], prompts)
 
 
 @lru_cache(maxsize=4)
@@ -83,13 +83,9 @@ def _draws(prompts: int) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
     return np.bincount(cells.ravel(), minlength=DRAWS * prompts).reshape(DRAWS, prompts).astype(float)
 
 
-def _whole(table: np.ndarray) -> float:
-    return float(_ratios(table.sum(0, keepdims=True))[0])
-
-
 def _ratios(sums: np.ndarray) -> np.ndarray:
-    """[draws, 2] → [draws]"""
-    ratios: np.ndarray = sums[:, 0] / np.maximum(sums[:, 1], 1e-9)
+    """[…, 2] → […]"""
+    ratios: np.ndarray = sums[..., 0] / np.maximum(sums[..., 1], 1e-9)
     return ratios
 
 
