@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from slow_cases import slow
+from slow_cases import case, slow
 
 from moedraft.core import SHARED, CorruptAdapter, SamplingParams
 from moedraft.drafting.base import FeatureBase, features_of, first_guesses, load_feature_base
@@ -353,7 +353,7 @@ def answers(
     ("target", "how"),
     [
         *(("llama", how) for how in WAYS),
-        *((kind, "fast") for kind in ("gpt_neox", STEADY)),
+        *(case(kind, "fast") for kind in ("gpt_neox", STEADY)),
         *(slow("qwen2", how) for how in WAYS),
         *(slow(kind, how) for kind in ("gpt_neox", STEADY) for how in ("half", "plain")),
     ],
