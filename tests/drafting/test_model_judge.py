@@ -107,7 +107,8 @@ def test_nothing_is_compared_where_an_expert_has_keys_of_its_own() -> None:
 
 def test_what_only_the_targets_vocabulary_has_is_never_guessed() -> None:
     draft, bank = drafts("llama")
-    judge = ModelJudge(ModelDrafter(draft, bank, 1, VOCAB + 5), bank)
+    drafter = ModelDrafter(draft, bank, 1, VOCAB + 5)
+    judge = ModelJudge(drafter, bank, clock=lambda: 0.0)  # there is time for all, however slow the machine is
     bank.select([SHARED])
     running = row(0, 1, 2, 3, VOCAB + 2)
     guesses = first_guesses(draft, [1, 2, 3, 0], None)  # the draft reads such a token as its first one
