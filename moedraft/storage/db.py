@@ -17,6 +17,7 @@ import stat
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +174,7 @@ class Home:
         assert self._writer is not None
         with self._writer.connect() as connection:
             current = MigrationContext.configure(connection).get_current_revision()
-        if current == _scripts().get_current_head():
+        if current == _scripts(MIGRATIONS).get_current_head():
             return
         self._refuse_newer(current)
         if current is not None:
@@ -182,7 +183,8 @@ class Home:
             # with foreign keys on, rebuilding a table would delete the rows of others that refer to it
             _pragma(connection, "foreign_keys = OFF")
             with connection.begin():
-                config = _alembic()
+                config = Config()
+                config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
                 config.attributes["connection"] = connection
                 command.upgrade(config, "head")
             _pragma(connection, "foreign_keys = ON")
@@ -205,14 +207,14 @@ class Home:
     def _check_revision(self, connection: Connection) -> None:
         current = MigrationContext.configure(connection).get_current_revision()
         self._refuse_newer(current)
-        if current != _scripts().get_current_head():
+        if current != _scripts(MIGRATIONS).get_current_head():
             raise StorageError(
                 f"The home {self.path} was made by an older moedraft; "
                 "run a command that writes to it (such as `moedraft distill`) once to upgrade it."
             )
 
     def _refuse_newer(self, revision: str | None) -> None:
-        known = {script.revision for script in _scripts().walk_revisions()}
+        known = {script.revision for script in _scripts(MIGRATIONS).walk_revisions()}
         if revision is not None and revision not in known:
             raise StorageError(
                 f"The home {self.path} was made by a newer moedraft (schema {revision}); "
@@ -340,11 +342,7 @@ def _pragma(connection: Connection, pragma: str) -> Any:
     return driver.execute(f"PRAGMA {pragma}").fetchone()
 
 
-def _alembic() -> Config:
-    config = Config()
-    config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
-    return config
-
-
-def _scripts() -> ScriptDirectory:
-    return ScriptDirectory.from_config(_alembic())
+@cache
+def _scripts(folder: Path) -> ScriptDirectory:
+    """Read once: each reading runs all the migrations' files."""
+    return ScriptDirectory(folder)

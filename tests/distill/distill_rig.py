@@ -50,11 +50,11 @@ class Immediate:
 
 
 class Rig:
-    """Two domains, "code" and "prose", each a corner of the vocabulary."""
+    """Two domains, "code" and "prose", each a corner of the vocabulary; a home that has them goes on."""
 
     def __init__(self, home: Path, kind: str = "llama", scope: str = "tail") -> None:
         self.store = Store.open(home)
-        for name in ("code", "prose"):
+        for name in ("code", "prose") if not self.store.registry.domains() else ():
             self.store.registry.add_domain(Domain(name, "", ("x",) * 8, 0.0))
         self.target = random_model(kind, 0)
         draft = random_model(kind, 1, layers=2)

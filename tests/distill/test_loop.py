@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from candidates import candidate
 from distill_rig import record
+from slow_cases import slow
 
 from moedraft.config import load_settings
 from moedraft.core import SHARED, AdapterVersion, Domain, InvalidRequest, StorageError
@@ -65,8 +66,15 @@ def loop_of(store: Store) -> tuple[DistillLoop, Any]:
     return DistillLoop(trainer, store, HomeOutlet(store), EVERY), trainer  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("error", [RuntimeError("out of memory"), StorageError("not finite")])
-@pytest.mark.parametrize("broken", [SHARED, "code"])
+@pytest.mark.parametrize(
+    ("broken", "error"),
+    [
+        (SHARED, RuntimeError("out of memory")),
+        slow(SHARED, StorageError("not finite")),
+        slow("code", RuntimeError("out of memory")),
+        ("code", StorageError("not finite")),
+    ],
+)
 def test_one_whose_updates_fail_does_not_starve_the_others(
     store: Store, broken: str, error: Exception
 ) -> None:

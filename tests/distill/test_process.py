@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -97,12 +98,21 @@ class Parent:
         return Published(versions=tuple(outlet.adopt(parts, message.also())))
 
 
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A home with 20 records of "code", to be copied."""
+    home = tmp_path_factory.mktemp("served") / "home"
+    rig = Rig(home)
+    rig.serve("code", 20, seed=1)
+    rig.store.close()
+    return home
+
+
 @pytest.fixture
-def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Parent]:
+def parent(served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Parent]:
     """A process that learns from a home with 20 records of "code"; nothing is said yet."""
     monkeypatch.setattr("moedraft.distill.process.LOOK_SECONDS", 0.02)
-    rig = Rig(tmp_path / "home")
-    rig.serve("code", 20, seed=1)
+    rig = Rig(shutil.copytree(served, tmp_path / "home"))
     (process_reads, parent_writes), (parent_reads, process_writes) = os.pipe(), os.pipe()
     one = Parent(rig, os.fdopen(parent_writes, "wb"), os.fdopen(parent_reads, "rb"))
     ends = os.fdopen(process_reads, "rb"), os.fdopen(process_writes, "wb", buffering=0)

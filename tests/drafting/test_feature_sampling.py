@@ -17,6 +17,7 @@ import pytest
 import torch
 from chi_squares import Answer, p_values
 from random_experts import bank_of, base_of, publish_random
+from slow_cases import slow
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 import moedraft.engine.verification as verification_module
@@ -31,7 +32,7 @@ from moedraft.routing.selector import FixedSelector
 from random_features import STEADY, bare_target_of, draft_for, target_of
 from tiny import NumberTokenizer
 
-KINDS = ["llama", "qwen2", "gpt_neox"]
+KINDS = ["llama", slow("qwen2"), slow("gpt_neox")]
 VOCAB, LENGTH, SLOTS, RUNS = 8, 3, 128, 1600
 MANY_RUNS = 2400  # where the wrong law is near the right one
 PROMPT = (3, 1, 6, 2)
@@ -205,7 +206,7 @@ def turning(kind: str, params: SamplingParams, folder: Path) -> list[Answer]:
     return answers_of(outputs)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, STEADY])
+@pytest.mark.parametrize("kind", [*KINDS, slow(STEADY)])
 @pytest.mark.usefixtures("unseeded")
 def test_experts_that_are_exchanged_in_mid_answer_keep_it_exact(kind: str, tmp_path: Path) -> None:
     answers = turning(kind, BOTH, tmp_path / "draft")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from slow_cases import case, slow
 
 from moedraft.core import SHARED, CorruptAdapter, SamplingParams
 from moedraft.drafting.base import FeatureBase, features_of, first_guesses, load_feature_base
@@ -27,6 +28,7 @@ GENERAL = torch.arange(1, VOCAB, 2)
 INSIDE = torch.arange(1, VOCAB, 6)  # a part of the general list
 OUTSIDE = torch.arange(0, VOCAB, 3)  # half of it is not in the general list
 LISTS = {"inside": INSIDE, "outside": OUTSIDE, "general": None}
+WAYS = ("fast", "half", "plain")
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +37,7 @@ def target(request: pytest.FixtureRequest) -> LanguageModel:
     return target_of(getattr(request, "param", "llama"))
 
 
-@pytest.fixture(params=["fast", "half", "plain"])
+@pytest.fixture(params=WAYS)
 def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """What multiplies: PyTorch, or the layouts for a CPU in float32, or with weights in half precision."""
     if request.param != "half":
@@ -347,7 +349,16 @@ def answers(
     return [done[i] for i in ids]
 
 
-@pytest.mark.parametrize("target", ["llama", "qwen2", "gpt_neox", STEADY], indirect=True)
+@pytest.mark.parametrize(
+    ("target", "how"),
+    [
+        *(("llama", how) for how in WAYS),
+        *(case(kind, "fast") for kind in ("gpt_neox", STEADY)),
+        *(slow("qwen2", how) for how in WAYS),
+        *(slow(kind, how) for kind in ("gpt_neox", STEADY) for how in ("half", "plain")),
+    ],
+    indirect=True,
+)
 def test_greedy_answers_of_mixed_batches_stay_the_targets(base: FeatureBase, target: LanguageModel) -> None:
     """They are those of transformers' own `generate`, while lists are exchanged in mid-answer."""
     prompts = prompts_of(6, seed=6)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from looking import Looking
 from random_experts import publish_random
+from slow_cases import slow
 
 from moedraft.core import SHARED, SamplingParams
 from moedraft.drafting.arms.model_judge import ModelJudge
@@ -30,9 +31,14 @@ def drafts(kind: str, *, fast: bool = True, layers: int = 2) -> tuple[LanguageMo
     return draft, bank
 
 
-@pytest.mark.parametrize("source", ["model", "auto"])
 @pytest.mark.parametrize(
-    ("kind", "fast"), [("llama", True), ("llama", False), ("qwen2", True), ("gpt_neox", True), ("gpt2", True)]
+    ("kind", "fast", "source"),
+    [
+        *(("llama", fast, source) for fast in (True, False) for source in ("model", "auto")),
+        ("gpt_neox", True, "model"),
+        *(slow(kind, True, "model") for kind in ("qwen2", "gpt2")),
+        *(slow(kind, True, "auto") for kind in ("qwen2", "gpt_neox", "gpt2")),
+    ],
 )
 def test_verdicts_are_those_of_each_expert_alone(kind: str, fast: bool, source: str) -> None:
     """Rows of several lengths in changing slots, with other experts drafting than those compared."""
@@ -101,7 +107,8 @@ def test_nothing_is_compared_where_an_expert_has_keys_of_its_own() -> None:
 
 def test_what_only_the_targets_vocabulary_has_is_never_guessed() -> None:
     draft, bank = drafts("llama")
-    judge = ModelJudge(ModelDrafter(draft, bank, 1, VOCAB + 5), bank)
+    drafter = ModelDrafter(draft, bank, 1, VOCAB + 5)
+    judge = ModelJudge(drafter, bank, clock=lambda: 0.0)  # there is time for all, however slow the machine is
     bank.select([SHARED])
     running = row(0, 1, 2, 3, VOCAB + 2)
     guesses = first_guesses(draft, [1, 2, 3, 0], None)  # the draft reads such a token as its first one

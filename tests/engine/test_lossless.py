@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import random
 from functools import cache
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
+from slow_cases import slow
 
 from moedraft.core import SHARED, RequestOutput, SamplingParams
 from moedraft.drafting.drafter import NoDrafter, NoExperts
@@ -56,9 +59,16 @@ def engine_of(
     return Engine(target, NumberTokenizer(), drafter, FixedSelector(), max_batch_size=slots, **kw)
 
 
-@pytest.mark.parametrize("kind", list(CONFIGS))
-@pytest.mark.parametrize("batch", [1, 8])
-@pytest.mark.parametrize(("adaptive", "fast"), [(True, True), (False, True), (True, False)])
+def greedy_cases() -> list[Any]:
+    """(kind, batch, adaptive, fast). The fast tests run all kinds in one way, and one kind in all ways."""
+    cases = product(CONFIGS, (1, 8), ((True, True), (False, True), (True, False)))
+    return [
+        (kind, batch, *ways) if kind == "llama" or (batch == 8 and all(ways)) else slow(kind, batch, *ways)
+        for kind, batch, ways in cases
+    ]
+
+
+@pytest.mark.parametrize(("kind", "batch", "adaptive", "fast"), greedy_cases())
 def test_greedy_equals_transformers(kind: str, batch: int, adaptive: bool, fast: bool) -> None:
     """A random draft (its guesses are mostly wrong) and ragged prompts; requests join as others leave."""
     target = random_model(kind, 0, cpu_fast_paths=fast)
@@ -89,9 +99,18 @@ def test_good_draft_is_accepted(kind: str, fast: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "fast"), [("llama", True), ("llama", False), ("qwen2", True), ("gpt_neox", True)]
+    ("scope", "kind", "fast"),
+    [
+        ("tail", "llama", True),
+        ("tail", "llama", False),
+        slow("tail", "qwen2", True),
+        slow("tail", "gpt_neox", True),
+        ("full", "llama", True),
+        ("full", "llama", False),
+        slow("full", "qwen2", True),
+        slow("full", "gpt_neox", True),
+    ],
 )
-@pytest.mark.parametrize("scope", ["tail", "full"])
 def test_adapter_swaps_in_mid_answer(kind: str, fast: bool, scope: str) -> None:
     """Experts good, random and adversarial, swapped every few steps; more than 2 000 tokens in all."""
     target, draft = (random_model(kind, 0, cpu_fast_paths=fast) for _ in range(2))

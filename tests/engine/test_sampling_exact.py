@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from chi_squares import p_values
+from slow_cases import slow
 
 import moedraft.drafting.drawing as drawing_module
 import moedraft.engine.verification as verification_module
@@ -97,9 +98,9 @@ def models() -> tuple[TinyLM, TinyLM]:
     "params",
     [
         SamplingParams(1.0),
-        SamplingParams(0.6),
-        SamplingParams(1.7, top_k=4),
-        SamplingParams(1.0, top_p=0.7),
+        slow(SamplingParams(0.6)),
+        slow(SamplingParams(1.7, top_k=4)),
+        slow(SamplingParams(1.0, top_p=0.7)),
         SamplingParams(1.3, top_k=5, top_p=0.8),
     ],
     ids=["plain", "cool", "top_k", "top_p", "both"],
@@ -124,7 +125,7 @@ def test_adaptive_budget_keeps_it_exact(models: tuple[TinyLM, TinyLM]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "verification"), [("lookup", "chain"), ("auto", "chain"), ("auto", "block")]
+    ("source", "verification"), [("lookup", "chain"), slow("auto", "chain"), ("auto", "block")]
 )
 @pytest.mark.usefixtures("unseeded")
 def test_earlier_answers_keep_it_exact(models: tuple[TinyLM, TinyLM], source: str, verification: str) -> None:
@@ -140,13 +141,15 @@ def test_earlier_answers_keep_it_exact(models: tuple[TinyLM, TinyLM], source: st
     assert min(p_values(answers, exact(models[0], params))) > 1e-4
 
 
-@pytest.mark.parametrize("params", [SamplingParams(1.0), SamplingParams(1.3, top_k=5, top_p=0.8)], ids=str)
+@pytest.mark.parametrize(
+    "params", [slow(SamplingParams(1.0)), SamplingParams(1.3, top_k=5, top_p=0.8)], ids=str
+)
 def test_verification_of_whole_drafts(models: tuple[TinyLM, TinyLM], params: SamplingParams) -> None:
     answers = sample(*models, params, verification="block")
     assert min(p_values(answers, exact(models[0], params))) > 1e-4
 
 
-@pytest.mark.parametrize("source", ["model", "auto"])
+@pytest.mark.parametrize("source", [slow("model"), "auto"])
 @pytest.mark.usefixtures("unseeded")
 def test_verification_of_whole_drafts_whose_length_is_chosen(
     models: tuple[TinyLM, TinyLM], source: str
@@ -159,7 +162,7 @@ def test_verification_of_whole_drafts_whose_length_is_chosen(
     assert min(p_values(answers, exact(models[0], params, prompt))) > 1e-4
 
 
-@pytest.mark.parametrize("source", ["auto", "lookup"])
+@pytest.mark.parametrize("source", ["auto", slow("lookup")])
 @pytest.mark.usefixtures("unseeded")
 def test_what_is_looked_up_keeps_it_exact(models: tuple[TinyLM, TinyLM], source: str) -> None:
     """Certain guesses, alone and beside rows that the model drafts for."""
@@ -204,8 +207,15 @@ def _wrong_target_distribution(real: Callable) -> Callable:
     return verify
 
 
-@pytest.mark.parametrize("rule", ["chain", "block"])
-@pytest.mark.parametrize("fault", [_wrong_draft_distribution, _wrong_target_distribution])
+@pytest.mark.parametrize(
+    ("fault", "rule"),
+    [
+        (_wrong_draft_distribution, "chain"),
+        slow(_wrong_draft_distribution, "block"),
+        slow(_wrong_target_distribution, "chain"),
+        slow(_wrong_target_distribution, "block"),
+    ],
+)
 def test_negative_controls(
     models: tuple[TinyLM, TinyLM], monkeypatch: pytest.MonkeyPatch, fault: Callable, rule: str
 ) -> None:
@@ -251,7 +261,9 @@ def test_same_seed_same_answer_alone_or_in_a_batch(models: tuple[TinyLM, TinyLM]
     assert len({tuple(a[:8]) for a in alone}) > 6
 
 
-@pytest.mark.parametrize("params", [SamplingParams(1.0), SamplingParams(1.3, top_k=5, top_p=0.8)], ids=str)
+@pytest.mark.parametrize(
+    "params", [slow(SamplingParams(1.0)), SamplingParams(1.3, top_k=5, top_p=0.8)], ids=str
+)
 def test_coupled_sampling(models: tuple[TinyLM, TinyLM], params: SamplingParams) -> None:
     for draft in (models[1], TinyLM(-models[0].table)):
         answers = sample(models[0], draft, params, verification="coupled")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from quick_interpreter import prepare_once_in_a_launch
 
 
 def choose_the_interpreter() -> None:
@@ -27,15 +28,16 @@ def choose_the_interpreter() -> None:
             importlib.reload(sys.modules[f"triton.language.{name}".rstrip(".")])
 
 
-if not torch.cuda.is_available():
-    choose_the_interpreter()
-
-
 def installed(name: str) -> bool:
     with suppress(ModuleNotFoundError):
         return importlib.util.find_spec(name) is not None
     return False
 
+
+if not torch.cuda.is_available():
+    choose_the_interpreter()
+    if installed("triton"):
+        prepare_once_in_a_launch(importlib.import_module("triton.runtime.interpreter"))
 
 # The machine for GPU runs has torch, triton and pytest; the engine needs more.
 collect_ignore = [] if installed("sklearn") else ["test_warm_up.py"]

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from scripts_loader import load_script
+from slow_cases import slow
 from torch.overrides import TorchFunctionMode
 
 PEERS = {"FlashInfer", "SGLang", "vLLM", "Liger", "speculators"}
@@ -174,10 +175,13 @@ def after(count: int, function: Callable[..., Any]) -> Callable[..., Any]:
     return limited
 
 
+@pytest.mark.parametrize("most", [5, slow(1000)])
 def test_a_run_that_is_broken_off_keeps_its_cases_and_is_gone_on_with(
-    bench_kernels: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench_kernels: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
-    real = bench_kernels.run_case
+    """A run of the first five cases, or of all."""
+    every, real = bench_kernels.cases, bench_kernels.run_case
+    monkeypatch.setattr(bench_kernels, "cases", lambda bench: every(bench)[:most])
     monkeypatch.setattr(bench_kernels, "run_case", after(2, real))
     with pytest.raises(KeyboardInterrupt):
         run(bench_kernels, tmp_path)

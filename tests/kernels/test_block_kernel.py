@@ -11,6 +11,7 @@ import pytest
 import torch
 from chain_cases import Chain, chi_square, chi_square_limit, make_chain, pack, same
 from law_cases import VOCAB, tables
+from slow_cases import slow
 from torch import Tensor
 
 from moedraft import kernels
@@ -60,13 +61,12 @@ def test_results_equal_the_references(case: dict[str, object], draft: str, devic
     assert draft == "certain" or int(fused[1].sum()) > 0
 
 
-def test_the_production_chunk(device: str) -> None:
+@pytest.mark.parametrize("draft", ["logits", slow("with lse"), slow("certain")])
+def test_the_production_chunk(draft: str, device: str) -> None:
     chain = make_chain(3, 2, 33_000, device=device, temperature=[1.0, 0.8, 0.0], spread=1.5)
     assert verify.chunk_width(33_000) == 4096
-    assert both(chain)
-    chain.lse = chain.extra["lse"]
-    assert both(chain)
-    chain.draft = chain.lse = None
+    chain.lse = chain.extra["lse"] if draft == "with lse" else None
+    chain.draft = None if draft == "certain" else chain.draft
     assert both(chain)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from random_experts import LISTS, base_of, publish_random
 from scripts_loader import load_script
+from slow_cases import slow
 
 from moedraft.config import load_settings
 from moedraft.core import SHARED
@@ -63,7 +64,21 @@ def run(
     return found
 
 
-def test_all_streams_are_measured(system: System, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+ALL = (
+    *("labelled", "translated", "framed", "typos", "noise", "few origins"),
+    *("permuted", "two in a prompt", "change"),
+    *("no domain", "before registration", "6 arms", "permuted 6 arms"),
+)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "streams"),
+    [("--streams labelled,permuted", ("labelled", "permuted")), slow("", ALL)],
+    ids=["two", "all"],
+)
+def test_streams_are_measured(
+    system: System, data: Path, monkeypatch: pytest.MonkeyPatch, chosen: str, streams: tuple[str, ...]
+) -> None:
     script = load_script("bench_streams")
     monkeypatch.setattr(sys.modules["selection_streams"], "MANY", (6,))
     before = dict(system.bank.experts)
@@ -72,13 +87,10 @@ def test_all_streams_are_measured(system: System, data: Path, monkeypatch: pytes
         system,
         data,
         monkeypatch,
-        f"--domains {','.join(LISTS)} --nowhere {','.join(FOREIGN)} --heldout {HELDOUT} --max-tokens 12",
+        f"--domains {','.join(LISTS)} --nowhere {','.join(FOREIGN)} --heldout {HELDOUT} --max-tokens 12 "
+        + chosen,
     )["streams"]
-    assert list(found) == [
-        *("labelled", "translated", "framed", "typos", "noise", "few origins"),
-        *("permuted", "two in a prompt", "change"),
-        *("no domain", "before registration", "6 arms", "permuted 6 arms"),
-    ]
+    assert tuple(found) == streams
     assert system.bank.experts == before, "the decoys are gone"
     for name, part in found.items():
         ways = part["ways"]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from random_experts import bank_of, base_of, publish_random
+from slow_cases import case, slow
 
 from moedraft import core
 from moedraft.core import SHARED, SamplingParams
@@ -34,6 +35,7 @@ from random_models import prompts_of, random_model
 from tiny import NumberTokenizer, TinyLM, random_table
 
 VOCABULARY, RUNS = 6, 4000
+OTHER_WAYS: tuple[dict[str, object], ...] = ({"adaptive_budget": False}, {"prefill_chunk": 5})
 
 
 class Undecided:
@@ -75,8 +77,14 @@ def often(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> No
     monkeypatch.setattr(contest, "FEW_LEFT", 0)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt_neox", STEADY])
-@pytest.mark.parametrize("options", [{}, {"adaptive_budget": False}, {"prefill_chunk": 5}])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        *(case(kind, {}) for kind in ("llama", "qwen2", "gpt_neox", STEADY)),
+        *(("llama", options) for options in OTHER_WAYS),
+        *(slow(kind, options) for kind in ("qwen2", "gpt_neox", STEADY) for options in OTHER_WAYS),
+    ],
+)
 @pytest.mark.usefixtures("often")
 def test_greedy_answers_are_the_targets_own(tmp_path: Path, kind: str, options: dict[str, object]) -> None:
     """They are those of transformers' own `generate`, without any fast path of ours."""
@@ -87,8 +95,14 @@ def test_greedy_answers_are_the_targets_own(tmp_path: Path, kind: str, options: 
     answers_as_transformers(kind, target, drafter, FeatureJudge(drafter, bank), options)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt_neox", "gpt2"])
-@pytest.mark.parametrize("options", [{}, {"adaptive_budget": False}])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        *((kind, {}) for kind in ("llama", "qwen2", "gpt_neox", "gpt2")),
+        ("llama", {"adaptive_budget": False}),
+        *(slow(kind, {"adaptive_budget": False}) for kind in ("qwen2", "gpt_neox", "gpt2")),
+    ],
+)
 @pytest.mark.usefixtures("often")
 def test_greedy_answers_beside_an_independent_draft(kind: str, options: dict[str, object]) -> None:
     target, draft = target_of(kind), target_of(kind)

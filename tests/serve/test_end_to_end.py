@@ -932,6 +932,7 @@ def test_what_is_hostile_stays_text(stage: Stage, tabs: Tabs) -> None:
     assert "img" not in stage.scrape.text
 
 
+@pytest.mark.slow  # for people to look at; the tests beside it look at the same pages
 def test_pictures_are_kept(stage: Stage, tabs: Tabs) -> None:
     SHOTS.mkdir(parents=True, exist_ok=True)
     for name, path in PAGES.items():

@@ -3,10 +3,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import new_homes
 import pytest
 from storage_fakes import domain
 
 from moedraft.storage import Home, Registry
+
+
+@pytest.fixture
+def real_migrations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Home, "_migrate", new_homes.migrate)
 
 
 @pytest.fixture

@@ -18,6 +18,8 @@ from moedraft.core import InvalidRequest, StorageError
 from moedraft.storage import Home, Registry, ReplayBuffer, RequestLog, StorageFull, Store
 from moedraft.storage.db import DATABASE, LOCK, storage_errors
 
+pytestmark = pytest.mark.usefixtures("real_migrations")
+
 WORKER = Path(__file__).with_name("crash_worker.py")
 
 

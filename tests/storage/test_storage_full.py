@@ -17,6 +17,8 @@ from moedraft.storage import Home, Registry, StorageFull
 from moedraft.storage.db import DATABASE, LOCK, RESERVE
 from moedraft.storage.store import TARGET_ID, Store
 
+pytestmark = pytest.mark.usefixtures("real_migrations")
+
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:

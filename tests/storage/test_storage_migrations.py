@@ -15,6 +15,8 @@ from moedraft.storage.db import DATABASE, MIGRATIONS
 from moedraft.storage.requests import Outcome
 from moedraft.storage.tables import metadata
 
+pytestmark = pytest.mark.usefixtures("real_migrations")
+
 FIRST_SCHEMA = Path(__file__).with_name("first_schema.sql")
 LATER = """
 import sqlalchemy as sa

@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 
 import pytest
+from slow_cases import slow
 from sqlalchemy import select, update
 from storage_fakes import domain, record
 
@@ -117,7 +118,7 @@ def test_hardest_keeps_the_most_refused(home: Home) -> None:
     assert sorted(first_tokens(replay.records())) == [0, 2, 78]
 
 
-def deciles_chi_square(home: Home, policy: Policy, trials: int = 150) -> float:
+def deciles_chi_square(home: Home, policy: Policy, trials: int) -> float:
     """How unevenly 100 arrivals survive in a buffer of 10: chi-square of their deciles, 9 degrees."""
     replay, kept = ReplayBuffer(home, 10, policy, seed=1), [0] * 10
     for _ in range(trials):
@@ -130,8 +131,9 @@ def deciles_chi_square(home: Home, policy: Policy, trials: int = 150) -> float:
     return sum((count - trials) ** 2 / trials for count in kept)
 
 
-def test_the_reservoir_samples_uniformly(home: Home) -> None:
-    assert deciles_chi_square(home, "reservoir") < 27.9  # p = 0.001
+@pytest.mark.parametrize("trials", [40, slow(150)])
+def test_the_reservoir_samples_uniformly(home: Home, trials: int) -> None:
+    assert deciles_chi_square(home, "reservoir", trials) < 27.9  # p = 0.001
 
 
 def test_control_fifo_is_not_uniform(home: Home) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from scipy.special import stdtrit
@@ -50,17 +51,16 @@ class PairedChange:
 def ratio(counts: Counts) -> Estimate:
     """Σ first / Σ second over all prompts, such as tokens per step."""
     table = np.asarray(counts, dtype=float).reshape(-1, 2)
-    return _estimate(_ratios(table[None])[0], _ratios(table[_draws(len(table))]), len(table))
+    return _estimate(float(_ratios(table.sum(0))), _ratios(_draws(len(table)) @ table), len(table))
 
 
 def change(before: Counts, after: Counts, fewest: int = 0) -> PairedChange:
     """The ratio of the same prompts before and after; no interval for less than `fewest` prompts."""
     tables = [np.asarray(counts, dtype=float).reshape(-1, 2) for counts in (before, after)]
-    picks = _draws(len(tables[0]))
-    whole = [float(_ratios(table[None])[0]) for table in tables]
-    drawn = [_ratios(table[picks]) for table in tables]
-    figures = [(whole[0], drawn[0]), (whole[1], drawn[1]), (whole[1] - whole[0], drawn[1] - drawn[0])]
     prompts = len(tables[0])
+    whole = [float(_ratios(table.sum(0))) for table in tables]
+    drawn = [_ratios(_draws(prompts) @ table) for table in tables]
+    figures = [(whole[0], drawn[0]), (whole[1], drawn[1]), (whole[1] - whole[0], drawn[1] - drawn[0])]
     few = prompts < fewest
     made = [Estimate(one, one, one) if few else _estimate(one, some, prompts) for one, some in figures]
     return PairedChange(made[0], made[1], made[2], has_interval=not few)
@@ -69,21 +69,23 @@ def change(before: Counts, after: Counts, fewest: int = 0) -> PairedChange:
 def quotient(above: Counts, below: Counts) -> Estimate:
     """One ratio over another of the same prompts, such as a speed-up."""
     tables = [np.asarray(counts, dtype=float).reshape(-1, 2) for counts in (above, below)]
-    picks = _draws(len(tables[0]))
-    whole = [_ratios(table[None]) for table in tables]
-    drawn = [_ratios(table[picks]) for table in tables]
-    return _estimate(float((whole[0] / whole[1])[0]), drawn[0] / drawn[1], len(picks[0]))
+    prompts = len(tables[0])
+    whole = [_ratios(table.sum(0)) for table in tables]
+    drawn = [_ratios(_draws(prompts) @ table) for table in tables]
+    return _estimate(float(whole[0] / whole[1]), drawn[0] / drawn[1], prompts)
 
 
-def _draws(prompts: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    """Which prompts each bootstrap sample consists of, [DRAWS, prompts]; always the same ones."""
-    return np.random.default_rng(0).integers(0, prompts, (DRAWS, prompts))
+@lru_cache(maxsize=4)
+def _draws(prompts: int) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+    """How often each bootstrap sample has each prompt, [DRAWS, prompts]; always the same ones."""
+    picks = np.random.default_rng(0).integers(0, prompts, (DRAWS, prompts))
+    cells = prompts * np.arange(DRAWS)[:, None] + picks
+    return np.bincount(cells.ravel(), minlength=DRAWS * prompts).reshape(DRAWS, prompts).astype(float)
 
 
-def _ratios(tables: np.ndarray) -> np.ndarray:
-    """[draws, prompts, 2] → [draws]"""
-    sums = tables.sum(1)
-    ratios: np.ndarray = sums[:, 0] / np.maximum(sums[:, 1], 1e-9)
+def _ratios(sums: np.ndarray) -> np.ndarray:
+    """[…, 2] → […]"""
+    ratios: np.ndarray = sums[..., 0] / np.maximum(sums[..., 1], 1e-9)
     return ratios
 
 
