@@ -3,11 +3,12 @@
 
     python scripts/bench_mixtures.py --data ../shared/data --out results/mixtures.json
 
-The default (joint learning with the gate) learns from a stream as in `scripts/evidence.py`. In the end the
-held-out prompts' answers are read once for each way of guessing: the routed expert as it serves, the shared
-adapter alone, the draft base, expert and shared adapter multiplied by smaller factors, the expert with the
-general list beside its own tokens, and means of the probabilities of several of them. Given is the share of
-the target's tokens that is the likeliest one of each. A mean of two would cost a second pass of the drafter.
+Joint learning with the gate, one update a window, learns from a stream as in `scripts/evidence.py`. When all
+is learned, the held-out prompts' answers are read once for each way of guessing: the routed expert as it
+serves, the shared adapter alone, the draft base, expert and shared adapter multiplied by smaller factors, both
+with the general list beside the expert's own tokens, and means of the probabilities of several of them. Given
+is the share of the target's tokens that is the likeliest one of each. A mean of two would cost a second pass
+of the drafter.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from evidence import command, running
+from evidence import command
 from evidence.arrangements import GATED
 from evidence.running import Run, Served
 
@@ -32,53 +33,48 @@ from moedraft.distill.measuring.measures import Serving, instead
 from moedraft.storage.versions.adapters import LoadedAdapter
 from moedraft.storage.versions.candidate import Weights
 
-FACTORS = ((1.0, 1.0), (0.8, 1.0), (0.65, 1.0), (0.5, 1.0), (1.0, 0.8), (0.8, 0.8))  # of expert and shared
+FACTORS = ((0.8, 1.0), (0.65, 1.0), (0.5, 1.0), (1.0, 0.8), (0.8, 0.8))  # of expert and shared
 MEANS = {
     "mean of expert and shared": ("expert", "shared"),
     "mean of expert and base": ("expert", "base"),
     "mean of expert, shared and base": ("expert", "shared", "base"),
-    "mean of expert with both lists, and shared": ("both lists", "shared"),
+    "mean of expert and shared, both lists for both": ("expert, both lists", "shared, both lists"),
 }
 
 
-class Mixtures:
-    """Notes, at the end of a run, how often each way of guessing is right."""
+def mixtures(one: Run, held: Sequence[Served]) -> dict[str, float]:
+    """First guesses on the answers to these prompts, by way of guessing."""
+    right, tokens = Counter[str](), 0
+    for served in held:
+        chances, said = _chances(one, one.owner(served), served.record)
+        tokens += len(said)
+        right.update({name: int((found.argmax(-1) == said).sum()) for name, found in chances.items()})
+    counts = one.counts(held)  # as the evidence counts what serves
+    assert abs(sum(row[1] for row in counts) - right["expert"]) <= 0.002 * tokens, "not as it serves"
+    return {name: round(number / tokens, 4) for name, number in right.items()}
 
-    def __init__(self) -> None:
-        self.right: Counter[str] = Counter()
-        self.tokens = 0
 
-    def note(self, one: Run, held: Sequence[Served]) -> None:
-        for served in held:
-            domain = served.routed if one.store.registry.live(served.routed) else SHARED
-            chances, said = self._chances(one, domain, served.record)
-            self.tokens += len(said)
-            for name, found in chances.items():
-                self.right[name] += int((found.argmax(-1) == said).sum())
-
-    def _chances(
-        self, one: Run, domain: str, record: ReplayRecord
-    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """By way of guessing, the probabilities [T, V] at each token of the answer; and the tokens [T]."""
-        general, usual = one.measure.general, one._serving(domain)
-        own = _list(usual, domain, general)
-        wide = torch.unique(torch.cat([own, general]))
-        found = {
-            f"expert × {expert}, shared × {shared}": _read(
-                one, _scaled(usual, domain, expert, shared), domain, own, record
-            )
-            for expert, shared in FACTORS
-        }
-        alone = one._serving(SHARED)
-        parts = {
-            "expert": found.pop("expert × 1.0, shared × 1.0"),
-            "shared": _read(one, alone, SHARED, _list(alone, SHARED, general), record),
-            "base": _read(one, {SHARED: None}, SHARED, general, record),
-            "both lists": _read(one, usual, domain, wide, record),
-        }
-        means = {name: torch.stack([parts[part][0] for part in of]).mean(0) for name, of in MEANS.items()}
-        chances = {name: each[0] for name, each in {**parts, **found}.items()}
-        return {**chances, **means}, parts["base"][1]
+def _chances(one: Run, domain: str, record: ReplayRecord) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """By way of guessing, the probabilities [T, V] at each token of the answer; and the tokens [T]."""
+    general, usual = one.measure.general, one._serving(domain)
+    own = _list(usual, domain, general)
+    wide = torch.unique(torch.cat([own, general]))
+    weaker = {
+        f"expert × {expert}, shared × {shared}": _read(
+            one, _scaled(usual, domain, expert, shared), domain, own, record
+        )
+        for expert, shared in FACTORS
+    }
+    alone = one._serving(SHARED)
+    parts = {
+        "expert": _read(one, usual, domain, own, record),
+        "shared": _read(one, alone, SHARED, _list(alone, SHARED, general), record),
+        "base": _read(one, {SHARED: None}, SHARED, general, record),
+        "expert, both lists": _read(one, usual, domain, wide, record),
+        "shared, both lists": _read(one, alone, SHARED, wide, record),
+    }
+    means = {name: torch.stack([parts[part][0] for part in of]).mean(0) for name, of in MEANS.items()}
+    return {name: each[0] for name, each in {**parts, **weaker}.items()} | means, parts["base"][1]
 
 
 def _list(serving: Serving, domain: str, general: torch.Tensor) -> torch.Tensor:
@@ -121,27 +117,6 @@ def _read(
     return chances, taught.tokens
 
 
-def measured(args: argparse.Namespace, pattern: str, seed: int) -> dict[str, float]:
-    """First guesses by way of guessing, after one run on this pattern of traffic."""
-    given = ["--data", str(args.data), "--out", str(args.out.parent)]
-    given += ["--cache", str(args.cache)] if args.cache else []
-    options = ["--requests", str(args.requests), "--threads", str(args.threads), "--dtype", args.dtype]
-    workplace = command.Workplace(command.arguments([*given, *options]))
-    mixtures, usual = Mixtures(), running._note
-
-    def noting(one: Run, done: int, held: Sequence[Served], found: dict[str, Any]) -> None:
-        usual(one, done, held, found)
-        if done == args.requests:
-            mixtures.note(one, held)
-
-    running._note = noting
-    try:
-        workplace.run(pattern, GATED, seed)
-    finally:
-        running._note = usual
-    return {name: round(right / mixtures.tokens, 4) for name, right in mixtures.right.items()}
-
-
 def show(pattern: str, seed: int, found: Mapping[str, float]) -> None:
     for name, share in found.items():
         print(f"{pattern}, seed {seed}: {name:44} {share:.4f}", flush=True)
@@ -159,10 +134,14 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=("auto", "float32", "bfloat16"))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    given = ["--data", str(args.data), "--out", str(args.out.parent)]
+    given += ["--cache", str(args.cache)] if args.cache else []
+    options = ["--requests", str(args.requests), "--threads", str(args.threads), "--dtype", args.dtype]
+    workplace = command.Workplace(command.arguments([*given, *options]))
     report: dict[str, Any] = {"date": datetime.now(UTC).date().isoformat(), "requests": args.requests}
     for pattern in args.patterns.split(","):
         for seed in range(args.seeds):
-            found = measured(args, pattern, seed)
+            found = workplace.run(pattern, GATED, seed, mixtures)["at_end"]
             show(pattern, seed, found)
             report.setdefault(pattern, []).append(found)
             args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from evidence import lows
 from evidence.arrangements import ARRANGEMENTS, GATED, LEAN, ONLINE, SERVED
 from evidence.costs import learned, operations
-from evidence.streams import ONLY, title_of
+from evidence.streams import ONLY, heading_of, title_of
 from evidence.words import NOT_MEASURED, how_many, interval, listed, short_sign, table
 
 ABOUT = (
@@ -185,7 +185,7 @@ def not_forgotten(default: Mapping[str, Mapping[str, Whole]]) -> Reached:
         for pattern, figures in of.items()
         if (one := figures["forgotten"]) is not None
     ]
-    said = [f"{title_of(pattern).capitalize()}: {interval(one)}." for pattern, one in found]
+    said = [f"{heading_of(pattern)}: {interval(one)}." for pattern, one in found]
     return Reached(
         "domains that are silent lose at most .01",
         *_told([_keeps(one) for _, one in found], said),

@@ -20,7 +20,7 @@ from evidence.arrangements import ARRANGEMENTS
 from evidence.figures import Runs
 from evidence.parts import PARTS, QUICK
 from evidence.prompts import Domain, Query, load_domain, reworded
-from evidence.running import Bench, Plan, Served, run
+from evidence.running import AtEnd, Bench, Plan, Served, run
 from evidence.streams import ONLY, Traffic, traffic
 from moedraft.config import load_settings
 from moedraft.distill.features.record_states import RecordStates
@@ -108,7 +108,8 @@ class Workplace:
         """Of the target, such as "float32"."""
         return str(self.bench.target.dtype).removeprefix("torch.")
 
-    def run(self, pattern: str, arrangement: str, seed: int) -> dict[str, Any]:
+    def run(self, pattern: str, arrangement: str, seed: int, at_end: AtEnd | None = None) -> dict[str, Any]:
+        """at_end: see `running.run`."""
         domains = self.domains_of(pattern)
         stream = traffic(pattern, domains, self.args.requests, seed)
         held = self.held_out(pattern, stream, domains)
@@ -117,7 +118,7 @@ class Workplace:
         one = ARRANGEMENTS[arrangement]
         alone = pattern.startswith(ONLY) and isinstance(self.bench.draft, FeatureDraft)
         tell = alone and one.trainer is not None
-        found = run(self.bench, one, stream, routed, held, seed, tell_tokens=tell)
+        found = run(self.bench, one, stream, routed, held, seed, tell_tokens=tell, at_end=at_end)
         words = {
             "pattern": pattern,
             "arrangement": arrangement,

@@ -12,7 +12,7 @@ from evidence import aims, came, costs, decisions, growth, lows, missing, moves,
 from evidence.arrangements import ARRANGEMENTS, GATED, JOINT, MAIN, ONLINE, STATIC
 from evidence.figures import Runs
 from evidence.parts import PARTS
-from evidence.streams import ONLY, POISONED, title_of
+from evidence.streams import ONLY, POISONED, heading_of, title_of
 from evidence.summary import summary
 from evidence.words import (
     COMMANDS,
@@ -99,7 +99,7 @@ def findings(whole: Whole) -> list[str]:
         ]
         text = " ".join(sentence for sentence in sentences if sentence)
         if text:
-            lines.append(f"- **{title_of(pattern).capitalize()}.** {text}")
+            lines.append(f"- **{heading_of(pattern)}.** {text}")
     return ["\n".join(lines)] if lines else ["No run of the default has finished yet."]
 
 
@@ -224,7 +224,7 @@ def pattern_part(whole: Whole, pattern: str) -> str:
             "others come without a key, so that no bound for each of several clients is at work, as it is in "
             "a server whose clients all have keys."
         )
-    return "\n\n".join([f"## {title_of(pattern).capitalize()}", right, table(head, rows), by_domain(of)])
+    return "\n\n".join([f"## {heading_of(pattern)}", right, table(head, rows), by_domain(of)])
 
 
 def row(of: Whole, name: str) -> list[str]:

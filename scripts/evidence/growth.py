@@ -7,7 +7,7 @@ from typing import Any
 
 from evidence.arrangements import ARRANGEMENTS, EQUAL_COST, EQUAL_STEPS, JOINT, ONE_ADAPTER, STATIC
 from evidence.figures import Runs, first_guesses, mean_at, measured_at, tokens_per_step
-from evidence.streams import ONLY, title_of
+from evidence.streams import ONLY, heading_of
 from evidence.words import DASH, how_many, interval, short, short_sign, table
 
 ALIKE = 0.05  # costs that differ by less are called about as many
@@ -44,7 +44,7 @@ def part(whole: Whole) -> str:
         points = sorted({int(one["requests"]) for arrangement in of.values() for one in arrangement["grown"]})
         head = ("arrangement", "seeds", *(f"{n}" for n in points), "learning's operations")
         rows = [_row(of, name, points) for name in of]
-        parts += [f"{title_of(pattern).capitalize()}:\n\n{table(head, rows)}", still(of)]
+        parts += [f"{heading_of(pattern)}:\n\n{table(head, rows)}", still(of)]
         parts.append(at_equal_cost(of, whole["settings"]["steps"]))
     return "\n\n".join(one for one in parts if one)
 

@@ -6,7 +6,7 @@ import copy
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -192,6 +192,9 @@ class Run:
         return tokens.counted(found)
 
 
+AtEnd = Callable[[Run, Sequence[Served]], Any]
+
+
 def _outcome(one: UpdateRecord) -> dict[str, Any]:
     """One decision and what the gate had measured, in tokens per step."""
     figures = {"gain": one.gain, "low": one.gain_low, "high": one.gain_high, "witness": one.witness}
@@ -209,10 +212,12 @@ def run(
     seed: int,
     *,
     tell_tokens: bool = False,
+    at_end: AtEnd | None = None,
 ) -> dict[str, Any]:
     """Serve the traffic; `routed` is the router's answer to each request. What was found, as JSON.
 
-    tell_tokens: also which tokens of the held-out prompts' answers are guessed, before and after.
+    tell_tokens: also which tokens of the held-out prompts' answers are guessed, before and after. at_end: is
+    shown the run and the held-out prompts when all is learned; what it returns is there as "at_end".
     """
     torch.manual_seed(seed)
     records = bench.answers.records(traffic.queries)
@@ -226,6 +231,8 @@ def run(
         _go_online(one, served, known, held, found, traffic.turns)
         if tell_tokens:
             found["tokens"] = {"before": before, "after": one.tokens(held)}
+        if at_end:
+            found["at_end"] = at_end(one, held)
     words = {"held_out": [h.record.domain for h in held], "domains": [s.record.domain for s in served]}
     return words | {"routed": list(routed), "target_operations": _target_operations(bench, records)} | found
 

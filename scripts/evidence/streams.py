@@ -117,6 +117,12 @@ def title_of(pattern: str) -> str:
     return f"{pattern.removeprefix(ONLY)} alone" if pattern.startswith(ONLY) else TITLES[pattern]
 
 
+def heading_of(pattern: str) -> str:
+    """Its title as the beginning of a sentence."""
+    title = title_of(pattern)
+    return title[:1].upper() + title[1:]
+
+
 def traffic(pattern: str, domains: Sequence[Domain], count: int, seed: int) -> Traffic:
     """`count` requests of this pattern. No prompt comes twice unless a domain has too few."""
     rng, names = random.Random(f"{pattern}:{seed}"), [domain.name for domain in domains]

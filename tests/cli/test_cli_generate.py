@@ -19,6 +19,7 @@ from moedraft.drafting.model import ModelDrafter
 from moedraft.engine.engine import Engine
 from moedraft.learning_state import paused
 from moedraft.routing.selector import FixedSelector
+from moedraft.speculation import SpeculationStats
 from moedraft.storage.store import Store
 
 from tiny import NumberTokenizer, TinyLM, random_table
@@ -263,6 +264,16 @@ def test_a_summary_without_drafts_has_no_rates() -> None:
     (output,) = engine.generate("1 2", SamplingParams(max_tokens=2), draft=False)
     output = replace(output, expert="sql", adapter_version=3, seconds=0.5)
     assert summary(output) == "sql v3 · 2 tokens, 4 a second"
+
+
+def test_a_summary_says_what_was_looked_up_where() -> None:
+    (output,) = tiny_engine().generate("1 2", SamplingParams(max_tokens=2), draft=False)
+    output = replace(output, expert="sql", adapter_version=3, seconds=0.5)
+    found = SpeculationStats(num_lookup_tokens=9, num_accepted_lookup_tokens=5)
+    own = replace(output, speculation=found)
+    assert summary(own) == "sql v3 · 5 looked up · 2 tokens, 4 a second"
+    both = replace(output, speculation=replace(found, num_accepted_earlier_tokens=3))
+    assert summary(both) == "sql v3 · 5 looked up, 3 of them in earlier answers · 2 tokens, 4 a second"
 
 
 def test_a_bar_is_drawn_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:

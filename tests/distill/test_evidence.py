@@ -144,7 +144,6 @@ VARIANTS = (
     # What these do is done by others too: more updates, a wide shared adapter, another number of steps.
     "joint:further",
     "joint+gate:further",
-    "mixed-replay:wide",
     "mixed-replay:further",
     "joint:1-step",
 )

@@ -108,7 +108,7 @@ def test_good_draft_is_accepted(kind: str, fast: bool) -> None:
         ("full", "llama", True),
         ("full", "llama", False),
         slow("full", "qwen2", True),
-        slow("full", "gpt_neox", True),
+        ("full", "gpt_neox", True),
     ],
 )
 def test_adapter_swaps_in_mid_answer(kind: str, fast: bool, scope: str) -> None:

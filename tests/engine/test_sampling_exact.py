@@ -213,7 +213,7 @@ def _wrong_target_distribution(real: Callable) -> Callable:
         (_wrong_draft_distribution, "chain"),
         slow(_wrong_draft_distribution, "block"),
         slow(_wrong_target_distribution, "chain"),
-        slow(_wrong_target_distribution, "block"),
+        (_wrong_target_distribution, "block"),
     ],
 )
 def test_negative_controls(

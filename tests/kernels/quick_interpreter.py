@@ -12,6 +12,13 @@ from types import ModuleType
 from typing import Any
 
 
+class Prepared:
+    """What preparing again returns: nothing is to be restored after the call."""
+
+    def restore(self) -> None:
+        pass
+
+
 def prepare_once_in_a_launch(interpreter: Any) -> None:
     """Changes the module `triton.runtime.interpreter`."""
     prepare, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
@@ -25,7 +32,7 @@ def prepare_once_in_a_launch(interpreter: Any) -> None:
 
     def prepare_once(function: Callable[..., Any]) -> Any:
         if (wanted := languages(function)) in prepared:
-            return None
+            return Prepared()
         prepared.add(wanted)
         return prepare(function)
 

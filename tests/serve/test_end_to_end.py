@@ -38,6 +38,7 @@ from waiting import wait_for
 from moedraft.config import load_settings
 from moedraft.core import SHARED, RequestStats
 from moedraft.distill.messages import TRAINING
+from moedraft.insight.tables.figures import SOURCES
 from moedraft.serve.supervisor.supervisor import TrainerSupervisor
 from moedraft.showcase.shipped import examples, traffic
 from moedraft.speculation import SpeculationStats
@@ -561,7 +562,8 @@ def test_clients_metrics_and_store_agree(stage: Stage) -> None:
             drafted(made),
             accepted(made),
         )
-    for name in ("drafts", "draft_tokens", "accepted_tokens"):
+    looked_up = [f"{kind}{name}_tokens" for kind in ("", "accepted_") for name in ("lookup", "earlier")]
+    for name in ("drafts", "draft_tokens", "accepted_tokens", *looked_up):
         assert scrape.spec(name) == sum(one.figures[f"num_{name}"] for one in stage.told)
 
 
@@ -606,7 +608,10 @@ def check_sources(stage: Stage, table: list[Row]) -> None:
     for row, own in by_step(stage.rows, table):
         tokens = sum(one.num_tokens for one in own)
         found = sum(one.speculation.num_accepted_lookup_tokens for one in own)
-        parts = {"draft": accepted(own), "text": found, "target": tokens - accepted(own) - found}
+        earlier = sum(one.speculation.num_accepted_earlier_tokens for one in own)
+        parts = {"draft": accepted(own), "text": found - earlier, "earlier": earlier}
+        parts["target"] = tokens - accepted(own) - found
+        assert parts.keys() == SOURCES.keys()
         assert {name: row[f"from_{name}"] for name in parts} == parts
         assert {name: row[f"{name}_share"] for name in parts} == {
             name: ratio(part, tokens) for name, part in parts.items()

@@ -69,7 +69,8 @@ def throughput(requests: Requests, grid: Grid) -> Table:
 def sources(requests: Requests, grid: Grid) -> Table:
     """The sources of the tokens in each step: see SOURCES.
 
-    The target itself adds one token in each of its steps.
+    The target itself adds one token in each of its steps. What requests of older versions found in earlier
+    answers counts as found in the text.
     """
     steps = grid.steps(requests["created_at"])
     names = ["num_accepted_tokens", "num_accepted_lookup_tokens", "num_accepted_earlier_tokens", "num_tokens"]

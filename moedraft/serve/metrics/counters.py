@@ -22,10 +22,10 @@ EXPERT = ("model_name", "expert", "lang")
 PLACE = (*EXPERT, "position")
 MODEL = ("model_name",)
 LOOKUPS = {  # counts of `SpeculationStats`
-    "num_lookup_tokens": "Draft tokens looked up in texts, apart from the model's",
-    "num_accepted_lookup_tokens": "Of those, accepted",
-    "num_earlier_tokens": "Of those looked up, the ones from earlier answers",
-    "num_accepted_earlier_tokens": "Of those from earlier answers, accepted",
+    "num_lookup_tokens": "Draft tokens looked up in the own text or in earlier answers",
+    "num_accepted_lookup_tokens": "Draft tokens looked up anywhere and accepted",
+    "num_earlier_tokens": "Draft tokens looked up in earlier answers",
+    "num_accepted_earlier_tokens": "Draft tokens looked up in earlier answers and accepted",
 }
 LATENCIES = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)  # seconds
 GAPS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2)
