@@ -5,10 +5,10 @@
 
 Joint learning with the gate, one update a window, learns from a stream as in `scripts/evidence.py`. When all
 is learned, the held-out prompts' answers are read once for each way of guessing: the routed expert as it
-serves, the shared adapter alone, the draft base, expert and shared adapter multiplied by smaller factors, both
-with the general list beside the expert's own tokens, and means of the probabilities of several of them. Given
-is the share of the target's tokens that is the likeliest one of each. A mean of two would cost a second pass
-of the drafter.
+serves, the shared adapter alone, the draft base, expert and shared adapter multiplied by smaller factors,
+both with the general list beside the expert's own tokens, and means of the probabilities of several of them.
+Given is the share of the target's tokens that is the likeliest one of each. A mean of two would cost a second
+pass of the drafter.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from moedraft.routing.router import Route
 from moedraft.speculation import SpeculationStats
 from moedraft.system.build import System, opened
 
-HELDOUT = 2  # prompts of each domain
+HELDOUT = 3  # prompts of each domain
 
 
 class ByLetter:

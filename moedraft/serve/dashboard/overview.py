@@ -101,8 +101,8 @@ class OverviewPanels:
                     look,
                     "sources",
                     "Where tokens come from",
-                    "Drafted by the model, looked up in the text so far or in earlier answers, or one for each "
-                    "step of the target.",
+                    "Drafted by the model, looked up in the text so far or in earlier answers, or one "
+                    "for each step of the target.",
                     none,
                     wide=True,
                 ),
