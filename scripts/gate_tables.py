@@ -94,6 +94,6 @@ def mixtures(found: dict[str, Any]) -> str:
     for way in found[patterns[0]][0]:
         shares = [sum(run[way] for run in found[name]) / len(found[name]) for name in patterns]
         rows.append([way, *(f"{share:.3f}".removeprefix("0") for share in shares)])
-    seeds = {len(found[name]) for name in patterns}
-    note = f"{found['requests']} requests, {max(seeds)} seed(s), {found['date']}."
+    seeds = ", ".join(f"{name} {len(found[name])}" for name in patterns)
+    note = f"{found['requests']} requests; seeds: {seeds}; {found['date']}."
     return table(["first guesses", *patterns], rows) + f"\n\n{note}"
