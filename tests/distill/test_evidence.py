@@ -198,6 +198,16 @@ def test_tokens_that_are_told_are_those_that_are_counted(bench: Any) -> None:
     assert found["tokens"]["before"] != found["tokens"]["after"]
 
 
+def test_ways_of_guessing_are_measured_beside_what_serves(bench: Any) -> None:
+    mixtures = load_script("bench_mixtures")
+    found = run(bench, "steady", "joint", at_end=mixtures.mixtures)
+    shares, counts = found["at_end"], found["curve"][-1]["counts"]
+    served = sum(row[1] for row in counts) / sum(row[0] for row in counts)
+    assert shares["expert"] == pytest.approx(served, abs=0.003)
+    assert {"shared", "base", "expert × 0.8, shared × 1.0", *mixtures.MEANS} <= shares.keys()
+    assert all(0 <= share <= 1 for share in shares.values())
+
+
 def test_the_wide_arrangement_has_the_ranks_that_a_server_has_by_default() -> None:
     settings = Settings.model_fields
     assert settings["shared_rank"].default == arrangements.WIDE * settings["adapter_rank"].default
