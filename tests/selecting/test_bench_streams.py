@@ -71,7 +71,7 @@ ALL = (
 )
 
 
-SOME = ("labelled", "permuted", "change", "no domain")
+SOME = ("labelled", "typos", "permuted", "change")
 
 
 @pytest.mark.parametrize(
