@@ -25,11 +25,10 @@ import torch
 from evidence import command
 from evidence.arrangements import GATED
 from evidence.running import Run, Served
+from evidence.tokens import first_guesses, list_of
 
 from moedraft.core import SHARED, ReplayRecord
-from moedraft.distill.features.feature_batches import DraftVocabulary, collate, taught_at
-from moedraft.distill.features.feature_lessons import FeatureLessons
-from moedraft.distill.measuring.measures import Serving, instead
+from moedraft.distill.measuring.measures import Serving
 from moedraft.storage.versions.adapters import LoadedAdapter
 from moedraft.storage.versions.candidate import Weights
 
@@ -57,7 +56,7 @@ def mixtures(one: Run, held: Sequence[Served]) -> dict[str, float]:
 def _chances(one: Run, domain: str, record: ReplayRecord) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """By way of guessing, the probabilities [T, V] at each token of the answer; and the tokens [T]."""
     general, usual = one.measure.general, one._serving(domain)
-    own = _list(usual, domain, general)
+    own = list_of(usual, domain, general)
     wide = torch.unique(torch.cat([own, general]))
     weaker = {
         f"expert × {expert}, shared × {shared}": _read(
@@ -68,19 +67,13 @@ def _chances(one: Run, domain: str, record: ReplayRecord) -> tuple[dict[str, tor
     alone = one._serving(SHARED)
     parts = {
         "expert": _read(one, usual, domain, own, record),
-        "shared": _read(one, alone, SHARED, _list(alone, SHARED, general), record),
+        "shared": _read(one, alone, SHARED, list_of(alone, SHARED, general), record),
         "base": _read(one, {SHARED: None}, SHARED, general, record),
         "expert, both lists": _read(one, usual, domain, wide, record),
         "shared, both lists": _read(one, alone, SHARED, wide, record),
     }
     means = {name: torch.stack([parts[part][0] for part in of]).mean(0) for name, of in MEANS.items()}
     return {name: each[0] for name, each in {**parts, **weaker}.items()} | means, parts["base"][1]
-
-
-def _list(serving: Serving, domain: str, general: torch.Tensor) -> torch.Tensor:
-    """The tokens that are drafted: the expert's list, else that of the shared adapter, else `general`."""
-    who = next((one for one in (serving.get(domain), *serving.values()) if one), None)
-    return general if who is None or who.vocabulary is None else who.vocabulary
 
 
 def _scaled(serving: Serving, domain: str, expert: float, shared: float) -> Serving:
@@ -96,25 +89,18 @@ def _times(one: Weights, factor: float) -> Weights:
     return LoadedAdapter(dict(one.config), tensors, {}, one.vocabulary)
 
 
-@torch.no_grad()
 def _read(
     one: Run, serving: Serving, owner: str, vocabulary: torch.Tensor, record: ReplayRecord
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Probabilities [T, V] of first guesses from this list of tokens, and the target's tokens [T]."""
-    student, lessons = one.trainer.student, one.trainer.lessons
-    assert isinstance(lessons, FeatureLessons)
-    with instead(student, serving):
-        student.use_lists({owner: vocabulary})
-        known = DraftVocabulary(student.vocabulary, student.vocab_size)
-        longest = one.trainer.plan.max_tokens
-        batch = collate([record], [owner], lessons.states, known, torch.device("cpu"), longest)
-        with lessons.student.precision():
-            hidden, taught = next(iter(lessons.student.outputs(batch, 1))), taught_at(batch, 1)
-            chances = torch.zeros(len(taught.tokens), student.vocab_size)
-            for part in lessons.student.guesses(hidden[taught.rows], batch.owners, taught.counts):
-                ids = student.vocabulary if part.numbers is None else student.vocabulary[part.numbers]
-                chances[part.rows, ids] = part.logits.float().softmax(-1)
-    return chances, taught.tokens
+    parts = list[torch.Tensor]()
+    tokens = list[torch.Tensor]()
+    for said, ids, logits in first_guesses(one.trainer, serving, owner, [record], vocabulary):
+        chances = torch.zeros(len(said), one.trainer.student.vocab_size)
+        chances[:, ids] = logits.float().softmax(-1)
+        parts.append(chances)
+        tokens.append(said)
+    return torch.cat(parts), torch.cat(tokens)
 
 
 def show(pattern: str, seed: int, found: Mapping[str, float]) -> None:

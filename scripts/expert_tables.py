@@ -1,4 +1,4 @@
-"""Makes the tables of what experts bring on a real model, from the file that `bench_experts.py` writes.
+"""Makes the tables of experts on a real model, of the files that `bench_experts.py` and others write.
 
 Where several seeds were measured, a figure is the mean of the seeds' estimates, and its interval goes from
 the mean of their lower ends to the mean of their upper ends.
@@ -172,3 +172,15 @@ def own_tokens(found: dict[str, Any]) -> str:
         "step is that and the layer."
     )
     return f"{table(head, rows)}\n\n{note}"
+
+
+def mixtures(found: dict[str, Any]) -> str:
+    """First guesses by way of guessing and traffic, means over the seeds."""
+    patterns = [name for name, runs in found.items() if isinstance(runs, list)]
+    rows = []
+    for way in found[patterns[0]][0]:
+        shares = [sum(run[way] for run in found[name]) / len(found[name]) for name in patterns]
+        rows.append([way, *(f"{share:.3f}".removeprefix("0") for share in shares)])
+    seeds = ", ".join(f"{name} {len(found[name])}" for name in patterns)
+    note = f"{found['requests']} requests; seeds: {seeds}; {found['date']}."
+    return table(["first guesses", *patterns], rows) + f"\n\n{note}"

@@ -1,4 +1,4 @@
-"""The tables of what the gate goes by, and of what mixing guesses would bring, from results/."""
+"""The tables of what the gate goes by, from results/gate.json."""
 
 from __future__ import annotations
 
@@ -85,15 +85,3 @@ def agreement(found: dict[str, Any]) -> str:
         f"give or take {rest:.3f}."
     )
     return f"{table(['', 'correlation with the true gain'], rows)}\n\n{text}"
-
-
-def mixtures(found: dict[str, Any]) -> str:
-    """First guesses by way of guessing and traffic, means over the seeds."""
-    patterns = [name for name, runs in found.items() if isinstance(runs, list)]
-    rows = []
-    for way in found[patterns[0]][0]:
-        shares = [sum(run[way] for run in found[name]) / len(found[name]) for name in patterns]
-        rows.append([way, *(f"{share:.3f}".removeprefix("0") for share in shares)])
-    seeds = ", ".join(f"{name} {len(found[name])}" for name in patterns)
-    note = f"{found['requests']} requests; seeds: {seeds}; {found['date']}."
-    return table(["first guesses", *patterns], rows) + f"\n\n{note}"

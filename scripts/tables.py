@@ -249,7 +249,7 @@ SOURCES = {
     "streams": ("streams.json", selection_tables.streams),
     "streams_avx2": ("streams_avx2.json", selection_tables.streams),
     "made_good": ("streams.json", selection_tables.made_good),
-    "mixtures": ("mixtures.json", gate_tables.mixtures),
+    "mixtures": ("mixtures.json", expert_tables.mixtures),
     "gate": ("gate.json", gate_tables.rules),
     "gate_agreement": ("gate.json", gate_tables.agreement),
     "corrected": ("corrected.json", selection_tables.won_back),

@@ -7,7 +7,7 @@ places where it was guessed, at how many the target says it (precision). First g
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -22,22 +22,28 @@ Pair = tuple[int, int]  # what the target says, and what was guessed
 Counts = list[list[int]]  # of each token kept: its id, how often it was said, guessed, and both
 
 
+def list_of(serving: Serving, owner: str, general: torch.Tensor) -> torch.Tensor:
+    """The tokens that are drafted: the expert's list, else that of the shared adapter, else `general`."""
+    who = next((one for one in (serving.get(owner), *serving.values()) if one), None)
+    return general if who is None or who.vocabulary is None else who.vocabulary
+
+
 @torch.no_grad()
-def pairs(
+def first_guesses(
     trainer: JointTrainer,
     serving: Serving,
     owner: str,
     records: Sequence[ReplayRecord],
-    general: torch.Tensor,
-) -> list[Pair]:
-    """Of all places of these answers but the first. general: what is drafted without a list of one's own."""
+    vocabulary: torch.Tensor,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Of all places of these answers but the first, some at a time, from this list of tokens.
+
+    Yields what the target says [N], the tokens that may be guessed [V], and the logits of each [N, V].
+    """
     student, lessons = trainer.student, trainer.lessons
     assert isinstance(lessons, FeatureLessons)
-    who = next((one for one in (serving.get(owner), *serving.values()) if one), None)
-    own = general if who is None or who.vocabulary is None else who.vocabulary
-    found: list[Pair] = []
     with instead(student, serving):
-        student.use_lists({owner: own})
+        student.use_lists({owner: vocabulary})
         known = DraftVocabulary(student.vocabulary, student.vocab_size)
         for first in range(0, len(records), trainer.plan.rows):
             chosen = records[first : first + trainer.plan.rows]
@@ -47,8 +53,22 @@ def pairs(
                 hidden, taught = next(iter(lessons.student.outputs(batch, 1))), taught_at(batch, 1)
                 for part in lessons.student.guesses(hidden[taught.rows], batch.owners, taught.counts):
                     ids = student.vocabulary if part.numbers is None else student.vocabulary[part.numbers]
-                    said, guessed = taught.tokens[part.rows], ids[part.logits.argmax(-1)]
-                    found += zip(said.tolist(), guessed.tolist(), strict=True)
+                    yield taught.tokens[part.rows], ids, part.logits
+
+
+def pairs(
+    trainer: JointTrainer,
+    serving: Serving,
+    owner: str,
+    records: Sequence[ReplayRecord],
+    general: torch.Tensor,
+) -> list[Pair]:
+    """Of all places of these answers but the first. general: what is drafted without a list of one's own."""
+    found: list[Pair] = []
+    for said, ids, logits in first_guesses(
+        trainer, serving, owner, records, list_of(serving, owner, general)
+    ):
+        found += zip(said.tolist(), ids[logits.argmax(-1)].tolist(), strict=True)
     return found
 
 

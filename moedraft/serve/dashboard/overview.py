@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from nicegui import ui
 
 from moedraft.insight.columns import ratio
+from moedraft.insight.tables.figures import SOURCES
 from moedraft.insight.views import Overview
 from moedraft.serve.dashboard import charts
 from moedraft.serve.dashboard.expert_rows import expert_rows
@@ -247,8 +248,7 @@ def _show_per_step(look: Look, panel: SmallPanels, seen: Overview) -> None:
 
 def _show_sources(panel: Panel, seen: Overview) -> None:
     table = seen.sources
-    middle = 1 + len(table.columns) // 2
-    counts, shares = table.columns[1:middle], table.columns[middle:]
+    counts, shares = table.columns[1 : 1 + len(SOURCES)], table.columns[1 + len(SOURCES) :]
     paints = dict(zip((c.label for c in shares), SOURCE_PAINTS, strict=True))
     totals = [sum(int(n or 0) for n in table.column(column.key)) for column in counts]
     every = sum(totals)
