@@ -36,9 +36,10 @@ def first_guesses(
     records: Sequence[ReplayRecord],
     vocabulary: torch.Tensor,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Of all places of these answers but the first, some at a time, from this list of tokens.
+    """Read these answers, and guess each of their tokens but the first from this list of tokens.
 
-    Yields what the target says [N], the tokens that may be guessed [V], and the logits of each [N, V].
+    Yields, for some answers at a time, what the target says [N], the tokens that may be guessed [V], and the
+    logits [N, V] of these.
     """
     student, lessons = trainer.student, trainer.lessons
     assert isinstance(lessons, FeatureLessons)
@@ -63,7 +64,10 @@ def pairs(
     records: Sequence[ReplayRecord],
     general: torch.Tensor,
 ) -> list[Pair]:
-    """Of all places of these answers but the first. general: what is drafted without a list of one's own."""
+    """What is said and what is guessed at each token of these answers but the first.
+
+    general: the tokens that are drafted where no adapter has a list of its own.
+    """
     found: list[Pair] = []
     for said, ids, logits in first_guesses(
         trainer, serving, owner, records, list_of(serving, owner, general)
