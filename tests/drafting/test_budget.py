@@ -213,6 +213,20 @@ def test_never_slower_than_plain_for_long() -> None:
     assert budget.speedup > 0.97
 
 
+def test_a_slow_moment_of_the_machine_is_made_good_by_the_next_trial() -> None:
+    """Drafting pays; for some rounds it takes three times as long, as beside other work."""
+    budget, drafts = Budget(8), list[bool]()
+    for number in range(700):
+        model = budget.plan({0: 0.5}, {}, 1).model
+        steps = drafted(budget, 0.5) if model else 0
+        ms = 5.0 * (1 + 0.12 * steps)
+        slow = model and 100 <= number < 120
+        budget.observe(1, steps, steps, 1 + bool(steps), 3 * ms if slow else ms)
+        drafts.append(model)
+    assert sum(drafts[120:220]) < 10  # given up at such a price
+    assert sum(drafts[120 + Budget.EXPLORE + 20 : 700]) > 400
+
+
 def test_one_batch_may_mix_rows_that_draft_with_rows_that_do_not() -> None:
     budget = Budget(8)
     plain_first(budget, 0.0, 0.2, 0.0, rows=8)

@@ -5,7 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moedraft.drafting.lengths.costs import FORGOTTEN, PLAIN, PRIOR, RoundCosts, shape_of
+from moedraft.drafting.lengths.costs import (
+    FORGOTTEN,
+    PAUSE,
+    PLAIN,
+    PRIOR,
+    REFIT_EVERY,
+    RoundCosts,
+    shape_of,
+)
 
 
 def test_a_shape_is_known_by_its_median() -> None:
@@ -102,6 +110,21 @@ def test_a_shape_not_seen_for_long_is_forgotten() -> None:
     assert dear > 2
     assert float(costs.relative(1, 2, 2)) == pytest.approx(float(1 + PRIOR @ [1, 2, 2]))
     assert costs.measured(1, 4, 4) is None
+
+
+def test_what_a_trial_shows_after_a_pause_outweighs_what_was_timed_before() -> None:
+    costs = RoundCosts()
+    for steps in (1, 2):
+        for _ in range(9):
+            costs.observe(1, steps, steps, 50.0)
+    for _ in range(PAUSE + 1):
+        costs.observe(1, 0, 0, 5.0)
+    dear = costs.of(1, 2, 2)
+    for _ in range(REFIT_EVERY):
+        costs.observe(1, 1, 1, 6.0)
+    assert dear > 5
+    assert costs.of(1, 1, 1) == pytest.approx(1.2, abs=0.1)
+    assert costs.of(1, 2, 2) < 2  # of two steps only old times are known, and these count no more
 
 
 def test_old_times_are_forgotten() -> None:

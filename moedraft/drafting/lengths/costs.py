@@ -17,6 +17,7 @@ PLAIN: Shape = (0, 0.0)
 KEPT = 9
 REFIT_EVERY = 8
 FORGOTTEN = 400  # rounds of as many rows after which a shape's times are too old
+PAUSE = 64  # such rounds without the draft model after which what was timed of it counts for little
 # In plain rounds: that the model drafts at all, each of its steps, each token verified per row. As measured
 # with the embedded pair; a GPU has less of the last. Weighs as much as PRIOR_WEIGHT well-known shapes.
 PRIOR = np.array([0.15, 0.12, 0.12])
@@ -50,13 +51,25 @@ class RoundCosts:
         """verified: draft tokens, padding included where that costs as much."""
         shape = shape_of(rows, steps, verified)
         shapes = self.samples.setdefault(rows, {})
+        now = self._rounds[rows] = self._rounds.get(rows, 0) + 1
+        if steps:
+            self._resume(rows, now)
         new = shape not in shapes
         shapes.setdefault(shape, deque(maxlen=KEPT)).append(ms)
-        now = self._rounds[rows] = self._rounds.get(rows, 0) + 1
         self._seen[rows, shape] = now
         if new or now % REFIT_EVERY == 0:
             self._forget(rows, now - FORGOTTEN)
             self._slopes.pop(rows, None)
+
+    def _resume(self, rows: int, now: int) -> None:
+        """Keep one time of each shape when the draft model is tried after a pause, which alone counts nothing.
+
+        Else one moment in which the machine was slow would outweigh several trials after it.
+        """
+        drafted = {shape: self._seen[rows, shape] for shape in self.samples[rows] if shape[0]}
+        if drafted and now - max(drafted.values()) > PAUSE:
+            for shape in drafted:
+                self.samples[rows][shape] = deque([self.samples[rows][shape][-1]], KEPT)
 
     def _forget(self, rows: int, before: int) -> None:
         """Drop the shapes whose last round lies before `before`.
