@@ -62,7 +62,7 @@ class RoundCosts:
             self._slopes.pop(rows, None)
 
     def _resume(self, rows: int, now: int) -> None:
-        """Keep one time of each shape when the draft model is tried after a pause, which alone counts nothing.
+        """Keep one time of each shape where the draft model is tried after a pause; alone it counts nothing.
 
         Else one moment in which the machine was slow would outweigh several trials after it.
         """
