@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from evidence import lows
-from evidence.arrangements import ARRANGEMENTS, GATED, LEAN, ONLINE, SERVED
+from evidence.arrangements import ARRANGEMENTS, GATED, LEAN, ONLINE, ONLINE_GATED, SERVED
 from evidence.costs import learned, operations
 from evidence.streams import ONLY, heading_of, title_of
 from evidence.words import NOT_MEASURED, how_many, interval, listed, short_sign, table
@@ -25,8 +25,17 @@ CHEAP = 0.05  # of the target's operations, that learning may take
 MOVING = ("shift", "one-by-one", "drift", "new-domain")
 # What the default is compared with, with one update for each window and with further ones.
 RIVALS = {GATED: ONLINE, SERVED: ("mixed-replay:wide", "mixed-replay:further")}
+AS_SAFE = {GATED: ONLINE_GATED, SERVED: ()}  # of these, with the gate as well
 HELD, PARTLY, OPEN, MISSED = "held", "partly", "open", "**missed**"
+# The aims by whether the others have the gate, and whether it is about the requests as they came.
+BEST = {
+    (False, False): "on every traffic at least the best other online arrangement",
+    (False, True): "the same on the requests as they came, beside one adapter on all traffic",
+    (True, False): "on every traffic at least the best of those that the gate keeps from harm as well",
+    (True, True): "the same on the requests as they came, beside one adapter with the gate",
+}
 Whole = dict[str, Any]
+Rivals = Mapping[str, Sequence[str]]
 
 
 class Reached(NamedTuple):
@@ -45,6 +54,8 @@ def part(whole: Whole) -> str:
     rows = [
         at_least_the_best(whole, default),
         at_least_the_best(whole, default, as_they_came=True),
+        at_least_the_best(whole, default, AS_SAFE),
+        at_least_the_best(whole, default, AS_SAFE, as_they_came=True),
         above_where_it_moves(whole, default),
         above_where_it_moves(whole, default, as_they_came=True),
         never_below(default),
@@ -67,14 +78,18 @@ def _runs_of(whole: Whole, name: str) -> dict[str, Whole]:
 
 
 def _compared(
-    whole: Whole, name: str, patterns: Iterable[str], as_they_came: bool = False
+    whole: Whole,
+    name: str,
+    patterns: Iterable[str],
+    rivals: Rivals = RIVALS,
+    as_they_came: bool = False,
 ) -> Iterator[tuple[str, str, Whole]]:
     """Pattern, rival, and what the default has more than it, on held-out prompts in the end.
 
     as_they_came: on the requests themselves, see `came`.
     """
     for pattern in patterns:
-        for rival in RIVALS[name]:
+        for rival in rivals[name]:
             of = whole["patterns"][pattern].get(rival, {})
             one = (of.get("came", {}) if as_they_came else of).get("default_more", {}).get(name)
             if one is not None:
@@ -92,12 +107,15 @@ def _named(found: Iterable[tuple[str, str, Whole]]) -> str:
 
 
 def at_least_the_best(
-    whole: Whole, default: Mapping[str, Mapping[str, Whole]], as_they_came: bool = False
+    whole: Whole,
+    default: Mapping[str, Mapping[str, Whole]],
+    rivals: Rivals = RIVALS,
+    as_they_came: bool = False,
 ) -> Reached:
     """Whether some other online arrangement is above the default by its interval."""
     said, verdicts = [], []
     for name, of in default.items():
-        found = [*_compared(whole, name, of, as_they_came)]
+        found = [*_compared(whole, name, of, rivals, as_they_came)]
         if not found:
             continue
         below = [one for one in found if one[2]["high"] < 0]
@@ -107,10 +125,7 @@ def at_least_the_best(
         rest = f" Below {_named(below)}." if below else ""
         said.append(f"{further}: on {len(patterns - lost)} of {how_many(len(patterns), 'pattern')}.{rest}")
         verdicts += [pattern not in lost for pattern in patterns]
-    aim = "on every traffic at least the best other online arrangement"
-    if as_they_came:
-        aim = "the same on the requests as they came, beside one adapter on all traffic"
-    return Reached(aim, *_told(verdicts, said))
+    return Reached(BEST[rivals is AS_SAFE, as_they_came], *_told(verdicts, said))
 
 
 def above_where_it_moves(
@@ -120,7 +135,7 @@ def above_where_it_moves(
     found = [
         one
         for name, of in default.items()
-        for one in _compared(whole, name, [p for p in MOVING if p in of], as_they_came)
+        for one in _compared(whole, name, [p for p in MOVING if p in of], as_they_came=as_they_came)
     ]
     above = [one for one in found if one[2]["low"] > 0]
     said = [f"Above {_named(above)}."] if above else ["Above none by its interval."]

@@ -71,7 +71,7 @@ class Arrangement:
 
 
 STATIC, JOINT, GATED, LATEST = "static", "joint", "joint+gate", "latest-window"
-ONE_ADAPTER = "mixed-replay"
+ONE_ADAPTER, ONE_GATED = "mixed-replay", "mixed-replay+gate"
 RESTARTED, RESUMED = "joint:restarted", "joint:resumed"
 EQUAL_COST = "joint:equal-cost"
 # Steps whose operations are about those of 8 steps of one adapter, see `growth.at_equal_cost`.
@@ -90,6 +90,20 @@ _ALL = (
     Arrangement(JOINT, "joint, no gate"),
     Arrangement(GATED, "joint, with gate", gate=True),
     Arrangement("joint+gate-once", "joint, gate of one look", gate=True, second_look=False),
+    Arrangement(
+        "latest-window+gate",
+        "one adapter, latest window, with gate",
+        OneTrainer,
+        False,
+        True,
+        gate=True,
+        plan={"replayed": 0.0},
+    ),
+    Arrangement(ONE_GATED, "one adapter, mixed replay, with gate", OneTrainer, False, True, gate=True),
+    Arrangement(
+        "separate+gate", "separate experts, classifier, with gate", SeparateTrainer, True, True, gate=True
+    ),
+    Arrangement("turns+gate", "shared and experts in turns, with gate", TurnsTrainer, gate=True),
     Arrangement("offline", "offline bound", beforehand=1.0),
     Arrangement("one-offline", "one adapter, offline", OneTrainer, False, True, beforehand=1.0),
     Arrangement("one-both", "one adapter, offline then online", OneTrainer, False, True, beforehand=0.5),
@@ -144,6 +158,8 @@ TAUGHT: dict[str, dict[Data, str]] = {
 ARRANGEMENTS = {one.name: one for one in _ALL}
 MAIN = (STATIC, LATEST, ONE_ADAPTER, "separate-true", "separate", "turns", JOINT, GATED, "offline")
 ONLINE = (LATEST, ONE_ADAPTER, "separate", "turns")  # what joint learning stands beside
+ONLINE_GATED = tuple(f"{name}+gate" for name in ONLINE)  # the same with the gate that the default has
+TABLED = (*MAIN[:-2], *ONLINE_GATED, *MAIN[-2:])  # in the tables by traffic
 FURTHER = (
     "mixed-replay:further",
     "joint:further",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from evidence import aims, came, costs, decisions, growth, lows, missing, moves, paper, restarts, served
-from evidence.arrangements import ARRANGEMENTS, GATED, JOINT, MAIN, ONLINE, STATIC
+from evidence.arrangements import ARRANGEMENTS, GATED, JOINT, ONLINE, ONLINE_GATED, STATIC, TABLED
 from evidence.figures import Runs
 from evidence.parts import PARTS
 from evidence.streams import ONLY, POISONED, heading_of, title_of
@@ -91,6 +91,7 @@ def findings(whole: Whole) -> list[str]:
         sentences = [
             pays(of, GATED),
             beside_others(of, GATED),
+            beside_others(of, GATED, ONLINE_GATED),
             harms(of, GATED),
             lows.sentence(of[GATED]) if GATED in of else "",
             pays(of, JOINT),
@@ -118,13 +119,13 @@ def pays(of: Whole, name: str) -> str:
     return f"{title[0].upper()}{title[1:]} {said[one['verdict']]}: {interval(one)} first guesses ({seeds})."
 
 
-def beside_others(of: Whole, default: str) -> str:
-    """Whether joint learning, in this form, is above, below or level with each other online arrangement."""
+def beside_others(of: Whole, default: str, others: Sequence[str] = ONLINE) -> str:
+    """Whether joint learning, in this form, is above, below or level with each of the others."""
     if default not in of:
         return ""
     found = [
         (ARRANGEMENTS[name].title, one)
-        for name in ONLINE
+        for name in others
         if (one := of.get(name, {}).get("default_more", {}).get(default)) is not None
     ]
     words = {"better": "It is above", "worse": "It is **below**", "open": "Not to be told from it are"}
@@ -206,7 +207,7 @@ def warning(of: Whole, seeds: dict[str, int]) -> str:
 def pattern_part(whole: Whole, pattern: str) -> str:
     """The table of one pattern of traffic, and one by domain."""
     of = whole["patterns"][pattern]
-    rows = [row(of, name) for name in MAIN if name in of]
+    rows = [row(of, name) for name in TABLED if name in of]
     head = (
         "arrangement",
         "seeds",
@@ -236,7 +237,7 @@ def row(of: Whole, name: str) -> list[str]:
 
 def by_domain(of: Whole) -> str:
     """By domain, what was gained on static."""
-    names = [name for name in MAIN if name in of and name != STATIC and of[name]["gain"] is not None]
+    names = [name for name in TABLED if name in of and name != STATIC and of[name]["gain"] is not None]
     if not names:
         return ""
     domains = list(of[names[0]]["domains"])

@@ -10,6 +10,7 @@ from evidence.arrangements import (
     LEAN,
     MAIN,
     ONE_ADAPTER,
+    ONLINE_GATED,
     RESTARTED,
     RESUMED,
     SERVED,
@@ -33,6 +34,12 @@ Job = tuple[str, str]  # pattern, arrangement
 PARTS: dict[str, list[Job]] = {
     "quick": [(p, a) for p in ("steady", "one-by-one") for a in (STATIC, LATEST, JOINT, GATED)],
     "main": [(pattern, name) for pattern in ORDERS if pattern not in POISONED for name in MAIN],
+    "gated": [
+        (pattern, name)
+        for pattern in ORDERS
+        if pattern not in POISONED
+        for name in (STATIC, *ONLINE_GATED, GATED)
+    ],
     "poison": [(pattern, name) for pattern in POISONED for name in (STATIC, JOINT, GATED, SERVED)],
     "objectives": [("steady", name) for name in OBJECTIVES],
     "interval": [("steady", name) for name in INTERVALS],

@@ -102,8 +102,9 @@ class Run:
         self.trainer.seed = 1000 * seed
         self.measure = JointMeasure(self.trainer, DEPTH)
         self.own_measure = self.trainer.measure  # for its log: no decision rests on it, see `learn`
-        feature = isinstance(bench.draft, FeatureDraft)
-        judge = Judge(self.measure, store, base_serves=feature) if arrangement.gate else None
+        # One adapter for everybody has no domain that could be left to the base alone.
+        aside = isinstance(bench.draft, FeatureDraft) and arrangement.experts
+        judge = Judge(self.measure, store, base_serves=aside) if arrangement.gate else None
         self.loop = JointLoop(self.trainer, store, HomeOutlet(store), 1, judge)
         self.memory = TrainerMemory(store.home.path, store.registry)
         self.loop.second_look = judge.second_look if judge and arrangement.second_look else None

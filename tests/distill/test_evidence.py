@@ -141,6 +141,9 @@ VARIANTS = (
     "joint+gate-once",
     "joint:resumed",
     "joint:2-steps",
+    "latest-window+gate",
+    "separate+gate",
+    "turns+gate",
     # What these do is done by others too: more updates, a wide shared adapter, another number of steps.
     "joint:further",
     "joint+gate:further",

@@ -51,6 +51,17 @@ def test_the_default_is_held_against_the_best_of_the_others(
     assert "steady" not in moves[1]
 
 
+def test_the_default_is_held_against_others_with_the_gate_by_itself() -> None:
+    """One adapter that publishes everything is ahead, and with the gate it is not."""
+    free, gated = of("steady", "mixed-replay", 0.4, 0.7), of("steady", "mixed-replay+gate", 0.4, 0.5)
+    found = rows(*STATIC, *free, *gated, *of("steady", "joint+gate", 0.4, 0.6))
+    assert found[BEST][0] == "**missed**"
+    safe = "on every traffic at least the best of those that the gate keeps from harm as well"
+    assert found[safe] == ("held", "With one update for each window: on 1 of 1 pattern.")
+    without = rows(*STATIC, *free, *of("steady", "joint+gate", 0.4, 0.6))
+    assert without[safe] == ("not measured", "Not in these runs.")
+
+
 def test_domains_that_lost_are_named_and_only_those_of_the_default() -> None:
     worse = of("steady", "joint", 0.4, 0.2, 0.3)
     found = rows(*STATIC, *worse, *of("steady", "joint+gate", 0.4, 0.5, 0.6))
